@@ -1,0 +1,14 @@
+"""Plain launches: no preparation, any device."""
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..ops import Operators
+from ..unet.call import UNetCall
+from ..unet.forward import Conditioning, forward
+from ..unet.weights import Binding
+
+
+def run(binding: Binding, ops: Operators, call: UNetCall, conditioning: Conditioning) -> Tensor:
+    """The UNet's output; see forward.forward."""
+    return forward(binding.layout, binding.weights(), ops, call, conditioning)

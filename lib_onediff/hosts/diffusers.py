@@ -1,0 +1,171 @@
+"""Put our forward on a diffusers UNet2DConditionModel, and take it off again."""
+from __future__ import annotations
+
+import inspect
+import types
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..accelerator import runtime
+from ..settings import Settings
+from ..unet.call import Control, UNetCall
+from ..unet.prompts import Sighting
+
+# accelerate's offloading hooks put their forward in front and keep the one that they found here.
+BEHIND_A_HOOK = "_old_forward"
+
+
+class NotOurs(Exception):
+    """This call has something in it that a UNetCall cannot say; the message is one line for the user."""
+
+
+class DiffusersForward:
+    """Stands in for UNet2DConditionModel.forward on one instance, with the same signature."""
+
+    def __init__(self, unet: nn.Module) -> None:
+        self._unet = weakref.ref(unet)
+        self._embedded = Sighting()
+        self._y: Tensor | None = None
+        self.__wrapped__ = type(unet).forward
+        self.__signature__ = inspect.signature(types.MethodType(type(unet).forward, unet))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unet = self._unet()
+        given = self.__signature__.bind(*args, **kwargs).arguments
+        return_dict = given.pop("return_dict", True)
+
+        def host() -> Tensor:
+            # The host consumes this list; it must find it whole however often it runs.
+            again = {name: list(value) if name == "down_intrablock_additional_residuals" and value else value
+                     for name, value in given.items()}
+            return type(unet).forward(unet, **again, return_dict=False)[0]
+
+        try:
+            call = self._call(unet, **given)
+        except NotOurs as reason:
+            sample = runtime.decline(str(reason), host)
+        else:
+            sample = runtime.run(unet, call, host)
+        if not return_dict:
+            return (sample,)
+        from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
+
+        return UNet2DConditionOutput(sample=sample)
+
+    def __reduce__(self) -> tuple:
+        # A copied or pickled UNet gets its class's own forward: the copy is not in our care.
+        unet = self._unet()
+        return types.MethodType, (type(unet).forward, unet)
+
+    def _call(
+        self, unet: Any, sample: Tensor, timestep: Tensor | float, encoder_hidden_states: Tensor,
+        timestep_cond: Tensor | None = None, added_cond_kwargs: dict[str, Tensor] | None = None,
+        down_block_additional_residuals: Any = None, mid_block_additional_residual: Tensor | None = None,
+        down_intrablock_additional_residuals: Any = None, **others: Any,
+    ) -> UNetCall:
+        for name, value in others.items():
+            if value is not None and value != {}:
+                raise NotOurs(f"the pipeline passes {name}")
+        if isinstance(encoder_hidden_states, (tuple, list)):
+            raise NotOurs("the context has several parts (an IP-Adapter?)")
+        return UNetCall(
+            latent=sample, timestep=timestep_of_batch(timestep, sample), context=encoder_hidden_states,
+            y=self._label(unet, added_cond_kwargs), timestep_condition=timestep_cond,
+            control=control_of(
+                unet, down_block_additional_residuals, mid_block_additional_residual,
+                down_intrablock_additional_residuals,
+            ),
+            upcast_attention=upcasts_attention(unet),
+        )
+
+    def _label(self, unet: Any, added: dict[str, Tensor] | None) -> Tensor | None:
+        """y of an SDXL-like UNet, (batch, width): pooled text beside the sinusoids of the size numbers.
+
+        As UNet2DConditionModel.get_aug_embed. Kept while the pipeline hands over the same tensors.
+        """
+        if unet.config.addition_embed_type is None:
+            return None
+        if not added or set(added) != {"text_embeds", "time_ids"}:
+            raise NotOurs(f"added_cond_kwargs holds {', '.join(sorted(added or {})) or 'nothing'}")
+        text, sizes = added["text_embeds"], added["time_ids"]
+        if self._y is None or not self._embedded.recognises((text, sizes)):
+            waves = unet.add_time_proj(sizes.flatten()).reshape(text.shape[0], -1)
+            self._y = torch.cat([text, waves.to(text.dtype)], dim=-1)
+            self._embedded.remember((text, sizes))
+        return self._y
+
+
+def timestep_of_batch(timestep: Tensor | float, sample: Tensor) -> Tensor:
+    """(batch,) on the sample's device, from a number, a scalar tensor or a tensor of one or batch values."""
+    if not isinstance(timestep, Tensor):
+        timestep = torch.tensor(timestep)
+    return timestep.to(sample.device).reshape(-1).expand(sample.shape[0])
+
+
+def upcasts_attention(unet: nn.Module) -> bool:
+    """Whether the host computes attention scores in float32: only its older attention processor does."""
+    attention = next((module for module in unet.modules() if hasattr(module, "processor")), None)
+    upcast = attention is not None and getattr(attention, "upcast_attention", False)
+    return bool(upcast) and type(attention.processor).__name__ == "AttnProcessor"
+
+
+def control_of(unet: Any, down: Any, middle: Tensor | None, inside: Any) -> Control | None:
+    """ControlNet's and T2I adapters' residuals, sorted into our slots."""
+    if inside is None and middle is None and down is not None:
+        raise NotOurs("a T2I adapter passes its residuals in the old way")
+    if down is None and middle is None and inside is None:
+        return None
+    output: tuple[Tensor | None, ...] = ()
+    if down is not None and middle is not None:
+        output = tuple(reversed(tuple(down)))
+    return Control(adapter_slots(unet, inside), () if middle is None else (middle,), output)
+
+
+def adapter_slots(unet: Any, residuals: Any) -> tuple[Tensor | None, ...]:
+    """One T2I residual per down block: after its last attention, or after all of a block without attention."""
+    if not residuals:
+        return ()
+    slots: list[Tensor | None] = [None]
+    waiting = list(residuals)
+    for block in unet.down_blocks:
+        resnets, downsamplers = len(block.resnets), len(block.downsamplers or ())
+        stage = len(slots) + resnets - 1
+        if not getattr(block, "has_cross_attention", False):
+            stage += downsamplers
+        slots += [None] * (resnets + downsamplers)
+        if waiting:
+            slots[stage] = waiting.pop(0)
+    return tuple(slots)
+
+
+def attach(unet: nn.Module, settings: Settings | None = None) -> None:
+    """Serve this UNet's calls by our forward where it can; settings override the runtime's. Safe to call twice.
+
+    A UNet that we cannot run keeps its own forward for every call, and runtime.status() says why.
+    """
+    runtime.adopt(unet, settings)
+    if is_attached(unet):
+        return
+    slot = BEHIND_A_HOOK if BEHIND_A_HOOK in unet.__dict__ else "forward"
+    present = unet.__dict__.get(slot)
+    if present is not None and getattr(present, "__func__", None) is not type(unet).forward:
+        raise ValueError(f"somebody else has replaced this UNet's forward ({present!r}); undo that first")
+    unet.__dict__[slot] = DiffusersForward(unet)
+
+
+def detach(unet: nn.Module) -> None:
+    """Undo attach: the UNet has its own forward and ordinary parameters with the same values again."""
+    for slot in ("forward", BEHIND_A_HOOK):
+        if isinstance(unet.__dict__.get(slot), DiffusersForward):
+            if slot == "forward":
+                del unet.__dict__[slot]
+            else:
+                unet.__dict__[slot] = types.MethodType(type(unet).forward, unet)
+    runtime.release(unet)
+
+
+def is_attached(unet: nn.Module) -> bool:
+    return any(isinstance(unet.__dict__.get(slot), DiffusersForward) for slot in ("forward", BEHIND_A_HOOK))

@@ -1,0 +1,56 @@
+"""The operators that a UNet needs. An implementation is a module with these functions.
+
+Images are (batch, channels, height, width) in whatever memory format the implementation likes best; tokens are
+(batch, tokens, width). Every function returns new tensors in the dtype of its first argument and sums in float32.
+"""
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from ..unet.layout import Convolution, GroupNorm, LayerNorm
+from ..unet.weights import Affine
+
+
+class Operators(Protocol):
+    def linear(self, x: Tensor, affine: Affine) -> Tensor:
+        """(..., in) -> (..., out). A weight of (out, in, 1, 1) is a 1x1 convolution's and means the same."""
+
+    def pointwise(self, image: Tensor, affine: Affine) -> Tensor:
+        """A 1x1 convolution as a GEMM: (batch, in, h, w) -> (batch, out, h, w)."""
+
+    def convolution(self, image: Tensor, affine: Affine, shape: Convolution) -> Tensor:
+        """A square 2D convolution, zero padded."""
+
+    def group_norm(
+        self, image: Tensor, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None
+    ) -> Tensor:
+        """Group norm of image + shift (batch, channels), followed by SiLU if silu."""
+
+    def layer_norm(self, tokens: Tensor, affine: Affine, norm: LayerNorm, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(tokens + residual, its layer norm)."""
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:
+        """Softmax attention over (batch, heads, tokens, width), scores in float32 if upcast."""
+
+    def geglu(self, tokens: Tensor) -> Tensor:
+        """(..., 2 n) -> (..., n): the first half times the GELU (erf form) of the second."""
+
+    def silu(self, x: Tensor) -> Tensor:
+        """x * sigmoid(x)."""
+
+    def residual_add(self, image: Tensor, update: Tensor, bias: Tensor | None) -> Tensor:
+        """image + update + bias (channels)."""
+
+    def concatenate(self, image: Tensor, skip: Tensor) -> Tensor:
+        """Along the channels."""
+
+    def resize(self, image: Tensor, height: int, width: int) -> Tensor:
+        """Nearest neighbour, as torch.nn.functional.interpolate defines it."""
+
+    def image_to_tokens(self, image: Tensor) -> Tensor:
+        """(batch, channels, h, w) -> (batch, h * w, channels)."""
+
+    def tokens_to_image(self, tokens: Tensor, height: int, width: int) -> Tensor:
+        """(batch, h * w, channels) -> (batch, channels, h, w)."""

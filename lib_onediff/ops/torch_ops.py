@@ -1,0 +1,78 @@
+"""The reference operators: plain torch, any device, any dtype. Images stay in the format they come in."""
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from ..unet.layout import Convolution, GroupNorm, LayerNorm
+from ..unet.weights import Affine
+
+
+def linear(x: Tensor, affine: Affine) -> Tensor:
+    weight = affine.weight
+    return functional.linear(x, weight.flatten(1) if weight.dim() == 4 else weight, affine.bias)
+
+
+def pointwise(image: Tensor, affine: Affine) -> Tensor:
+    batch, _, height, width = image.shape
+    if not image.is_contiguous():  # channels last: the pixels already are the rows of the GEMM
+        return tokens_to_image(linear(image_to_tokens(image), affine), height, width)
+    weight = affine.weight.flatten(1).expand(batch, -1, -1)
+    pixels = image.flatten(2)
+    if affine.bias is None:
+        return torch.bmm(weight, pixels).unflatten(2, (height, width))
+    return torch.baddbmm(affine.bias[None, :, None], weight, pixels).unflatten(2, (height, width))
+
+
+def convolution(image: Tensor, affine: Affine, shape: Convolution) -> Tensor:
+    return functional.conv2d(image, affine.weight, affine.bias, shape.stride, shape.padding)
+
+
+def group_norm(image: Tensor, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None) -> Tensor:
+    if shift is not None:
+        image = image + shift[:, :, None, None]
+    normed = functional.group_norm(image, norm.groups, affine.weight, affine.bias, norm.eps)
+    return functional.silu(normed, inplace=True) if silu else normed
+
+
+def layer_norm(tokens: Tensor, affine: Affine, norm: LayerNorm, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    if residual is not None:
+        tokens = tokens + residual
+    return tokens, functional.layer_norm(tokens, (norm.width,), affine.weight, affine.bias, norm.eps)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:
+    if not upcast:
+        return functional.scaled_dot_product_attention(query, key, value)
+    wide = functional.scaled_dot_product_attention(query.float(), key.float(), value.float())
+    return wide.to(query.dtype)
+
+
+def geglu(tokens: Tensor) -> Tensor:
+    value, gate = tokens.chunk(2, dim=-1)
+    return value * functional.gelu(gate)
+
+
+def silu(x: Tensor) -> Tensor:
+    return functional.silu(x)
+
+
+def residual_add(image: Tensor, update: Tensor, bias: Tensor | None) -> Tensor:
+    return image + (update if bias is None else update + bias[:, None, None])
+
+
+def concatenate(image: Tensor, skip: Tensor) -> Tensor:
+    return torch.cat([image, skip], dim=1)
+
+
+def resize(image: Tensor, height: int, width: int) -> Tensor:
+    return functional.interpolate(image, size=(height, width), mode="nearest")
+
+
+def image_to_tokens(image: Tensor) -> Tensor:
+    return image.permute(0, 2, 3, 1).flatten(1, 2)
+
+
+def tokens_to_image(tokens: Tensor, height: int, width: int) -> Tensor:
+    return tokens.unflatten(1, (height, width)).permute(0, 3, 1, 2)

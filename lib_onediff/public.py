@@ -1,0 +1,67 @@
+"""The API for users of diffusers."""
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from .accelerator import runtime
+from .hosts import diffusers
+from .settings import Settings
+from .unet.layout import UnsupportedUNet
+from .unet.read import read_layout
+
+log = logging.getLogger("onediff")
+
+COMPILED_PARTS = ("unet",)
+
+
+def compile_unet(unet: nn.Module, settings: Settings | None = None, **options: Any) -> nn.Module:
+    """Run a diffusers UNet2DConditionModel by our forward from now on. Returns the same module.
+
+    options are those of Settings (backend="cudagraph", verify=False, ...); ValueError names a wrong one. A UNet that
+    we cannot run keeps its own forward, and the log and status() say why. Safe to call twice; the last options count.
+    """
+    chosen = Settings.from_mapping(options, settings)
+    try:
+        read_layout(unet)
+    except UnsupportedUNet as reason:
+        log.warning("OneDiff: the UNet keeps its own forward for now: %s.", reason)
+    diffusers.attach(unet, chosen)
+    return unet
+
+
+def uncompile_unet(unet: nn.Module) -> nn.Module:
+    """Undo compile_unet: the module is as it was, bit for bit. Returns the same module."""
+    diffusers.detach(unet)
+    return unet
+
+
+def compile_pipe(pipe: Any, ignores: Iterable[str] = (), settings: Settings | None = None, **options: Any) -> Any:
+    """Make a Stable Diffusion or SDXL pipeline of diffusers fast. Returns the same pipe.
+
+    Today that is its UNet; the other parts stay as they are, so ignores=("vae",) is welcome and changes nothing.
+    ignores=("unet",) leaves the UNet alone too. A pipe without a UNet (Flux, SD3) is returned as it is, with a line
+    in the log.
+    """
+    unet = getattr(pipe, "unet", None)
+    if unet is None:
+        log.warning("OneDiff: %s has no UNet; it stays as it is.", type(pipe).__name__)
+    elif "unet" not in set(ignores):
+        compile_unet(unet, settings, **options)
+    return pipe
+
+
+def uncompile_pipe(pipe: Any) -> Any:
+    """Undo compile_pipe. Returns the same pipe."""
+    unet = getattr(pipe, "unet", None)
+    if unet is not None:
+        uncompile_unet(unet)
+    return pipe
+
+
+def status() -> dict[str, Any]:
+    """What the last UNet call was, by which route it went and why; see Accelerator.status."""
+    return runtime.status()

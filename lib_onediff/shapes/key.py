@@ -1,0 +1,77 @@
+"""What makes two UNet calls the same shape."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..unet.call import Control, UNetCall
+from ..unet.layout import UNetLayout
+
+LATENT_PIXEL = 8
+
+
+@dataclass(frozen=True)
+class ShapeKey:
+    """Everything that decides whether a captured or compiled forward serves a call. Weights are not part of it."""
+
+    architecture: str
+    height: int
+    width: int
+    batch: int
+    tokens: int
+    dtype: torch.dtype
+    latent_dtype: torch.dtype
+    timestep_dtype: torch.dtype
+    device: torch.device
+    inputs: tuple[str, ...]
+    control: tuple[tuple[int, ...] | None, ...]
+    upcast_attention: bool
+
+    @classmethod
+    def of(cls, architecture: str, dtype: torch.dtype, call: UNetCall) -> ShapeKey:
+        """The key of a call; height and width are in latent pixels. dtype is the weights'."""
+        batch, _, height, width = call.latent.shape
+        optional = {"y": call.y, "timestep condition": call.timestep_condition}
+        return cls(
+            architecture=architecture, height=height, width=width, batch=batch, tokens=call.context.shape[1],
+            dtype=dtype, latent_dtype=call.latent.dtype, timestep_dtype=call.timestep.dtype,
+            device=call.latent.device, inputs=tuple(name for name, tensor in optional.items() if tensor is not None),
+            control=control_shapes(call.control), upcast_attention=call.upcast_attention,
+        )
+
+    @property
+    def resolution(self) -> str:
+        """Pixels, width x height."""
+        return f"{self.width * LATENT_PIXEL}x{self.height * LATENT_PIXEL}"
+
+    def __str__(self) -> str:
+        return f"{self.resolution}, batch {self.batch}, {self.tokens} tokens"
+
+
+def control_shapes(control: Control | None) -> tuple[tuple[int, ...] | None, ...]:
+    """The shape of every residual in slot order, None where a slot is empty, and a marker between the three parts."""
+    if control is None:
+        return ()
+    shape = lambda residual: None if residual is None else tuple(residual.shape)  # noqa: E731
+    parts: tuple[tuple[Tensor | None, ...], ...] = (control.input, control.middle, control.output)
+    return tuple(item for part in parts for item in (*(shape(residual) for residual in part), ()))
+
+
+def layout_fits(layout: UNetLayout, call: UNetCall) -> str | None:
+    """Why these inputs cannot be this UNet's, in one line; None if they can."""
+    latent, context = call.latent, call.context
+    if latent.dim() != 4 or latent.shape[1] != layout.in_channels:
+        return f"the latent is {tuple(latent.shape)}, but this UNet takes {layout.in_channels} channels"
+    if context.dim() != 3 or context.shape[2] != layout.context_width:
+        return f"the context is {tuple(context.shape)}, but this UNet takes a width of {layout.context_width}"
+    if context.shape[0] != latent.shape[0] or call.timestep.shape != latent.shape[:1]:
+        return "latent, timestep and context have different batch sizes"
+    if (call.y is None) != (layout.label is None):
+        return "y is missing" if call.y is None else "y is given, but this UNet takes none"
+    if call.y is not None and tuple(call.y.shape) != (latent.shape[0], layout.y_width):
+        return f"y is {tuple(call.y.shape)}, but this UNet takes a width of {layout.y_width}"
+    if call.timestep_condition is not None and layout.time.condition is None:
+        return "a guidance embedding is given, but this UNet takes none"
+    return None

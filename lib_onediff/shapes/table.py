@@ -1,0 +1,62 @@
+"""The per-resolution cache: what is known about every shape that was seen."""
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+
+from .key import ShapeKey
+from .timing import Stopwatch
+
+
+class State(str, Enum):
+    """cold: seen, not proved. proved: agrees with the host, runs plainly. ready: the next call replays. failed: the
+    host serves this shape, reason says why."""
+
+    COLD = "cold"
+    PROVED = "proved"
+    READY = "ready"
+    FAILED = "failed"
+
+
+@dataclass
+class Entry:
+    key: ShapeKey
+    state: State = State.COLD
+    reason: str = ""
+    no_graph: str = ""
+    relative_error: float | None = None
+    uses: int = 0
+    last_used: float = field(default_factory=time.time)
+    own: Stopwatch = field(default_factory=Stopwatch)
+    host: Stopwatch = field(default_factory=Stopwatch)
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times faster than the host's own forward, or None while one of the two is unknown."""
+        own, host = self.own.median_ms, self.host.median_ms
+        return host / own if own and host else None
+
+    def fail(self, reason: str) -> None:
+        self.state, self.reason = State.FAILED, reason
+
+
+class ShapeTable:
+    """Entries by key. Shared by all checkpoints of an architecture."""
+
+    def __init__(self) -> None:
+        self._entries: dict[ShapeKey, Entry] = {}
+
+    def entry(self, key: ShapeKey) -> Entry:
+        """The entry for a shape, made cold at its first use."""
+        entry = self._entries.setdefault(key, Entry(key))
+        entry.uses += 1
+        entry.last_used = time.time()
+        return entry
+
+    def entries(self) -> list[Entry]:
+        """All entries, the last used first."""
+        return sorted(self._entries.values(), key=lambda entry: -entry.last_used)
+
+    def clear(self) -> None:
+        self._entries.clear()

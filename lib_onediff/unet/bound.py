@@ -1,0 +1,99 @@
+"""One UNet module in our care: its layout, its bound parameters, and what it remembers between calls."""
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection
+
+from torch import nn
+
+from ..ops import Operators
+from .call import UNetCall
+from .foreign import Structure, scan
+from .forward import Conditioning, condition
+from .layout import UNetLayout, UnsupportedUNet
+from .prompts import PromptMemory
+from .read import read_layout
+from .weights import Binding, Signature
+
+
+class BoundUNet:
+    """Keeps layout and binding true to a module that its host may change at any time. Holds no reference to it.
+
+    generation counts the changes of addresses: what was captured under another generation must not be replayed.
+    """
+
+    def __init__(self, unet: nn.Module, trusted: Collection[str] = ()) -> None:
+        self._unet = weakref.ref(unet)
+        self._trusted = trusted
+        self._structure: Structure | None = None
+        self._sampling_began = True
+        self._signature: Signature | None = None
+        self._binding: Binding | None = None
+        self._architecture: str | None = None
+        self._prompts = PromptMemory()
+        self.generation = 0
+
+    @property
+    def layout(self) -> UNetLayout:
+        return self.binding.layout
+
+    @property
+    def architecture(self) -> str:
+        if self._architecture is None:
+            self._architecture = self.layout.architecture
+        return self._architecture
+
+    @property
+    def binding(self) -> Binding:
+        if self._binding is None:
+            raise UnsupportedUNet("this UNet has not been bound yet")
+        return self._binding
+
+    def begin_sampling(self) -> None:
+        """The host says that a new sampling starts: look at everything again at the next call."""
+        self._sampling_began = True
+        self._prompts.forget()
+
+    def refresh(self, call: UNetCall, by_content: bool) -> None:
+        """Make the binding true for this call. Raises UnsupportedUNet with the reason if that is impossible.
+
+        The module tree is read again when a sampling begins: announced by begin_sampling, or seen by a context
+        tensor that was not there before. Addresses are compared at every call.
+        """
+        unseen = not by_content and not self._prompts.recognises(call.context, call.y)
+        if unseen or self._sampling_began or self._binding is None:
+            self._read()
+            self._sampling_began = False
+        signature = self.binding.signature()
+        if signature != self._signature:
+            self.binding.bind()
+            self._signature = self.binding.signature()
+            self.generation += 1
+
+    def _read(self) -> None:
+        unet = self._unet()
+        if unet is None:
+            raise UnsupportedUNet("the host has unloaded this UNet")
+        structure = scan(unet, self._trusted)
+        if structure.foreign is not None:
+            raise UnsupportedUNet(structure.foreign)
+        if self._structure != structure or self._binding is None:
+            self._structure = self._binding = self._signature = self._architecture = None
+            self._binding = Binding(unet, read_layout(unet))
+            self._structure = structure
+
+    def conditioning(self, ops: Operators, call: UNetCall, by_content: bool) -> Conditioning:
+        """What depends on the prompt alone, computed only when prompt or weights have changed."""
+        edits = (self.generation, self.binding.edits())
+        return self._prompts.conditioning(
+            call.context, call.y, edits, by_content,
+            lambda: condition(self.layout, self.binding.weights(), ops, call.context, call.y),
+        )
+
+    def release(self) -> None:
+        """Forget everything and leave ordinary parameters behind, with the same values."""
+        if self._binding is not None:
+            self._binding.unbind()
+        self._structure = self._signature = self._binding = self._architecture = None
+        self._prompts = PromptMemory()
+        self.generation += 1

@@ -1,0 +1,60 @@
+"""Notice that somebody else has changed how a UNet computes."""
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Which module objects of which classes a UNet consists of. Equal structures have equal layouts."""
+
+    members: tuple[tuple[int, type], ...]
+    foreign: str | None
+
+
+def scan(unet: nn.Module, trusted: Collection[str] = ()) -> Structure:
+    """Look through every module below unet, in well under a millisecond per thousand.
+
+    foreign is None, or one line that names the first thing that makes a module compute something other than its
+    class says: a forward set on the instance, a hook, or a class whose forward was replaced by code from a Python
+    module that is neither the class's own nor in trusted. unet itself is the caller's to judge: its hooks run around
+    any forward.
+    """
+    members: list[tuple[int, type]] = []
+    classes: set[type] = set()
+    foreign = None
+    for name, module in unet.named_modules():
+        members.append((id(module), type(module)))
+        classes.add(type(module))
+        if module is unet or foreign:
+            continue
+        state = module.__dict__
+        replaced = state.get("forward") or state.get("_forward")
+        if replaced is not None:
+            foreign = f"{name} has a forward of its own, set by {origin(replaced)}"
+        elif state["_forward_hooks"] or state["_forward_pre_hooks"]:
+            foreign = f"{name} has a forward hook"
+    if foreign is None:
+        foreign = replaced_class_forward(classes - {type(unet)}, trusted)
+    return Structure(tuple(members), foreign)
+
+
+def replaced_class_forward(classes: Collection[type], trusted: Collection[str]) -> str | None:
+    for kind in classes:
+        for method in ("forward", "_forward"):
+            owner = next((base for base in kind.__mro__ if method in base.__dict__), None)
+            if owner is None:
+                continue
+            source = origin(owner.__dict__[method])
+            if source != owner.__module__ and source not in trusted:
+                return f"{kind.__name__}.{method} was replaced by {source}"
+    return None
+
+
+def origin(function: object) -> str:
+    """The Python module that a function, method or callable object comes from."""
+    inner = getattr(function, "__func__", function)
+    return getattr(inner, "__module__", None) or type(inner).__module__

@@ -1,0 +1,221 @@
+"""What a UNet is: a tree of stages that says which parameter does what, without holding any parameter.
+
+The same tree describes ldm, sgm, Forge and diffusers modules; read_ldm.py and read_diffusers.py fill it in.
+A path is the dotted name of a leaf module inside the host's UNet.
+"""
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+
+class UnsupportedUNet(Exception):
+    """The module is not a UNet that we can run; the message is one line for the user."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer, or a 1x1 convolution, which is the same thing applied to every pixel."""
+
+    path: str
+    in_features: int
+    out_features: int
+
+
+@dataclass(frozen=True)
+class Convolution:
+    path: str
+    in_channels: int
+    out_channels: int
+    kernel: int
+    stride: int
+    padding: int
+
+
+@dataclass(frozen=True)
+class GroupNorm:
+    path: str
+    channels: int
+    groups: int
+    eps: float
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    path: str
+    width: int
+    eps: float
+
+
+@dataclass(frozen=True)
+class FusedLinear:
+    """Linear layers over the same input whose weights lie one after the other in memory, so that one GEMM does all."""
+
+    name: str
+    members: tuple[Linear, ...]
+
+    @property
+    def out_features(self) -> int:
+        return sum(member.out_features for member in self.members)
+
+
+@dataclass(frozen=True)
+class SelfAttention:
+    query_key_value: FusedLinear
+    out: Linear
+    heads: int
+
+
+@dataclass(frozen=True)
+class CrossAttention:
+    query: Linear
+    key_value: FusedLinear
+    out: Linear
+    heads: int
+
+
+@dataclass(frozen=True)
+class TransformerBlock:
+    self_norm: LayerNorm
+    self_attention: SelfAttention
+    cross_norm: LayerNorm
+    cross_attention: CrossAttention
+    feed_forward_norm: LayerNorm
+    feed_forward_in: Linear
+    feed_forward_out: Linear
+
+
+@dataclass(frozen=True)
+class SpatialTransformer:
+    norm: GroupNorm
+    project_in: Linear
+    blocks: tuple[TransformerBlock, ...]
+    project_out: Linear
+
+
+@dataclass(frozen=True)
+class ResidualBlock:
+    in_norm: GroupNorm
+    in_convolution: Convolution
+    embedding: Linear
+    out_norm: GroupNorm
+    out_convolution: Convolution
+    skip: Linear | None
+
+
+@dataclass(frozen=True)
+class Downsample:
+    convolution: Convolution
+
+
+@dataclass(frozen=True)
+class Upsample:
+    """Nearest-neighbour enlargement and a convolution.
+
+    Where a size is odd on the way down (45 -> 23), the way up must end at the skip's size. Forge and diffusers
+    enlarge 23 -> 45 before the convolution (resize_before); A1111 enlarges 23 -> 46, convolves, and resizes the
+    result to 45 when it meets the skip.
+    """
+
+    convolution: Convolution
+    resize_before: bool
+
+
+Layer = ResidualBlock | SpatialTransformer | Downsample | Upsample | Convolution
+Stage = tuple[Layer, ...]
+
+
+@dataclass(frozen=True)
+class TimeEmbedding:
+    """Sinusoids of the timestep, then two linear layers. See forward.sinusoids for the parameters' meaning."""
+
+    channels: int
+    cosine_first: bool
+    frequency_shift: float
+    scale: float
+    condition: Linear | None
+    first: Linear
+    second: Linear
+
+
+@dataclass(frozen=True)
+class LabelEmbedding:
+    """Two linear layers over y: SDXL's pooled text and size embedding."""
+
+    first: Linear
+    second: Linear
+
+
+@dataclass(frozen=True)
+class UNetLayout:
+    """The whole network. Every input stage leaves a skip; output stage i takes the last one left."""
+
+    family: str
+    in_channels: int
+    out_channels: int
+    context_width: int
+    time: TimeEmbedding
+    label: LabelEmbedding | None
+    input_stages: tuple[Stage, ...]
+    middle_stage: Stage
+    output_stages: tuple[Stage, ...]
+    out_norm: GroupNorm
+    out_convolution: Convolution
+    embeddings: FusedLinear = field(init=False)
+
+    def __post_init__(self) -> None:
+        projections = tuple(block.embedding for block in self.layers(ResidualBlock))
+        object.__setattr__(self, "embeddings", FusedLinear("time embedding projections", projections))
+
+    def layers(self, kind: type | tuple[type, ...]) -> Iterator[Any]:
+        """Every layer description of this kind, depth first in a fixed order, transformer blocks included."""
+        return descriptions((self.input_stages, self.middle_stage, self.output_stages), kind)
+
+    def leaves(self) -> list[Linear | Convolution | GroupNorm | LayerNorm]:
+        """Every description of a module that holds parameters, each once."""
+        return list(descriptions(tuple(getattr(self, item.name) for item in fields(self) if item.name != "embeddings"),
+                                 (Linear, Convolution, GroupNorm, LayerNorm)))
+
+    def fusions(self) -> list[FusedLinear]:
+        """Every group of linear layers that is to lie in one tensor."""
+        return [*self.layers(FusedLinear), self.embeddings]
+
+    @property
+    def y_width(self) -> int | None:
+        return self.label.first.in_features if self.label else None
+
+    @property
+    def model_name(self) -> str:
+        """A name for people; nothing depends on it."""
+        known = {(768, None): "SD1", (1024, None): "SD2", (2048, 2816): "SDXL", (1280, 2560): "SDXL refiner"}
+        name = known.get((self.context_width, self.y_width), f"UNet with context width {self.context_width}")
+        return f"{name} inpainting" if self.in_channels == 9 else name
+
+    @property
+    def architecture(self) -> str:
+        """A digest that two UNets share exactly when they are the same network up to their weights and names."""
+        return hashlib.sha256(repr(self._without_paths(self)).encode()).hexdigest()[:16]
+
+    @classmethod
+    def _without_paths(cls, node: Any) -> Any:
+        if is_dataclass(node):
+            kept = [cls._without_paths(getattr(node, item.name)) for item in fields(node)
+                    if item.name not in ("path", "name", "family")]
+            return (type(node).__name__, *kept)
+        if isinstance(node, tuple):
+            return tuple(cls._without_paths(item) for item in node)
+        return node
+
+
+def descriptions(node: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
+    """Every description of this kind in a tree of dataclasses and tuples, depth first."""
+    if isinstance(node, kind):
+        yield node
+    if isinstance(node, tuple):
+        for item in node:
+            yield from descriptions(item, kind)
+    elif is_dataclass(node):
+        for item in fields(node):
+            yield from descriptions(getattr(node, item.name), kind)

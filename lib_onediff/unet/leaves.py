@@ -1,0 +1,88 @@
+"""Read the leaf modules that hold parameters, and keep account of them."""
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from .layout import Convolution, FusedLinear, GroupNorm, LayerNorm, Linear, UnsupportedUNet
+
+# Forge's Linear is not an nn.Linear, but the same parameters with the same meaning.
+LINEAR_CLASSES = {"ForgeOperations.Linear"}
+
+
+class LeafReader:
+    """Turns leaf modules into descriptions and remembers which parameters have been accounted for."""
+
+    def __init__(self, unet: nn.Module) -> None:
+        self._paths = {module: name for name, module in unet.named_modules()}
+        self._unclaimed = {name for name, _ in unet.named_parameters()}
+
+    def path(self, module: nn.Module) -> str:
+        return self._paths[module]
+
+    def refuse_unclaimed(self) -> None:
+        """Raise UnsupportedUNet if the module has parameters that no description covers (an adapter's, say)."""
+        if self._unclaimed:
+            example = min(self._unclaimed)
+            raise UnsupportedUNet(f"{len(self._unclaimed)} parameters that we do not know, such as {example}")
+
+    def linear(self, module: Any) -> Linear:
+        """An nn.Linear, Forge's, or a 1x1 convolution."""
+        if isinstance(module, nn.Conv2d):
+            pointwise = self.convolution(module)
+            if (pointwise.kernel, pointwise.stride, pointwise.padding) != (1, 1, 0):
+                raise self._unknown(module, "a convolution of another size was expected to be 1x1")
+            return Linear(pointwise.path, pointwise.in_channels, pointwise.out_channels)
+        if not isinstance(module, nn.Linear) and type(module).__qualname__ not in LINEAR_CLASSES:
+            raise self._unknown(module, "expected a linear layer")
+        self._claim(module)
+        out_features, in_features = module.weight.shape
+        return Linear(self.path(module), in_features, out_features)
+
+    def convolution(self, module: Any) -> Convolution:
+        if not isinstance(module, nn.Conv2d):
+            raise self._unknown(module, "expected a 2D convolution")
+        kernel, stride, padding = module.kernel_size, module.stride, module.padding
+        square = isinstance(padding, tuple) and all(a == b for a, b in (kernel, stride, padding))
+        if not square or module.dilation != (1, 1) or module.groups != 1 or module.padding_mode != "zeros":
+            raise self._unknown(module, f"padding mode {module.padding_mode}, dilation {module.dilation}")
+        self._claim(module)
+        return Convolution(
+            self.path(module), module.in_channels, module.out_channels, kernel[0], stride[0], padding[0]
+        )
+
+    def group_norm(self, module: Any) -> GroupNorm:
+        if not isinstance(module, nn.GroupNorm) or not module.affine:
+            raise self._unknown(module, "expected a group norm with weight and bias")
+        self._claim(module)
+        return GroupNorm(self.path(module), module.num_channels, module.num_groups, module.eps)
+
+    def layer_norm(self, module: Any) -> LayerNorm:
+        if not isinstance(module, nn.LayerNorm) or not module.elementwise_affine:
+            raise self._unknown(module, "expected a layer norm with weight")
+        self._claim(module)
+        return LayerNorm(self.path(module), module.normalized_shape[-1], module.eps)
+
+    def fused(self, name: str, *modules: Any) -> FusedLinear:
+        members = tuple(self.linear(module) for module in modules)
+        if len({member.in_features for member in members}) != 1:
+            raise UnsupportedUNet(f"{name} takes inputs of different widths")
+        return FusedLinear(name, members)
+
+    def _claim(self, module: nn.Module) -> None:
+        """Account for weight and bias; anything else that the module holds stays unclaimed or is refused here."""
+        if next(module.children(), None) is not None:
+            raise self._unknown(module, "it has layers of its own inside")
+        if not isinstance(getattr(module, "weight", None), nn.Parameter):
+            raise self._unknown(module, "it has no weight")
+        if getattr(module, "scale_weight", None) is not None or getattr(module, "forge_online_loras", None):
+            raise self._unknown(module, "its weight is stored scaled or patched at every call")
+        for name in ("weight", "bias"):
+            if getattr(module, name, None) is not None:
+                self._unclaimed.discard(f"{self.path(module)}.{name}")
+
+    def _unknown(self, module: Any, why: str) -> UnsupportedUNet:
+        where = self._paths.get(module, "?") if isinstance(module, nn.Module) else "?"
+        kind = type(module)
+        return UnsupportedUNet(f"{where} is a {kind.__module__}.{kind.__qualname__}: {why}")

@@ -1,0 +1,228 @@
+"""Read diffusers' UNet2DConditionModel."""
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from .layout import (
+    Convolution,
+    CrossAttention,
+    Downsample,
+    LabelEmbedding,
+    Layer,
+    ResidualBlock,
+    SelfAttention,
+    SpatialTransformer,
+    Stage,
+    TimeEmbedding,
+    TransformerBlock,
+    UNetLayout,
+    UnsupportedUNet,
+    Upsample,
+)
+from .leaves import LeafReader
+
+DOWN_BLOCKS = {"DownBlock2D", "CrossAttnDownBlock2D"}
+UP_BLOCKS = {"UpBlock2D", "CrossAttnUpBlock2D"}
+MIDDLE_BLOCKS = {"UNetMidBlock2D", "UNetMidBlock2DCrossAttn"}
+# These compute plain softmax attention; any other processor may compute something else.
+PLAIN_PROCESSORS = {"AttnProcessor", "AttnProcessor2_0"}
+
+
+def is_diffusers_unet(unet: nn.Module) -> bool:
+    return type(unet).__name__ == "UNet2DConditionModel" and hasattr(unet, "down_blocks")
+
+
+def read_diffusers(unet: Any) -> UNetLayout:
+    """The layout of a UNet2DConditionModel. Raises UnsupportedUNet with the reason."""
+    refuse_variants(unet)
+    leaves = LeafReader(unet)
+    input_stages: list[Stage] = [(leaves.convolution(unet.conv_in),)]
+    for block in unet.down_blocks:
+        input_stages += read_down_block(block, leaves)
+    output_stages: list[Stage] = []
+    for block in unet.up_blocks:
+        output_stages += read_up_block(block, leaves)
+    layout = UNetLayout(
+        family="diffusers", in_channels=unet.conv_in.in_channels, out_channels=unet.conv_out.out_channels,
+        context_width=context_width(unet), time=read_time(unet, leaves), label=read_label(unet, leaves),
+        input_stages=tuple(input_stages), middle_stage=read_middle(unet.mid_block, leaves),
+        output_stages=tuple(output_stages),
+        out_norm=leaves.group_norm(unet.conv_norm_out), out_convolution=leaves.convolution(unet.conv_out),
+    )
+    leaves.refuse_unclaimed()
+    if len(input_stages) != len(output_stages):
+        raise UnsupportedUNet("it has as many skips as no output takes")
+    return layout
+
+
+def refuse_variants(unet: Any) -> None:
+    config = unet.config
+    if unet.encoder_hid_proj is not None:
+        kind = type(unet.encoder_hid_proj).__name__
+        raise UnsupportedUNet(f"an IP-Adapter or another projection of the context is loaded ({kind})")
+    if unet.class_embedding is not None or config.center_input_sample or unet.time_embed_act is not None:
+        raise UnsupportedUNet("it has class labels or another way to prepare its inputs")
+    if config.addition_embed_type not in (None, "text_time"):
+        raise UnsupportedUNet(f"its extra embedding is of type {config.addition_embed_type}")
+    if getattr(unet, "position_net", None) is not None:
+        raise UnsupportedUNet("it is a GLIGEN model")
+    if type(unet.time_proj).__name__ != "Timesteps" or type(unet.conv_norm_out).__name__ != "GroupNorm":
+        raise UnsupportedUNet("its time projection or output norm is of another kind")
+    require_silu(unet.conv_act, "the output's activation")
+
+
+def require_silu(activation: Any, where: str) -> None:
+    if type(activation).__name__ != "SiLU":
+        raise UnsupportedUNet(f"{where} is {type(activation).__name__}, not SiLU")
+
+
+def read_time(unet: Any, leaves: LeafReader) -> TimeEmbedding:
+    projection, embedding = unet.time_proj, unet.time_embedding
+    require_silu(embedding.act, "the time embedding's activation")
+    if embedding.post_act is not None:
+        raise UnsupportedUNet("its time embedding has a second activation")
+    return TimeEmbedding(
+        channels=projection.num_channels, cosine_first=projection.flip_sin_to_cos,
+        frequency_shift=float(projection.downscale_freq_shift), scale=float(getattr(projection, "scale", 1)),
+        condition=None if embedding.cond_proj is None else leaves.linear(embedding.cond_proj),
+        first=leaves.linear(embedding.linear_1), second=leaves.linear(embedding.linear_2),
+    )
+
+
+def read_label(unet: Any, leaves: LeafReader) -> LabelEmbedding | None:
+    if unet.config.addition_embed_type is None:
+        return None
+    embedding = unet.add_embedding
+    require_silu(embedding.act, "the extra embedding's activation")
+    return LabelEmbedding(leaves.linear(embedding.linear_1), leaves.linear(embedding.linear_2))
+
+
+def context_width(unet: Any) -> int:
+    for module in unet.modules():
+        if type(module).__name__ == "BasicTransformerBlock" and module.attn2 is not None:
+            return module.attn2.to_k.in_features
+    raise UnsupportedUNet("it has no cross attention")
+
+
+def read_down_block(block: Any, leaves: LeafReader) -> list[Stage]:
+    require_block(block, DOWN_BLOCKS, leaves)
+    stages = residual_stages(block, leaves)
+    for downsampler in block.downsamplers or ():
+        stages.append((read_downsample(downsampler, leaves),))
+    return stages
+
+
+def read_up_block(block: Any, leaves: LeafReader) -> list[Stage]:
+    require_block(block, UP_BLOCKS, leaves)
+    if any(getattr(block, name, None) is not None for name in ("s1", "s2", "b1", "b2")):
+        raise UnsupportedUNet("FreeU is switched on")
+    stages = residual_stages(block, leaves)
+    for upsampler in block.upsamplers or ():
+        stages[-1] = (*stages[-1], read_upsample(upsampler, leaves))
+    return stages
+
+
+def require_block(block: Any, known: set[str], leaves: LeafReader) -> None:
+    if type(block).__name__ not in known:
+        raise UnsupportedUNet(f"{leaves.path(block)} is a {type(block).__name__}, which we do not know")
+
+
+def residual_stages(block: Any, leaves: LeafReader) -> list[Stage]:
+    attentions = getattr(block, "attentions", None) or [None] * len(block.resnets)
+    stages: list[Stage] = []
+    for resnet, attention in zip(block.resnets, attentions, strict=True):
+        residual = read_residual_block(resnet, leaves)
+        stages.append((residual,) if attention is None else (residual, read_transformer(attention, leaves)))
+    return stages
+
+
+def read_middle(block: Any, leaves: LeafReader) -> Stage:
+    if block is None:
+        return ()
+    require_block(block, MIDDLE_BLOCKS, leaves)
+    layers: list[Layer] = [read_residual_block(block.resnets[0], leaves)]
+    for attention, resnet in zip(block.attentions, block.resnets[1:], strict=True):
+        if attention is not None:
+            layers.append(read_transformer(attention, leaves))
+        layers.append(read_residual_block(resnet, leaves))
+    return tuple(layers)
+
+
+def read_downsample(layer: Any, leaves: LeafReader) -> Downsample:
+    convolution = leaves.convolution(layer.conv)
+    if type(layer).__name__ != "Downsample2D" or not layer.use_conv or layer.norm is not None or layer.padding == 0:
+        raise UnsupportedUNet(f"{leaves.path(layer)} is a downsampling layer of another kind")
+    return Downsample(convolution)
+
+
+def read_upsample(layer: Any, leaves: LeafReader) -> Upsample:
+    plain = type(layer).__name__ == "Upsample2D" and layer.use_conv and layer.norm is None
+    if not plain or layer.use_conv_transpose or not layer.interpolate:
+        raise UnsupportedUNet(f"{leaves.path(layer)} is an upsampling layer of another kind")
+    return Upsample(leaves.convolution(layer.conv), resize_before=True)
+
+
+def read_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
+    path = leaves.path(block)
+    plain = type(block).__name__ == "ResnetBlock2D" and block.upsample is None and block.downsample is None
+    if not plain or block.time_embedding_norm != "default" or block.skip_time_act or block.output_scale_factor != 1.0:
+        raise UnsupportedUNet(f"{path} is a residual block of another kind")
+    require_silu(block.nonlinearity, f"the activation of {path}")
+    convolution: Convolution = leaves.convolution(block.conv1)
+    return ResidualBlock(
+        in_norm=leaves.group_norm(block.norm1), in_convolution=convolution,
+        embedding=leaves.linear(block.time_emb_proj),
+        out_norm=leaves.group_norm(block.norm2), out_convolution=leaves.convolution(block.conv2),
+        skip=None if block.conv_shortcut is None else leaves.linear(block.conv_shortcut),
+    )
+
+
+def read_transformer(transformer: Any, leaves: LeafReader) -> SpatialTransformer:
+    if type(transformer).__name__ != "Transformer2DModel" or not transformer.is_input_continuous:
+        raise UnsupportedUNet(f"{leaves.path(transformer)} is a {type(transformer).__name__}, which we do not know")
+    return SpatialTransformer(
+        norm=leaves.group_norm(transformer.norm), project_in=leaves.linear(transformer.proj_in),
+        blocks=tuple(read_block(block, leaves) for block in transformer.transformer_blocks),
+        project_out=leaves.linear(transformer.proj_out),
+    )
+
+
+def read_block(block: Any, leaves: LeafReader) -> TransformerBlock:
+    path = leaves.path(block)
+    plain = type(block).__name__ == "BasicTransformerBlock" and block.norm_type == "layer_norm"
+    if not plain or block.pos_embed is not None or block.attn2 is None or block.only_cross_attention:
+        raise UnsupportedUNet(f"{path} is a transformer block of another kind")
+    if getattr(block, "fuser", None) is not None:
+        raise UnsupportedUNet(f"{path} has a GLIGEN layer")
+    if type(block.ff.net[0]).__name__ != "GEGLU":
+        raise UnsupportedUNet(f"{path} has a feed-forward layer without GEGLU")
+    own, cross = plain_attention(block.attn1, leaves), plain_attention(block.attn2, leaves)
+    if not cross.is_cross_attention:
+        raise UnsupportedUNet(f"{path} has two self attentions")
+    return TransformerBlock(
+        self_norm=leaves.layer_norm(block.norm1),
+        self_attention=SelfAttention(
+            leaves.fused(f"{path}.attn1", own.to_q, own.to_k, own.to_v), leaves.linear(own.to_out[0]), own.heads
+        ),
+        cross_norm=leaves.layer_norm(block.norm2),
+        cross_attention=CrossAttention(
+            leaves.linear(cross.to_q), leaves.fused(f"{path}.attn2", cross.to_k, cross.to_v),
+            leaves.linear(cross.to_out[0]), cross.heads,
+        ),
+        feed_forward_norm=leaves.layer_norm(block.norm3),
+        feed_forward_in=leaves.linear(block.ff.net[0].proj), feed_forward_out=leaves.linear(block.ff.net[2]),
+    )
+
+
+def plain_attention(attention: Any, leaves: LeafReader) -> Any:
+    processor = type(attention.processor).__name__
+    if processor not in PLAIN_PROCESSORS:
+        raise UnsupportedUNet(f"the attention processor {processor} is set, which may compute something else")
+    extras = ("group_norm", "spatial_norm", "norm_q", "norm_k", "norm_cross", "add_k_proj")
+    odd = [name for name in extras if getattr(attention, name, None) is not None]
+    scaled = attention.rescale_output_factor != 1 or attention.residual_connection or not attention.scale_qk
+    if odd or scaled:
+        raise UnsupportedUNet(f"{leaves.path(attention)} is an attention of another kind")
+    return attention

@@ -1,0 +1,150 @@
+"""Read the ldm family: CompVis' and Stability's ldm (A1111's SD1/SD2), sgm (SDXL), Forge's integrated UNet."""
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from .layout import (
+    CrossAttention,
+    Downsample,
+    LabelEmbedding,
+    Layer,
+    ResidualBlock,
+    SelfAttention,
+    SpatialTransformer,
+    Stage,
+    TimeEmbedding,
+    TransformerBlock,
+    UNetLayout,
+    UnsupportedUNet,
+    Upsample,
+)
+from .leaves import LeafReader
+
+UNET_CLASSES = {"UNetModel", "IntegratedUNet2DConditionModel"}
+# Only Forge tells an Upsample the size of the skip that it will meet; A1111 resizes afterwards.
+FAMILIES_THAT_RESIZE_BEFORE = {"forge"}
+
+
+def is_ldm_unet(unet: nn.Module) -> bool:
+    return type(unet).__name__ in UNET_CLASSES and hasattr(unet, "input_blocks")
+
+
+def read_ldm(unet: Any) -> UNetLayout:
+    """The layout of an ldm, sgm or Forge UNet module. Raises UnsupportedUNet with the reason."""
+    refuse_variants(unet)
+    leaves = LeafReader(unet)
+    family = family_of(unet)
+    stage = lambda module: tuple(read_layer(layer, leaves, family) for layer in module.children())  # noqa: E731
+    input_stages: tuple[Stage, ...] = tuple(stage(block) for block in unet.input_blocks)
+    middle_stage: Stage = stage(unet.middle_block)
+    output_stages: tuple[Stage, ...] = tuple(stage(block) for block in unet.output_blocks)
+    time = TimeEmbedding(
+        channels=unet.model_channels, cosine_first=True, frequency_shift=0.0, scale=1.0, condition=None,
+        first=leaves.linear(unet.time_embed[0]), second=leaves.linear(unet.time_embed[2]),
+    )
+    layout = UNetLayout(
+        family=family, in_channels=input_stages[0][0].in_channels, out_channels=unet.out_channels,
+        context_width=context_width(middle_stage, input_stages), time=time, label=read_label(unet, leaves),
+        input_stages=input_stages, middle_stage=middle_stage, output_stages=output_stages,
+        out_norm=leaves.group_norm(unet.out[0]), out_convolution=leaves.convolution(unet.out[2]),
+    )
+    leaves.refuse_unclaimed()
+    return layout
+
+
+def family_of(unet: nn.Module) -> str:
+    if type(unet).__name__ == "IntegratedUNet2DConditionModel":
+        return "forge"
+    return type(unet).__module__.partition(".")[0]
+
+
+def refuse_variants(unet: Any) -> None:
+    if getattr(unet, "predict_codebook_ids", False):
+        raise UnsupportedUNet("it predicts codebook ids, not noise")
+    if not isinstance(unet.time_embed, nn.Sequential) or len(unet.time_embed) != 3:
+        raise UnsupportedUNet("its time embedding is not two linear layers")
+    if len(unet.input_blocks) != len(unet.output_blocks):
+        raise UnsupportedUNet("it has as many skips as no output takes")
+
+
+def read_label(unet: Any, leaves: LeafReader) -> LabelEmbedding | None:
+    if unet.num_classes is None:
+        return None
+    label = unet.label_emb
+    layers = list(label[0]) if isinstance(label, nn.Sequential) and isinstance(label[0], nn.Sequential) else []
+    if [type(layer).__name__ for layer in layers] != ["Linear", "SiLU", "Linear"]:
+        raise UnsupportedUNet("its label embedding is not two linear layers (a class-conditional model?)")
+    return LabelEmbedding(leaves.linear(layers[0]), leaves.linear(layers[2]))
+
+
+def context_width(middle: Stage, inputs: tuple[Stage, ...]) -> int:
+    for layer in (layer for stage in (middle, *inputs) for layer in stage):
+        if isinstance(layer, SpatialTransformer) and layer.blocks:
+            return layer.blocks[0].cross_attention.key_value.members[0].in_features
+    raise UnsupportedUNet("it has no cross attention")
+
+
+def read_layer(layer: Any, leaves: LeafReader, family: str) -> Layer:
+    kind = type(layer).__name__
+    if kind == "ResBlock":
+        return read_residual_block(layer, leaves)
+    if kind == "SpatialTransformer":
+        return read_transformer(layer, leaves)
+    if kind in ("Downsample", "Upsample") and (not layer.use_conv or layer.dims != 2):
+        raise UnsupportedUNet(f"{leaves.path(layer)} resamples without a 2D convolution")
+    if kind == "Downsample":
+        return Downsample(leaves.convolution(layer.op))
+    if kind == "Upsample":
+        return Upsample(leaves.convolution(layer.conv), resize_before=family in FAMILIES_THAT_RESIZE_BEFORE)
+    if isinstance(layer, nn.Conv2d):
+        return leaves.convolution(layer)
+    raise UnsupportedUNet(f"{leaves.path(layer)} is a {type(layer).__module__}.{kind}, which we do not know")
+
+
+def read_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
+    variants = ("updown", "use_scale_shift_norm", "skip_t_emb", "exchange_temb_dims")
+    found = [name for name in variants if getattr(block, name, False)]
+    if found:
+        raise UnsupportedUNet(f"{leaves.path(block)} is a residual block with {found[0]}")
+    identity = isinstance(block.skip_connection, nn.Identity)
+    return ResidualBlock(
+        in_norm=leaves.group_norm(block.in_layers[0]), in_convolution=leaves.convolution(block.in_layers[2]),
+        embedding=leaves.linear(block.emb_layers[1]),
+        out_norm=leaves.group_norm(block.out_layers[0]), out_convolution=leaves.convolution(block.out_layers[3]),
+        skip=None if identity else leaves.linear(block.skip_connection),
+    )
+
+
+def read_transformer(transformer: Any, leaves: LeafReader) -> SpatialTransformer:
+    return SpatialTransformer(
+        norm=leaves.group_norm(transformer.norm), project_in=leaves.linear(transformer.proj_in),
+        # children(), not indices: A1111 turns SDXL into SSD-1B by deleting members of the list.
+        blocks=tuple(read_block(block, leaves) for block in transformer.transformer_blocks.children()),
+        project_out=leaves.linear(transformer.proj_out),
+    )
+
+
+def read_block(block: Any, leaves: LeafReader) -> TransformerBlock:
+    path = leaves.path(block)
+    if type(block).__name__ != "BasicTransformerBlock":
+        raise UnsupportedUNet(f"{path} is a {type(block).__module__}.{type(block).__name__}, which we do not know")
+    if getattr(block, "disable_self_attn", False) or getattr(block, "ff_in", False) or block.attn2 is None:
+        raise UnsupportedUNet(f"{path} is a transformer block of another kind")
+    if type(block.ff.net[0]).__name__ != "GEGLU":
+        raise UnsupportedUNet(f"{path} has a feed-forward layer without GEGLU")
+    own, cross = block.attn1, block.attn2
+    return TransformerBlock(
+        self_norm=leaves.layer_norm(block.norm1),
+        self_attention=SelfAttention(
+            leaves.fused(f"{path}.attn1", own.to_q, own.to_k, own.to_v), leaves.linear(own.to_out[0]), own.heads
+        ),
+        cross_norm=leaves.layer_norm(block.norm2),
+        cross_attention=CrossAttention(
+            leaves.linear(cross.to_q), leaves.fused(f"{path}.attn2", cross.to_k, cross.to_v),
+            leaves.linear(cross.to_out[0]), cross.heads,
+        ),
+        feed_forward_norm=leaves.layer_norm(block.norm3),
+        feed_forward_in=leaves.linear(block.ff.net[0].proj), feed_forward_out=leaves.linear(block.ff.net[2]),
+    )

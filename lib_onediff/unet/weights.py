@@ -1,0 +1,181 @@
+"""Bind a host's parameters to a layout: fuse by view, and notice moves, swaps and edits.
+
+A binding keeps no tensor. The host's parameters own their storage (after fusing: a few share one storage), every call
+reads them anew, and a fused weight is reconstructed as a view over its members. So an in-place edit is seen at once,
+and nothing of ours keeps an unloaded model's memory alive.
+"""
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .layout import FusedLinear, UNetLayout, UnsupportedUNet
+
+BOUND_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Affine(NamedTuple):
+    """A weight and its bias, or None where the layer has no bias."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+Weights = dict[str, Affine]
+Signature = tuple[tuple[int, torch.dtype], ...]
+
+
+class Binding:
+    """The parameters of one UNet module, in the order and grouping that a layout gives them."""
+
+    def __init__(self, unet: nn.Module, layout: UNetLayout) -> None:
+        self.layout = layout
+        self._leaves = [(leaf.path, weakref.ref(unet.get_submodule(leaf.path))) for leaf in layout.leaves()]
+        self._fusions = layout.fusions()
+        prompt_paths = {member.path for fusion in self._fusions[:-1] for member in fusion.members}
+        if layout.label is not None:
+            prompt_paths |= {layout.label.first.path, layout.label.second.path}
+        self._prompt_leaves = [(path, leaf) for path, leaf in self._leaves if path in prompt_paths]
+
+    def bind(self) -> int:
+        """Let the members of every fused layer share one storage; what already does is left as it is.
+
+        Returns the bytes that were copied. Members are re-pointed (Parameter.data), never written: a host may keep
+        the old storage as its backup. Raises UnsupportedUNet if the parameters are of a dtype that we do not run, or
+        lie on several devices.
+        """
+        self._refuse_mixture()
+        affines = self._affines()
+        copied = 0
+        for fusion in self._fusions:
+            copied += fuse([affines[member.path].weight for member in fusion.members])
+            biases = [affines[member.path].bias for member in fusion.members]
+            if any(bias is not None for bias in biases):
+                copied += fuse([bias for bias in biases if bias is not None])
+        return copied
+
+    def unbind(self) -> None:
+        """Give every fused parameter a storage of its own again, with the same values."""
+        fused_paths = {member.path for fusion in self._fusions for member in fusion.members}
+        for path, leaf in self._leaves:
+            if path in fused_paths and leaf() is not None:
+                for parameter in self._parameters(leaf):
+                    if parameter is not None and shares_storage(parameter):
+                        with torch.no_grad(), torch.inference_mode(parameter.is_inference()):
+                            parameter.data = parameter.detach().clone()
+
+    def signature(self) -> Signature:
+        """Where every parameter lies now, and in which dtype. Changes when the host moves, casts or swaps one."""
+        return tuple(
+            (parameter.data_ptr(), parameter.dtype)
+            for _, leaf in self._leaves for parameter in self._parameters(leaf) if parameter is not None
+        )
+
+    def edits(self) -> tuple[tuple[int, int], ...]:
+        """Identity and edit count of the attention's and the label embedding's parameters.
+
+        Keys and values of a prompt are computed once and kept; they are stale as soon as this changes. An inference
+        tensor counts no edits; there the identity alone is compared.
+        """
+        weights = (self._parameters(leaf)[0] for _, leaf in self._prompt_leaves)
+        return tuple((id(weight), -1 if weight.is_inference() else weight._version) for weight in weights)
+
+    def weights(self) -> Weights:
+        """Every layer's tensors by path, and every fused layer's by its name. Drop the result after the call.
+
+        Raises UnsupportedUNet if a fused layer's members no longer lie together (bind again).
+        """
+        affines = self._affines()
+        for fusion in self._fusions:
+            affines[fusion.name] = joined_affine(fusion, affines)
+        return affines
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._first_weight().dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._first_weight().device
+
+    def _first_weight(self) -> Tensor:
+        return self._affines(self._leaves[:1])[self._leaves[0][0]].weight
+
+    def _affines(self, leaves: list | None = None) -> Weights:
+        return {path: Affine(*self._parameters(leaf)) for path, leaf in (leaves or self._leaves)}
+
+    @staticmethod
+    def _parameters(leaf: weakref.ref) -> tuple[nn.Parameter, nn.Parameter | None]:
+        module = leaf()
+        if module is None:
+            raise UnsupportedUNet("the host has replaced or unloaded layers of this UNet")
+        parameters = module._parameters
+        return parameters["weight"], parameters.get("bias")
+
+    def _refuse_mixture(self) -> None:
+        for path, affine in self._affines().items():
+            for parameter in affine:
+                if parameter is None:
+                    continue
+                if type(parameter.data) is not Tensor or parameter.dtype not in BOUND_DTYPES:
+                    raise UnsupportedUNet(f"{path} is stored as {describe_storage(parameter)}, which we do not run")
+                if (parameter.device, parameter.dtype) != (self.device, self.dtype):
+                    raise UnsupportedUNet(
+                        f"its parameters are mixed: {self.dtype} on {self.device}, "
+                        f"but {path} is {parameter.dtype} on {parameter.device}"
+                    )
+        if self.device.type == "meta":
+            raise UnsupportedUNet("its parameters are not loaded (they are on the meta device)")
+
+
+def describe_storage(parameter: Tensor) -> str:
+    kind = type(parameter.data)
+    return str(parameter.dtype).removeprefix("torch.") if kind is Tensor else kind.__name__
+
+
+def shares_storage(parameter: Tensor) -> bool:
+    return parameter.untyped_storage().nbytes() > parameter.numel() * parameter.element_size()
+
+
+def fuse(parameters: list[Tensor]) -> int:
+    """Re-point parameters to slices of one new tensor, unless they already lie together. Returns the bytes copied."""
+    if joined(parameters) is not None:
+        return 0
+    with torch.no_grad(), torch.inference_mode(parameters[0].is_inference()):
+        together = torch.cat([parameter.detach() for parameter in parameters])
+        start = 0
+        for parameter in parameters:
+            parameter.data = together[start:start + parameter.shape[0]]
+            start += parameter.shape[0]
+    return together.numel() * together.element_size()
+
+
+def joined(parameters: list[Tensor]) -> Tensor | None:
+    """One view, (sum of rows, ...), over tensors that lie one after the other in one storage, else None."""
+    first = parameters[0]
+    storage, offset = first.untyped_storage().data_ptr(), first.storage_offset()
+    for parameter in parameters:
+        beside = parameter.untyped_storage().data_ptr() == storage and parameter.storage_offset() == offset
+        if not beside or parameter.dtype != first.dtype or not parameter.is_contiguous():
+            return None
+        offset += parameter.numel()
+    rows = sum(parameter.shape[0] for parameter in parameters)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+def joined_affine(fusion: FusedLinear, affines: Weights) -> Affine:
+    weight = joined([affines[member.path].weight for member in fusion.members])
+    if weight is None:
+        raise UnsupportedUNet(f"the weights of {fusion.name} no longer lie together")
+    biases = [affines[member.path].bias for member in fusion.members]
+    if all(bias is None for bias in biases):
+        return Affine(weight, None)
+    if any(bias is None for bias in biases):
+        raise UnsupportedUNet(f"{fusion.name} has a bias on some of its layers only")
+    bias = joined([bias for bias in biases if bias is not None])
+    if bias is None:
+        raise UnsupportedUNet(f"the biases of {fusion.name} no longer lie together")
+    return Affine(weight, bias)

@@ -1,0 +1,57 @@
+"""Check the first use of a shape against the host's own forward."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .shapes.table import Entry
+
+# What rounding alone explains between two orders of the same arithmetic, relative to the output's norm. Seen: 1e-6 in
+# float32, 2e-3 in float16, 1e-2 in bfloat16. TF32 keeps ten bits of the inputs, as float16 does.
+ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+ROUNDING_TF32 = 1e-2
+
+
+class CannotJudge(Exception):
+    """The host's own output is no yardstick; the message says why, in one line for the user."""
+
+
+class Disagreement(Exception):
+    """Our output is not the host's; the message says by how much."""
+
+
+def judge(entry: Entry, output: Tensor, host: Callable[[], Tensor]) -> None:
+    """Compare our output with the host's, and time the host's second run. Notes the error in the entry.
+
+    Raises CannotJudge if the host's own output is not finite, and Disagreement if ours differs by more than rounding.
+    """
+    with torch.no_grad():
+        expected = host()
+        if not bool(torch.isfinite(expected).all()):
+            raise CannotJudge(
+                "the model's own output has NaN or infinite values: its weights are damaged, or it needs a higher "
+                "precision"
+            )
+        entry.relative_error = relative_error(output, expected)
+        entry.host.time(output.device, host)
+    limit = rounding_limit(entry.key.dtype, output.device)
+    if not entry.relative_error <= limit:
+        raise Disagreement(
+            f"it differs from the model's own forward by {entry.relative_error:.1e} (rounding explains {limit:.0e})"
+        )
+
+
+def relative_error(output: Tensor, expected: Tensor) -> float:
+    """||output - expected|| / ||expected||, in float32."""
+    difference = (output.float() - expected.float()).norm()
+    return float(difference / expected.float().norm().clamp_min(torch.finfo(torch.float32).tiny))
+
+
+def rounding_limit(dtype: torch.dtype, device: torch.device) -> float:
+    if dtype == torch.float32 and device.type == "cuda" and (
+        torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
+    ):
+        return ROUNDING_TF32
+    return ROUNDING[dtype]
