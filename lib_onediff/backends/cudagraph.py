@@ -6,6 +6,8 @@ it must know that weights and conditioning still lie where they were.
 """
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -21,10 +23,14 @@ WARM_UP_RUNS = 2
 
 
 class CudaGraphs:
-    """Makes graphs on one shared memory pool per device."""
+    """Makes graphs on one shared memory pool and one capture stream per device.
+
+    One stream, because cuBLAS keeps a workspace (32 MiB on Hopper) for every stream that it has ever run on.
+    """
 
     def __init__(self) -> None:
         self._pools: dict[torch.device, Any] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def prepare(self, binding: Binding, ops: Operators, call: UNetCall, conditioning: Conditioning) -> GraphRunner:
         """Capture the forward for calls of this shape, on a stream of its own.
@@ -32,9 +38,12 @@ class CudaGraphs:
         Raises RuntimeError where an operation cannot be captured and torch.cuda.OutOfMemoryError.
         """
         device = call.latent.device
-        pool = self._pools.setdefault(device, torch.cuda.graph_pool_handle())
         with torch.cuda.device(device):
-            return capture(binding, ops, call, conditioning, pool)
+            if device not in self._pools:
+                self._pools[device] = torch.cuda.graph_pool_handle()
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream()
+            return capture(binding, ops, call, conditioning, self._pools[device], self._streams[device])
 
     def forget_pools(self) -> None:
         """Start new pools from now on; an old one is freed with its last graph."""
@@ -54,10 +63,11 @@ class GraphRunner:
         return self.output.clone()
 
 
-def capture(binding: Binding, ops: Operators, call: UNetCall, conditioning: Conditioning, pool: Any) -> GraphRunner:
+def capture(
+    binding: Binding, ops: Operators, call: UNetCall, conditioning: Conditioning, pool: Any, stream: torch.cuda.Stream
+) -> GraphRunner:
     inputs = own_inputs(call)
     weights = binding.weights()
-    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         # The first runs allocate workspaces and choose algorithms, which a capture must not do.
@@ -66,15 +76,35 @@ def capture(binding: Binding, ops: Operators, call: UNetCall, conditioning: Cond
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     # thread_local: other threads of the WebUI (previews, the API) may use the GPU meanwhile.
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+    with random_numbers_survive(call.latent.device), torch.cuda.graph(
+        graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+    ):
         output = forward(binding.layout, weights, ops, inputs, conditioning)
     return GraphRunner(graph, inputs, output, conditioning)
+
+
+@contextlib.contextmanager
+def random_numbers_survive(device: torch.device) -> Iterator[None]:
+    """Give the device's random generator a sound state back if a capture inside fails.
+
+    A failed capture leaves the generator believing that it is still being captured, and every later torch.randn on
+    the GPU raises. torch 2.3 has no way to put that right.
+    """
+    generator = torch.cuda.default_generators[device.index or 0]
+    spare = generator.clone_state() if hasattr(generator, "clone_state") else None
+    try:
+        yield
+    except BaseException:
+        if spare is not None:
+            generator.graphsafe_set_state(spare.graphsafe_get_state())
+        raise
 
 
 def own_inputs(call: UNetCall) -> UNetCall:
     """The call with inputs that belong to the graph. The context is not among them: the conditioning stands for it."""
     copy = lambda tensor: None if tensor is None else tensor.detach().clone()  # noqa: E731
-    control = call.control and Control(*(tuple(map(copy, getattr(call.control, part.name))) for part in fields(Control)))
+    parts = (getattr(call.control, part.name) for part in fields(Control)) if call.control else ()
+    control = Control(*(tuple(map(copy, part)) for part in parts)) if call.control else None
     return replace(
         call, latent=copy(call.latent), timestep=copy(call.timestep),
         timestep_condition=copy(call.timestep_condition), control=control, context=call.context.new_empty(0), y=None,

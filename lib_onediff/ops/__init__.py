@@ -28,7 +28,9 @@ class Operators(Protocol):
     ) -> Tensor:
         """Group norm of image + shift (batch, channels), followed by SiLU if silu."""
 
-    def layer_norm(self, tokens: Tensor, affine: Affine, norm: LayerNorm, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def layer_norm(
+        self, tokens: Tensor, affine: Affine, norm: LayerNorm, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """(tokens + residual, its layer norm)."""
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:

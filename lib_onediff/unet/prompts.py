@@ -85,9 +85,10 @@ class PromptMemory:
         """
         size = prompt_size(context, y)
         held = self._held.get(size)
-        if held is not None and held.edits == edits:
-            if self.recognises(context, y) or (by_content and same_content(held, context, y)):
-                return held.conditioning
+        if held is not None and held.edits == edits and (
+            self.recognises(context, y) or (by_content and same_content(held, context, y))
+        ):
+            return held.conditioning
         fresh = compute()
         if held is None or not fits(held.conditioning, fresh):
             held = self._held[size] = HeldPrompt(torch.empty(0), None, (), fresh)

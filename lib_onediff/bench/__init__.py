@@ -1,0 +1,1 @@
+"""Side-by-side measurements of the host's UNet and ours: python -m lib_onediff.bench --help."""

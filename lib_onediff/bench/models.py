@@ -1,0 +1,78 @@
+"""The UNets that are measured: known configurations with random weights, or a given model's."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SD15 = {"block_out_channels": (320, 640, 1280, 1280), "cross_attention_dim": 768, "attention_head_dim": 8}
+SD21 = {
+    "block_out_channels": (320, 640, 1280, 1280), "cross_attention_dim": 1024, "attention_head_dim": (5, 10, 20, 20),
+    "use_linear_projection": True,
+}
+SDXL = {
+    "block_out_channels": (320, 640, 1280), "cross_attention_dim": 2048, "attention_head_dim": (5, 10, 20),
+    "transformer_layers_per_block": (1, 2, 10), "use_linear_projection": True,
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "addition_embed_type": "text_time", "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+}
+TINY_SD15 = {**SD15, "block_out_channels": (32, 64, 128, 128), "cross_attention_dim": 64, "attention_head_dim": 4}
+TINY_SDXL = {
+    **SDXL, "block_out_channels": (32, 64, 128), "cross_attention_dim": 64, "attention_head_dim": (2, 4, 8),
+    "transformer_layers_per_block": (1, 1, 2), "addition_time_embed_dim": 8,
+    "projection_class_embeddings_input_dim": 112,
+}
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "sd15": SD15, "sd21": SD21, "sdxl": SDXL, "tiny-sd15": TINY_SD15, "tiny-sdxl": TINY_SDXL,
+}
+TIME_IDS = 6
+
+
+def random_unet(name: str, device: torch.device) -> nn.Module:
+    """A UNet2DConditionModel of this configuration with random weights in float32, no layer of it idle."""
+    from diffusers import UNet2DConditionModel
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        unet = UNet2DConditionModel(**CONFIGURATIONS[name])
+    return unet.eval().requires_grad_(False)
+
+
+def load_unet(path: Path, device: torch.device) -> nn.Module:
+    """The UNet of a diffusers folder or a single checkpoint file, in float32. Raises ValueError with a sentence."""
+    from diffusers import UNet2DConditionModel
+
+    try:
+        if path.is_dir():
+            folder = path / "unet" if (path / "unet").is_dir() else path
+            unet = UNet2DConditionModel.from_pretrained(folder, local_files_only=True)
+        else:
+            unet = UNet2DConditionModel.from_single_file(str(path), local_files_only=True)
+    except Exception as error:
+        raise ValueError(f"{path} could not be loaded as a UNet: {str(error).splitlines()[0]}") from error
+    return unet.to(device, torch.float32).eval().requires_grad_(False)
+
+
+def inputs(unet: nn.Module, width: int, height: int, batch: int, tokens: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Random arguments of one call at width x height pixels, the same for every variant, as a pipeline passes them."""
+    device = next(unet.parameters()).device
+    generator = torch.Generator().manual_seed(width * 10000 + height)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    config = unet.config
+    arguments: dict[str, Any] = {
+        "sample": random(batch, config.in_channels, height // 8, width // 8),
+        "timestep": torch.tensor(601.0, device=device),
+        "encoder_hidden_states": random(batch, tokens, config.cross_attention_dim),
+    }
+    if config.addition_embed_type == "text_time":
+        pooled = config.projection_class_embeddings_input_dim - TIME_IDS * config.addition_time_embed_dim
+        sizes = torch.tensor([[height, width, 0, 0, height, width]] * batch, device=device, dtype=dtype)
+        arguments["added_cond_kwargs"] = {"text_embeds": random(batch, pooled), "time_ids": sizes}
+    return arguments
