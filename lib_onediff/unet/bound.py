@@ -11,7 +11,7 @@ from .call import UNetCall
 from .foreign import Structure, scan
 from .forward import Conditioning, condition
 from .layout import UNetLayout, UnsupportedUNet
-from .prompts import PromptMemory
+from .prompts import PromptMemory, Sighting
 from .read import read_layout
 from .weights import Binding, Signature
 
@@ -30,6 +30,9 @@ class BoundUNet:
         self._signature: Signature | None = None
         self._binding: Binding | None = None
         self._architecture: str | None = None
+        self._unreadable: str | None = None
+        self._refusal: str | None = None
+        self._last_prompt = Sighting()
         self._prompts = PromptMemory()
         self.generation = 0
 
@@ -57,30 +60,38 @@ class BoundUNet:
     def refresh(self, call: UNetCall, by_content: bool) -> None:
         """Make the binding true for this call. Raises UnsupportedUNet with the reason if that is impossible.
 
-        The module tree is read again when a sampling begins: announced by begin_sampling, or seen by a context
-        tensor that was not there before. Addresses are compared at every call.
+        The module tree is looked at when a sampling begins: announced by begin_sampling, or seen by a context tensor
+        that was not there at the last call (unless by_content). Addresses are compared at every call.
         """
-        unseen = not by_content and not self._prompts.recognises(call.context, call.y)
-        if unseen or self._sampling_began or self._binding is None:
-            self._read()
+        prompt = (call.context, call.y)
+        if self._sampling_began or not (by_content or self._last_prompt.recognises(prompt)):
+            self._refusal = self._look()
             self._sampling_began = False
+            self._last_prompt.remember(prompt)
+        if self._refusal is not None:
+            raise UnsupportedUNet(self._refusal)
         signature = self.binding.signature()
         if signature != self._signature:
             self.binding.bind()
             self._signature = self.binding.signature()
             self.generation += 1
 
-    def _read(self) -> None:
+    def _look(self) -> str | None:
+        """Look through the module tree, and read it again if it has changed. Returns why it cannot be run, or None."""
         unet = self._unet()
         if unet is None:
-            raise UnsupportedUNet("the host has unloaded this UNet")
+            return "the host has unloaded this UNet"
         structure = scan(unet, self._trusted)
         if structure.foreign is not None:
-            raise UnsupportedUNet(structure.foreign)
-        if self._structure != structure or self._binding is None:
-            self._structure = self._binding = self._signature = self._architecture = None
-            self._binding = Binding(unet, read_layout(unet))
-            self._structure = structure
+            return structure.foreign
+        if structure != self._structure:
+            self._structure, self._binding, self._signature, self._architecture = structure, None, None, None
+            self._unreadable = None
+            try:
+                self._binding = Binding(unet, read_layout(unet))
+            except UnsupportedUNet as reason:
+                self._unreadable = str(reason)
+        return self._unreadable
 
     def conditioning(self, ops: Operators, call: UNetCall, by_content: bool) -> Conditioning:
         """What depends on the prompt alone, computed only when prompt or weights have changed."""
@@ -95,5 +106,6 @@ class BoundUNet:
         if self._binding is not None:
             self._binding.unbind()
         self._structure = self._signature = self._binding = self._architecture = None
+        self._sampling_began = True
         self._prompts = PromptMemory()
         self.generation += 1

@@ -6,12 +6,16 @@ from dataclasses import dataclass
 
 from torch import nn
 
+# What hosts change on a module without changing its class: Tiling, and FreeU's factors.
+SWITCHES = ("padding_mode", "s1", "s2", "b1", "b2")
+
 
 @dataclass(frozen=True)
 class Structure:
-    """Which module objects of which classes a UNet consists of. Equal structures have equal layouts."""
+    """What a UNet consists of: module objects, their classes and switches. Equal structures have equal layouts."""
 
     members: tuple[tuple[int, type], ...]
+    switches: tuple[tuple[int, object], ...]
     foreign: str | None
 
 
@@ -24,14 +28,18 @@ def scan(unet: nn.Module, trusted: Collection[str] = ()) -> Structure:
     any forward.
     """
     members: list[tuple[int, type]] = []
+    switches: list[tuple[int, object]] = []
     classes: set[type] = set()
     foreign = None
     for name, module in unet.named_modules():
         members.append((id(module), type(module)))
         classes.add(type(module))
+        state = module.__dict__
+        switches += [(id(module), state[name]) for name in SWITCHES if name in state]
+        if "processor" in state:
+            switches.append((id(module), type(state["processor"])))
         if module is unet or foreign:
             continue
-        state = module.__dict__
         replaced = state.get("forward") or state.get("_forward")
         if replaced is not None:
             foreign = f"{name} has a forward of its own, set by {origin(replaced)}"
@@ -39,7 +47,7 @@ def scan(unet: nn.Module, trusted: Collection[str] = ()) -> Structure:
             foreign = f"{name} has a forward hook"
     if foreign is None:
         foreign = replaced_class_forward(classes - {type(unet)}, trusted)
-    return Structure(tuple(members), foreign)
+    return Structure(tuple(members), tuple(switches), foreign)
 
 
 def replaced_class_forward(classes: Collection[type], trusted: Collection[str]) -> str | None:
