@@ -139,6 +139,10 @@ class Accelerator:
         except torch.cuda.OutOfMemoryError:
             self.free_graphs()
             return self.decline("out of GPU memory: the graphs were freed", host)
+        except Exception as error:
+            # A fault of ours must not cost the user a picture.
+            log.exception("OneDiff: a fault of ours")
+            return self.decline(f"a fault of ours, please report it: {first_line(error)}", host)
         self._note(route, reason)
         return output
 
@@ -264,7 +268,10 @@ class Accelerator:
 @contextlib.contextmanager
 def our_modes(device: torch.device) -> Iterator[None]:
     """Ordinary tensors, no gradients, no autocast: what our forward and its captures are written for."""
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+    # Older torch raises for a device that it has no autocast for, such as mps.
+    autocasts = device.type in ("cuda", "cpu")
+    no_autocast = torch.autocast(device.type, enabled=False) if autocasts else contextlib.nullcontext()
+    with torch.inference_mode(False), torch.no_grad(), no_autocast:
         yield
 
 

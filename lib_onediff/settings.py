@@ -67,3 +67,14 @@ def check_value(option_field: Field, value: Any) -> None:
 def host_key(name: str) -> str:
     """The key under which a WebUI keeps the option called name."""
     return HOST_KEY_PREFIX + name
+
+
+def markdown_table() -> str:
+    """The options as the README shows them; a test holds the README to it."""
+    lines = ["| option | values | default | what it does |", "| --- | --- | --- | --- |"]
+    for option_field in fields(Settings):
+        choices = option_field.metadata["choices"] or (("on", "off") if option_field.type == "bool" else ())
+        default = {True: "on", False: "off"}.get(option_field.default, option_field.default)
+        label = f"{option_field.metadata['label']} (`{option_field.name}`)"
+        lines.append(f"| {label} | {', '.join(choices)} | {default} | {option_field.metadata['explanation']} |")
+    return "\n".join(lines)

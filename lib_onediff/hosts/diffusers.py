@@ -45,8 +45,9 @@ class DiffusersForward:
 
         try:
             call = self._call(unet, **given)
-        except NotOurs as reason:
-            sample = runtime.decline(str(reason), host)
+        except (NotOurs, RuntimeError, TypeError, KeyError, AttributeError) as reason:
+            # Whatever we cannot read is the host's to judge.
+            sample = runtime.decline(f"this call is not ours: {reason}", host)
         else:
             sample = runtime.run(unet, call, host)
         if not return_dict:

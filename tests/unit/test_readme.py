@@ -1,0 +1,25 @@
+"""The README says what the code says."""
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from lib_onediff.settings import markdown_table
+
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_option_table_is_the_one_that_settings_give() -> None:
+    assert markdown_table() in README
+
+
+def test_every_picture_and_file_that_it_names_is_there() -> None:
+    for target in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README):
+        assert (Path(__file__).parents[2] / target).is_file(), target
+
+
+def test_the_python_in_it_compiles() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert blocks
+    for block in blocks:
+        compile(block, "README.md", "exec")
