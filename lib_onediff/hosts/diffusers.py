@@ -45,9 +45,11 @@ class DiffusersForward:
 
         try:
             call = self._call(unet, **given)
-        except (NotOurs, RuntimeError, TypeError, KeyError, AttributeError) as reason:
-            # Whatever we cannot read is the host's to judge.
-            sample = runtime.decline(f"this call is not ours: {reason}", host)
+        except NotOurs as reason:
+            sample = runtime.decline(str(reason), host)
+        except (RuntimeError, TypeError, KeyError, AttributeError) as fault:
+            # Inputs that we cannot even read are the host's to judge.
+            sample = runtime.decline(f"the inputs of this call were not understood: {fault}", host)
         else:
             sample = runtime.run(unet, call, host)
         if not return_dict:
@@ -76,7 +78,7 @@ class DiffusersForward:
             latent=sample, timestep=timestep_of_batch(timestep, sample), context=encoder_hidden_states,
             y=self._label(unet, added_cond_kwargs), timestep_condition=timestep_cond,
             control=control_of(
-                unet, down_block_additional_residuals, mid_block_additional_residual,
+                unet, sample, down_block_additional_residuals, mid_block_additional_residual,
                 down_intrablock_additional_residuals,
             ),
             upcast_attention=upcasts_attention(unet),
@@ -113,24 +115,31 @@ def upcasts_attention(unet: nn.Module) -> bool:
     return bool(upcast) and type(attention.processor).__name__ == "AttnProcessor"
 
 
-def control_of(unet: Any, down: Any, middle: Tensor | None, inside: Any) -> Control | None:
-    """ControlNet's and T2I adapters' residuals, sorted into our slots."""
+def control_of(unet: Any, sample: Tensor, down: Any, middle: Tensor | None, inside: Any) -> Control | None:
+    """ControlNet's and T2I adapters' residuals, sorted into our slots as UNet2DConditionModel.forward takes them."""
     if inside is None and middle is None and down is not None:
         raise NotOurs("a T2I adapter passes its residuals in the old way")
-    if down is None and middle is None and inside is None:
-        return None
+    adapter, waiting = adapter_slots(unet, list(inside or ()))
+    after_middle: list[Tensor | None] = []
+    if waiting and waiting[0].shape == deepest_shape(unet, sample):
+        after_middle.append(waiting[0])
     output: tuple[Tensor | None, ...] = ()
-    if down is not None and middle is not None:
+    if down is not None and middle is not None:  # the host ignores one without the other
         output = tuple(reversed(tuple(down)))
-    return Control(adapter_slots(unet, inside), () if middle is None else (middle,), output)
+        after_middle.append(middle)
+    if not (adapter or after_middle or output):
+        return None
+    return Control(adapter, tuple(after_middle), output)
 
 
-def adapter_slots(unet: Any, residuals: Any) -> tuple[Tensor | None, ...]:
-    """One T2I residual per down block: after its last attention, or after all of a block without attention."""
-    if not residuals:
-        return ()
+def adapter_slots(unet: Any, waiting: list[Tensor]) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:
+    """A T2I adapter's residuals in our input slots, and those that no down block takes.
+
+    Each down block takes one: after its last attention, or after all of a block without attention.
+    """
+    if not waiting:
+        return (), []
     slots: list[Tensor | None] = [None]
-    waiting = list(residuals)
     for block in unet.down_blocks:
         resnets, downsamplers = len(block.resnets), len(block.downsamplers or ())
         stage = len(slots) + resnets - 1
@@ -139,7 +148,16 @@ def adapter_slots(unet: Any, residuals: Any) -> tuple[Tensor | None, ...]:
         slots += [None] * (resnets + downsamplers)
         if waiting:
             slots[stage] = waiting.pop(0)
-    return tuple(slots)
+    return tuple(slots), waiting
+
+
+def deepest_shape(unet: Any, sample: Tensor) -> tuple[int, ...]:
+    """The shape of the middle block's output: a T2I adapter's last residual is added there if it has that shape."""
+    height, width = sample.shape[-2:]
+    for block in unet.down_blocks:
+        for _ in block.downsamplers or ():
+            height, width = (height + 1) // 2, (width + 1) // 2
+    return sample.shape[0], unet.config.block_out_channels[-1], height, width
 
 
 def attach(unet: nn.Module, settings: Settings | None = None) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor
 class Control:
     """Residuals from a ControlNet or T2I adapter, each (batch, channels, height, width) or None.
 
-    input[i] is added to what input stage i returns (so the stages after it and its skip both see it), middle[0] to
-    what the middle stage returns, output[i] to the skip that output stage i takes. A tuple may be shorter than the
-    number of stages.
+    input[i] is added to what input stage i returns (so the stages after it and its skip both see it), every residual
+    of middle to what the middle stage returns, output[i] to the skip that output stage i takes. A tuple may be
+    shorter than the number of stages.
     """
 
     input: tuple[Tensor | None, ...] = ()

@@ -113,7 +113,10 @@ class Pass:
         return image, skips
 
     def middle(self, image: Tensor) -> Tensor:
-        return add_residual(self._stage(self.layout.middle_stage, image, None), self.control.middle, 0)
+        image = self._stage(self.layout.middle_stage, image, None)
+        for index in range(len(self.control.middle)):
+            image = add_residual(image, self.control.middle, index)
+        return image
 
     def decode(self, image: Tensor, skips: list[Tensor], stages: Iterable[int], remaining: Tensor | None) -> Tensor:
         """Run these output stages, each of which takes the last of skips.
