@@ -1,0 +1,349 @@
+"""Explains, installs and starts OneDiff. Needs nothing but Python 3.10 or newer.
+
+    python install.py
+        Run by the WebUI at its start: installs nothing, prints one line about this Python and its GPU.
+
+    python install.py --demo [--model FILE_OR_FOLDER] [--host 127.0.0.1] [--port N]
+        Makes .venv beside this file, installs what is missing and starts a small WebUI with OneDiff in it.
+
+    python install.py --test [pytest arguments]
+        The same for the tests.
+"""
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import ctypes
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+OLDEST_PYTHON = (3, 10)
+OLDEST_TORCH = (2, 3)
+CUDA_ERROR_NO_DEVICE = 100
+FULL_DISK_BYTES = 64 << 20
+
+REPOSITORY = Path(__file__).resolve().parent
+VENV = REPOSITORY / ".venv"
+VENV_PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+STAMPS = VENV / "onediff-installed.json"
+LOCK = VENV / "onediff-install.lock"
+
+LIST_DISTRIBUTIONS = """
+import importlib.metadata, json, sys
+assert sys.version_info >= (3, 10)
+print(json.dumps(sorted({f"{found.name} {found.version}" for found in importlib.metadata.distributions()})))
+"""
+
+
+class CannotInstall(Exception):
+    """What stands in the way, as a sentence for the user."""
+
+
+def describe_machine() -> str:
+    """One line: torch, GPU, Triton, the usable backends, and what the others lack."""
+    torch_version, cuda_build = find_torch()
+    gpu, driver_cuda = find_gpu()
+    triton_version = installed_version("triton", "triton-windows", "pytorch-triton")
+    torch = f"torch {torch_version}" if torch_version else "no torch"
+    triton = f"triton {triton_version}" if triton_version else "no triton"
+    backends = describe_backends(torch_version, cuda_build, driver_cuda)
+    return f"OneDiff: {torch}, {gpu or 'no NVIDIA GPU'}, {triton}; backends: {backends}."
+
+
+def describe_backends(torch_version: str | None, cuda_build: str | None, driver_cuda: tuple[int, int] | None) -> str:
+    """The usable backends by name, then in brackets what the others lack.
+
+    cuda_build: the CUDA version that torch was built for, such as "12.8"; None for a build without CUDA.
+    driver_cuda: the newest CUDA version that the NVIDIA driver serves; None without a GPU.
+    """
+    if release_of(torch_version) < OLDEST_TORCH:
+        return f"none (OneDiff needs torch {written(OLDEST_TORCH)} or newer)"
+    lacking = []
+    if driver_cuda is None:
+        lacking.append("an NVIDIA GPU")
+    if cuda_build is None:
+        lacking.append("a CUDA build of torch")
+    if driver_cuda and cuda_build and driver_cuda[0] < release_of(cuda_build)[0]:
+        lacking.append(f"a newer NVIDIA driver: this one serves CUDA {written(driver_cuda)}, torch wants {cuda_build}")
+    return f"eager (cudagraph needs {' and '.join(lacking)})" if lacking else "cudagraph, eager"
+
+
+def find_torch() -> tuple[str | None, str | None]:
+    """torch's version with its build tag, and the CUDA version it was built for; None for what is not there."""
+    version, spec = installed_version("torch"), find_spec("torch")
+    if version is None or spec is None or not spec.origin:
+        return version, None
+    # The metadata of a wheel from a package index lacks the build tag, and importing torch takes seconds.
+    source = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    values = dict(re.findall(r"^(__version__|cuda)\b[^=\n]*= *['\"](.+)['\"]", source, re.MULTILINE))
+    return values.get("__version__", version), values.get("cuda")
+
+
+def find_gpu() -> tuple[str | None, tuple[int, int] | None]:
+    """The NVIDIA GPUs that this process may use, in words, and the newest CUDA version that their driver serves."""
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    except OSError:
+        return None, None
+    count, version, name = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(100)
+    result = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    if result == CUDA_ERROR_NO_DEVICE or (result == 0 and count.value == 0):
+        return None, None
+    result = result or driver.cuDriverGetVersion(ctypes.byref(version)) or driver.cuDeviceGetName(name, len(name), 0)
+    if result != 0:
+        return f"an NVIDIA driver that does not start (CUDA error {result})", None
+    words = name.value.decode("ascii", "replace")
+    more = f" and {count.value - 1} more" if count.value > 1 else ""
+    return f"{'' if words.startswith('NVIDIA') else 'NVIDIA '}{words}{more}", divmod(version.value // 10, 100)
+
+
+def installed_version(*names: str) -> str | None:
+    """The version of the first of these distributions that is installed for this Python."""
+    from importlib import metadata
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return None
+
+
+def release_of(version: str | None) -> tuple[int, ...]:
+    """The leading numbers of a version: (2, 7, 1) for 2.7.1+cu128, () where there are none."""
+    return tuple(int(number) for number in re.match(r"[\d.]*", version or "")[0].split(".") if number)
+
+
+def written(release: tuple[int, ...]) -> str:
+    """(3, 10) as 3.10."""
+    return ".".join(map(str, release))
+
+
+def requirements_of(extra: str) -> tuple[list[str], list[str]]:
+    """What pip installs for an extra: requirements, and those that it installs without their dependencies."""
+    text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    usual = read_strings(text, "project", "dependencies")
+    for requirement in read_strings(text, "project.optional-dependencies", extra):
+        own_extra = re.fullmatch(r"sd-webui-onediff\[(\w+)\]", requirement)
+        usual += requirements_of(own_extra[1])[0] if own_extra else [requirement]
+    return list(dict.fromkeys(usual)), read_strings(text, "tool.onediff.without-dependencies", extra)
+
+
+def read_strings(toml: str, table: str, key: str) -> list[str]:
+    """The strings at a key of a TOML table, [] if there is none."""
+    # Python 3.10 has no TOML reader, and a TOML array of plain strings with comments is also a Python list.
+    section = re.search(rf"^\[{re.escape(table)}\]\n(.*?)(?=^\[|\Z)", toml, re.MULTILINE | re.DOTALL)
+    array = section and re.search(rf'^{re.escape(key)} = (\[(?:"[^"\n]*"|#.*|[,\s])*\])', section[1], re.MULTILINE)
+    return ast.literal_eval(array[1]) if array else []
+
+
+def prepare_venv(extra: str) -> None:
+    """Make .venv hold what the extra needs; nothing is done where it does. Raises CannotInstall with a sentence."""
+    usual, without_dependencies = requirements_of(extra)
+    wanted = usual + without_dependencies
+    if is_installed(extra, wanted):
+        return
+    with sole_installer():
+        if LOCK.read_text():
+            print("The last installation into .venv was cut short: starting it afresh.", flush=True)
+            empty_venv()
+        LOCK.write_text("unfinished")
+        if not any(found.startswith("pip ") for found in installed_distributions()):
+            make_venv()
+        print(f"Installing what --{extra} needs into .venv. The first time takes minutes and a few GB.", flush=True)
+        run_pip(usual)
+        if without_dependencies:
+            run_pip(without_dependencies, "--no-deps")
+        stamps = {**read_stamps(), extra: {"requirements": wanted, "distributions": installed_distributions()}}
+        STAMPS.write_text(json.dumps(stamps, indent=1), encoding="utf-8")
+        LOCK.write_text("")
+
+
+def is_installed(extra: str, wanted: list[str]) -> bool:
+    """Whether the extra was installed as pyproject.toml wants it now, and .venv still holds what was installed."""
+    stamp = read_stamps().get(extra)
+    if stamp is None or stamp["requirements"] != wanted or not LOCK.exists() or LOCK.read_text():
+        return False
+    return set(stamp["distributions"]) <= set(installed_distributions())
+
+
+def read_stamps() -> dict[str, dict[str, list[str]]]:
+    """By extra: the requirements that were installed, and all distributions that were there afterwards."""
+    try:
+        return json.loads(STAMPS.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def installed_distributions() -> list[str]:
+    """Name and version of all that .venv holds; [] where its Python does not start or is too old."""
+    try:
+        answer = subprocess.run([VENV_PYTHON, "-I", "-c", LIST_DISTRIBUTIONS], capture_output=True, text=True)
+    except OSError:
+        return []
+    return json.loads(answer.stdout) if answer.returncode == 0 else []
+
+
+@contextlib.contextmanager
+def sole_installer():
+    """Hold the lock file. It says "unfinished" while an installation is under way, and after one was cut short."""
+    VENV.mkdir(exist_ok=True)
+    with open(LOCK, "a") as lock:
+        if os.name != "nt":  # Windows does not let anyone remove what another process uses.
+            import fcntl
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CannotInstall("Another install.py is at work in .venv. Wait until it has finished.") from None
+        yield
+
+
+def empty_venv() -> None:
+    """Remove all of .venv but the lock file, which this process holds."""
+    for path in VENV.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path != LOCK:
+            path.unlink()
+
+
+def make_venv() -> None:
+    """A new virtual environment with pip. Raises CannotInstall where this Python cannot make one."""
+    python = f"python{written(sys.version_info[:2])}"
+    if find_spec("venv") is None or find_spec("ensurepip") is None:
+        debian = f"On Debian and Ubuntu: apt install {python}-venv"
+        raise CannotInstall(f"This Python cannot make a .venv: its module venv or ensurepip is missing. {debian}")
+    print(f"Making .venv with {python}.", flush=True)
+    empty_venv()
+    command = [sys.executable, "-m", "venv", VENV]
+    answer = subprocess.run(command, env=own_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if answer.returncode != 0:
+        raise CannotInstall(why_failed(answer.stdout) or f"Making .venv failed: {answer.stdout.strip()}")
+
+
+def own_environment() -> dict[str, str]:
+    """The environment without what would lead the Python of .venv, or its pip, to another place."""
+    misleading = ("PYTHONHOME", "PYTHONPATH", "PIP_TARGET", "PIP_PREFIX", "PIP_USER")
+    return {**{name: value for name, value in os.environ.items() if name not in misleading}, "PIP_USER": "0"}
+
+
+def run_pip(requirements: list[str], *options: str) -> None:
+    """pip install into .venv, with pip's own progress on the screen. Raises CannotInstall with the reason."""
+    before, complaints = installed_distributions(), ""
+    command = [VENV_PYTHON, "-m", "pip", "install", "--no-input", "--prefer-binary", *options, *requirements]
+    LOCK.write_text("unfinished")
+    try:
+        with subprocess.Popen(command, env=own_environment(), stderr=subprocess.PIPE, text=True) as pip:
+            for line in pip.stderr:
+                complaints += line
+                if line.startswith("WARNING:"):
+                    print(line, end="", file=sys.stderr, flush=True)
+    finally:
+        if installed_distributions() == before:  # Stopped before it changed anything: nothing to make afresh.
+            LOCK.write_text("")
+    if pip.returncode:
+        raise CannotInstall(why_failed(complaints) or f"pip stopped with exit code {pip.returncode}:\n{complaints}")
+
+
+def why_failed(output: str) -> str | None:
+    """The sentence for a failure that the output of pip or venv shows, None for one that we do not know."""
+    missing = re.search(r"No matching distribution found for ([^\s(]+)", output)
+    unbuilt = re.search(r"(?:Failed building wheel for|Failed to build) '?([\w.-]+)", output)
+    wheels = "set PIP_FIND_LINKS to a folder of wheels, then run the same command again."
+    here = f"for Python {written(sys.version_info[:2])} on {sys.platform}; Python 3.10 to 3.13 are known to work."
+    free = min(shutil.disk_usage(folder).free for folder in (VENV.parent, tempfile.gettempdir()))
+    if free < FULL_DISK_BYTES or re.search(r"No space left|\[Errno 28\]|\[WinError 112\]|Disk quota exceeded", output):
+        return f"The disk is full: {VENV} needs some GB, and so does the folder for temporary files, for a while."
+    if "CERTIFICATE_VERIFY_FAILED" in output:
+        return "pip does not trust the certificate of its package index: set PIP_CERT to your network's certificate."
+    if re.search(r"NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|ProxyError", output):
+        return f"pip cannot reach its package index: this machine seems to be offline. Connect it, or {wheels}"
+    if missing and os.environ.get("PIP_NO_INDEX"):
+        return f"pip is kept offline by PIP_NO_INDEX and finds no {missing[1]}. Take that setting away, or {wheels}"
+    if unbuilt:
+        return f"There is no wheel of {unbuilt[1]}, and building it failed, {here}"
+    return f"There is no wheel of {missing[1]} {here}" if missing else None
+
+
+def demo_command(arguments: list[str]) -> list[str]:
+    """What starts the standalone host. Ends the process with a sentence where an argument makes no sense."""
+    parser = argparse.ArgumentParser(prog="install.py --demo", allow_abbrev=False)
+    parser.add_argument("--model", type=model_path, metavar="FILE_OR_FOLDER", help="default: a small random model")
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: this machine only)")
+    parser.add_argument("--port", type=port_number, metavar="N", help="the TCP port to listen on")
+    chosen = vars(parser.parse_args(arguments))
+    command = [str(VENV_PYTHON), "-m", "lib_onediff.hosts.standalone"]
+    return command + [word for name, value in chosen.items() if value is not None for word in (f"--{name}", str(value))]
+
+
+def model_path(text: str) -> Path:
+    """A model's absolute path: the host runs in another folder than the caller."""
+    if not os.path.exists(text):
+        raise argparse.ArgumentTypeError(f"there is no file or folder {text}")
+    return Path(text).absolute()
+
+
+def port_number(text: str) -> int:
+    """A TCP port from 1 to 65535."""
+    if not re.fullmatch("[0-9]{1,5}", text) or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"a port is a whole number from 1 to 65535, not {text!r}")
+    return int(text)
+
+
+def hand_over(command: list[str]) -> int:
+    """Run the command in our folder and in this process's place: Ctrl-C and exit code are its own."""
+    os.chdir(REPOSITORY)
+    sys.stdout.flush()
+    if os.name != "nt":
+        os.execve(command[0], command, own_environment())
+    child = subprocess.Popen(command, env=own_environment())
+    while True:
+        with contextlib.suppress(KeyboardInterrupt):  # The child gets it as well and decides what it means.
+            return child.wait()
+
+
+def install_and_run(extra: str, command: list[str]) -> int:
+    """Prepare .venv for the extra, then run the command. Returns an exit code; says why where it fails."""
+    try:
+        prepare_venv(extra)
+    except CannotInstall as reason:
+        print(reason, file=sys.stderr)
+    except OSError as error:
+        print(why_failed(str(error)) or f"Cannot work in {VENV}: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("Stopped. Run the same command again to go on.", file=sys.stderr)
+        return 130
+    else:
+        return hand_over(command)
+    return 1
+
+
+def main(arguments: list[str]) -> int:
+    """The exit code. Without arguments always 0: the WebUI must start whatever we find."""
+    if sys.version_info < OLDEST_PYTHON:
+        print(f"OneDiff: needs Python {written(OLDEST_PYTHON)} or newer; this is {written(sys.version_info[:3])}.")
+        return 1 if arguments else 0
+    if not arguments:
+        try:
+            print(describe_machine())
+        except Exception as error:
+            print(f"OneDiff: cannot tell what is installed here ({type(error).__name__}: {error}).")
+        return 0
+    if arguments[0] == "--demo":
+        return install_and_run("demo", demo_command(arguments[1:]))
+    if arguments[0] == "--test":
+        return install_and_run("test", [str(VENV_PYTHON), "-m", "pytest", *arguments[1:]])
+    if arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0
+    print(f"install.py takes --demo, --test or nothing, not {arguments[0]!r}.\n\n{__doc__}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,326 @@
+"""install.py: the WebUI's line, the arguments, and the life of a .venv with a real pip and tiny wheels."""
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import install
+
+REPOSITORY = Path(install.__file__).parent
+EMPTY_PACKAGE_INDEX = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
+
+TINY_PYPROJECT = """
+[project]
+name = "sd-webui-onediff"
+dependencies = ["tiny-torch>=2"]
+
+[project.optional-dependencies]
+demo = [
+    "tiny-host==1.0; python_version >= '3.0'",  # a comment with a ]
+]
+test = ["sd-webui-onediff[demo]", "pytest==1.0"]
+
+[tool.onediff.without-dependencies]
+test = ["tiny-oracle==1.0"]
+"""
+SAY_ARGUMENTS = "import json, os, sys\nprint(json.dumps([os.getcwd(), *sys.argv[1:]]))\nsys.exit(7)\n"
+WAIT_FOR_INTERRUPT = """
+import sys, time
+try:
+    print("ready", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    sys.exit(5)
+"""
+
+
+def run_install(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run folder's install.py as a user would, from that folder's parent."""
+    command = [sys.executable, folder / "install.py", *arguments]
+    environment = {**os.environ, **environment}
+    return subprocess.run(command, cwd=folder.parent, env=environment, capture_output=True, text=True)
+
+
+def write_wheel(folder: Path, name: str, version: str, requires: str = "", main: str = "") -> None:
+    """A wheel of one package, which can be run with python -m."""
+    module, info = name.replace("-", "_"), f"{name.replace('-', '_')}-{version}.dist-info"
+    files = {
+        f"{module}/__init__.py": "",
+        f"{module}/__main__.py": main,
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
+    with zipfile.ZipFile(folder / f"{module}-{version}-py3-none-any.whl", "w") as wheel:
+        for path, content in files.items():
+            wheel.writestr(path, content)
+
+
+def make_checkout(folder: Path) -> Path:
+    """The real install.py with small requirements and a host that tells how it was started."""
+    host = folder / "lib_onediff" / "hosts" / "standalone"
+    host.mkdir(parents=True)
+    (host / "__main__.py").write_text(SAY_ARGUMENTS)
+    (folder / "pyproject.toml").write_text(TINY_PYPROJECT)
+    shutil.copy(install.__file__, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheels")
+    write_wheel(folder, "tiny-torch", "2.5")
+    write_wheel(folder, "tiny-host", "1.0")
+    write_wheel(folder, "tiny-oracle", "1.0", requires="Requires-Dist: nowhere-to-be-found\n")
+    write_wheel(folder, "pytest", "1.0", main=SAY_ARGUMENTS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory, wheels) -> tuple[Path, dict[str, str]]:
+    """A checkout whose .venv holds the test extra, and the environment in which pip finds the wheels."""
+    checkout = make_checkout(tmp_path_factory.mktemp("checkout") / "sd-webui-onediff")
+    environment = {**EMPTY_PACKAGE_INDEX, "PIP_FIND_LINKS": str(wheels)}
+    first = run_install(checkout, "--test", **environment)
+    assert first.returncode == 7, first.stdout + first.stderr
+    return checkout, environment
+
+
+@pytest.fixture
+def fake_torch(tmp_path) -> Path:
+    """A folder with an installed torch that cannot be imported, as the WebUI's folder on PYTHONPATH."""
+    package, info = tmp_path / "torch", tmp_path / "torch-2.7.1.dist-info"
+    package.mkdir()
+    info.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit('torch was imported')")
+    (package / "version.py").write_text("__version__ = '2.7.1+cu128'\ncuda: Optional[str] = '12.8'\nhip = None\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.7.1\n")
+    return tmp_path
+
+
+# The WebUI's line
+
+
+def test_line_names_this_torch():
+    answer = run_install(REPOSITORY)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert answer.stdout.count("\n") == 1
+    assert answer.stdout.startswith(f"OneDiff: torch {metadata.version('torch')}")
+    assert "eager" in answer.stdout and answer.stdout.isascii()
+
+
+def test_line_reads_torch_without_importing_it(fake_torch):
+    answer = run_install(REPOSITORY, PYTHONPATH=str(fake_torch), CUDA_VISIBLE_DEVICES="")
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert answer.stdout.startswith("OneDiff: torch 2.7.1+cu128, no NVIDIA GPU, ")
+    assert answer.stdout.endswith("; backends: eager (cudagraph needs an NVIDIA GPU).\n")
+
+
+def test_line_survives_a_broken_torch(fake_torch):
+    (fake_torch / "torch" / "version.py").unlink()
+    answer = run_install(REPOSITORY, PYTHONPATH=str(fake_torch))
+    assert (answer.returncode, answer.stderr, answer.stdout.count("\n")) == (0, "", 1)
+    assert answer.stdout.startswith("OneDiff: cannot tell what is installed here (FileNotFoundError")
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "cuda_build", "driver_cuda", "backends"),
+    [
+        ("2.7.1+cu128", "12.8", (12, 4), "cudagraph, eager"),
+        ("2.13.0+cpu", None, None, "eager (cudagraph needs an NVIDIA GPU and a CUDA build of torch)"),
+        ("2.13.0+cpu", None, (13, 0), "eager (cudagraph needs a CUDA build of torch)"),
+        ("2.3", "12.1", None, "eager (cudagraph needs an NVIDIA GPU)"),
+        (
+            "2.13.0+cu130",
+            "13.0",
+            (12, 4),
+            "eager (cudagraph needs a newer NVIDIA driver: this one serves CUDA 12.4, torch wants 13.0)",
+        ),
+        ("2.1.2+cu121", "12.1", (12, 4), "none (OneDiff needs torch 2.3 or newer)"),
+        (None, None, (12, 4), "none (OneDiff needs torch 2.3 or newer)"),
+    ],
+)
+def test_backends(torch_version, cuda_build, driver_cuda, backends):
+    assert install.describe_backends(torch_version, cuda_build, driver_cuda) == backends
+
+
+@pytest.mark.gpu
+def test_line_names_the_gpu():
+    import torch
+
+    answer = run_install(REPOSITORY)
+    assert torch.cuda.get_device_name(0) in answer.stdout
+    assert answer.stdout.endswith("; backends: cudagraph, eager.\n")
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--demo", "--port", "0"], "a port is a whole number from 1 to 65535, not '0'"),
+        (["--demo", "--port", "65536"], "a port is a whole number from 1 to 65535, not '65536'"),
+        (["--demo", "--port", "http"], "a port is a whole number from 1 to 65535, not 'http'"),
+        (["--demo", "--model", "no-such.safetensors"], "there is no file or folder no-such.safetensors"),
+        (["--demo", "--prot", "7860"], "unrecognized arguments: --prot 7860"),
+        (["--demmo"], "install.py takes --demo, --test or nothing, not '--demmo'."),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_made(tmp_path, arguments, sentence):
+    checkout = make_checkout(tmp_path / "checkout")
+    answer = run_install(checkout, *arguments)
+    assert answer.returncode == 2
+    assert sentence in answer.stderr and "Traceback" not in answer.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_old_pythons_can_read_their_refusal():
+    ast.parse(Path(install.__file__).read_text(encoding="utf-8"), feature_version=(3, 7))
+
+
+# Requirements
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no TOML reader to compare with")
+@pytest.mark.parametrize("text", [TINY_PYPROJECT, (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")])
+def test_requirements_are_read_as_toml_means_them(text):
+    import tomllib
+
+    project = tomllib.loads(text)
+    assert install.read_strings(text, "project", "dependencies") == project["project"]["dependencies"]
+    for extra, requirements in project["project"]["optional-dependencies"].items():
+        assert install.read_strings(text, "project.optional-dependencies", extra) == requirements
+    for extra, requirements in project["tool"]["onediff"]["without-dependencies"].items():
+        assert install.read_strings(text, "tool.onediff.without-dependencies", extra) == requirements
+
+
+# The life of a .venv
+
+
+def test_arguments_folder_and_exit_code_reach_pytest_untouched(installed):
+    checkout, environment = installed
+    words = ["-k", "a b", "--demo", "--port", "x", "--test"]
+    answer = run_install(checkout, "--test", *words, **environment)
+    assert (answer.returncode, answer.stderr) == (7, "")
+    assert json.loads(answer.stdout) == [str(checkout), *words]
+
+
+def test_demo_starts_the_host_with_an_absolute_model(installed):
+    checkout, environment = installed
+    (checkout.parent / "model.ckpt").touch()
+    run_install(checkout, "--demo", **environment)
+    answer = run_install(checkout, "--demo", "--model", "model.ckpt", "--port", "7861", **EMPTY_PACKAGE_INDEX)
+    assert (answer.returncode, answer.stderr) == (7, "")
+    expected = ["--model", str(checkout.parent / "model.ckpt"), "--host", "127.0.0.1", "--port", "7861"]
+    assert json.loads(answer.stdout) == [str(checkout), *expected]
+
+
+def test_what_was_removed_from_the_venv_comes_back(installed):
+    checkout, environment = installed
+    python = checkout / install.VENV_PYTHON.relative_to(REPOSITORY)
+    subprocess.run([python, "-m", "pip", "uninstall", "--yes", "tiny-host"], check=True, capture_output=True)
+    answer = run_install(checkout, "--test", **environment)
+    assert "Successfully installed tiny-host-1.0" in answer.stdout and answer.returncode == 7
+    assert "Making .venv" not in answer.stdout
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a console's Ctrl-C cannot be sent to one process on Windows")
+def test_ctrl_c_is_the_hosts_own(installed):
+    checkout, environment = installed
+    host = checkout / "lib_onediff" / "hosts" / "standalone" / "__main__.py"
+    host.write_text(WAIT_FOR_INTERRUPT)
+    run_install(checkout, "--test", **environment)
+    command = [sys.executable, checkout / "install.py", "--demo"]
+    environment = {**os.environ, **environment}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert any(line == "ready\n" for line in process.stdout)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=30) == 5
+    finally:
+        process.kill()
+        process.stdout.close()
+        host.write_text(SAY_ARGUMENTS)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the lock is POSIX's; Windows refuses to remove files in use")
+def test_two_at_once_do_not_meet(installed):
+    import fcntl
+
+    checkout, environment = installed
+    with open(checkout / ".venv" / install.LOCK.name, "r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write("unfinished")
+        lock.flush()
+        answer = run_install(checkout, "--test", **environment)
+        lock.truncate(0)
+    assert answer.returncode == 1
+    assert answer.stderr == "Another install.py is at work in .venv. Wait until it has finished.\n"
+
+
+def test_offline_is_said_and_a_half_made_venv_is_repaired(tmp_path, wheels):
+    checkout = make_checkout(tmp_path / "checkout")
+    (checkout / ".venv" / "bin").mkdir(parents=True)
+    (checkout / ".venv" / install.LOCK.name).write_text("unfinished")
+
+    offline = run_install(checkout, "--demo", **EMPTY_PACKAGE_INDEX)
+    assert offline.returncode == 1 and "Traceback" not in offline.stderr
+    assert "The last installation into .venv was cut short" in offline.stdout
+    assert "pip is kept offline by PIP_NO_INDEX and finds no tiny-torch>=2." in offline.stderr
+
+    online = run_install(checkout, "--demo", **{**EMPTY_PACKAGE_INDEX, "PIP_FIND_LINKS": str(wheels)})
+    assert "Making .venv" not in online.stdout, "a venv that only lacks packages was thrown away"
+    assert online.returncode == 7
+
+
+def test_a_failed_addition_leaves_a_complete_venv_alone(installed):
+    checkout, environment = installed
+    project = checkout / "pyproject.toml"
+    project.write_text(TINY_PYPROJECT.replace('"pytest==1.0"', '"pytest==1.0", "not-there"'))
+    failed = run_install(checkout, "--test", **environment)
+    project.write_text(TINY_PYPROJECT)
+    assert failed.returncode == 1 and "finds no not-there" in failed.stderr
+    answer = run_install(checkout, "--test", **environment)
+    assert (answer.returncode, answer.stderr) == (7, "") and "Installing" not in answer.stdout
+
+
+@pytest.mark.parametrize("module", ["venv", "ensurepip"])
+def test_a_python_without_venv_says_what_to_install(tmp_path, monkeypatch, module):
+    monkeypatch.setattr(install, "VENV", tmp_path / ".venv")
+    monkeypatch.setattr(install, "find_spec", lambda name: None if name == module else object())
+    with pytest.raises(install.CannotInstall, match=r"apt install python3\.\d+-venv"):
+        install.make_venv()
+
+
+@pytest.mark.parametrize(
+    ("output", "sentence"),
+    [
+        ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "The disk is full"),
+        (
+            "WARNING: Retrying (Retry(total=4)) after connection broken by 'NewConnectionError('Failed to establish a "
+            "new connection: [Errno -3] Temporary failure in name resolution')'\n"
+            "ERROR: No matching distribution found for torch<2.14,>=2.3",
+            "this machine seems to be offline",
+        ),
+        ("SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED] certificate", "set PIP_CERT"),
+        ("ERROR: No matching distribution found for torch<2.14,>=2.3", "There is no wheel of torch<2.14,>=2.3 for Py"),
+        ("ERROR: Failed building wheel for markupsafe\n", "There is no wheel of markupsafe, and building it failed"),
+    ],
+)
+def test_why_failed(output, sentence):
+    assert sentence in install.why_failed(output)
+
+
+def test_an_unknown_failure_is_not_explained_away():
+    assert install.why_failed("ERROR: Cannot install tiny-host==1.0 because these versions conflict.") is None
