@@ -1,0 +1,93 @@
+"""`python -m lib_onediff.hosts.standalone`: the command line."""
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import signal
+import socket
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+from .refusal import ModelProblem
+
+NEEDED_PACKAGES = ("diffusers", "transformers", "gradio", "fastapi", "uvicorn", "PIL")
+DEFAULT_DATA_DIR = Path(__file__).resolve().parents[3] / "outputs"
+
+
+def parse_arguments(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m lib_onediff.hosts.standalone",
+        description="A small WebUI around OneDiff: txt2img and img2img in the browser and over A1111's REST API.",
+    )
+    parser.add_argument(
+        "--model", metavar="FILE_OR_FOLDER",
+        help="a .safetensors or .ckpt checkpoint, or a folder in diffusers' layout, of Stable Diffusion 1.x, 2.x or "
+        "XL; without it a small random model that needs no download",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    parser.add_argument("--port", type=int, help="port to listen on (default: the first free one from 7860)")
+    parser.add_argument("--data-dir", default=str(DEFAULT_DATA_DIR), help="where settings and pictures are kept")
+    arguments = parser.parse_args(words)
+    # What scripts look for in a WebUI's command line.
+    arguments.api, arguments.api_auth, arguments.gradio_auth, arguments.freeze_settings = True, None, None, False
+    return arguments
+
+
+def stay_offline_and_quiet(cache: str) -> None:
+    """Set what libraries read from the environment when they are imported."""
+    os.environ.update(
+        HF_HUB_OFFLINE="1",
+        TRANSFORMERS_OFFLINE="1",
+        DIFFUSERS_VERBOSITY="error",
+        TRANSFORMERS_VERBOSITY="error",
+        GRADIO_ANALYTICS_ENABLED="False",
+        GRADIO_TEMP_DIR=cache,
+    )
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", module="torchsde")
+    # gradio reaches its own server through the machine's proxy otherwise.
+    os.environ["NO_PROXY"] = ",".join(filter(None, [os.environ.get("NO_PROXY"), "localhost,127.0.0.1,::1"]))
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run the host; the exit code is 1 after a sentence about what is wrong."""
+    arguments = parse_arguments(words)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with tempfile.TemporaryDirectory(prefix="onediff-page-") as cache:
+        stay_offline_and_quiet(cache)
+        from .listening import NoPort, listen
+
+        try:
+            with listen(arguments.host, arguments.port) as listener:
+                return run(arguments, listener)
+        except (NoPort, ModelProblem) as problem:
+            print(problem, file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            return 0
+
+
+def run(arguments: argparse.Namespace, listener: socket.socket) -> int:
+    """Load the model and serve; raises ModelProblem."""
+    missing = [name for name in NEEDED_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"The standalone host needs packages that are not installed: {', '.join(missing)}.", file=sys.stderr)
+        return 1
+    from .models import load_model
+
+    print("Loading the model ...", flush=True)
+    model = load_model(arguments.model)
+    from .registration import modules_importable
+    from .server import make_app, serve
+
+    with modules_importable():
+        serve(make_app(arguments, model), listener)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Running a diffusers pipeline for a generation: noise, sampling, decoding, and images in and out."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from PIL import Image, ImageFilter, ImageOps
+from torch import Tensor
+
+from .modules import shared
+from .prompts import Conditioning, is_sdxl
+from .samplers import make_scheduler
+
+
+def generators(seeds: list[int]) -> list[torch.Generator]:
+    """One random generator per picture, on the CPU: a seed means the same picture on every device and in any batch."""
+    return [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
+
+
+def noise(p: Any, generators: list[torch.Generator]) -> Tensor:
+    """The start of the sampling, (batch, 4, height / 8, width / 8), unit noise on the model's device."""
+    unet = p.sd_model.unet
+    shape = (unet.config.out_channels, p.height // 8, p.width // 8)
+    rows = [torch.randn(shape, generator=generator) for generator in generators]
+    return torch.stack(rows).to(unet.device, unet.dtype)
+
+
+def from_text(
+    p: Any, positive: Conditioning, negative: Conditioning, start: Tensor, generators: list[torch.Generator]
+) -> Tensor:
+    """Latents of a batch of txt2img pictures."""
+    inputs = {"latents": start, "width": p.width, "height": p.height}
+    return run(p, p.sd_model.text_to_image(), positive, negative, generators, **inputs)
+
+
+def from_image(p: Any, positive: Conditioning, negative: Conditioning, generators: list[torch.Generator]) -> Tensor:
+    """Latents of a batch of img2img pictures; with p.mask only what is white in it is repainted."""
+    count = len(generators)
+    images = (p.init_images * count)[:count]
+    inputs = {"image": images, "strength": p.denoising_strength}
+    if p.mask is None:
+        return run(p, p.sd_model.image_to_image(), positive, negative, generators, **inputs)
+    inputs.update(mask_image=[p.mask] * count, width=p.width, height=p.height)
+    return run(p, p.sd_model.inpaint(), positive, negative, generators, **inputs)
+
+
+def run(
+    p: Any,
+    pipeline: Any,
+    positive: Conditioning,
+    negative: Conditioning,
+    generators: list[torch.Generator],
+    **inputs: Any,
+) -> Tensor:
+    """Call a diffusers pipeline and return its latents; progress and interrupt go through shared.state."""
+    pipeline.scheduler = make_scheduler(p.sampler_name, p.scheduler, p.sd_model.scheduler_config, p.seeds)
+    pipeline.set_progress_bar_config(disable=True)
+    shared.state.sampling_step, shared.state.sampling_steps = 0, p.steps
+    if is_sdxl(pipeline):
+        inputs.update(pooled_prompt_embeds=positive.pooled, negative_pooled_prompt_embeds=negative.pooled)
+    return pipeline(
+        prompt_embeds=positive.context,
+        negative_prompt_embeds=negative.context,
+        num_inference_steps=p.steps,
+        guidance_scale=p.cfg_scale,
+        generator=generators,
+        output_type="latent",
+        callback_on_step_end=note_step,
+        **inputs,
+    ).images
+
+
+def note_step(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Tell the progress endpoint where the sampling is, and stop it when the user asked for that."""
+    state = shared.state
+    state.sampling_step, state.sampling_steps = step + 1, pipeline.num_timesteps
+    state.current_latent = tensors.get("latents")
+    if state.interrupted or state.skipped:
+        pipeline._interrupt = True
+    return tensors
+
+
+def decode(model: Any, latents: Tensor) -> Tensor:
+    """(batch, 3, height, width) pixels from 0 to 1 in float32 on the CPU, decoded one picture at a time."""
+    vae = model.pipeline.vae
+    if vae.config.force_upcast and vae.dtype == torch.float16:
+        vae.to(torch.float32)
+    latents = latents.to(vae.dtype) / vae.config.scaling_factor
+    mean, deviation = getattr(vae.config, "latents_mean", None), getattr(vae.config, "latents_std", None)
+    if mean is not None and deviation is not None:
+        deviation, mean = (latents.new_tensor(values).view(1, -1, 1, 1) for values in (deviation, mean))
+        latents = latents * deviation + mean
+    decoded = torch.cat([vae.decode(latent[None]).sample for latent in latents])
+    return (decoded.float().cpu() / 2 + 0.5).clamp(0, 1)
+
+
+def picture(p: Any, pixels: Tensor) -> Image.Image:
+    """A PIL image of (3, height, width) pixels; around an inpainting mask the given image stays as it was."""
+    image = Image.fromarray((pixels * 255).round().to(torch.uint8).permute(1, 2, 0).numpy())
+    mask = getattr(p, "mask", None)
+    return image if mask is None else Image.composite(image, p.init_images[0], mask)
+
+
+def fit_image(image: Image.Image, width: int, height: int, resize_mode: int) -> Image.Image:
+    """An init image in the generation's size: 0 stretches it, 1 cuts off what does not fit."""
+    image = flatten(image)
+    if resize_mode == 1:
+        return ImageOps.fit(image, (width, height), Image.LANCZOS)
+    return image if image.size == (width, height) else image.resize((width, height), Image.LANCZOS)
+
+
+def fit_mask(p: Any) -> Image.Image:
+    """The mask in the generation's size, blurred as asked; white is repainted."""
+    mask = p.mask.convert("L")
+    mask = fit_image(mask, p.width, p.height, p.resize_mode).convert("L")
+    if p.inpainting_mask_invert:
+        mask = ImageOps.invert(mask)
+    return mask.filter(ImageFilter.GaussianBlur(p.mask_blur)) if p.mask_blur else mask
+
+
+def flatten(image: Image.Image) -> Image.Image:
+    """An RGB image; transparent parts become white."""
+    if image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info:
+        return image.convert("RGB")
+    opaque = Image.new("RGBA", image.size, "white")
+    opaque.alpha_composite(image.convert("RGBA"))
+    return opaque.convert("RGB")

@@ -1,0 +1,118 @@
+"""The txt2img and img2img tabs."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gradio as gr
+
+from . import limits, samplers
+from .modules import processing, shared
+from .page_job import run_on_page
+
+# name of the attribute of StableDiffusionProcessing -> component
+Inputs = dict[str, Any]
+
+
+def build_generation_tab(runner: Any, tab: str) -> None:
+    """Build one tab inside the open gradio context; runner holds its scripts."""
+
+    def placed(component: Any) -> Any:
+        """Tell the scripts about a component, as the WebUI does for every one."""
+        runner.after_component(component, elem_id=component.elem_id, label=getattr(component, "label", None))
+        return component
+
+    runner.prepare_ui()
+    with gr.Row(elem_id=f"{tab}_toprow", elem_classes="toprow"):
+        inputs = build_prompts(tab, placed)
+        with gr.Column(scale=1, min_width=160, elem_classes="actions"):
+            generate = placed(gr.Button("Generate", variant="primary", elem_id=f"{tab}_generate"))
+            interrupt = placed(gr.Button("Interrupt", elem_id=f"{tab}_interrupt"))
+    with gr.Row(equal_height=False):
+        with gr.Column(scale=1, min_width=320, elem_id=f"{tab}_settings"):
+            if tab == "img2img":
+                inputs.update(build_image_inputs(placed))
+            inputs.update(build_parameters(tab, placed))
+            with gr.Column(elem_id=f"{tab}_script_container"):
+                runner.setup_ui()
+        with gr.Column(scale=1, min_width=320, elem_id=f"{tab}_results"):
+            progress = placed(gr.HTML(elem_id=f"{tab}_progress", elem_classes="progress-line"))
+            gallery = placed(
+                gr.Gallery(
+                    label="Output", show_label=False, elem_id=f"{tab}_gallery", columns=2, height=520,
+                    object_fit="contain", format="png", preview=True,
+                )
+            )
+            html_info = placed(gr.HTML(elem_id=f"html_info_{tab}", elem_classes="infotext"))
+            generation_info = placed(gr.Textbox(visible=False, elem_id=f"generation_info_{tab}"))
+
+    kind = getattr(processing, f"StableDiffusionProcessing{tab.capitalize().replace('2i', '2I')}")
+    arguments = [*inputs.values(), *runner.inputs[1:]]
+    generate.click(
+        run_on_page(kind, list(inputs), runner),
+        inputs=arguments,
+        outputs=[progress, gallery, html_info, generation_info],
+        show_progress="hidden",
+        api_name=False,
+    )
+    interrupt.click(
+        shared.state.interrupt, inputs=[], outputs=[], show_progress="hidden", queue=False, api_name=False
+    )
+
+
+def build_prompts(tab: str, placed: Callable[[Any], Any]) -> Inputs:
+    with gr.Column(scale=6, min_width=280):
+        return {
+            "prompt": placed(
+                gr.Textbox(
+                    label="Prompt", show_label=False, lines=3, placeholder="Prompt", elem_id=f"{tab}_prompt",
+                    elem_classes="prompt",
+                )
+            ),
+            "negative_prompt": placed(
+                gr.Textbox(
+                    label="Negative prompt", show_label=False, lines=2, placeholder="Negative prompt",
+                    elem_id=f"{tab}_neg_prompt", elem_classes="prompt",
+                )
+            ),
+        }
+
+
+def build_image_inputs(placed: Callable[[Any], Any]) -> Inputs:
+    image = placed(gr.Image(label="Image", type="pil", image_mode="RGBA", sources=["upload", "clipboard"],
+                            elem_id="img2img_image", height=320))
+    with gr.Accordion("Mask (white is repainted)", open=False, elem_id="img2img_mask_accordion"):
+        mask = placed(gr.Image(label="Mask", type="pil", image_mode="L", sources=["upload", "clipboard"],
+                               elem_id="img_inpaint_mask", height=240))
+        blur = placed(gr.Slider(0, 64, value=4, step=1, label="Mask blur", elem_id="img2img_mask_blur"))
+    strength = placed(gr.Slider(0, 1, value=0.75, step=0.01, label="Denoising strength",
+                                elem_id="img2img_denoising_strength"))
+    return {"init_images": image, "mask": mask, "mask_blur": blur, "denoising_strength": strength}
+
+
+def build_parameters(tab: str, placed: Callable[[Any], Any]) -> Inputs:
+    names = [sampler.name for sampler in samplers.available()]
+    side = {"minimum": limits.SMALLEST_SIDE, "maximum": limits.LARGEST_SIDE, "step": limits.SIZE_STEP, "value": 512}
+    with gr.Row():
+        sampler = gr.Dropdown(names, value=names[0], label="Sampling method", elem_id=f"{tab}_sampling", min_width=180)
+        schedule = gr.Dropdown(list(samplers.SCHEDULES), value=samplers.AUTOMATIC, label="Schedule type",
+                               elem_id=f"{tab}_scheduler", min_width=180)
+    steps = gr.Slider(1, limits.MOST_STEPS, value=20, step=1, label="Sampling steps", elem_id=f"{tab}_steps")
+    with gr.Row():
+        width = gr.Slider(label="Width", elem_id=f"{tab}_width", min_width=180, **side)
+        height = gr.Slider(label="Height", elem_id=f"{tab}_height", min_width=180, **side)
+    with gr.Row():
+        batches = gr.Slider(1, limits.MOST_BATCHES, value=1, step=1, label="Batch count", min_width=180,
+                            elem_id=f"{tab}_batch_count")
+        batch = gr.Slider(1, limits.MOST_PICTURES_AT_ONCE, value=1, step=1, label="Batch size", min_width=180,
+                          elem_id=f"{tab}_batch_size")
+    with gr.Row():
+        scale = gr.Slider(1, limits.LARGEST_CFG, value=7, step=0.5, label="CFG scale", elem_id=f"{tab}_cfg_scale",
+                          min_width=180)
+        seed = gr.Number(value=-1, precision=0, label="Seed", info="-1: a new one each time", elem_id=f"{tab}_seed",
+                         min_width=180)
+    inputs = {
+        "sampler_name": sampler, "scheduler": schedule, "steps": steps, "width": width, "height": height,
+        "n_iter": batches, "batch_size": batch, "cfg_scale": scale, "seed": seed,
+    }
+    return {name: placed(component) for name, component in inputs.items()}

@@ -1,0 +1,174 @@
+"""The options of the settings tab: what they are, their values, and the file that keeps them."""
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from . import errors
+
+
+class OptionInfo:
+    """One option: its default, how the settings tab shows it, and what to call when it changes."""
+
+    def __init__(
+        self,
+        default: Any = None,
+        label: str = "",
+        component: Any = None,
+        component_args: Any = None,
+        onchange: Callable[[], None] | None = None,
+        section: tuple[str | None, str] | None = None,
+        refresh: Callable[[], None] | None = None,
+        comment_before: str = "",
+        comment_after: str = "",
+        infotext: str | None = None,
+        restrict_api: bool = False,
+        category_id: str | None = None,
+    ) -> None:
+        self.default = default
+        self.label = label
+        self.component = component
+        self.component_args = component_args
+        self.onchange = onchange
+        self.section = section
+        self.category_id = category_id
+        self.refresh = refresh
+        self.do_not_save = False
+        self.comment_before = comment_before
+        self.comment_after = comment_after
+        self.infotext = infotext
+        self.restrict_api = restrict_api
+
+    def info(self, text: str) -> OptionInfo:
+        """Add an explanation after the label."""
+        self.comment_after += f"<span class='info'>({text})</span>"
+        return self
+
+    def html(self, html: str) -> OptionInfo:
+        """Add markup after the label."""
+        self.comment_after += html
+        return self
+
+    def link(self, label: str, url: str) -> OptionInfo:
+        """Add a link before the label."""
+        self.comment_before += f"[<a href='{url}' target='_blank'>{label}</a>]"
+        return self
+
+    def needs_reload_ui(self) -> OptionInfo:
+        """Say that the option takes effect when the page is built again."""
+        return self.html(" <span class='info'>(requires Reload UI)</span>")
+
+    def needs_restart(self) -> OptionInfo:
+        """Say that the option takes effect at the next start."""
+        return self.html(" <span class='info'>(requires restart)</span>")
+
+    def arguments(self) -> dict[str, Any]:
+        """component_args as a mapping; hosts allow a function that makes it."""
+        arguments = self.component_args() if callable(self.component_args) else self.component_args
+        return dict(arguments or {})
+
+    def problem(self, value: Any) -> str | None:
+        """A sentence saying why value does not fit this option, or None when it does."""
+        same_kind = isinstance(value, type(self.default)) and isinstance(value, bool) == isinstance(self.default, bool)
+        number_for_float = isinstance(self.default, float) and isinstance(value, int) and not isinstance(value, bool)
+        if self.default is not None and not same_kind and not number_for_float:
+            return f"takes a {type(self.default).__name__}, not {value!r}"
+        offered = self.arguments().get("choices") or ()
+        choices = [choice[1] if isinstance(choice, tuple) else choice for choice in offered]
+        if choices and any(part not in choices for part in (value if isinstance(value, list) else [value])):
+            return f"is one of {', '.join(map(str, choices))}, not {value!r}"
+        return None
+
+
+def options_section(section: tuple[str | None, str], options: dict[str, OptionInfo]) -> dict[str, OptionInfo]:
+    """Put all options into one section (identifier, title) of the settings tab."""
+    for option in options.values():
+        option.section = section[:2]
+    return options
+
+
+class Options:
+    """The values of all options, as attributes; data_labels holds their OptionInfo, data what was set."""
+
+    def __init__(self, data_labels: dict[str, OptionInfo]) -> None:
+        object.__setattr__(self, "data_labels", data_labels)
+        object.__setattr__(self, "data", {key: info.default for key, info in data_labels.items()})
+
+    def __getattr__(self, key: str) -> Any:
+        if key in self.data:
+            return self.data[key]
+        if key in self.data_labels:
+            return self.data_labels[key].default
+        raise AttributeError(f"There is no option {key!r}.")
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        if key in self.data or key in self.data_labels:
+            self.data[key] = value
+        else:
+            object.__setattr__(self, key, value)
+
+    def add_option(self, key: str, info: OptionInfo) -> None:
+        """Register an option; a value that was loaded before stays if it fits."""
+        self.data_labels[key] = info
+        problem = info.problem(self.data[key]) if key in self.data else None
+        if problem:
+            errors.report(f"The saved option {key} {problem}; its default is used.")
+        if problem or key not in self.data:
+            self.data[key] = info.default
+
+    def set(self, key: str, value: Any, is_api: bool = False, run_callbacks: bool = True) -> bool:
+        """Set an option and call its onchange; False when nothing changed or the change was refused."""
+        info = self.data_labels[key]
+        before = self.data.get(key)
+        if before == value or info.do_not_save or (is_api and info.restrict_api):
+            return False
+        self.data[key] = value
+        if not run_callbacks or info.onchange is None:
+            return True
+        try:
+            info.onchange()
+        except Exception:
+            errors.report(f"Option {key} keeps its value; changing it to {value!r} failed.", exc_info=True)
+            self.data[key] = before
+            return False
+        return True
+
+    def get_default(self, key: str) -> Any:
+        """The default of an option; None for an unknown one."""
+        info = self.data_labels.get(key)
+        return None if info is None else info.default
+
+    def save(self, filename: str) -> None:
+        """Write all values as JSON; the file is replaced in one step."""
+        path = Path(filename)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(self.data, indent=4, ensure_ascii=False), encoding="utf-8")
+        os.replace(unfinished, path)
+
+    def load(self, filename: str) -> None:
+        """Read values from a file made by save; a damaged file is set aside and the defaults stay."""
+        path = Path(filename)
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(values, dict):
+                raise ValueError("it does not hold a JSON object")
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            aside = path.with_suffix(".damaged")
+            errors.report(f"The settings in {path.name} cannot be read ({error}); defaults are used.")
+            if path.is_file():
+                os.replace(path, aside)
+                errors.report(f"The damaged file is kept as {aside.name}.")
+            return
+        for key, value in values.items():
+            info = self.data_labels.get(key)
+            problem = info.problem(value) if info else None
+            if problem:
+                errors.report(f"The saved option {key} {problem}; its default is used.")
+            else:
+                self.data[key] = value

@@ -1,0 +1,225 @@
+"""A generation: its parameters, the loop over its batches, and the hooks that scripts have in it."""
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import generation, prompts
+from . import devices, shared
+from .infotext_utils import quote
+from .processed import Processed, create_infotext
+from .script_arguments import PostprocessImageArgs, PostSampleArgs
+
+__all__ = [
+    "Processed", "StableDiffusionProcessing", "StableDiffusionProcessingImg2Img", "StableDiffusionProcessingTxt2Img",
+    "create_infotext", "get_fixed_seed", "process_images", "quote",
+]
+
+
+def get_fixed_seed(seed: Any) -> int:
+    """seed as an int; a random one for -1, None and the empty text."""
+    if seed in ("", None, -1):
+        return random.SystemRandom().randrange(2**32)
+    return int(seed)
+
+
+@dataclass(repr=False)
+class StableDiffusionProcessing:
+    """What is common to txt2img and img2img; the names are A1111's."""
+
+    sd_model: Any = None
+    outpath_samples: str | None = None
+    outpath_grids: str | None = None
+    prompt: str = ""
+    negative_prompt: str = ""
+    seed: int = -1
+    subseed: int = -1
+    subseed_strength: float = 0
+    sampler_name: str = "Euler a"
+    scheduler: str = "Automatic"
+    batch_size: int = 1
+    n_iter: int = 1
+    steps: int = 20
+    cfg_scale: float = 7.0
+    width: int = 512
+    height: int = 512
+    do_not_save_samples: bool = False
+    extra_generation_params: dict[str, Any] = field(default_factory=dict)
+    denoising_strength: float | None = None
+    override_settings: dict[str, Any] = field(default_factory=dict)
+    override_settings_restore_afterwards: bool = True
+
+    scripts: Any = field(default=None, init=False)
+    script_args: tuple = field(default=(), init=False)
+    is_api: bool = field(default=False, init=False)
+    comments: dict[str, int] = field(default_factory=dict, init=False)
+    iteration: int = field(default=0, init=False)
+    batch_index: int = field(default=0, init=False)
+    all_prompts: list[str] = field(default_factory=list, init=False)
+    all_negative_prompts: list[str] = field(default_factory=list, init=False)
+    all_seeds: list[int] = field(default_factory=list, init=False)
+    all_subseeds: list[int] = field(default_factory=list, init=False)
+    prompts: list[str] = field(default_factory=list, init=False)
+    negative_prompts: list[str] = field(default_factory=list, init=False)
+    seeds: list[int] = field(default_factory=list, init=False)
+    subseeds: list[int] = field(default_factory=list, init=False)
+    c: Any = field(default=None, init=False)
+    uc: Any = field(default=None, init=False)
+    is_hr_pass: bool = field(default=False, init=False)
+
+    def comment(self, text: str) -> None:
+        """A remark that is shown under the pictures."""
+        self.comments[text] = 1
+
+    def init(self, all_prompts: list[str], all_seeds: list[int], all_subseeds: list[int]) -> None:
+        """Prepare what all batches share."""
+
+    def setup_conds(self) -> None:
+        """Encode the prompts of the batch into c and uc."""
+        self.c, self.uc = prompts.encode(self.sd_model.pipeline, self.prompts, self.negative_prompts)
+
+    def sample(
+        self,
+        conditioning: Any,
+        unconditional_conditioning: Any,
+        seeds: list[int],
+        subseeds: list[int],
+        subseed_strength: float,
+        prompts: list[str],
+    ) -> Tensor:
+        """Run the sampler: latents (batch, 4, height / 8, width / 8)."""
+        raise NotImplementedError
+
+    def announce_sampling(self, noise: Tensor, x: Tensor) -> None:
+        """Tell the scripts that the sampler runs next."""
+        if self.scripts is not None:
+            self.scripts.process_before_every_sampling(self, x=x, noise=noise, c=self.c, uc=self.uc)
+
+    def close(self) -> None:
+        """Let go of what the generation computed."""
+        self.c = self.uc = None
+
+
+@dataclass(repr=False)
+class StableDiffusionProcessingTxt2Img(StableDiffusionProcessing):
+    """A generation from text."""
+
+    def sample(self, conditioning, unconditional_conditioning, seeds, subseeds, subseed_strength, prompts) -> Tensor:
+        generators = generation.generators(seeds)
+        noise = generation.noise(self, generators)
+        self.announce_sampling(noise, noise)
+        return generation.from_text(self, conditioning, unconditional_conditioning, noise, generators)
+
+
+@dataclass(repr=False)
+class StableDiffusionProcessingImg2Img(StableDiffusionProcessing):
+    """A generation from an image: init_images are PIL images, mask a PIL image that is white where to repaint."""
+
+    init_images: list[Any] | None = None
+    resize_mode: int = 0
+    mask: Any = None
+    mask_blur: int = 4
+    inpainting_mask_invert: int = 0
+
+    def init(self, all_prompts: list[str], all_seeds: list[int], all_subseeds: list[int]) -> None:
+        self.init_images = [
+            generation.fit_image(image, self.width, self.height, self.resize_mode) for image in self.init_images
+        ]
+        if self.mask is not None:
+            self.mask = generation.fit_mask(self)
+            self.extra_generation_params["Mask blur"] = self.mask_blur
+        self.extra_generation_params["Denoising strength"] = self.denoising_strength
+
+    def sample(self, conditioning, unconditional_conditioning, seeds, subseeds, subseed_strength, prompts) -> Tensor:
+        generators = generation.generators(seeds)
+        noise = generation.noise(self, generation.generators(seeds))
+        self.announce_sampling(noise, noise)
+        return generation.from_image(self, conditioning, unconditional_conditioning, generators)
+
+
+def process_images(p: StableDiffusionProcessing) -> Processed:
+    """Make the pictures of p, with its option overrides in force; the options are restored afterwards."""
+    if p.scripts is not None:
+        p.scripts.before_process(p)
+    with overridden_options(p):
+        return process_images_inner(p)
+
+
+@contextlib.contextmanager
+def overridden_options(p: StableDiffusionProcessing) -> Iterator[None]:
+    """Set the options that p overrides, and set them back."""
+    opts = shared.opts
+    before = {key: getattr(opts, key) for key in p.override_settings if key in opts.data_labels}
+    try:
+        for key in before:
+            opts.set(key, p.override_settings[key], is_api=True, run_callbacks=False)
+        yield
+    finally:
+        if p.override_settings_restore_afterwards:
+            for key, value in before.items():
+                opts.set(key, value, run_callbacks=False)
+
+
+def process_images_inner(p: StableDiffusionProcessing) -> Processed:
+    """The loop over the batches. Raises devices.NansException when the model produces no numbers."""
+    pictures = p.batch_size * p.n_iter
+    seed, subseed = get_fixed_seed(p.seed), get_fixed_seed(p.subseed)
+    p.all_prompts, p.all_negative_prompts = [p.prompt] * pictures, [p.negative_prompt] * pictures
+    p.all_seeds = [seed + index for index in range(pictures)]
+    p.all_subseeds = [subseed + index for index in range(pictures)]
+    if p.scripts is not None:
+        p.scripts.process(p)
+    p.init(p.all_prompts, p.all_seeds, p.all_subseeds)
+
+    shared.state.job_count = p.n_iter
+    images, infotexts = [], []
+    for iteration in range(p.n_iter):
+        p.iteration = iteration
+        if shared.state.interrupted or shared.state.stopping_generation:
+            break
+        shared.state.skipped = False
+        if p.n_iter > 1:
+            shared.state.job = f"Batch {p.iteration + 1} out of {p.n_iter}"
+        for image in process_batch(p):
+            infotexts.append(create_infotext(p, p.prompts, p.seeds, p.negative_prompts, index=p.batch_index))
+            image.info["parameters"] = infotexts[-1]
+            images.append(image)
+        shared.state.nextjob()
+
+    processed = Processed(p, images, seed=p.all_seeds[0], subseed=p.all_subseeds[0], infotexts=infotexts)
+    if p.scripts is not None:
+        p.scripts.postprocess(p, processed)
+    return processed
+
+
+def process_batch(p: StableDiffusionProcessing) -> Iterator[Any]:
+    """Make one batch and yield its pictures (PIL images); p.batch_index counts them."""
+    first, last = p.iteration * p.batch_size, (p.iteration + 1) * p.batch_size
+    p.prompts, p.negative_prompts = p.all_prompts[first:last], p.all_negative_prompts[first:last]
+    p.seeds, p.subseeds = p.all_seeds[first:last], p.all_subseeds[first:last]
+    batch = {"batch_number": p.iteration, "prompts": p.prompts, "seeds": p.seeds, "subseeds": p.subseeds}
+    if p.scripts is not None:
+        p.scripts.before_process_batch(p, **batch)
+        p.scripts.process_batch(p, **batch)
+    with torch.no_grad():
+        p.setup_conds()
+        samples = PostSampleArgs(p.sample(p.c, p.uc, p.seeds, p.subseeds, p.subseed_strength, p.prompts))
+        if p.scripts is not None:
+            p.scripts.post_sample(p, samples)
+        devices.test_for_nans(samples.samples, "unet")
+        decoded = generation.decode(p.sd_model, samples.samples)
+        devices.test_for_nans(decoded, "vae")
+    if p.scripts is not None:
+        p.scripts.postprocess_batch(p, decoded, batch_number=p.iteration)
+    for index, pixels in enumerate(decoded):
+        p.batch_index = index
+        finished = PostprocessImageArgs(generation.picture(p, pixels), first + index)
+        if p.scripts is not None:
+            p.scripts.postprocess_image(p, finished)
+        yield finished.image

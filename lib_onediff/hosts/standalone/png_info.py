@@ -1,0 +1,45 @@
+"""PNG files with infotext, and images sent as base64."""
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+
+from PIL import Image, PngImagePlugin, UnidentifiedImageError
+
+from .refusal import Refusal
+
+INFOTEXT_CHUNK = "parameters"
+
+
+def png_bytes(image: Image.Image) -> bytes:
+    """A PNG file of image with its infotext; the same image gives the same bytes."""
+    texts = PngImagePlugin.PngInfo()
+    if image.info.get(INFOTEXT_CHUNK):
+        texts.add_text(INFOTEXT_CHUNK, image.info[INFOTEXT_CHUNK])
+    file = io.BytesIO()
+    image.save(file, format="PNG", pnginfo=texts)
+    return file.getvalue()
+
+
+def to_base64(image: Image.Image) -> str:
+    """image as base64 of a PNG file."""
+    return base64.b64encode(png_bytes(image)).decode("ascii")
+
+
+def from_base64(text: str) -> Image.Image:
+    """The image in a base64 text, with or without a data: header. Raises Refusal for anything else."""
+    if text.startswith(("http://", "https://")):
+        raise Refusal("Images must be sent as base64; this host fetches no addresses.")
+    if text.startswith("data:image/"):
+        text = text.partition(",")[2]
+    try:
+        data = base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise Refusal("The image is not valid base64.") from error
+    try:
+        image = Image.open(io.BytesIO(data))
+        image.load()
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise Refusal("The image that was sent cannot be read as a picture.") from error
+    return image

@@ -1,0 +1,80 @@
+"""Encoding prompts as the WebUI does: any length, in chunks of 75 tokens, each with its start and end."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK = 75
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """An encoded batch of prompts: context (batch, 77 * chunks, width); pooled (batch, width), or None for SD1/SD2."""
+
+    context: Tensor
+    pooled: Tensor | None
+
+
+def encode(pipeline: Any, prompts: list[str], negative_prompts: list[str]) -> tuple[Conditioning, Conditioning]:
+    """Encode prompts and negative prompts (one of each per picture) to the same number of tokens."""
+    encoders = text_encoders(pipeline)
+    texts = [*prompts, *negative_prompts]
+    chunks = max(1, *(token_chunks(tokenizer, text) for text in texts for tokenizer, _ in encoders))
+    contexts, pooled = [], None
+    for tokenizer, encoder in encoders:
+        context, pooled = encode_texts(tokenizer, encoder, texts, chunks, penultimate=is_sdxl(pipeline))
+        contexts.append(context)
+    context = torch.cat(contexts, dim=-1).to(pipeline.unet.dtype)
+    if pooled is not None:
+        pooled = pooled.to(pipeline.unet.dtype)
+    count = len(prompts)
+    return tuple(
+        Conditioning(context[part], None if pooled is None else pooled[part])
+        for part in (slice(None, count), slice(count, None))
+    )
+
+
+def text_encoders(pipeline: Any) -> list[tuple[Any, Any]]:
+    """The pipeline's (tokenizer, text encoder) pairs; SDXL has two, its refiner only the second."""
+    pairs = [
+        (pipeline.tokenizer, pipeline.text_encoder),
+        (getattr(pipeline, "tokenizer_2", None), getattr(pipeline, "text_encoder_2", None)),
+    ]
+    return [pair for pair in pairs if pair[1] is not None]
+
+
+def is_sdxl(pipeline: Any) -> bool:
+    """Whether the UNet takes SDXL's pooled text and size embedding."""
+    return pipeline.unet.config.addition_embed_type == "text_time"
+
+
+def token_chunks(tokenizer: Any, text: str) -> int:
+    """How many chunks a text needs."""
+    return -(-len(tokens_of(tokenizer, text)) // CHUNK)
+
+
+def tokens_of(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False, truncation=False, verbose=False).input_ids
+
+
+def encode_texts(
+    tokenizer: Any, encoder: Any, texts: list[str], chunks: int, penultimate: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(context, pooled) of one text encoder; pooled is that of the first chunk, None if the encoder has none."""
+    parts, pooled = [], None
+    for chunk in range(chunks):
+        rows = [chunk_row(tokenizer, tokens_of(tokenizer, text)[chunk * CHUNK : (chunk + 1) * CHUNK]) for text in texts]
+        output = encoder(torch.tensor(rows, device=encoder.device), output_hidden_states=penultimate)
+        parts.append(output.hidden_states[-2] if penultimate else output.last_hidden_state)
+        if chunk == 0:
+            pooled = getattr(output, "text_embeds", None)
+    return torch.cat(parts, dim=1), pooled
+
+
+def chunk_row(tokenizer: Any, tokens: list[int]) -> list[int]:
+    """77 token ids: start, up to 75 tokens, end, padding."""
+    row = [tokenizer.bos_token_id, *tokens, tokenizer.eos_token_id]
+    return row + [tokenizer.pad_token_id] * (CHUNK + 2 - len(row))

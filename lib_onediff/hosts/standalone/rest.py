@@ -1,0 +1,162 @@
+"""The REST API in A1111's shapes. Every error is JSON with a sentence in `detail`."""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+
+from . import samplers
+from .jobs import make_pictures
+from .modules import processing, scripts, shared
+from .png_info import to_base64
+from .refusal import Refusal
+from .rest_models import GenerationRequest, GenerationResponse, Img2ImgRequest, Txt2ImgRequest
+
+
+class SentenceRoute(APIRoute):
+    """A route whose refusals and validation errors become one sentence each."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_with_sentences(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except Refusal as refusal:
+                raise HTTPException(refusal.status, str(refusal)) from refusal
+            except RequestValidationError as error:
+                raise HTTPException(422, sentence_of(error)) from error
+
+        return handle_with_sentences
+
+
+def sentence_of(error: RequestValidationError) -> str:
+    """The first thing that is wrong with a request body."""
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"] if part != "body")
+    return f"{place}: {first['msg']}." if place else f"The request body is not usable: {first['msg']}."
+
+
+def make_router() -> APIRouter:
+    """The routes; scripts must have their user interface built before the first request."""
+    router = APIRouter(route_class=SentenceRoute)
+    router.add_api_route("/internal/ping", lambda: {}, methods=["GET"])
+    router.add_api_route("/sdapi/v1/txt2img", txt2img, methods=["POST"], response_model=GenerationResponse)
+    router.add_api_route("/sdapi/v1/img2img", img2img, methods=["POST"], response_model=GenerationResponse)
+    router.add_api_route("/sdapi/v1/options", get_options, methods=["GET"])
+    router.add_api_route("/sdapi/v1/options", set_options, methods=["POST"])
+    router.add_api_route("/sdapi/v1/progress", progress, methods=["GET"])
+    router.add_api_route("/sdapi/v1/interrupt", interrupt, methods=["POST"])
+    router.add_api_route("/sdapi/v1/samplers", list_samplers, methods=["GET"])
+    router.add_api_route("/sdapi/v1/schedulers", list_schedulers, methods=["GET"])
+    router.add_api_route("/sdapi/v1/sd-models", list_models, methods=["GET"])
+    router.add_api_route("/sdapi/v1/scripts", list_scripts, methods=["GET"])
+    router.add_api_route("/sdapi/v1/script-info", list_script_info, methods=["GET"])
+    return router
+
+
+def txt2img(request: Txt2ImgRequest) -> GenerationResponse:
+    p = processing.StableDiffusionProcessingTxt2Img(**request.arguments())
+    return generate(p, request, scripts.scripts_txt2img)
+
+
+def img2img(request: Img2ImgRequest) -> GenerationResponse:
+    p = processing.StableDiffusionProcessingImg2Img(**request.arguments())
+    response = generate(p, request, scripts.scripts_img2img)
+    if not request.include_init_images:
+        response.parameters.update(init_images=None, mask=None)
+    return response
+
+
+def generate(p: Any, request: GenerationRequest, runner: Any) -> GenerationResponse:
+    check_options(request.override_settings or {})
+    processed = make_pictures(p, runner, script_arguments(request.alwayson_scripts or {}, runner), is_api=True)
+    images = [to_base64(image) for image in processed.images] if request.send_images else []
+    return GenerationResponse(images=images, parameters=dict(request), info=processed.js())
+
+
+def script_arguments(given: dict[str, Any], runner: Any) -> list[Any]:
+    """The defaults of every script with what the request says of some: {"Title": {"args": [...]}}."""
+    arguments = list(runner.default_arguments)
+    for name, body in given.items():
+        script = next((script for script in runner.alwayson_scripts if script.name == name.lower()), None)
+        if script is None:
+            raise Refusal(f"There is no always on script {name!r} here.")
+        values = body.get("args", []) if isinstance(body, dict) else None
+        if not isinstance(values, list):
+            raise Refusal(f'The arguments of script {name!r} must be given as {{"args": [...]}}.')
+        values = values[: script.args_to - script.args_from]
+        arguments[script.args_from : script.args_from + len(values)] = values
+    return arguments
+
+
+def get_options() -> dict[str, Any]:
+    return {key: getattr(shared.opts, key) for key in shared.opts.data_labels}
+
+
+def set_options(values: dict[str, Any]) -> None:
+    """Set options and save them."""
+    check_options(values)
+    for key, value in values.items():
+        shared.opts.set(key, value, is_api=True)
+        if getattr(shared.opts, key) != value:
+            raise Refusal(f"The option {key} did not accept {value!r}.")
+    shared.opts.save(shared.config_filename)
+
+
+def check_options(values: dict[str, Any]) -> None:
+    """Raise Refusal for options that do not exist or values that do not fit."""
+    for key, value in values.items():
+        info = shared.opts.data_labels.get(key)
+        problem = info.problem(value) if info else "does not exist"
+        if problem:
+            raise Refusal(f"The option {key} {problem}.")
+
+
+def progress(skip_current_image: bool = False) -> dict[str, Any]:
+    """How far the generation in progress is, from 0 to 1, and the seconds that it still needs."""
+    state = shared.state
+    shown = {"progress": 0.0, "eta_relative": 0.0, "state": state.dict(), "current_image": None, "textinfo": None}
+    if state.job_count <= 0 or state.time_start is None:
+        return shown
+    done = state.job_no / state.job_count
+    if state.sampling_steps:
+        done += state.sampling_step / state.sampling_steps / state.job_count
+    done = min(max(done, 0.01), 1.0)
+    elapsed = time.time() - state.time_start
+    return {**shown, "progress": done, "eta_relative": elapsed / done - elapsed}
+
+
+def interrupt() -> dict[str, Any]:
+    shared.state.interrupt()
+    return {}
+
+
+def list_samplers() -> list[dict[str, Any]]:
+    return [
+        {"name": sampler.name, "aliases": list(sampler.aliases), "options": {"scheduler": sampler.automatic.lower()}}
+        for sampler in samplers.available()
+    ]
+
+
+def list_schedulers() -> list[dict[str, Any]]:
+    return [{"name": name.lower(), "label": name, "aliases": None} for name in samplers.SCHEDULES]
+
+
+def list_models() -> list[dict[str, Any]]:
+    name = shared.sd_model.name
+    return [{"title": name, "model_name": name, "hash": None, "sha256": None, "filename": name, "config": None}]
+
+
+def list_scripts() -> dict[str, list[str]]:
+    runners = {"txt2img": scripts.scripts_txt2img, "img2img": scripts.scripts_img2img}
+    return {tab: [script.name for script in runner.scripts if script.name] for tab, runner in runners.items()}
+
+
+def list_script_info() -> list[dict[str, Any]]:
+    runners = (scripts.scripts_txt2img, scripts.scripts_img2img)
+    return [script.api_info for runner in runners for script in runner.scripts if script.api_info]

@@ -1,0 +1,1 @@
+"""What the WebUI's user sees of OneDiff. Works with gradio 3.41.2 and 4.40."""

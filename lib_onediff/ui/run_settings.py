@@ -1,0 +1,45 @@
+"""Other settings for one generation: from the accordion's checkbox, from the API, or from overridden options."""
+from __future__ import annotations
+
+from typing import Any
+
+from ..accelerator import runtime
+from ..settings import Settings
+
+
+class SamplingWithSettings:
+    """Stands in for p.sample and runs it with the generation's own settings, also when it fails."""
+
+    def __init__(self, p: Any, settings: Settings) -> None:
+        self.host_sample = p.sample
+        self.settings = settings
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with runtime.settings_for_run(self.settings):
+            return self.host_sample(*args, **kwargs)
+
+
+def settings_of_run(argument: Any, standing: Settings) -> Settings:
+    """The settings for a generation.
+
+    argument: True or False (the checkbox: False switches OneDiff off, True leaves it as the settings tab says), or a
+    mapping of option names to values from the API. Raises ValueError with a sentence for anything else.
+    """
+    if isinstance(argument, dict):
+        return Settings.from_mapping(argument, standing)
+    if not isinstance(argument, bool):
+        raise ValueError(f"OneDiff's script argument is true, false or a mapping of its options, not {argument!r}.")
+    return Settings.from_mapping({"enabled": standing.enabled and argument}, standing)
+
+
+def use_for_sampling(p: Any, settings: Settings) -> None:
+    """Have the generation p sample with settings."""
+    restore_sampling(p)
+    if settings != runtime.settings:
+        p.sample = SamplingWithSettings(p, settings)
+
+
+def restore_sampling(p: Any) -> None:
+    """Undo use_for_sampling, unless somebody has wrapped p.sample since."""
+    if isinstance(p.__dict__.get("sample"), SamplingWithSettings):
+        del p.sample

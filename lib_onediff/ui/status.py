@@ -1,0 +1,60 @@
+"""The runtime's status for users: as JSON for the API, and as the status line of the accordion."""
+from __future__ import annotations
+
+import html
+from collections.abc import Callable
+from typing import Any
+
+from ..accelerator import runtime
+
+ROUTES = {"graph": "CUDA graph", "plain": "plain launches", "host": "the WebUI's own UNet"}
+NOTHING = "–"
+
+
+def current_status(why_not_served: Callable[[], str | None]) -> dict[str, Any]:
+    """runtime.status(); for a model that OneDiff does not serve, with the reason in place of the last call's.
+
+    why_not_served: one line about the model that the WebUI has loaded now, or None when it is served.
+    """
+    status = runtime.status()
+    reason = why_not_served()
+    return {**status, "route": "host", "reason": reason} if reason else status
+
+
+def status_html(status: dict[str, Any]) -> str:
+    """The status line: what was made last, by which route and why, and how fast."""
+    facts = [(label, value) for label, value in described(status) if value]
+    cells = "".join(
+        f'<div class="onediff-fact onediff-{label.lower().replace(" ", "-")}">'
+        f"<span>{html.escape(label)}</span><b>{html.escape(value)}</b></div>"
+        for label, value in facts
+    )
+    reason = f'<p class="onediff-reason">{html.escape(status["reason"])}</p>' if status.get("reason") else ""
+    route = status["route"] or "none"
+    return f'<div class="onediff-status onediff-route-{route}"><div class="onediff-facts">{cells}</div>{reason}</div>'
+
+
+def described(status: dict[str, Any]) -> list[tuple[str, str]]:
+    """(label, value) pairs of a status; values that are not known yet are shown as such."""
+    return [
+        ("Route", ROUTES.get(status["route"], NOTHING)),
+        ("Step", milliseconds(status["step_ms"])),
+        ("Speed", ratio_sentence(status)),
+        ("Resolution", status["resolution"] or NOTHING),
+        ("Model", status["model"] or NOTHING),
+        ("Backend", status["backend"]),
+    ]
+
+
+def milliseconds(value: float | None) -> str:
+    """A duration to three digits, for example "12.3 ms"."""
+    if value is None:
+        return NOTHING
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
+
+
+def ratio_sentence(status: dict[str, Any]) -> str:
+    """How our step compares with the host's own, which is measured when a shape is first used."""
+    if status["ratio"] is None:
+        return NOTHING
+    return f"{status['ratio']:.2f}x the WebUI's own ({milliseconds(status['host_ms'])})"

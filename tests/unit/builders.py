@@ -1,0 +1,206 @@
+"""Small oracle UNets with full topology and random weights, and how to ask them and us the same question."""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+from lib_onediff.ops import Operators, torch_ops
+from lib_onediff.unet import forward
+from lib_onediff.unet.bound import BoundUNet
+from lib_onediff.unet.call import UNetCall
+
+CONTEXT_WIDTH = 48
+POOLED_WIDTH = 40
+TIME_ID_WIDTH = 16
+# With the 32 groups of the real models, so few channels would leave one to a group: its norm would swallow every shift,
+# and neither the time embedding nor a convolution's bias could be seen in the output.
+GROUPS = 4
+
+ATTENTION_DOWN, PLAIN_DOWN = "CrossAttnDownBlock2D", "DownBlock2D"
+ATTENTION_UP, PLAIN_UP = "CrossAttnUpBlock2D", "UpBlock2D"
+
+SD1 = {
+    "block_out_channels": (16, 32, 64, 64), "norm_num_groups": GROUPS, "cross_attention_dim": CONTEXT_WIDTH,
+    "attention_head_dim": 8,
+}
+SD2 = {**SD1, "attention_head_dim": (2, 4, 8, 8), "use_linear_projection": True, "upcast_attention": True}
+SDXL = {
+    **SD1, "block_out_channels": (16, 32, 64), "attention_head_dim": (2, 4, 8), "use_linear_projection": True,
+    "down_block_types": (PLAIN_DOWN, ATTENTION_DOWN, ATTENTION_DOWN),
+    "up_block_types": (ATTENTION_UP, ATTENTION_UP, PLAIN_UP), "transformer_layers_per_block": (0, 2, 3),
+    "addition_embed_type": "text_time", "addition_time_embed_dim": TIME_ID_WIDTH,
+    "projection_class_embeddings_input_dim": POOLED_WIDTH + 6 * TIME_ID_WIDTH,
+}
+REFINER = {
+    **SDXL, "block_out_channels": (16, 32, 64, 64), "attention_head_dim": (2, 4, 8, 8),
+    "down_block_types": (PLAIN_DOWN, ATTENTION_DOWN, ATTENTION_DOWN, PLAIN_DOWN),
+    "up_block_types": (PLAIN_UP, ATTENTION_UP, ATTENTION_UP, PLAIN_UP), "transformer_layers_per_block": 4,
+    "projection_class_embeddings_input_dim": POOLED_WIDTH + 5 * TIME_ID_WIDTH,
+}
+# SSD-1B: fewer blocks on the way up than down, and no attention in the middle.
+SSD = {
+    **SDXL, "mid_block_type": "UNetMidBlock2D", "transformer_layers_per_block": (0, (2, 1), (3, 1)),
+    "reverse_transformer_layers_per_block": ((3, 1, 2), (2, 1, 1), 0),
+}
+LCM = {**SD1, "time_cond_proj_dim": 24}
+INPAINTING = {**SD1, "in_channels": 9}
+ONE_LAYER_A_BLOCK = {**SD1, "layers_per_block": 1}
+NO_MIDDLE = {**SD1, "mid_block_type": None}
+LAYOUTS = {
+    "SD1": SD1, "SD2": SD2, "SDXL": SDXL, "refiner": REFINER, "SSD": SSD, "LCM": LCM, "inpainting": INPAINTING,
+    "one layer a block": ONE_LAYER_A_BLOCK, "no middle": NO_MIDDLE,
+}
+
+
+def randomise(module: nn.Module, seed: int = 0) -> nn.Module:
+    """Give every parameter random values of a size at which every layer counts, those that start as zero too."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                parameter.copy_(values / parameter[0].numel() ** 0.5)
+            else:
+                parameter.copy_(0.1 * values + (0.0 if name.endswith("bias") else 1.0))
+    return module.eval()
+
+
+def diffusers_structure(config: dict[str, Any]) -> Any:
+    """A diffusers UNet2DConditionModel without values, quickly made; config as in LAYOUTS."""
+    from diffusers import UNet2DConditionModel
+
+    with torch.device("meta"):
+        return UNet2DConditionModel(**config)
+
+
+def diffusers_unet(seed: int = 0, **config: Any) -> Any:
+    """A random diffusers UNet2DConditionModel; config as in LAYOUTS, SD1's by default."""
+    return randomise(diffusers_structure(config or SD1).to_empty(device="cpu"), seed)
+
+
+def ldm_structure(config: dict[str, Any]) -> Any:
+    """A UNetModel of stable-diffusion-sdkit without values; config as in LDM_LAYOUTS."""
+    openaimodel = pytest.importorskip(
+        "ldm.modules.diffusionmodules.openaimodel", reason="stable-diffusion-sdkit is not installed"
+    )
+    layout: dict[str, Any] = {
+        "image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 32, "num_res_blocks": 2,
+        "attention_resolutions": [4, 2, 1], "channel_mult": [1, 2, 4, 4], "num_heads": 8, "transformer_depth": 1,
+        "use_spatial_transformer": True, "context_dim": CONTEXT_WIDTH, "use_checkpoint": False, "legacy": False,
+    }
+    with torch.device("meta"):
+        unet = openaimodel.UNetModel(**{**layout, **config})
+    for module in unet.modules():
+        if isinstance(module, nn.GroupNorm):
+            module.num_groups = GROUPS
+    return unet
+
+
+def ldm_unet(seed: int = 0, **config: Any) -> Any:
+    """A random UNetModel of stable-diffusion-sdkit with SD1's layout; odd sizes need a1111_sizes()."""
+    return randomise(ldm_structure(config).to_empty(device="cpu"), seed)
+
+
+LDM_SD2 = {"num_heads": -1, "num_head_channels": 16, "use_linear_in_transformer": True}
+LDM_LAYOUTS = {"SD1": {}, "SD2": LDM_SD2, "inpainting": {"in_channels": 9}}
+
+
+@cache
+def shared_unet(name: str) -> Any:
+    """diffusers' UNet of a layout in LAYOUTS, one for all tests: for those that change nothing about it."""
+    return diffusers_unet(**LAYOUTS[name])
+
+
+@cache
+def shared_ldm_unet(name: str = "SD1") -> Any:
+    """ldm's UNet of a layout in LDM_LAYOUTS, one for all tests: for those that change nothing about it."""
+    return ldm_unet(**LDM_LAYOUTS[name])
+
+
+class ResizingTorch:
+    """What A1111 puts in the place of torch in ldm's openaimodel: cat enlarges or cuts to the second's size."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def cat(tensors: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        image, skip = tensors
+        if image.shape[-2:] != skip.shape[-2:]:
+            image = functional.interpolate(image, skip.shape[-2:], mode="nearest")
+        return torch.cat([image, skip], *args, **kwargs)
+
+
+@contextlib.contextmanager
+def a1111_sizes() -> Iterator[None]:
+    from ldm.modules.diffusionmodules import openaimodel
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(openaimodel, "th", ResizingTorch())
+        yield
+
+
+def a_call(unet: Any, height: int = 8, width: int = 8, batch: int = 2, tokens: int = 77, seed: int = 0) -> UNetCall:
+    """A random call that fits a UNet of builders; sizes in latent pixels, a timestep with a fraction per sample."""
+    generator = torch.Generator().manual_seed(seed)
+    random = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
+    config = getattr(unet, "config", {})
+    y_width, guidance = config.get("projection_class_embeddings_input_dim"), config.get("time_cond_proj_dim")
+    return UNetCall(
+        latent=random(batch, config["in_channels"] if config else unet.in_channels, height, width),
+        timestep=torch.tensor([981.25, 3.5, 417.0, 0.125])[:batch], context=random(batch, tokens, CONTEXT_WIDTH),
+        y=random(batch, y_width) if y_width else None,
+        timestep_condition=random(batch, guidance) if guidance else None,
+    )
+
+
+def diffusers_arguments(call: UNetCall) -> dict[str, Any]:
+    """A call (its control aside) as a pipeline would hand it to a diffusers UNet."""
+    added = None
+    if call.y is not None:
+        # A label embedding takes y whole; hand it over as text, with no size numbers behind it.
+        added = {"text_embeds": call.y, "time_ids": call.y.new_empty((call.y.shape[0], 0))}
+    return {
+        "sample": call.latent, "timestep": call.timestep, "encoder_hidden_states": call.context,
+        "timestep_cond": call.timestep_condition, "added_cond_kwargs": added,
+    }
+
+
+@torch.no_grad()
+def diffusers_output(unet: Any, call: UNetCall, **others: Any) -> Tensor:
+    """What a diffusers UNet's own forward makes of a call, compiled or not."""
+    return type(unet).forward(unet, **diffusers_arguments(call), **others).sample
+
+
+@torch.no_grad()
+def served(unet: Any, call: UNetCall, **others: Any) -> Tensor:
+    """What a diffusers UNet answers to a call, by whichever route."""
+    return unet(**diffusers_arguments(call), **others).sample
+
+
+@torch.no_grad()
+def ldm_output(unet: Any, call: UNetCall) -> Tensor:
+    with a1111_sizes():
+        return unet(call.latent, call.timestep, context=call.context)
+
+
+@torch.no_grad()
+def our_output(unet: nn.Module, call: UNetCall, ops: Operators = torch_ops) -> Tensor:
+    bound = BoundUNet(unet)
+    bound.refresh(call, by_content=False)
+    conditioning = bound.conditioning(ops, call, by_content=False)
+    return forward.forward(bound.layout, bound.binding.weights(), ops, call, conditioning)
+
+
+def relative_error(output: Tensor, expected: Tensor) -> float:
+    """||output - expected|| / ||expected||, in float64; infinite where the shapes or types differ."""
+    if output.shape != expected.shape or output.dtype != expected.dtype:
+        return float("inf")
+    return float((output.double() - expected.double()).norm() / expected.double().norm())

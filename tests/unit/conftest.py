@@ -1,0 +1,23 @@
+"""Every test of this folder starts with one thread, a fixed seed and a runtime that has seen nothing."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lib_onediff.accelerator import runtime
+from lib_onediff.settings import Settings
+
+# The networks are so small that threads cost more than they give, above all when several test runs share a machine.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def fresh_runtime() -> Iterator[None]:
+    torch.manual_seed(0)
+    runtime.table.clear()
+    runtime.configure(Settings())
+    yield
+    runtime.table.clear()
+    runtime.configure(Settings())

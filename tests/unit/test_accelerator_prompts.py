@@ -1,0 +1,212 @@
+"""Keys, values and label embedding of a prompt are computed once, and again as soon as anything about them changed."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from builders import SDXL, a_call, diffusers_output, diffusers_unet, relative_error, served
+
+import lib_onediff
+from lib_onediff.accelerator import runtime
+from lib_onediff.unet import bound
+from lib_onediff.unet.call import UNetCall
+
+CROSS_ATTENTION = "mid_block.attentions.0.transformer_blocks.0.attn2"
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
+    """The shape of every context whose keys and values were computed, in order."""
+    shapes: list[tuple[int, ...]] = []
+    original = bound.condition
+
+    def counting(layout: Any, weights: Any, ops: Any, context: Any, y: Any) -> Any:
+        shapes.append(tuple(context.shape))
+        return original(layout, weights, ops, context, y)
+
+    monkeypatch.setattr(bound, "condition", counting)
+    yield shapes
+
+
+@pytest.fixture
+def unet() -> Any:
+    return lib_onediff.compile_unet(diffusers_unet(**SDXL))
+
+
+def must_be_right(unet: Any, call: UNetCall) -> None:
+    assert relative_error(served(unet, call), diffusers_output(unet, call)) < 1e-5
+    assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
+
+
+def steps(call: UNetCall, count: int) -> list[UNetCall]:
+    """The calls of one sampling: latent and timestep change, the prompt does not."""
+    return [replace(call, latent=call.latent + step, timestep=call.timestep - step) for step in range(count)]
+
+
+def copied(call: UNetCall) -> UNetCall:
+    return replace(call, context=call.context.clone(), y=call.y.clone())
+
+
+class Sampling:
+    """A pipeline's calls: it hands over the very same prompt tensors at every step."""
+
+    def __init__(self, unet: Any, call: UNetCall) -> None:
+        self.unet, self.call = unet, call
+        self.added = None if call.y is None else {"text_embeds": call.y, "time_ids": torch.empty(len(call.y), 0)}
+
+    @torch.no_grad()
+    def step(self, step: int = 0) -> None:
+        call = self.call
+        given = (call.latent + step, call.timestep, call.context)
+        output = self.unet(*given, added_cond_kwargs=self.added).sample
+        expected = type(self.unet).forward(self.unet, *given, added_cond_kwargs=self.added).sample
+        assert relative_error(output, expected) < 1e-5
+        assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
+
+
+def test_a_prompt_is_computed_once_for_all_steps(unet: Any, computed: list) -> None:
+    sampling = Sampling(unet, a_call(unet))
+    for step in range(5):
+        sampling.step(step)
+    assert len(computed) == 1
+
+
+@pytest.mark.parametrize("other", [{"tokens": 154}, {"batch": 1}], ids=str)
+def test_prompts_of_two_sizes_take_turns_and_are_computed_once_each(other: dict[str, int], computed: list) -> None:
+    """A1111 calls with prompt and negative prompt in turn where their lengths differ."""
+    unet = lib_onediff.compile_unet(diffusers_unet())
+    one, two = Sampling(unet, a_call(unet)), Sampling(unet, a_call(unet, **other))
+    for step in range(3):
+        one.step(step)
+        two.step(step)
+    assert len(computed) == 2
+
+
+def test_another_resolution_shares_the_prompt(unet: Any, computed: list) -> None:
+    small = a_call(unet, 8, 8)
+    large = replace(small, latent=torch.randn(2, 4, 12, 16))
+    sampling = Sampling(unet, small)
+    sampling.step()
+    sampling.call = large
+    sampling.step()
+    assert len(computed) == 1
+
+
+def test_another_context_tensor_is_another_prompt(unet: Any, computed: list) -> None:
+    call = a_call(unet)
+    for seed in range(3):
+        must_be_right(unet, replace(call, context=a_call(unet, seed=seed).context))
+    assert len(computed) == 3
+
+
+def test_a_context_edited_in_place_is_another_prompt(unet: Any, computed: list) -> None:
+    sampling = Sampling(unet, a_call(unet))
+    sampling.step()
+    sampling.call.context.add_(1.0)
+    sampling.step()
+    assert len(computed) == 2
+
+
+@pytest.mark.parametrize("name", ["text_embeds", "time_ids"])
+def test_a_label_edited_in_place_is_another_prompt(unet: Any, computed: list, name: str) -> None:
+    width = SDXL["projection_class_embeddings_input_dim"] - 6 * SDXL["addition_time_embed_dim"]
+    sampling = Sampling(unet, a_call(unet))
+    sampling.added = {"text_embeds": torch.randn(2, width), "time_ids": 100 * torch.rand(2, 6)}
+    sampling.step()
+    sampling.step()
+    assert len(computed) == 1
+    sampling.added[name].add_(1.0)
+    sampling.step()
+    assert len(computed) == 2
+
+
+@pytest.mark.parametrize("name", ["text_embeds", "time_ids"])
+def test_another_label_is_another_prompt(unet: Any, computed: list, name: str) -> None:
+    width = SDXL["projection_class_embeddings_input_dim"] - 6 * SDXL["addition_time_embed_dim"]
+    sampling = Sampling(unet, a_call(unet))
+    sampling.added = {"text_embeds": torch.randn(2, width), "time_ids": 100 * torch.rand(2, 6)}
+    sampling.step()
+    sampling.added[name] = sampling.added[name] + 1.0
+    sampling.step()
+    assert len(computed) == 2
+
+
+@pytest.mark.parametrize("path", [f"{CROSS_ATTENTION}.to_k", f"{CROSS_ATTENTION}.to_v", "add_embedding.linear_2"])
+def test_an_edited_weight_computes_the_prompt_again(unet: Any, computed: list, path: str) -> None:
+    sampling = Sampling(unet, a_call(unet))
+    sampling.step()
+    with torch.no_grad():
+        unet.get_submodule(path).weight.mul_(1.5)
+    sampling.step()
+    sampling.step()
+    assert len(computed) == 2
+
+
+def test_an_edited_bias_of_the_label_computes_the_prompt_again(unet: Any, computed: list) -> None:
+    sampling = Sampling(unet, a_call(unet))
+    sampling.step()
+    with torch.no_grad():
+        unet.add_embedding.linear_2.bias.add_(1.0)
+    sampling.step()
+    assert len(computed) == 2
+
+
+def test_a_weight_that_no_prompt_depends_on_computes_nothing_again(unet: Any, computed: list) -> None:
+    sampling = Sampling(unet, a_call(unet))
+    sampling.step()
+    with torch.no_grad():
+        unet.conv_in.weight.mul_(1.5)
+    sampling.step()
+    assert len(computed) == 1
+
+
+def test_an_announced_sampling_knows_its_prompt_by_content(unet: Any, computed: list) -> None:
+    """WebUIs hand over new tensors at every step, and say when a sampling begins."""
+    call = a_call(unet)
+    runtime.begin_sampling(unet)
+    for step in steps(call, 4):
+        must_be_right(unet, copied(step))
+    assert len(computed) == 1
+    must_be_right(unet, replace(copied(call), context=call.context + 1.0))
+    must_be_right(unet, replace(copied(call), context=call.context + 1.0, y=call.y + 1.0))
+    assert len(computed) == 3
+
+
+def test_an_announced_sampling_trusts_nothing_from_the_one_before(unet: Any, computed: list) -> None:
+    call = a_call(unet)
+    for _ in range(3):
+        runtime.begin_sampling(unet)
+        must_be_right(unet, copied(call))
+    assert len(computed) == 3
+
+
+def test_an_edit_behind_autograds_back_is_seen_by_the_next_announced_sampling(unet: Any) -> None:
+    call = a_call(unet)
+    runtime.begin_sampling(unet)
+    must_be_right(unet, copied(call))
+    unet.get_submodule(CROSS_ATTENTION).to_k.weight.data.mul_(2.0)
+    runtime.begin_sampling(unet)
+    must_be_right(unet, copied(call))
+
+
+def test_inference_tensors_are_known_by_content(unet: Any, computed: list) -> None:
+    with torch.inference_mode():
+        call = a_call(unet)
+        for step in steps(call, 3):
+            must_be_right(unet, copied(step))
+        assert len(computed) == 1
+        call.context.add_(1.0)
+        must_be_right(unet, call)
+    assert len(computed) == 2
+
+
+def test_two_unets_do_not_share_a_prompt(unet: Any, computed: list) -> None:
+    other = lib_onediff.compile_unet(diffusers_unet(1, **SDXL))
+    call = a_call(unet)
+    for _ in range(2):
+        must_be_right(unet, call)
+        must_be_right(other, call)
+    assert len(computed) >= 2

@@ -1,0 +1,162 @@
+"""Which route a call takes, when it is checked, and what the status tells about it."""
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from builders import a_call, diffusers_output, diffusers_unet, relative_error
+from torch import Tensor
+
+from lib_onediff.accelerator import Accelerator
+from lib_onediff.settings import Settings
+from lib_onediff.unet.call import UNetCall
+
+
+class Host:
+    """The host's forward of one call, counted."""
+
+    def __init__(self, unet: Any, call: UNetCall) -> None:
+        self.unet, self.call, self.runs = unet, call, 0
+
+    def __call__(self) -> Tensor:
+        self.runs += 1
+        return diffusers_output(self.unet, self.call)
+
+
+@torch.no_grad()
+def run(accelerator: Accelerator, unet: Any, call: UNetCall) -> tuple[Tensor, int]:
+    """(output, how often the host's forward ran for it)"""
+    host = Host(unet, call)
+    return accelerator.run(unet, call, host), host.runs
+
+
+@pytest.fixture
+def accelerator() -> Accelerator:
+    return Accelerator()
+
+
+@pytest.fixture
+def adopted(accelerator: Accelerator) -> Any:
+    unet = diffusers_unet()
+    accelerator.adopt(unet)
+    return unet
+
+
+def test_only_the_first_use_of_a_shape_is_checked(accelerator: Accelerator, adopted: Any) -> None:
+    call = a_call(adopted)
+    expected = diffusers_output(adopted, call)
+    first, checks = run(accelerator, adopted, call)
+    assert checks > 0
+    for _ in range(2):
+        output, checks = run(accelerator, adopted, call)
+        assert (checks, torch.equal(output, first)) == (0, True)
+    assert relative_error(first, expected) < 1e-5
+
+
+@pytest.mark.parametrize("other", [
+    {"height": 9}, {"width": 9}, {"batch": 1}, {"tokens": 154},
+], ids=str)
+def test_every_new_shape_is_checked(accelerator: Accelerator, adopted: Any, other: dict[str, int]) -> None:
+    run(accelerator, adopted, a_call(adopted))
+    assert run(accelerator, adopted, a_call(adopted, **other))[1] > 0
+    assert len(accelerator.table.entries()) == 2
+
+
+def test_another_checkpoint_of_the_architecture_is_not_checked_again(accelerator: Accelerator, adopted: Any) -> None:
+    run(accelerator, adopted, a_call(adopted))
+    other = diffusers_unet(1)
+    accelerator.adopt(other)
+    output, checks = run(accelerator, other, a_call(other))
+    assert checks == 0
+    assert relative_error(output, diffusers_output(other, a_call(other))) < 1e-5
+
+
+def test_without_verification_the_host_never_runs(accelerator: Accelerator, adopted: Any) -> None:
+    accelerator.configure(Settings(verify=False))
+    assert run(accelerator, adopted, a_call(adopted))[1] == 0
+    assert accelerator.status()["route"] == "plain"
+
+
+def test_a_unet_that_nobody_handed_over_is_the_hosts(accelerator: Accelerator) -> None:
+    unet = diffusers_unet()
+    output, runs = run(accelerator, unet, a_call(unet))
+    assert runs == 1 and torch.equal(output, diffusers_output(unet, a_call(unet)))
+    assert accelerator.status()["reason"] == "this UNet was not handed to OneDiff"
+
+
+def test_a_released_unet_is_the_hosts_again(accelerator: Accelerator, adopted: Any) -> None:
+    run(accelerator, adopted, a_call(adopted))
+    accelerator.release(adopted)
+    accelerator.release(adopted)
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in adopted.parameters())
+    run(accelerator, adopted, a_call(adopted))
+    assert accelerator.status()["route"] == "host"
+
+
+def test_the_hosts_own_error_is_the_hosts(accelerator: Accelerator, adopted: Any) -> None:
+    def broken() -> Tensor:
+        raise LookupError("the host has a fault")
+
+    with torch.no_grad(), pytest.raises(LookupError, match="the host has a fault"):
+        accelerator.run(adopted, a_call(adopted), broken)
+
+
+def test_status_starts_without_a_picture(accelerator: Accelerator) -> None:
+    status = accelerator.status()
+    assert (status["route"], status["model"], status["resolution"], status["step_ms"]) == (None, None, None, None)
+    assert status["reason"] == "no picture has been made yet"
+    assert status["calls"] == {"graph": 0, "plain": 0, "host": 0}
+
+
+def test_status_tells_what_the_last_call_was(accelerator: Accelerator, adopted: Any) -> None:
+    for _ in range(3):
+        run(accelerator, adopted, a_call(adopted, height=9, width=11))
+    status = accelerator.status()
+    assert (status["enabled"], status["backend"], status["route"]) == (True, "eager", "plain")
+    assert status["model"] == "UNet with context width 48"
+    assert status["resolution"] == "88x72"
+    assert status["reason"] == "CUDA graphs need a GPU, and this UNet is on the cpu"
+    assert status["step_ms"] > 0 and status["host_ms"] > 0
+    assert status["ratio"] == status["host_ms"] / status["step_ms"]
+    assert status["relative_error"] < 1e-5
+    assert status["calls"] == {"graph": 0, "plain": 3, "host": 0}
+
+
+def test_status_is_plain_values(accelerator: Accelerator, adopted: Any) -> None:
+    run(accelerator, adopted, a_call(adopted))
+    assert json.loads(json.dumps(accelerator.status())) == accelerator.status()
+
+
+def test_the_backend_chosen_by_name_needs_no_excuse(accelerator: Accelerator, adopted: Any) -> None:
+    accelerator.configure(Settings(backend="eager"))
+    run(accelerator, adopted, a_call(adopted))
+    assert (accelerator.status()["route"], accelerator.status()["reason"]) == ("plain", "")
+
+
+@pytest.mark.parametrize("how", ["configured", "own", "for the run"])
+def test_switched_off_is_the_hosts_picture(accelerator: Accelerator, how: str) -> None:
+    unet, off = diffusers_unet(), Settings(enabled=False)
+    accelerator.adopt(unet, off if how == "own" else None)
+    if how == "configured":
+        accelerator.configure(off)
+    with accelerator.settings_for_run(off if how == "for the run" else None):
+        output, runs = run(accelerator, unet, a_call(unet))
+    assert runs == 1 and torch.equal(output, diffusers_output(unet, a_call(unet)))
+    assert (accelerator.status()["route"], accelerator.status()["reason"]) == ("host", "OneDiff is switched off")
+
+
+def test_settings_for_a_run_nest_and_end_even_by_an_error(accelerator: Accelerator, adopted: Any) -> None:
+    def now() -> str:
+        run(accelerator, adopted, a_call(adopted))
+        return accelerator.status()["route"]
+
+    off, on = Settings(enabled=False), Settings(enabled=True)
+    with accelerator.settings_for_run(off):
+        assert now() == "host" and accelerator.status()["enabled"] is False
+        with pytest.raises(KeyError), accelerator.settings_for_run(on):
+            assert now() == "plain" and accelerator.status()["enabled"] is True
+            raise KeyError
+        assert now() == "host"
+    assert now() == "plain"

@@ -1,0 +1,145 @@
+"""The forward cut in two: full is forward, and shallow around a fresh deep feature is full."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from builders import SDXL, a1111_sizes, a_call, diffusers_unet, relative_error, shared_ldm_unet, shared_unet
+from torch import Tensor, nn
+
+from lib_onediff.ops import torch_ops
+from lib_onediff.unet import deepcache, forward
+from lib_onediff.unet.bound import BoundUNet
+from lib_onediff.unet.call import Control, UNetCall
+
+SIZES = pytest.mark.parametrize("size", [(8, 8), (9, 11)], ids=["even", "odd"])
+DEPTHS = [("SD1", depth) for depth in range(1, 12)] + [("SDXL", depth) for depth in range(1, 9)]
+
+
+class Cut:
+    """A UNet and its forward, whole and cut."""
+
+    def __init__(self, unet: nn.Module) -> None:
+        self.bound = BoundUNet(unet)
+
+    @torch.no_grad()
+    def _run(self, function: object, call: UNetCall, *more: object) -> object:
+        self.bound.refresh(call, by_content=False)
+        conditioning = self.bound.conditioning(torch_ops, call, by_content=False)
+        return function(self.bound.layout, self.bound.binding.weights(), torch_ops, call, conditioning, *more)
+
+    def forward(self, call: UNetCall) -> Tensor:
+        return self._run(forward.forward, call)
+
+    def full(self, call: UNetCall, depth: int) -> tuple[Tensor, Tensor]:
+        return self._run(deepcache.full, call, depth)
+
+    def shallow(self, call: UNetCall, depth: int, deep: Tensor) -> Tensor:
+        return self._run(deepcache.shallow, call, depth, deep)
+
+
+@SIZES
+@pytest.mark.parametrize(("name", "depth"), DEPTHS)
+def test_full_is_forward_and_shallow_repeats_it(name: str, depth: int, size: tuple[int, int]) -> None:
+    unet = shared_unet(name)
+    cut, call = Cut(unet), a_call(unet, *size)
+    output, deep = cut.full(call, depth)
+    assert torch.equal(output, cut.forward(call))
+    assert torch.equal(cut.shallow(call, depth, deep), output)
+
+
+@pytest.mark.parametrize("depth", [1, 3, 4, 11])
+def test_ldm_is_cut_like_diffusers(depth: int) -> None:
+    unet = shared_ldm_unet()
+    cut, call = Cut(unet), a_call(unet, 9, 11)
+    output, deep = cut.full(call, depth)
+    assert torch.equal(output, cut.forward(call))
+    assert torch.equal(cut.shallow(call, depth, deep), output)
+
+
+@torch.no_grad()
+def outer_blocks_of_ldm(unet: nn.Module, call: UNetCall, depth: int, deep: Tensor) -> Tensor:
+    """The host's own outer blocks around a deep feature."""
+    from ldm.modules.diffusionmodules.util import timestep_embedding
+
+    embedding = unet.time_embed(timestep_embedding(call.timestep, unet.model_channels))
+    image, skips = call.latent, []
+    for block in unet.input_blocks[:depth]:
+        image = block(image, embedding, call.context)
+        skips.append(image)
+    image = deep
+    for block in unet.output_blocks[-depth:]:
+        skip = skips.pop()
+        image = functional.interpolate(image, skip.shape[-2:], mode="nearest")
+        image = block(torch.cat([image, skip], dim=1), embedding, call.context)
+    return unet.out(image)
+
+
+@torch.no_grad()
+def deep_feature_of_ldm(unet: nn.Module, call: UNetCall, depth: int) -> Tensor:
+    """What enters the host's depth-th last output block, before the skip is put beside it."""
+    seen: list[Tensor] = []
+    block = unet.output_blocks[-depth]
+    hook = block.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    with a1111_sizes():
+        unet(call.latent, call.timestep, context=call.context)
+    hook.remove()
+    skip_channels = unet.input_blocks[depth - 1][0].out_channels
+    return seen[0][:, :-skip_channels]
+
+
+@SIZES
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 7, 11])
+def test_the_deep_feature_is_what_the_host_has_there(depth: int, size: tuple[int, int]) -> None:
+    unet = shared_ldm_unet()
+    call = a_call(unet, *size)
+    expected = deep_feature_of_ldm(unet, call, depth)
+    _, deep = Cut(unet).full(call, depth)
+    deep = functional.interpolate(deep, expected.shape[-2:], mode="nearest")
+    assert relative_error(deep, expected) < 1e-5
+
+
+@SIZES
+@pytest.mark.parametrize("depth", [1, 3, 4, 11])
+def test_a_stale_deep_feature_gives_the_hosts_outer_blocks_around_it(depth: int, size: tuple[int, int]) -> None:
+    unet = shared_ldm_unet()
+    cut, call = Cut(unet), a_call(unet, *size)
+    _, stale = cut.full(a_call(unet, *size, seed=1), depth)
+    output = cut.shallow(call, depth, stale)
+    assert relative_error(output, outer_blocks_of_ldm(unet, call, depth, stale)) < 1e-5
+    assert relative_error(output, cut.forward(call)) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["SD1", "SDXL", "SSD"])
+@pytest.mark.parametrize("depth", [-1, 0, 12, 100])
+def test_a_depth_that_leaves_nothing_is_refused(name: str, depth: int) -> None:
+    unet = shared_unet(name)
+    cut, call = Cut(unet), a_call(unet)
+    with pytest.raises(ValueError, match="DeepCache depth is 1 to (11|8) for this UNet"):
+        cut.full(call, depth)
+    with pytest.raises(ValueError, match="DeepCache depth is 1 to (11|8) for this UNet"):
+        cut.shallow(call, depth, call.latent)
+
+
+def test_shallow_steps_take_their_control_residuals_too() -> None:
+    unet = shared_unet("SD1")
+    cut, call = Cut(unet), a_call(unet)
+    first, last = torch.randn(2, 16, 8, 8), torch.randn(2, 16, 8, 8)
+    controlled = replace(call, control=Control(input=(first,), output=(None,) * 11 + (last,)))
+    output, deep = cut.full(controlled, 3)
+    assert torch.equal(output, cut.forward(controlled))
+    assert torch.equal(cut.shallow(controlled, 3, deep), output)
+    assert relative_error(cut.shallow(call, 3, deep), output) > 1e-3
+
+
+def test_a_latent_of_half_precision_is_cut_as_well() -> None:
+    unet = diffusers_unet(**SDXL).bfloat16()
+    call = a_call(unet)
+    call = replace(call, latent=call.latent.bfloat16(), context=call.context.bfloat16(), y=call.y.bfloat16())
+    cut = Cut(unet)
+    output, deep = cut.full(call, 3)
+    assert output.dtype == deep.dtype == torch.bfloat16
+    assert torch.equal(output, cut.forward(call))
+    assert torch.equal(cut.shallow(call, 3, deep), output)

@@ -1,0 +1,199 @@
+"""compile_unet and compile_pipe: what they accept, how they live with others, and that they leave no trace."""
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from builders import SD2, a_call, diffusers_arguments, diffusers_output, diffusers_unet, relative_error, served
+from torch import nn
+
+import lib_onediff
+from lib_onediff.accelerator import runtime
+from lib_onediff.settings import Settings
+
+
+def route() -> str:
+    return lib_onediff.status()["route"]
+
+
+def must_be_ours(unet: Any, seed: int = 0) -> None:
+    call = a_call(unet, seed=seed)
+    assert relative_error(served(unet, call), diffusers_output(unet, call)) < 1e-5
+    assert route() == "plain", lib_onediff.status()["reason"]
+
+
+def must_be_the_hosts(unet: Any, seed: int = 0) -> None:
+    """Ours is not asked at all."""
+    before = lib_onediff.status()["calls"]
+    call = a_call(unet, seed=seed)
+    assert torch.equal(served(unet, call), diffusers_output(unet, call))
+    assert lib_onediff.status()["calls"] == before
+
+
+def test_compiling_returns_the_module_and_undoing_leaves_no_trace() -> None:
+    unet = diffusers_unet()
+    attributes = dict(unet.__dict__)
+    assert lib_onediff.compile_unet(unet) is unet
+    must_be_ours(unet)
+    assert lib_onediff.uncompile_unet(unet) is unet
+    assert unet.__dict__ == attributes
+    must_be_the_hosts(unet)
+
+
+def test_compiling_twice_is_compiling_once() -> None:
+    unet = diffusers_unet()
+    lib_onediff.compile_unet(lib_onediff.compile_unet(unet))
+    must_be_ours(unet)
+    lib_onediff.uncompile_unet(unet)
+    must_be_the_hosts(unet)
+
+
+def test_undoing_twice_or_without_cause_is_harmless() -> None:
+    unet = lib_onediff.uncompile_unet(diffusers_unet())
+    must_be_the_hosts(unet)
+    lib_onediff.compile_unet(unet)
+    lib_onediff.uncompile_unet(lib_onediff.uncompile_unet(unet))
+    must_be_the_hosts(unet)
+
+
+def test_the_last_options_count() -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(), enabled=False)
+    served(unet, a_call(unet))
+    assert (route(), lib_onediff.status()["reason"]) == ("host", "OneDiff is switched off")
+    lib_onediff.compile_unet(unet, settings=Settings(enabled=False), enabled=True)
+    must_be_ours(unet)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"backend": "nonsense"}, "OneDiff option backend is one of auto, cudagraph, eager, not 'nonsense'."),
+        ({"backend": None}, "OneDiff option backend takes a str, not None."),
+        ({"verify": "yes"}, "OneDiff option verify takes a bool, not 'yes'."),
+        ({"verify": 1}, "OneDiff option verify takes a bool, not 1."),
+        ({"speed": 11}, "OneDiff has no option 'speed'; its options are "),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("whole_pipe", [False, True])
+def test_a_wrong_option_is_named_in_a_sentence_and_nothing_is_compiled(
+    options: dict[str, Any], sentence: str, whole_pipe: bool
+) -> None:
+    unet = diffusers_unet()
+    attributes = dict(unet.__dict__)
+    with pytest.raises(ValueError) as error:
+        if whole_pipe:
+            lib_onediff.compile_pipe(SimpleNamespace(unet=unet), **options)
+        else:
+            lib_onediff.compile_unet(unet, **options)
+    assert str(error.value).startswith(sentence)
+    assert unet.__dict__ == attributes
+
+
+def test_a_pipe_without_a_unet_is_returned_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    pipe = SimpleNamespace(transformer=nn.Linear(2, 2))
+    with caplog.at_level(logging.WARNING, "onediff"):
+        assert lib_onediff.compile_pipe(pipe) is pipe
+    assert lib_onediff.uncompile_pipe(pipe) is pipe
+    assert "has no UNet; it stays as it is." in caplog.text
+    assert set(vars(pipe)) == {"transformer"}
+
+
+@pytest.mark.parametrize("ignores", [("unet",), ["unet", "vae"], {"unet"}], ids=str)
+def test_an_ignored_unet_stays_the_hosts(ignores: Any) -> None:
+    pipe = SimpleNamespace(unet=diffusers_unet())
+    assert lib_onediff.compile_pipe(pipe, ignores=ignores) is pipe
+    must_be_the_hosts(pipe.unet)
+
+
+def test_the_answer_has_the_hosts_form() -> None:
+    unet = diffusers_unet()
+    call = a_call(unet)
+    with torch.no_grad():
+        expected = unet(**diffusers_arguments(call))
+        lib_onediff.compile_unet(unet)
+        named = unet(**diffusers_arguments(call))
+        by_position = unet(call.latent, call.timestep, call.context, return_dict=False)
+        one_number = unet(call.latent, 7, call.context).sample
+        one_tensor = unet(call.latent, torch.tensor(7), call.context)[0]
+    assert type(named) is type(expected)
+    assert type(by_position) is tuple and len(by_position) == 1
+    assert torch.equal(named.sample, by_position[0])
+    assert torch.equal(one_number, one_tensor)
+    assert route() == "plain"
+
+
+def test_the_answer_is_never_written_over_by_the_next_one() -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet())
+    first = served(unet, a_call(unet, seed=1))
+    kept = first.clone()
+    served(unet, a_call(unet, seed=2))
+    assert torch.equal(first, kept)
+
+
+@pytest.mark.parametrize("extra", [
+    {"encoder_attention_mask": torch.arange(2 * 77).reshape(2, 77) % 3 > 0}, {"cross_attention_kwargs": {"scale": 0.5}},
+    {"class_labels": torch.tensor([1, 2])},
+], ids=lambda extra: next(iter(extra)))
+@pytest.mark.filterwarnings("ignore")
+def test_arguments_that_we_cannot_express_are_the_hosts(extra: dict[str, Any]) -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet())
+    call = a_call(unet)
+    assert torch.equal(served(unet, call, **extra), diffusers_output(unet, call, **extra))
+    assert route() == "host" and next(iter(extra)) in lib_onediff.status()["reason"]
+    must_be_ours(unet)
+
+
+def test_another_attention_processor_is_the_hosts_and_the_default_is_ours_again() -> None:
+    from diffusers.models.attention_processor import SlicedAttnProcessor
+
+    unet = lib_onediff.compile_unet(diffusers_unet())
+    must_be_ours(unet)
+    unet.set_attn_processor(SlicedAttnProcessor(2))
+    call = a_call(unet, seed=1)
+    assert torch.equal(served(unet, call), diffusers_output(unet, call))
+    assert route() == "host" and "SlicedAttnProcessor" in lib_onediff.status()["reason"]
+    unet.set_default_attn_processor()
+    must_be_ours(unet, seed=2)
+
+
+def test_upcast_attention_follows_the_processor() -> None:
+    from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+
+    unet = lib_onediff.compile_unet(diffusers_unet(**SD2))
+    for seed, (processor, upcast) in enumerate([(AttnProcessor(), True), (AttnProcessor2_0(), False)]):
+        unet.set_attn_processor(processor)
+        must_be_ours(unet, seed)
+        assert runtime.table.entries()[0].key.upcast_attention is upcast
+
+
+def copies() -> dict[str, Callable[[Any], Any]]:
+    def saved(unet: Any) -> Any:
+        buffer = io.BytesIO()
+        torch.save(unet, buffer)
+        buffer.seek(0)
+        return torch.load(buffer, weights_only=False)
+
+    return {"deepcopy": copy.deepcopy, "pickle": lambda unet: pickle.loads(pickle.dumps(unet)), "torch.save": saved}
+
+
+@pytest.mark.parametrize("duplicate", copies().values(), ids=copies())
+def test_a_copy_is_a_unet_of_its_own_with_the_hosts_forward(duplicate: Callable[[Any], Any]) -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet())
+    must_be_ours(unet)
+    twin = duplicate(unet)
+    with torch.no_grad():
+        twin.conv_out.bias.add_(1.0)
+    must_be_the_hosts(twin)
+    assert relative_error(served(twin, a_call(twin)), served(unet, a_call(unet))) > 1e-2
+    must_be_ours(lib_onediff.compile_unet(twin))
+    must_be_ours(unet)
+    del twin
+    must_be_ours(unet)

@@ -1,0 +1,191 @@
+"""accelerate puts its own forward in front of a UNet's: ours goes behind it, and comes off again in any order."""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from builders import a_call, diffusers_output, diffusers_unet, relative_error, served
+from torch import Tensor, nn
+
+import lib_onediff
+
+
+class Doubling:
+    """A hook that can be seen: it doubles the output. The methods are those of accelerate's ModelHook."""
+
+    no_grad = False
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple:
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        return type(output)(sample=2 * output.sample)
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        return module
+
+
+def add_as_accelerate(module: Any, hook: Any) -> None:
+    if hasattr(module, "_hf_hook") and hasattr(module, "_old_forward"):
+        old = module._old_forward
+    else:
+        old = module._old_forward = module.forward
+    module._hf_hook = hook
+
+    def new_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = module._hf_hook.pre_forward(module, *args, **kwargs)
+        return module._hf_hook.post_forward(module, module._old_forward(*args, **kwargs))
+
+    module.forward = functools.update_wrapper(functools.partial(new_forward, module), old)
+
+
+def remove_as_accelerate(module: Any) -> None:
+    del module._hf_hook
+    module.forward = module._old_forward
+    del module._old_forward
+
+
+class Offloading(NamedTuple):
+    add: Callable[[Any, Any], object]
+    remove: Callable[[Any], object]
+
+
+@pytest.fixture(params=["as accelerate does", "accelerate"])
+def offloading(request: pytest.FixtureRequest) -> Offloading:
+    if request.param == "accelerate":
+        hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+        return Offloading(hooks.add_hook_to_module, hooks.remove_hook_from_module)
+    return Offloading(add_as_accelerate, remove_as_accelerate)
+
+
+@pytest.fixture
+def unet() -> Any:
+    return diffusers_unet()
+
+
+def answer(unet: Any, seed: int = 0) -> tuple[float, Tensor]:
+    """(the output as a multiple of the host's, the output)"""
+    call = a_call(unet, seed=seed)
+    output, expected = served(unet, call), diffusers_output(unet, call)
+    factor = round(float(output.norm() / expected.norm()), 3)
+    assert relative_error(output, factor * expected) < 1e-5
+    return factor, output
+
+
+def calls_of_ours() -> int:
+    return lib_onediff.status()["calls"]["plain"]
+
+
+def test_ours_goes_behind_a_hook_that_is_there(unet: Any, offloading: Offloading) -> None:
+    offloading.add(unet, Doubling())
+    lib_onediff.compile_unet(unet)
+    before = calls_of_ours()
+    assert answer(unet)[0] == 2.0
+    assert calls_of_ours() == before + 1
+    lib_onediff.uncompile_unet(unet)
+    assert answer(unet)[0] == 2.0
+    assert calls_of_ours() == before + 1
+    offloading.remove(unet)
+    assert answer(unet)[0] == 1.0
+
+
+def test_a_hook_added_later_goes_in_front_of_ours(unet: Any, offloading: Offloading) -> None:
+    lib_onediff.compile_unet(unet)
+    offloading.add(unet, Doubling())
+    before = calls_of_ours()
+    assert answer(unet)[0] == 2.0
+    assert calls_of_ours() == before + 1
+    lib_onediff.uncompile_unet(unet)
+    assert answer(unet)[0] == 2.0
+    assert calls_of_ours() == before + 1
+
+
+@pytest.mark.parametrize("hook_first", [True, False])
+def test_ours_stays_when_the_hook_goes(unet: Any, offloading: Offloading, hook_first: bool) -> None:
+    if hook_first:
+        offloading.add(unet, Doubling())
+    lib_onediff.compile_unet(unet)
+    if not hook_first:
+        offloading.add(unet, Doubling())
+    offloading.remove(unet)
+    before = calls_of_ours()
+    assert answer(unet)[0] == 1.0
+    assert calls_of_ours() == before + 1
+    lib_onediff.uncompile_unet(unet)
+    assert "forward" not in unet.__dict__
+    assert answer(unet)[0] == 1.0
+    assert calls_of_ours() == before + 1
+
+
+def test_uncompiled_behind_a_hook_it_can_be_compiled_again(unet: Any, offloading: Offloading) -> None:
+    offloading.add(unet, Doubling())
+    for _ in range(2):
+        lib_onediff.compile_unet(unet)
+        lib_onediff.compile_unet(unet)
+        before = calls_of_ours()
+        assert answer(unet)[0] == 2.0
+        assert calls_of_ours() == before + 1
+        lib_onediff.uncompile_unet(unet)
+
+
+def test_a_hook_that_is_exchanged_keeps_ours(unet: Any, offloading: Offloading) -> None:
+    lib_onediff.compile_unet(unet)
+    offloading.add(unet, Doubling())
+    offloading.add(unet, Doubling())
+    before = calls_of_ours()
+    assert answer(unet)[0] == 2.0
+    assert calls_of_ours() == before + 1
+
+
+def test_torchs_own_hooks_on_the_unet_run_around_ours(unet: Any) -> None:
+    lib_onediff.compile_unet(unet)
+    seen: list[str] = []
+    unet.register_forward_pre_hook(lambda module, given: seen.append("before"))
+    unet.register_forward_hook(lambda module, given, output: (seen.append("after"), (2 * output[0],))[1])
+    before = calls_of_ours()
+    call = a_call(unet)
+    with torch.no_grad():
+        output = unet(call.latent, call.timestep, call.context, return_dict=False)[0]
+    assert relative_error(output, 2 * diffusers_output(unet, call)) < 1e-5
+    assert seen == ["before", "after"]
+    assert calls_of_ours() == before + 1
+
+
+@pytest.mark.parametrize("options", [{}, {"verify": False}], ids=str)
+def test_a_forward_that_somebody_else_has_replaced_is_named_and_kept(unet: Any, options: dict[str, Any]) -> None:
+    def louder(*given: Any, **named: Any) -> Any:
+        output = type(unet).forward(unet, *given, **named)
+        return type(output)(sample=3 * output.sample)
+
+    unet.forward = louder
+    with pytest.raises(ValueError, match="somebody else has replaced this UNet's forward"):
+        lib_onediff.compile_unet(unet, **options)
+    assert unet.forward is louder
+    assert answer(unet)[0] == 3.0
+    lib_onediff.uncompile_unet(unet)
+    assert unet.forward is louder
+    del unet.forward
+    lib_onediff.compile_unet(unet)
+    assert answer(unet)[0] == 1.0
+
+
+def test_a_forward_that_somebody_else_puts_over_ours_wins_and_stays(unet: Any) -> None:
+    lib_onediff.compile_unet(unet)
+    ours = unet.forward
+
+    def louder(*given: Any, **named: Any) -> Any:
+        output = ours(*given, **named)
+        return type(output)(sample=3 * output.sample)
+
+    unet.forward = louder
+    assert answer(unet)[0] == 3.0
+    lib_onediff.uncompile_unet(unet)
+    assert unet.forward is louder
+    assert answer(unet)[0] == 3.0
+    assert lib_onediff.status()["route"] == "host"

@@ -1,0 +1,217 @@
+"""Whole diffusers pipelines, small and random, with and without compile_pipe: at most 1/255 apart."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from builders import CONTEXT_WIDTH, INPAINTING, LCM, POOLED_WIDTH, SD1, SD2, SDXL, diffusers_unet, randomise
+
+import lib_onediff
+from lib_onediff.accelerator import runtime
+
+# Of the schedulers' defaults and of NumPy 2.
+pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "DeprecationWarning")]
+
+SDXL_INPAINTING = {**SDXL, "in_channels": 9}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    from diffusers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    yield
+    logging.enable_progress_bar()
+    logging.set_verbosity(before)
+
+
+def tiny_vae() -> Any:
+    from diffusers import AutoencoderKL
+
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+    return randomise(AutoencoderKL(**blocks, block_out_channels=(8,) * 4, norm_num_groups=4, layers_per_block=1), 5)
+
+
+def pipeline(name: str, layout: dict[str, Any], scheduler: str = "DDIMScheduler") -> Any:
+    """A pipeline without text encoders: it is given embeddings."""
+    import diffusers
+
+    parts: dict[str, Any] = {
+        "vae": tiny_vae(), "unet": diffusers_unet(**layout, sample_size=8), "text_encoder": None, "tokenizer": None,
+        "scheduler": getattr(diffusers, scheduler)(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012),
+    }
+    if "XL" in name:
+        parts |= {"text_encoder_2": None, "tokenizer_2": None}
+    else:
+        parts |= {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+    pipe = getattr(diffusers, name)(**parts)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def picture(width: int, height: int) -> Any:
+    from PIL import Image
+
+    waves = numpy.sin(numpy.linspace(0, 40, width * height * 3)).reshape(height, width, 3)
+    return Image.fromarray((127 * (waves + 1)).astype("uint8"))
+
+
+def inputs(name: str, width: int, height: int, seed: int = 0) -> dict[str, Any]:
+    embed = partial(torch.randn, generator=torch.Generator().manual_seed(seed))
+    given: dict[str, Any] = {
+        "prompt_embeds": embed(1, 77, CONTEXT_WIDTH), "negative_prompt_embeds": embed(1, 77, CONTEXT_WIDTH),
+        "generator": torch.Generator().manual_seed(seed), "num_inference_steps": 4, "output_type": "np",
+        "guidance_scale": 3.0,
+    }
+    if "XL" in name:
+        given["pooled_prompt_embeds"] = embed(1, POOLED_WIDTH)
+        given["negative_pooled_prompt_embeds"] = embed(1, POOLED_WIDTH)
+    if "Img2Img" in name or "Inpaint" in name:
+        given |= {"image": picture(width, height), "strength": 0.75}
+    if "Inpaint" in name:
+        given["mask_image"] = picture(width, height).convert("L").point(lambda level: 255 * (level > 128))
+    if "Img2Img" not in name:
+        given |= {"width": width, "height": height}
+    return given
+
+
+def image_of(pipe: Any, width: int = 64, height: int = 64, seed: int = 0) -> numpy.ndarray:
+    return pipe(**inputs(type(pipe).__name__, width, height, seed)).images[0]
+
+
+def calls(route: str) -> int:
+    return lib_onediff.status()["calls"][route]
+
+
+CASES = {
+    "SD1": ("StableDiffusionPipeline", SD1, "DDIMScheduler"),
+    "SD1 with fractional timesteps": ("StableDiffusionPipeline", SD1, "EulerDiscreteScheduler"),
+    "SD2": ("StableDiffusionPipeline", SD2, "DPMSolverMultistepScheduler"),
+    "LCM": ("StableDiffusionPipeline", LCM, "LCMScheduler"),
+    "SD1 img2img": ("StableDiffusionImg2ImgPipeline", SD1, "PNDMScheduler"),
+    "LCM img2img": ("StableDiffusionImg2ImgPipeline", LCM, "LCMScheduler"),
+    "SD1 inpaint": ("StableDiffusionInpaintPipeline", SD1, "DDIMScheduler"),
+    "SD1 inpaint, 9 channels": ("StableDiffusionInpaintPipeline", INPAINTING, "DDIMScheduler"),
+    "SDXL": ("StableDiffusionXLPipeline", SDXL, "EulerDiscreteScheduler"),
+    "SDXL with LCM": ("StableDiffusionXLPipeline", SDXL, "LCMScheduler"),
+    "SDXL img2img": ("StableDiffusionXLImg2ImgPipeline", SDXL, "DDIMScheduler"),
+    "SDXL inpaint": ("StableDiffusionXLInpaintPipeline", SDXL, "DDIMScheduler"),
+    "SDXL inpaint, 9 channels": ("StableDiffusionXLInpaintPipeline", SDXL_INPAINTING, "LCMScheduler"),
+}
+
+
+ODD = {"SD1", "LCM img2img", "SDXL inpaint"}
+
+
+@pytest.mark.parametrize(
+    ("case", "size"),
+    [(CASES[name], (64, 64)) for name in CASES] + [(CASES[name], (88, 72)) for name in sorted(ODD)],
+    ids=[*CASES, *(f"{name} at 88x72" for name in sorted(ODD))],
+)
+def test_a_compiled_pipe_paints_the_same_picture_and_uncompiled_the_very_same(
+    case: tuple, size: tuple[int, int]
+) -> None:
+    pipe = pipeline(*case)
+    expected = image_of(pipe, *size)
+    assert expected.std() > 0.05 and numpy.isfinite(expected).all()
+    assert lib_onediff.compile_pipe(pipe) is pipe
+    before = calls("plain"), calls("host")
+    image = image_of(pipe, *size)
+    assert calls("plain") > before[0] and calls("host") == before[1], lib_onediff.status()["reason"]
+    assert numpy.abs(image - expected).max() <= 1 / 255
+    assert lib_onediff.uncompile_pipe(pipe) is pipe
+    assert numpy.array_equal(image_of(pipe, *size), expected)
+    assert "forward" not in pipe.unet.__dict__
+
+
+def test_sdxl_img2img_with_lcm_takes_three_aspect_ratios_in_turn_without_compiling_again() -> None:
+    """The README's example, scaled down by sixteen: 1024x1024, 512x2048, 2048x512 and back."""
+    pipe = pipeline("StableDiffusionXLImg2ImgPipeline", SDXL, "LCMScheduler")
+    sizes = [(64, 64), (32, 128), (128, 32)]
+    expected = [image_of(pipe, *size) for size in sizes]
+    lib_onediff.compile_pipe(pipe, ignores=("vae",))
+    before = calls("host")
+    for _ in range(2):
+        for size, picture_of_host in zip(sizes, expected, strict=True):
+            image = image_of(pipe, *size)
+            assert image.shape[:2] == size[::-1]
+            assert numpy.abs(image - picture_of_host).max() <= 1 / 255
+            assert runtime._care[pipe.unet].bound.generation == 1
+    assert {entry.key.resolution for entry in runtime.table.entries()} == {"64x64", "32x128", "128x32"}
+    assert len(runtime.table.entries()) == 3
+    assert calls("host") == before
+
+
+def test_another_seed_and_prompt_paint_another_picture() -> None:
+    pipe = lib_onediff.compile_pipe(pipeline("StableDiffusionPipeline", SD1))
+    first, second = image_of(pipe, seed=0), image_of(pipe, seed=1)
+    assert numpy.abs(first - second).max() > 0.1
+    assert numpy.array_equal(image_of(pipe, seed=0), first)
+
+
+def test_pipes_that_share_a_unet_share_its_compilation() -> None:
+    from diffusers import StableDiffusionImg2ImgPipeline
+
+    pipe = pipeline("StableDiffusionPipeline", SD1)
+    other = StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)
+    expected = image_of(other)
+    lib_onediff.compile_pipe(pipe)
+    lib_onediff.compile_pipe(other)
+    before = calls("plain")
+    assert numpy.abs(image_of(other) - expected).max() <= 1 / 255
+    assert calls("plain") > before
+    lib_onediff.uncompile_pipe(pipe)
+    assert numpy.array_equal(image_of(other), expected)
+
+
+def test_an_interrupted_run_leaves_a_working_pipe() -> None:
+    pipe = lib_onediff.compile_pipe(pipeline("StableDiffusionPipeline", SD1))
+    expected = image_of(pipe)
+
+    def stop(pipe: Any, step: int, timestep: Any, tensors: dict) -> dict:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pipe(**inputs("StableDiffusionPipeline", 64, 64), callback_on_step_end=stop)
+    assert numpy.array_equal(image_of(pipe), expected)
+
+
+def test_inference_mode_around_a_pipe_changes_nothing() -> None:
+    pipe = pipeline("StableDiffusionXLPipeline", SDXL)
+    expected = image_of(pipe)
+    lib_onediff.compile_pipe(pipe)
+    with torch.inference_mode():
+        image = image_of(pipe)
+    assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
+    assert numpy.abs(image - expected).max() <= 1 / 255
+
+
+def test_an_ip_adapter_on_the_pipe_is_left_to_the_host() -> None:
+    from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
+    from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
+
+    pipe = lib_onediff.compile_pipe(pipeline("StableDiffusionPipeline", SD1))
+    image_of(pipe)
+    assert lib_onediff.status()["route"] == "plain"
+    unet, plain = pipe.unet, pipe.unet.attn_processors
+    processors = {
+        name: randomise(IPAdapterAttnProcessor2_0(unet.get_submodule(name[:-10]).inner_dim, CONTEXT_WIDTH))
+        if ".attn2." in name else processor for name, processor in plain.items()
+    }
+    unet.set_attn_processor(dict(processors))
+    unet.encoder_hid_proj = MultiIPAdapterImageProjection([randomise(ImageProjection(16, CONTEXT_WIDTH, 4))])
+    unet.config.encoder_hid_dim_type = "ip_image_proj"
+    given = {**inputs("StableDiffusionPipeline", 64, 64), "ip_adapter_image_embeds": [torch.randn(2, 1, 16)]}
+    image = pipe(**given).images[0]
+    status = lib_onediff.status()
+    assert status["route"] == "host"
+    assert "IP-Adapter" in status["reason"] or "IPAdapter" in status["reason"], status["reason"]
+    lib_onediff.uncompile_pipe(pipe)
+    given["generator"] = torch.Generator().manual_seed(0)
+    assert numpy.array_equal(pipe(**given).images[0], image)

@@ -1,0 +1,205 @@
+"""The standalone host's models: the small random ones, and what cannot be loaded."""
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+pytest.importorskip("diffusers")
+
+from lib_onediff.hosts.standalone.models import load_model
+from lib_onediff.hosts.standalone.refusal import ModelProblem
+from lib_onediff.hosts.standalone.tiny_model import tiny_sd15_pipeline, tiny_sdxl_pipeline
+
+UNET_WEIGHTS = Path("unet", "diffusion_pytorch_model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole model in diffusers' layout."""
+    folder = tmp_path_factory.mktemp("models") / "small-model"
+    tiny_sd15_pipeline(seed=3).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def damaged_folder(model_folder: Path, tmp_path: Path) -> Path:
+    """A copy to be damaged."""
+    return Path(shutil.copytree(model_folder, tmp_path / "damaged-model"))
+
+
+def assert_refused(model: Path, *parts: str) -> None:
+    with pytest.raises(ModelProblem) as caught:
+        load_model(str(model))
+    sentence = str(caught.value)
+    assert "\n" not in sentence and sentence.endswith(".")
+    for part in parts:
+        assert part in sentence
+
+
+@pytest.mark.parametrize("build", [tiny_sd15_pipeline, tiny_sdxl_pipeline])
+def test_same_seed_gives_the_same_weights(build: Any) -> None:
+    first, again, other = (build(seed).unet.state_dict() for seed in (1, 1, 2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+def test_building_leaves_the_random_state_alone() -> None:
+    before = torch.get_rng_state()
+    tiny_sd15_pipeline()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("build", [tiny_sd15_pipeline, tiny_sdxl_pipeline])
+def test_tiny_models_make_pictures(build: Any) -> None:
+    """Neither grey nor clipped, and each prompt its own."""
+    pipeline = build()
+    pipeline.set_progress_bar_config(disable=True)
+    pictures = [
+        pipeline(
+            prompt, width=64, height=64, num_inference_steps=4, output_type="np",
+            generator=torch.Generator().manual_seed(1),
+        ).images[0]
+        for prompt in ("a fox", "a castle")
+    ]
+    for picture in pictures:
+        assert picture.std() > 0.05
+        assert ((picture > 0.01) & (picture < 0.99)).mean() > 0.8
+    assert abs(pictures[0] - pictures[1]).mean() > 0.02
+
+
+def test_tiny_vae_carries_colour() -> None:
+    """An image comes back from its latents closer to its own colour than to any other."""
+    vae = tiny_sd15_pipeline().vae
+    colours = torch.tensor([[0.6, -0.6, -0.6], [-0.6, 0.6, -0.6], [-0.6, -0.6, 0.6], [0.6, 0.6, 0.6], [0.0, 0.0, 0.0]])
+    images = colours[:, :, None, None].expand(-1, -1, 64, 64)
+    with torch.no_grad():
+        returned = vae.decode(vae.encode(images).latent_dist.mean).sample.mean((2, 3))
+    assert torch.cdist(returned, colours).argmin(1).tolist() == list(range(len(colours)))
+
+
+def test_every_layer_of_the_tiny_unet_matters() -> None:
+    """A mistake in any layer must change the output: no weight matrix may be without effect."""
+    unet = tiny_sd15_pipeline().unet
+    latent, context = torch.randn(1, 4, 16, 16), torch.randn(1, 77, 64)
+
+    def output() -> torch.Tensor:
+        with torch.no_grad():
+            return unet(latent, 500, context).sample
+
+    whole = output()
+    matrices = [(name, weight) for name, weight in unet.named_parameters() if weight.ndim > 1]
+    for name, weight in matrices[::7]:
+        kept = weight.detach().clone()
+        with torch.no_grad():
+            weight.mul_(0.5)
+            assert (output() - whole).abs().max() > 1e-5, name
+            weight.copy_(kept)
+
+
+def test_demo_model_is_the_default() -> None:
+    model = load_model(None)
+    assert model.name == "random-tiny-sd15"
+    assert model.unet is model.pipeline.unet
+    assert not model.is_sdxl and not model.takes_mask and not model.is_refiner
+
+
+def test_folder_is_loaded_as_it_was_saved(model_folder: Path) -> None:
+    model = load_model(str(model_folder))
+    assert model.name == "small-model"
+    saved = tiny_sd15_pipeline(seed=3).unet.state_dict()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in model.unet.state_dict().items())
+
+
+def test_sdxl_folder(tmp_path: Path) -> None:
+    tiny_sdxl_pipeline().save_pretrained(tmp_path / "xl")
+    assert load_model(str(tmp_path / "xl")).is_sdxl
+
+
+def test_model_that_is_not_there(tmp_path: Path) -> None:
+    assert_refused(tmp_path / "nothing.safetensors", "nothing.safetensors")
+
+
+def test_file_of_another_kind(tmp_path: Path) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("hello")
+    assert_refused(file, "notes.txt", ".safetensors or .ckpt")
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00" * 7, b"\xff" * 4096, b'\x08\x00\x00\x00\x00\x00\x00\x00{"a":{}}'])
+@pytest.mark.parametrize("name", ["broken.safetensors", "broken.ckpt"])
+def test_corrupt_checkpoint(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert_refused(tmp_path / name, name)
+
+
+@pytest.mark.parametrize("weight, kind", [
+    ("double_blocks.0.img_attn.qkv.weight", "Flux"),
+    ("model.diffusion_model.joint_blocks.0.context_block.attn.qkv.weight", "Stable Diffusion 3"),
+    ("lora_unet_down_blocks_0.lora_up.weight", "LoRA"),
+    ("down_blocks.0.resnets.0.conv1.weight", "part of a model"),
+    ("something.else", "not a checkpoint"),
+])
+def test_checkpoint_of_another_architecture(tmp_path: Path, weight: str, kind: str) -> None:
+    file = tmp_path / "other.safetensors"
+    save_file({weight: torch.zeros(2, 2)}, file)
+    assert_refused(file, "other.safetensors", kind)
+
+
+class Trap:
+    """An object whose unpickling writes a file."""
+
+    def __init__(self, witness: Path) -> None:
+        self.witness = witness
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.witness,)
+
+
+def test_checkpoint_that_runs_code_is_not_loaded(tmp_path: Path) -> None:
+    file, witness = tmp_path / "pickled.ckpt", tmp_path / "witness"
+    torch.save({"state_dict": Trap(witness)}, file)
+    assert_refused(file, "pickled.ckpt")
+    assert not witness.exists()
+
+
+@pytest.mark.parametrize("kind", ["FluxPipeline", "StableDiffusion3Pipeline", None])
+def test_folder_of_another_architecture(tmp_path: Path, kind: str | None) -> None:
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": kind}))
+    assert_refused(tmp_path, kind or "class name")
+
+
+@pytest.mark.parametrize("index", [None, "", "{", "[]"])
+def test_folder_that_is_no_model(tmp_path: Path, index: str | None) -> None:
+    if index is not None:
+        (tmp_path / "model_index.json").write_text(index)
+    assert_refused(tmp_path, "model_index.json")
+
+
+def test_folder_with_missing_parts(damaged_folder: Path) -> None:
+    shutil.rmtree(damaged_folder / "vae")
+    (damaged_folder / UNET_WEIGHTS).unlink()
+    (damaged_folder / "text_encoder" / "config.json").unlink()
+    assert_refused(damaged_folder, "text_encoder/config.json, unet's weights, vae/ missing")
+
+
+def test_folder_with_a_cut_off_file(damaged_folder: Path) -> None:
+    weights = damaged_folder / UNET_WEIGHTS
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    assert_refused(damaged_folder, "diffusion_pytorch_model.safetensors")
+
+
+def test_folder_with_weights_of_another_shape(damaged_folder: Path) -> None:
+    tensors = load_file(damaged_folder / UNET_WEIGHTS)
+    save_file({**tensors, "conv_in.weight": torch.zeros(1, 1, 1, 1)}, damaged_folder / UNET_WEIGHTS)
+    assert_refused(damaged_folder, "damaged-model", "conv_in.weight")
+
+
+def test_folder_with_a_broken_tokenizer(damaged_folder: Path) -> None:
+    (damaged_folder / "tokenizer" / "vocab.json").write_text("{")
+    assert_refused(damaged_folder, "damaged-model")

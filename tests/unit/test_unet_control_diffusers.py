@@ -1,0 +1,138 @@
+"""ControlNet and T2I adapters of diffusers, random and small, through a compiled UNet."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from builders import POOLED_WIDTH, SD1, SDXL, a_call, diffusers_unet, randomise, relative_error
+from torch import Tensor
+
+import lib_onediff
+
+CLOSE = 1e-5
+PICTURE = torch.linspace(0, 9, 2 * 3 * 64 * 96).reshape(2, 3, 64, 96).sin()
+LAYOUTS = pytest.mark.parametrize("layout", [SD1, SDXL], ids=["SD1", "SDXL"])
+
+
+class Scene:
+    """One UNet and one denoising call with the extras of its architecture."""
+
+    def __init__(self, layout: dict[str, Any]) -> None:
+        self.layout = layout
+        self.unet = diffusers_unet(**layout)
+        self.call = a_call(self.unet, 8, 12)
+        sdxl = layout is SDXL
+        self.added = {"text_embeds": torch.randn(2, POOLED_WIDTH), "time_ids": 9 * torch.rand(2, 6)} if sdxl else None
+
+    @torch.no_grad()
+    def output(self, **residuals: Any) -> Tensor:
+        # The UNet eats the list of a T2I adapter.
+        whole = {name: list(value) if isinstance(value, list) else value for name, value in residuals.items()}
+        call = self.call
+        return self.unet(
+            call.latent, call.timestep, call.context, added_cond_kwargs=self.added, **whole
+        ).sample
+
+    @torch.no_grad()
+    def controlnet(self) -> tuple[list[Tensor], Tensor]:
+        from diffusers import ControlNetModel
+
+        net = randomise(ControlNetModel.from_unet(self.unet, conditioning_embedding_out_channels=(8, 8, 16, 16)), 1)
+        call = self.call
+        return net(
+            call.latent, call.timestep, call.context, controlnet_cond=PICTURE, added_cond_kwargs=self.added,
+            return_dict=False,
+        )
+
+    @torch.no_grad()
+    def adapter(self) -> list[Tensor]:
+        from diffusers import T2IAdapter
+
+        if self.layout is SDXL:
+            adapter = T2IAdapter(3, [16, 32, 64, 64], 1, 16, adapter_type="full_adapter_xl")
+        else:
+            adapter = T2IAdapter(3, [16, 32, 64, 64], 1, 8, adapter_type="full_adapter")
+        return randomise(adapter, 2)(PICTURE)
+
+    def must_be_ours(self, **residuals: Any) -> None:
+        bare, expected = self.output(), self.output(**residuals)
+        lib_onediff.compile_unet(self.unet)
+        output = self.output(**residuals)
+        assert (lib_onediff.status()["route"], relative_error(output, expected) < CLOSE) == ("plain", True)
+        assert relative_error(expected, bare) > 1e-2
+
+
+@LAYOUTS
+def test_a_controlnet_gives_what_the_host_gives(layout: dict) -> None:
+    scene = Scene(layout)
+    down, middle = scene.controlnet()
+    scene.must_be_ours(down_block_additional_residuals=down, mid_block_additional_residual=middle)
+
+
+@LAYOUTS
+def test_a_t2i_adapter_gives_what_the_host_gives(layout: dict) -> None:
+    """SDXL's has a fourth residual, which the host adds to the middle block's output."""
+    scene = Scene(layout)
+    scene.must_be_ours(down_intrablock_additional_residuals=scene.adapter())
+
+
+@LAYOUTS
+def test_an_adapter_with_fewer_residuals_than_blocks_gives_what_the_host_gives(layout: dict) -> None:
+    scene = Scene(layout)
+    scene.must_be_ours(down_intrablock_additional_residuals=scene.adapter()[:2])
+
+
+@LAYOUTS
+def test_controlnet_and_adapter_together_give_what_the_host_gives(layout: dict) -> None:
+    scene = Scene(layout)
+    down, middle = scene.controlnet()
+    scene.must_be_ours(
+        down_block_additional_residuals=down, mid_block_additional_residual=middle,
+        down_intrablock_additional_residuals=scene.adapter()[:3],
+    )
+
+
+def test_a_middle_residual_alone_is_ignored_as_the_host_ignores_it() -> None:
+    scene = Scene(SD1)
+    _, middle = scene.controlnet()
+    expected = scene.output(mid_block_additional_residual=middle)
+    assert torch.equal(expected, scene.output())
+    lib_onediff.compile_unet(scene.unet, verify=False)
+    assert relative_error(scene.output(mid_block_additional_residual=middle), expected) < CLOSE
+
+
+@LAYOUTS
+def test_one_more_residual_is_never_served_by_the_proof_of_one_less(layout: dict) -> None:
+    """What the host adds and we do not must not hide in a shape that was proved without it."""
+    scene = Scene(layout)
+    residuals = scene.adapter()
+    expected = scene.output(down_intrablock_additional_residuals=residuals)
+    lib_onediff.compile_unet(scene.unet)
+    scene.output(down_intrablock_additional_residuals=residuals[:3])
+    assert lib_onediff.status()["route"] == "plain"
+    assert relative_error(scene.output(down_intrablock_additional_residuals=residuals), expected) < CLOSE
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_an_adapter_in_the_old_way_is_left_to_the_host() -> None:
+    scene = Scene(SD1)
+    residuals = scene.adapter()
+    expected = scene.output(down_block_additional_residuals=list(residuals))
+    lib_onediff.compile_unet(scene.unet)
+    assert torch.equal(scene.output(down_block_additional_residuals=list(residuals)), expected)
+    assert (lib_onediff.status()["route"], lib_onediff.status()["reason"]) == (
+        "host", "a T2I adapter passes its residuals in the old way"
+    )
+
+
+def test_a_controlled_step_and_a_free_one_take_turns() -> None:
+    scene = Scene(SD1)
+    down, middle = scene.controlnet()
+    control = {"down_block_additional_residuals": down, "mid_block_additional_residual": middle}
+    expected = [scene.output(), scene.output(**control)]
+    lib_onediff.compile_unet(scene.unet)
+    for _ in range(2):
+        assert relative_error(scene.output(), expected[0]) < CLOSE
+        assert relative_error(scene.output(**control), expected[1]) < CLOSE
+    assert lib_onediff.status()["route"] == "plain"

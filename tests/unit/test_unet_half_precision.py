@@ -1,0 +1,136 @@
+"""Half precision: our rounding is not worse than the host's, both measured against the host in float32."""
+from __future__ import annotations
+
+import contextlib
+import copy
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from builders import (
+    LDM_LAYOUTS,
+    SD1,
+    SD2,
+    SDXL,
+    a_call,
+    diffusers_output,
+    diffusers_unet,
+    ldm_output,
+    ldm_unet,
+    our_output,
+    relative_error,
+)
+from torch import Tensor, nn
+
+from lib_onediff.ops import torch_ops
+from lib_onediff.unet.call import UNetCall
+
+HALF_TYPES = (torch.float16, torch.bfloat16)
+# One call's rounding errors happen to add up or not: the ratio has a standard deviation of 0.1. This many give a mean.
+NETWORKS, CALLS = 2, 8
+WORST_RATIO = 1.1
+WIDER = {"block_out_channels": (32, 64, 128, 128), "norm_num_groups": 8}
+
+
+def cast(call: UNetCall, dtype: torch.dtype) -> UNetCall:
+    to = lambda tensor: None if tensor is None else tensor.to(dtype)  # noqa: E731
+    return replace(call, latent=to(call.latent), context=to(call.context), y=to(call.y))
+
+
+def error_ratio(
+    build: Callable[[int], nn.Module], dtype: torch.dtype,
+    host: Callable[[nn.Module, UNetCall], Tensor], exact: Callable[[nn.Module, UNetCall], Tensor],
+    upcast: bool = False,
+) -> float:
+    """Our error over the host's in this dtype, mean over calls; the same half weights for all three."""
+    ratios = []
+    for network in range(NETWORKS):
+        half = build(network).to(dtype)
+        single = copy.deepcopy(half).float()
+        for seed in range(CALLS):
+            call = cast(a_call(half, 8, 8, batch=4, seed=seed), dtype)
+            expected = exact(single, cast(call, torch.float32))
+            ours = our_output(half, replace(call, upcast_attention=upcast))
+            ratios.append(relative_error(ours.float(), expected) / relative_error(host(half, call).float(), expected))
+    return statistics.geometric_mean(ratios)
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
+@pytest.mark.parametrize("layout", [{**SD1, **WIDER}, {**SDXL, "block_out_channels": (32, 64, 128)}], ids=["SD1", "SDXL"])
+def test_our_error_is_not_above_diffusers_own(layout: dict, dtype: torch.dtype) -> None:
+    ratio = error_ratio(lambda seed: diffusers_unet(seed, **layout), dtype, diffusers_output, diffusers_output)
+    assert ratio <= WORST_RATIO
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
+def test_our_error_with_upcast_attention_is_not_above_diffusers_own(dtype: torch.dtype) -> None:
+    from diffusers.models.attention_processor import AttnProcessor
+
+    def build(seed: int) -> nn.Module:
+        unet = diffusers_unet(seed, **{**SD2, **WIDER})
+        unet.set_attn_processor(AttnProcessor())
+        return unet
+
+    assert error_ratio(build, dtype, diffusers_output, diffusers_output, upcast=True) <= WORST_RATIO
+
+
+@pytest.mark.parametrize("upcast", [True, False])
+def test_upcast_reaches_every_attention(upcast: bool) -> None:
+    seen: list[bool] = []
+
+    class Recording:
+        def __getattr__(self, name: str) -> object:
+            return getattr(torch_ops, name)
+
+        @staticmethod
+        def attention(query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:
+            seen.append(upcast)
+            return torch_ops.attention(query, key, value, upcast)
+
+    unet = diffusers_unet(**SD2)
+    our_output(unet, replace(a_call(unet), upcast_attention=upcast), Recording())
+    blocks = sum(type(module).__name__ == "BasicTransformerBlock" for module in unet.modules())
+    assert seen == [upcast] * (2 * blocks)
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
+def test_upcast_attention_rounds_only_its_result(dtype: torch.dtype) -> None:
+    query, key, value = (2 * torch.randn(2, 4, 50, 16).to(dtype) for _ in range(3))
+    scores = query.double() @ key.double().transpose(-1, -2) / 4.0
+    expected = (scores.softmax(-1) @ value.double()).to(dtype)
+    output = torch_ops.attention(query, key, value, upcast=True)
+    assert output.dtype == dtype
+    torch.testing.assert_close(output, expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+@contextlib.contextmanager
+def autocast_as_on_a_gpu(dtype: torch.dtype) -> Iterator[None]:
+    """What A1111 runs ldm in: CUDA's autocast computes norms in float32, the CPU's does not and would refuse."""
+
+    def group_norm(self: nn.GroupNorm, image: Tensor) -> Tensor:
+        return functional.group_norm(image.float(), self.num_groups, self.weight.float(), self.bias.float(), self.eps)
+
+    def layer_norm(self: nn.LayerNorm, tokens: Tensor) -> Tensor:
+        return functional.layer_norm(
+            tokens.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps
+        )
+
+    with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", dtype=dtype):
+        patch.setattr(nn.GroupNorm, "forward", group_norm)
+        patch.setattr(nn.LayerNorm, "forward", layer_norm)
+        patch.setattr("ldm.modules.attention._ATTN_PRECISION", "fp16")
+        yield
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
+@pytest.mark.parametrize("name", ["SD1", "SD2"])
+def test_our_error_is_not_above_that_of_ldm_under_autocast(name: str, dtype: torch.dtype) -> None:
+    def host(unet: nn.Module, call: UNetCall) -> Tensor:
+        unet.dtype = dtype
+        with autocast_as_on_a_gpu(dtype):
+            return ldm_output(unet, call)
+
+    assert error_ratio(lambda seed: ldm_unet(seed, **LDM_LAYOUTS[name]), dtype, host, ldm_output) <= WORST_RATIO

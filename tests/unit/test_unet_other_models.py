@@ -1,0 +1,165 @@
+"""Models that are no Stable Diffusion UNet: compile_unet leaves them exactly as they are, and says why."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from builders import SD1, a_call, diffusers_unet, randomise
+from torch import nn
+
+import lib_onediff
+from lib_onediff.unet.layout import UnsupportedUNet
+from lib_onediff.unet.read import read_layout
+
+random = torch.randn
+
+
+def flux() -> tuple[nn.Module, dict[str, Any]]:
+    from diffusers import FluxTransformer2DModel
+
+    model = FluxTransformer2DModel(
+        in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
+    )
+    return model, {
+        "hidden_states": random(1, 16, 4), "encoder_hidden_states": random(1, 8, 32),
+        "pooled_projections": random(1, 32), "timestep": torch.tensor([1.0]),
+        "img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(8, 3),
+    }
+
+
+def sd3() -> tuple[nn.Module, dict[str, Any]]:
+    from diffusers import SD3Transformer2DModel
+
+    model = SD3Transformer2DModel(
+        sample_size=8, patch_size=1, in_channels=4, num_layers=1, attention_head_dim=8, num_attention_heads=4,
+        caption_projection_dim=32, joint_attention_dim=32, pooled_projection_dim=64, out_channels=4,
+    )
+    return model, {
+        "hidden_states": random(1, 4, 8, 8), "encoder_hidden_states": random(1, 8, 32),
+        "pooled_projections": random(1, 64), "timestep": torch.tensor([1.0]),
+    }
+
+
+def video() -> tuple[nn.Module, dict[str, Any]]:
+    from diffusers import UNet3DConditionModel
+
+    model = UNet3DConditionModel(
+        block_out_channels=(32, 64), down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"),
+        up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"), cross_attention_dim=32, attention_head_dim=8,
+        norm_num_groups=8,
+    )
+    return model, {
+        "sample": random(1, 4, 2, 8, 8), "timestep": torch.tensor(3.0), "encoder_hidden_states": random(1, 7, 32),
+    }
+
+
+def stable_video() -> tuple[nn.Module, dict[str, Any]]:
+    from diffusers import UNetSpatioTemporalConditionModel
+
+    model = UNetSpatioTemporalConditionModel(
+        block_out_channels=(32, 64), cross_attention_dim=32, num_attention_heads=(2, 4), addition_time_embed_dim=16,
+        down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
+        up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
+        projection_class_embeddings_input_dim=48,
+    )
+    return model, {
+        "sample": random(1, 2, 8, 8, 8), "timestep": torch.tensor(3.0), "encoder_hidden_states": random(1, 1, 32),
+        "added_time_ids": torch.ones(1, 3),
+    }
+
+
+def unconditional() -> tuple[nn.Module, dict[str, Any]]:
+    from diffusers import UNet2DModel
+
+    model = UNet2DModel(
+        block_out_channels=(32, 64), down_block_types=("DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D"), norm_num_groups=8,
+    )
+    return model, {"sample": random(1, 3, 8, 8), "timestep": torch.tensor(3.0)}
+
+
+def class_conditional() -> tuple[nn.Module, dict[str, Any]]:
+    unet = diffusers_unet(**SD1, num_class_embeds=5)
+    call = a_call(unet)
+    return unet, {
+        "sample": call.latent, "timestep": call.timestep, "encoder_hidden_states": call.context,
+        "class_labels": torch.tensor([1, 3]),
+    }
+
+
+def with_image_prompt() -> tuple[nn.Module, dict[str, Any]]:
+    """A UNet that takes its whole context from pictures, as Kandinsky's does; an IP-Adapter's projection is read so."""
+    unet = diffusers_unet(**SD1, encoder_hid_dim=24, encoder_hid_dim_type="image_proj")
+    call = a_call(unet)
+    return unet, {
+        "sample": call.latent, "timestep": call.timestep, "encoder_hidden_states": call.context,
+        "added_cond_kwargs": {"image_embeds": random(2, 24)},
+    }
+
+
+def linear() -> tuple[nn.Module, dict[str, Any]]:
+    return nn.Linear(3, 5), {"input": random(2, 3)}
+
+
+MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], str]] = {
+    "Flux": (flux, "FluxTransformer2DModel"), "SD3": (sd3, "SD3Transformer2DModel"),
+    "3D UNet": (video, "UNet3DConditionModel"), "Stable Video": (stable_video, "UNetSpatioTemporalConditionModel"),
+    "unconditional": (unconditional, "UNet2DModel"), "class-conditional": (class_conditional, "class"),
+    "image prompt": (with_image_prompt, "projection of the context is loaded"), "a linear layer": (linear, "Linear"),
+}
+
+
+@pytest.mark.parametrize(("build", "reason"), MODELS.values(), ids=MODELS)
+def test_reading_it_is_refused_in_one_line(build: Callable, reason: str) -> None:
+    with pytest.raises(UnsupportedUNet, match=reason) as refusal:
+        read_layout(build()[0])
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(("build", "reason"), MODELS.values(), ids=MODELS)
+@torch.no_grad()
+def test_it_answers_as_if_it_had_not_been_compiled(build: Callable, reason: str) -> None:
+    model, given = build()
+    randomise(model)
+    expected = model(**given)
+    assert lib_onediff.compile_unet(model) is model
+    output = model(**given)
+    assert type(output) is type(expected)
+    assert torch.equal(output[0], expected[0])
+    status = lib_onediff.status()
+    assert status["route"] == "host" and reason in status["reason"], status["reason"]
+    assert "\n" not in status["reason"]
+
+
+@pytest.mark.parametrize("build", [video, unconditional, linear])
+@torch.no_grad()
+def test_it_takes_its_arguments_by_position_as_before(build: Callable) -> None:
+    model, given = build()
+    expected = randomise(model)(*given.values())
+    output = lib_onediff.compile_unet(model)(*given.values())
+    assert type(output) is type(expected)
+    assert torch.equal(output[0], expected[0])
+
+
+@pytest.mark.parametrize("build", [build for build, _ in MODELS.values()], ids=MODELS)
+@torch.no_grad()
+def test_uncompiled_it_has_no_trace_of_ours(build: Callable) -> None:
+    model, given = build()
+    attributes = dict(model.__dict__)
+    lib_onediff.compile_unet(model)
+    lib_onediff.uncompile_unet(model)
+    assert model.__dict__ == attributes
+    model(**given)
+
+
+def test_a_real_ip_adapter_projection_is_refused() -> None:
+    from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
+
+    unet = diffusers_unet()
+    unet.encoder_hid_proj = MultiIPAdapterImageProjection([ImageProjection(16, 48, 4)])
+    unet.config.encoder_hid_dim_type = "ip_image_proj"
+    with pytest.raises(UnsupportedUNet, match="an IP-Adapter or another projection of the context is loaded"):
+        read_layout(unet)

@@ -1,0 +1,232 @@
+"""What we do not run is refused with one line, and the host's own output comes back bit for bit."""
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from builders import SD1, a_call, diffusers_output, diffusers_unet, served
+from torch import Tensor, nn
+
+import lib_onediff
+
+ATTENTION = "mid_block.attentions.0.transformer_blocks.0.attn1"
+
+
+class AdapterLinear(nn.Module):
+    """A linear layer wrapped as PEFT does it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_a = nn.Linear(base.in_features, 2, bias=False)
+        self.lora_b = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_b(self.lora_a(x))
+
+
+class LoudLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class LoudProcessor:
+    def __call__(self, attn: Any, hidden_states: Tensor, *others: Any, **more: Any) -> Tensor:
+        return 2 * attn.to_out[0](attn.to_v(hidden_states))
+
+
+class LoudGroupNorm(nn.GroupNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def replace_linear(unet: Any, wrap: Callable[[nn.Linear], nn.Module]) -> None:
+    out = unet.get_submodule(ATTENTION).to_out
+    out[0] = wrap(out[0])
+
+
+def loud_linear(old: nn.Linear) -> nn.Linear:
+    new = LoudLinear(old.in_features, old.out_features)
+    new.load_state_dict(old.state_dict())
+    return new
+
+
+def hook(unet: Any) -> None:
+    unet.mid_block.resnets[0].register_forward_hook(lambda module, given, output: 2 * output)
+
+
+def pre_hook(unet: Any) -> None:
+    unet.mid_block.register_forward_pre_hook(lambda module, given: (2 * given[0], *given[1:]))
+
+
+def own_forward(unet: Any) -> None:
+    resnet = unet.mid_block.resnets[0]
+    resnet.forward = lambda *given, **named: 2 * type(resnet).forward(resnet, *given, **named)
+
+
+def one_processor(unet: Any) -> None:
+    unet.get_submodule(ATTENTION).set_processor(LoudProcessor())
+
+
+def borrowed_name(unet: Any) -> None:
+    unet.get_submodule(ATTENTION).set_processor(type("AttnProcessor2_0", (LoudProcessor,), {})())
+
+
+def loud_group_norm(unet: Any) -> None:
+    resnet = unet.mid_block.resnets[0]
+    new = LoudGroupNorm(resnet.norm2.num_groups, resnet.norm2.num_channels, resnet.norm2.eps)
+    new.load_state_dict(resnet.norm2.state_dict())
+    resnet.norm2 = new
+
+
+def circular_padding(unet: Any) -> None:
+    for module in unet.modules():
+        if isinstance(module, nn.Conv2d):
+            module.padding_mode = "circular"
+
+
+CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "FreeU": (lambda unet: unet.enable_freeu(0.9, 0.2, 1.2, 1.4), "FreeU is switched on"),
+    "a hook": (hook, "mid_block.resnets.0 has a forward hook"),
+    "a hook before": (pre_hook, "mid_block has a forward hook"),
+    "a forward of one layer": (own_forward, "mid_block.resnets.0 has a forward of its own, set by test_unet_refusals"),
+    "an attention processor": (one_processor, "the attention processor LoudProcessor is set"),
+    "a wrapped linear layer": (
+        lambda unet: replace_linear(unet, AdapterLinear), f"{ATTENTION}.to_out.0 is a .*AdapterLinear"
+    ),
+    "a linear layer with a forward of its own": (
+        lambda unet: replace_linear(unet, loud_linear), "LoudLinear"
+    ),
+    "a group norm with a forward of its own": (loud_group_norm, "LoudGroupNorm"),
+    "a processor with the name of a plain one": (borrowed_name, "AttnProcessor2_0"),
+    "circular padding": (circular_padding, "conv_in is a .*Conv2d: padding mode circular"),
+    "another activation": (lambda unet: setattr(unet, "conv_act", nn.GELU()), "the output's activation is GELU"),
+}
+EVERY_CHANGE = pytest.mark.parametrize(("change", "reason"), CHANGES.values(), ids=CHANGES)
+
+
+def must_be_the_hosts(unet: Any, reason: str, seed: int = 0) -> None:
+    call = a_call(unet, seed=seed)
+    assert torch.equal(served(unet, call), diffusers_output(unet, call))
+    status = lib_onediff.status()
+    assert status["route"] == "host"
+    assert re.search(reason, status["reason"]), status["reason"]
+    assert "\n" not in status["reason"]
+
+
+@EVERY_CHANGE
+def test_a_changed_unet_is_left_to_the_host(change: Callable[[Any], object], reason: str) -> None:
+    unet = diffusers_unet()
+    plain = served(unet, a_call(unet))
+    change(unet)
+    assert not torch.equal(served(unet, a_call(unet)), plain)
+    lib_onediff.compile_unet(unet)
+    must_be_the_hosts(unet, reason)
+
+
+@EVERY_CHANGE
+def test_a_unet_changed_after_it_was_proved_is_left_to_the_host(change: Callable[[Any], object], reason: str) -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet())
+    served(unet, a_call(unet))
+    assert lib_onediff.status()["route"] == "plain"
+    change(unet)
+    must_be_the_hosts(unet, reason, seed=1)
+
+
+@pytest.mark.parametrize("undo", ["hook", "FreeU", "padding"])
+def test_ours_comes_back_when_the_change_is_undone(undo: str) -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet())
+    if undo == "FreeU":
+        unet.enable_freeu(0.9, 0.2, 1.2, 1.4)
+    elif undo == "hook":
+        handle = unet.mid_block.register_forward_hook(lambda *given: None)
+    else:
+        circular_padding(unet)
+    served(unet, a_call(unet))
+    assert lib_onediff.status()["route"] == "host"
+    if undo == "FreeU":
+        unet.disable_freeu()
+    elif undo == "hook":
+        handle.remove()
+    else:
+        for module in unet.modules():
+            if isinstance(module, nn.Conv2d):
+                module.padding_mode = "zeros"
+    served(unet, a_call(unet, seed=1))
+    assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
+
+
+def test_query_key_and_value_fused_by_diffusers_are_left_to_the_host() -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet())
+    served(unet, a_call(unet))
+    unet.fuse_qkv_projections()
+    must_be_the_hosts(unet, "FusedAttnProcessor2_0", seed=1)
+
+
+def test_dropout_in_training_mode_is_left_to_the_host() -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(**SD1, dropout=0.5))
+    served(unet, a_call(unet))
+    assert lib_onediff.status()["route"] == "plain"
+    unet.train()
+    served(unet, a_call(unet, seed=1))
+    assert lib_onediff.status()["route"] == "host"
+
+
+def test_an_extra_parameter_is_refused_by_name() -> None:
+    unet = diffusers_unet()
+    unet.mid_block.register_parameter("strange", nn.Parameter(torch.zeros(3)))
+    lib_onediff.compile_unet(unet)
+    must_be_the_hosts(unet, "1 parameters that we do not know, such as mid_block.strange")
+
+
+@contextlib.contextmanager
+def doubled(kind: type) -> Iterator[None]:
+    original = kind.forward
+
+    def louder(self: nn.Module, *given: Any, **named: Any) -> Any:
+        output = original(self, *given, **named)
+        return tuple(2 * part for part in output) if isinstance(output, tuple) else 2 * output
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "forward", louder)
+        yield
+
+
+@pytest.mark.parametrize("place", ["attention.Attention", "resnet.ResnetBlock2D", "attention.GEGLU"])
+@pytest.mark.parametrize("proved", [False, True])
+def test_a_class_whose_forward_was_replaced_is_left_to_the_host(place: str, proved: bool) -> None:
+    from diffusers.models import attention, attention_processor, resnet
+
+    kind = {
+        "attention.Attention": attention_processor.Attention, "resnet.ResnetBlock2D": resnet.ResnetBlock2D,
+        "attention.GEGLU": attention.GEGLU,
+    }[place]
+    unet = lib_onediff.compile_unet(diffusers_unet())
+    if proved:
+        served(unet, a_call(unet))
+        assert lib_onediff.status()["route"] == "plain"
+    with doubled(kind):
+        must_be_the_hosts(unet, f"{kind.__name__}.forward was replaced by test_unet_refusals", seed=1)
+    served(unet, a_call(unet, seed=2))
+    assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
+
+
+@pytest.mark.parametrize("proved", [False, True])
+def test_a_replaced_forward_of_the_unets_own_class_is_left_to_the_host(proved: bool) -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet())
+    if proved:
+        served(unet, a_call(unet))
+    original = type(unet).forward
+
+    def louder(self: nn.Module, *given: Any, **named: Any) -> Any:
+        output = original(self, *given, **named)
+        output[0].mul_(2)
+        return output
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(unet), "forward", louder)
+        must_be_the_hosts(unet, "UNet2DConditionModel.forward was replaced|differs", seed=1)

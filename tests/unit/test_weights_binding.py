@@ -1,0 +1,199 @@
+"""Binding: fused weights by view, nothing copied twice, and everything given back as it was."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from builders import CONTEXT_WIDTH, SD1, SDXL, a_call, diffusers_unet, ldm_unet, our_output, relative_error, served
+from torch import Tensor, nn
+
+import lib_onediff
+from lib_onediff.unet.layout import UnsupportedUNet
+from lib_onediff.unet.read import read_layout
+from lib_onediff.unet.weights import Binding
+
+BUILDERS: dict[str, Callable[[], nn.Module]] = {
+    "SD1": lambda: diffusers_unet(**SD1), "SDXL": lambda: diffusers_unet(**SDXL), "ldm": ldm_unet,
+}
+EVERY_UNET = pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
+
+
+def bound(unet: nn.Module) -> Binding:
+    binding = Binding(unet, read_layout(unet))
+    binding.bind()
+    return binding
+
+
+def storage_bytes(unet: nn.Module) -> int:
+    """The bytes of all storages below a module, each counted once."""
+    storages = {parameter.untyped_storage().data_ptr(): parameter.untyped_storage() for parameter in unet.parameters()}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def values(unet: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in unet.named_parameters()}
+
+
+def same(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
+    return before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+@EVERY_UNET
+def test_the_members_of_a_fused_layer_lie_one_after_the_other_in_one_storage(build: Callable) -> None:
+    unet = build()
+    binding = bound(unet)
+    fusions = binding.layout.fusions()
+    blocks = sum(type(module).__name__ == "BasicTransformerBlock" for module in unet.modules())
+    assert len(fusions) == 2 * blocks + 1
+    for fusion in fusions:
+        address = None
+        for member in fusion.members:
+            weight = unet.get_parameter(f"{member.path}.weight")
+            assert weight.is_contiguous()
+            assert address in (None, weight.data_ptr())
+            address = weight.data_ptr() + weight.nbytes
+        whole = binding.weights()[fusion.name].weight
+        members = [unet.get_parameter(f"{member.path}.weight") for member in fusion.members]
+        assert torch.equal(whole, torch.cat(members))
+        assert {member.untyped_storage().data_ptr() for member in members} == {whole.untyped_storage().data_ptr()}
+
+
+@EVERY_UNET
+def test_the_biases_of_the_time_projections_are_one_tensor_too(build: Callable) -> None:
+    unet = build()
+    binding = bound(unet)
+    biases = [unet.get_parameter(f"{member.path}.bias") for member in binding.layout.embeddings.members]
+    assert torch.equal(binding.weights()[binding.layout.embeddings.name].bias, torch.cat(biases))
+    assert len({bias.untyped_storage().data_ptr() for bias in biases}) == 1
+
+
+@EVERY_UNET
+def test_a_second_bind_copies_nothing(build: Callable) -> None:
+    unet = build()
+    binding = Binding(unet, read_layout(unet))
+    members = [member for fusion in binding.layout.fusions() for member in fusion.members]
+    expected = sum(unet.get_parameter(f"{member.path}.weight").nbytes for member in members)
+    expected += sum(unet.get_parameter(f"{member.path}.bias").nbytes for member in binding.layout.embeddings.members)
+    assert binding.bind() == expected
+    before = binding.signature()
+    assert binding.bind() == 0
+    assert Binding(unet, read_layout(unet)).bind() == 0
+    assert binding.signature() == before
+
+
+@EVERY_UNET
+def test_binding_takes_no_memory(build: Callable) -> None:
+    unet = build()
+    before = storage_bytes(unet)
+    binding = bound(unet)
+    assert storage_bytes(unet) <= before + 4096
+    binding.unbind()
+    assert storage_bytes(unet) == before
+
+
+@EVERY_UNET
+def test_ten_rounds_leave_ordinary_parameters_with_the_same_bits(build: Callable) -> None:
+    unet = build()
+    objects, before = dict(unet.named_parameters()), values(unet)
+    trainable = {name: parameter.requires_grad for name, parameter in objects.items()}
+    for _ in range(10):
+        binding = bound(unet)
+        assert same(before, values(unet))
+        binding.unbind()
+        assert same(before, values(unet))
+    after = dict(unet.named_parameters())
+    assert all(after[name] is parameter for name, parameter in objects.items())
+    assert {name: parameter.requires_grad for name, parameter in after.items()} == trainable
+    for parameter in after.values():
+        assert type(parameter) is nn.Parameter and parameter.is_contiguous() and parameter.storage_offset() == 0
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes
+    assert len({parameter.data_ptr() for parameter in after.values()}) == len(after)
+
+
+def test_binding_never_writes_into_a_storage_that_the_host_may_keep() -> None:
+    unet = diffusers_unet()
+    layer = unet.mid_block.attentions[0].transformer_blocks[0].attn2.to_k
+    backup = layer.weight.detach()
+    first = backup.clone()
+    binding = bound(unet)
+    backup_of_view = layer.weight.detach()
+    layer.weight = nn.Parameter(layer.weight.detach() * 2)
+    binding.bind()
+    assert torch.equal(backup, first)
+    assert torch.equal(backup_of_view, first)
+    assert torch.equal(layer.weight, first * 2)
+
+
+@pytest.mark.parametrize("create_in_inference_mode", [True, False])
+@pytest.mark.parametrize("call_in_inference_mode", [True, False])
+def test_parameters_made_in_inference_mode_bind_and_run(
+    create_in_inference_mode: bool, call_in_inference_mode: bool
+) -> None:
+    with torch.inference_mode(create_in_inference_mode):
+        unet = diffusers_unet(**SDXL)
+    before = values(unet)
+    lib_onediff.compile_unet(unet)
+    with torch.inference_mode(call_in_inference_mode):
+        call = a_call(unet)
+        for _ in range(2):
+            output = served(unet, call)
+            assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
+    with torch.no_grad():
+        assert relative_error(output.clone(), our_output(diffusers_unet(**SDXL), call)) < 1e-5
+    lib_onediff.uncompile_unet(unet)
+    assert same(before, values(unet))
+    assert all(parameter.is_inference() == create_in_inference_mode for parameter in unet.parameters())
+
+
+def spoil(unet: nn.Module, kind: str) -> None:
+    layer = unet.mid_block.resnets[0].conv1
+    if kind == "mixed":
+        layer.half()
+    elif kind == "meta":
+        unet.to_empty(device="meta")
+    elif kind == "partly meta":
+        layer.to_empty(device="meta")
+    else:
+        layer.weight.data = layer.weight.data.to(getattr(torch, kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("mixed", "its parameters are mixed: torch.float32 on cpu, but .* is torch.float16 on cpu"),
+        ("partly meta", "its parameters are mixed: torch.float32 on cpu, but .* is torch.float32 on meta"),
+        ("meta", "its parameters are not loaded"),
+        ("float8_e4m3fn", "mid_block.resnets.0.conv1 is stored as float8_e4m3fn, which we do not run"),
+        ("float8_e5m2", "mid_block.resnets.0.conv1 is stored as float8_e5m2, which we do not run"),
+        ("float64", "mid_block.resnets.0.conv1 is stored as float64, which we do not run"),
+    ],
+)
+def test_what_we_cannot_run_is_refused_in_one_line_and_left_alone(kind: str, reason: str) -> None:
+    unet = diffusers_unet()
+    spoil(unet, kind)
+    binding = Binding(unet, read_layout(unet))
+    addresses = binding.signature()
+    with pytest.raises(UnsupportedUNet, match=reason) as refusal:
+        binding.bind()
+    assert "\n" not in str(refusal.value)
+    assert binding.signature() == addresses
+
+
+def test_a_bound_unet_is_saved_and_loaded_like_any_other(tmp_path: Path) -> None:
+    from diffusers import UNet2DConditionModel
+    from safetensors.torch import load_file, save_file
+
+    unet = diffusers_unet()
+    before = values(unet)
+    lib_onediff.compile_unet(unet)
+    served(unet, a_call(unet))
+    save_file(unet.state_dict(), tmp_path / "weights.safetensors")
+    assert same(before, load_file(tmp_path / "weights.safetensors"))
+    torch.save(unet.state_dict(), tmp_path / "weights.pt")
+    assert same(before, torch.load(tmp_path / "weights.pt", weights_only=True))
+    assert (tmp_path / "weights.pt").stat().st_size < 1.1 * storage_bytes(unet)
+    unet.save_pretrained(tmp_path / "folder")
+    loaded = UNet2DConditionModel.from_pretrained(tmp_path / "folder", cross_attention_dim=CONTEXT_WIDTH)
+    assert same(before, values(loaded))

@@ -1,0 +1,250 @@
+"""What a host does to its weights while they are bound: noticed, followed, and bound again only if they moved."""
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from builders import SD1, SDXL, a_call, diffusers_output, diffusers_unet, randomise, relative_error, served
+from torch import Tensor, nn
+
+import lib_onediff
+from lib_onediff.accelerator import runtime
+from lib_onediff.unet.call import UNetCall
+
+CROSS_ATTENTION = "mid_block.attentions.0.transformer_blocks.0.attn2"
+LAYERS = {
+    "keys of the context": f"{CROSS_ATTENTION}.to_k", "values of the context": f"{CROSS_ATTENTION}.to_v",
+    "self attention": "mid_block.attentions.0.transformer_blocks.0.attn1.to_q",
+    "time projection": "mid_block.resnets.0.time_emb_proj", "label embedding": "add_embedding.linear_1",
+    "convolution": "down_blocks.0.resnets.0.conv2", "group norm": "conv_norm_out",
+    "shortcut": "up_blocks.0.resnets.0.conv_shortcut",
+}
+EVERY_LAYER = pytest.mark.parametrize("path", LAYERS.values(), ids=LAYERS)
+
+
+class Compiled:
+    """A compiled SDXL-like UNet that has answered its call once."""
+
+    def __init__(self) -> None:
+        self.unet: Any = lib_onediff.compile_unet(diffusers_unet(**SDXL))
+        self.call: UNetCall = a_call(self.unet)
+        self.first = served(self.unet, self.call)
+        assert self.generation == 1
+
+    @property
+    def generation(self) -> int:
+        return runtime._care[self.unet].bound.generation
+
+    def layer(self, path: str) -> nn.Module:
+        return self.unet.get_submodule(path)
+
+    def answers_with_the_changed_weights(self, moved: bool, seen: bool = True) -> None:
+        expected = diffusers_output(self.unet, self.call)
+        assert (relative_error(expected, self.first) > 1e-4) == seen
+        assert relative_error(served(self.unet, self.call), expected) < 1e-5
+        assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
+        assert self.generation == (2 if moved else 1)
+
+
+@EVERY_LAYER
+@torch.no_grad()
+def test_an_edit_in_place_is_seen_and_nothing_is_bound_again(path: str) -> None:
+    compiled = Compiled()
+    weight = compiled.layer(path).weight
+    weight.add_(torch.randn_like(weight))
+    compiled.answers_with_the_changed_weights(moved=False)
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if "context" not in name and "attention" not in name])
+@torch.no_grad()
+def test_a_bias_edited_in_place_is_seen(name: str) -> None:
+    compiled = Compiled()
+    bias = compiled.layer(LAYERS[name]).bias
+    bias.add_(torch.randn_like(bias))
+    compiled.answers_with_the_changed_weights(moved=False)
+
+
+@EVERY_LAYER
+def test_a_replaced_parameter_is_bound_again(path: str) -> None:
+    compiled = Compiled()
+    layer = compiled.layer(path)
+    layer.weight = nn.Parameter(torch.randn_like(layer.weight))
+    compiled.answers_with_the_changed_weights(moved=True)
+
+
+@EVERY_LAYER
+def test_a_parameter_pointed_elsewhere_is_bound_again(path: str) -> None:
+    compiled = Compiled()
+    layer = compiled.layer(path)
+    layer.weight.data = torch.randn_like(layer.weight)
+    compiled.answers_with_the_changed_weights(moved=True)
+
+
+@EVERY_LAYER
+def test_a_replaced_layer_of_the_same_class_is_read_again(path: str) -> None:
+    compiled = Compiled()
+    parent, _, name = path.rpartition(".")
+    new = randomise(copy.deepcopy(compiled.layer(path)), 7)
+    setattr(compiled.unet.get_submodule(parent), name, new)
+    compiled.answers_with_the_changed_weights(moved=True)
+
+
+def test_a_layer_replaced_again_and_again_is_read_again() -> None:
+    compiled = Compiled()
+    attention = compiled.layer(CROSS_ATTENTION)
+    for seed in range(4):
+        attention.to_q = randomise(copy.deepcopy(attention.to_q), 2 * seed)
+        attention.to_q = randomise(copy.deepcopy(attention.to_q), 2 * seed + 1)  # may lie where the last one lay
+        compiled.call = replace(compiled.call, context=compiled.call.context.clone())
+        output = served(compiled.unet, compiled.call)
+        assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
+        assert relative_error(output, diffusers_output(compiled.unet, compiled.call)) < 1e-5
+
+
+def test_a_replaced_parameter_that_reuses_an_old_address_is_seen() -> None:
+    compiled = Compiled()
+    layer = compiled.layer("add_embedding.linear_1")
+    for factor in (2.0, 0.25, 3.0):
+        for scale in (factor, 1.5):  # the second may lie where the one before the first lay
+            layer.weight = nn.Parameter(layer.weight.detach() * scale)
+        output = served(compiled.unet, compiled.call)
+        assert relative_error(output, diffusers_output(compiled.unet, compiled.call)) < 1e-5
+
+
+@EVERY_LAYER
+@torch.no_grad()
+def test_an_edit_behind_autograds_back_is_seen_at_the_next_prompt(path: str) -> None:
+    """weight.data.mul_() counts no edit; kept keys and values are stale until a new context tensor comes."""
+    compiled = Compiled()
+    compiled.layer(path).weight.data.mul_(1.5)
+    compiled.call = replace(compiled.call, context=compiled.call.context.clone())
+    compiled.answers_with_the_changed_weights(moved=False)
+
+
+@pytest.mark.parametrize("path", [f"{CROSS_ATTENTION}.to_k", LAYERS["label embedding"], LAYERS["convolution"]])
+@pytest.mark.parametrize("inference_context", [False, True])
+def test_an_edit_of_parameters_made_in_inference_mode_is_seen_at_the_next_prompt(
+    path: str, inference_context: bool
+) -> None:
+    """Inference tensors count no edits at all."""
+    with torch.inference_mode():
+        compiled = Compiled()
+        compiled.layer(path).weight.mul_(1.5)
+        fresh = replace(compiled.call, context=compiled.call.context.clone())
+    with torch.inference_mode(inference_context):
+        compiled.call = replace(fresh, context=fresh.context.clone(), y=fresh.y.clone())
+        compiled.answers_with_the_changed_weights(moved=False)
+
+
+def test_a_state_dict_loaded_in_place_moves_nothing() -> None:
+    compiled = Compiled()
+    compiled.unet.load_state_dict(diffusers_unet(1, **SDXL).state_dict())
+    compiled.answers_with_the_changed_weights(moved=False)
+
+
+def test_a_state_dict_assigned_is_bound_again() -> None:
+    compiled = Compiled()
+    compiled.unet.load_state_dict(diffusers_unet(1, **SDXL).state_dict(), assign=True)
+    compiled.answers_with_the_changed_weights(moved=True)
+
+
+def test_a_round_trip_through_another_type_ends_in_ours() -> None:
+    compiled = Compiled()
+    compiled.unet.to(torch.float64)
+    double = replace(compiled.call, **{
+        name: getattr(compiled.call, name).double() for name in ("latent", "context", "y")
+    })
+    output = served(compiled.unet, double)
+    assert torch.equal(output, diffusers_output(compiled.unet, double))
+    assert lib_onediff.status()["route"] == "host"
+    assert lib_onediff.status()["reason"].endswith("is stored as float64, which we do not run")
+    compiled.unet.to(torch.float32)
+    compiled.answers_with_the_changed_weights(moved=True, seen=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_unet_cast_to_half_precision_and_back_is_followed(dtype: torch.dtype) -> None:
+    compiled = Compiled()
+    compiled.unet.to(dtype)
+    call = compiled.call
+    half = replace(call, latent=call.latent.to(dtype), context=call.context.to(dtype), y=call.y.to(dtype))
+    output = served(compiled.unet, half)
+    assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
+    assert output.dtype == dtype
+    assert relative_error(output, diffusers_output(compiled.unet, half)) < 5 * torch.finfo(dtype).eps
+    compiled.unet.float()
+    assert relative_error(served(compiled.unet, compiled.call), diffusers_output(compiled.unet, compiled.call)) < 1e-5
+    assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
+
+
+def test_lora_on_and_off_by_new_parameters_gives_the_first_picture_again() -> None:
+    compiled = Compiled()
+    layer = compiled.layer(f"{CROSS_ATTENTION}.to_v")
+    original = layer.weight
+    layer.weight = nn.Parameter(original.detach() + torch.randn_like(original))
+    compiled.answers_with_the_changed_weights(moved=True)
+    layer.weight = original
+    assert torch.equal(served(compiled.unet, compiled.call), compiled.first)
+
+
+@torch.no_grad()
+def test_lora_on_and_off_in_place_gives_the_first_picture_again() -> None:
+    compiled = Compiled()
+    weights = [compiled.layer(path).weight for path in LAYERS.values()]
+    backups = [weight.clone() for weight in weights]
+    for weight in weights:
+        weight.add_(0.5 * torch.randn_like(weight))
+    compiled.answers_with_the_changed_weights(moved=False)
+    for weight, backup in zip(weights, backups, strict=True):
+        weight.copy_(backup)
+    assert torch.equal(served(compiled.unet, compiled.call), compiled.first)
+    assert compiled.generation == 1
+
+
+def test_calls_alone_move_nothing() -> None:
+    compiled = Compiled()
+    addresses = [parameter.data_ptr() for parameter in compiled.unet.parameters()]
+    for seed in range(3):
+        served(compiled.unet, a_call(compiled.unet, 9, 11, seed=seed))
+    assert compiled.generation == 1
+    assert [parameter.data_ptr() for parameter in compiled.unet.parameters()] == addresses
+
+
+@pytest.mark.parametrize("uncompile", [False, True])
+def test_nothing_of_ours_keeps_an_unloaded_unet_alive(uncompile: bool) -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(**SD1))
+    served(unet, a_call(unet))
+    if uncompile:
+        lib_onediff.uncompile_unet(unet)
+    watched = [weakref.ref(unet), *map(weakref.ref, unet.modules()), *map(weakref.ref, unet.parameters())]
+    storages = {parameter.untyped_storage().data_ptr() for parameter in unet.parameters()}
+    del unet
+    gc.collect()
+    assert [reference() for reference in watched if reference() is not None] == []
+    views = [thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)]
+    assert [view.shape for view in views if view.untyped_storage().data_ptr() in storages] == []
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "another prompt": lambda unet: served(unet, a_call(unet, tokens=154)),
+    "a refusal": lambda unet: (unet.enable_freeu(0.9, 0.2, 1.2, 1.4), served(unet, a_call(unet))),
+    "new weights": lambda unet: (unet.load_state_dict(diffusers_unet(1).state_dict()), served(unet, a_call(unet))),
+    "another type": lambda unet: unet.half(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_unet_is_freed_whatever_happened_to_it(change: Callable[[Any], object]) -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet())
+    served(unet, a_call(unet))
+    change(unet)
+    gone = weakref.ref(unet), weakref.ref(unet.conv_in.weight)
+    del unet
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]

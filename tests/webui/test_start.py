@@ -1,0 +1,124 @@
+"""Starting the standalone host: models that are not there or not usable, ports that are taken."""
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from webui_client import PICTURE, WebUI
+from webui_process import HostProcess, run_to_end
+
+from lib_onediff.hosts.standalone.tiny_model import tiny_sd15_pipeline
+
+UNET_WEIGHTS = Path("unet", "diffusion_pytorch_model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole model in diffusers' layout."""
+    folder = tmp_path_factory.mktemp("models") / "small-model"
+    tiny_sd15_pipeline(seed=3).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def damaged_folder(model_folder: Path, tmp_path: Path) -> Path:
+    """A copy to be damaged."""
+    return Path(shutil.copytree(model_folder, tmp_path / "damaged-model"))
+
+
+def assert_one_sentence(ended: subprocess.CompletedProcess[str], *parts: str) -> None:
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stdout + ended.stderr
+    lines = ended.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].endswith("."), ended.stderr
+    for part in parts:
+        assert part in lines[0]
+
+
+def assert_model_refused(model: Path, *parts: str) -> None:
+    assert_one_sentence(run_to_end("--port", "0", "--model", str(model)), *parts)
+
+
+def test_model_that_is_not_there(tmp_path: Path) -> None:
+    assert_model_refused(tmp_path / "nothing.safetensors", "nothing.safetensors")
+
+
+def test_corrupt_checkpoint(tmp_path: Path) -> None:
+    file = tmp_path / "broken.safetensors"
+    file.write_bytes(b"\xff" * 4096)
+    assert_model_refused(file, "broken.safetensors")
+
+
+def test_folder_of_another_architecture(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
+    assert_model_refused(tmp_path, "FluxPipeline")
+
+
+def test_folder_with_a_cut_off_file(damaged_folder: Path) -> None:
+    weights = damaged_folder / UNET_WEIGHTS
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    assert_model_refused(damaged_folder, "diffusion_pytorch_model.safetensors")
+
+
+def test_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert_one_sentence(run_to_end("--port", str(port)), str(port))
+
+
+def test_port_and_host_that_do_not_exist() -> None:
+    assert_one_sentence(run_to_end("--port", "99999"), "99999")
+    assert_one_sentence(run_to_end("--host", "no.such.host.invalid"), "no.such.host.invalid")
+
+
+def test_model_folder_is_used(model_folder: Path, tmp_path: Path) -> None:
+    host = HostProcess("--port", "0", "--data-dir", str(tmp_path), "--model", str(model_folder))
+    try:
+        webui = WebUI(host.url(), is_standalone=True)
+        assert webui.get("/sdapi/v1/sd-models")[0]["model_name"] == "small-model"
+        assert "Model: small-model" in webui.txt2img().info["infotexts"][0]
+    finally:
+        exit_code = host.stop()
+    assert exit_code == 0
+    assert len(host.lines) == 2, host.output
+
+
+def test_nan_weights_give_a_sentence_and_the_host_lives_on(damaged_folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(damaged_folder / UNET_WEIGHTS)
+    tensors["mid_block.resnets.0.conv1.weight"].fill_(float("nan"))
+    save_file(tensors, damaged_folder / UNET_WEIGHTS)
+    host = HostProcess("--port", "0", "--data-dir", str(tmp_path), "--model", str(damaged_folder))
+    try:
+        webui = WebUI(host.url(), is_standalone=True)
+        for _ in range(2):
+            answer = webui.post("/sdapi/v1/txt2img", PICTURE)
+            assert answer.status_code == 500
+            assert "UNet produced numbers that are not finite" in answer.json()["detail"]
+        assert webui.get("/internal/ping") == {}
+    finally:
+        host.stop()
+    assert "Traceback" not in host.output
+
+
+def test_broken_extension_does_not_stop_the_host(tmp_path: Path) -> None:
+    """The host must start and make pictures when scripts/onediff.py cannot be loaded."""
+    from webui_process import ROOT
+
+    copy = tmp_path / "checkout"
+    shutil.copytree(ROOT / "lib_onediff", copy / "lib_onediff", ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "scripts").mkdir()
+    (copy / "scripts" / "onediff.py").write_text("raise RuntimeError('broken on purpose')\n")
+    host = HostProcess("--port", "0", "--data-dir", str(tmp_path), root=copy)
+    try:
+        webui = WebUI(host.url(), is_standalone=True)
+        assert webui.get("/sdapi/v1/scripts") == {"txt2img": [], "img2img": []}
+        assert webui.txt2img().image.size == (64, 64)
+    finally:
+        host.stop()
+    assert "Error loading script: onediff.py" in host.output
+    assert "Traceback" not in host.output

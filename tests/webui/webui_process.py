@@ -1,0 +1,76 @@
+"""The standalone host in a process of its own, as a user starts it."""
+from __future__ import annotations
+
+import os
+import queue
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = [sys.executable, "-m", "lib_onediff.hosts.standalone"]
+ADDRESS = re.compile(r"http://\S+")
+SECONDS_TO_START = 180
+
+
+def environment() -> dict[str, str]:
+    """The environment of a host under test: one thread, so that several tests can share a small machine."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+class HostProcess:
+    """A running host of the checkout at root; lines holds everything that it has printed."""
+
+    def __init__(self, *arguments: str, root: Path = ROOT) -> None:
+        self.lines: list[str] = []
+        self._arrived: queue.Queue[str | None] = queue.Queue()
+        self.process = subprocess.Popen(
+            [*COMMAND, *arguments], cwd=root, env=environment(), text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+            self._arrived.put(line)
+        self._arrived.put(None)
+
+    def url(self) -> str:
+        """Wait until the host prints its address. AssertionError, with what it printed, when it does not."""
+        deadline = time.monotonic() + SECONDS_TO_START
+        while time.monotonic() < deadline:
+            try:
+                line = self._arrived.get(timeout=1)
+            except queue.Empty:
+                continue
+            if line is None:
+                break
+            address = ADDRESS.search(line)
+            if address:
+                return address.group()
+        self.stop()
+        raise AssertionError("the host did not start; it printed:\n" + "\n".join(self.lines))
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def stop(self) -> int:
+        """Ask the host to stop and return its exit code."""
+        self.process.terminate()
+        try:
+            return self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait(30)
+
+
+def run_to_end(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the host with arguments under which it must not start."""
+    return subprocess.run(
+        [*COMMAND, *arguments], cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=SECONDS_TO_START
+    )
