@@ -30,6 +30,8 @@ from .verify import CannotJudge, Disagreement, judge
 log = logging.getLogger("onediff")
 
 GRAPH, PLAIN, HOST = "graph", "plain", "host"
+# Older torch raises when asked for autocast on another kind of device, such as mps.
+AUTOCAST_DEVICES = ("cuda", "cpu")
 HostForward = Callable[[], Tensor]
 
 
@@ -126,30 +128,37 @@ class Accelerator:
 
         Never raises for a reason of ours: what we cannot serve, the host serves, and status() says why.
         """
+        self._last.update(entry=None)
         try:
             care, settings = self._care_for(unet)
-            with self._lock, our_modes(call.latent.device):
+            with self._lock:
                 entry = self._entry_for(care, call)
-                output, route, reason = self._serve(care, entry, settings, call)
+                with our_modes(call.latent.device):
+                    output, route, reason = self._serve(care, entry, settings, call)
             if entry.state is State.COLD:
                 # Outside our modes: the host's forward must run exactly as the host would run it.
                 self._prove(entry, output, settings, host)
         except (Declined, UnsupportedUNet, CannotJudge) as refusal:
-            return self.decline(str(refusal), host)
+            return self._decline(str(refusal), host)
         except torch.cuda.OutOfMemoryError:
             self.free_graphs()
-            return self.decline("out of GPU memory: the graphs were freed", host)
+            return self._decline("out of GPU memory: the graphs were freed", host)
         except Exception as error:
             # A fault of ours must not cost the user a picture.
             log.exception("OneDiff: a fault of ours")
-            return self.decline(f"a fault of ours, please report it: {first_line(error)}", host)
+            return self._decline(f"a fault of ours, please report it: {first_line(error)}", host)
         self._note(route, reason)
         return output
 
-    def decline(self, reason: str, host: HostForward) -> Tensor:
+    def _decline(self, reason: str, host: HostForward) -> Tensor:
         """Run the host's forward, with the reason for the user."""
         self._note(HOST, reason)
         return host()
+
+    def note_host(self, reason: str) -> None:
+        """Take down that a host runs a call of which we know nothing, and why."""
+        self._last.update(entry=None, model=None)
+        self._note(HOST, reason)
 
     def _care_for(self, unet: nn.Module) -> tuple[Care, Settings]:
         care = self._care.get(unet)
@@ -164,7 +173,7 @@ class Accelerator:
 
     def _entry_for(self, care: Care, call: UNetCall) -> Entry:
         bound = care.bound
-        self._last.update(entry=None, model=None)
+        self._last.update(model=None)
         bound.refresh(call, care.by_content)
         self._last.update(model=bound.layout.model_name)
         refuse_inputs(bound, call)
@@ -265,11 +274,21 @@ class Accelerator:
         }
 
 
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What torch.autocast casts to on this kind of device now; None where it is off."""
+    if device_type not in AUTOCAST_DEVICES:
+        return None
+    if hasattr(torch, "get_autocast_dtype"):
+        return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    if device_type == "cpu":
+        return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
+    return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
+
+
 @contextlib.contextmanager
 def our_modes(device: torch.device) -> Iterator[None]:
     """Ordinary tensors, no gradients, no autocast: what our forward and its captures are written for."""
-    # Older torch raises for a device that it has no autocast for, such as mps.
-    autocasts = device.type in ("cuda", "cpu")
+    autocasts = device.type in AUTOCAST_DEVICES
     no_autocast = torch.autocast(device.type, enabled=False) if autocasts else contextlib.nullcontext()
     with torch.inference_mode(False), torch.no_grad(), no_autocast:
         yield
@@ -288,6 +307,9 @@ def refuse_inputs(bound: BoundUNet, call: UNetCall) -> None:
         raise Declined(f"the UNet's weights are on {bound.binding.device}, the latent is on {call.latent.device}")
     if call.latent.dtype != bound.binding.dtype:
         raise Declined(f"the UNet's weights are {bound.binding.dtype}, the latent is {call.latent.dtype}")
+    autocast = autocast_dtype(call.latent.device.type)
+    if autocast not in (None, bound.binding.dtype):
+        raise Declined(f"autocast to {autocast} is on, but the UNet's weights are {bound.binding.dtype}")
 
 
 runtime = Accelerator()

@@ -6,6 +6,7 @@ import logging
 from modules import script_callbacks, scripts, sd_models, shared
 
 from lib_onediff.hosts import diffusers as diffusers_host
+from lib_onediff.settings import Settings
 from lib_onediff.ui import accordion, run_settings, settings_tab, status, status_route
 
 log = logging.getLogger("onediff")
@@ -68,9 +69,9 @@ class OneDiffScript(scripts.Script):
         try:
             settings = run_settings.settings_of_run(argument, settings_tab.settings_from(shared.opts))
         except ValueError as problem:
-            log.warning("OneDiff: %s", problem)
-            p.comment(str(problem))
-            return
+            log.warning("%s OneDiff is off for this run.", problem)
+            p.comment(f"{problem} OneDiff is off for this run.")
+            settings = Settings(enabled=False)
         run_settings.use_for_sampling(p, settings)
 
     def postprocess(self, p, processed, *args):

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from ..accelerator import runtime
 from ..settings import Settings
 from ..unet.call import Control, UNetCall
+from ..unet.foreign import replaced_by
 from ..unet.prompts import Sighting
+from ..unet.read_diffusers import is_diffusers_unet
 
 # accelerate's offloading hooks put their forward in front and keep the one that they found here.
 BEHIND_A_HOOK = "_old_forward"
@@ -30,10 +32,13 @@ class DiffusersForward:
         self._embedded = Sighting()
         self._y: Tensor | None = None
         self.__wrapped__ = type(unet).forward
-        self.__signature__ = inspect.signature(types.MethodType(type(unet).forward, unet))
+        self.__signature__ = inspect.signature(own_forward(unet))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unet = self._unet()
+        if not is_diffusers_unet(unet):
+            runtime.note_host(f"{type(unet).__name__} is not a UNet that OneDiff knows")
+            return type(unet).forward(unet, *args, **kwargs)
         given = self.__signature__.bind(*args, **kwargs).arguments
         return_dict = given.pop("return_dict", True)
 
@@ -46,10 +51,12 @@ class DiffusersForward:
         try:
             call = self._call(unet, **given)
         except NotOurs as reason:
-            sample = runtime.decline(str(reason), host)
+            runtime.note_host(str(reason))
+            sample = host()
         except (RuntimeError, TypeError, KeyError, AttributeError) as fault:
             # Inputs that we cannot even read are the host's to judge.
-            sample = runtime.decline(f"the inputs of this call were not understood: {fault}", host)
+            runtime.note_host(f"the inputs of this call were not understood: {fault}")
+            sample = host()
         else:
             sample = runtime.run(unet, call, host)
         if not return_dict:
@@ -60,8 +67,7 @@ class DiffusersForward:
 
     def __reduce__(self) -> tuple:
         # A copied or pickled UNet gets its class's own forward: the copy is not in our care.
-        unet = self._unet()
-        return types.MethodType, (type(unet).forward, unet)
+        return own_forward, (self._unet(),)
 
     def _call(
         self, unet: Any, sample: Tensor, timestep: Tensor | float, encoder_hidden_states: Tensor,
@@ -69,6 +75,9 @@ class DiffusersForward:
         down_block_additional_residuals: Any = None, mid_block_additional_residual: Tensor | None = None,
         down_intrablock_additional_residuals: Any = None, **others: Any,
     ) -> UNetCall:
+        replaced = replaced_by(type(unet))
+        if replaced is not None:
+            raise NotOurs(f"UNet2DConditionModel.forward was replaced by {replaced}")
         for name, value in others.items():
             if value is not None and value != {}:
                 raise NotOurs(f"the pipeline passes {name}")
@@ -99,6 +108,11 @@ class DiffusersForward:
             self._y = torch.cat([text, waves.to(text.dtype)], dim=-1)
             self._embedded.remember((text, sizes))
         return self._y
+
+
+def own_forward(unet: nn.Module) -> types.MethodType:
+    """The forward of a module's class, bound to it."""
+    return types.MethodType(type(unet).forward, unet)
 
 
 def timestep_of_batch(timestep: Tensor | float, sample: Tensor) -> Tensor:
@@ -182,7 +196,7 @@ def detach(unet: nn.Module) -> None:
             if slot == "forward":
                 del unet.__dict__[slot]
             else:
-                unet.__dict__[slot] = types.MethodType(type(unet).forward, unet)
+                unet.__dict__[slot] = own_forward(unet)
     runtime.release(unet)
 
 

@@ -22,7 +22,13 @@ def add_options(opts: Any, option_info: Callable[..., Any]) -> None:
     """
 
     def apply() -> None:
-        runtime.configure(settings_from(opts))
+        try:
+            runtime.configure(settings_from(opts))
+        except ValueError as problem:
+            # A WebUI prints a traceback for what an onchange raises; so the old values are put back here instead.
+            log.warning("%s The setting stays as it was.", problem)
+            for option in fields(Settings):
+                opts.data[host_key(option.name)] = getattr(runtime.settings, option.name)
 
     for option in fields(Settings):
         info = option_info(
@@ -33,11 +39,7 @@ def add_options(opts: Any, option_info: Callable[..., Any]) -> None:
             onchange=apply,
         )
         opts.add_option(host_key(option.name), info.info(option.metadata["explanation"]))
-    try:
-        apply()
-    except ValueError as problem:
-        log.warning("OneDiff: a stored setting is not usable, so the defaults are in force: %s", problem)
-        runtime.configure(Settings())
+    apply()
 
 
 def component_of(option: Field) -> tuple[type, dict[str, Any]]:

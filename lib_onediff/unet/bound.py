@@ -13,7 +13,7 @@ from .forward import Conditioning, condition
 from .layout import UNetLayout, UnsupportedUNet
 from .prompts import PromptMemory, Sighting
 from .read import read_layout
-from .weights import Binding, Signature
+from .weights import UNCOUNTED, Binding, Signature
 
 
 class BoundUNet:
@@ -95,7 +95,11 @@ class BoundUNet:
 
     def conditioning(self, ops: Operators, call: UNetCall, by_content: bool) -> Conditioning:
         """What depends on the prompt alone, computed only when prompt or weights have changed."""
-        edits = (self.generation, self.binding.edits())
+        counted = self.binding.edits()
+        edits = (self.generation, counted)
+        if call.context.is_inference() and all(count != UNCOUNTED for _, count in counted):
+            # Such a tensor cannot be recognised, but edits of the weights can.
+            by_content = True
         return self._prompts.conditioning(
             call.context, call.y, edits, by_content,
             lambda: condition(self.layout, self.binding.weights(), ops, call.context, call.y),

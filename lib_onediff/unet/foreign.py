@@ -23,9 +23,9 @@ def scan(unet: nn.Module, trusted: Collection[str] = ()) -> Structure:
     """Look through every module below unet, in well under a millisecond per thousand.
 
     foreign is None, or one line that names the first thing that makes a module compute something other than its
-    class says: a forward set on the instance, a hook, or a class whose forward was replaced by code from a Python
-    module that is neither the class's own nor in trusted. unet itself is the caller's to judge: its hooks run around
-    any forward.
+    class says: a forward set on the instance, a hook, dropout at work, or a class whose forward was replaced by code
+    from a Python module that is neither the class's own nor in trusted. unet itself is the caller's to judge: its
+    hooks run around any forward.
     """
     members: list[tuple[int, type]] = []
     switches: list[tuple[int, object]] = []
@@ -45,6 +45,8 @@ def scan(unet: nn.Module, trusted: Collection[str] = ()) -> Structure:
             foreign = f"{name} has a forward of its own, set by {origin(replaced)}"
         elif state["_forward_hooks"] or state["_forward_pre_hooks"]:
             foreign = f"{name} has a forward hook"
+        elif isinstance(module, nn.Dropout) and module.training and module.p > 0:
+            foreign = f"{name} drops values (the UNet is in training mode)"
     if foreign is None:
         foreign = replaced_class_forward(classes - {type(unet)}, trusted)
     return Structure(tuple(members), tuple(switches), foreign)
@@ -53,13 +55,19 @@ def scan(unet: nn.Module, trusted: Collection[str] = ()) -> Structure:
 def replaced_class_forward(classes: Collection[type], trusted: Collection[str]) -> str | None:
     for kind in classes:
         for method in ("forward", "_forward"):
-            owner = next((base for base in kind.__mro__ if method in base.__dict__), None)
-            if owner is None:
-                continue
-            source = origin(owner.__dict__[method])
-            if source != owner.__module__ and source not in trusted:
+            source = replaced_by(kind, method)
+            if source is not None and source not in trusted:
                 return f"{kind.__name__}.{method} was replaced by {source}"
     return None
+
+
+def replaced_by(kind: type, method: str = "forward") -> str | None:
+    """The Python module whose code stands in the place of a class's own method; None where the class's own stands."""
+    owner = next((base for base in kind.__mro__ if method in base.__dict__), None)
+    if owner is None:
+        return None
+    source = origin(owner.__dict__[method])
+    return None if source == owner.__module__ else source
 
 
 def origin(function: object) -> str:

@@ -9,6 +9,13 @@ from .layout import Convolution, FusedLinear, GroupNorm, LayerNorm, Linear, Unsu
 
 # Forge's Linear is not an nn.Linear, but the same parameters with the same meaning.
 LINEAR_CLASSES = {"ForgeOperations.Linear"}
+# Layers whose forward is not torch's but computes the same: in float32 and back (ldm), with LoRA in place or none.
+KNOWN_FORWARDS = {
+    "ldm": {"GroupNorm32"},
+    "sgm": {"GroupNorm32"},
+    "backend": {f"ForgeOperations.{layer}" for layer in ("Linear", "Conv2d", "GroupNorm", "LayerNorm")},
+    "diffusers": {"LoRACompatibleLinear", "LoRACompatibleConv"},
+}
 
 
 class LeafReader:
@@ -74,6 +81,8 @@ class LeafReader:
         """Account for weight and bias; anything else that the module holds stays unclaimed or is refused here."""
         if next(module.children(), None) is not None:
             raise self._unknown(module, "it has layers of its own inside")
+        if not computes_as_torch(type(module)):
+            raise self._unknown(module, "its forward is its own")
         if not isinstance(getattr(module, "weight", None), nn.Parameter):
             raise self._unknown(module, "it has no weight")
         if getattr(module, "scale_weight", None) is not None or getattr(module, "forge_online_loras", None):
@@ -86,3 +95,10 @@ class LeafReader:
         where = self._paths.get(module, "?") if isinstance(module, nn.Module) else "?"
         kind = type(module)
         return UnsupportedUNet(f"{where} is a {kind.__module__}.{kind.__qualname__}: {why}")
+
+
+def computes_as_torch(kind: type) -> bool:
+    """Whether a layer's class has torch's own forward, or one that is known to compute the same."""
+    owner = next(base for base in kind.__mro__ if "forward" in base.__dict__)
+    package = owner.__module__.partition(".")[0]
+    return package == "torch" or owner.__qualname__ in KNOWN_FORWARDS.get(package, ())

@@ -80,11 +80,10 @@ class PromptMemory:
     ) -> Conditioning:
         """The conditioning for context and y, computed only if the prompt or the weights (edits) have changed.
 
-        by_content: the host hands over a new tensor at every call, so compare what is in it (on a GPU this waits for
-        the queue). So are inference tensors, which cannot be recognised otherwise. The returned tensors stay valid
-        until the next call with the same batch and token count.
+        by_content: the tensors themselves tell nothing (the host hands over new ones at every call), so compare what
+        is in them; on a GPU this waits for the queue. The returned tensors stay valid until the next call with the
+        same batch and token count.
         """
-        by_content = by_content or context.is_inference()
         size = prompt_size(context, y)
         held = self._held.get(size)
         if held is not None and held.edits == edits and (

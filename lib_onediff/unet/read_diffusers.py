@@ -217,9 +217,11 @@ def read_block(block: Any, leaves: LeafReader) -> TransformerBlock:
 
 
 def plain_attention(attention: Any, leaves: LeafReader) -> Any:
-    processor = type(attention.processor).__name__
-    if processor not in PLAIN_PROCESSORS:
-        raise UnsupportedUNet(f"the attention processor {processor} is set, which may compute something else")
+    processor = type(attention.processor)
+    if processor.__name__ not in PLAIN_PROCESSORS or processor.__module__.partition(".")[0] != "diffusers":
+        raise UnsupportedUNet(
+            f"the attention processor {processor.__name__} is set, which may compute something else"
+        )
     extras = ("group_norm", "spatial_norm", "norm_q", "norm_k", "norm_cross", "add_k_proj")
     odd = [name for name in extras if getattr(attention, name, None) is not None]
     scaled = attention.rescale_output_factor != 1 or attention.residual_connection or not attention.scale_qk

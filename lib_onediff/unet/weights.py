@@ -25,6 +25,7 @@ class Affine(NamedTuple):
 
 
 Weights = dict[str, Affine]
+UNCOUNTED = -1
 Signature = tuple[tuple[int, torch.dtype], ...]
 
 
@@ -78,10 +79,12 @@ class Binding:
         """Identity and edit count of the attention's and the label embedding's parameters.
 
         Keys and values of a prompt are computed once and kept; they are stale as soon as this changes. An inference
-        tensor counts no edits; there the identity alone is compared.
+        tensor counts no edits (UNCOUNTED); there the identity alone is compared.
         """
-        weights = (self._parameters(leaf)[0] for _, leaf in self._prompt_leaves)
-        return tuple((id(weight), -1 if weight.is_inference() else weight._version) for weight in weights)
+        return tuple(
+            (id(parameter), UNCOUNTED if parameter.is_inference() else parameter._version)
+            for _, leaf in self._prompt_leaves for parameter in self._parameters(leaf) if parameter is not None
+        )
 
     def weights(self) -> Weights:
         """Every layer's tensors by path, and every fused layer's by its name. Drop the result after the call.

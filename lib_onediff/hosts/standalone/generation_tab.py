@@ -92,7 +92,10 @@ def build_image_inputs(placed: Callable[[Any], Any]) -> Inputs:
 
 def build_parameters(tab: str, placed: Callable[[Any], Any]) -> Inputs:
     names = [sampler.name for sampler in samplers.available()]
-    side = {"minimum": limits.SMALLEST_SIDE, "maximum": limits.LARGEST_SIDE, "step": limits.SIZE_STEP, "value": 512}
+    side = {
+        "minimum": limits.SMALLEST_SIDE, "maximum": limits.LARGEST_SIDE, "step": limits.SIZE_STEP,
+        "value": min(shared.sd_model.side, limits.LARGEST_SIDE),
+    }
     with gr.Row():
         sampler = gr.Dropdown(names, value=names[0], label="Sampling method", elem_id=f"{tab}_sampling", min_width=180)
         schedule = gr.Dropdown(list(samplers.SCHEDULES), value=samplers.AUTOMATIC, label="Schedule type",

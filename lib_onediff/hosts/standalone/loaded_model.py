@@ -49,6 +49,11 @@ class LoadedModel:
         return is_sdxl(self.pipeline)
 
     @property
+    def side(self) -> int:
+        """The side in pixels of the square pictures that the model was made for."""
+        return self.unet.config.sample_size * 2 ** (len(self.pipeline.vae.config.block_out_channels) - 1)
+
+    @property
     def takes_mask(self) -> bool:
         """Whether this is an inpainting model, whose UNet also takes the mask and the masked image."""
         return self.unet.config.in_channels != LATENT_CHANNELS

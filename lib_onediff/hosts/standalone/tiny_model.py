@@ -31,7 +31,7 @@ def tiny_sd15_pipeline(seed: int = DEFAULT_SEED, in_channels: int = 4) -> Stable
 
     with seeded(seed):
         unet = UNet2DConditionModel(
-            sample_size=64,
+            sample_size=32,
             in_channels=in_channels,
             block_out_channels=(32, 64, 128, 128),
             norm_num_groups=32 // CHANNELS_PER_VALUE,
