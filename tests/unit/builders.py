@@ -72,17 +72,26 @@ def randomise(module: nn.Module, seed: int = 0) -> nn.Module:
     return module.eval()
 
 
+@contextlib.contextmanager
+def without_initial_values() -> Iterator[None]:
+    """No time for random values that are about to be replaced."""
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (nn.Linear, nn.modules.conv._ConvNd, nn.GroupNorm, nn.LayerNorm):
+            patch.setattr(kind, "reset_parameters", lambda self: None)
+        yield
+
+
 def diffusers_structure(config: dict[str, Any]) -> Any:
-    """A diffusers UNet2DConditionModel without values, quickly made; config as in LAYOUTS."""
+    """A diffusers UNet2DConditionModel without values; config as in LAYOUTS."""
     from diffusers import UNet2DConditionModel
 
-    with torch.device("meta"):
+    with without_initial_values():
         return UNet2DConditionModel(**config)
 
 
 def diffusers_unet(seed: int = 0, **config: Any) -> Any:
     """A random diffusers UNet2DConditionModel; config as in LAYOUTS, SD1's by default."""
-    return randomise(diffusers_structure(config or SD1).to_empty(device="cpu"), seed)
+    return randomise(diffusers_structure(config or SD1), seed)
 
 
 def ldm_structure(config: dict[str, Any]) -> Any:
@@ -95,7 +104,7 @@ def ldm_structure(config: dict[str, Any]) -> Any:
         "attention_resolutions": [4, 2, 1], "channel_mult": [1, 2, 4, 4], "num_heads": 8, "transformer_depth": 1,
         "use_spatial_transformer": True, "context_dim": CONTEXT_WIDTH, "use_checkpoint": False, "legacy": False,
     }
-    with torch.device("meta"):
+    with without_initial_values():
         unet = openaimodel.UNetModel(**{**layout, **config})
     for module in unet.modules():
         if isinstance(module, nn.GroupNorm):
@@ -105,7 +114,7 @@ def ldm_structure(config: dict[str, Any]) -> Any:
 
 def ldm_unet(seed: int = 0, **config: Any) -> Any:
     """A random UNetModel of stable-diffusion-sdkit with SD1's layout; odd sizes need a1111_sizes()."""
-    return randomise(ldm_structure(config).to_empty(device="cpu"), seed)
+    return randomise(ldm_structure(config), seed)
 
 
 LDM_SD2 = {"num_heads": -1, "num_head_channels": 16, "use_linear_in_transformer": True}
@@ -155,7 +164,8 @@ def a_call(unet: Any, height: int = 8, width: int = 8, batch: int = 2, tokens: i
     y_width, guidance = config.get("projection_class_embeddings_input_dim"), config.get("time_cond_proj_dim")
     return UNetCall(
         latent=random(batch, config["in_channels"] if config else unet.in_channels, height, width),
-        timestep=torch.tensor([981.25, 3.5, 417.0, 0.125])[:batch], context=random(batch, tokens, CONTEXT_WIDTH),
+        timestep=torch.tensor([981.25, 3.5, 417.0, 0.125]).repeat(batch)[:batch],
+        context=random(batch, tokens, CONTEXT_WIDTH),
         y=random(batch, y_width) if y_width else None,
         timestep_condition=random(batch, guidance) if guidance else None,
     )

@@ -57,7 +57,7 @@ def residuals(shapes: list[torch.Size], present: set[int]) -> tuple[Tensor | Non
 
 @pytest.mark.parametrize("size", [(8, 8), (9, 11)], ids=["even", "odd"])
 @pytest.mark.parametrize("part", ["input", "middle", "output", "all"])
-@pytest.mark.parametrize("present", [{0}, {3}, {11}, {0, 1, 2, 5, 8, 11}], ids=str)
+@pytest.mark.parametrize("present", [{0}, {11}, {0, 1, 2, 5, 8, 11}], ids=str)
 def test_residuals_are_added_where_control_says(present: set[int], part: str, size: tuple[int, int]) -> None:
     unet = shared_ldm_unet()
     call = a_call(unet, *size)

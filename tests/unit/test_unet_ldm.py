@@ -26,7 +26,7 @@ def test_every_parameter_of_the_oracle_shows_in_its_output(name: str) -> None:
     assert silent == []
 
 
-@pytest.mark.parametrize("size", [(8, 8), (9, 11), (12, 16), (45, 60)], ids="{0[0]}x{0[1]}".format)
+@pytest.mark.parametrize("size", [(8, 8), (9, 11), (12, 16)], ids="{0[0]}x{0[1]}".format)
 @pytest.mark.parametrize("name", LDM_LAYOUTS)
 def test_ours_is_the_hosts_for_every_layout_and_size(name: str, size: tuple[int, int]) -> None:
     unet = shared_ldm_unet(name)
@@ -39,6 +39,12 @@ def test_ours_is_the_hosts_for_every_layout_and_size(name: str, size: tuple[int,
 def test_ours_is_the_hosts_for_every_batch_and_context(batch: int, tokens: int) -> None:
     unet = shared_ldm_unet()
     call = a_call(unet, 8, 12, batch, tokens)
+    assert relative_error(our_output(unet, call), ldm_output(unet, call)) < CLOSE
+
+
+def test_ours_is_the_hosts_at_half_of_960x720_with_all_its_attention() -> None:
+    unet = shared_ldm_unet()
+    call = a_call(unet, 45, 60, batch=1)
     assert relative_error(our_output(unet, call), ldm_output(unet, call)) < CLOSE
 
 

@@ -19,11 +19,10 @@ from lib_onediff.unet.call import UNetCall
 
 CROSS_ATTENTION = "mid_block.attentions.0.transformer_blocks.0.attn2"
 LAYERS = {
-    "keys of the context": f"{CROSS_ATTENTION}.to_k", "values of the context": f"{CROSS_ATTENTION}.to_v",
+    "keys of the context": f"{CROSS_ATTENTION}.to_k",
     "self attention": "mid_block.attentions.0.transformer_blocks.0.attn1.to_q",
     "time projection": "mid_block.resnets.0.time_emb_proj", "label embedding": "add_embedding.linear_1",
-    "convolution": "down_blocks.0.resnets.0.conv2", "group norm": "conv_norm_out",
-    "shortcut": "up_blocks.0.resnets.0.conv_shortcut",
+    "convolution": "down_blocks.0.resnets.0.conv2",
 }
 EVERY_LAYER = pytest.mark.parametrize("path", LAYERS.values(), ids=LAYERS)
 
