@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -58,7 +59,7 @@ def test_the_command_prints_a_table_and_writes_json_and_a_plot(tmp_path: Path) -
         [sys.executable, "-m", "lib_onediff.bench", "--models", "tiny-sd15", "--sizes", "64x64", "--runs", "5",
          "--variants", BASELINE, "onediff eager", "--dtype", "fp32", "--cold", "--json", str(target),
          "--plot", str(plot)],
-        capture_output=True, text=True, cwd=Path(__file__).parents[2],
+        capture_output=True, text=True, cwd=Path(__file__).parents[2], env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert finished.returncode == 0, finished.stderr
     assert "| tiny-sd15 | 64x64 | onediff eager |" in finished.stdout and torch.__version__ in finished.stdout
