@@ -30,6 +30,7 @@ def scan(unet: nn.Module, trusted: Collection[str] = ()) -> Structure:
     members: list[tuple[int, type]] = []
     switches: list[tuple[int, object]] = []
     classes: set[type] = set()
+    processors: set[type] = set()
     foreign = None
     for name, module in unet.named_modules():
         members.append((id(module), type(module)))
@@ -37,6 +38,7 @@ def scan(unet: nn.Module, trusted: Collection[str] = ()) -> Structure:
         state = module.__dict__
         switches += [(id(module), state[name]) for name in SWITCHES if name in state]
         if "processor" in state:
+            processors.add(type(state["processor"]))
             switches.append((id(module), type(state["processor"])))
         if module is unet or foreign:
             continue
@@ -48,13 +50,15 @@ def scan(unet: nn.Module, trusted: Collection[str] = ()) -> Structure:
         elif isinstance(module, nn.Dropout) and module.training and module.p > 0:
             foreign = f"{name} drops values (the UNet is in training mode)"
     if foreign is None:
-        foreign = replaced_class_forward(classes - {type(unet)}, trusted)
+        foreign = replaced_method(classes - {type(unet)}, ("forward", "_forward"), trusted)
+    if foreign is None:
+        foreign = replaced_method(processors, ("__call__",), trusted)
     return Structure(tuple(members), tuple(switches), foreign)
 
 
-def replaced_class_forward(classes: Collection[type], trusted: Collection[str]) -> str | None:
+def replaced_method(classes: Collection[type], methods: Collection[str], trusted: Collection[str]) -> str | None:
     for kind in classes:
-        for method in ("forward", "_forward"):
+        for method in methods:
             source = replaced_by(kind, method)
             if source is not None and source not in trusted:
                 return f"{kind.__name__}.{method} was replaced by {source}"
@@ -67,10 +71,19 @@ def replaced_by(kind: type, method: str = "forward") -> str | None:
     if owner is None:
         return None
     source = origin(owner.__dict__[method])
-    return None if source == owner.__module__ else source
+    # A class's own package may decorate it: diffusers.utils around a method of diffusers.models.
+    return None if package(source) == package(owner.__module__) else source
 
 
 def origin(function: object) -> str:
-    """The Python module that a function, method or callable object comes from."""
+    """The Python module whose code a function, method or callable object runs.
+
+    Not function.__module__, which functools.wraps copies from the function that is being replaced.
+    """
     inner = getattr(function, "__func__", function)
-    return getattr(inner, "__module__", None) or type(inner).__module__
+    module_globals = getattr(inner, "__globals__", None)
+    return type(inner).__module__ if module_globals is None else module_globals.get("__name__", "?")
+
+
+def package(module: str) -> str:
+    return module.partition(".")[0]
