@@ -15,8 +15,6 @@ from .unet.read import read_layout
 
 log = logging.getLogger("onediff")
 
-COMPILED_PARTS = ("unet",)
-
 
 def compile_unet(unet: nn.Module, settings: Settings | None = None, **options: Any) -> nn.Module:
     """Run a diffusers UNet2DConditionModel by our forward from now on. Returns the same module.
@@ -39,12 +37,16 @@ def uncompile_unet(unet: nn.Module) -> nn.Module:
     return unet
 
 
-def compile_pipe(pipe: Any, ignores: Iterable[str] = (), settings: Settings | None = None, **options: Any) -> Any:
+def compile_pipe(
+    pipe: Any, ignores: Iterable[str] = (), settings: Settings | None = None, fuse_qkv_projections: bool = True,
+    **options: Any,
+) -> Any:
     """Make a Stable Diffusion or SDXL pipeline of diffusers fast. Returns the same pipe.
 
     Today that is its UNet; the other parts stay as they are, so ignores=("vae",) is welcome and changes nothing.
-    ignores=("unet",) leaves the UNet alone too. A pipe without a UNet (Flux, SD3) is returned as it is, with a line
-    in the log.
+    ignores=("unet",) leaves the UNet alone too. fuse_qkv_projections is there for callers of OneDiff's own
+    compile_pipe: here the projections always share one GEMM, without a change of the pipe. A pipe without a UNet
+    (Flux, SD3) is returned as it is, with a line in the log. options as for compile_unet.
     """
     unet = getattr(pipe, "unet", None)
     if unet is None:
