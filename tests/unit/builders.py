@@ -53,9 +53,18 @@ LCM = {**SD1, "time_cond_proj_dim": 24}
 INPAINTING = {**SD1, "in_channels": 9}
 ONE_LAYER_A_BLOCK = {**SD1, "layers_per_block": 1}
 NO_MIDDLE = {**SD1, "mid_block_type": None}
+# As few layers as show everything that is not about topology.
+SMALL = {
+    **SD1, "block_out_channels": (16, 32), "layers_per_block": 1, "down_block_types": (ATTENTION_DOWN, PLAIN_DOWN),
+    "up_block_types": (PLAIN_UP, ATTENTION_UP),
+}
+SMALL_XL = {
+    **SDXL, "block_out_channels": (16, 32), "layers_per_block": 1, "down_block_types": (PLAIN_DOWN, ATTENTION_DOWN),
+    "up_block_types": (ATTENTION_UP, PLAIN_UP), "transformer_layers_per_block": (0, 2), "attention_head_dim": (2, 4),
+}
 LAYOUTS = {
-    "SD1": SD1, "SD2": SD2, "SDXL": SDXL, "refiner": REFINER, "SSD": SSD, "LCM": LCM, "inpainting": INPAINTING,
-    "one layer a block": ONE_LAYER_A_BLOCK, "no middle": NO_MIDDLE,
+    "small": SMALL, "small XL": SMALL_XL, "SD1": SD1, "SD2": SD2, "SDXL": SDXL, "refiner": REFINER, "SSD": SSD,
+    "LCM": LCM, "inpainting": INPAINTING, "one layer a block": ONE_LAYER_A_BLOCK, "no middle": NO_MIDDLE,
 }
 
 
@@ -90,8 +99,8 @@ def diffusers_structure(config: dict[str, Any]) -> Any:
 
 
 def diffusers_unet(seed: int = 0, **config: Any) -> Any:
-    """A random diffusers UNet2DConditionModel; config as in LAYOUTS, SD1's by default."""
-    return randomise(diffusers_structure(config or SD1), seed)
+    """A random diffusers UNet2DConditionModel; config as in LAYOUTS, SMALL by default."""
+    return randomise(diffusers_structure(config or SMALL), seed)
 
 
 def ldm_structure(config: dict[str, Any]) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import SDXL, a_call, diffusers_output, diffusers_unet, relative_error, served
+from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, relative_error, served
 from torch import Tensor
 
 import lib_onediff
@@ -115,7 +115,7 @@ MISFITS: dict[str, Callable[[UNetCall], UNetCall]] = {
 
 @pytest.mark.parametrize("misfit", MISFITS.values(), ids=MISFITS)
 def test_inputs_that_do_not_fit_get_the_hosts_own_error(misfit: Callable[[UNetCall], UNetCall]) -> None:
-    unet = diffusers_unet(**SDXL)
+    unet = diffusers_unet(**SMALL_XL)
     call = misfit(a_call(unet))
     with pytest.raises((RuntimeError, ValueError, TypeError)) as expected:
         diffusers_output(unet, call)

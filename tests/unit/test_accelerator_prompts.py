@@ -1,13 +1,15 @@
 """Keys, values and label embedding of a prompt are computed once, and again as soon as anything about them changed."""
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from builders import SDXL, a_call, diffusers_output, diffusers_unet, relative_error, served
+from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, relative_error, served
 
 import lib_onediff
 from lib_onediff.accelerator import runtime
@@ -33,7 +35,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]
 
 @pytest.fixture
 def unet() -> Any:
-    return lib_onediff.compile_unet(diffusers_unet(**SDXL))
+    return lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
 
 
 def must_be_right(unet: Any, call: UNetCall) -> None:
@@ -112,7 +114,7 @@ def test_a_context_edited_in_place_is_another_prompt(unet: Any, computed: list) 
 
 @pytest.mark.parametrize("name", ["text_embeds", "time_ids"])
 def test_a_label_edited_in_place_is_another_prompt(unet: Any, computed: list, name: str) -> None:
-    width = SDXL["projection_class_embeddings_input_dim"] - 6 * SDXL["addition_time_embed_dim"]
+    width = SMALL_XL["projection_class_embeddings_input_dim"] - 6 * SMALL_XL["addition_time_embed_dim"]
     sampling = Sampling(unet, a_call(unet))
     sampling.added = {"text_embeds": torch.randn(2, width), "time_ids": 100 * torch.rand(2, 6)}
     sampling.step()
@@ -125,7 +127,7 @@ def test_a_label_edited_in_place_is_another_prompt(unet: Any, computed: list, na
 
 @pytest.mark.parametrize("name", ["text_embeds", "time_ids"])
 def test_another_label_is_another_prompt(unet: Any, computed: list, name: str) -> None:
-    width = SDXL["projection_class_embeddings_input_dim"] - 6 * SDXL["addition_time_embed_dim"]
+    width = SMALL_XL["projection_class_embeddings_input_dim"] - 6 * SMALL_XL["addition_time_embed_dim"]
     sampling = Sampling(unet, a_call(unet))
     sampling.added = {"text_embeds": torch.randn(2, width), "time_ids": 100 * torch.rand(2, 6)}
     sampling.step()
@@ -204,9 +206,18 @@ def test_inference_tensors_are_known_by_content(unet: Any, computed: list) -> No
 
 
 def test_two_unets_do_not_share_a_prompt(unet: Any, computed: list) -> None:
-    other = lib_onediff.compile_unet(diffusers_unet(1, **SDXL))
+    other = lib_onediff.compile_unet(diffusers_unet(1, **SMALL_XL))
     call = a_call(unet)
     for _ in range(2):
         must_be_right(unet, call)
         must_be_right(other, call)
     assert len(computed) >= 2
+
+
+def test_a_prompts_own_tensors_are_not_kept_alive(unet: Any) -> None:
+    sampling = Sampling(unet, a_call(unet))
+    sampling.step()
+    gone = weakref.ref(sampling.call.context), weakref.ref(sampling.added["text_embeds"])
+    del sampling
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]

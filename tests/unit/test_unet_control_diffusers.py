@@ -9,6 +9,7 @@ from builders import POOLED_WIDTH, SD1, SDXL, a_call, diffusers_unet, randomise,
 from torch import Tensor
 
 import lib_onediff
+from lib_onediff.ops import torch_ops
 
 CLOSE = 1e-5
 PICTURE = torch.linspace(0, 9, 2 * 3 * 64 * 96).reshape(2, 3, 64, 96).sin()
@@ -112,6 +113,17 @@ def test_one_more_residual_is_never_served_by_the_proof_of_one_less(layout: dict
     scene.output(down_intrablock_additional_residuals=residuals[:3])
     assert lib_onediff.status()["route"] == "plain"
     assert relative_error(scene.output(down_intrablock_additional_residuals=residuals), expected) < CLOSE
+
+
+def test_the_host_finds_an_adapters_residuals_whole_however_often_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It eats the list that it is given; here it runs to check us, and again because we were wrong."""
+    scene = Scene(SD1)
+    residuals = scene.adapter()
+    expected = scene.output(down_intrablock_additional_residuals=residuals)
+    lib_onediff.compile_unet(scene.unet)
+    monkeypatch.setattr(torch_ops, "geglu", lambda tokens: tokens.chunk(2, dim=-1)[0])
+    assert torch.equal(scene.output(down_intrablock_additional_residuals=residuals), expected)
+    assert lib_onediff.status()["route"] == "host"
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -1,0 +1,60 @@
+"""The host owns its weights: nothing of ours keeps an unloaded UNet, or any tensor of it, alive."""
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from builders import SMALL, a_call, diffusers_unet, served
+from torch import Tensor, nn
+
+import lib_onediff
+
+
+@pytest.mark.parametrize("uncompile", [False, True])
+def test_nothing_of_ours_keeps_an_unloaded_unet_alive(uncompile: bool) -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
+    served(unet, a_call(unet))
+    if uncompile:
+        lib_onediff.uncompile_unet(unet)
+    watched = [weakref.ref(unet), *map(weakref.ref, unet.modules()), *map(weakref.ref, unet.parameters())]
+    storages = {parameter.untyped_storage().data_ptr() for parameter in unet.parameters()}
+    del unet
+    gc.collect()
+    assert [reference() for reference in watched if reference() is not None] == []
+    views = [thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)]
+    assert [view.shape for view in views if view.untyped_storage().data_ptr() in storages] == []
+
+
+def test_an_unloaded_unet_is_freed_at_once_and_not_when_garbage_is_collected() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        unet = lib_onediff.compile_unet(diffusers_unet())
+        served(unet, a_call(unet))
+        gone = weakref.ref(unet)
+        del unet
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "another prompt": lambda unet: served(unet, a_call(unet, tokens=154)),
+    "a refusal": lambda unet: (unet.enable_freeu(0.9, 0.2, 1.2, 1.4), served(unet, a_call(unet))),
+    "new weights": lambda unet: (unet.load_state_dict(diffusers_unet(1).state_dict()), served(unet, a_call(unet))),
+    "another type": lambda unet: unet.half(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_unet_is_freed_whatever_happened_to_it(change: Callable[[Any], object]) -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet())
+    served(unet, a_call(unet))
+    change(unet)
+    gone = weakref.ref(unet), weakref.ref(unet.conv_in.weight)
+    del unet
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
