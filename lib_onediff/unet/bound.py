@@ -95,13 +95,12 @@ class BoundUNet:
 
     def conditioning(self, ops: Operators, call: UNetCall, by_content: bool) -> Conditioning:
         """What depends on the prompt alone, computed only when prompt or weights have changed."""
-        counted = self.binding.edits()
-        edits = (self.generation, counted)
-        if call.context.is_inference() and all(count != UNCOUNTED for _, count in counted):
+        edits = self.binding.edits()
+        if call.context.is_inference() and UNCOUNTED not in edits.counts:
             # Such a tensor cannot be recognised, but edits of the weights can.
             by_content = True
         return self._prompts.conditioning(
-            call.context, call.y, edits, by_content,
+            call.context, call.y, (self.generation, edits), by_content,
             lambda: condition(self.layout, self.binding.weights(), ops, call.context, call.y),
         )
 

@@ -1,6 +1,7 @@
 """Notice that somebody else has changed how a UNet computes."""
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -12,10 +13,13 @@ SWITCHES = ("padding_mode", "s1", "s2", "b1", "b2")
 
 @dataclass(frozen=True)
 class Structure:
-    """What a UNet consists of: module objects, their classes and switches. Equal structures have equal layouts."""
+    """What a UNet consists of: module objects, their classes and switches. Equal structures have equal layouts.
 
-    members: tuple[tuple[int, type], ...]
-    switches: tuple[tuple[int, object], ...]
+    References and not id(): a new module may get the identity of one that is gone.
+    """
+
+    members: tuple[tuple[weakref.ref[nn.Module], type], ...]
+    switches: tuple[tuple[weakref.ref[nn.Module], object], ...]
     foreign: str | None
 
 
@@ -27,19 +31,20 @@ def scan(unet: nn.Module, trusted: Collection[str] = ()) -> Structure:
     from a Python module that is neither the class's own nor in trusted. unet itself is the caller's to judge: its
     hooks run around any forward.
     """
-    members: list[tuple[int, type]] = []
-    switches: list[tuple[int, object]] = []
+    members: list[tuple[weakref.ref[nn.Module], type]] = []
+    switches: list[tuple[weakref.ref[nn.Module], object]] = []
     classes: set[type] = set()
     processors: set[type] = set()
     foreign = None
     for name, module in unet.named_modules():
-        members.append((id(module), type(module)))
+        reference = weakref.ref(module)
+        members.append((reference, type(module)))
         classes.add(type(module))
         state = module.__dict__
-        switches += [(id(module), state[name]) for name in SWITCHES if name in state]
+        switches += [(reference, state[name]) for name in SWITCHES if name in state]
         if "processor" in state:
             processors.add(type(state["processor"]))
-            switches.append((id(module), type(state["processor"])))
+            switches.append((reference, type(state["processor"])))
         if module is unet or foreign:
             continue
         replaced = state.get("forward") or state.get("_forward")

@@ -6,6 +6,7 @@ and nothing of ours keeps an unloaded model's memory alive.
 """
 from __future__ import annotations
 
+import operator
 import weakref
 from typing import NamedTuple
 
@@ -27,6 +28,24 @@ class Affine(NamedTuple):
 Weights = dict[str, Affine]
 UNCOUNTED = -1
 Signature = tuple[tuple[int, torch.dtype], ...]
+
+
+class Edits:
+    """Which parameters these are, and how often each was edited in place. Equal if nothing can have changed.
+
+    References and not id(): a new parameter may get the identity and the address of one that is gone. An inference
+    tensor counts no edits (UNCOUNTED); there the object alone is compared.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self._references = [weakref.ref(parameter) for parameter in parameters]
+        self.counts = [UNCOUNTED if parameter.is_inference() else parameter._version for parameter in parameters]
+
+    def __eq__(self, other: object) -> bool:
+        # A live object has one plain weak reference, so references can be compared without their tensors.
+        return isinstance(other, Edits) and self.counts == other.counts and all(
+            map(operator.is_, self._references, other._references)
+        )
 
 
 class Binding:
@@ -75,16 +94,15 @@ class Binding:
             for _, leaf in self._leaves for parameter in self._parameters(leaf) if parameter is not None
         )
 
-    def edits(self) -> tuple[tuple[int, int], ...]:
-        """Identity and edit count of the attention's and the label embedding's parameters.
+    def edits(self) -> Edits:
+        """How the attention's and the label embedding's parameters stand now.
 
-        Keys and values of a prompt are computed once and kept; they are stale as soon as this changes. An inference
-        tensor counts no edits (UNCOUNTED); there the identity alone is compared.
+        Keys and values of a prompt are computed once and kept; they are stale as soon as this changes.
         """
-        return tuple(
-            (id(parameter), UNCOUNTED if parameter.is_inference() else parameter._version)
-            for _, leaf in self._prompt_leaves for parameter in self._parameters(leaf) if parameter is not None
-        )
+        return Edits([
+            parameter for _, leaf in self._prompt_leaves for parameter in self._parameters(leaf)
+            if parameter is not None
+        ])
 
     def weights(self) -> Weights:
         """Every layer's tensors by path, and every fused layer's by its name. Drop the result after the call.

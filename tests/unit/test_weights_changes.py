@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, randomise, relative_error, served
+from builders import (
+    SMALL_XL,
+    a_call,
+    diffusers_arguments,
+    diffusers_output,
+    diffusers_unet,
+    randomise,
+    relative_error,
+    served,
+)
 from torch import nn
 
 import lib_onediff
@@ -91,26 +100,41 @@ def test_a_replaced_layer_of_the_same_class_is_read_again(path: str) -> None:
     compiled.answers_with_the_changed_weights(moved=True)
 
 
-def test_a_layer_replaced_again_and_again_is_read_again() -> None:
+def test_a_layer_that_takes_the_place_of_a_freed_one_is_read_again() -> None:
+    """A new layer may get the very address, and so the id, of one that is gone."""
     compiled = Compiled()
     attention = compiled.layer(CROSS_ATTENTION)
-    for seed in range(4):
-        attention.to_q = randomise(copy.deepcopy(attention.to_q), 2 * seed)
-        attention.to_q = randomise(copy.deepcopy(attention.to_q), 2 * seed + 1)  # may lie where the last one lay
+    width, same_id = attention.to_q.in_features, False
+    for seed in range(30):
+        before = id(attention.to_q)
+        del attention.to_q
+        attention.to_q = randomise(nn.Linear(width, width, bias=False), seed)
+        same_id = same_id or (seed > 0 and id(attention.to_q) == before)  # at first its place in the order changes too
         compiled.call = replace(compiled.call, context=compiled.call.context.clone())
         output = served(compiled.unet, compiled.call)
         assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
         assert relative_error(output, diffusers_output(compiled.unet, compiled.call)) < 1e-5
+    if not same_id:
+        pytest.skip("Python gave no layer the id of the one before")
 
 
-def test_a_replaced_parameter_that_reuses_an_old_address_is_seen() -> None:
+def test_a_parameter_that_takes_the_place_of_a_freed_one_is_seen() -> None:
+    """Freed memory is given out again: a new parameter may have the very id, address and edit count of an old one."""
     compiled = Compiled()
-    layer = compiled.layer("add_embedding.linear_1")
-    for factor in (2.0, 0.25, 3.0):
-        for scale in (factor, 1.5):  # the second may lie where the one before the first lay
-            layer.weight = nn.Parameter(layer.weight.detach() * scale)
-        output = served(compiled.unet, compiled.call)
-        assert relative_error(output, diffusers_output(compiled.unet, compiled.call)) < 1e-5
+    layer, arguments = compiled.layer("add_embedding.linear_2"), diffusers_arguments(compiled.call)
+    memory = layer.weight.detach().clone().numpy()
+    places = []
+    for _ in range(20):
+        del layer.weight
+        memory[:] = torch.randn(memory.shape).numpy()
+        layer.weight = nn.Parameter(torch.from_numpy(memory))
+        places.append((id(layer.weight), layer.weight.data_ptr(), layer.weight._version))
+        if len(places) % 2:  # an allocator that gives back the last but one is usual
+            with torch.no_grad():
+                output, expected = compiled.unet(**arguments), type(compiled.unet).forward(compiled.unet, **arguments)
+            assert relative_error(output.sample, expected.sample) < 1e-5
+    if not any(now == last for now, last in zip(places[2::2], places[:-2:2], strict=False)):
+        pytest.skip("no parameter got the place of the one before")
 
 
 @EVERY_LAYER
