@@ -135,7 +135,7 @@ def control_of(unet: Any, sample: Tensor, down: Any, middle: Tensor | None, insi
         raise NotOurs("a T2I adapter passes its residuals in the old way")
     adapter, waiting = adapter_slots(unet, list(inside or ()))
     after_middle: list[Tensor | None] = []
-    if waiting and waiting[0].shape == deepest_shape(unet, sample):
+    if waiting and unet.mid_block is not None and waiting[0].shape == deepest_shape(unet, sample):
         after_middle.append(waiting[0])
     output: tuple[Tensor | None, ...] = ()
     if down is not None and middle is not None:  # the host ignores one without the other

@@ -51,7 +51,7 @@ def condition(layout: UNetLayout, weights: Weights, ops: Operators, context: Ten
     dtype = weights[layout.time.first.path].weight.dtype
     context = context.to(dtype)
     key_values = tuple(
-        ops.linear(context, weights[attention.key_value.name]) for attention in layout.layers(CrossAttention)
+        ops.linear(context, weights[attention.key_value.name]) for attention in layout.cross_attentions
     )
     label = None
     if layout.label is not None and y is not None:
@@ -81,7 +81,7 @@ class Pass:
     ) -> None:
         self.layout, self.weights, self.ops, self.call = layout, weights, ops, call
         self.control = call.control or Control()
-        names = (attention.key_value.name for attention in layout.layers(CrossAttention))
+        names = (attention.key_value.name for attention in layout.cross_attentions)
         self._key_values = dict(zip(names, conditioning.key_values, strict=True))
         self._shifts = self._embed(conditioning.label)
 
@@ -96,7 +96,7 @@ class Pass:
         if label is not None:
             embedding = embedding + label
         projected = ops.linear(ops.silu(embedding), weights[layout.embeddings.name])
-        blocks = list(layout.layers(ResidualBlock))
+        blocks = layout.residual_blocks
         biases = [weights[block.in_convolution.path].bias for block in blocks]
         if all(bias is not None for bias in biases):
             projected = projected + torch.cat([bias for bias in biases if bias is not None])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cached_property
 from typing import Any
 
 
@@ -166,12 +167,20 @@ class UNetLayout:
     embeddings: FusedLinear = field(init=False)
 
     def __post_init__(self) -> None:
-        projections = tuple(block.embedding for block in self.layers(ResidualBlock))
+        projections = tuple(block.embedding for block in self.residual_blocks)
         object.__setattr__(self, "embeddings", FusedLinear("time embedding projections", projections))
 
     def layers(self, kind: type | tuple[type, ...]) -> Iterator[Any]:
         """Every layer description of this kind, depth first in a fixed order, transformer blocks included."""
         return descriptions((self.input_stages, self.middle_stage, self.output_stages), kind)
+
+    @cached_property
+    def residual_blocks(self) -> tuple[ResidualBlock, ...]:
+        return tuple(self.layers(ResidualBlock))
+
+    @cached_property
+    def cross_attentions(self) -> tuple[CrossAttention, ...]:
+        return tuple(self.layers(CrossAttention))
 
     def leaves(self) -> list[Linear | Convolution | GroupNorm | LayerNorm]:
         """Every description of a module that holds parameters, each once."""

@@ -148,3 +148,10 @@ def test_a_controlled_step_and_a_free_one_take_turns() -> None:
         assert relative_error(scene.output(), expected[0]) < CLOSE
         assert relative_error(scene.output(**control), expected[1]) < CLOSE
     assert lib_onediff.status()["route"] == "plain"
+
+
+def test_without_a_middle_block_an_adapters_fourth_residual_goes_nowhere() -> None:
+    scene = Scene({**SD1, "mid_block_type": None})
+    residuals = [*scene.adapter()]
+    residuals.append(torch.ones_like(residuals[-1]))
+    scene.must_be_ours(down_intrablock_additional_residuals=residuals)
