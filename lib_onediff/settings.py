@@ -4,15 +4,33 @@ The settings page, the REST API, compile_unet's arguments and the README table a
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
+
+from .shapes.sizes import parse_sizes
 
 HOST_KEY_PREFIX = "onediff_"
 
 
-def option(default: Any, label: str, explanation: str, choices: tuple[str, ...] = ()) -> Any:
-    """A dataclass field that carries what a user interface needs to show it."""
-    return field(default=default, metadata={"label": label, "explanation": explanation, "choices": choices})
+def option(
+    default: Any, label: str, explanation: str, choices: tuple[str, ...] = (), *,
+    per_run: bool = False, restrict_api: bool = False, check: Callable[[Any], object] | None = None,
+) -> Any:
+    """A dataclass field that carries what a user interface needs to show it.
+
+    per_run: one generation may be given another value. restrict_api: a client of the WebUI's API cannot set it.
+    check: raises ValueError with a sentence for a value that is of the right kind but makes no sense.
+    """
+    return field(default=default, metadata={
+        "label": label, "explanation": explanation, "choices": choices, "per_run": per_run,
+        "restrict_api": restrict_api, "check": check,
+    })
+
+
+def check_budget(mebibytes: int) -> None:
+    if mebibytes < 0:
+        raise ValueError(f"Graph memory is a number of MiB from 0 up, not {mebibytes}.")
 
 
 @dataclass(frozen=True)
@@ -20,7 +38,7 @@ class Settings:
     """One consistent set of choices. Immutable, so that a running call cannot see half a change."""
 
     enabled: bool = option(
-        True, "Use OneDiff", "Off: the WebUI's own UNet makes every picture and nothing of ours runs."
+        True, "Use OneDiff", "Off: the WebUI's own UNet makes every picture and nothing of ours runs.", per_run=True
     )
     backend: str = option(
         "auto",
@@ -28,12 +46,35 @@ class Settings:
         "auto: CUDA graphs where there is an NVIDIA GPU, else eager. "
         "cudagraph: one graph per resolution, replayed. eager: plain launches, no graphs.",
         choices=("auto", "cudagraph", "eager"),
+        per_run=True,
     )
     verify: bool = option(
         True,
         "Check the first use of every shape",
         "The first UNet call at a new shape also runs the WebUI's own UNet and compares the two. "
         "A difference beyond rounding sends that shape back to the WebUI's own UNet.",
+        per_run=True,
+    )
+    memory_budget: int = option(
+        0,
+        "Graph memory in MiB",
+        "How much GPU memory the graphs of all resolutions may hold together. When a new one does not fit, the others "
+        "are dropped and captured again when needed. 0: a quarter of the card.",
+        check=check_budget,
+    )
+    prewarm: str = option(
+        "",
+        "Pre-warm list",
+        "Sizes that are made ready after a checkpoint was loaded, for example: 512x512, 768x512 x2 "
+        "(x2: a batch of two pictures). Empty: none.",
+        check=parse_sizes,
+    )
+    cache_folder: str = option(
+        "",
+        "Cache folder",
+        "Where OneDiff remembers which sizes were used, and how fast they were. Empty: cache/onediff in the WebUI's "
+        "data folder. Needs a restart.",
+        restrict_api=True,
     )
 
     def __post_init__(self) -> None:
@@ -53,6 +94,14 @@ class Settings:
         kept = {name: getattr(base or cls(), name) for name in known}
         return cls(**{**kept, **values})
 
+    def for_run(self, values: dict[str, Any]) -> Settings:
+        """These settings with other values for one generation. Raises ValueError as from_mapping does, and for an
+        option that only holds for the whole WebUI."""
+        for option_field in fields(self):
+            if option_field.name in values and not option_field.metadata["per_run"]:
+                raise ValueError(f"OneDiff option {option_field.name} cannot be given for one generation.")
+        return self.from_mapping(values, self)
+
 
 def check_value(option_field: Field, value: Any) -> None:
     """Raise ValueError with a sentence for the user if value does not fit the option."""
@@ -62,6 +111,8 @@ def check_value(option_field: Field, value: Any) -> None:
     choices = option_field.metadata["choices"]
     if choices and value not in choices:
         raise ValueError(f"OneDiff option {option_field.name} is one of {', '.join(choices)}, not {value!r}.")
+    if option_field.metadata["check"] is not None:
+        option_field.metadata["check"](value)
 
 
 def host_key(name: str) -> str:

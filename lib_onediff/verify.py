@@ -58,3 +58,8 @@ def rounding_limit(dtype: torch.dtype, device: torch.device) -> float:
     ):
         return ROUNDING_TF32
     return ROUNDING[dtype]
+
+
+def first_line(error: Exception) -> str:
+    """What an exception says, in one line."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

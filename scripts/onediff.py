@@ -2,50 +2,51 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
-from modules import script_callbacks, scripts, sd_models, shared
+from modules import script_callbacks, scripts, shared
 
-from lib_onediff.hosts import diffusers as diffusers_host
+from lib_onediff import infotext
+from lib_onediff.accelerator import runtime
+from lib_onediff.hosts import this_webui
+from lib_onediff.logs import show_on_console
 from lib_onediff.settings import Settings
-from lib_onediff.ui import accordion, run_settings, settings_tab, status, status_route
+from lib_onediff.shapes.sizes import parse_sizes
+from lib_onediff.shapes.warmup import WarmUp
+from lib_onediff.ui import accordion, cache_panel, run_settings, settings_tab, status, status_route
+
+CACHE_FOLDER = Path("cache", "onediff")
+SECONDS_FOR_THE_LAST_CALL = 5
 
 log = logging.getLogger("onediff")
+show_on_console()
+webui = this_webui()
+warmup = WarmUp(webui, runtime)
 
 
-def loaded_model() -> Any:
-    # shared.sd_model would load one.
-    return sd_models.model_data.sd_model
+def follow_settings() -> None:
+    """Hook in or out, as the settings tab says."""
+    if runtime.settings.enabled:
+        webui.serve()
+    else:
+        warmup.stop()
+        webui.stop()
 
 
-def diffusers_unet(sd_model: Any) -> Any:
-    """The UNet of a WebUI that runs a diffusers pipeline; None for every other."""
-    unet = getattr(sd_model, "unet", None)
-    return unet if type(unet).__name__ == "UNet2DConditionModel" else None
+def model_loaded(sd_model: Any) -> None:
+    if runtime.settings.enabled:
+        webui.model_loaded(sd_model)
+        warmup.add(parse_sizes(runtime.settings.prewarm), "settings")
 
 
-def why_not_served() -> str | None:
-    """One line about the loaded model, or None when OneDiff serves it."""
-    model = loaded_model()
-    if model is None or diffusers_unet(model) is not None:
-        return None
-    return "this WebUI is not served yet: its own UNet makes the pictures"
-
-
-def serve(sd_model: Any) -> None:
-    unet = diffusers_unet(sd_model)
-    if unet is not None:
-        diffusers_host.attach(unet)
-
-
-def stop_serving() -> None:
-    unet = diffusers_unet(loaded_model())
-    if unet is not None:
-        diffusers_host.detach(unet)
+def stop() -> None:
+    warmup.stop(SECONDS_FOR_THE_LAST_CALL)
+    webui.stop()
 
 
 def current_status() -> dict[str, Any]:
-    return status.current_status(why_not_served)
+    return {"host": webui.name, "hooks": webui.hooks(), **status.current_status(webui.why_not_served)}
 
 
 def status_line() -> str:
@@ -59,29 +60,58 @@ class OneDiffScript(scripts.Script):
     def show(self, is_img2img: bool) -> Any:
         return scripts.AlwaysVisible
 
+    def tab(self) -> str:
+        return "img2img" if self.is_img2img else "txt2img"
+
     def ui(self, is_img2img: bool) -> list[Any]:
-        return accordion.build_accordion("img2img" if is_img2img else "txt2img", status_line)
+        (enabled,) = accordion.build_accordion("img2img" if is_img2img else "txt2img", status_line)
+        self.infotext_fields, self.paste_field_names = infotext.paste_fields(enabled), [infotext.KEY]
+        return [enabled]
 
     def after_component(self, component: Any, **kwargs: Any) -> None:
-        accordion.refresh_after_generation(component, "img2img" if self.is_img2img else "txt2img", status_line)
+        accordion.connect(component, self.tab(), status_line, warmup)
 
     def process(self, p: Any, argument: Any = True, *args: Any) -> None:
-        serve(loaded_model())
+        if not runtime.settings.enabled:
+            return
         try:
             settings = run_settings.settings_of_run(argument, settings_tab.settings_from(shared.opts))
         except ValueError as problem:
             log.warning("%s OneDiff is off for this run.", problem)
             p.comment(f"{problem} OneDiff is off for this run.")
             settings = Settings(enabled=False)
+        p.extra_generation_params[infotext.KEY] = infotext.describe(settings)
         run_settings.use_for_sampling(p, settings)
+
+    def process_before_every_sampling(self, p: Any, *args: Any, **kwargs: Any) -> None:
+        if runtime.settings.enabled:
+            webui.before_sampling(p)
 
     def postprocess(self, p: Any, processed: Any, *args: Any) -> None:
         run_settings.restore_sampling(p)
+        if runtime.settings.enabled:
+            webui.after_run(p)
+            runtime.keep_history()
 
 
-script_callbacks.on_model_loaded(serve)
-script_callbacks.on_script_unloaded(stop_serving)
-script_callbacks.on_ui_settings(lambda: settings_tab.add_options(shared.opts, shared.OptionInfo))
-script_callbacks.on_app_started(
-    lambda demo, app: status_route.add_status_route(app, getattr(shared.cmd_opts, "api_auth", None), current_status)
-)
+def add_options() -> None:
+    settings_tab.add_options(shared.opts, shared.OptionInfo, follow_settings)
+
+
+def tabs() -> list[tuple[Any, str, str]]:
+    return [(cache_panel.build_cache_tab(runtime, warmup), cache_panel.TITLE, cache_panel.ELEM_ID)]
+
+
+def start(demo: Any, app: Any) -> None:
+    status_route.add_status_route(app, getattr(shared.cmd_opts, "api_auth", None), current_status)
+
+
+# The page comes later, and with --nowebui never; a model may be loaded before it.
+runtime.configure(settings_tab.stored_settings(shared.opts))
+runtime.history.open(Path(runtime.settings.cache_folder or webui.data_folder() / CACHE_FOLDER))
+follow_settings()
+script_callbacks.on_model_loaded(model_loaded)
+script_callbacks.on_script_unloaded(stop)
+script_callbacks.on_ui_settings(add_options)
+script_callbacks.on_ui_tabs(tabs)
+script_callbacks.on_app_started(start)

@@ -7,7 +7,7 @@ it must know that weights and conditioning still lie where they were.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -20,6 +20,12 @@ from ..unet.forward import Conditioning, forward
 from ..unet.weights import Binding
 
 WARM_UP_RUNS = 2
+MEBIBYTE = 2**20
+SHARE_OF_THE_CARD = 4
+
+
+class OverBudget(RuntimeError):
+    """A graph needs more memory than all graphs may hold; the message is the reason, in one line for the user."""
 
 
 class CudaGraphs:
@@ -43,7 +49,43 @@ class CudaGraphs:
                 self._pools[device] = torch.cuda.graph_pool_handle()
             if device not in self._streams:
                 self._streams[device] = torch.cuda.Stream()
-            return capture(binding, ops, call, conditioning, self._pools[device], self._streams[device])
+            before = self.bytes(device)
+            runner = capture(binding, ops, call, conditioning, self._pools[device], self._streams[device])
+            runner.bytes = self.bytes(device) - before
+            return runner
+
+    def bytes(self, device: torch.device) -> int:
+        """How much memory the pool of a device holds."""
+        pool = self._pools.get(device)
+        if pool is None:
+            return 0
+        return sum(
+            segment["total_size"] for segment in torch.cuda.memory_snapshot()
+            if tuple(segment["segment_pool_id"]) == tuple(pool)
+        )
+
+    def prepare_within(
+        self, budget: int, make_room: Callable[[], None], binding: Binding, ops: Operators, call: UNetCall,
+        conditioning: Conditioning,
+    ) -> GraphRunner:
+        """As prepare, with no more than budget MiB in all graphs of the device together; 0: a quarter of the card.
+
+        make_room: drops every other graph, since the pool that they share gives no memory back before. Raises
+        OverBudget if the graph does not fit alone.
+        """
+        device = call.latent.device
+        allowed = budget * MEBIBYTE or torch.cuda.get_device_properties(device).total_memory // SHARE_OF_THE_CARD
+        for _ in range(2):
+            runner = self.prepare(binding, ops, call, conditioning)
+            held = self.bytes(device)
+            if held <= allowed:
+                return runner
+            del runner
+            make_room()
+        raise OverBudget(
+            f"its graph needs {held // MEBIBYTE} MiB, and the setting 'Graph memory in MiB' allows "
+            f"{allowed // MEBIBYTE}"
+        )
 
     def forget_pools(self) -> None:
         """Start new pools from now on; an old one is freed with its last graph."""
@@ -56,6 +98,7 @@ class GraphRunner:
     inputs: UNetCall
     output: Tensor
     conditioning: Conditioning
+    bytes: int = 0
 
     def run(self, call: UNetCall) -> Tensor:
         copy_inputs(call, self.inputs)
@@ -101,12 +144,15 @@ def random_numbers_survive(device: torch.device) -> Iterator[None]:
 
 
 def own_inputs(call: UNetCall) -> UNetCall:
-    """The call with inputs that belong to the graph. The context is not among them: the conditioning stands for it."""
+    """The call with inputs that belong to the graph. The context is not among them: the conditioning stands for it.
+
+    The timestep becomes a float, whole or not, so that samplers of either kind share a graph.
+    """
     copy = lambda tensor: None if tensor is None else tensor.detach().clone()  # noqa: E731
     parts = (getattr(call.control, part.name) for part in fields(Control)) if call.control else ()
     control = Control(*(tuple(map(copy, part)) for part in parts)) if call.control else None
     return replace(
-        call, latent=copy(call.latent), timestep=copy(call.timestep),
+        call, latent=copy(call.latent), timestep=copy(call.timestep).float(),
         timestep_condition=copy(call.timestep_condition), control=control, context=call.context.new_empty(0), y=None,
     )
 

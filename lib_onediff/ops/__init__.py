@@ -21,7 +21,7 @@ class Operators(Protocol):
         """A 1x1 convolution as a GEMM: (batch, in, h, w) -> (batch, out, h, w)."""
 
     def convolution(self, image: Tensor, affine: Affine, shape: Convolution) -> Tensor:
-        """A square 2D convolution, zero padded."""
+        """A square 2D convolution, padded with zeros or, if shape.circular, with the opposite edge."""
 
     def group_norm(
         self, image: Tensor, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None

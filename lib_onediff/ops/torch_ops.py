@@ -26,6 +26,9 @@ def pointwise(image: Tensor, affine: Affine) -> Tensor:
 
 
 def convolution(image: Tensor, affine: Affine, shape: Convolution) -> Tensor:
+    if shape.circular:
+        image = functional.pad(image, [shape.padding] * 4, mode="circular")
+        return functional.conv2d(image, affine.weight, affine.bias, shape.stride)
     return functional.conv2d(image, affine.weight, affine.bias, shape.stride, shape.padding)
 
 

@@ -23,7 +23,6 @@ class ShapeKey:
     tokens: int
     dtype: torch.dtype
     latent_dtype: torch.dtype
-    timestep_dtype: torch.dtype
     device: torch.device
     inputs: tuple[str, ...]
     control: tuple[tuple[int, ...] | None, ...]
@@ -36,7 +35,7 @@ class ShapeKey:
         optional = {"y": call.y, "timestep condition": call.timestep_condition}
         return cls(
             architecture=architecture, height=height, width=width, batch=batch, tokens=call.context.shape[1],
-            dtype=dtype, latent_dtype=call.latent.dtype, timestep_dtype=call.timestep.dtype,
+            dtype=dtype, latent_dtype=call.latent.dtype,
             device=call.latent.device, inputs=tuple(name for name, tensor in optional.items() if tensor is not None),
             control=control_shapes(call.control), upcast_attention=call.upcast_attention,
         )
@@ -59,8 +58,11 @@ def control_shapes(control: Control | None) -> tuple[tuple[int, ...] | None, ...
     return tuple(item for part in parts for item in (*(shape(residual) for residual in part), ()))
 
 
-def layout_fits(layout: UNetLayout, call: UNetCall) -> str | None:
-    """Why these inputs cannot be this UNet's, in one line; None if they can."""
+def layout_fits(layout: UNetLayout, call: UNetCall, y_is_embedded: bool = False) -> str | None:
+    """Why these inputs cannot be this UNet's, in one line; None if they can.
+
+    y_is_embedded: the call carries no y, because it has gone into the embedding already.
+    """
     latent, context = call.latent, call.context
     if latent.dim() != 4 or latent.shape[1] != layout.in_channels:
         return f"the latent is {tuple(latent.shape)}, but this UNet takes {layout.in_channels} channels"
@@ -68,7 +70,7 @@ def layout_fits(layout: UNetLayout, call: UNetCall) -> str | None:
         return f"the context is {tuple(context.shape)}, but this UNet takes a width of {layout.context_width}"
     if context.shape[0] != latent.shape[0] or call.timestep.shape != latent.shape[:1]:
         return "latent, timestep and context have different batch sizes"
-    if (call.y is None) != (layout.label is None):
+    if (call.y is None) != (layout.label is None or y_is_embedded):
         return "y is missing" if call.y is None else "y is given, but this UNet takes none"
     if call.y is not None and tuple(call.y.shape) != (latent.shape[0], layout.y_width):
         return f"y is {tuple(call.y.shape)}, but this UNet takes a width of {layout.y_width}"

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -21,7 +22,11 @@ class State(str, Enum):
 
 @dataclass
 class Entry:
+    """model: its name for people. bytes: how much GPU memory its graph added."""
+
     key: ShapeKey
+    model: str = ""
+    bytes: int = 0
     state: State = State.COLD
     reason: str = ""
     no_graph: str = ""
@@ -47,9 +52,11 @@ class ShapeTable:
     def __init__(self) -> None:
         self._entries: dict[ShapeKey, Entry] = {}
 
-    def entry(self, key: ShapeKey) -> Entry:
-        """The entry for a shape, made cold at its first use."""
-        entry = self._entries.setdefault(key, Entry(key))
+    def entry(self, key: ShapeKey, model: str = "") -> Entry:
+        """The entry for a shape, made cold at its first use. model: its name for people."""
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = Entry(key, model)
         entry.uses += 1
         entry.last_used = time.time()
         return entry
@@ -58,5 +65,5 @@ class ShapeTable:
         """All entries, the last used first."""
         return sorted(self._entries.values(), key=lambda entry: -entry.last_used)
 
-    def clear(self) -> None:
-        self._entries.clear()
+    def forget(self, keys: Collection[ShapeKey]) -> None:
+        self._entries = {key: entry for key, entry in self._entries.items() if key not in keys}

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,6 +18,8 @@ class Stopwatch:
 
     def __init__(self, kept: int = 32) -> None:
         self._times: deque[float] = deque(maxlen=kept)
+        # A page and the runtime may ask at once.
+        self._reading = threading.Lock()
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=kept)
 
     def time(self, device: torch.device, work: Callable[[], Result]) -> Result:
@@ -34,7 +37,8 @@ class Stopwatch:
 
     @property
     def median_ms(self) -> float | None:
-        while self._pending and self._pending[0][1].query():
-            begin, end = self._pending.popleft()
-            self._times.append(begin.elapsed_time(end))
+        with self._reading:
+            while self._pending and self._pending[0][1].query():
+                begin, end = self._pending.popleft()
+                self._times.append(begin.elapsed_time(end))
         return statistics.median(self._times) if self._times else None

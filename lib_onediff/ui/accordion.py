@@ -1,14 +1,20 @@
 """The OneDiff accordion in the txt2img and img2img tabs."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import gradio as gr
 
+from ..shapes.sizes import Size
+from ..shapes.warmup import WarmUp
+from .events import LIVE, QUIET, kept_out_of_defaults, live
+from .progress import jobs_html, sentence, watch
+
 # A hidden text box of A1111 and Forge that gets the description of every generation. The visible line under the
 # pictures will not do: gradio 4 reports a change of an HTML component whenever anything on the page is redrawn.
 CHANGES_AFTER_GENERATION = "generation_info_{tab}"
+SIZE_COMPONENTS = ("{tab}_width", "{tab}_height", "{tab}_batch_size")
 
 
 def build_accordion(tab: str, status_line: Callable[[], str]) -> list[Any]:
@@ -18,21 +24,74 @@ def build_accordion(tab: str, status_line: Callable[[], str]) -> list[Any]:
     """
     with gr.Accordion("OneDiff", open=True, elem_id=f"onediff_{tab}_accordion"):
         enabled = gr.Checkbox(True, label="Use OneDiff for this run", elem_id=f"onediff_{tab}_enabled")
-        gr.HTML(status_line, elem_id=status_id(tab))
+        gr.HTML(status_line, elem_id=status_id(tab), elem_classes=LIVE)
+        with gr.Row(elem_classes="onediff-controls"):
+            kept_out_of_defaults(gr.Button(
+                "Pre-warm this size", size="sm", scale=0, min_width=170, elem_id=prewarm_id(tab),
+            ))
+            gr.HTML(elem_id=prewarm_result_id(tab), elem_classes=["onediff-beside", LIVE])
     return [enabled]
 
 
-def refresh_after_generation(component: Any, tab: str, status_line: Callable[[], str]) -> None:
-    """Renew the status line of a tab whenever component, just created by the host, tells of new pictures."""
+def connect(component: Any, tab: str, status_line: Callable[[], str], warmup: WarmUp) -> None:
+    """Hear of every component that the host has just created, and connect the accordion with what it needs of them.
+
+    The last that matters is the one that tells of new pictures: every host creates it after a tab's settings.
+    """
     if component.elem_id != CHANGES_AFTER_GENERATION.format(tab=tab):
         return
     status = find_component(status_id(tab))
-    if status is not None:
-        component.change(status_line, inputs=[], outputs=[status], show_progress="hidden", api_name=False)
+    if status is None:
+        return
+    component.change(status_line, inputs=[], outputs=[status], **QUIET)
+    connect_prewarm(tab, status, status_line, warmup)
+
+
+def connect_prewarm(tab: str, status: Any, status_line: Callable[[], str], warmup: WarmUp) -> None:
+    button, result = find_component(prewarm_id(tab)), find_component(prewarm_result_id(tab))
+    size = [find_component(elem_id.format(tab=tab)) for elem_id in SIZE_COMPONENTS]
+    if button is None or result is None or None in size:
+        return
+
+    def ask(width: Any, height: Any, batch: Any) -> str:
+        try:
+            warmup.add([size_of(width, height, batch)], tab)
+        except ValueError as problem:
+            return sentence(str(problem), wrong=True)
+        return ""
+
+    def follow(width: Any, height: Any, batch: Any) -> Iterator[str]:
+        try:
+            wanted = size_of(width, height, batch)
+        except ValueError as problem:
+            yield sentence(str(problem), wrong=True)
+            return
+        for jobs in watch(warmup, [wanted], alone=True):
+            yield jobs_html(jobs)
+
+    asked = button.click(ask, inputs=size, outputs=[result], queue=False, **QUIET)
+    followed = asked.then(follow, inputs=size, outputs=[result], **QUIET, **live())
+    followed.then(status_line, inputs=[], outputs=[status], queue=False, **QUIET)
+
+
+def size_of(width: Any, height: Any, batch: Any) -> Size:
+    """The size that three sliders show. Raises ValueError with a sentence."""
+    numbers = (width, height, batch)
+    if any(number is None or number != int(number) for number in numbers):
+        raise ValueError("Width, height and batch size must be whole numbers.")
+    return Size(*map(int, numbers))
 
 
 def status_id(tab: str) -> str:
     return f"onediff_{tab}_status"
+
+
+def prewarm_id(tab: str) -> str:
+    return f"onediff_{tab}_prewarm"
+
+
+def prewarm_result_id(tab: str) -> str:
+    return f"onediff_{tab}_prewarm_result"
 
 
 def find_component(elem_id: str) -> Any | None:

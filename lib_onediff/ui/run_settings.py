@@ -26,7 +26,7 @@ def settings_of_run(argument: Any, standing: Settings) -> Settings:
     mapping of option names to values from the API. Raises ValueError with a sentence for anything else.
     """
     if isinstance(argument, dict):
-        return Settings.from_mapping(argument, standing)
+        return standing.for_run({**argument, "enabled": standing.enabled and argument.get("enabled", True)})
     if not isinstance(argument, bool):
         raise ValueError(f"OneDiff's script argument is true, false or a mapping of its options, not {argument!r}.")
     return Settings.from_mapping({"enabled": standing.enabled and argument}, standing)

@@ -1,7 +1,9 @@
 """OneDiff's section in the WebUI's settings tab, made from the fields of Settings."""
 from __future__ import annotations
 
+import inspect
 import logging
+import warnings
 from collections.abc import Callable
 from dataclasses import Field, fields
 from typing import Any
@@ -15,10 +17,10 @@ SECTION = ("onediff", "OneDiff")
 log = logging.getLogger("onediff")
 
 
-def add_options(opts: Any, option_info: Callable[..., Any]) -> None:
+def add_options(opts: Any, option_info: Callable[..., Any], changed: Callable[[], None]) -> None:
     """Register every field of Settings as an option of the WebUI and use the values that the WebUI has stored.
 
-    opts: the WebUI's shared.opts; option_info: its OptionInfo.
+    opts: the WebUI's shared.opts; option_info: its OptionInfo; changed: called after every change of the settings.
     """
 
     def apply() -> None:
@@ -26,9 +28,10 @@ def add_options(opts: Any, option_info: Callable[..., Any]) -> None:
             runtime.configure(settings_from(opts))
         except ValueError as problem:
             # A WebUI prints a traceback for what an onchange raises; so the old values are put back here instead.
-            log.warning("%s The setting stays as it was.", problem)
+            tell(f"{problem} The setting stays as it was.")
             for option in fields(Settings):
                 opts.data[host_key(option.name)] = getattr(runtime.settings, option.name)
+        changed()
 
     for option in fields(Settings):
         info = option_info(
@@ -37,9 +40,25 @@ def add_options(opts: Any, option_info: Callable[..., Any]) -> None:
             *component_of(option),
             section=SECTION,
             onchange=apply,
+            **limits_of(option, option_info),
         )
         opts.add_option(host_key(option.name), info.info(option.metadata["explanation"]))
     apply()
+
+
+def tell(text: str) -> None:
+    """Say it in the log and, when somebody is using the page, there."""
+    log.warning(text)
+    with warnings.catch_warnings():
+        # Without a page, gradio hands it to Python's own warnings, which would repeat the log.
+        warnings.simplefilter("ignore")
+        gr.Warning(text)
+
+
+def limits_of(option: Field, option_info: Callable[..., Any]) -> dict[str, Any]:
+    """Keeps clients of the WebUI's API from setting what is not theirs to set, where its OptionInfo knows of that."""
+    known = "restrict_api" in inspect.signature(option_info).parameters
+    return {"restrict_api": True} if known and option.metadata["restrict_api"] else {}
 
 
 def component_of(option: Field) -> tuple[type, dict[str, Any]]:
@@ -55,5 +74,23 @@ def component_of(option: Field) -> tuple[type, dict[str, Any]]:
 
 
 def settings_from(opts: Any) -> Settings:
-    """The settings that the WebUI's options say now. Raises ValueError with a sentence for a wrong value."""
-    return Settings.from_mapping({option.name: getattr(opts, host_key(option.name)) for option in fields(Settings)})
+    """The settings that the WebUI's options say now, a generation's overrides included.
+
+    An option that the WebUI does not know, because it makes no page (--nowebui), is as the runtime has it. Raises
+    ValueError with a sentence for a wrong value.
+    """
+    return Settings.from_mapping({
+        option.name: getattr(opts, host_key(option.name), getattr(runtime.settings, option.name))
+        for option in fields(Settings)
+    })
+
+
+def stored_settings(opts: Any) -> Settings:
+    """The settings that the WebUI has stored, before its options are registered. What it has not is the default."""
+    stored = {option.name: opts.data[host_key(option.name)] for option in fields(Settings)
+              if host_key(option.name) in opts.data}
+    try:
+        return Settings.from_mapping(stored)
+    except ValueError as problem:
+        log.warning("%s The stored settings are not used.", problem)
+        return Settings()

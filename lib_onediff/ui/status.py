@@ -6,9 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from ..accelerator import runtime
+from .amounts import NOTHING, milliseconds
 
-ROUTES = {"graph": "CUDA graph", "plain": "plain launches", "host": "the WebUI's own UNet"}
-NOTHING = "–"
+ROUTES = {
+    "graph": "CUDA graph", "plain": "plain launches", "blocks": "blocks inside the host's loop",
+    "host": "the WebUI's own UNet",
+}
 
 
 def current_status(why_not_served: Callable[[], str | None]) -> dict[str, Any]:
@@ -23,15 +26,19 @@ def current_status(why_not_served: Callable[[], str | None]) -> dict[str, Any]:
 
 def status_html(status: dict[str, Any]) -> str:
     """The status line: what was made last, by which route and why, and how fast."""
-    facts = [(label, value) for label, value in described(status) if value]
+    reason = f'<p class="onediff-reason">{html.escape(status["reason"])}</p>' if status.get("reason") else ""
+    route = status["route"] or "none"
+    return f'<div class="onediff-status onediff-route-{route}">{facts_html(described(status))}{reason}</div>'
+
+
+def facts_html(facts: list[tuple[str, str]]) -> str:
+    """(label, value) pairs side by side; those without a value are left out."""
     cells = "".join(
         f'<div class="onediff-fact onediff-{label.lower().replace(" ", "-")}">'
         f"<span>{html.escape(label)}</span><b>{html.escape(value)}</b></div>"
-        for label, value in facts
+        for label, value in facts if value
     )
-    reason = f'<p class="onediff-reason">{html.escape(status["reason"])}</p>' if status.get("reason") else ""
-    route = status["route"] or "none"
-    return f'<div class="onediff-status onediff-route-{route}"><div class="onediff-facts">{cells}</div>{reason}</div>'
+    return f'<div class="onediff-facts">{cells}</div>'
 
 
 def described(status: dict[str, Any]) -> list[tuple[str, str]]:
@@ -44,13 +51,6 @@ def described(status: dict[str, Any]) -> list[tuple[str, str]]:
         ("Model", status["model"] or NOTHING),
         ("Backend", status["backend"]),
     ]
-
-
-def milliseconds(value: float | None) -> str:
-    """A duration to three digits, for example "12.3 ms"."""
-    if value is None:
-        return NOTHING
-    return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
 
 
 def ratio_sentence(status: dict[str, Any]) -> str:

@@ -1,19 +1,24 @@
 """One UNet module in our care: its layout, its bound parameters, and what it remembers between calls."""
 from __future__ import annotations
 
+import logging
+import time
 import weakref
-from collections.abc import Collection
 
 from torch import nn
 
 from ..ops import Operators
 from .call import UNetCall
-from .foreign import Structure, scan
+from .foreign import Habits, Structure, scan
 from .forward import Conditioning, condition
 from .layout import UNetLayout, UnsupportedUNet
 from .prompts import PromptMemory, Sighting
 from .read import read_layout
 from .weights import UNCOUNTED, Binding, Signature
+
+log = logging.getLogger("onediff")
+
+SECONDS_WITHIN_A_SAMPLING = 0.1
 
 
 class BoundUNet:
@@ -22,11 +27,12 @@ class BoundUNet:
     generation counts the changes of addresses: what was captured under another generation must not be replayed.
     """
 
-    def __init__(self, unet: nn.Module, trusted: Collection[str] = ()) -> None:
+    def __init__(self, unet: nn.Module, habits: Habits = Habits()) -> None:  # noqa: B008
         self._unet = weakref.ref(unet)
-        self._trusted = trusted
+        self.habits = habits
         self._structure: Structure | None = None
         self._sampling_began = True
+        self._last_call_ended = 0.0
         self._signature: Signature | None = None
         self._binding: Binding | None = None
         self._architecture: str | None = None
@@ -57,31 +63,52 @@ class BoundUNet:
         self._sampling_began = True
         self._prompts.forget()
 
+    def rest(self) -> None:
+        """A call has ended."""
+        self._last_call_ended = time.perf_counter()
+
+    def layout_now(self) -> UNetLayout:
+        """The layout as the module tree is now. Raises UnsupportedUNet with the reason."""
+        refusal = self._look()
+        if refusal is not None:
+            raise UnsupportedUNet(refusal)
+        return self.layout
+
     def refresh(self, call: UNetCall, by_content: bool) -> None:
         """Make the binding true for this call. Raises UnsupportedUNet with the reason if that is impossible.
 
         The module tree is looked at when a sampling begins: announced by begin_sampling, or seen by a context tensor
-        that was not there at the last call (unless by_content). Addresses are compared at every call.
+        that was not there at the last call, or, where every call brings a new one (by_content), by a pause. Addresses
+        are compared at every call.
         """
         prompt = (call.context, call.y)
-        if self._sampling_began or not (by_content or self._last_prompt.recognises(prompt)):
+        if by_content:
+            goes_on = time.perf_counter() - self._last_call_ended < SECONDS_WITHIN_A_SAMPLING
+        else:
+            goes_on = self._last_prompt.recognises(prompt)
+        if self._sampling_began or not goes_on:
             self._refusal = self._look()
             self._sampling_began = False
             self._last_prompt.remember(prompt)
         if self._refusal is not None:
             raise UnsupportedUNet(self._refusal)
+        if self.habits.settle is not None:
+            self.habits.settle(self.binding.layers())
         signature = self.binding.signature()
         if signature != self._signature:
-            self.binding.bind()
+            began = time.perf_counter()
+            copied = self.binding.bind()
             self._signature = self.binding.signature()
             self.generation += 1
+            milliseconds = (time.perf_counter() - began) * 1e3
+            log.debug("bound %s: %.0f MiB copied in %.0f ms", self.layout.model_name, copied / 2**20, milliseconds)
 
     def _look(self) -> str | None:
         """Look through the module tree, and read it again if it has changed. Returns why it cannot be run, or None."""
         unet = self._unet()
         if unet is None:
             return "the host has unloaded this UNet"
-        structure = scan(unet, self._trusted)
+        structure = scan(unet, self.habits)
         if structure.foreign is not None:
             return structure.foreign
         if structure != self._structure:

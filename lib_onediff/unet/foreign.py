@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -23,13 +23,33 @@ class Structure:
     foreign: str | None
 
 
-def scan(unet: nn.Module, trusted: Collection[str] = ()) -> Structure:
-    """Look through every module below unet, in well under a millisecond per thousand.
+def never(unet: nn.Module, module: nn.Module) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Habits:
+    """What a host adapter knows of its host's ways with a UNet.
+
+    trusted: Python modules whose class-level patches change nothing that the adapter does not see to.
+    inert: whether the forwards set on a module's instance (unet, module) do now just what its class's would.
+    settle: brings the parameters of these layers up to date, where the host does that lazily in each one's forward.
+    by_content: every call brings new tensors, so that a prompt is known by its content only.
+    """
+
+    trusted: Collection[str] = ()
+    inert: Callable[[nn.Module, nn.Module], bool] = never
+    settle: Callable[[Iterable[nn.Module]], None] | None = None
+    by_content: bool = False
+
+
+def scan(unet: nn.Module, habits: Habits = Habits()) -> Structure:
+    """Look through every module below unet, in a millisecond or two per thousand.
 
     foreign is None, or one line that names the first thing that makes a module compute something other than its
     class says: a forward set on the instance, a hook, dropout at work, or a class whose forward was replaced by code
-    from a Python module that is neither the class's own nor in trusted. unet itself is the caller's to judge: its
-    hooks run around any forward.
+    from a Python module that is neither the class's own nor in habits.trusted. unet itself is the caller's to judge:
+    its hooks run around any forward.
     """
     members: list[tuple[weakref.ref[nn.Module], type]] = []
     switches: list[tuple[weakref.ref[nn.Module], object]] = []
@@ -47,25 +67,32 @@ def scan(unet: nn.Module, trusted: Collection[str] = ()) -> Structure:
             switches.append((reference, type(state["processor"])))
         if module is unet or foreign:
             continue
-        replaced = state.get("forward") or state.get("_forward")
-        if replaced is not None:
+        replaced = own_method(module, "forward") or own_method(module, "_forward")
+        if replaced is not None and not habits.inert(unet, module):
             foreign = f"{name} has a forward of its own, set by {origin(replaced)}"
         elif state["_forward_hooks"] or state["_forward_pre_hooks"]:
             foreign = f"{name} has a forward hook"
         elif isinstance(module, nn.Dropout) and module.training and module.p > 0:
             foreign = f"{name} drops values (the UNet is in training mode)"
     if foreign is None:
-        foreign = replaced_method(classes - {type(unet)}, ("forward", "_forward"), trusted)
+        foreign = replaced_method(classes - {type(unet)}, ("forward", "_forward"), habits.trusted)
     if foreign is None:
-        foreign = replaced_method(processors, ("__call__",), trusted)
+        foreign = replaced_method(processors, ("__call__",), habits.trusted)
     return Structure(tuple(members), tuple(switches), foreign)
+
+
+def own_method(module: nn.Module, name: str) -> object | None:
+    """What is set on the instance in place of a method of its class; None where that is nothing else than the class's
+    method, bound (who undoes a patch may leave that behind)."""
+    own = module.__dict__.get(name)
+    return None if getattr(own, "__func__", None) is getattr(type(module), name, None) else own
 
 
 def replaced_method(classes: Collection[type], methods: Collection[str], trusted: Collection[str]) -> str | None:
     for kind in classes:
         for method in methods:
             source = replaced_by(kind, method)
-            if source is not None and source not in trusted:
+            if source is not None and source not in trusted and package(source) != package(__name__):
                 return f"{kind.__name__}.{method} was replaced by {source}"
     return None
 

@@ -27,12 +27,15 @@ class Linear:
 
 @dataclass(frozen=True)
 class Convolution:
+    """circular: what lies beyond an edge is the opposite edge (Tiling), not zero."""
+
     path: str
     in_channels: int
     out_channels: int
     kernel: int
     stride: int
     padding: int
+    circular: bool = False
 
 
 @dataclass(frozen=True)

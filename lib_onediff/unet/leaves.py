@@ -9,6 +9,7 @@ from .layout import Convolution, FusedLinear, GroupNorm, LayerNorm, Linear, Unsu
 
 # Forge's Linear is not an nn.Linear, but the same parameters with the same meaning.
 LINEAR_CLASSES = {"ForgeOperations.Linear"}
+PADDING_MODES = {"zeros": False, "circular": True}
 # Layers whose forward is not torch's but computes the same: in float32 and back (ldm), with LoRA in place or none.
 KNOWN_FORWARDS = {
     "ldm": {"GroupNorm32"},
@@ -52,11 +53,13 @@ class LeafReader:
             raise self._unknown(module, "expected a 2D convolution")
         kernel, stride, padding = module.kernel_size, module.stride, module.padding
         square = isinstance(padding, tuple) and all(a == b for a, b in (kernel, stride, padding))
-        if not square or module.dilation != (1, 1) or module.groups != 1 or module.padding_mode != "zeros":
+        if not square or module.dilation != (1, 1) or module.groups != 1 or module.padding_mode not in PADDING_MODES:
             raise self._unknown(module, f"padding mode {module.padding_mode}, dilation {module.dilation}")
         self._claim(module)
         return Convolution(
-            self.path(module), module.in_channels, module.out_channels, kernel[0], stride[0], padding[0]
+            self.path(module), module.in_channels, module.out_channels, kernel[0], stride[0], padding[0],
+            # Without padding there is nothing beyond the edge: the same layer either way.
+            circular=padding[0] > 0 and PADDING_MODES[module.padding_mode],
         )
 
     def group_norm(self, module: Any) -> GroupNorm:

@@ -87,6 +87,10 @@ class Binding:
                         with torch.no_grad(), torch.inference_mode(parameter.is_inference()):
                             parameter.data = parameter.detach().clone()
 
+    def layers(self) -> list[nn.Module]:
+        """The host's modules that hold the parameters. Drop the result after the call."""
+        return [layer for layer in (reference() for _, reference in self._leaves) if layer is not None]
+
     def signature(self) -> Signature:
         """Where every parameter lies now, and in which dtype. Changes when the host moves, casts or swaps one."""
         return tuple(

@@ -29,7 +29,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 @pytest.fixture(autouse=True)
 def fresh_runtime() -> Iterator[None]:
-    runtime.table.clear()
+    runtime.purge()
     yield
     runtime.free_graphs()
 

@@ -23,7 +23,7 @@ CONTEXT_WIDTH, POOLED_WIDTH = 64, 64
 
 @pytest.fixture(autouse=True)
 def fresh_runtime() -> Iterator[None]:
-    runtime.table.clear()
+    runtime.purge()
     yield
     runtime.free_graphs()
 

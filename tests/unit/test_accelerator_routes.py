@@ -107,7 +107,7 @@ def test_status_starts_without_a_picture(accelerator: Accelerator) -> None:
     status = accelerator.status()
     assert (status["route"], status["model"], status["resolution"], status["step_ms"]) == (None, None, None, None)
     assert status["reason"] == "no picture has been made yet"
-    assert status["calls"] == {"graph": 0, "plain": 0, "host": 0}
+    assert status["calls"] == {"graph": 0, "plain": 0, "blocks": 0, "host": 0}
 
 
 def test_status_tells_what_the_last_call_was(accelerator: Accelerator, adopted: Any) -> None:
@@ -121,7 +121,7 @@ def test_status_tells_what_the_last_call_was(accelerator: Accelerator, adopted: 
     assert status["step_ms"] > 0 and status["host_ms"] > 0
     assert status["ratio"] == status["host_ms"] / status["step_ms"]
     assert status["relative_error"] < 1e-5
-    assert status["calls"] == {"graph": 0, "plain": 3, "host": 0}
+    assert status["calls"] == {"graph": 0, "plain": 3, "blocks": 0, "host": 0}
 
 
 def test_status_is_plain_values(accelerator: Accelerator, adopted: Any) -> None:

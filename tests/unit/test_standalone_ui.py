@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import base64
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +18,13 @@ from fastapi.testclient import TestClient
 from lib_onediff.accelerator import runtime
 from lib_onediff.hosts.standalone.modules.options import OptionInfo, Options
 from lib_onediff.settings import Settings
+from lib_onediff.shapes.warmup import WarmUp
 from lib_onediff.ui import accordion, run_settings, settings_tab, status, status_route
 
 STATUS = {
     "enabled": True, "model": "<b>SD1</b>", "backend": "eager", "resolution": "64x72", "route": "plain",
     "reason": "a & b", "step_ms": 12.345, "host_ms": 24.69, "ratio": 2.0, "relative_error": None,
-    "calls": {"graph": 0, "plain": 3, "host": 0},
+    "calls": {"graph": 0, "plain": 3, "blocks": 0, "host": 0},
 }
 
 
@@ -46,9 +48,10 @@ def test_model_that_is_not_served_is_reported() -> None:
 
 def test_settings_become_options() -> None:
     opts = Options({})
-    settings_tab.add_options(opts, OptionInfo)
+    settings_tab.add_options(opts, OptionInfo, lambda: None)
     assert {key: getattr(opts, key) for key in opts.data_labels} == {
-        "onediff_enabled": True, "onediff_backend": "auto", "onediff_verify": True,
+        "onediff_enabled": True, "onediff_backend": "auto", "onediff_verify": True, "onediff_memory_budget": 0,
+        "onediff_prewarm": "", "onediff_cache_folder": "",
     }
     backend = opts.data_labels["onediff_backend"]
     assert backend.component is gradio.Radio and "eager" in backend.component_args["choices"]
@@ -62,7 +65,7 @@ def test_settings_become_options() -> None:
 def test_stored_settings_are_in_force_from_the_start() -> None:
     opts = Options({})
     opts.data.update(onediff_enabled=False)
-    settings_tab.add_options(opts, OptionInfo)
+    settings_tab.add_options(opts, OptionInfo, lambda: None)
     assert runtime.settings.enabled is False
 
 
@@ -76,7 +79,7 @@ def test_unusable_stored_settings_give_way_to_the_defaults() -> None:
 
     opts = Unchecked({})
     opts.data.update(onediff_backend="gone")
-    settings_tab.add_options(opts, OptionInfo)
+    settings_tab.add_options(opts, OptionInfo, lambda: None)
     assert runtime.settings == Settings()
 
 
@@ -84,14 +87,16 @@ def test_unusable_stored_settings_give_way_to_the_defaults() -> None:
     (True, Settings(), Settings()),
     (False, Settings(), Settings(enabled=False)),
     (True, Settings(enabled=False), Settings(enabled=False)),
-    ({"enabled": True}, Settings(enabled=False, backend="eager"), Settings(enabled=True, backend="eager")),
+    ({"enabled": True}, Settings(enabled=False, backend="eager"), Settings(enabled=False, backend="eager")),
+    ({"backend": "eager"}, Settings(memory_budget=500), Settings(backend="eager", memory_budget=500)),
     ({}, Settings(verify=False), Settings(verify=False)),
 ])
 def test_settings_of_a_run(argument: Any, standing: Settings, expected: Settings) -> None:
     assert run_settings.settings_of_run(argument, standing) == expected
 
 
-@pytest.mark.parametrize("argument", [None, "yes", 1, [], {"speed": 9}, {"enabled": "x"}, {"backend": "warp"}])
+@pytest.mark.parametrize("argument", [None, "yes", 1, [], {"speed": 9}, {"enabled": "x"}, {"backend": "warp"},
+                                      {"cache_folder": "/tmp"}, {"prewarm": "512x512"}, {"memory_budget": 1}])
 def test_wrong_settings_of_a_run(argument: Any) -> None:
     with pytest.raises(ValueError, match="OneDiff"):
         run_settings.settings_of_run(argument, Settings())
@@ -150,13 +155,17 @@ def test_accordion_has_no_effect_beside_its_components() -> None:
     assert (runtime.status(), runtime.settings) == before
 
 
+class NoWebUI:
+    """The page only asks of it what a click would."""
+
+
 def test_status_line_is_renewed_by_the_hosts_description_of_a_generation() -> None:
     with gradio.Blocks() as page:
         accordion.build_accordion("img2img", lambda: "status")
         already = len(page.get_config_file()["dependencies"])
         for elem_id, added in (("generation_info_txt2img", 0), ("generation_info_img2img", 1)):
             box = gradio.Textbox(elem_id=elem_id)
-            accordion.refresh_after_generation(box, "img2img", lambda: "status")
+            accordion.connect(box, "img2img", lambda: "status", WarmUp(NoWebUI(), runtime))
             dependencies = page.get_config_file()["dependencies"]
             assert len(dependencies) == already + added
     assert dependencies[-1]["targets"] == [(box._id, "change")]
@@ -178,23 +187,24 @@ def test_status_route_keeps_the_apis_password() -> None:
         assert client.get("/onediff/v1/status", headers=header).status_code == code, account
 
 
-def test_script_serves_diffusers_models_only() -> None:
+def test_script_serves_diffusers_models_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lib_onediff.hosts.diffusers import is_attached
-    from lib_onediff.hosts.standalone.modules import script_callbacks, script_loading, sd_models
+    from lib_onediff.hosts.standalone.modules import paths, script_callbacks, script_loading, sd_models
     from lib_onediff.hosts.standalone.registration import modules_importable
     from lib_onediff.hosts.standalone.tiny_model import tiny_sd15_pipeline
 
     root = settings_tab.__file__.rsplit("/lib_onediff/", 1)[0]
     script_callbacks.clear_callbacks()
+    monkeypatch.setattr(paths, "data_path", str(tmp_path))
     unet = tiny_sd15_pipeline().unet
     with modules_importable():
         script = script_loading.load_module(f"{root}/scripts/onediff.py")
         try:
             sd_models.use_model(SimpleNamespace(model="something else"))
-            assert "not served yet" in script.current_status()["reason"]
+            assert "has no UNet2DConditionModel" in script.current_status()["reason"]
             sd_models.use_model(SimpleNamespace(unet=unet))
             assert is_attached(unet)
-            assert script.current_status() == runtime.status()
+            assert script.current_status() == {"host": "standalone", "hooks": 1, **runtime.status()}
             script_callbacks.script_unloaded_callback()
             assert not is_attached(unet)
         finally:

@@ -82,10 +82,10 @@ def loud_group_norm(unet: Any) -> None:
     resnet.norm2 = new
 
 
-def circular_padding(unet: Any) -> None:
+def pad_by(unet: Any, mode: str) -> None:
     for module in unet.modules():
         if isinstance(module, nn.Conv2d):
-            module.padding_mode = "circular"
+            module.padding_mode = mode
 
 
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
@@ -102,7 +102,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "a group norm with a forward of its own": (loud_group_norm, "LoudGroupNorm"),
     "a processor with the name of a plain one": (borrowed_name, "AttnProcessor2_0"),
-    "circular padding": (circular_padding, "conv_in is a .*Conv2d: padding mode circular"),
+    "mirrored edges": (lambda unet: pad_by(unet, "reflect"), "conv_in is a .*Conv2d: padding mode reflect"),
     "another activation": (lambda unet: setattr(unet, "conv_act", nn.GELU()), "the output's activation is GELU"),
 }
 EVERY_CHANGE = pytest.mark.parametrize(("change", "reason"), CHANGES.values(), ids=CHANGES)
@@ -144,7 +144,7 @@ def test_ours_comes_back_when_the_change_is_undone(undo: str) -> None:
     elif undo == "hook":
         handle = unet.mid_block.register_forward_hook(lambda *given: None)
     else:
-        circular_padding(unet)
+        pad_by(unet, "reflect")
     served(unet, a_call(unet))
     assert lib_onediff.status()["route"] == "host"
     if undo == "FreeU":
@@ -152,11 +152,18 @@ def test_ours_comes_back_when_the_change_is_undone(undo: str) -> None:
     elif undo == "hook":
         handle.remove()
     else:
-        for module in unet.modules():
-            if isinstance(module, nn.Conv2d):
-                module.padding_mode = "zeros"
+        pad_by(unet, "zeros")
     served(unet, a_call(unet, seed=1))
     assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
+
+
+def test_circular_padding_is_ours_and_can_be_switched_back() -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet())
+    for seed, mode in enumerate(("zeros", "circular", "zeros")):
+        pad_by(unet, mode)
+        call = a_call(unet, seed=seed)
+        assert torch.allclose(served(unet, call), diffusers_output(unet, call), atol=1e-5)
+        assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
 
 
 def test_query_key_and_value_fused_by_diffusers_are_left_to_the_host() -> None:

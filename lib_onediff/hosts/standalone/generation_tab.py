@@ -8,10 +8,17 @@ import gradio as gr
 
 from . import limits, samplers
 from .modules import processing, shared
+from .modules.infotext_utils import connect_paste
 from .page_job import run_on_page
 
 # name of the attribute of StableDiffusionProcessing -> component
 Inputs = dict[str, Any]
+# name of the attribute -> the infotext parameter that fills its component
+PASTED = {
+    "prompt": "Prompt", "negative_prompt": "Negative prompt", "steps": "Steps", "sampler_name": "Sampler",
+    "scheduler": "Schedule type", "cfg_scale": "CFG scale", "seed": "Seed", "width": "Size-1", "height": "Size-2",
+    "denoising_strength": "Denoising strength", "mask_blur": "Mask blur",
+}
 
 
 def build_generation_tab(runner: Any, tab: str) -> None:
@@ -28,6 +35,7 @@ def build_generation_tab(runner: Any, tab: str) -> None:
         with gr.Column(scale=1, min_width=160, elem_classes="actions"):
             generate = placed(gr.Button("Generate", variant="primary", elem_id=f"{tab}_generate"))
             interrupt = placed(gr.Button("Interrupt", elem_id=f"{tab}_interrupt"))
+            paste = placed(gr.Button("Read infotext", size="sm", elem_id=f"{tab}_paste"))
     with gr.Row(equal_height=False):
         with gr.Column(scale=1, min_width=320, elem_id=f"{tab}_settings"):
             if tab == "img2img":
@@ -55,6 +63,8 @@ def build_generation_tab(runner: Any, tab: str) -> None:
         show_progress="hidden",
         api_name=False,
     )
+    fields = [(inputs[name], parameter) for name, parameter in PASTED.items() if name in inputs]
+    connect_paste(paste, [*fields, *runner.infotext_fields], inputs["prompt"])
     interrupt.click(
         shared.state.interrupt, inputs=[], outputs=[], show_progress="hidden", queue=False, api_name=False
     )

@@ -24,6 +24,8 @@ def build_page() -> gr.Blocks:
     # gradio rewrites the rules of css; the extension's own must reach the browser as they are, as in a WebUI.
     own, extensions = (style_sheet(file) for file in (Path(__file__).with_name("page.css"), EXTENSION_STYLE))
     head = f"<style>{extensions}</style>"
+    # Outside of the page, as in a WebUI: what is built inside stands there already.
+    tabs = script_callbacks.ui_tabs_callback()
     with gr.Blocks(title="OneDiff", theme=theme, css=own, head=head, analytics_enabled=False) as page:
         gr.HTML(f"<h1>OneDiff</h1><span>{shared.sd_model.name}</span>", elem_id="onediff_header")
         with gr.Tabs(elem_id="tabs"):
@@ -31,7 +33,7 @@ def build_page() -> gr.Blocks:
                 build_generation_tab(scripts.scripts_txt2img, "txt2img")
             with gr.Tab("img2img", id="img2img", elem_id="tab_img2img"):
                 build_generation_tab(scripts.scripts_img2img, "img2img")
-            for content, title, elem_id in script_callbacks.ui_tabs_callback():
+            for content, title, elem_id in tabs:
                 with gr.Tab(title, id=elem_id, elem_id=f"tab_{elem_id}"):
                     content.render()
             with gr.Tab("Settings", id="settings", elem_id="tab_settings"):

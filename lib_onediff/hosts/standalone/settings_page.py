@@ -61,10 +61,12 @@ def apply_settings(keys: list[str], values: tuple[Any, ...]) -> str:
         problem = info.problem(value)
         if problem:
             problems.append(f"{info.label} {problem}.")
-        elif shared.opts.set(key, value):
-            changed.append(info.label)
-        elif getattr(shared.opts, key) != value:
-            problems.append(f"{info.label} did not accept {value!r}.")
+        else:
+            is_new = shared.opts.set(key, value)
+            if getattr(shared.opts, key) != value:
+                problems.append(f"{info.label} did not accept {value!r}.")
+            elif is_new:
+                changed.append(info.label)
     shared.opts.save(shared.config_filename)
     for problem in problems:
         gr.Warning(problem)

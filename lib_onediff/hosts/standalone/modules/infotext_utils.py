@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from . import script_callbacks
+from . import errors, script_callbacks
 
 PARAMETER = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
 SIZE = re.compile(r"^(\d+)x(\d+)$")
@@ -64,3 +64,43 @@ def parse_generation_parameters(infotext: str) -> dict[str, Any]:
     result.update({part: "\n".join(lines) for part, lines in text.items()})
     script_callbacks.infotext_pasted_callback(infotext, result)
     return result
+
+
+def connect_paste(button: Any, fields: list[Any], text: Any) -> None:
+    """Have button read the infotext in the component text into fields, pairs of a component and what fills it.
+
+    That is the name of an infotext parameter, or a function of all of them; None leaves the component as it is.
+    """
+    import gradio as gr
+
+    def paste(infotext: str) -> list[Any]:
+        parameters = parse_generation_parameters(infotext or "")
+        return [gr.update() if value is None else gr.update(value=value)
+                for value in (pasted_value(component, target, parameters) for component, target in fields)]
+
+    button.click(
+        paste, inputs=[text], outputs=[component for component, _ in fields], show_progress="hidden", api_name=False
+    )
+
+
+def pasted_value(component: Any, target: str | Callable, parameters: dict[str, Any]) -> Any:
+    """What an infotext puts into a component, in the kind of value that the component has; None for nothing."""
+    try:
+        value = target(parameters) if callable(target) else parameters.get(target)
+    except Exception:
+        errors.report(f"Error executing {target}", exc_info=True)
+        return None
+    try:
+        return None if value is None else cast_like(component.value, value)
+    except (TypeError, ValueError):
+        return None
+
+
+def cast_like(present: Any, value: Any) -> Any:
+    """A value from an infotext as the kind of present, as A1111 does; as it is where there is nothing present."""
+    if present is None:
+        return value
+    kind = type(present)
+    if kind is bool and value == "False":
+        return False
+    return float(value) if kind is int else kind(value)

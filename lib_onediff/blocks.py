@@ -1,0 +1,165 @@
+"""Our blocks inside somebody else's loop: where an extension walks the UNet's stages itself (A1111's ControlNet)."""
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from .accelerator import Accelerator, Declined, refuse_inputs
+from .care import Care
+from .journal import BLOCKS, HOST
+from .modes import our_modes
+from .ops import torch_ops
+from .settings import Settings
+from .shapes.key import ShapeKey
+from .shapes.table import Entry, State
+from .unet.call import UNetCall
+from .unet.forward import block_shifts, key_values_by_name
+from .unet.layers import Layers
+from .unet.layout import Stage, UnsupportedUNet
+from .verify import first_line, relative_error, rounding_limit
+
+log = logging.getLogger("onediff")
+HostBlock = Callable[[], Tensor]
+
+
+class Skip(Exception):
+    """This pass through the loop is the host's."""
+
+
+@dataclass
+class LoopPass:
+    """One walk through the stages, from the first input block to the last output block."""
+
+    entry: Entry
+    settings: Settings
+    layers: Layers
+    stages: tuple[Stage, ...]
+    embedding: weakref.ref[Tensor]
+    context: weakref.ref[Tensor]
+    worst_error: float = 0.0
+
+
+@dataclass
+class WatchedLoop:
+    """A UNet whose blocks are looked after; running is the pass in progress, None where it is the host's."""
+
+    unet: weakref.ref[nn.Module]
+    running: LoopPass | None = field(default=None)
+
+
+class BlockRoute:
+    """Serves the calls of single stages of the UNets that it watches."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._places: weakref.WeakKeyDictionary[nn.Module, tuple[WatchedLoop, int]] = weakref.WeakKeyDictionary()
+
+    def watch(self, unet: nn.Module, blocks: list[nn.Module]) -> None:
+        """Know these modules as the UNet's stages: the input blocks, the middle block, the output blocks."""
+        if self._places.get(blocks[0], (None, 0))[0] is None:
+            loop = WatchedLoop(weakref.ref(unet))
+            self._places.update({block: (loop, index) for index, block in enumerate(blocks)})
+
+    def forget(self) -> None:
+        """Watch nothing any more."""
+        self._places.clear()
+
+    def unet_of(self, block: nn.Module) -> nn.Module | None:
+        """The watched UNet that a block belongs to."""
+        loop, _ = self._places.get(block, (None, 0))
+        return None if loop is None else loop.unet()
+
+    def run(
+        self, block: nn.Module, image: Tensor, embedding: Tensor, context: Tensor, owner: str, host: HostBlock
+    ) -> Tensor:
+        """The output of one stage: (batch, channels, height, width).
+
+        embedding: (batch, width), the timestep's (and label's) embedding, made by the loop's owner; owner: its name
+        for people. Never raises for a reason of ours, as Accelerator.run.
+        """
+        loop, index = self._places[block]
+        try:
+            if index == 0:
+                loop.running = None
+                loop.running = self._begin(loop, image, embedding, context, owner)
+            return self._stage(loop, index, image, embedding, context, host)
+        except Skip:
+            return host()
+        except (Declined, UnsupportedUNet) as refusal:
+            reason = str(refusal)
+        except torch.cuda.OutOfMemoryError:
+            self._accelerator.free_graphs()
+            reason = "out of GPU memory: the graphs were freed"
+        except Exception as error:
+            log.exception("a fault of ours")
+            reason = f"a fault of ours, please report it: {first_line(error)}"
+        loop.running = None
+        self._accelerator.journal.note(HOST, reason)
+        return host()
+
+    def _begin(
+        self, loop: WatchedLoop, image: Tensor, embedding: Tensor, context: Tensor, owner: str
+    ) -> LoopPass:
+        journal = self._accelerator.journal
+        journal.begin()
+        care, settings = self._accelerator.care_for(loop.unet())
+        # The owner of the loop has embedded timestep and y already.
+        call = UNetCall(latent=image, timestep=embedding[:, 0], context=context)
+        entry = self._entry(care, call)
+        journal.entry, journal.model, journal.backend = entry, entry.model, "eager"
+        if entry.state is State.FAILED:
+            raise Declined(entry.reason)
+        with our_modes(image.device):
+            layers = self._layers(care, call, embedding)
+        journal.note(BLOCKS, f"{owner} runs the UNet's loop itself")
+        layout = care.bound.layout
+        stages = (*layout.input_stages, layout.middle_stage, *layout.output_stages)
+        return LoopPass(entry, settings, layers, stages, weakref.ref(embedding), weakref.ref(context))
+
+    def _entry(self, care: Care, call: UNetCall) -> Entry:
+        bound = care.bound
+        bound.refresh(call, care.by_content)
+        refuse_inputs(bound, call, y_is_embedded=True)
+        key = replace(ShapeKey.of(bound.architecture, bound.binding.dtype, call), inputs=("blocks",))
+        return self._accelerator.table.entry(key, bound.layout.model_name)
+
+    @staticmethod
+    def _layers(care: Care, call: UNetCall, embedding: Tensor) -> Layers:
+        bound = care.bound
+        weights, layout = bound.binding.weights(), bound.layout
+        conditioning = bound.conditioning(torch_ops, call, care.by_content)
+        shifts = block_shifts(layout, weights, torch_ops, embedding.to(bound.binding.dtype))
+        return Layers(weights, torch_ops, shifts, key_values_by_name(layout, conditioning), call.upcast_attention)
+
+    def _stage(
+        self, loop: WatchedLoop, index: int, image: Tensor, embedding: Tensor, context: Tensor, host: HostBlock
+    ) -> Tensor:
+        running = loop.running
+        if running is None:
+            raise Skip
+        if running.embedding() is not embedding or running.context() is not context:
+            raise Declined("the loop's owner gives some stages another timestep or context")
+        with our_modes(image.device):
+            output = running.layers.stage(running.stages[index], image, None)
+        if running.entry.state is State.COLD and running.settings.verify:
+            self._compare(running, output, host())
+        if index == len(running.stages) - 1:
+            # Nothing of ours may keep the weights alive between calls.
+            loop.running = None
+            if running.entry.state is State.COLD:
+                running.entry.state, running.entry.relative_error = State.PROVED, running.worst_error
+        return output
+
+    @staticmethod
+    def _compare(running: LoopPass, output: Tensor, expected: Tensor) -> None:
+        error = relative_error(output, expected)
+        running.worst_error = max(running.worst_error, error)
+        limit = rounding_limit(running.entry.key.dtype, output.device)
+        if not error <= limit:
+            running.entry.fail(f"a stage differs from the model's own by {error:.1e} (rounding explains {limit:.0e})")
+            raise Declined(running.entry.reason)

@@ -1,0 +1,202 @@
+"""Our forward in AUTOMATIC1111's WebUI: one class-level patch of ldm's and of sgm's UNetModel.forward.
+
+A class-level patch lies below whatever another extension sets on the instance (ControlNet), and above the WebUI's own
+patches. It serves every UNet: the loaded checkpoint's, the refiner's, the hires pass's.
+"""
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..accelerator import runtime
+from ..unet.call import UNetCall
+from ..unet.foreign import Habits
+from ..unet.layout import UnsupportedUNet
+from .a1111_blocks import HostLoop, foreign_forward
+from .a1111_lora import apply_wanted_networks, why_functional
+from .class_patch import ClassPatch
+from .webui import CannotWarm, Result
+
+UNET_MODULES = ("ldm.modules.diffusionmodules.openaimodel", "sgm.modules.diffusionmodules.openaimodel")
+# The WebUI's own patches of layer classes: lazy LoRA (settled by us before a call), attention and norm variants that
+# compute the same, gradient checkpoints (not used here). Hypernetworks live among them and are asked for by name.
+TRUSTED = (
+    "networks", "modules.sd_hijack_optimizations", "modules.hypernetworks.hypernetwork", "modules.sd_hijack_utils",
+    "modules.sd_hijack_checkpoint", "modules.sd_hijack_unet", "modules.sd_unet",
+)
+MIDDLE_OF_THE_SCHEDULE = 500.0
+
+
+class A1111:
+    """The adapter; see webui.WebUI."""
+
+    name = "a1111"
+
+    def __init__(self) -> None:
+        self._unet_modules = [importlib.import_module(name) for name in UNET_MODULES]
+        self._patches = [ClassPatch(module.UNetModel, "forward", self._forward) for module in self._unet_modules]
+        self._loop = HostLoop([module.TimestepEmbedSequential for module in self._unet_modules])
+        self._habits = Habits(TRUSTED, does_nothing_now, apply_wanted_networks, by_content=True)
+        self._calls_before: int | None = None
+
+    def serve(self) -> None:
+        for patch in self._patches:
+            patch.apply()
+        self._loop.serve()
+
+    def stop(self) -> None:
+        for patch in self._patches:
+            patch.undo()
+        self._loop.stop()
+        runtime.release_all()
+
+    def hooks(self) -> int:
+        classes = [module.UNetModel for module in self._unet_modules]
+        return max(sum(patch.active for patch in self._patches if patch.owner is owner) for owner in classes)
+
+    def model_loaded(self, sd_model: Any) -> None:
+        unet = unet_of(sd_model)
+        if unet is not None:
+            runtime.adopt(unet, habits=self._habits)
+
+    def before_sampling(self, p: Any) -> None:
+        self._calls_before = runtime.journal.total
+        unet = unet_of(p.sd_model)
+        if unet is None:
+            return
+        runtime.adopt(unet, habits=self._habits)
+        runtime.begin_sampling(unet)
+        self._loop.watch(unet)
+
+    def after_run(self, p: Any) -> None:
+        from modules import shared
+
+        bypassed = self._calls_before is not None and self._calls_before == runtime.journal.total
+        if bypassed and not (shared.state.interrupted or shared.state.skipped):
+            runtime.note_host("another extension runs the UNet past OneDiff's hook")
+        self._calls_before = None
+
+    def data_folder(self) -> Path:
+        from modules import paths
+
+        return Path(paths.data_path)
+
+    def why_not_served(self) -> str | None:
+        from modules import sd_models
+
+        model = sd_models.model_data.sd_model
+        if model is None or unet_of(model) is not None:
+            return None
+        return f"{type(model).__name__} has no UNet of the Stable Diffusion 1, 2 or XL kind"
+
+    def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
+        from modules import devices, sd_models
+
+        model = sd_models.model_data.sd_model
+        unet = unet_of(model)
+        if unet is None:
+            raise CannotWarm(self.why_not_served() or "no checkpoint is loaded yet")
+        runtime.adopt(unet, habits=self._habits)
+        try:
+            layout = runtime.layout_of(unet)
+        except UnsupportedUNet as reason:
+            raise CannotWarm(str(reason)) from reason
+        noise = lambda *shape: torch.randn(shape, dtype=devices.dtype, device=devices.device)  # noqa: E731
+        latent = noise(batch, 4, height // 8, width // 8)
+        timestep = torch.full((batch,), MIDDLE_OF_THE_SCHEDULE, device=devices.device)
+        context = noise(batch, tokens, layout.context_width)
+        extra = noise(batch, layout.in_channels - 4, height // 8, width // 8)
+        with random_state_kept(), torch.no_grad(), devices.autocast():
+            if layout.label is None:
+                model.apply_model(latent, timestep, {"c_crossattn": [context], "c_concat": [extra]})
+            else:
+                vector = noise(batch, layout.y_width)
+                model.apply_model(latent, timestep, {"crossattn": context, "vector": vector, "c_concat": [extra]})
+
+    def exclusively(self, work: Callable[[], Result]) -> Result:
+        from modules import call_queue
+
+        with call_queue.queue_lock:
+            return work()
+
+    def _forward(
+        self, original: Callable[..., Tensor], unet: nn.Module, x: Tensor, timesteps: Tensor | None = None,
+        context: Tensor | None = None, *args: Any, **kwargs: Any,
+    ) -> Tensor:
+        """Stands in for UNetModel.forward(self, x, timesteps=None, context=None, y=None, **kwargs)."""
+        host = lambda: original(unet, x, timesteps, context, *args, **kwargs)  # noqa: E731
+        reason = self._why_host(unet, timesteps, context, args, kwargs)
+        if reason is not None:
+            runtime.note_host(reason)
+            return host()
+        runtime.adopt(unet, habits=self._habits)
+        y = args[0] if args else kwargs.get("y")
+        return runtime.run(unet, UNetCall(x, timesteps, context, y, upcast_attention=upcasts_attention()), host)
+
+    def _why_host(
+        self, unet: nn.Module, timesteps: Any, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str | None:
+        """Why this call is not ours, in one line; None where nothing is known against it. Microseconds."""
+        from modules import sd_hijack_unet, sd_unet, shared
+
+        if not isinstance(timesteps, Tensor) or not isinstance(context, Tensor):
+            return "the UNet is called without a timestep or a context"
+        if len(args) > 1 or any(value is not None for name, value in kwargs.items() if name != "y"):
+            return f"the UNet is called with more than we know ({', '.join(sorted(kwargs)) or 'by position'})"
+        owner = foreign_forward(unet)
+        if owner is not None:
+            return f"{owner} calls the UNet from a forward of its own (a ControlNet reference?)"
+        if sd_unet.current_unet is not None:
+            return "another extension's UNet is active (Settings, SD Unet)"
+        if shared.loaded_hypernetworks:
+            return "a hypernetwork changes the attention"
+        if getattr(sys.modules[type(unet).__module__], "th", None) is not sd_hijack_unet.th:
+            return "an extension has replaced the UNet's torch functions (FreeU?)"
+        if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
+            return "a forward hook is set on all modules"
+        if shared.cmd_opts.lowvram and getattr(shared.sd_model, "lowvram", False):
+            return "--lowvram moves the UNet's layers one at a time"
+        return why_functional()
+
+
+def unet_of(sd_model: Any) -> nn.Module | None:
+    """The UNetModel of a loaded checkpoint; None for SD3 and others that have none."""
+    unet = getattr(getattr(sd_model, "model", None), "diffusion_model", None)
+    return unet if type(unet).__name__ == "UNetModel" else None
+
+
+def upcasts_attention() -> bool:
+    from modules import shared
+
+    return bool(shared.opts.upcast_attn)
+
+
+def does_nothing_now(unet: nn.Module, module: nn.Module) -> bool:
+    """Whether what HyperTile or ControlNet left on a module is switched off: neither takes it away after use."""
+    state = module.__dict__
+    tiles = state.get("__webui_hypertile_params")
+    if tiles is not None and "_forward" not in state:
+        below = getattr(state["forward"], "__wrapped__", None)
+        return not tiles.enabled and below == tiles.forward
+    if foreign_forward(unet) is not None:
+        # ControlNet at work: what is empty now may be about to record.
+        return False
+    left = [state[name] for name in ("forward", "_forward") if name in state]
+    names = {"hacked_basic_transformer_inner_forward", "hacked_group_norm_forward"}
+    banks = (getattr(module, name, None) for name in ("bank", "mean_bank", "var_bank"))
+    return all(getattr(hack, "__name__", "") in names for hack in left) and not any(banks)
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """What is drawn inside does not move the random numbers of the next picture."""
+    devices = range(torch.cuda.device_count())
+    with torch.random.fork_rng(devices=list(devices)):
+        yield

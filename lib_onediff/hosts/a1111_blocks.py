@@ -1,0 +1,55 @@
+"""Our blocks inside the loop of an extension that walks ldm's or sgm's stages itself, as sd-webui-controlnet does."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..accelerator import runtime
+from ..blocks import BlockRoute
+from ..unet.foreign import origin
+from .class_patch import ClassPatch
+
+
+class HostLoop:
+    """Class-level patches of TimestepEmbedSequential.forward that only act inside a foreign loop."""
+
+    def __init__(self, stage_classes: list[type]) -> None:
+        self._route = BlockRoute(runtime)
+        self._patches = [ClassPatch(stage_class, "forward", self._forward) for stage_class in stage_classes]
+
+    def serve(self) -> None:
+        for patch in self._patches:
+            patch.apply()
+
+    def stop(self) -> None:
+        for patch in self._patches:
+            patch.undo()
+        self._route.forget()
+
+    def watch(self, unet: Any) -> None:
+        """Look after the stages of this UNet from now on."""
+        self._route.watch(unet, [*unet.input_blocks, unet.middle_block, *unet.output_blocks])
+
+    def _forward(
+        self, original: Callable[..., Tensor], block: nn.Module, x: Tensor, emb: Tensor, context: Any = None,
+        *args: Any, **kwargs: Any,
+    ) -> Tensor:
+        """Stands in for TimestepEmbedSequential.forward(self, x, emb, context=None, ...)."""
+        host = lambda: original(block, x, emb, context, *args, **kwargs)  # noqa: E731
+        unet = self._route.unet_of(block)
+        if unet is None:
+            return host()
+        owner = foreign_forward(unet)
+        if owner is None or args or kwargs or not isinstance(context, Tensor):
+            return host()
+        return self._route.run(block, x, emb, context, owner, host)
+
+
+def foreign_forward(unet: nn.Module) -> str | None:
+    """Whose forward is set on this UNet's instance, above its class's own; None where none is."""
+    forward = unet.__dict__.get("forward")
+    if forward is None or getattr(forward, "__func__", None) is type(unet).forward:
+        return None
+    return origin(forward)

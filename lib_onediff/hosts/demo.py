@@ -1,0 +1,112 @@
+"""The standalone host: its model is a diffusers pipeline, so our forward goes on the pipeline's UNet."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..accelerator import runtime
+from ..unet.layout import UNetLayout, UnsupportedUNet
+from . import diffusers as diffusers_host
+from .webui import CannotWarm, Result
+
+MIDDLE_OF_THE_SCHEDULE = 500
+# Sizes, crop and target; the refiner takes a score in place of the target's two.
+NUMBERS_OF_A_LABEL = {False: 6, True: 5}
+
+
+class Standalone:
+    """The adapter; see webui.WebUI."""
+
+    name = "standalone"
+
+    def __init__(self) -> None:
+        self._serving = False
+
+    def serve(self) -> None:
+        self._serving = True
+        self.model_loaded(loaded_model())
+
+    def stop(self) -> None:
+        self._serving = False
+        unet = unet_of(loaded_model())
+        if unet is not None:
+            diffusers_host.detach(unet)
+        runtime.release_all()
+
+    def hooks(self) -> int:
+        unet = unet_of(loaded_model())
+        return int(unet is not None and diffusers_host.is_attached(unet))
+
+    def model_loaded(self, sd_model: Any) -> None:
+        unet = unet_of(sd_model)
+        if unet is not None and self._serving:
+            diffusers_host.attach(unet)
+
+    def before_sampling(self, p: Any) -> None:
+        self.model_loaded(loaded_model())
+
+    def after_run(self, p: Any) -> None:
+        """diffusers calls the UNet's own forward, which nobody bypasses here."""
+
+    def data_folder(self) -> Path:
+        from modules import paths
+
+        return Path(paths.data_path)
+
+    def why_not_served(self) -> str | None:
+        model = loaded_model()
+        if model is None or unet_of(model) is not None:
+            return None
+        return f"{type(model).__name__} has no UNet2DConditionModel"
+
+    def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
+        unet = unet_of(loaded_model())
+        if unet is None:
+            raise CannotWarm(self.why_not_served() or "no model is loaded yet")
+        self.model_loaded(loaded_model())
+        try:
+            layout = runtime.layout_of(unet)
+        except UnsupportedUNet as reason:
+            raise CannotWarm(str(reason)) from reason
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())), torch.no_grad():
+            unet(**random_inputs(unet, layout, width, height, batch, tokens))
+
+    def exclusively(self, work: Callable[[], Result]) -> Result:
+        from modules import call_queue
+
+        with call_queue.queue_lock:
+            return work()
+
+
+def random_inputs(
+    unet: Any, layout: UNetLayout, width: int, height: int, batch: int, tokens: int
+) -> dict[str, Any]:
+    """The arguments of one call as a pipeline makes it, at a size in pixels."""
+    noise = lambda *shape: torch.randn(shape, device=unet.device, dtype=unet.dtype)  # noqa: E731
+    label = None
+    if layout.label is not None:
+        numbers = NUMBERS_OF_A_LABEL[layout.model_name == "SDXL refiner"]
+        text = layout.y_width - numbers * unet.config.addition_time_embed_dim
+        label = {"text_embeds": noise(batch, text), "time_ids": noise(batch, numbers)}
+    return {
+        "sample": noise(batch, layout.in_channels, height // 8, width // 8),
+        "timestep": torch.tensor(MIDDLE_OF_THE_SCHEDULE, device=unet.device),
+        "encoder_hidden_states": noise(batch, tokens, layout.context_width), "added_cond_kwargs": label,
+    }
+
+
+def loaded_model() -> Any:
+    from modules import sd_models
+
+    # shared.sd_model would load one.
+    return sd_models.model_data.sd_model
+
+
+def unet_of(sd_model: Any) -> nn.Module | None:
+    """The UNet of a diffusers pipeline; None for every other model."""
+    unet = getattr(sd_model, "unet", None)
+    return unet if type(unet).__name__ == "UNet2DConditionModel" else None

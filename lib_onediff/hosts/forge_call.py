@@ -1,0 +1,88 @@
+"""One call of Forge's UNet: put it into a UNetCall, or say what in it only Forge's own forward understands."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..unet.call import Control, UNetCall
+from ..unet.foreign import origin
+
+# What Forge's sampling and its UNet themselves write there, and what is for ControlNets alone.
+HARMLESS_OPTIONS = frozenset({
+    "cond_or_uncond", "sigmas", "cond_mark", "cond_indices", "uncond_indices", "original_shape", "transformer_index",
+    "block", "block_index", "controlnet_conditioning_modifiers", "controlnet_model_function_wrapper",
+})
+OptionalTensors = tuple[Tensor | None, ...]
+
+
+class NotOurs(Exception):
+    """This call has something in it that a UNetCall cannot say; the message is one line for the user."""
+
+
+def unet_call(
+    x: Tensor, timesteps: Tensor, context: Tensor, y: Tensor | None, control: Mapping[str, Any] | None,
+    transformer_options: Mapping[str, Any], upcast_attention: bool,
+) -> UNetCall:
+    """The call as ours; the arguments are those of IntegratedUNet2DConditionModel.forward. Raises NotOurs."""
+    foreign = foreign_options(transformer_options)
+    if foreign:
+        raise NotOurs(f"another extension changes the UNet for this call: {', '.join(foreign)}")
+    return UNetCall(
+        latent=x, timestep=timesteps, context=context, y=y, control=control_of(control),
+        upcast_attention=upcast_attention,
+    )
+
+
+def foreign_options(options: Mapping[str, Any]) -> list[str]:
+    """What an extension has put into transformer_options that changes what the UNet computes, each by its name.
+
+    Such as "patches[output_block_patch] by forge_freeu.py". Empty entries change nothing.
+    """
+    found: list[str] = []
+    for name, value in options.items():
+        if name not in HARMLESS_OPTIONS and not is_empty(value):
+            parts = value if isinstance(value, Mapping) else {"": value}
+            found += [describe(name, part, inside) for part, inside in parts.items() if not is_empty(inside)]
+    return found
+
+
+def is_empty(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(is_empty(inside) for inside in value.values())
+    return value is None or (isinstance(value, (list, tuple, set, frozenset, str)) and len(value) == 0)
+
+
+def describe(name: str, part: Any, value: Any) -> str:
+    label = f"{name}[{part}]" if part != "" else name
+    while isinstance(value, (Mapping, list, tuple)) and value:
+        value = next(iter(value.values() if isinstance(value, Mapping) else value))
+    return f"{label} by {origin(value)}" if callable(value) else label
+
+
+def control_of(control: Mapping[str, Any] | None) -> Control | None:
+    """Residuals of ControlNets and T2I adapters in our slots; the host's lists stay as they are.
+
+    Forge's forward takes from the end of each list: the last of input and output belong to the first input and output
+    block, and of middle it takes the last alone.
+    """
+    if not control:
+        return None
+    slots = {part: residuals(part, control.get(part) or ()) for part in ("input", "middle", "output")}
+    found = Control(slots["input"][::-1], slots["middle"][-1:], slots["output"][::-1])
+    return found if any(residual is not None for part in slots.values() for residual in part) else None
+
+
+def residuals(part: str, values: Any) -> OptionalTensors:
+    for value in values:
+        if value is not None and not isinstance(value, Tensor):
+            raise NotOurs(f"control[{part}] holds a {type(value).__name__}")
+    return tuple(values)
+
+
+def copied_lists(control: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """control for the host's forward, which empties the lists that it is given: it may have to run again."""
+    if control is None:
+        return None
+    return {part: list(values) if isinstance(values, list) else values for part, values in control.items()}

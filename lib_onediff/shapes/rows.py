@@ -1,0 +1,116 @@
+"""The table as users see it: one row per model and resolution, with its shapes below."""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .store import HistoryRow
+from .table import Entry, State
+
+# The state of a resolution that only earlier processes have used.
+ON_DISK = "on disk"
+# What a row says of its shapes: the best of them, for that is what the next picture most likely gets.
+BEST_FIRST = (State.READY, State.PROVED, State.COLD, State.FAILED)
+
+
+@dataclass(frozen=True)
+class ShapeRow:
+    """One shape of a resolution, in plain values.
+
+    batch counts the latents of one UNet call, twice the pictures where guidance is batched. state is a State's value
+    or ON_DISK; reason says why it is not a better one. Times are medians in milliseconds, bytes is GPU memory,
+    last_used a time.time(), relative_error the distance from the host's own output, control whether a ControlNet or an
+    adapter adds to the call.
+    """
+
+    batch: int
+    tokens: int
+    dtype: str
+    state: str
+    reason: str
+    step_ms: float | None
+    host_ms: float | None
+    ratio: float | None
+    bytes: int
+    uses: int
+    last_used: float
+    relative_error: float | None
+    control: bool
+
+
+@dataclass(frozen=True)
+class ResolutionRow:
+    """All shapes of one model at one resolution ("512x512" in pixels); bytes and uses are sums.
+
+    Times are those of the shape that is used most, because shapes of different batch sizes have no common step.
+    """
+
+    resolution: str
+    model: str
+    state: str
+    reason: str
+    step_ms: float | None
+    host_ms: float | None
+    ratio: float | None
+    bytes: int
+    uses: int
+    last_used: float
+    shapes: tuple[ShapeRow, ...]
+
+
+def rows_of(entries: Iterable[Entry], history: Iterable[HistoryRow] = ()) -> list[ResolutionRow]:
+    """The entries as rows, the last used first, among the rows as within each.
+
+    history: what earlier processes used; it makes the rows of resolutions that have no entry yet.
+    """
+    groups: dict[tuple[str, str], list[Entry]] = {}
+    for entry in sorted(entries, key=lambda entry: -entry.last_used):
+        groups.setdefault((entry.model, entry.key.resolution), []).append(entry)
+    remembered: dict[tuple[str, str], list[HistoryRow]] = {}
+    for row in sorted(history, key=lambda row: -row.last_used):
+        if (row.model, row.resolution) not in groups:
+            remembered.setdefault((row.model, row.resolution), []).append(row)
+    rows = [*map(resolution_row, groups.values()), *map(remembered_row, remembered.values())]
+    return sorted(rows, key=lambda row: -row.last_used)
+
+
+def remembered_row(history: list[HistoryRow]) -> ResolutionRow:
+    """The row of one model and resolution that this process has not used; the last used shape first."""
+    shapes = tuple(
+        ShapeRow(
+            batch=row.batch, tokens=row.tokens, dtype=row.dtype, state=ON_DISK, reason="", step_ms=row.step_ms,
+            host_ms=row.host_ms, ratio=row.ratio, bytes=0, uses=row.uses, last_used=row.last_used,
+            relative_error=row.relative_error, control=False,
+        )
+        for row in history
+    )
+    return row_of_shapes(history[0].resolution, history[0].model, ON_DISK, shapes)
+
+
+def resolution_row(entries: list[Entry]) -> ResolutionRow:
+    """The row of one model and resolution; entries are its shapes, the last used first."""
+    state = min((entry.state for entry in entries), key=BEST_FIRST.index).value
+    return row_of_shapes(entries[0].key.resolution, entries[0].model, state, tuple(map(shape_row, entries)))
+
+
+def row_of_shapes(resolution: str, model: str, state: str, shapes: tuple[ShapeRow, ...]) -> ResolutionRow:
+    timed = [shape for shape in shapes if shape.step_ms is not None]
+    usual = max(timed or shapes, key=lambda shape: (shape.uses, shape.batch, shape.last_used))
+    return ResolutionRow(
+        resolution=resolution, model=model, state=state,
+        reason=next((shape.reason for shape in shapes if shape.reason), ""),
+        step_ms=usual.step_ms, host_ms=usual.host_ms, ratio=usual.ratio,
+        bytes=sum(shape.bytes for shape in shapes), uses=sum(shape.uses for shape in shapes),
+        last_used=shapes[0].last_used, shapes=shapes,
+    )
+
+
+def shape_row(entry: Entry) -> ShapeRow:
+    """One entry in plain values."""
+    return ShapeRow(
+        batch=entry.key.batch, tokens=entry.key.tokens, dtype=str(entry.key.dtype).removeprefix("torch."),
+        state=entry.state.value, reason=entry.reason or entry.no_graph,
+        step_ms=entry.own.median_ms, host_ms=entry.host.median_ms, ratio=entry.ratio,
+        bytes=entry.bytes, uses=entry.uses, last_used=entry.last_used, relative_error=entry.relative_error,
+        control=bool(entry.key.control),
+    )

@@ -1,0 +1,341 @@
+"""What the store writes: its rows, its tables, and the statements on them."""
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from importlib import metadata
+
+import torch
+
+APPLICATION_ID = 0x0D1FF001
+# A new schema gets a new number and with it a file of its own: two versions of the extension may share a folder.
+SCHEMA_VERSION = 1
+TABLES = (
+    """CREATE TABLE machine (id INTEGER PRIMARY KEY, gpu TEXT NOT NULL, driver TEXT NOT NULL, torch TEXT NOT NULL,
+       triton TEXT NOT NULL, onediff TEXT NOT NULL, UNIQUE (gpu, driver, torch, triton, onediff))""",
+    """CREATE TABLE history (machine INTEGER NOT NULL, architecture TEXT NOT NULL, model TEXT NOT NULL,
+       resolution TEXT NOT NULL, batch INTEGER NOT NULL, tokens INTEGER NOT NULL, dtype TEXT NOT NULL,
+       uses INTEGER NOT NULL, last_used REAL NOT NULL, step_ms REAL, host_ms REAL, relative_error REAL,
+       PRIMARY KEY (machine, architecture, model, resolution, batch, tokens, dtype))""",
+    """CREATE TABLE choice (machine INTEGER NOT NULL, architecture TEXT NOT NULL, name TEXT NOT NULL,
+       value TEXT NOT NULL, changed REAL NOT NULL, PRIMARY KEY (machine, architecture, name))""",
+)
+SHAPE = "architecture, model, resolution, batch, tokens, dtype"
+ROW = f"{SHAPE}, uses, last_used, step_ms, host_ms, relative_error"
+# No sum of uses and no time comes near it, and SQLite can hold what is below.
+LIMIT = 2**53
+CHOICE = "architecture, name, value, changed"
+
+ShapeName = tuple[str, str, str, int, int, str]
+ChoiceName = tuple[str, str]
+
+
+class Damaged(Exception):
+    """The file is not a store, or no longer; the message says what it is, to follow 'the store was'."""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What timings and tuned choices depend on besides the shape. gpu: its name, or 'cpu'."""
+
+    gpu: str
+    driver: str
+    torch: str
+    triton: str
+    onediff: str
+
+    @classmethod
+    def of(cls, device: torch.device | None = None) -> Fingerprint:
+        """A device's fingerprint; by default the current GPU's, or the CPU's where torch can use no GPU."""
+        from .. import __version__
+
+        if device is None:
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        gpu, driver = device.type, "none"
+        if device.type == "cuda":
+            driver = f"hip {torch.version.hip}" if torch.version.hip else nvidia_driver()
+            try:
+                gpu = torch.cuda.get_device_name(device)
+            except RuntimeError:
+                gpu = "a GPU that does not start"
+        return cls(gpu, driver, torch.__version__, triton_version(), __version__)
+
+
+def nvidia_driver() -> str:
+    """The NVIDIA driver's version, such as '580.95.05', or 'unknown'; asks NVML, which takes milliseconds."""
+    try:
+        nvml = ctypes.CDLL("nvml.dll" if os.name == "nt" else "libnvidia-ml.so.1")
+    except OSError:
+        return "unknown"
+    version = ctypes.create_string_buffer(96)
+    if nvml.nvmlInit_v2() != 0:
+        return "unknown"
+    try:
+        answered = nvml.nvmlSystemGetDriverVersion(version, len(version)) == 0
+    finally:
+        nvml.nvmlShutdown()
+    return version.value.decode("ascii", "replace") if answered else "unknown"
+
+
+def triton_version() -> str:
+    """Triton's version, or 'none'; it is not imported."""
+    for name in ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "none"
+
+
+@dataclass(frozen=True)
+class HistoryRow:
+    """One use of a shape, or many of them summed. Times are medians in milliseconds; None is not known yet.
+
+    resolution: pixels, "width x height" as "512x768". batch: the UNet's. last_used: time.time().
+    relative_error: how far our output was from the host's at the first use (the verdict).
+    """
+
+    architecture: str
+    model: str
+    resolution: str
+    batch: int
+    tokens: int
+    dtype: str
+    uses: int = 1
+    last_used: float = field(default_factory=time.time)
+    step_ms: float | None = None
+    host_ms: float | None = None
+    relative_error: float | None = None
+
+    @property
+    def shape(self) -> ShapeName:
+        """What makes two rows the same shape."""
+        return self.architecture, self.model, self.resolution, self.batch, self.tokens, self.dtype
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times faster than the host's own forward, or None while one of the two is unknown."""
+        return self.host_ms / self.step_ms if self.host_ms and self.step_ms else None
+
+    def with_other(self, other: HistoryRow | None) -> HistoryRow:
+        """The sum of two rows of one shape: all uses, and of everything else what the later one knows."""
+        if other is None:
+            return self
+        later, earlier = (self, other) if self.last_used >= other.last_used else (other, self)
+        known = {
+            name: getattr(earlier if getattr(later, name) is None else later, name)
+            for name in ("step_ms", "host_ms", "relative_error")
+        }
+        return dataclasses.replace(later, uses=self.uses + other.uses, **known)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was found to be best for an architecture on this machine: JSON text, and the time.time() of the finding."""
+
+    value: str
+    changed: float
+
+
+def prepare(connection: sqlite3.Connection) -> None:
+    """Set the journal, and make the tables where there are none. Raises Damaged if the database is not ours."""
+    try:
+        ours = is_ours(connection)
+    except sqlite3.OperationalError as error:
+        if is_busy(error):
+            raise
+        leave_log(connection)
+        ours = is_ours(connection)
+    if not ours:
+        # Has no effect once a table exists. With it a purge gives the disk back.
+        connection.execute("PRAGMA auto_vacuum = FULL")
+    set_journal(connection)
+    if ours:
+        return
+    connection.execute("BEGIN IMMEDIATE")
+    # Another process may have made them while we waited for the lock.
+    if not is_ours(connection):
+        for table in TABLES:
+            connection.execute(table)
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    connection.execute("COMMIT")
+
+
+def is_ours(connection: sqlite3.Connection) -> bool:
+    """Whether the database has our tables; False for an empty one. Raises Damaged for another program's."""
+    marks = tuple(connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
+    if marks == (APPLICATION_ID, SCHEMA_VERSION):
+        return True
+    tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+    if any(marks) or tables:
+        raise Damaged("another program's")
+    return False
+
+
+def set_journal(connection: sqlite3.Connection) -> str:
+    """Keep a write-ahead log, or a rollback journal where the file system has no shared memory; says which it is."""
+    try:
+        mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    except sqlite3.OperationalError as error:
+        if is_busy(error):
+            raise
+        mode = leave_log(connection)
+    # A commit to the log survives the process either way; a rollback journal must also reach the disk before the data.
+    connection.execute(f"PRAGMA synchronous = {'NORMAL' if mode == 'wal' else 'FULL'}")
+    return mode
+
+
+def leave_log(connection: sqlite3.Connection) -> str:
+    """Put what a write-ahead log holds into the database and go back to a rollback journal, without shared memory."""
+    connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+    mode = connection.execute("PRAGMA journal_mode = DELETE").fetchone()[0]
+    connection.execute("PRAGMA locking_mode = NORMAL")
+    connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    return mode
+
+
+def is_busy(error: sqlite3.OperationalError) -> bool:
+    """Whether another process is in the way. Python 3.10 knows SQLite's result codes by their text alone."""
+    return any(text in str(error) for text in ("is locked", "locking protocol"))
+
+
+def check(connection: sqlite3.Connection) -> bool:
+    """Read everything and try to write; True. Raises Damaged for what does not fit together, sqlite3.Error."""
+    if connection.execute("PRAGMA integrity_check(1)").fetchone()[0] != "ok":
+        raise Damaged("damaged")
+    for values in connection.execute(f"SELECT {ROW} FROM history"):
+        row_from(values)
+    for values in connection.execute(f"SELECT {CHOICE} FROM choice"):
+        choice_from(values)
+    connection.execute("SELECT id, gpu, driver, torch, triton, onediff FROM machine").fetchall()
+    connection.execute("BEGIN IMMEDIATE")
+    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    connection.execute("ROLLBACK")
+    return True
+
+
+def row_from(values: tuple) -> HistoryRow:
+    """A row of the table. Raises Damaged if a value cannot be ours."""
+    architecture, model, resolution, batch, tokens, dtype, uses, last_used, *measured = values
+    try:
+        row = HistoryRow(
+            str(architecture), str(model), str(resolution), int(batch), int(tokens), str(dtype), int(uses),
+            float(last_used), *(None if value is None else float(value) for value in measured),
+        )
+    except (TypeError, ValueError) as error:
+        raise Damaged("damaged") from error
+    if not (0 <= row.uses < LIMIT and 0 <= row.last_used < LIMIT):
+        raise Damaged("damaged")
+    return row
+
+
+def choice_from(values: tuple) -> tuple[ChoiceName, Choice]:
+    """A row of the table. Raises Damaged if a value is of another type than ours."""
+    architecture, name, value, changed = values
+    try:
+        json.loads(value)
+        return (str(architecture), str(name)), Choice(value, float(changed))
+    except (TypeError, ValueError) as error:
+        raise Damaged("damaged") from error
+
+
+def machine_id(connection: sqlite3.Connection, machine: Fingerprint, make: bool = False) -> int | None:
+    """The number under which a machine's rows are kept; None if there are none yet."""
+    values = dataclasses.astuple(machine)
+    if make:
+        connection.execute("INSERT OR IGNORE INTO machine (gpu, driver, torch, triton, onediff) VALUES (?, ?, ?, ?, ?)",
+                           values)
+    found = connection.execute(
+        "SELECT id FROM machine WHERE (gpu, driver, torch, triton, onediff) = (?, ?, ?, ?, ?)", values
+    ).fetchone()
+    return found[0] if found else None
+
+
+def read_history(connection: sqlite3.Connection, machine: Fingerprint) -> list[HistoryRow]:
+    statement = f"SELECT {ROW} FROM history WHERE machine = ?"
+    return [row_from(values) for values in connection.execute(statement, (machine_id(connection, machine),))]
+
+
+def read_choices(connection: sqlite3.Connection, machine: Fingerprint) -> dict[ChoiceName, Choice]:
+    statement = f"SELECT {CHOICE} FROM choice WHERE machine = ?"
+    return dict(map(choice_from, connection.execute(statement, (machine_id(connection, machine),))))
+
+
+@contextlib.contextmanager
+def transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    """All or nothing: without its COMMIT, closing the connection undoes it."""
+    connection.execute("BEGIN IMMEDIATE")
+    yield
+    connection.execute("COMMIT")
+
+
+def merge(
+    connection: sqlite3.Connection, machine: Fingerprint, rows: Iterable[HistoryRow],
+    choices: dict[ChoiceName, Choice], size_limit: int,
+) -> bool:
+    """Add to what is there in one transaction, and keep to the limit in bytes; True."""
+    with transaction(connection):
+        number = machine_id(connection, machine, make=True)
+        for row in rows:
+            add_row(connection, number, row)
+        for (architecture, name), choice in choices.items():
+            connection.execute(
+                """INSERT INTO choice (machine, architecture, name, value, changed) VALUES (?, ?, ?, ?, ?)
+                   ON CONFLICT DO UPDATE SET value = excluded.value, changed = excluded.changed
+                   WHERE excluded.changed >= changed""",
+                (number, architecture, name, choice.value, choice.changed),
+            )
+        evict(connection, size_limit)
+    return True
+
+
+def add_row(connection: sqlite3.Connection, number: int | None, row: HistoryRow) -> None:
+    found = connection.execute(
+        f"SELECT {ROW} FROM history WHERE (machine, {SHAPE}) = (?, ?, ?, ?, ?, ?, ?)", (number, *row.shape)
+    ).fetchone()
+    total = row.with_other(row_from(found) if found else None)
+    connection.execute(
+        f"REPLACE INTO history (machine, {ROW}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (number, *(getattr(total, name) for name in ROW.split(", "))),
+    )
+
+
+def evict(connection: sqlite3.Connection, size_limit: int) -> None:
+    """Delete the history that was used least recently until the database takes size_limit bytes or none is left."""
+    while used_bytes(connection) > size_limit:
+        rows = connection.execute("SELECT count(*) FROM history").fetchone()[0]
+        if not rows:
+            break
+        oldest = "SELECT rowid FROM history ORDER BY last_used LIMIT ?"
+        connection.execute(f"DELETE FROM history WHERE rowid IN ({oldest})", (rows // 8 + 1,))
+
+
+def used_bytes(connection: sqlite3.Connection) -> int:
+    """What the database takes on the disk once the transaction is over and its log is gone."""
+    size, pages, free = (
+        connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_size", "page_count", "freelist_count")
+    )
+    return (pages - free) * size
+
+
+def delete(connection: sqlite3.Connection, resolutions: Collection[str] | None) -> int:
+    """Forget the history of these resolutions on every machine, or everything (None); the number of history rows."""
+    with transaction(connection):
+        if resolutions is None:
+            deleted = connection.execute("DELETE FROM history").rowcount
+            connection.execute("DELETE FROM choice")
+            connection.execute("DELETE FROM machine")
+            return deleted
+        return sum(
+            connection.execute("DELETE FROM history WHERE resolution = ?", (name,)).rowcount
+            for name in set(resolutions)
+        )

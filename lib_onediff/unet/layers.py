@@ -1,0 +1,120 @@
+"""The layers of a UNet, computed with a set of operators: what happens inside a stage."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..ops import Operators
+from .layout import (
+    Convolution,
+    CrossAttention,
+    Downsample,
+    ResidualBlock,
+    SelfAttention,
+    SpatialTransformer,
+    Stage,
+    TransformerBlock,
+    Upsample,
+)
+from .weights import Affine, Weights
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Everything that a stage needs besides its image.
+
+    shifts: what each residual block adds after its first convolution, (batch, channels), by its projection's path.
+    key_values: (batch, tokens, keys then values) of each cross attention, by the name of its fused layer.
+    """
+
+    weights: Weights
+    ops: Operators
+    shifts: Mapping[str, Tensor]
+    key_values: Mapping[str, Tensor]
+    upcast_attention: bool
+
+    def stage(self, stage: Stage, image: Tensor, following: Tensor | None) -> Tensor:
+        """Run one stage. following: the skip that the next stage takes, whose size the image must end at."""
+        for layer in stage:
+            if isinstance(layer, ResidualBlock):
+                image = self._residual_block(layer, image)
+            elif isinstance(layer, SpatialTransformer):
+                image = self._spatial_transformer(layer, image)
+            elif isinstance(layer, Upsample):
+                image = self._upsample(layer, image, following)
+            else:
+                shape: Convolution = layer.convolution if isinstance(layer, Downsample) else layer
+                image = self.ops.convolution(image, self.weights[shape.path], shape)
+        return image
+
+    def _upsample(self, layer: Upsample, image: Tensor, following: Tensor | None) -> Tensor:
+        height, width = image.shape[-2] * 2, image.shape[-1] * 2
+        if layer.resize_before and following is not None:
+            height, width = following.shape[-2:]
+        image = self.ops.resize(image, height, width)
+        return self.ops.convolution(image, self.weights[layer.convolution.path], layer.convolution)
+
+    def _residual_block(self, block: ResidualBlock, image: Tensor) -> Tensor:
+        weights, ops = self.weights, self.ops
+        hidden = ops.group_norm(image, weights[block.in_norm.path], block.in_norm, silu=True)
+        in_weight, in_bias = weights[block.in_convolution.path]
+        hidden = ops.convolution(hidden, Affine(in_weight, None), block.in_convolution)
+        shift = self.shifts[block.embedding.path]
+        hidden = ops.group_norm(hidden, weights[block.out_norm.path], block.out_norm, silu=True, shift=shift)
+        out_weight, out_bias = weights[block.out_convolution.path]
+        hidden = ops.convolution(hidden, Affine(out_weight, None), block.out_convolution)
+        skip = image if block.skip is None else ops.pointwise(image, weights[block.skip.path])
+        return ops.residual_add(skip, hidden, out_bias)
+
+    def _spatial_transformer(self, transformer: SpatialTransformer, image: Tensor) -> Tensor:
+        weights, ops = self.weights, self.ops
+        height, width = image.shape[-2:]
+        hidden = ops.group_norm(image, weights[transformer.norm.path], transformer.norm, silu=False)
+        tokens = ops.linear(ops.image_to_tokens(hidden), weights[transformer.project_in.path])
+        update = None
+        for block in transformer.blocks:
+            tokens, update = self._transformer_block(block, tokens, update)
+        if update is not None:
+            tokens = tokens + update
+        tokens = ops.linear(tokens, weights[transformer.project_out.path])
+        return ops.residual_add(image, ops.tokens_to_image(tokens, height, width), None)
+
+    def _transformer_block(
+        self, block: TransformerBlock, tokens: Tensor, update: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens and what is still to be added to them: each addition waits for the norm that follows it."""
+        weights, ops = self.weights, self.ops
+        tokens, normed = ops.layer_norm(tokens, weights[block.self_norm.path], block.self_norm, update)
+        update = self._self_attention(block.self_attention, normed)
+        tokens, normed = ops.layer_norm(tokens, weights[block.cross_norm.path], block.cross_norm, update)
+        update = self._cross_attention(block.cross_attention, normed)
+        tokens, normed = ops.layer_norm(tokens, weights[block.feed_forward_norm.path], block.feed_forward_norm, update)
+        hidden = ops.geglu(ops.linear(normed, weights[block.feed_forward_in.path]))
+        return tokens, ops.linear(hidden, weights[block.feed_forward_out.path])
+
+    def _self_attention(self, attention: SelfAttention, tokens: Tensor) -> Tensor:
+        fused = self.ops.linear(tokens, self.weights[attention.query_key_value.name])
+        query, key, value = (split_heads(part, attention.heads) for part in fused.chunk(3, dim=-1))
+        mixed = self.ops.attention(query, key, value, self.upcast_attention)
+        return self.ops.linear(join_heads(mixed), self.weights[attention.out.path])
+
+    def _cross_attention(self, attention: CrossAttention, tokens: Tensor) -> Tensor:
+        query = split_heads(self.ops.linear(tokens, self.weights[attention.query.path]), attention.heads)
+        key, value = (
+            split_heads(part, attention.heads)
+            for part in self.key_values[attention.key_value.name].chunk(2, dim=-1)
+        )
+        mixed = self.ops.attention(query, key, value, self.upcast_attention)
+        return self.ops.linear(join_heads(mixed), self.weights[attention.out.path])
+
+
+def split_heads(tokens: Tensor, heads: int) -> Tensor:
+    """(batch, tokens, heads * width) -> (batch, heads, tokens, width)."""
+    return tokens.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def join_heads(tokens: Tensor) -> Tensor:
+    """(batch, heads, tokens, width) -> (batch, tokens, heads * width)."""
+    return tokens.transpose(1, 2).flatten(2)

@@ -1,0 +1,163 @@
+"""Our blocks inside a foreign loop, with the real ldm UNet and a loop that adds residuals as a ControlNet does."""
+from __future__ import annotations
+
+import gc
+import types
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from builders import a_call, ldm_unet, randomise, relative_error
+from torch import Tensor, nn
+
+from lib_onediff.accelerator import runtime
+from lib_onediff.hosts.a1111_blocks import HostLoop
+from lib_onediff.settings import Settings
+from lib_onediff.shapes.table import State
+from lib_onediff.unet.foreign import Habits
+
+CLOSE = 1e-5
+
+
+def controlled_forward(unet: Any, x: Tensor, timesteps: Tensor, context: Tensor, strength: float = 0.1) -> Tensor:
+    """Walks the stages and adds something to the middle and to every skip."""
+    from ldm.modules.diffusionmodules.util import timestep_embedding
+
+    embedding = unet.time_embed(timestep_embedding(timesteps, unet.model_channels))
+    image, skips = x, []
+    for block in unet.input_blocks:
+        image = block(image, embedding, context)
+        skips.append(image)
+    image = unet.middle_block(image, embedding, context) + strength
+    for block in unet.output_blocks:
+        image = block(torch.cat([image, skips.pop() - strength], dim=1), embedding, context)
+    return unet.out(image)
+
+
+@pytest.fixture
+def unet() -> Any:
+    return ldm_unet()
+
+
+@pytest.fixture
+def loop(unet: Any) -> Iterator[HostLoop]:
+    from ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequential
+
+    loop = HostLoop([TimestepEmbedSequential])
+    loop.serve()
+    runtime.adopt(unet, habits=Habits(by_content=True))
+    loop.watch(unet)
+    yield loop
+    loop.stop()
+    runtime.release_all()
+    assert not hasattr(TimestepEmbedSequential.forward, "__wrapped__")
+
+
+def controlled(unet: Any, seed: int = 0, **size: int) -> Tensor:
+    call = a_call(unet, seed=seed, **size)
+    with torch.no_grad():
+        return unet.forward(call.latent, call.timestep, call.context)
+
+
+def own_loop(unet: Any) -> None:
+    unet.forward = types.MethodType(controlled_forward, unet)
+
+
+def counted(route: str) -> int:
+    return runtime.status()["calls"][route]
+
+
+@pytest.mark.parametrize("size", [{}, {"height": 16, "width": 8, "batch": 3, "tokens": 154}], ids=["8x8", "16x8"])
+def test_blocks_in_a_foreign_loop_are_ours_and_exact(unet: Any, loop: HostLoop, size: dict[str, int]) -> None:
+    own_loop(unet)
+    with runtime.settings_for_run(Settings(enabled=False)):
+        expected = controlled(unet, **size)
+    before = counted("blocks")
+    for _ in range(2):
+        assert relative_error(controlled(unet, **size), expected) < CLOSE
+        assert runtime.status()["route"] == "blocks"
+    assert counted("blocks") == before + 2
+    assert "test_blocks runs the UNet's loop" in runtime.status()["reason"]
+
+
+def test_the_first_pass_is_compared_with_the_hosts_stages(unet: Any, loop: HostLoop) -> None:
+    own_loop(unet)
+    controlled(unet)
+    entry = runtime.journal.entry
+    assert entry.state is State.PROVED
+    assert 0 < entry.relative_error < CLOSE
+
+
+def test_a_stage_that_differs_is_left_to_the_host(unet: Any, loop: HostLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lib_onediff.ops import torch_ops
+
+    own_loop(unet)
+    with runtime.settings_for_run(Settings(enabled=False)):
+        expected = controlled(unet)
+    real = torch_ops.geglu
+    monkeypatch.setattr(torch_ops, "geglu", lambda tokens: real(tokens) * 1.01)
+    for _ in range(2):
+        assert torch.equal(controlled(unet), expected)
+        assert runtime.status()["route"] == "host"
+    assert "a stage differs from the model's own" in runtime.status()["reason"]
+
+
+def test_the_classes_own_loop_is_not_ours(unet: Any, loop: HostLoop) -> None:
+    before = counted("blocks")
+    call = a_call(unet)
+    with torch.no_grad():
+        unet(call.latent, call.timestep, context=call.context)
+    assert counted("blocks") == before
+
+
+def test_blocks_that_record_are_left_to_the_host(unet: Any, loop: HostLoop) -> None:
+    """A ControlNet reference sets _forward on the transformer blocks to read along."""
+    own_loop(unet)
+    controlled(unet)
+    seen: list[Tensor] = []
+    block = next(module for module in unet.modules() if type(module).__name__ == "BasicTransformerBlock")
+    own = block._forward
+
+    def recording(self: Any, x: Tensor, context: Tensor | None = None) -> Tensor:
+        seen.append(x)
+        return own(x, context)
+
+    block._forward = types.MethodType(recording, block)
+    runtime.begin_sampling(unet)
+    controlled(unet)
+    assert len(seen) == 1
+    assert runtime.status()["route"] == "host"
+    assert "has a forward of its own" in runtime.status()["reason"]
+
+
+def test_weights_changed_between_passes_are_seen(unet: Any, loop: HostLoop) -> None:
+    own_loop(unet)
+    controlled(unet)
+    randomise(unet, seed=5)
+    with runtime.settings_for_run(Settings(enabled=False)):
+        expected = controlled(unet)
+    assert relative_error(controlled(unet), expected) < CLOSE
+    assert runtime.status()["route"] == "blocks"
+
+
+def test_nothing_keeps_the_weights_between_passes(loop: HostLoop) -> None:
+    unet = ldm_unet(seed=2)
+    runtime.adopt(unet, habits=Habits(by_content=True))
+    loop.watch(unet)
+    own_loop(unet)
+    controlled(unet)
+    assert runtime.status()["route"] == "blocks"
+    weights = [weakref.ref(parameter) for parameter in unet.parameters()]
+    del unet.forward, unet
+    gc.collect()
+    assert not any(reference() is not None for reference in weights)
+
+
+def test_blocks_of_a_unet_that_nobody_watches_are_the_hosts(loop: HostLoop) -> None:
+    other: nn.Module = ldm_unet(seed=3)
+    own_loop(other)
+    before = runtime.journal.total
+    controlled(other)
+    assert runtime.journal.total == before

@@ -1,0 +1,122 @@
+"""The table as users see it."""
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+import builders
+import torch
+
+from lib_onediff.accelerator import runtime
+from lib_onediff.hosts import diffusers as diffusers_host
+from lib_onediff.shapes.key import ShapeKey
+from lib_onediff.shapes.rows import ResolutionRow, rows_of
+from lib_onediff.shapes.table import Entry, State
+from lib_onediff.unet.call import Control, UNetCall
+
+MEBIBYTE = 2**20
+
+
+def an_entry(
+    width: int = 64, height: int = 64, batch: int = 2, tokens: int = 77, model: str = "SD1",
+    own: tuple[float, ...] = (), host: tuple[float, ...] = (), control: Control | None = None, **others: Any,
+) -> Entry:
+    call = UNetCall(
+        latent=torch.empty(batch, 4, height // 8, width // 8), timestep=torch.empty(batch),
+        context=torch.empty(batch, tokens, 48), control=control,
+    )
+    entry = Entry(ShapeKey.of(model, torch.float16, call), model=model, **others)
+    for stopwatch, times in ((entry.own, own), (entry.host, host)):
+        stopwatch._times.extend(times)
+    return entry
+
+
+def test_no_entries_no_rows() -> None:
+    assert rows_of([]) == []
+
+
+def test_one_row_per_model_and_resolution_the_last_used_first() -> None:
+    rows = rows_of([
+        an_entry(64, 72, last_used=10), an_entry(64, 72, batch=1, last_used=40), an_entry(72, 64, last_used=20),
+        an_entry(64, 72, model="SDXL", last_used=30), an_entry(64, 72, tokens=154, last_used=5),
+    ])
+    assert [(row.model, row.resolution, row.last_used) for row in rows] == [
+        ("SD1", "64x72", 40), ("SDXL", "64x72", 30), ("SD1", "72x64", 20),
+    ]
+    assert [(shape.batch, shape.tokens) for shape in rows[0].shapes] == [(1, 77), (2, 77), (2, 154)]
+
+
+def test_sums() -> None:
+    (row,) = rows_of([an_entry(bytes=3 * MEBIBYTE, uses=7), an_entry(batch=1, bytes=MEBIBYTE, uses=1)])
+    assert (row.bytes, row.uses) == (4 * MEBIBYTE, 8)
+
+
+def test_times_are_those_of_the_shape_that_is_used_most() -> None:
+    (row,) = rows_of([
+        an_entry(batch=1, own=(1.0, 3.0, 2.0), host=(8.0,), uses=3), an_entry(own=(6.0,), host=(9.0,), uses=20),
+        an_entry(tokens=154, uses=99),
+    ])
+    assert (row.step_ms, row.host_ms, row.ratio) == (6.0, 9.0, 1.5)
+
+
+def test_after_warming_up_times_are_those_of_the_guided_call() -> None:
+    (row,) = rows_of([an_entry(own=(6.0,), uses=3, last_used=1), an_entry(batch=1, own=(2.0,), uses=3, last_used=2)])
+    assert row.step_ms == 6.0
+
+
+def test_state_is_the_best_and_the_reason_the_latest() -> None:
+    def row_of(*entries: Entry) -> ResolutionRow:
+        (row,) = rows_of(entries)
+        return row
+
+    failed = an_entry(batch=4, state=State.FAILED, reason="differs by 3", last_used=9)
+    cold, proved = an_entry(batch=1), an_entry(state=State.PROVED)
+    ready = an_entry(batch=3, state=State.READY)
+    assert (row_of(failed).state, row_of(failed).reason) == ("failed", "differs by 3")
+    assert row_of(failed, cold).state == "cold"
+    assert row_of(cold, proved, failed).state == "proved"
+    mixed = row_of(proved, ready, failed)
+    assert (mixed.state, mixed.reason) == ("ready", "differs by 3")
+    assert row_of(an_entry(state=State.PROVED, no_graph="no room")).reason == "no room"
+    assert row_of(ready, proved).reason == ""
+
+
+def test_rows_are_plain_values() -> None:
+    (row,) = rows_of([an_entry(own=(1.0,), state=State.READY, relative_error=1e-3)])
+    shape = row.shapes[0]
+    assert (shape.dtype, type(row.state), shape.relative_error, shape.control) == ("float16", str, 1e-3, False)
+    values = [*asdict(row).values(), *asdict(shape).values()]
+    assert all(value is None or type(value) in (str, int, float, bool, tuple) for value in values)
+
+
+def test_a_shape_with_a_controlnet_is_told_apart() -> None:
+    (row,) = rows_of([an_entry(), an_entry(control=Control(middle=(torch.empty(2, 4, 1, 1),)))])
+    assert sorted(shape.control for shape in row.shapes) == [False, True]
+
+
+def test_rows_of_the_runtime() -> None:
+    unet = builders.shared_unet("small")
+    diffusers_host.attach(unet)
+    try:
+        began = time.time()
+        for call in (builders.a_call(unet), builders.a_call(unet, width=9), builders.a_call(unet, batch=1)):
+            builders.served(unet, call)
+            builders.served(unet, call)
+    finally:
+        diffusers_host.detach(unet)
+    square, wide = runtime.rows()
+    assert (square.resolution, wide.resolution, square.uses, wide.uses) == ("64x64", "72x64", 4, 2)
+    assert [shape.batch for shape in square.shapes] == [1, 2]
+    assert square.last_used >= wide.last_used >= began
+    assert square.model and square.step_ms > 0 and square.ratio == square.host_ms / square.step_ms
+
+
+def test_many_rows_are_quick() -> None:
+    entries = [
+        an_entry(64 + 8 * (number % 25), 64 + 8 * (number // 25), batch=batch, own=(1.0,) * 32, host=(2.0,))
+        for number in range(500) for batch in (1, 2)
+    ]
+    began = time.perf_counter()
+    assert len(rows_of(entries)) == 500
+    assert time.perf_counter() - began < 0.3

@@ -1,0 +1,238 @@
+"""The store where nothing goes wrong: what is recorded is there, in another Store and after a restart."""
+from __future__ import annotations
+
+import dataclasses
+import math
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import lib_onediff
+from lib_onediff.shapes.store import Store
+from lib_onediff.shapes.store_schema import Fingerprint, HistoryRow
+
+MACHINE = Fingerprint("a GPU", "580.1", "2.9.0", "3.5.0", "0.1.0")
+OpenStore = Callable[..., Store]
+
+
+@pytest.fixture
+def open_store() -> Iterator[OpenStore]:
+    stores: list[Store] = []
+
+    def opened(folder: Path, machine: Fingerprint = MACHINE, **options: int) -> Store:
+        stores.append(Store.open(folder, machine, **options))
+        return stores[-1]
+
+    yield opened
+    for store in stores:
+        store.close()
+
+
+def row(resolution: str = "512x512", architecture: str = "sd1", **values: float | None) -> HistoryRow:
+    return HistoryRow(architecture, "SD1", resolution, 2, 77, "float16", **values)  # type: ignore[arg-type]
+
+
+def test_what_was_flushed_is_there_after_a_restart(tmp_path: Path, open_store: OpenStore) -> None:
+    used = row(uses=20, last_used=1000.0, step_ms=11.5, host_ms=23.0, relative_error=1e-3)
+    store = open_store(tmp_path / "made" / "on the way")
+    assert store.trouble is None and store.on_disk and store.history() == []
+    store.record(used)
+    assert store.history() == [used], "a row is seen before it is written"
+    assert store.flush()
+    assert store.history() == [used]
+    again = open_store(store.folder)
+    assert again.history() == [used] and again.history()[0].ratio == 2.0
+    assert again.trouble is None
+
+
+def test_uses_add_up_and_what_is_known_later_wins(tmp_path: Path, open_store: OpenStore) -> None:
+    store = open_store(tmp_path)
+    store.record(row(last_used=10.0, step_ms=5.0, relative_error=1e-3))
+    store.flush()
+    store.record(row(last_used=30.0, step_ms=4.0))
+    store.record(row(last_used=20.0, step_ms=9.0, host_ms=8.0))
+    expected = row(uses=3, last_used=30.0, step_ms=4.0, host_ms=8.0, relative_error=1e-3)
+    assert store.history() == [expected]
+    store.flush()
+    assert store.history() == [expected] == open_store(tmp_path).history()
+
+
+def test_every_part_of_a_shape_tells_rows_apart(tmp_path: Path, open_store: OpenStore) -> None:
+    store = open_store(tmp_path)
+    first = row(last_used=1.0)
+    others = [("architecture", "sdxl"), ("model", "SDXL"), ("resolution", "64x64"), ("batch", 4), ("tokens", 154),
+              ("dtype", "float32")]
+    rows = [first, *(dataclasses.replace(first, **{name: value}) for name, value in others)]
+    for one in rows:
+        store.record(one)
+    store.flush()
+    assert {found.shape for found in open_store(tmp_path).history()} == {one.shape for one in rows}
+    assert len(rows) == 7
+
+
+def test_the_most_used_come_first_and_an_architecture_can_be_chosen(tmp_path: Path, open_store: OpenStore) -> None:
+    store = open_store(tmp_path)
+    for resolution, uses, last_used in (("1x1", 5, 1.0), ("2x2", 9, 1.0), ("3x3", 5, 2.0)):
+        store.record(row(resolution, uses=uses, last_used=last_used))
+    store.record(row("4x4", "sdxl", uses=7))
+    store.flush()
+    store.record(row("1x1", uses=1, last_used=3.0))
+    assert [found.resolution for found in store.history()] == ["2x2", "4x4", "1x1", "3x3"]
+    assert [found.resolution for found in store.history("sdxl")] == ["4x4"]
+    assert store.history("unheard of") == []
+
+
+@pytest.mark.parametrize("part", [part.name for part in dataclasses.fields(Fingerprint)])
+def test_another_machine_has_a_history_and_choices_of_its_own(tmp_path: Path, open_store: OpenStore, part: str) -> None:
+    store, other = open_store(tmp_path), open_store(tmp_path, dataclasses.replace(MACHINE, **{part: "another"}))
+    store.record(row())
+    store.choose("sd1", "tile", 64)
+    store.flush()
+    assert other.history() == [] and other.choices("sd1") == {}
+    other.record(row("64x64"))
+    other.flush()
+    assert [found.resolution for found in store.history()] == ["512x512"]
+    assert [found.resolution for found in other.history()] == ["64x64"]
+
+
+def test_tuned_choices_are_json_by_name(tmp_path: Path, open_store: OpenStore) -> None:
+    store = open_store(tmp_path)
+    store.choose("sd1", "conv 320x320", {"block": [64, 128], "warps": 4, "why": "größer"})
+    store.choose("sd1", "layout", "nhwc")
+    store.choose("sdxl", "layout", "nchw")
+    expected = {"conv 320x320": {"block": [64, 128], "warps": 4, "why": "größer"}, "layout": "nhwc"}
+    assert store.choices("sd1") == expected
+    assert store.flush()
+    assert open_store(tmp_path).choices("sd1") == expected
+    store.choose("sd1", "layout", None)
+    store.flush()
+    assert open_store(tmp_path).choices("sd1")["layout"] is None
+    assert open_store(tmp_path).choices("sdxl") == {"layout": "nchw"}
+    with pytest.raises(TypeError):
+        store.choose("sd1", "no JSON", object())
+    assert store.flush()
+
+
+def test_forget_takes_resolutions_written_or_not(tmp_path: Path, open_store: OpenStore) -> None:
+    store, other = open_store(tmp_path), open_store(tmp_path, dataclasses.replace(MACHINE, torch="2.8.0"))
+    other.record(row("512x512"))
+    other.flush()
+    for resolution in ("512x512", "64x64", "72x88"):
+        store.record(row(resolution))
+    store.choose("sd1", "layout", "nhwc")
+    store.flush()
+    store.record(row("64x64", "sdxl"))
+    assert store.forget(["nothing like it"]) == 0
+    assert store.forget({"64x64"}) == 2
+    assert [found.resolution for found in store.history()] in (["512x512", "72x88"], ["72x88", "512x512"])
+    assert store.forget(["512x512"]) == 2, "of every fingerprint in the folder"
+    assert other.history() == [] and store.choices("sd1") == {"layout": "nhwc"}
+    assert store.forget() == 1
+    assert store.history() == [] and store.choices("sd1") == {}
+    assert open_store(tmp_path).history() == []
+
+
+def test_forgetting_everything_gives_the_disk_back(tmp_path: Path, open_store: OpenStore) -> None:
+    store = open_store(tmp_path)
+    empty = store.size_bytes()
+    assert 0 < empty < 64 << 10
+    for number in range(3000):
+        store.record(row(f"{number}x8"))
+    store.flush()
+    assert store.size_bytes() > 4 * empty
+    assert store.forget() == 3000
+    assert store.size_bytes() <= empty
+
+
+def test_the_size_limit_costs_the_least_recently_used(tmp_path: Path, open_store: OpenStore) -> None:
+    limit = 96 << 10
+    store = open_store(tmp_path, size_limit=limit)
+    store.choose("sd1", "layout", "nhwc")
+    for picture in range(40):
+        for number in range(50):
+            store.record(row(f"{number}x{picture}", last_used=1000.0 * picture + number))
+        assert store.flush()
+        assert store.size_bytes() <= limit
+    kept = [found.last_used for found in store.history()]
+    assert 200 < len(kept) < 2000
+    assert min(kept) == sorted(1000.0 * picture + number for picture in range(40) for number in range(50))[-len(kept)]
+    assert store.choices("sd1") == {"layout": "nhwc"}, "choices are not history"
+
+
+def test_memory_is_limited_too(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    store = Store.open(tmp_path / "file", MACHINE)
+    for number in range(10_000):
+        store.record(row(f"{number}x8", last_used=float(number)))
+    kept = [found.last_used for found in store.history()]
+    assert 3000 < len(kept) <= 4096 and max(kept) == 9999.0 and min(kept) == 10_000.0 - len(kept)
+    store.close()
+
+
+def test_values_that_are_no_ordinary_numbers_or_text(tmp_path: Path, open_store: OpenStore) -> None:
+    store = open_store(tmp_path)
+    store.record(dataclasses.replace(row(), model="caf\udce9 ü 模型", relative_error=math.nan))
+    assert store.flush()
+    (found,) = open_store(tmp_path).history()
+    assert found.model == "caf? ü 模型"
+    assert found.relative_error == math.inf, "a verdict that is not a number is as bad as can be, not unknown"
+
+
+def test_threads_record_while_another_flushes(tmp_path: Path, open_store: OpenStore) -> None:
+    store, stop = open_store(tmp_path), threading.Event()
+
+    def work(number: int) -> None:
+        for _ in range(2000):
+            store.record(row())
+            store.record(row(f"{number}x8"))
+
+    def flush() -> None:
+        while not stop.is_set():
+            store.flush()
+            store.history()
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    flusher = threading.Thread(target=flush)
+    for thread in (flusher, *workers):
+        thread.start()
+    for thread in workers:
+        thread.join()
+    stop.set()
+    flusher.join()
+    store.flush()
+    assert {found.resolution: found.uses for found in open_store(tmp_path).history()} == {
+        "512x512": 8000, "0x8": 2000, "1x8": 2000, "2x8": 2000, "3x8": 2000,
+    }
+
+
+def test_what_is_left_is_written_at_exit(tmp_path: Path, open_store: OpenStore) -> None:
+    script = (
+        "import sys; from pathlib import Path\n"
+        "from lib_onediff.shapes.store import HistoryRow, Store\n"
+        "store = Store.open(Path(sys.argv[1]))\n"
+        "store.record(HistoryRow('sd1', 'SD1', '64x64', 2, 77, 'float16'))\n"
+        "raise SystemExit('and not a flush')\n"
+    )
+    folder = Path(lib_onediff.__file__).parents[1]
+    left = subprocess.run([sys.executable, "-c", script, tmp_path], cwd=folder, capture_output=True, text=True)
+    assert left.stderr == "and not a flush\n"
+    assert [found.resolution for found in open_store(tmp_path, Fingerprint.of()).history()] == ["64x64"]
+
+
+def test_the_fingerprint_of_the_cpu_and_of_this_machine() -> None:
+    cpu = Fingerprint.of(torch.device("cpu"))
+    assert (cpu.gpu, cpu.driver) == ("cpu", "none")
+    assert (cpu.torch, cpu.onediff) == (torch.__version__, lib_onediff.__version__)
+    assert Fingerprint.of() == (Fingerprint.of(torch.device("cuda")) if torch.cuda.is_available() else cpu)
+
+
+@pytest.mark.gpu
+def test_the_fingerprint_of_a_gpu() -> None:
+    gpu = Fingerprint.of()
+    assert gpu.gpu == torch.cuda.get_device_name()
+    assert gpu.driver[:1].isdigit() and "." in gpu.driver

@@ -1,0 +1,194 @@
+"""The store under processes that are killed at any moment, and under several at once. All of them are real."""
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+import lib_onediff
+from lib_onediff.shapes.store import Store
+from lib_onediff.shapes.store_schema import Fingerprint, HistoryRow
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="starts its processes by fork")
+
+MACHINE = Fingerprint("a GPU", "580.1", "2.9.0", "3.5.0", "0.1.0")
+FORK = multiprocessing.get_context("fork") if hasattr(os, "fork") else multiprocessing.get_context()
+WRITER = """
+import sys, time
+from pathlib import Path
+from lib_onediff.shapes.store import HistoryRow, Store
+from lib_onediff.shapes.store_schema import Fingerprint
+
+folder, name, pictures = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+print("ready", flush=True)
+sys.stdin.readline()
+store = Store.open(folder, Fingerprint("a GPU", "580.1", "2.9.0", "3.5.0", "0.1.0"))
+written = 0
+for picture in range(pictures):
+    store.record(HistoryRow("sd1", "SD1", "512x512", 2, 77, "float16"))
+    store.record(HistoryRow("sd1", "SD1", f"{picture % 7}x8", 2, 77, name))
+    store.choose("sd1", name, picture)
+    written += store.flush()
+    seen = {row.resolution: row.uses for row in store.history()}
+    assert seen["512x512"] > picture, seen
+store.close()
+print(written, store.trouble)
+"""
+
+
+def row(resolution: str, uses: int = 1, **values: float) -> HistoryRow:
+    return HistoryRow("sd1", "SD1", resolution, 2, 77, "float16", uses=uses, **values)
+
+
+def write_until_killed(folder: Path, first: int, sender: Connection) -> None:
+    sender.send(None)
+    store = Store.open(folder, MACHINE)
+    for number in range(first, first + 100_000):
+        # The verdict and the counts of one picture belong together.
+        store.record(row("512x512", relative_error=float(number), last_used=float(number)))
+        store.record(row(f"{number % 50}x8", uses=3))
+        store.choose("sd1", "picture", number)
+        if store.flush():
+            sender.send(number)
+        if number % 5 == 0:
+            # A purge may be what is interrupted, too.
+            store.forget(["49x8"])
+
+
+def last_received(receiver: Connection) -> int | None:
+    number = None
+    with contextlib.suppress(EOFError):
+        while receiver.poll():
+            number = receiver.recv()
+    receiver.close()
+    return number
+
+
+def test_a_killed_writer_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+    chance = random.Random(5)
+    expected = after_a_write = within_an_access = 0
+    for _ in range(200):
+        receiver, sender = FORK.Pipe(duplex=False)
+        process = FORK.Process(target=write_until_killed, args=(tmp_path, expected + 1, sender))
+        process.start()
+        sender.close()
+        assert receiver.recv() is None
+        time.sleep(chance.uniform(0, 0.03))
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        acknowledged = last_received(receiver)
+        after_a_write += acknowledged is not None
+        within_an_access += (tmp_path / "onediff-1.sqlite3-wal").exists()
+
+        store = Store.open(tmp_path, MACHINE)
+        assert store.trouble is None
+        rows = {found.resolution: found for found in store.history()}
+        written = rows["512x512"].uses if rows else 0
+        # The last commit may have happened without our having heard of it.
+        assert (acknowledged or expected) <= written <= (acknowledged or expected) + 1
+        if written:
+            assert rows["512x512"].relative_error == written
+            assert store.choices("sd1") == {"picture": written}
+        store.close()
+        expected = written
+    assert after_a_write and within_an_access > 10, "they must have been killed while they were at work"
+    assert not list(tmp_path.glob("*set-aside*"))
+
+
+def open_and_write(folder: Path, go: float, sender: Connection) -> None:
+    time.sleep(max(0.0, go - time.monotonic()))
+    store = Store.open(folder, MACHINE)
+    mended = store.trouble is not None
+    store.record(row("512x512"))
+    written = store.flush()
+    sender.send((mended, written, store.trouble))
+
+
+def test_several_processes_find_a_damaged_store_at_once(tmp_path: Path) -> None:
+    for attempt in range(15):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        if attempt:
+            (folder / "onediff-1.sqlite3").write_bytes(random.Random(attempt).randbytes(9000))
+        receiver, sender = FORK.Pipe(duplex=False)
+        go = time.monotonic() + 0.05
+        processes = [FORK.Process(target=open_and_write, args=(folder, go, sender)) for _ in range(4)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+            assert process.exitcode == 0
+        results = [receiver.recv() for _ in processes]
+        assert all(written for _, written, _ in results), results
+        # Attempt 0 is a folder without a store, which all of them make.
+        assert sum(mended for mended, _, _ in results) == len(list(folder.glob("*set-aside*"))) == (attempt > 0)
+        assert [found.uses for found in Store.open(folder, MACHINE).history()] == [4]
+
+
+def test_a_process_killed_while_it_mends_leaves_a_store_that_opens(tmp_path: Path) -> None:
+    chance, moved = random.Random(7), 0
+    for attempt in range(60):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        for ending in ("", "-wal"):
+            (folder / f"onediff-1.sqlite3{ending}").write_bytes(chance.randbytes(9000))
+        receiver, sender = FORK.Pipe(duplex=False)
+        process = FORK.Process(target=open_and_write, args=(folder, 0.0, sender))
+        process.start()
+        time.sleep(chance.uniform(0.001, 0.012))
+        process.kill()
+        process.join()
+        moved += bool(list(folder.glob("*set-aside*")))
+        store = Store.open(folder, MACHINE)
+        assert store.on_disk
+        before = sum(found.uses for found in store.history())
+        assert before >= (1 if receiver.poll() else 0)
+        store.record(row("512x512"))
+        assert store.flush()
+        assert sum(found.uses for found in Store.open(folder, MACHINE).history()) == before + 1
+    assert 0 < moved < 60, "some must have been killed before it and some after it"
+
+
+def test_two_processes_write_at_once_and_no_update_is_lost(tmp_path: Path) -> None:
+    pictures = 100
+    command = [sys.executable, "-c", WRITER, tmp_path]
+    folder = Path(lib_onediff.__file__).parents[1]
+    writers = [
+        subprocess.Popen([*command, name, str(pictures)], cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                         stderr=subprocess.PIPE, text=True)
+        for name in ("one", "two")
+    ]
+    for writer in writers:
+        assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
+    for writer in writers:
+        assert writer.stdin is not None
+        writer.stdin.write("go\n")
+        writer.stdin.flush()
+    for writer in writers:
+        out, err = writer.communicate(timeout=60)
+        assert (out, err, writer.returncode) == (f"{pictures} None\n", "", 0)
+    store = Store.open(tmp_path, MACHINE)
+    rows = store.history()
+    assert rows[0].resolution == "512x512" and rows[0].uses == 2 * pictures
+    for name in ("one", "two"):
+        assert sum(found.uses for found in rows if found.dtype == name) == pictures
+    assert store.choices("sd1") == {"one": pictures - 1, "two": pictures - 1}
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["onediff-1.sqlite3"]
+
+
+def test_it_is_a_write_ahead_log_where_the_file_system_can(tmp_path: Path) -> None:
+    store = Store.open(tmp_path, MACHINE)
+    connection = sqlite3.connect(store.path)
+    assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    connection.close()

@@ -1,0 +1,294 @@
+"""The pre-warm queue, with a real UNet behind the real runtime and a very small WebUI."""
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import builders
+import pytest
+
+from lib_onediff.accelerator import runtime
+from lib_onediff.hosts import diffusers as diffusers_host
+from lib_onediff.hosts.standalone.modules.call_queue import FIFOLock
+from lib_onediff.settings import Settings
+from lib_onediff.shapes import warmup
+from lib_onediff.shapes.sizes import Size
+from lib_onediff.shapes.warmup import CannotWarm, Job, WarmUp
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 60
+SMALL = Size(64, 64)
+MOST_PIXELS = 256 * 256
+
+
+class SmallWebUI:
+    """A queue lock, a model, and nothing else. calls: (width, height, batch) of every UNet call to warm up."""
+
+    def __init__(self, unet: Any) -> None:
+        self.unet = unet
+        self.lock = FIFOLock()
+        self.calls: list[tuple[int, int, int]] = []
+        diffusers_host.attach(unet)
+
+    def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
+        if width * height > MOST_PIXELS:
+            raise CannotWarm(f"{width}x{height} is more than this model can draw")
+        if batch > 100:
+            raise RuntimeError("the tensors do not fit\nand many more lines")
+        builders.served(self.unet, builders.a_call(self.unet, height // 8, width // 8, batch, tokens))
+        self.calls.append((width, height, batch))
+
+    def exclusively(self, work: Callable[[], Any]) -> Any:
+        with self.lock:
+            return work()
+
+
+class ThreadChoosingWebUI(SmallWebUI):
+    """As Forge: work runs in one thread, which prints what it raises and returns None instead."""
+
+    def __init__(self, unet: Any) -> None:
+        super().__init__(unet)
+        self.main_thread = ThreadPoolExecutor(1)
+
+    def exclusively(self, work: Callable[[], Any]) -> Any:
+        future = self.main_thread.submit(super().exclusively, work)
+        return None if future.exception() else future.result()
+
+
+@pytest.fixture
+def webui() -> Iterator[SmallWebUI]:
+    unet = builders.diffusers_unet()
+    yield SmallWebUI(unet)
+    diffusers_host.detach(unet)
+
+
+@pytest.fixture
+def queue(webui: SmallWebUI) -> Iterator[WarmUp]:
+    queue = WarmUp(webui, runtime)
+    yield queue
+    queue.stop(SECONDS)
+
+
+def wait_until_idle(queue: WarmUp) -> None:
+    deadline = time.monotonic() + SECONDS
+    version = -1
+    while queue.busy():
+        assert time.monotonic() < deadline, queue.jobs()
+        version = queue.wait_for_change(version, 1)
+
+
+def finished(queue: WarmUp, job: Job) -> Job:
+    wait_until_idle(queue)
+    return next(now for now in queue.jobs() if now.id == job.id)
+
+
+def test_a_size_is_made_ready_for_both_kinds_of_calls(webui: SmallWebUI, queue: WarmUp) -> None:
+    (job,) = queue.add([Size(64, 72, 2)], "panel")
+    assert (job.state, job.total, job.source) == ("queued", 6, "panel")
+    done = finished(queue, job)
+    assert (done.state, done.done, done.reason) == ("done", 6, "")
+    assert done.seconds > 0
+    assert webui.calls == [(64, 72, 4)] * 3 + [(64, 72, 2)] * 3
+    (row,) = runtime.rows()
+    assert (row.resolution, row.state) == ("64x72", "proved")
+    assert {(shape.batch, shape.tokens, shape.state) for shape in row.shapes} == {(4, 77, "proved"), (2, 77, "proved")}
+
+
+def test_the_first_picture_finds_its_size_ready(webui: SmallWebUI, queue: WarmUp) -> None:
+    queue.add([SMALL], "panel")
+    wait_until_idle(queue)
+    before = {shape.batch: shape.host_ms for shape in runtime.rows()[0].shapes}
+    for batch in (2, 1):
+        builders.served(webui.unet, builders.a_call(webui.unet, batch=batch, seed=5))
+        assert runtime.status()["route"] == "plain"
+    after = {shape.batch: shape.host_ms for shape in runtime.rows()[0].shapes}
+    assert before == after and None not in after.values(), "the host's own UNet ran again"
+
+
+def test_guidance_alone(webui: SmallWebUI) -> None:
+    queue = WarmUp(webui, runtime, unbatched=False)
+    (job,) = queue.add([SMALL], "panel")
+    assert (finished(queue, job).done, webui.calls) == (3, [(64, 64, 2)] * 3)
+
+
+def test_a_size_that_cannot_be_fails_with_its_reason_and_the_next_goes_on(queue: WarmUp) -> None:
+    failing, following = queue.add([Size(512, 512), SMALL], "panel")
+    failed = finished(queue, failing)
+    assert (failed.state, failed.reason, failed.done) == ("failed", "512x512 is more than this model can draw", 0)
+    assert finished(queue, following).state == "done"
+
+
+def test_a_fault_is_one_line(queue: WarmUp) -> None:
+    (job,) = queue.add([Size(64, 64, 64)], "panel")
+    failed = finished(queue, job)
+    assert (failed.state, failed.reason) == ("failed", "the tensors do not fit")
+
+
+def test_a_fault_in_a_thread_of_the_hosts_choice_is_not_lost(webui: SmallWebUI) -> None:
+    queue = WarmUp(ThreadChoosingWebUI(webui.unet), runtime)
+    failing, following = queue.add([Size(512, 512), SMALL], "panel")
+    assert "more than this model" in finished(queue, failing).reason
+    assert finished(queue, following).state == "done"
+
+
+def test_a_lock_that_fails_fails_the_job(webui: SmallWebUI, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = WarmUp(webui, runtime)
+    monkeypatch.setattr(webui, "exclusively", lambda work: webui.nothing)
+    (job,) = queue.add([SMALL], "panel")
+    assert "nothing" in finished(queue, job).reason
+
+
+def test_what_the_host_serves_is_not_ready(webui: SmallWebUI, queue: WarmUp) -> None:
+    hook = webui.unet.conv_in.register_forward_hook(lambda *given: None)
+    (job,) = queue.add([SMALL], "panel")
+    failed = finished(queue, job)
+    hook.remove()
+    assert failed.state == "failed" and "hook" in failed.reason
+
+
+def test_switched_off(queue: WarmUp) -> None:
+    runtime.configure(Settings(enabled=False))
+    (job,) = queue.add([SMALL], "panel")
+    assert finished(queue, job).reason == "OneDiff is switched off"
+
+
+def test_nothing_runs_while_a_picture_is_made(webui: SmallWebUI, queue: WarmUp) -> None:
+    with webui.lock:
+        (job,) = queue.add([SMALL], "panel")
+        time.sleep(0.2)
+        assert webui.calls == [] and queue.jobs()[0].done == 0
+    assert finished(queue, job).state == "done"
+
+
+def test_a_picture_waits_for_one_call_at_most(webui: SmallWebUI, queue: WarmUp) -> None:
+    queue.add([Size(128, 128), Size(128, 64), Size(64, 128)], "panel")
+    while not webui.calls:
+        time.sleep(0.001)
+    asked = len(webui.calls)
+    with webui.lock:
+        assert len(webui.calls) <= asked + 1
+        assert queue.busy()
+
+
+def test_cancelling_twenty_in_the_middle(webui: SmallWebUI, queue: WarmUp) -> None:
+    jobs = queue.add([Size(64 + 8 * step, 64) for step in range(20)], "panel")
+    while len(webui.calls) < 3 * 6 + 2:
+        time.sleep(0.001)
+    assert queue.stop() > 0
+    made = len(webui.calls)
+    wait_until_idle(queue)
+    webui.exclusively(lambda: None)
+    assert len(webui.calls) <= made + 1
+    states = [job.state for job in queue.jobs()]
+    assert states[:3] == ["done"] * 3 and set(states[4:]) == {"cancelled"}
+    assert not any(queue.cancel(job.id) for job in jobs), "there is nothing left to cancel"
+    assert not queue.cancel(10**9)
+
+
+def test_cancelling_one_leaves_the_others(webui: SmallWebUI, queue: WarmUp) -> None:
+    with webui.lock:
+        first, second, third = queue.add([SMALL, Size(72, 64), Size(80, 64)], "panel")
+        assert queue.cancel(second.id)
+        assert queue.cancel(first.id)
+    assert finished(queue, third).state == "done"
+    assert [job.state for job in queue.jobs()] == ["cancelled", "cancelled", "done"]
+    assert {call[0] for call in webui.calls} == {80}
+
+
+def test_stop_waits_for_nothing(webui: SmallWebUI, queue: WarmUp) -> None:
+    with webui.lock:
+        queue.add([SMALL], "panel")
+        began = time.monotonic()
+        assert queue.stop() == 1
+        assert time.monotonic() - began < 1
+    webui.exclusively(lambda: None)
+    assert webui.calls == []
+    (job,) = queue.add([SMALL], "panel")
+    assert finished(queue, job).state == "done", "the queue can be used again"
+
+
+def test_a_size_waits_once(webui: SmallWebUI, queue: WarmUp) -> None:
+    with webui.lock:
+        queue.add([Size(72, 64)], "panel")
+        first = queue.add([SMALL, SMALL], "panel")
+        again = queue.add([SMALL, Size(64, 64, 2)], "accordion")
+        assert first[0] == first[1] == again[0] != again[1]
+    wait_until_idle(queue)
+    assert len(queue.jobs()) == 3
+
+
+def test_many_threads_ask(queue: WarmUp) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        sizes = [[Size(64 + 8 * (number % 3), 64)] for number in range(12)]
+        jobs = list(threads.map(lambda wanted: queue.add(wanted, "api")[0], sizes))
+        workers = [thread for thread in threading.enumerate() if thread.name == "onediff-warm-up"]
+        assert len(workers) <= 1
+    wait_until_idle(queue)
+    assert {job.state for job in queue.jobs()} == {"done"}
+    assert {job.size for job in jobs} == {Size(64, 64), Size(72, 64), Size(80, 64)}
+    assert [job.id for job in queue.jobs()] == sorted({job.id for job in queue.jobs()})
+
+
+def test_worker_lives_while_there_is_work(queue: WarmUp) -> None:
+    for _ in range(2):
+        queue.add([SMALL], "panel")
+        wait_until_idle(queue)
+        deadline = time.monotonic() + SECONDS
+        while any(thread.name == "onediff-warm-up" for thread in threading.enumerate()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_stop_can_wait(webui: SmallWebUI, queue: WarmUp) -> None:
+    queue.add([Size(64 + 8 * step, 64) for step in range(20)], "panel")
+    while not webui.calls:
+        time.sleep(0.001)
+    queue.stop(SECONDS)
+    assert not any(thread.name == "onediff-warm-up" for thread in threading.enumerate())
+    assert len(webui.calls) < 20
+
+
+def test_the_program_can_end_in_the_middle() -> None:
+    """Python 3.10 to 3.13 abort when a daemon thread is inside a library of C++ at the end."""
+    program = """
+import sys, threading
+sys.path.insert(0, "tests/unit")
+import builders, test_warmup
+from lib_onediff.accelerator import runtime
+from lib_onediff.shapes.sizes import Size
+from lib_onediff.shapes.warmup import WarmUp
+webui = test_warmup.SmallWebUI(builders.diffusers_unet())
+queue = WarmUp(webui, runtime)
+queue.add([Size(256, 256 - 8 * step) for step in range(20)], "panel")
+while not webui.calls:
+    pass
+print("leaving")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, text=True, capture_output=True, timeout=120)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "leaving\n", "")
+
+
+def test_no_sizes_no_jobs(queue: WarmUp) -> None:
+    assert queue.add([], "settings") == [] and queue.jobs() == [] and not queue.busy()
+
+
+def test_old_jobs_are_forgotten(queue: WarmUp, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warmup, "FINISHED_JOBS_KEPT", 2)
+    queue.add([Size(512, 64 + 8 * step) for step in range(60, 65)], "panel")
+    wait_until_idle(queue)
+    assert [job.id for job in queue.jobs()] == [4, 5]
+
+
+def test_waiting_for_a_change_ends(queue: WarmUp) -> None:
+    version = queue.wait_for_change(-1, SECONDS)
+    began = time.monotonic()
+    assert queue.wait_for_change(version, 0.05) == version
+    assert time.monotonic() - began < SECONDS / 2
+    queue.add([SMALL], "panel")
+    assert queue.wait_for_change(version, SECONDS) > version
