@@ -52,6 +52,7 @@ class Accelerator:
         self.history = History()
         self._care: weakref.WeakKeyDictionary[nn.Module, Care] = weakref.WeakKeyDictionary()
         self._run_settings: Settings | None = None
+        self._why_off = ""
         self._graphs = GraphCache(self.table, self._care)
         self._lock = threading.RLock()
         # The adapter of the WebUI that we run in: it must outlive a reload of the scripts.
@@ -64,13 +65,14 @@ class Accelerator:
         self.settings = settings
 
     @contextlib.contextmanager
-    def settings_for_run(self, settings: Settings) -> Iterator[None]:
-        """Use other settings for the calls made inside."""
-        before, self._run_settings = self._run_settings, settings
+    def settings_for_run(self, settings: Settings, why_off: str = "") -> Iterator[None]:
+        """Use other settings for the calls made inside. why_off: the reason to show if they switch OneDiff off."""
+        before = self._run_settings, self._why_off
+        self._run_settings, self._why_off = settings, why_off
         try:
             yield
         finally:
-            self._run_settings = before
+            self._run_settings, self._why_off = before
 
     def adopt(self, unet: nn.Module, settings: Settings | None = None, habits: Habits = Habits()) -> None:  # noqa: B008
         """Take a UNet into care; nothing of it changes before its first call. settings override the runtime's own."""
@@ -167,7 +169,7 @@ class Accelerator:
             raise Declined("this UNet was not handed to OneDiff")
         settings = self._run_settings or care.settings or self.settings
         if not settings.enabled:
-            raise Declined("OneDiff is switched off")
+            raise Declined(self._why_off or "OneDiff is switched off")
         if torch.is_grad_enabled():
             raise Declined("gradients are being recorded (training?)")
         return care, settings

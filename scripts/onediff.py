@@ -74,14 +74,15 @@ class OneDiffScript(scripts.Script):
     def process(self, p: Any, argument: Any = True, *args: Any) -> None:
         if not runtime.settings.enabled:
             return
+        why_off = ""
         try:
             settings = run_settings.settings_of_run(argument, settings_tab.settings_from(shared.opts))
         except ValueError as problem:
-            log.warning("%s OneDiff is off for this run.", problem)
-            p.comment(f"{problem} OneDiff is off for this run.")
-            settings = Settings(enabled=False)
+            settings, why_off = Settings(enabled=False), f"{problem} OneDiff is off for this run."
+            log.warning(why_off)
+            p.comment(why_off)
         p.extra_generation_params[infotext.KEY] = infotext.describe(settings)
-        run_settings.use_for_sampling(p, settings)
+        run_settings.use_for_sampling(p, settings, why_off)
 
     def process_before_every_sampling(self, p: Any, *args: Any, **kwargs: Any) -> None:
         if runtime.settings.enabled:

@@ -43,7 +43,7 @@ def connect(component: Any, tab: str, status_line: Callable[[], str], warmup: Wa
     status = find_component(status_id(tab))
     if status is None:
         return
-    component.change(status_line, inputs=[], outputs=[status], **QUIET)
+    component.change(status_line, inputs=[], outputs=[status], queue=False, **QUIET)
     connect_prewarm(tab, status, status_line, warmup)
 
 

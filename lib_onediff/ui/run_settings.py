@@ -10,12 +10,13 @@ from ..settings import Settings
 class SamplingWithSettings:
     """Stands in for p.sample and runs it with the generation's own settings, also when it fails."""
 
-    def __init__(self, p: Any, settings: Settings) -> None:
+    def __init__(self, p: Any, settings: Settings, why_off: str) -> None:
         self.host_sample = p.sample
         self.settings = settings
+        self.why_off = why_off
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with runtime.settings_for_run(self.settings):
+        with runtime.settings_for_run(self.settings, self.why_off):
             return self.host_sample(*args, **kwargs)
 
 
@@ -32,11 +33,12 @@ def settings_of_run(argument: Any, standing: Settings) -> Settings:
     return Settings.from_mapping({"enabled": standing.enabled and argument}, standing)
 
 
-def use_for_sampling(p: Any, settings: Settings) -> None:
-    """Have the generation p sample with settings."""
+def use_for_sampling(p: Any, settings: Settings, why_off: str = "") -> None:
+    """Have the generation p sample with settings. why_off: why they switch OneDiff off, if the user did not ask for it.
+    """
     restore_sampling(p)
     if settings != runtime.settings:
-        p.sample = SamplingWithSettings(p, settings)
+        p.sample = SamplingWithSettings(p, settings, why_off)
 
 
 def restore_sampling(p: Any) -> None:

@@ -1,17 +1,24 @@
 """Black-box tests of a WebUI with the extension: the standalone host, or with --webui URL any that is running."""
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import requests
 from webui_client import WebUI
+from webui_models import Models, told_models, without_hash
 from webui_process import HostProcess
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--webui", metavar="URL", help="test the WebUI at this address, not the standalone host")
+    group = parser.getgroup("webui")
+    group.addoption("--webui", metavar="URL", help="test the WebUI at this address, not the standalone host")
+    group.addoption("--models", metavar="FILE.json", help="role to name of the models to test with")
+    group.addoption("--model", metavar="ROLE=NAME", action="append", default=[], help="the same for one role")
+    group.addoption("--switches", type=int, default=40, help="how many checkpoint switches the memory test makes")
 
 
 @pytest.fixture(scope="session")
@@ -19,12 +26,23 @@ def webui(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """The WebUI under test."""
     url = request.config.getoption("--webui", default=None)
     if url:
-        yield WebUI(url, is_standalone=False)
+        yield WebUI(url)
         return
     host = HostProcess("--port", "0", "--data-dir", str(tmp_path_factory.mktemp("data")))
-    yield WebUI(host.url(), is_standalone=True)
+    yield WebUI(host.url())
     host.stop()
     assert "Traceback" not in host.output, host.output
+
+
+@pytest.fixture(autouse=True)
+def still_there(request: pytest.FixtureRequest) -> None:
+    """Stop at once when the WebUI at --webui does not answer (any more)."""
+    url = request.config.getoption("--webui", default=None)
+    try:
+        if url:
+            requests.get(url, timeout=300)
+    except requests.ConnectionError:
+        pytest.exit(f"no WebUI answers at {url}", returncode=2)
 
 
 @pytest.fixture
@@ -33,6 +51,26 @@ def standalone(webui: WebUI) -> WebUI:
     if not webui.is_standalone:
         pytest.skip("promised by the standalone host only")
     return webui
+
+
+@pytest.fixture(scope="session")
+def models(request: pytest.FixtureRequest, webui: WebUI) -> Iterator[Models]:
+    """The models of the WebUI under test; it has its first checkpoint back in the end."""
+    option = request.config.getoption
+    found = Models(webui, told_models(option("--models", default=None), option("--model", default=[])))
+    first = found.loaded()
+    yield found
+    with contextlib.suppress(requests.ConnectionError):  # It may have gone in the meantime: still_there tells.
+        if first and without_hash(found.loaded()) != without_hash(first):
+            webui.set_options(sd_model_checkpoint=first)
+
+
+@pytest.fixture
+def sd15(models: Models) -> Iterator[Models]:
+    """The models, with the ordinary SD1.5 checkpoint loaded, now and after the test."""
+    models.use("sd15")
+    yield models
+    models.use("sd15")
 
 
 @pytest.fixture(scope="session")

@@ -77,7 +77,7 @@ def test_options_are_kept_in_the_data_folder(tmp_path) -> None:
     for expected, change in (("auto", "eager"), ("eager", None)):
         host = HostProcess("--port", "0", "--data-dir", str(tmp_path))
         try:
-            webui = WebUI(host.url(), is_standalone=True)
+            webui = WebUI(host.url())
             assert webui.get("/sdapi/v1/options")["onediff_backend"] == expected
             if change:
                 webui.post("/sdapi/v1/options", {"onediff_backend": change})

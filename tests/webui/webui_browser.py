@@ -15,7 +15,25 @@ FLAGS = (
     "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage", "--no-proxy-server",
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", "--window-size=1500,1200",
 )
-SECONDS_FOR_A_PICTURE = 120
+SECONDS_FOR_A_PICTURE = 300
+STICKING_OUT = """
+const root = document.getElementById(arguments[0]);
+const frame = root.getBoundingClientRect();
+const left = Math.max(frame.left, 0) - 1, right = Math.min(frame.right, innerWidth) + 1;
+const scrolls = element => {
+  for (let at = element.parentElement; at && at !== root.parentElement; at = at.parentElement)
+    if (['auto', 'scroll', 'hidden'].includes(getComputedStyle(at).overflowX)) {
+      const box = at.getBoundingClientRect();
+      return box.left >= left && box.right <= right && getComputedStyle(at).overflowX !== 'hidden';
+    }
+  return false;
+};
+return [root, ...root.querySelectorAll('*')].filter(element => {
+  const box = element.getBoundingClientRect();
+  const seen = box.width > 0 && box.height > 0 && getComputedStyle(element).visibility !== 'hidden';
+  return seen && (box.left < left || box.right > right) && !scrolls(element);
+}).map(element => `${element.tagName} ${element.id || element.className}`.slice(0, 80));
+"""
 
 
 class Browser:
@@ -32,7 +50,39 @@ class Browser:
     def open(self, url: str) -> None:
         self.driver.get(url)
         self.wait(lambda: self.driver.find_elements(By.ID, "txt2img_generate"), "the Generate button", 60)
-        time.sleep(1)
+        # A1111's and Forge's scripts still move parts of the page about then.
+        time.sleep(1 if self.driver.title == "OneDiff" else 4)
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        return self.driver.execute_script(script, *arguments)
+
+    def there(self, elem_id: str) -> bool:
+        return bool(self.driver.find_elements(By.ID, elem_id))
+
+    def find(self, selector: str) -> Any:
+        """The element, in view."""
+        element = self.driver.find_element(By.CSS_SELECTOR, selector)
+        self.run("arguments[0].scrollIntoView({block: 'center'})", element)
+        return element
+
+    def open_accordion(self, elem_id: str) -> None:
+        """Unfold an accordion of either gradio version, unless it is open."""
+        label = self.find(f"#{elem_id} .label-wrap")
+        if "open" not in label.get_attribute("class").split():
+            label.click()
+            time.sleep(0.5)
+
+    def size_page(self, width: int, height: int = 1000) -> None:
+        """Make the page this wide, as a phone or a window would; forget_size undoes it."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+    def forget_size(self) -> None:
+        self.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+    def sticking_out(self, elem_id: str) -> list[str]:
+        """What inside an element reaches beyond its sides or the page's, but for what can be scrolled to."""
+        return self.run(STICKING_OUT, elem_id)
 
     def text(self, elem_id: str) -> str:
         return self.driver.find_element(By.ID, elem_id).text
@@ -63,7 +113,10 @@ class Browser:
         raise AssertionError(f"waited {seconds:g} s in vain for {what}")
 
     def wait_for_text(self, elem_id: str, part: str, seconds: float = SECONDS_FOR_A_PICTURE) -> str:
-        self.wait(lambda: part in self.text(elem_id), f"{part!r} in #{elem_id}", seconds)
+        try:
+            self.wait(lambda: part in self.text(elem_id), f"{part!r} in #{elem_id}", seconds)
+        except AssertionError as in_vain:
+            raise AssertionError(f"{in_vain}, which says {self.text(elem_id)!r}") from None
         return self.text(elem_id)
 
     def pictures(self, gallery_id: str) -> list[str]:

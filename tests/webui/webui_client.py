@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -13,30 +15,72 @@ from PIL import Image
 PICTURE = {
     "prompt": "a red fox in the snow", "seed": 7, "steps": 3, "width": 64, "height": 64, "sampler_name": "Euler a",
 }
-SECONDS_FOR_A_PICTURE = 180
+SECONDS_FOR_A_PICTURE = 600
+# What the options that the tests change are as long as nobody has saved them: A1111 does not tell those at all, and
+# Forge tells no extension's.
+OPTION_DEFAULTS = {
+    "onediff_enabled": True, "onediff_backend": "auto", "onediff_verify": True, "onediff_prewarm": "",
+    "live_previews_enable": True, "show_progress_every_n_steps": 10, "show_progress_type": "Approx NN",
+    "hypertile_enable_unet": False, "hypertile_swap_size_unet": 3, "hypertile_max_tile_unet": 256,
+    "token_merging_ratio": 0, "lora_functional": False, "sd_vae": "Automatic", "forge_additional_modules": [],
+}
 
 
 class WebUI:
-    """One running WebUI at url; is_standalone says whether it is this project's own small host."""
+    """One running WebUI at url."""
 
-    def __init__(self, url: str, is_standalone: bool) -> None:
+    def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self.is_standalone = is_standalone
+        self.kind = kind_of(self.url)
 
-    def get(self, path: str) -> Any:
-        answer = requests.get(self.url + path, timeout=30)
+    @property
+    def is_standalone(self) -> bool:
+        """Whether it is this project's own small host."""
+        return self.kind == "standalone"
+
+    def get(self, path: str, seconds: float = 30) -> Any:
+        answer = requests.get(self.url + path, timeout=seconds)
         answer.raise_for_status()
         return answer.json()
 
     def post(self, path: str, body: Any = None) -> requests.Response:
         return requests.post(self.url + path, json=body, timeout=SECONDS_FOR_A_PICTURE)
 
+    def has(self, path: str) -> bool:
+        """Whether it answers GET path."""
+        return requests.get(self.url + path, timeout=30).status_code == 200
+
+    # --- pictures -------------------------------------------------------------------------------------------------
+
+    def make(self, request: dict[str, Any]) -> Pictures:
+        """The pictures of a whole request: img2img when it starts from pictures, else txt2img."""
+        kind = "img2img" if "init_images" in request else "txt2img"
+        return Pictures(self.post(f"/sdapi/v1/{kind}", request))
+
     def txt2img(self, **changes: Any) -> Pictures:
-        return Pictures(self.post("/sdapi/v1/txt2img", {**PICTURE, **changes}))
+        return self.make({**PICTURE, **changes})
 
     def img2img(self, image: Image.Image, **changes: Any) -> Pictures:
-        body = {**PICTURE, "init_images": [encode(image)], "denoising_strength": 0.6, "steps": 5, **changes}
-        return Pictures(self.post("/sdapi/v1/img2img", body))
+        return self.make({**PICTURE, **start_from(image), **changes})
+
+    # --- options --------------------------------------------------------------------------------------------------
+
+    def set_options(self, **options: Any) -> None:
+        answer = self.post("/sdapi/v1/options", options)
+        assert answer.status_code == 200, answer.text[:500]
+
+    @contextlib.contextmanager
+    def options(self, **options: Any) -> Iterator[None]:
+        """Set options, saved as the settings tab saves them, and put the values that they had back afterwards."""
+        now = {**OPTION_DEFAULTS, **self.get("/sdapi/v1/options")}
+        before = {name: now[name] for name in options}
+        self.set_options(**options)
+        try:
+            yield
+        finally:
+            self.set_options(**before)
+
+    # --- OneDiff --------------------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
         return self.get("/onediff/v1/status")
@@ -44,6 +88,15 @@ class WebUI:
     def calls(self) -> dict[str, int]:
         """How many UNet calls went by each route so far."""
         return self.status()["calls"]
+
+
+def kind_of(url: str) -> str:
+    """Which WebUI answers at url, by what only that one has, and not by what the extension says."""
+    routes = {"forge": "/sdapi/v1/sd-modules", "a1111": "/sdapi/v1/sd-vae"}
+    for kind, route in routes.items():
+        if requests.get(url + route, timeout=60).status_code == 200:
+            return kind
+    return "standalone"
 
 
 class Pictures:
@@ -62,9 +115,14 @@ class Pictures:
         return self.images[0]
 
     @property
+    def arrays(self) -> list[numpy.ndarray]:
+        """(height, width, 3) integers from 0 to 255 for each picture, wide enough to subtract."""
+        return [numpy.asarray(image.convert("RGB"), dtype=numpy.int16) for image in self.images]
+
+    @property
     def pixels(self) -> numpy.ndarray:
-        """(pictures, height, width, 3) integers from 0 to 255, wide enough to subtract."""
-        return numpy.stack([numpy.asarray(image.convert("RGB"), dtype=numpy.int16) for image in self.images])
+        """(pictures, height, width, 3); the pictures must be of one size."""
+        return numpy.stack(self.arrays)
 
 
 def one_run(**options: Any) -> dict[str, Any]:
@@ -72,8 +130,16 @@ def one_run(**options: Any) -> dict[str, Any]:
     return {"alwayson_scripts": {"OneDiff": {"args": [options]}}}
 
 
+def start_from(image: Image.Image) -> dict[str, Any]:
+    """The request fields of img2img."""
+    return {"init_images": [encode(image)], "denoising_strength": 0.6, "steps": 5}
+
+
 def largest_difference(one: Pictures, other: Pictures) -> int:
-    return int(numpy.abs(one.pixels - other.pixels).max())
+    """Of 255, over all pictures, which must be as many and of the same sizes."""
+    assert [image.size for image in one.images] == [image.size for image in other.images]
+    pairs = zip(one.arrays, other.arrays, strict=True)
+    return max(int(numpy.abs(mine - yours).max()) for mine, yours in pairs)
 
 
 def encode(image: Image.Image) -> str:

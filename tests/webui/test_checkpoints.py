@@ -1,0 +1,66 @@
+"""Other checkpoints, a refiner and another VAE, between pictures and within one."""
+from __future__ import annotations
+
+import pytest
+from webui_client import WebUI
+from webui_compare import assert_different, assert_same, need, on_and_off, run_off, run_on
+from webui_models import Models, stem
+
+
+@pytest.fixture
+def switching(webui: WebUI, sd15: Models) -> Models:
+    need(webui, "checkpoint switch")
+    return sd15
+
+
+@pytest.mark.parametrize("one, other", [
+    ("sd15", "sd15-b"), ("twin", "twin-b"), ("sd15", "inpaint"), ("sd15", "sdxl"), ("sd15", "sd2"),
+], ids=lambda role: role)
+def test_switch_and_back(webui: WebUI, switching: Models, one: str, other: str) -> None:
+    made = {}
+    for make in (run_on, run_off):
+        for index, role in enumerate((one, other, one, other)):
+            name = switching.use(role)
+            picture = make(webui, {})
+            assert f"Model: {stem(name)}," in picture.pictures.info["infotexts"][0]
+            made[make, index] = picture
+    for index in range(4):
+        assert_same(made[run_on, index], made[run_off, index])
+    for make in (run_on, run_off):
+        assert_same(made[make, 0], made[make, 2])
+        assert_same(made[make, 1], made[make, 3])
+        assert_different(made[make, 0], made[make, 1], "the checkpoint")
+
+
+def test_another_checkpoint_for_one_picture(webui: WebUI, switching: Models) -> None:
+    plain = run_on(webui, {})
+    override = {"override_settings": {"sd_model_checkpoint": switching.need("sd15-b")}}
+    other, _ = on_and_off(webui, override)
+    assert_different(plain, other, "the checkpoint")
+    assert_same(run_on(webui, {}), plain)
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("base, refiner_role", [("sd15", "sd15-b"), ("sdxl", "sdxl-b"), ("sdxl", "refiner")])
+def test_refiner_at_half(webui: WebUI, switching: Models, base: str, refiner_role: str, batches: int) -> None:
+    need(webui, "refiner")
+    refiner = {"refiner_checkpoint": switching.need(refiner_role), "refiner_switch_at": 0.5}
+    switching.use(base)
+    request = {"steps": 6, "n_iter": batches}
+    plain = run_on(webui, request)
+    refined, _ = on_and_off(webui, {**request, **refiner})
+    assert "Refiner: " in refined.pictures.info["infotexts"][0]
+    assert_different(plain, refined, "the refiner")
+    assert_same(run_on(webui, request), plain)
+
+
+def test_vae_switch(webui: WebUI, switching: Models) -> None:
+    vae = switching.need("vae")
+    option, none = ("forge_additional_modules", []) if webui.kind == "forge" else ("sd_vae", "None")
+    with webui.options(**{option: none}):
+        plain, _ = on_and_off(webui, {})
+        webui.set_options(**{option: [vae] if webui.kind == "forge" else vae})
+        other, _ = on_and_off(webui, {})
+        assert_different(plain, other, "the VAE")
+        webui.set_options(**{option: none})
+        assert_same(run_on(webui, {}), plain)

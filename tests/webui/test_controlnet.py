@@ -1,0 +1,129 @@
+"""ControlNet: Forge hands its output to the UNet, A1111's extension runs the UNet's blocks itself."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_exact_images import hires
+from webui_client import WebUI, encode, gradient, start_from
+from webui_compare import Run, assert_different, assert_same, need, on_and_off, run, run_on
+from webui_models import Models
+
+ROUTES = {"forge": ("plain", "graph"), "a1111": ("blocks",)}
+NO_PREPROCESSOR = {"forge": "None", "a1111": "none"}
+
+
+def controlled(webui: WebUI, model: str, **changes: Any) -> dict[str, Any]:
+    """A request with one ControlNet unit and no preprocessor."""
+    unit = {
+        "enabled": True, "module": NO_PREPROCESSOR[webui.kind], "model": model, "weight": 1.0,
+        "image": encode(gradient(64, 64)), "resize_mode": "Just Resize", "processor_res": 64,
+        "control_mode": "Balanced", **changes,
+    }
+    return {"alwayson_scripts": {"ControlNet": {"args": [unit]}}}
+
+
+@pytest.fixture
+def controlnet(webui: WebUI, sd15: Models) -> str:
+    need(webui, "ControlNet")
+    return sd15.need("controlnet")
+
+
+def check(webui: WebUI, request: dict[str, Any], plain: Run, least_calls: int | None = None) -> None:
+    """By the route that the host allows, as with the extension off, and not as without ControlNet."""
+    on = run_on(webui, request, least_calls, ROUTES[webui.kind])
+    off = run(webui, request, enabled=False)
+    assert off.served(("graph", "plain", "blocks")) == 0, off.calls
+    assert_same(on, off)
+    assert_different(plain, on, "the ControlNet")
+
+
+def test_t2i_adapter(webui: WebUI, sd15: Models) -> None:
+    need(webui, "ControlNet")
+    request = controlled(webui, sd15.need("t2i-adapter"))
+    plain = run_on(webui, {})
+    check(webui, request, plain)
+    assert_same(run_on(webui, {}), plain)
+
+
+def test_sdxl(webui: WebUI, sd15: Models) -> None:
+    need(webui, "ControlNet")
+    request = controlled(webui, sd15.need("controlnet-sdxl"))
+    sd15.use("sdxl")
+    plain = run_on(webui, {})
+    check(webui, request, plain)
+    assert_same(run_on(webui, {}), plain)
+
+
+def test_hires_pass(webui: WebUI, controlnet: str) -> None:
+    plain = run_on(webui, hires(webui, "Latent"), 6)
+    request = {**hires(webui, "Latent"), **controlled(webui, controlnet)}
+    check(webui, request, plain)
+
+
+def test_img2img(webui: WebUI, controlnet: str) -> None:
+    request = {**start_from(gradient(64, 64)), "steps": 8}
+    check(webui, {**request, **controlled(webui, controlnet)}, run_on(webui, request, 4), 4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"batch_size": 2}, {"prompt": "a " * 110}], ids=lambda changes: str(changes))
+def test_stand_in_that_owns_the_loop(webui: WebUI, sd15: Models, changes: dict[str, Any]) -> None:
+    """An extension that only does what A1111's ControlNet does to the UNet: for where that one cannot be had."""
+    if "loop owner" not in webui.get("/sdapi/v1/scripts")["txt2img"]:
+        pytest.skip("this WebUI has no extension 'Loop owner' that walks the UNet's blocks itself: install one")
+    plain = run_on(webui, changes)
+    request = {**changes, "alwayson_scripts": {"Loop owner": {"args": [True, 1.0]}}}
+    on = run_on(webui, request, routes=("blocks",))
+    off = run(webui, request, enabled=False)
+    assert off.served(("graph", "plain", "blocks")) == 0, off.calls
+    assert_same(on, off)
+    assert_different(plain, on, "the loop's owner")
+    assert_same(run_on(webui, changes), plain)
+
+
+@pytest.mark.parametrize("changes", [
+    {},
+    {"width": 72, "height": 88},
+    {"batch_size": 2, "n_iter": 2},
+    {"prompt": "a " * 110},
+    {"cfg_scale": 1},
+], ids=lambda changes: ", ".join(changes) or "plain")
+def test_controlnet(webui: WebUI, controlnet: str, changes: dict[str, Any]) -> None:
+    request = {**controlled(webui, controlnet), **changes}
+    plain = run_on(webui, changes)
+    check(webui, request, plain)
+    assert_same(run_on(webui, changes), plain)
+
+
+@pytest.mark.parametrize("changes", [
+    {"weight": 0.5},
+    {"guidance_end": 0.1},
+    {"guidance_start": 0.5},
+    {"control_mode": "ControlNet is more important"},
+], ids=lambda changes: next(iter(changes)))
+def test_settings_of_the_unit(webui: WebUI, controlnet: str, changes: dict[str, Any]) -> None:
+    steps = {"steps": 4}
+    whole = run_on(webui, {**controlled(webui, controlnet), **steps}, routes=ROUTES[webui.kind])
+    request = {**controlled(webui, controlnet, **changes), **steps}
+    on = run_on(webui, request, routes=ROUTES[webui.kind])
+    assert_same(on, run(webui, request, enabled=False))
+    assert_different(whole, on, str(changes))
+
+
+def test_two_units(webui: WebUI, controlnet: str) -> None:
+    request = controlled(webui, controlnet)
+    unit = request["alwayson_scripts"]["ControlNet"]["args"][0]
+    request["alwayson_scripts"]["ControlNet"]["args"].append({**unit, "weight": 0.4})
+    on = run_on(webui, request, routes=ROUTES[webui.kind])
+    assert_same(on, run(webui, request, enabled=False))
+
+
+def test_another_prompt_and_lora_between(webui: WebUI, sd15: Models, controlnet: str) -> None:
+    lora = f"a red fox in the snow <lora:{sd15.need('lora-a')}:1>"
+    request = {**controlled(webui, controlnet), "prompt": lora}
+    first = run_on(webui, controlled(webui, controlnet), routes=ROUTES[webui.kind])
+    on = run_on(webui, request, routes=ROUTES[webui.kind])
+    assert_same(on, run(webui, request, enabled=False))
+    assert_different(first, on, "the LoRA")
+    on_and_off(webui, {"prompt": lora})
+    assert_same(run_on(webui, controlled(webui, controlnet), routes=ROUTES[webui.kind]), first)

@@ -1,0 +1,126 @@
+"""What we do not know goes to the host's own UNet, with a reason; what does not touch the UNet stays ours."""
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from webui_client import OPTION_DEFAULTS, WebUI, largest_difference
+from webui_compare import WHOLE_UNET, Run, assert_different, assert_same, on_and_off, run, run_off, run_on
+from webui_models import Models
+
+PROMPT = "a red fox in the snow"
+
+
+def script(title: str, *args: Any) -> dict[str, Any]:
+    return {"alwayson_scripts": {title: {"args": list(args)}}}
+
+
+FREEU = script("FreeU Integrated (SD 1.x, SD 2.x, SDXL)", True, 1.3, 1.4, 0.9, 0.2, 0.0, 1.0)
+SAG = script("SelfAttentionGuidance Integrated (SD 1.x, SD 2.x, SDXL)", True, 0.5, 2.0, 1.0)
+KOHYA_HRFIX = script("Kohya HRFix Integrated", True, 3, 2.0, 0.0, 1.0, True, "bicubic", "bicubic")
+PERTURBED_ATTENTION = script("PerturbedAttentionGuidance Integrated", True, 3.0, 0.0, 0.0, 1.0)
+MULTIDIFFUSION = script("MultiDiffusion Integrated", True, "MultiDiffusion", 64, 64, 32, 1)
+DYNAMIC_THRESHOLDING = script(
+    "DynamicThresholding (CFG-Fix) Integrated", True, 5.0, 0.9, "Constant", 0.0, "Constant", 0.0, 1.0, "enable",
+    "MEAN", "AD", 1.0,
+)
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """reason: a pattern that the reason for the host's route must contain; request and options: how to have it."""
+
+    name: str
+    host: str
+    reason: str
+    request: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+FOREIGN = [
+    Foreign("FreeU", "forge", "patch|freeu", FREEU),
+    Foreign("self-attention guidance", "forge", "patch|replace|attention", SAG),
+    Foreign("Kohya HRFix", "forge", "patch", KOHYA_HRFIX),
+    Foreign("token merging on Forge", "forge", "patch|token merging", options={"token_merging_ratio": 0.5}),
+    Foreign("token merging", "a1111", "token merging|tome|class|forward", options={"token_merging_ratio": 0.5}),
+    Foreign(
+        "HyperTile", "a1111", "hypertile", {"width": 256, "height": 256},
+        {"hypertile_enable_unet": True, "hypertile_swap_size_unet": 1, "hypertile_max_tile_unet": 128},
+    ),
+]
+UNTOUCHED = [
+    Foreign("dynamic thresholding", "forge", "", DYNAMIC_THRESHOLDING),
+    Foreign("MultiDiffusion", "forge", "", {**MULTIDIFFUSION, "width": 128}),
+]
+
+
+def only_on(webui: WebUI, host: str) -> None:
+    if webui.kind != host:
+        pytest.skip(f"this is {host}'s: give its address with --webui URL")
+
+
+def assert_host_served(webui: WebUI, request: dict[str, Any], reason: str) -> Run:
+    """On and off: identical pictures, all calls the host's, and the reason of the run with the extension on."""
+    on = run_on(webui, request, routes=("host",))
+    assert re.search(reason, on.reason, re.IGNORECASE), f"the reason given was {on.reason!r}"
+    off = run_off(webui, request)
+    assert on.calls == off.calls
+    assert largest_difference(on.pictures, off.pictures) == 0
+    return on
+
+
+@pytest.mark.parametrize("foreign", FOREIGN, ids=lambda foreign: foreign.name)
+def test_host_serves_what_we_do_not_know(webui: WebUI, sd15: Models, foreign: Foreign) -> None:
+    only_on(webui, foreign.host)
+    plain_request = {name: value for name, value in foreign.request.items() if name != "alwayson_scripts"}
+    plain, _ = on_and_off(webui, plain_request)
+    request = dict(foreign.request)
+    if foreign.options:
+        # A1111 does not put an option back that was overridden and had never been saved: so they are saved first.
+        webui.set_options(**{name: OPTION_DEFAULTS[name] for name in foreign.options})
+        request["override_settings"] = foreign.options
+    made = assert_host_served(webui, request, foreign.reason)
+    assert_different(plain, made, foreign.name)
+    assert_same(run_on(webui, plain_request), plain)
+
+
+@pytest.mark.parametrize("foreign", UNTOUCHED, ids=lambda foreign: foreign.name)
+def test_what_leaves_the_unet_alone_stays_ours(webui: WebUI, sd15: Models, foreign: Foreign) -> None:
+    only_on(webui, foreign.host)
+    plain_request = {name: value for name, value in foreign.request.items() if name != "alwayson_scripts"}
+    made, _ = on_and_off(webui, foreign.request)
+    assert_different(run_on(webui, plain_request), made, foreign.name)
+
+
+def test_perturbed_attention_takes_both_routes(webui: WebUI, sd15: Models) -> None:
+    """Its ordinary calls are ours, its perturbed ones the host's."""
+    only_on(webui, "forge")
+    on = run(webui, PERTURBED_ATTENTION, enabled=True)
+    off = run_off(webui, PERTURBED_ATTENTION, 6)
+    assert on.served(WHOLE_UNET) >= 3 and on.calls["host"] >= 3 and on.calls["blocks"] == 0, on.calls
+    assert on.served(WHOLE_UNET) + on.calls["host"] == off.calls["host"]
+    assert_same(on, off)
+    assert_different(run_on(webui, {}), on, "the guidance")
+
+
+def test_hypernetwork(webui: WebUI, sd15: Models) -> None:
+    only_on(webui, "a1111")
+    name = sd15.need("hypernetwork")
+    plain = run_on(webui, {"prompt": PROMPT})
+    made = assert_host_served(webui, {"prompt": f"{PROMPT} <hypernet:{name}:1>"}, "hypernetwork")
+    assert_different(plain, made, "the hypernetwork")
+    assert_same(run_on(webui, {"prompt": PROMPT}), plain)
+
+
+def test_lora_functional(webui: WebUI, sd15: Models) -> None:
+    """A1111's older way of applying a LoRA, inside every layer's forward."""
+    only_on(webui, "a1111")
+    request = {"prompt": f"{PROMPT} <lora:{sd15.need('lora-a')}:1>"}
+    plain, merged = run_on(webui, {"prompt": PROMPT}), run_on(webui, request)
+    with webui.options(lora_functional=True):
+        made = assert_host_served(webui, request, "lora")
+        assert_different(plain, made, "the LoRA")
+    assert_same(run_on(webui, {"prompt": PROMPT}), plain)
+    assert_same(run_on(webui, request), merged)

@@ -1,0 +1,95 @@
+"""While a picture is being made: live preview, interrupt and skip."""
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from webui_client import PICTURE, Pictures, WebUI, one_run
+from webui_compare import assert_same, largest_difference, need, on_and_off, run_on
+from webui_models import Models
+
+LONG = {**PICTURE, "width": 128, "height": 128, "sampler_name": "Euler"}
+
+
+class InBackground:
+    """A generation in a thread of its own."""
+
+    def __init__(self, webui: WebUI, request: dict[str, Any]) -> None:
+        self.webui = webui
+        self._answers: list[Any] = []
+        self._thread = threading.Thread(target=lambda: self._answers.append(webui.post("/sdapi/v1/txt2img", request)))
+        self._thread.start()
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_until(lambda progress: progress["state"]["sampling_step"] >= step, f"step {step}")
+
+    def wait_until(self, condition: Callable[[dict[str, Any]], bool], what: str) -> None:
+        deadline = time.monotonic() + 180
+        while not condition(self.webui.get("/sdapi/v1/progress", seconds=120)):
+            assert self._thread.is_alive(), f"the generation ended before {what}"
+            assert time.monotonic() < deadline, f"waited in vain for {what}"
+            time.sleep(0.02)
+
+    def pictures(self) -> Pictures:
+        self._thread.join(300)
+        assert not self._thread.is_alive()
+        return Pictures(self._answers[0])
+
+
+def long_run(webui: WebUI, **changes: Any) -> dict[str, Any]:
+    """A request with the extension on that takes some seconds on the WebUI under test."""
+    steps = 12 if webui.kind == "forge" else 100
+    return {**LONG, "steps": steps, **one_run(enabled=True), **changes}
+
+
+def test_interrupt(webui: WebUI, sd15: Models) -> None:
+    plain = run_on(webui, {})
+    before = webui.calls()
+    request = long_run(webui)
+    generation = InBackground(webui, request)
+    generation.wait_for_step(3)
+    assert webui.post("/sdapi/v1/interrupt").status_code == 200
+    assert len(generation.pictures().images) == 1
+    after = webui.calls()
+    served = sum(after[route] - before[route] for route in ("plain", "graph"))
+    assert 3 <= served < request["steps"], "the interrupt came too late or too early to tell anything"
+    assert after["host"] == before["host"] and after["blocks"] == before["blocks"]
+    assert_same(run_on(webui, {}), plain)
+    on_and_off(webui, {"width": 72, "height": 88})
+
+
+def test_skip(webui: WebUI, sd15: Models) -> None:
+    """The first of two pictures is skipped; the second is as it would have been."""
+    need(webui, "skip")
+    request = long_run(webui, n_iter=2)
+    whole = webui.make(request)
+    before = webui.calls()
+    generation = InBackground(webui, request)
+    generation.wait_for_step(3)
+    assert webui.post("/sdapi/v1/skip").status_code == 200
+    skipped = generation.pictures()
+    after = webui.calls()
+    served = sum(after[route] - before[route] for route in ("plain", "graph"))
+    assert request["steps"] < served < 2 * request["steps"], "the skip came too late or too early to tell anything"
+    assert after["host"] == before["host"] and after["blocks"] == before["blocks"]
+    assert len(skipped.images) == 2
+    skipped.images, whole.images = skipped.images[1:], whole.images[1:]
+    assert largest_difference(skipped, whole) <= 1
+
+
+@pytest.mark.parametrize("method", ["Approx cheap", "Full"])
+def test_live_preview(webui: WebUI, sd15: Models, method: str) -> None:
+    need(webui, "live preview")
+    request = long_run(webui)
+    quiet = webui.make(request)
+    shown = {"live_previews_enable": True, "show_progress_every_n_steps": 1, "show_progress_type": method}
+    with webui.options(**shown):
+        generation = InBackground(webui, request)
+        generation.wait_until(lambda progress: progress["current_image"] is not None, "a preview")
+        generation.wait_for_step(5)
+        made = generation.pictures()
+        assert largest_difference(made, quiet) <= 1
+        on_and_off(webui, {})

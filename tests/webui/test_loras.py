@@ -1,0 +1,100 @@
+"""LoRAs: in turn, at changing weights, on and off; never the previous one."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from test_exact_images import hires
+from webui_client import WebUI
+from webui_compare import Run, assert_different, assert_same, need, on_and_off, run_off, run_on
+from webui_models import Models
+
+PROMPT = "a red fox in the snow"
+
+
+def with_lora(name: str, weight: float) -> str:
+    return f"{PROMPT} <lora:{name}:{weight:g}>"
+
+
+@pytest.fixture
+def lora_a(sd15: Models, webui: WebUI) -> str:
+    need(webui, "LoRA")
+    return sd15.need("lora-a")
+
+
+@pytest.fixture
+def lora_b(sd15: Models, webui: WebUI) -> str:
+    need(webui, "LoRA")
+    return sd15.need("lora-b")
+
+
+def make_all(make: Callable[..., Run], webui: WebUI, prompts: list[str]) -> list[Run]:
+    return [make(webui, {"prompt": prompt}) for prompt in prompts]
+
+
+def test_two_loras_in_turn(webui: WebUI, lora_a: str, lora_b: str) -> None:
+    """First every picture with the extension on, so that no run of the host's own merges a LoRA for us."""
+    prompts = [
+        PROMPT, with_lora(lora_a, 1), with_lora(lora_b, 1), with_lora(lora_a, 0.5), with_lora(lora_a, 1), PROMPT,
+        with_lora(lora_b, 1), with_lora(lora_a, 1) + f" <lora:{lora_b}:0.7>", PROMPT,
+    ]
+    on = make_all(run_on, webui, prompts)
+    off = make_all(run_off, webui, prompts)
+    for mine, hosts in zip(on, off, strict=True):
+        assert_same(mine, hosts)
+    none, a, b, half_a, a_again, none_again, b_again, both, none_at_last = on
+    for one, other in ((none, a), (none, b), (none, half_a), (a, b), (a, half_a), (both, a), (both, b)):
+        assert_different(one, other, "the LoRA")
+    for one, other in ((none, none_again), (none, none_at_last), (a, a_again), (b, b_again)):
+        assert_same(one, other)
+
+
+def test_lora_on_and_off_in_turn_with_the_extension(webui: WebUI, lora_a: str) -> None:
+    """The host's runs merge and take out what our next run finds."""
+    with_a, without = {"prompt": with_lora(lora_a, 1)}, {"prompt": PROMPT}
+    on_a, on_none = run_on(webui, with_a), run_on(webui, without)
+    assert_different(on_a, on_none, "the LoRA")
+    assert_same(run_off(webui, with_a), on_a)
+    assert_same(run_on(webui, without), on_none)
+    assert_same(run_on(webui, with_a), on_a)
+    assert_same(run_off(webui, without), on_none)
+    assert_same(run_on(webui, with_a), on_a)
+
+
+@pytest.mark.parametrize("first, second", [("", "b"), ("a", "b"), ("a", ""), ("a", "a")])
+def test_another_lora_in_the_hires_pass(webui: WebUI, lora_a: str, lora_b: str, first: str, second: str) -> None:
+    names = {"a": lora_a, "b": lora_b}
+    prompts = [with_lora(names[which], 1) if which else PROMPT for which in (first, second)]
+    on_and_off(webui, hires(webui, "Latent", prompt=prompts[0], hr_prompt=prompts[1]), least_calls=6)
+
+
+def test_lora_of_the_hires_pass_shows(webui: WebUI, lora_a: str, lora_b: str) -> None:
+    made = [
+        run_on(webui, hires(webui, "Latent", hr_prompt=prompt), 6)
+        for prompt in (PROMPT, with_lora(lora_a, 1), with_lora(lora_b, 1))
+    ]
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert_different(made[one], made[other], "the LoRA of the hires pass")
+
+
+def test_lora_in_img2img_sizes_and_batches(webui: WebUI, lora_a: str) -> None:
+    on_and_off(webui, {"prompt": with_lora(lora_a, 0.8), "width": 72, "height": 88, "batch_size": 2, "n_iter": 2})
+
+
+def test_locon(webui: WebUI, sd15: Models) -> None:
+    need(webui, "LoRA")
+    name = sd15.need("locon")
+    plain = run_on(webui, {"prompt": PROMPT})
+    with_it, _ = on_and_off(webui, {"prompt": with_lora(name, 1)})
+    assert_different(plain, with_it, "the LoCon")
+    assert_same(run_on(webui, {"prompt": PROMPT}), plain)
+
+
+def test_sdxl_lora(webui: WebUI, sd15: Models) -> None:
+    need(webui, "LoRA")
+    name = sd15.need("sdxl-lora")
+    sd15.use("sdxl")
+    plain = run_on(webui, {"prompt": PROMPT})
+    with_it, _ = on_and_off(webui, {"prompt": with_lora(name, 1)})
+    assert_different(plain, with_it, "the LoRA")
+    assert_same(run_on(webui, {"prompt": PROMPT}), plain)

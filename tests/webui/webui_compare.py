@@ -1,0 +1,99 @@
+"""The same pictures with the extension on and off: what each run made, and which routes its UNet calls took."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import pytest
+from webui_client import PICTURE, Pictures, WebUI, largest_difference, one_run
+
+LARGEST_DIFFERENCE = 1  # of 255
+ROUTES = ("graph", "plain", "blocks", "host")
+WHOLE_UNET = ("graph", "plain")
+# What a host cannot do at all.
+NOT_SERVED = {
+    "standalone": {
+        "AND prompts", "hires fix", "refiner", "tiling", "live preview", "skip", "LoRA", "UI reload", "ControlNet",
+        "checkpoint switch",
+    },
+    "forge": {"tiling"},  # It prints that its tiling is under maintenance, and ignores it.
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One generation: its pictures, how many UNet calls took each route, and the reason given for the last."""
+
+    pictures: Pictures
+    calls: dict[str, int]
+    reason: str
+
+    def served(self, routes: tuple[str, ...]) -> int:
+        return sum(self.calls[route] for route in routes)
+
+
+def need(webui: WebUI, feature: str) -> None:
+    """Skip the test on a host that does not have the feature."""
+    if feature in NOT_SERVED.get(webui.kind, ()):
+        pytest.skip(f"the {webui.kind} host has no {feature}: give the address of another WebUI with --webui URL")
+
+
+def run(webui: WebUI, request: dict[str, Any], **options: Any) -> Run:
+    """Make the pictures of a request (what it leaves out is as in PICTURE) with OneDiff's options for this run."""
+    scripts = {**request.get("alwayson_scripts", {}), **one_run(**options)["alwayson_scripts"]}
+    whole = {**PICTURE, **request, "alwayson_scripts": scripts}
+    if webui.kind == "forge" and "init_images" in whole:
+        webui.make(whole)  # Forge's first img2img after another request differs from its later ones.
+    before = webui.calls()
+    pictures = webui.make(whole)
+    status = webui.status()
+    grown = {route: status["calls"][route] - before[route] for route in ROUTES}
+    assert min(grown.values()) >= 0, f"a counter of calls went back: {grown}"
+    return Run(pictures, grown, status["reason"])
+
+
+def run_on(webui: WebUI, request: dict[str, Any], least_calls: int | None = None, routes: Any = WHOLE_UNET) -> Run:
+    """A run with the extension on; asserts that every call of it took one of the routes.
+
+    least_calls: of the whole run; without it, one for every step and batch.
+    """
+    made = run(webui, request, enabled=True)
+    others = [route for route in ROUTES if route not in routes]
+    assert made.served(tuple(others)) == 0, f"{made.calls}: {made.reason}"
+    assert made.served(routes) >= (least_calls or steps_of(request)), made.calls
+    return made
+
+
+def run_off(webui: WebUI, request: dict[str, Any], least_calls: int | None = None) -> Run:
+    """A run with the extension off; asserts that the host itself served every call."""
+    made = run(webui, request, enabled=False)
+    assert made.served(("graph", "plain", "blocks")) == 0, made.calls
+    assert made.served(("host",)) >= (least_calls or steps_of(request)), made.calls
+    return made
+
+
+def steps_of(request: dict[str, Any]) -> int:
+    whole = {**PICTURE, **request}
+    return whole["steps"] * whole.get("n_iter", 1)
+
+
+def on_and_off(webui: WebUI, request: dict[str, Any], least_calls: int | None = None) -> tuple[Run, Run]:
+    """A request with the extension on and off: the whole-UNet route, the host's, as many calls, the same pictures."""
+    on = run_on(webui, request, least_calls)
+    off = run_off(webui, request, least_calls)
+    assert on.served(WHOLE_UNET) == off.served(("host",)), f"on {on.calls}, off {off.calls}"
+    assert_same(on, off)
+    return on, off
+
+
+def assert_same(one: Run, other: Run) -> None:
+    difference = largest_difference(one.pictures, other.pictures)
+    assert difference <= LARGEST_DIFFERENCE, f"{difference} of 255 apart"
+
+
+def assert_different(one: Run, other: Run, what: str) -> None:
+    """What is being tested must change the first picture, or its test could not fail."""
+    mine, yours = one.pictures.arrays[0], other.pictures.arrays[0]
+    if mine.shape == yours.shape:
+        assert numpy.abs(mine - yours).max() > LARGEST_DIFFERENCE, f"{what} changed nothing"

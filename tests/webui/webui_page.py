@@ -1,0 +1,57 @@
+"""What a user does on the page, and the ids of OneDiff's elements on it."""
+from __future__ import annotations
+
+from typing import Any
+
+TAB, TAB_TITLE = "tab_onediff", "OneDiff"
+SIZES, PREWARM, CANCEL = "onediff_prewarm_sizes", "onediff_prewarm", "onediff_prewarm_cancel"
+RESULT, JOBS, TABLE, REFRESH = (f"onediff_cache_{part}" for part in ("result", "jobs", "table", "refresh"))
+CHOSEN, PURGE, PURGE_ALL = "onediff_purge_chosen", "onediff_purge", "onediff_purge_all"
+SMALL = {"steps": 3, "width": 64, "height": 64, "seed": 11}
+
+
+def accordion(tab: str) -> str:
+    return f"onediff_{tab}_accordion"
+
+
+def enabled_checkbox(tab: str) -> str:
+    return f"#onediff_{tab}_enabled input"
+
+
+def status_line(tab: str) -> str:
+    return f"onediff_{tab}_status"
+
+
+def prewarm_button(tab: str) -> str:
+    return f"onediff_{tab}_prewarm"
+
+
+def prewarm_result(tab: str) -> str:
+    return f"onediff_{tab}_prewarm_result"
+
+
+def open_page(browser: Any, url: str, **values: Any) -> Any:
+    """Open the page and ask for a small picture in its txt2img tab; values: other fields than in SMALL."""
+    browser.open(url)
+    browser.type("#txt2img_prompt textarea", "a castle at night")
+    for name, value in {**SMALL, **values}.items():
+        browser.type(f"#txt2img_{name} input[type=number]", value)
+    return browser
+
+
+def make_picture(page: Any, tab: str = "txt2img", seed: int = SMALL["seed"]) -> str:
+    """Click Generate and return the text under the pictures."""
+    page.click(f"{tab}_generate")
+    return page.wait_for_text(f"html_info_{tab}", f"Seed: {seed},")
+
+
+def show_settings(page: Any) -> str:
+    """Show OneDiff's section of the settings and return its id."""
+    page.choose_tab("Settings")
+    section = "settings_onediff"
+    page.wait(lambda: page.there(section), "the settings", 30)
+    if not page.driver.find_element("id", section).is_displayed():
+        buttons = page.driver.find_elements("css selector", "#settings > .tab-nav button")
+        next(button for button in buttons if button.text.strip() == "OneDiff").click()
+    page.wait(lambda: page.driver.find_element("id", section).is_displayed(), "OneDiff's settings", 30)
+    return section
