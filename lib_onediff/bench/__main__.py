@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import models, report
+from . import models, report, webui
 from .measure import Plan, Row, measure, synchronize
 from .variants import VARIANTS, WITHOUT_GPU
 
@@ -47,6 +47,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cold", action="store_true", help="also time each variant's first call in a fresh process")
     parser.add_argument("--json", type=Path, default=Path("onediff-bench.json"))
     parser.add_argument("--plot", type=Path, default=Path("onediff-bench.png"))
+    parser.add_argument("--webui", metavar="URL", help="time the pictures of a running WebUI instead")
+    parser.add_argument("--steps", type=int, default=20, help="steps of a picture with --webui")
     parser.add_argument("--cold-child", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -98,8 +100,24 @@ def cold_child(options: argparse.Namespace, device: torch.device) -> None:
     print(json.dumps({"seconds": time.perf_counter() - start}))
 
 
+def pictures(options: argparse.Namespace) -> int:
+    """Print how long pictures take in a running WebUI, with OneDiff on and off."""
+    running, rows = webui.RunningWebUI(options.webui), []
+    try:
+        for size in options.sizes or [(512, 512)]:
+            rows.append(webui.measure_pictures(running, size, options.steps, options.runs))
+    except webui.NoAnswer as problem:
+        print(f"OneDiff bench: {problem}")
+        return 1
+    print(f"{options.steps} steps, medians of {options.runs} pictures each, off and on in turn")
+    print(webui.table(rows))
+    return 0
+
+
 def main() -> int:
     options = parse()
+    if options.webui:
+        return pictures(options)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if options.cold_child:

@@ -2,17 +2,14 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import json
-import os
 import sqlite3
 import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from importlib import metadata
 
-import torch
+from .fingerprint import Fingerprint
 
 APPLICATION_ID = 0x0D1FF001
 # A new schema gets a new number and with it a file of its own: two versions of the extension may share a folder.
@@ -39,59 +36,6 @@ ChoiceName = tuple[str, str]
 
 class Damaged(Exception):
     """The file is not a store, or no longer; the message says what it is, to follow 'the store was'."""
-
-
-@dataclass(frozen=True)
-class Fingerprint:
-    """What timings and tuned choices depend on besides the shape. gpu: its name, or 'cpu'."""
-
-    gpu: str
-    driver: str
-    torch: str
-    triton: str
-    onediff: str
-
-    @classmethod
-    def of(cls, device: torch.device | None = None) -> Fingerprint:
-        """A device's fingerprint; by default the current GPU's, or the CPU's where torch can use no GPU."""
-        from .. import __version__
-
-        if device is None:
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        gpu, driver = device.type, "none"
-        if device.type == "cuda":
-            driver = f"hip {torch.version.hip}" if torch.version.hip else nvidia_driver()
-            try:
-                gpu = torch.cuda.get_device_name(device)
-            except RuntimeError:
-                gpu = "a GPU that does not start"
-        return cls(gpu, driver, torch.__version__, triton_version(), __version__)
-
-
-def nvidia_driver() -> str:
-    """The NVIDIA driver's version, such as '580.95.05', or 'unknown'; asks NVML, which takes milliseconds."""
-    try:
-        nvml = ctypes.CDLL("nvml.dll" if os.name == "nt" else "libnvidia-ml.so.1")
-    except OSError:
-        return "unknown"
-    version = ctypes.create_string_buffer(96)
-    if nvml.nvmlInit_v2() != 0:
-        return "unknown"
-    try:
-        answered = nvml.nvmlSystemGetDriverVersion(version, len(version)) == 0
-    finally:
-        nvml.nvmlShutdown()
-    return version.value.decode("ascii", "replace") if answered else "unknown"
-
-
-def triton_version() -> str:
-    """Triton's version, or 'none'; it is not imported."""
-    for name in ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return "none"
 
 
 @dataclass(frozen=True)

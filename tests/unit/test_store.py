@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import lib_onediff
+from lib_onediff.shapes.fingerprint import Fingerprint
 from lib_onediff.shapes.store import Store
-from lib_onediff.shapes.store_schema import Fingerprint, HistoryRow
+from lib_onediff.shapes.store_schema import HistoryRow
 
 MACHINE = Fingerprint("a GPU", "580.1", "2.9.0", "3.5.0", "0.1.0")
 OpenStore = Callable[..., Store]

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 import lib_onediff
+from lib_onediff.shapes.fingerprint import Fingerprint
 from lib_onediff.shapes.store import Store
-from lib_onediff.shapes.store_schema import Fingerprint, HistoryRow
+from lib_onediff.shapes.store_schema import HistoryRow
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="starts its processes by fork")
 
@@ -27,7 +28,7 @@ WRITER = """
 import sys, time
 from pathlib import Path
 from lib_onediff.shapes.store import HistoryRow, Store
-from lib_onediff.shapes.store_schema import Fingerprint
+from lib_onediff.shapes.fingerprint import Fingerprint
 
 folder, name, pictures = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 print("ready", flush=True)

@@ -1,0 +1,109 @@
+"""Time the pictures of a running WebUI with OneDiff on and off, in turn, over its API."""
+from __future__ import annotations
+
+import json
+import statistics
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from typing import Any
+
+SECONDS_FOR_A_PICTURE = 600
+HEADINGS = (
+    "model", "size", "seconds a picture, off", "on", "x", "ms a step, off", "on", "x", "route",
+)
+
+
+class NoAnswer(Exception):
+    """The WebUI cannot be measured; the message is the reason, in one line."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Medians of pictures with OneDiff on, or off. step_ms: what each further step costs, everything included."""
+
+    picture_s: float
+    step_ms: float
+
+
+@dataclass(frozen=True)
+class PictureRow:
+    model: str
+    size: str
+    off: Timing
+    on: Timing
+    routes: dict[str, int]
+
+    def cells(self) -> list[str]:
+        return [
+            self.model, self.size, f"{self.off.picture_s:.2f}", f"{self.on.picture_s:.2f}",
+            f"{self.off.picture_s / self.on.picture_s:.2f}", f"{self.off.step_ms:.1f}", f"{self.on.step_ms:.1f}",
+            f"{self.off.step_ms / self.on.step_ms:.2f}",
+            ", ".join(f"{count} {route}" for route, count in self.routes.items() if count),
+        ]
+
+
+class RunningWebUI:
+    """A1111, Forge or the standalone host at url, with --api."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        # A WebUI is on this machine or beside it, whatever proxy the environment names.
+        self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The JSON that the WebUI answers. Raises NoAnswer."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
+        try:
+            with self._open(request, timeout=SECONDS_FOR_A_PICTURE) as answer:
+                return json.load(answer)
+        except (urllib.error.URLError, OSError, ValueError) as error:
+            raise NoAnswer(f"{self._url}{path}: {error} (is it running, with --api, and with OneDiff?)") from error
+
+    def calls(self) -> dict[str, int]:
+        return self.ask("/onediff/v1/status")["calls"]
+
+    def seconds(self, size: tuple[int, int], steps: int, enabled: bool) -> float:
+        """How long one picture takes."""
+        body = {
+            "prompt": "a lighthouse at night", "seed": 1, "steps": steps, "width": size[0], "height": size[1],
+            "sampler_name": "Euler", "cfg_scale": 7.0, "save_images": False,
+            "alwayson_scripts": {"OneDiff": {"args": [{"enabled": enabled}]}},
+        }
+        began = time.perf_counter()
+        self.ask("/sdapi/v1/txt2img", body)
+        return time.perf_counter() - began
+
+
+def measure_pictures(webui: RunningWebUI, size: tuple[int, int], steps: int, runs: int) -> PictureRow:
+    """Medians of runs pictures of steps and of 2 * steps steps, off and on in turn, after a picture of each to warm up.
+
+    Raises NoAnswer.
+    """
+    for enabled in (False, True):
+        webui.seconds(size, steps, enabled)
+    model = webui.ask("/onediff/v1/status")["model"] or "?"
+    taken: dict[tuple[bool, int], list[float]] = {}
+    routes: dict[str, int] = {}
+    for _ in range(runs):
+        for enabled in (False, True):
+            before = webui.calls()
+            for count in (steps, 2 * steps):
+                taken.setdefault((enabled, count), []).append(webui.seconds(size, count, enabled))
+            if enabled:
+                after = webui.calls()
+                routes = {route: routes.get(route, 0) + after[route] - before[route] for route in after}
+    return PictureRow(model, f"{size[0]}x{size[1]}", timing(taken, False, steps), timing(taken, True, steps), routes)
+
+
+def timing(taken: dict[tuple[bool, int], list[float]], enabled: bool, steps: int) -> Timing:
+    single, double = (statistics.median(taken[enabled, count]) for count in (steps, 2 * steps))
+    return Timing(single, (double - single) / steps * 1e3)
+
+
+def table(rows: list[PictureRow]) -> str:
+    """A Markdown table."""
+    lines = [HEADINGS, ["---"] * len(HEADINGS), *(row.cells() for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,0 +1,37 @@
+"""The benchmark of a running WebUI, as the README gives it. Times are only asked to be times."""
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from webui_client import WebUI
+
+ROOT = Path(__file__).parents[2]
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lib_onediff.bench", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def test_pictures_are_timed_on_and_off(webui: WebUI) -> None:
+    before = webui.calls()
+    finished = bench("--webui", webui.url, "--sizes", "64x64", "72x88", "--steps", "2", "--runs", "1")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    after = webui.calls()
+    # Two sizes; pictures of 2 steps to warm up, then of 2 and of 4.
+    assert after["host"] - before["host"] == 16
+    assert sum(after[route] - before[route] for route in ("graph", "plain")) == 16
+    rows = [line for line in finished.stdout.splitlines() if "64x64" in line or "72x88" in line]
+    assert len(rows) == 2
+    for row in rows:
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert float(cells[2]) > 0 and float(cells[3]) > 0
+        assert cells[-1] in ("6 graph", "6 plain")
+
+
+def test_a_webui_that_is_not_there_is_a_sentence() -> None:
+    finished = bench("--webui", "http://127.0.0.1:9", "--runs", "1")
+    assert finished.returncode == 1
+    assert finished.stdout.startswith("OneDiff bench: http://127.0.0.1:9/") and not finished.stderr
