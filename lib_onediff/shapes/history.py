@@ -47,7 +47,10 @@ class History:
 
     def forget(self, resolutions: Collection[str] | None = None) -> None:
         """Forget these resolutions ("512x512"), or all."""
-        self._counted.clear()
+        self._counted = {
+            key: uses for key, uses in self._counted.items()
+            if resolutions is not None and key.resolution not in resolutions
+        }
         if self._store is not None:
             self._store.forget(resolutions)
 

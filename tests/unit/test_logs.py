@@ -1,0 +1,81 @@
+"""What a user reads on the console."""
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from builders import a_call, served, shared_unet
+
+import lib_onediff
+from lib_onediff.journal import Journal
+from lib_onediff.logs import DEBUG_VARIABLE, debug_wanted, show_on_console
+
+
+@pytest.fixture
+def console(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    def start(debug: str | None = None) -> Any:
+        if debug is None:
+            monkeypatch.delenv(DEBUG_VARIABLE, raising=False)
+        else:
+            monkeypatch.setenv(DEBUG_VARIABLE, debug)
+        show_on_console()
+        return lambda: capsys.readouterr().err.splitlines()
+
+    return start
+
+
+@pytest.mark.parametrize(("value", "wanted"), [("1", True), ("true", True), ("0", False), ("", False), ("off", False)])
+def test_the_variable(value: str, wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DEBUG_VARIABLE, value)
+    assert debug_wanted() is wanted
+
+
+def test_one_line_per_change_of_route(console: Any) -> None:
+    lines, journal = console(), Journal()
+    for route, reason in [("plain", ""), ("plain", ""), ("host", "because"), ("host", "because"), ("plain", "")]:
+        journal.note(route, reason)
+    # The route that comes back within the same moments has been told already.
+    assert lines() == ["OneDiff: plain route", "OneDiff: host route (because)"]
+
+
+def test_two_routes_that_take_turns_within_a_step_are_two_lines(console: Any) -> None:
+    lines, journal = console(), Journal()
+    for _ in range(20):
+        journal.note("plain", "")
+        journal.note("host", "perturbed attention")
+    assert len(lines()) == 2
+    assert journal.calls == {"plain": 20, "host": 20}
+
+
+def test_debug_tells_every_call_binding_and_its_time(console: Any) -> None:
+    lines = console("1")
+    unet = shared_unet("SD1")
+    lib_onediff.compile_unet(unet)
+    for _ in range(2):
+        served(unet, a_call(unet))
+    told = lines()
+    lib_onediff.uncompile_unet(unet)
+    assert sum("plain route" in line and "64x64, batch 2, 77 tokens" in line for line in told) == 2
+    assert any("bound" in line and "MiB copied in" in line for line in told)
+    assert all(line[2] == line[5] == ":" and line[8] == "." and "OneDiff: " in line for line in told), told
+
+
+def test_showing_twice_shows_every_line_once(console: Any) -> None:
+    lines = console()
+    show_on_console()
+    Journal().note("plain", "")
+    assert lines() == ["OneDiff: plain route"]
+    assert not logging.getLogger("onediff").propagate
+
+
+def test_without_debug_a_picture_costs_one_line(console: Any) -> None:
+    lines = console()
+    unet = shared_unet("SD1")
+    lib_onediff.compile_unet(unet)
+    with torch.no_grad():
+        for seed in range(5):
+            served(unet, a_call(unet, seed=seed))
+    lib_onediff.uncompile_unet(unet)
+    assert len(lines()) <= 1
