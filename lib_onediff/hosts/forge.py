@@ -1,6 +1,7 @@
 """Forge: our forward stands as the forward of every UNet that it loads."""
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +25,9 @@ HABITS = Habits(by_content=True)
 
 
 class Announced(NamedTuple):
-    """A sampling that the host has announced: how many calls we had seen before it, and of which pass it is."""
+    """A sampling that the host has announced: how many calls service had seen before it, and of which pass it is."""
 
+    service: Service
     calls: int
     is_second_pass: bool
 
@@ -44,25 +46,29 @@ class Forge:
         # A UNet, and the module around it that Forge's patchers work on.
         self._unets: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
         self._announced: Announced | None = None
+        # Pictures are made on one thread, settings and reloads come on others.
+        self._lock = threading.RLock()
 
     # --- in and out -----------------------------------------------------------------------------------------------
 
     def serve(self) -> None:
-        if self._service is None:
-            self._service = Service()
-        self._hook(loaded_engine())
+        with self._lock:
+            if self._service is None:
+                self._service = Service()
+            self._hook(loaded_engine())
 
     def stop(self) -> None:
-        service, self._service, self._announced = self._service, None, None
-        if service is not None:
-            service.active = False
-        for unet, model_reference in list(self._unets.items()):
-            unhook(unet)
-            runtime.release(unet)
-            model = model_reference()
-            if model is not None:
-                release_originals(model)
-        self._unets.clear()
+        with self._lock:
+            service, self._service, self._announced = self._service, None, None
+            if service is not None:
+                service.active = False
+            for unet, model_reference in list(self._unets.items()):
+                unhook(unet)
+                runtime.release(unet)
+                model = model_reference()
+                if model is not None:
+                    release_originals(model)
+            self._unets.clear()
 
     def hooks(self) -> int:
         unet = unet_of(loaded_engine())
@@ -74,35 +80,31 @@ class Forge:
     def _hook(self, engine: Any) -> None:
         """Put our forward on a checkpoint's UNet, unless somebody else's stands there (it may lead to ours)."""
         unet = unet_of(engine)
-        if unet is None or self._service is None:
+        if unet is None:
             return
-        if unet not in self._unets:
-            self._unets[unet] = weakref.ref(engine.forge_objects.unet.model)
-            runtime.adopt(unet, habits=HABITS)
-        if any(is_ours(forward) and forward.service is self._service for forward in forwards_on(unet)):
-            return
-        hook = ForgeForward(unet, self._service)
-        standing, loaded = unet.__dict__.get("forward"), loaded_model(unet)
-        if not is_foreign(unet, standing):
-            unet.__dict__["forward"] = hook
-        elif loaded is not None and loaded.model.object_patches.get(FORWARD_PATCH) is standing:
-            beneath = loaded.model.object_patches_backup
-            if not is_foreign(unet, beneath.get(FORWARD_PATCH)):
-                beneath[FORWARD_PATCH] = hook  # Forge puts it back when it takes off the other's patch.
+        with self._lock:
+            if self._service is None:
+                return
+            if unet not in self._unets:
+                self._unets[unet] = weakref.ref(engine.forge_objects.unet.model)
+                runtime.adopt(unet, habits=HABITS)
+            if not any(is_ours(forward) and forward.service is self._service for forward in forwards_on(unet)):
+                put_on(unet, ForgeForward(unet, self._service))
 
     # --- a generation ---------------------------------------------------------------------------------------------
 
     def before_sampling(self, p: Any) -> None:
-        if self._service is None:
+        service = self._service
+        if service is None:
             return
         is_second_pass = bool(getattr(p, "is_hr_pass", False))
         # Forge announces the second pass of hires fix twice.
         if not (self._announced and self._announced.is_second_pass and is_second_pass):
             self._settle()
         self._hook(p.sd_model)
-        self._service.samplings += 1
+        service.samplings += 1
         if unet_of(p.sd_model) is not None:
-            self._announced = Announced(self._service.calls, is_second_pass)
+            self._announced = Announced(service, service.calls, is_second_pass)
 
     def after_run(self, p: Any) -> None:
         self._settle()
@@ -110,9 +112,10 @@ class Forge:
     def _settle(self) -> None:
         """Say so if the sampling that was announced went past us."""
         announced, self._announced = self._announced, None
-        if announced is None or self._service is None or self._service.calls != announced.calls or was_interrupted():
+        if announced is None or announced.service is not self._service:
             return
-        runtime.note_host(why_bypassed(loaded_engine()))
+        if announced.service.calls == announced.calls and not was_interrupted():
+            runtime.note_host(why_bypassed(loaded_engine()))
 
     # --- what users ask -------------------------------------------------------------------------------------------
 
@@ -129,21 +132,22 @@ class Forge:
         return f"this checkpoint's network is a {kind}; OneDiff serves the UNets of SD1, SD2 and SDXL"
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
-        if self._service is None:
+        service = self._service
+        if service is None:
             raise CannotWarm("OneDiff is not in use")
         engine = forge_warm.selected_engine()
         if unet_of(engine) is None:
             raise CannotWarm(self.why_not_served() or "no UNet is loaded")
         self._hook(engine)
-        self._service.samplings += 1
-        calls = self._service.calls
+        service.samplings += 1
+        calls = service.calls
         try:
             forge_warm.one_call(engine.forge_objects_after_applying_lora.unet, width, height, batch, tokens)
         except torch.cuda.OutOfMemoryError as error:
             runtime.free_graphs()
             raise CannotWarm(f"not enough GPU memory for {width}x{height} with {batch} latents") from error
-        if self._service.calls == calls:
-            raise CannotWarm(why_bypassed(engine))
+        if service.calls == calls:
+            raise CannotWarm(why_bypassed(engine) if service.active else "OneDiff is not in use")
         status = runtime.status()
         if status["route"] == HOST:
             raise CannotWarm(status["reason"])
@@ -174,6 +178,17 @@ def forwards_on(unet: nn.Module) -> list[Any]:
     return [unet.__dict__.get("forward"), kept]
 
 
+def put_on(unet: nn.Module, hook: ForgeForward) -> None:
+    """Let the hook stand as the UNet's forward, or beneath an object patch of somebody else's."""
+    standing, loaded = unet.__dict__.get("forward"), loaded_model(unet)
+    if not is_foreign(unet, standing):
+        unet.__dict__["forward"] = hook
+    elif loaded is not None and loaded.model.object_patches.get(FORWARD_PATCH) is standing:
+        beneath = loaded.model.object_patches_backup
+        if not is_foreign(unet, beneath.get(FORWARD_PATCH)):
+            beneath[FORWARD_PATCH] = hook  # Forge puts it back when it takes off the other's patch.
+
+
 def unhook(unet: nn.Module) -> None:
     if is_ours(unet.__dict__.get("forward")):
         del unet.__dict__["forward"]
@@ -184,7 +199,7 @@ def unhook(unet: nn.Module) -> None:
 
 def release_originals(model: Any) -> None:
     """Give what Forge has put aside under a merged LoRA storages of its own again, as runtime.release does the rest."""
-    for parameter in model.lora_loader.backup.values():
+    for parameter in list(model.lora_loader.backup.values()):
         if isinstance(parameter, nn.Parameter) and shares_storage(parameter):
             with torch.inference_mode(parameter.is_inference()):
                 parameter.data = parameter.detach().clone()

@@ -126,6 +126,24 @@ def test_an_unloaded_checkpoint_is_gone(host: ForgeHost) -> None:
     assert unet() is None and weight() is None
 
 
+def test_another_network_after_a_unet_leaves_nothing_of_it(host: ForgeHost) -> None:
+    """As forge_model_reload changes checkpoints: the old one goes first, then the new one is announced."""
+    checkpoint = host.load(Checkpoint())
+    host.generate()
+    unet, weight = weakref.ref(checkpoint.unet), weakref.ref(next(checkpoint.unet.parameters()))
+    other = Checkpoint()
+    other.forge_objects.unet.model.diffusion_model = nn.Linear(1, 1)
+    host.model_data.sd_model = None
+    del checkpoint
+    take_off_patches()
+    gc.collect()
+    host.load(other)
+    assert unet() is None and weight() is None
+    assert host.adapter.hooks() == 0 and "Linear" in host.adapter.why_not_served()
+    host.load(Checkpoint())
+    assert host.adapter.why_not_served() is None and calls_of(host.generate)[1] == {"plain": 2}
+
+
 def test_other_networks_are_left_alone(host: ForgeHost) -> None:
     class IntegratedFluxTransformer2DModel(nn.Module):
         pass

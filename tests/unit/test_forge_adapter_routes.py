@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lib_onediff.accelerator import runtime
 from lib_onediff.hosts.webui import CannotWarm
+from lib_onediff.unet.weights import shares_storage
 
 pytestmark = needs_forge
 
@@ -181,3 +182,36 @@ def test_warming_what_the_host_must_run_says_why(host: ForgeHost, monkeypatch: p
     monkeypatch.setattr(sys.modules["modules.sd_models"], "forge_model_reload", lambda: int("no model"))
     with pytest.raises(CannotWarm, match="the checkpoint cannot be loaded"):
         host.adapter.warm(64, 64, 2, 77)
+
+
+def test_switched_off_within_a_sampling_the_host_goes_on(host: ForgeHost) -> None:
+    checkpoint = host.load(Checkpoint())
+    switch: list[Any] = [host.adapter.stop, host.adapter.serve]
+
+    def extension(patcher: Any) -> Any:
+        patcher = patcher.clone()
+
+        def then_switch(model: Any, given: dict[str, Any]) -> Tensor:
+            output = model(given["input"], given["timestep"], **given["c"])
+            if switch:
+                switch.pop(0)()
+            return output
+
+        patcher.set_model_unet_function_wrapper(then_switch)
+        return patcher
+
+    output, calls = calls_of(lambda: host.generate(extension))
+    assert calls == {"plain": 1} and not switch, "stopped after the first call, and served again after the second"
+    assert not any(shares_storage(parameter) for parameter in checkpoint.unet.parameters())
+    assert relative_error(output, without_us(host)) < 1e-5
+    assert calls_of(host.generate)[1] == {"plain": 2} and host.adapter.hooks() == 1
+
+
+def test_switched_off_while_warming_says_so(host: ForgeHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.load(Checkpoint())
+    sd_models = sys.modules["modules.sd_models"]
+    load = sd_models.forge_model_reload
+    monkeypatch.setattr(sd_models, "forge_model_reload", lambda: (host.adapter.stop(), load())[1])
+    with pytest.raises(CannotWarm, match="not in use"):
+        host.adapter.warm(64, 64, 2, 77)
+    assert host.adapter.hooks() == 0
