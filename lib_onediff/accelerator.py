@@ -243,8 +243,10 @@ class Accelerator:
 
     def rows(self) -> list[ResolutionRow]:
         """What is known about every resolution, the last used first."""
+        remembered = self.history.rows()
         with self._lock:
-            return rows_of(self.table.entries(), self.history.rows())
+            self._graphs.note_lost()
+            return rows_of(self.table.entries(), remembered)
 
     def status(self) -> dict[str, Any]:
         """What the last call was, by which route it went and why, as plain values for a page or JSON; see Journal."""

@@ -36,6 +36,10 @@ class Care:
         }
         self._runners[key] = (self.bound.generation, conditioning, runner)
 
+    def ready_keys(self) -> set[ShapeKey]:
+        """The shapes that have a graph."""
+        return set(self._runners)
+
     def drop_runners(self, keys: Collection[ShapeKey] | None = None) -> None:
         """Drop the graphs of these shapes; None: of all."""
         self._runners = {} if keys is None else {

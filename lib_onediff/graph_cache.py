@@ -58,6 +58,13 @@ class GraphCache:
         entry.state, entry.bytes = State.READY, runner.bytes
         return runner
 
+    def note_lost(self) -> None:
+        """Graphs go with their UNet when a host unloads it: let the table say so."""
+        held = set().union(*(care.ready_keys() for care in self._cares.values()))
+        for entry in self._table.entries():
+            if entry.state is State.READY and entry.key not in held:
+                entry.state, entry.bytes = State.PROVED, 0
+
     def free(self) -> None:
         """Drop every graph and hand the memory back to the driver; the next call at a shape captures again."""
         for care in self._cares.values():

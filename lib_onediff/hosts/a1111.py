@@ -21,7 +21,7 @@ from ..unet.foreign import Habits
 from ..unet.layout import UnsupportedUNet
 from .a1111_blocks import HostLoop, foreign_forward
 from .a1111_lora import apply_wanted_networks, why_functional
-from .class_patch import ClassPatch
+from .class_patch import ClassPatch, active_patches
 from .webui import CannotWarm, Result
 
 UNET_MODULES = ("ldm.modules.diffusionmodules.openaimodel", "sgm.modules.diffusionmodules.openaimodel")
@@ -58,8 +58,10 @@ class A1111:
         runtime.release_all()
 
     def hooks(self) -> int:
-        classes = [module.UNetModel for module in self._unet_modules]
-        return max(sum(patch.active for patch in self._patches if patch.owner is owner) for owner in classes)
+        return max(
+            # Below another extension's patch ours cannot be counted, but it knows that it is there.
+            len(active_patches(patch.owner, patch.method)) or int(patch.active) for patch in self._patches
+        )
 
     def model_loaded(self, sd_model: Any) -> None:
         unet = unet_of(sd_model)

@@ -9,6 +9,16 @@ from typing import Any
 Replacement = Callable[..., Any]
 
 
+def active_patches(owner: type, method: str) -> list[ClassPatch]:
+    """Our patches that are at work on a method, from the top of the chain down to the first that is not ours."""
+    found = []
+    function = owner.__dict__[method]
+    while isinstance(getattr(function, "patch", None), ClassPatch):
+        found.append(function.patch)
+        function = function.patch.original
+    return [patch for patch in found if patch.active]
+
+
 class ClassPatch:
     """One replaced method. Where somebody has patched over ours since, ours stays in the chain but does nothing."""
 
@@ -24,6 +34,7 @@ class ClassPatch:
                 return self.original(module, *args, **kwargs)
             return replacement(self.original, module, *args, **kwargs)
 
+        patched.patch = self
         self.function = patched
 
     def apply(self) -> None:

@@ -82,3 +82,16 @@ def test_older_graphs_make_room_for_a_new_one(unet: nn.Module) -> None:
         use(unet, *size)
         assert status()["route"] == "graph", status()["reason"]
         assert sum(row.bytes for row in runtime.rows()) <= alone + MIB
+
+
+def test_a_graph_goes_with_its_unet(unet: nn.Module) -> None:
+    other = random_unet("sd15", torch.device("cuda")).half()
+    attach(other)
+    use(other, 512, 768)
+    assert {row.resolution: row.state for row in runtime.rows()} == {"512x768": "ready"}
+    allocated = torch.cuda.memory_allocated()
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in other.parameters())
+    del other
+    gc.collect()
+    assert allocated - torch.cuda.memory_allocated() >= weights
+    assert {row.resolution: (row.state, row.bytes) for row in runtime.rows()} == {"512x768": ("proved", 0)}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lib_onediff.hosts.class_patch import ClassPatch
+from lib_onediff.hosts.class_patch import ClassPatch, active_patches
 
 
 @pytest.fixture
@@ -71,3 +71,14 @@ def test_after_the_other_has_gone_too_ours_can_be_taken_off(owner: type) -> None
     patch.apply()
     patch.undo()
     assert owner.__dict__["forward"] is before
+
+
+def test_every_patch_in_place_is_counted(owner: type) -> None:
+    patches = [ClassPatch(owner, "forward", doubled) for _ in range(3)]
+    for number, patch in enumerate(patches, 1):
+        patch.apply()
+        assert len(active_patches(owner, "forward")) == number
+    assert owner().forward(3) == 32
+    for number, patch in enumerate(reversed(patches), 1):
+        patch.undo()
+        assert len(active_patches(owner, "forward")) == 3 - number
