@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("onediff")
 
 HostForward = Callable[[], Tensor]
+SECONDS_A_PAGE_WAITS = 0.05
 
 
 class Declined(Exception):
@@ -132,8 +133,8 @@ class Accelerator:
     def _run(self, unet: nn.Module, call: UNetCall, host: HostForward) -> Tensor:
         self.journal.begin()
         try:
-            care, settings = self.care_for(unet)
             with self._lock:
+                care, settings = self.care_for(unet)
                 entry = self._entry_for(care, call)
                 with our_modes(call.latent.device):
                     output, route, reason = self._serve(care, entry, settings, call)
@@ -216,6 +217,7 @@ class Accelerator:
             except Disagreement as miss:
                 entry.fail(str(miss))
                 raise Declined(entry.reason) from miss
+            log.debug("checked %s: relative error %.1e", entry.key, entry.relative_error)
         entry.state = State.PROVED
 
     # --- what users ask -------------------------------------------------------------------------------------------
@@ -243,10 +245,13 @@ class Accelerator:
 
     def rows(self) -> list[ResolutionRow]:
         """What is known about every resolution, the last used first."""
-        remembered = self.history.rows()
-        with self._lock:
-            self._graphs.note_lost()
-            return rows_of(self.table.entries(), remembered)
+        # A page must not wait for a UNet call, which holds the lock.
+        if self._lock.acquire(timeout=SECONDS_A_PAGE_WAITS):
+            try:
+                self._graphs.note_lost()
+            finally:
+                self._lock.release()
+        return rows_of(self.table.entries(), self.history.rows())
 
     def status(self) -> dict[str, Any]:
         """What the last call was, by which route it went and why, as plain values for a page or JSON; see Journal."""

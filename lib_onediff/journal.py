@@ -42,7 +42,7 @@ class Journal:
         self.route, self.reason = route, reason
         sentence = f"{route} route" + (f" ({reason})" if reason else "")
         if log.isEnabledFor(logging.DEBUG):
-            log.debug("%s %s", sentence, self.entry.key if self.entry else "")
+            log.debug("%s%s", sentence, f" {self.entry.key}" if self.entry else "")
         elif changed:
             # Two routes may take turns within a step, and one line each is enough.
             now = time.monotonic()

@@ -63,7 +63,8 @@ class ShapeTable:
 
     def entries(self) -> list[Entry]:
         """All entries, the last used first."""
-        return sorted(self._entries.values(), key=lambda entry: -entry.last_used)
+        # A copy first: another thread may add one meanwhile.
+        return sorted(list(self._entries.values()), key=lambda entry: -entry.last_used)
 
     def forget(self, keys: Collection[ShapeKey]) -> None:
         self._entries = {key: entry for key, entry in self._entries.items() if key not in keys}

@@ -8,8 +8,9 @@ import gradio as gr
 
 from ..shapes.sizes import Size
 from ..shapes.warmup import WarmUp
-from .events import LIVE, QUIET, kept_out_of_defaults, live
+from .events import LIVE, QUIET, kept_out_of_defaults
 from .progress import jobs_html, sentence, watch
+from .stream import UNCHANGED, show_stream
 
 # A hidden text box of A1111 and Forge that gets the description of every generation. The visible line under the
 # pictures will not do: gradio 4 reports a change of an HTML component whenever anything on the page is redrawn.
@@ -60,18 +61,18 @@ def connect_prewarm(tab: str, status: Any, status_line: Callable[[], str], warmu
             return sentence(str(problem), wrong=True)
         return ""
 
-    def follow(width: Any, height: Any, batch: Any) -> Iterator[str]:
+    def follow(width: Any, height: Any, batch: Any) -> Iterator[tuple[str, Any]]:
         try:
             wanted = size_of(width, height, batch)
         except ValueError as problem:
-            yield sentence(str(problem), wrong=True)
+            yield sentence(str(problem), wrong=True), UNCHANGED
             return
         for jobs in watch(warmup, [wanted], alone=True):
-            yield jobs_html(jobs)
+            over = not any(job.pending for job in jobs)
+            yield jobs_html(jobs), status_line() if over else UNCHANGED
 
     asked = button.click(ask, inputs=size, outputs=[result], queue=False, **QUIET)
-    followed = asked.then(follow, inputs=size, outputs=[result], **QUIET, **live())
-    followed.then(status_line, inputs=[], outputs=[status], queue=False, **QUIET)
+    show_stream([asked.then], follow, inputs=size, outputs=[result, status])
 
 
 def size_of(width: Any, height: Any, batch: Any) -> Size:

@@ -14,13 +14,13 @@ from ..shapes.sizes import Size, parse_sizes
 from ..shapes.warmup import CANCELLED, DONE, FAILED, Job, WarmUp, first_line
 from .amounts import MEBIBYTE, counted, memory
 from .cache_table import table_html, totals_html
-from .events import LIVE, QUIET, kept_out_of_defaults, live
+from .events import LIVE, QUIET, kept_out_of_defaults
 from .progress import jobs_html, sentence, watch
+from .stream import UNCHANGED, show_stream
 
 TITLE, ELEM_ID = "OneDiff", "onediff"
 SOURCE = "panel"
 PLACEHOLDER = "1024x1024, 832x1216 x2"
-UNCHANGED = gr.update()
 log = logging.getLogger("onediff")
 
 
@@ -49,14 +49,16 @@ def build_cache_tab(runtime: Accelerator, warmup: WarmUp) -> gr.Blocks:
 
         panel = Panel(runtime, warmup)
         view = [totals, table, chosen]
-        for ask in (prewarm.click, sizes.submit):
-            asked = ask(panel.prewarm, inputs=[sizes], outputs=[result], queue=False, **QUIET)
-            asked.then(panel.follow, inputs=[sizes], outputs=[result, jobs, *view], **QUIET, **live())
+        asked = [
+            ask(panel.prewarm, inputs=[sizes], outputs=[result], queue=False, **QUIET).then
+            for ask in (prewarm.click, sizes.submit)
+        ]
+        show_stream(asked, panel.follow, inputs=[sizes], outputs=[result, jobs, *view])
         cancel.click(panel.cancel, inputs=[], outputs=[result], queue=False, **QUIET)
         purge.click(panel.purge, inputs=[chosen], outputs=[result, *view], queue=False, **QUIET)
         purge_all.click(panel.purge_all, inputs=[], outputs=[result, *view], queue=False, **QUIET)
         looked = refresh.click(panel.look, inputs=[], outputs=[result, *view], queue=False, **QUIET)
-        looked.then(panel.follow, inputs=[], outputs=[result, jobs, *view], **QUIET, **live())
+        show_stream([looked.then], panel.follow, inputs=[], outputs=[result, jobs, *view])
         tab.load(panel.look, inputs=[], outputs=[result, *view], queue=False, **QUIET)
     return tab
 

@@ -25,6 +25,7 @@ def add_options(opts: Any, option_info: Callable[..., Any], changed: Callable[[]
 
     def apply() -> None:
         try:
+            refuse_clients(opts)
             runtime.configure(settings_from(opts))
         except ValueError as problem:
             # A WebUI prints a traceback for what an onchange raises; so the old values are put back here instead.
@@ -44,6 +45,26 @@ def add_options(opts: Any, option_info: Callable[..., Any], changed: Callable[[]
         )
         opts.add_option(host_key(option.name), info.info(option.metadata["explanation"]))
     apply()
+
+
+def refuse_clients(opts: Any) -> None:
+    """Put back what only a user at the page may set. Forge registers restrict_api, but lets its API set everything."""
+    if somebody_is_at_the_page():
+        return
+    for option in fields(Settings):
+        key, standing = host_key(option.name), getattr(runtime.settings, option.name)
+        if option.metadata["restrict_api"] and opts.data.get(key, standing) != standing:
+            opts.data[key] = standing
+            tell(f"OneDiff option {option.name} can only be set in the settings tab.")
+
+
+def somebody_is_at_the_page() -> bool:
+    """Whether an event of the page is being handled; True where gradio cannot tell (3.x: there A1111 sees to it)."""
+    try:
+        from gradio.context import LocalContext
+    except ImportError:
+        return True
+    return LocalContext.blocks.get() is not None
 
 
 def tell(text: str) -> None:

@@ -260,10 +260,31 @@ def test_nothing_of_the_tab_gets_into_the_hosts_defaults_or_api(panel: Panel) ->
     assert all(handler["api_name"] is False for handler in handlers(tab))
 
 
+def test_no_handler_waits_in_gradios_queue(panel: Panel) -> None:
+    """gradio 3 never ends a queued generator whose page was left, and the WebUI then cannot reload its UI."""
+    page = page_of(panel.warmup, ["width", "height", "batch", "accordion", "info"])
+    for blocks in (cache_panel.build_cache_tab(runtime, panel.warmup), page):
+        # What fills a component when the page loads is gradio's own, and no generator either.
+        asked_for = [handler for handler in handlers(blocks) if handler["targets"] != [(None, "load")]]
+        assert asked_for and all(handler["queue"] is False for handler in asked_for)
+        assert not any(handler["types"]["generator"] for handler in handlers(blocks))
+
+
 def the_button(page: gradio.Blocks) -> Callable[..., Any]:
-    """What a click on the accordion's button does first, and then."""
+    """What a click on the accordion's button does first ("ask"), and then ("begin", and "step" until it is over)."""
     functions = page.fns.values() if isinstance(page.fns, dict) else page.fns
     return {function.fn.__name__: function.fn for function in functions if function.fn}.__getitem__
+
+
+def followed(page: gradio.Blocks, *values: Any) -> list[str]:
+    """What is shown beside the button, one after the other, as the page asks for it."""
+    button = the_button(page)
+    first, _, turn, stream = button("begin")(*values)
+    shown = [first]
+    while turn:
+        result, _, turn = button("step")(stream, turn)
+        shown.append(result)
+    return [markup for markup in shown if isinstance(markup, str)]
 
 
 def page_of(warmup: WarmUp, order: list[str]) -> gradio.Blocks:
@@ -287,9 +308,9 @@ def page_of(warmup: WarmUp, order: list[str]) -> gradio.Blocks:
     ["width", "height", "batch", "accordion", "info"], ["accordion", "batch", "height", "width", "info"],
 ])
 def test_the_accordions_button_warms_the_size_that_is_set(panel: Panel, order: list[str]) -> None:
-    button = the_button(page_of(panel.warmup, order))
-    assert button("ask")(128, 64.0, 2) == ""
-    *_, last = button("follow")(128, 64.0, 2)
+    page = page_of(panel.warmup, order)
+    assert the_button(page)("ask")(128, 64.0, 2) == ""
+    *_, last = followed(page, 128, 64.0, 2)
     assert text_of(last).startswith("128x64 x2 done in")
     (job,) = panel.warmup.jobs()
     assert (job.size, job.source) == (Size(128, 64, 2), "txt2img")
@@ -300,9 +321,9 @@ def test_the_accordions_button_warms_the_size_that_is_set(panel: Panel, order: l
     ((64, 64, 0), "a batch has"),
 ])
 def test_the_accordions_button_refuses_with_a_sentence(panel: Panel, values: tuple[Any, ...], part: str) -> None:
-    button = the_button(page_of(panel.warmup, ["width", "height", "batch", "accordion", "info"]))
-    assert part in button("ask")(*values)
-    assert [part in shown for shown in button("follow")(*values)] == [True]
+    page = page_of(panel.warmup, ["width", "height", "batch", "accordion", "info"])
+    assert part in the_button(page)("ask")(*values)
+    assert [part in shown for shown in followed(page, *values)] == [True]
     assert panel.warmup.jobs() == []
 
 

@@ -50,8 +50,6 @@ def test_a_client_of_the_api_cannot_choose_the_folder() -> None:
     assert [key for key, info in opts.data_labels.items() if info.restrict_api] == ["onediff_cache_folder"]
     assert not opts.set("onediff_cache_folder", "/etc", is_api=True)
     assert opts.onediff_cache_folder == runtime.settings.cache_folder == ""
-    assert opts.set("onediff_cache_folder", "/data")
-    assert runtime.settings.cache_folder == "/data"
 
 
 def test_a_host_that_cannot_restrict_the_api() -> None:
@@ -90,3 +88,18 @@ def test_changes_are_told() -> None:
     opts, told = the_options()
     opts.set("onediff_prewarm", "64x64, 72x64 x2")
     assert [settings.prewarm for settings in told] == ["", "64x64, 72x64 x2"]
+
+
+def test_a_folder_set_by_a_client_is_put_back(caplog: pytest.LogCaptureFixture) -> None:
+    """Forge's API sets what its own OptionInfo restricts."""
+    opts, _ = the_options()
+    opts.set("onediff_cache_folder", "/somewhere/else")
+    assert opts.data["onediff_cache_folder"] == "" and runtime.settings.cache_folder == ""
+    assert "can only be set in the settings tab" in caplog.text
+
+
+def test_a_folder_set_on_the_page_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    opts, _ = the_options()
+    monkeypatch.setattr(settings_tab, "somebody_is_at_the_page", lambda: True)
+    opts.set("onediff_cache_folder", "/somewhere/else")
+    assert runtime.settings.cache_folder == "/somewhere/else"

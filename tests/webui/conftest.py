@@ -74,8 +74,8 @@ def sd15(models: Models) -> Iterator[Models]:
 
 
 @pytest.fixture(scope="session")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    """A browser with a new, empty profile."""
+def browser(webui: WebUI, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    """A browser with a new, empty profile, which is closed before the WebUI is stopped."""
     chromium, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
     if not chromium or not chromedriver:
         missing = "chromium" if not chromium else "chromedriver"

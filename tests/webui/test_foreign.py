@@ -20,7 +20,7 @@ def script(title: str, *args: Any) -> dict[str, Any]:
 FREEU = script("FreeU Integrated (SD 1.x, SD 2.x, SDXL)", True, 1.3, 1.4, 0.9, 0.2, 0.0, 1.0)
 SAG = script("SelfAttentionGuidance Integrated (SD 1.x, SD 2.x, SDXL)", True, 0.5, 2.0, 1.0)
 KOHYA_HRFIX = script("Kohya HRFix Integrated", True, 3, 2.0, 0.0, 1.0, True, "bicubic", "bicubic")
-PERTURBED_ATTENTION = script("PerturbedAttentionGuidance Integrated", True, 3.0, 0.0, 0.0, 1.0)
+PERTURBED_ATTENTION = script("PerturbedAttentionGuidance Integrated", True, 15.0, 0.0, 0.0, 1.0)
 MULTIDIFFUSION = script("MultiDiffusion Integrated", True, "MultiDiffusion", 64, 64, 32, 1)
 DYNAMIC_THRESHOLDING = script(
     "DynamicThresholding (CFG-Fix) Integrated", True, 5.0, 0.9, "Constant", 0.0, "Constant", 0.0, 1.0, "enable",

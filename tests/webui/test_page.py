@@ -50,8 +50,10 @@ def test_img2img(page, webui: WebUI, tmp_path) -> None:
     gradient(64, 64).save(file)
     page.choose_tab("img2img")
     page.driver.find_element("css selector", "#img2img_image input[type=file]").send_keys(str(file))
-    page.wait(lambda: page.driver.find_elements("css selector", "#img2img_image img, #img2img_image canvas"),
-              "the uploaded image")
+    page.wait(lambda: page.driver.execute_script(
+        "return [...document.querySelectorAll('#img2img_image img, #img2img_image canvas')]"
+        ".some(shown => (shown.naturalWidth ?? shown.width) > 1)"
+    ), "the uploaded image")
     for name, value in {**SMALL, "denoising_strength": 0.7}.items():
         page.type(f"#img2img_{name} input[type=number]", value)
     before = webui.calls()

@@ -92,7 +92,7 @@ class Browser:
 
     def choose_tab(self, title: str) -> None:
         tabs = self.driver.find_elements(By.CSS_SELECTOR, "#tabs > .tab-nav button, #tabs button[role=tab]")
-        next(tab for tab in tabs if tab.text.strip() == title).click()
+        next(tab for tab in tabs if tab.text.strip().lower() == title.lower()).click()
 
     def type(self, selector: str, value: Any) -> None:
         """Put a value into an input as typing does."""
