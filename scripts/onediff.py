@@ -9,6 +9,7 @@ from modules import script_callbacks, scripts, shared
 
 from lib_onediff import infotext
 from lib_onediff.accelerator import runtime
+from lib_onediff.freed_memory import give_back_freed_memory
 from lib_onediff.hosts import this_webui
 from lib_onediff.logs import show_on_console
 from lib_onediff.settings import Settings
@@ -37,6 +38,7 @@ def follow_settings() -> None:
 def model_loaded(sd_model: Any) -> None:
     if runtime.settings.enabled:
         webui.model_loaded(sd_model)
+        give_back_freed_memory()
         warmup.add(parse_sizes(runtime.settings.prewarm), "settings")
 
 
