@@ -1,0 +1,153 @@
+"""Which operators compute what on this machine."""
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from . import backends
+from .ops import Operators, torch_ops
+from .ops.attention import Attention
+from .ops.attention_tuning import attention_shapes, time_on_gpu
+from .ops.availability import why_no_triton
+from .ops.choices import Choices
+from .ops.launches import Launches
+from .settings import Settings
+from .unet.call import UNetCall
+from .unet.layout import UNetLayout, UnsupportedUNet
+from .unet.read import read_layout
+
+log = logging.getLogger("onediff")
+
+
+class Network(NamedTuple):
+    """What decides which kernels are needed. leaves: of its layout."""
+
+    architecture: str
+    leaves: Sequence[Any]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class OperatorSets:
+    """The operators of every backend, made when they are first needed."""
+
+    def __init__(self, choices: Choices) -> None:
+        self.attention = Attention(choices)
+        self._launches = Launches(choices)
+        self._native: Operators | None = None
+        self._why_not: dict[torch.device, str | None] = {}
+        self._compiled: set[tuple] = set()
+        self._pending: set[tuple] = set()
+        self._failed: dict[tuple, Exception] = {}
+        self._worker = ThreadPoolExecutor(1, "onediff-kernels")
+        self._lock = threading.Lock()
+
+    def why_not_native(self, device: torch.device) -> str | None:
+        """Why our kernels cannot run on a device, in one sentence; None if nothing is known to stand in the way."""
+        if device not in self._why_not:
+            self._why_not[device] = why_no_triton(device) or self._why_not_importable()
+        return self._why_not[device]
+
+    def of(self, backend: str) -> Operators:
+        """The operators by which a backend computes."""
+        if backend != backends.NATIVE:
+            return torch_ops
+        with self._lock:
+            if self._native is None:
+                # Triton takes a second to import, and is not there on every machine.
+                from .ops.triton_ops import TritonOperators
+
+                self._native = TritonOperators(self._launches, self.attention)
+        return self._native
+
+    def prepare(self, network: Network, patient: bool) -> bool:
+        """Whether the native kernels that a network needs are compiled; if not, they soon will be, in a thread.
+
+        patient: wait until they are. Raises what Triton raised.
+        """
+        kind = network.architecture, network.dtype, network.device
+        if kind in self._compiled:
+            return True
+        if kind in self._failed:
+            raise self._failed[kind]
+        if patient or kind not in self._pending:
+            self._pending.add(kind)
+            compiling = self._worker.submit(self._compile, network)
+            if patient:
+                compiling.result()
+                return self.prepare(network, patient=False)
+        return False
+
+    def prepare_early(self, unet: nn.Module, settings: Settings) -> None:
+        """Begin what the first calls of this UNet would have to do without."""
+        if not settings.enabled or not torch.cuda.is_available():
+            return
+        parameter = next(unet.parameters(), None)
+        # A UNet that waits in the computer's memory goes to the GPU when it is used.
+        device = torch.device("cuda", torch.cuda.current_device())
+        if parameter is not None and parameter.device.type in ("cpu", device.type):
+            self._worker.submit(self._prepare_early, weakref.ref(unet), settings, parameter.dtype, device)
+
+    def finish(self) -> None:
+        """Wait for what was begun."""
+        self._worker.submit(lambda: None).result()
+
+    def _prepare_early(
+        self, unet: weakref.ref[nn.Module], settings: Settings, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        if backends.steps(settings.backend, device, self.why_not_native).backends[0] != backends.NATIVE:
+            return
+        with contextlib.suppress(UnsupportedUNet):
+            layout = read_layout(unet())
+            self._compile(Network(layout.architecture, layout.leaves(), dtype, device))
+
+    def _compile(self, network: Network) -> None:
+        kind = network.architecture, network.dtype, network.device
+        if kind in self._compiled or kind in self._failed:
+            return
+        began = time.perf_counter()
+        try:
+            from .ops.triton_warm import compile_kernels
+
+            compile_kernels(network.leaves, network.dtype, network.device, self._launches)
+        except Exception as error:
+            self._failed[kind] = error
+        else:
+            self._compiled.add(kind)
+            log.debug("kernels for %s ready in %.1f s", network.dtype, time.perf_counter() - began)
+
+    def tune(self, layout: UNetLayout, call: UNetCall) -> bool:
+        """Measure which attention is the fastest for this call's shapes, where that is not known; whether it was so."""
+        batch, _, height, width = call.latent.shape
+        shapes = attention_shapes(layout, height, width, batch, call.context.shape[1])
+        dtype = torch.float32 if call.upcast_attention else call.latent.dtype
+        unknown = [pair for pair in shapes if self.attention.chosen(*pair, dtype) is None]
+        for query, key in unknown:
+            self.attention.measure(query, key, dtype, call.latent.device)
+        return bool(unknown)
+
+    def tune_kernels(self, network: Network) -> None:
+        """Measure how the kernels are best cut on this GPU, where that is not known: seconds, once on a machine."""
+        from .ops.triton_tuning import tune_kernels
+
+        began = time.perf_counter()
+        with torch.cuda.device(network.device):
+            count = tune_kernels(self._launches, network.leaves, network.dtype, network.device, time_on_gpu)
+        log.debug("%d kernels measured in %.1f s", count, time.perf_counter() - began)
+
+    def _why_not_importable(self) -> str | None:
+        try:
+            self.of(backends.NATIVE)
+        except Exception as error:
+            # A damaged or half-removed Triton raises whatever it likes.
+            return f"Triton cannot be imported ({type(error).__name__}: {error})"
+        return None

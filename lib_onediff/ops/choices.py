@@ -1,0 +1,47 @@
+"""What was measured to be best on this machine: block sizes, attention backends."""
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+class Choices:
+    """Values by name, in memory, and in a store from the moment that one is attached. Safe on any thread.
+
+    A value is anything that JSON can hold and must not be changed once it is here. What comes from a store may have
+    been written by anybody: whoever asks for a value must look whether it makes sense.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+        self._save: Callable[[str, Any], None] | None = None
+        self._lock = threading.Lock()
+
+    def get(self, name: str) -> Any | None:
+        """What was chosen under a name, or None."""
+        return self._values.get(name)
+
+    def set(self, name: str, value: Any) -> None:
+        """Choose. Raises TypeError for a value that JSON cannot hold."""
+        json.dumps(value)
+        with self._lock:
+            self._values[name] = value
+            save = self._save
+        if save is not None:
+            save(name, value)
+
+    def attach(self, load: Callable[[], dict[str, Any]], save: Callable[[str, Any], None]) -> None:
+        """Know from now on what load() knows, and save what is chosen; safe to call again.
+
+        What was chosen before is saved now, and counts more than what was loaded: it was measured later. save must
+        return at once.
+        """
+        loaded = load()
+        with self._lock:
+            unsaved = {name: value for name, value in self._values.items() if loaded.get(name) != value}
+            self._values = {**loaded, **self._values}
+            self._save = save
+        for name, value in unsaved.items():
+            save(name, value)

@@ -1,0 +1,95 @@
+"""Measure how the kernels are best cut on this GPU, at the shapes that a network has."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..unet.layout import GroupNorm, LayerNorm
+from . import triton_group_norm, triton_images, triton_tokens
+from .launches import (
+    ADDITION,
+    APPLICATION,
+    FEED_FORWARD,
+    GEGLU,
+    LARGE,
+    LAYER_NORM,
+    SMALL,
+    STATISTICS,
+    Cut,
+    Kernel,
+    Launches,
+    row_class,
+)
+
+# Two measurements of one thing differ by less.
+WORTH_CHANGING = 0.97
+BATCH = 2
+# Sides of an image, and rows of tokens, of the kind that takes the most time in its class.
+SIDES = {SMALL: 32, LARGE: 64}
+ROWS = 4096
+GROUPS = 32
+TimeMs = Callable[[Callable[[], object]], float]
+
+
+class Trial(NamedTuple):
+    """One kernel at one class of shapes; run(cut) launches it."""
+
+    kernel: Kernel
+    shape_class: str
+    run: Callable[[Cut], object]
+
+
+def tune_kernels(
+    launches: Launches, leaves: Iterable[Any], dtype: torch.dtype, device: torch.device, time_ms: TimeMs
+) -> int:
+    """Measure every kernel and class of a network with these leaves (unet.layout) that was not measured on this GPU.
+
+    Returns how many there were. Each compiles a few variants: seconds, once on a machine. Raises what Triton raises.
+    """
+    measured = 0
+    for trial in trials(list(leaves), dtype, device):
+        if launches.chosen(trial.kernel, trial.shape_class, dtype) is None:
+            launches.choose(trial.kernel, trial.shape_class, dtype, best_cut(trial, time_ms))
+            measured += 1
+    return measured
+
+
+def best_cut(trial: Trial, time_ms: TimeMs) -> Cut:
+    """The fastest of the kernel's cuts; the first, unless another is clearly faster."""
+    first, *others = trial.kernel.candidates
+    best, best_ms = first, time_ms(partial(trial.run, first)) * WORTH_CHANGING
+    for cut in others:
+        ms = time_ms(partial(trial.run, cut))
+        if ms < best_ms:
+            best, best_ms = cut, ms
+    return best
+
+
+def trials(leaves: list[Any], dtype: torch.dtype, device: torch.device) -> Iterator[Trial]:
+    """What is to be measured for a network."""
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    widest = max(leaf.channels for leaf in leaves if isinstance(leaf, GroupNorm))
+    for shape_class, side in SIDES.items():
+        image = random(BATCH, widest, side, side).to(memory_format=torch.channels_last)
+        norm = partial(
+            triton_group_norm.large_group_norm, image, None, random(widest), random(widest), GROUPS, 1e-5, True, None
+        )
+        yield Trial(STATISTICS, shape_class, lambda cut, norm=norm: norm(statistics_cut=cut))
+        yield Trial(APPLICATION, shape_class, lambda cut, norm=norm: norm(application_cut=cut))
+        bias = random(widest)
+        yield Trial(ADDITION, shape_class, lambda cut, image=image, bias=bias: triton_images.residual_add(
+            image, image, bias, cut
+        ))
+    for width in {row_class(leaf.width): leaf.width for leaf in leaves if isinstance(leaf, LayerNorm)}.values():
+        tokens, hidden, weight = random(ROWS, width), random(ROWS, 2 * FEED_FORWARD * width), random(width)
+        yield Trial(LAYER_NORM, row_class(width), lambda cut, tokens=tokens, weight=weight: triton_tokens.layer_norm(
+            tokens, weight, weight, 1e-5, tokens, cut
+        ))
+        yield Trial(GEGLU, row_class(FEED_FORWARD * width), lambda cut, hidden=hidden: triton_tokens.geglu(hidden, cut))

@@ -1,0 +1,105 @@
+"""Compile the kernels that a network needs side by side, before its first call waits for one after the other."""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from ..unet.layout import GroupNorm, LayerNorm
+from . import triton_group_norm, triton_images, triton_tokens
+from .choices import Choices
+from .launches import (
+    ADDITION,
+    APPLICATION,
+    FEED_FORWARD,
+    GEGLU,
+    LARGE,
+    LAYER_NORM,
+    SMALL,
+    STATISTICS,
+    Launches,
+    row_class,
+)
+
+MOST_THREADS = 8
+SIDE = 4
+
+
+def compile_kernels(
+    leaves: Iterable[Any], dtype: torch.dtype, device: torch.device, cuts: Launches | None = None
+) -> None:
+    """Launch every kernel that a network with these leaves (unet.layout) needs once, on a few numbers.
+
+    cuts: how they are cut, None for their first choice. What was compiled before costs a millisecond. Raises what
+    Triton raises.
+    """
+    first, *others = launches(list(leaves), dtype, device, cuts or Launches(Choices()))
+    # Triton sets itself up in the first launch of all, and not for several threads at once.
+    launch(first, device)
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "onediff-kernels") as pool:
+        for done in [pool.submit(launch, other, device) for other in others]:
+            done.result()
+
+
+def launch(work: Callable[[], object], device: torch.device) -> None:
+    with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
+        work()
+        torch.cuda.current_stream().synchronize()
+
+
+def launches(
+    leaves: list[Any], dtype: torch.dtype, device: torch.device, cuts: Launches
+) -> list[Callable[[], object]]:
+    """One launch for each kernel as Triton specialises it: by block sizes, not by sizes of images or layers."""
+
+    def image(channels: int) -> torch.Tensor:
+        return torch.zeros((1, channels, SIDE, SIDE), dtype=dtype, device=device).to(memory_format=torch.channels_last)
+
+    def of_channels(channels: int) -> torch.Tensor:
+        return torch.zeros(channels, dtype=dtype, device=device)
+
+    def large(norm: GroupNorm, shape_class: str) -> object:
+        return triton_group_norm.large_group_norm(
+            *of_norm(norm), statistics_cut=cuts.of(STATISTICS, shape_class, dtype),
+            application_cut=cuts.of(APPLICATION, shape_class, dtype),
+        )
+
+    def of_norm(norm: GroupNorm) -> tuple:
+        count = norm.channels
+        return image(count), None, of_channels(count), of_channels(count), norm.groups, norm.eps, False, None
+
+    def add(shape_class: str) -> object:
+        cut = cuts.of(ADDITION, shape_class, dtype)
+        return triton_images.residual_add(image(channels), image(channels), of_channels(channels), cut)
+
+    def layer_norm(width: int) -> object:
+        tokens = torch.zeros((SIDE, width), dtype=dtype, device=device)
+        cut = cuts.of(LAYER_NORM, row_class(width), dtype)
+        return triton_tokens.layer_norm(tokens, of_channels(width), of_channels(width), 1e-5, None, cut)
+
+    def geglu(width: int) -> object:
+        hidden = torch.zeros((SIDE, 2 * width), dtype=dtype, device=device)
+        return triton_tokens.geglu(hidden, cuts.of(GEGLU, row_class(width), dtype))
+
+    norms = [leaf for leaf in leaves if isinstance(leaf, GroupNorm)]
+    channels = norms[0].channels
+    by_block = {triton_group_norm.join_block(found.channels // found.groups): found for found in norms}
+    by_width = {
+        found.channels // found.groups: found for found in norms
+        if found.channels // found.groups >= triton_group_norm.SMALL_IMAGE_GROUP_WIDTH
+    }
+    widths = {row_class(leaf.width): leaf.width for leaf in leaves if isinstance(leaf, LayerNorm)}
+    any_norm = norms[0]
+    return [
+        lambda: add(SMALL),
+        lambda: add(LARGE),
+        lambda: triton_images.resize(image(channels), 2 * SIDE, 2 * SIDE),
+        lambda: large(any_norm, LARGE),
+        *(lambda norm=norm: large(norm, SMALL) for norm in by_block.values()),
+        *(lambda norm=norm: triton_group_norm.small_image_group_norm(*of_norm(norm)) for norm in by_width.values()),
+        *(lambda width=width: layer_norm(width) for width in widths.values()),
+        *(lambda width=width: geglu(FEED_FORWARD * width) for width in widths.values()),
+    ]

@@ -1,0 +1,48 @@
+"""The operators in float64, written out: what every implementation of them is held to.
+
+torch's own group norm is no yardstick: on a CPU it loses all digits of a channels-last image far from zero.
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def group_norm(
+    image: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool = False,
+    shift: Tensor | None = None,
+) -> Tensor:
+    """Group norm of image (batch, channels, height, width) + shift (batch, channels), then SiLU if silu."""
+    values = image.double() if shift is None else image.double() + shift.double()[:, :, None, None]
+    grouped = values.contiguous().unflatten(1, (groups, -1)).flatten(2)
+    distance = grouped - grouped.mean(2, keepdim=True)
+    normed = distance / (distance.square().mean(2, keepdim=True) + eps).sqrt()
+    output = normed.view(values.shape) * weight.double()[:, None, None] + bias.double()[:, None, None]
+    return output * output.sigmoid() if silu else output
+
+
+def layer_norm(tokens: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Layer norm over the last dimension."""
+    distance = tokens.double() - tokens.double().mean(-1, keepdim=True)
+    normed = distance / (distance.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+    return normed if bias is None else normed + bias.double()
+
+
+def geglu(tokens: Tensor) -> Tensor:
+    """(..., 2 n) -> (..., n): the first half times the GELU (erf form) of the second."""
+    value, gate = tokens.double().chunk(2, dim=-1)
+    # erfc and not 1 + erf: for gates far below zero the sum would have no digits left.
+    return value * gate * 0.5 * torch.special.erfc(-gate * 0.5**0.5)
+
+
+def worst_error(output: Tensor, exact: Tensor) -> float:
+    """The largest difference, in units of what rounding to output's dtype costs at the size of the exact value."""
+    assert output.shape == exact.shape
+    unit = torch.finfo(output.dtype).eps * exact.abs().clamp_min(1.0)
+    return float(((output.double() - exact).abs() / unit).max())
+
+
+def relative_error(output: Tensor, exact: Tensor) -> float:
+    """||output - exact|| / ||exact||."""
+    assert output.shape == exact.shape
+    return float((output.double() - exact.double()).norm() / exact.double().norm())

@@ -1,0 +1,108 @@
+"""Compile what a UNet's forward launches, for a GPU that is not there. Run as a program of its own, see main().
+
+Tensors are on the meta device and launches are left out, so the real sizes of the real models cost nothing.
+"""
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor, nn
+from triton.backends.compiler import GPUTarget
+
+from lib_onediff.bench.compilations import count_compilations
+from lib_onediff.bench.models import CONFIGURATIONS
+from lib_onediff.ops import triton_warm
+from lib_onediff.ops.triton_ops import TritonOperators
+from lib_onediff.unet.call import UNetCall
+from lib_onediff.unet.forward import condition, forward
+from lib_onediff.unet.layout import UNetLayout
+from lib_onediff.unet.read import read_layout
+from lib_onediff.unet.weights import Affine, Weights
+
+META = torch.device("meta")
+TOKENS = 77
+
+
+class AbsentGPU:
+    """What Triton asks of a driver before it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+
+def compile_only() -> None:
+    """Let every launch end when its kernel is compiled."""
+    run = triton.JITFunction.run
+
+    def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return run(self, *args, grid=grid, warmup=True, **options)
+
+    triton.JITFunction.run = compiled
+    triton_warm.launch = lambda work, device: work()
+
+
+def weights_of(unet: nn.Module, layout: UNetLayout) -> Weights:
+    """As Binding.weights gives them; a binding itself refuses weights that are not loaded."""
+    modules = ((leaf.path, unet.get_submodule(leaf.path)) for leaf in layout.leaves())
+    weights = {path: Affine(module.weight, module.bias) for path, module in modules}
+    for fusion in layout.fusions():
+        members = [weights[member.path] for member in fusion.members]
+        biases = [member.bias for member in members if member.bias is not None]
+        weight = torch.cat([member.weight for member in members])
+        weights[fusion.name] = Affine(weight, torch.cat(biases) if biases else None)
+    return weights
+
+
+def pass_through(
+    unet: nn.Module, layout: UNetLayout, width: int, height: int, batch: int, dtype: torch.dtype
+) -> Tensor:
+    """One forward at a size in pixels."""
+    empty = lambda *shape: torch.empty(shape, device=META, dtype=dtype)  # noqa: E731
+    call = UNetCall(
+        latent=empty(batch, layout.in_channels, height // 8, width // 8), timestep=empty(batch),
+        context=empty(batch, TOKENS, layout.context_width),
+        y=None if layout.y_width is None else empty(batch, layout.y_width),
+    )
+    ops, weights = TritonOperators(), weights_of(unet, layout)
+    return forward(layout, weights, ops, call, condition(layout, weights, ops, call.context, call.y))
+
+
+def main(name: str, capability: str, dtype_name: str, sizes: str) -> None:
+    """name: in CONFIGURATIONS. capability: 90 for 9.0. sizes: JSON, [[width, height, batch], ...] in pixels.
+
+    Prints how many kernels are compiled beforehand, and then by a forward at each size, as JSON.
+    """
+    from diffusers import UNet2DConditionModel
+
+    triton.runtime.driver.set_active(AbsentGPU(int(capability)))
+    compile_only()
+    dtype = getattr(torch, dtype_name)
+    with META:
+        unet = UNet2DConditionModel(**CONFIGURATIONS[name]).to(dtype)
+    layout, counts = read_layout(unet), {}
+    with torch.no_grad():
+        with count_compilations() as counted:
+            triton_warm.compile_kernels(layout.leaves(), dtype, META)
+        counts["beforehand"] = counted.count
+        for width, height, batch in json.loads(sizes):
+            with count_compilations() as counted:
+                pass_through(unet, layout, width, height, batch, dtype)
+            counts[f"{width}x{height}, batch {batch}"] = counted.count
+    print(json.dumps(counts))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,40 @@
+"""Our kernels are compiled for real GPUs, as Triton does it without one: each once for a network, none for a size."""
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="needs Triton")
+pytest.importorskip("diffusers")
+
+REPOSITORY = Path(__file__).parents[2]
+# The twelve of the benchmark, odd ones, and more rows than one axis of a launch holds.
+SDXL_SIZES = [
+    (1024, 1024, 2), (832, 1216, 2), (1216, 832, 2), (896, 1152, 2), (1152, 896, 1), (768, 1344, 2), (1344, 768, 2),
+    (640, 1536, 2), (1536, 640, 2), (960, 720, 2), (1280, 1280, 2), (512, 512, 8), (72, 88, 3), (2048, 2048, 16),
+]
+SD1_SIZES = [(512, 512, 2), (960, 720, 1), (72, 88, 2), (1024, 1024, 8), (64, 64, 2)]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Triton for Windows is not asked to compile for another machine")
+@pytest.mark.parametrize(
+    ("name", "capability", "dtype", "sizes"),
+    [("sdxl", 90, "float16", SDXL_SIZES), ("sd15", 75, "bfloat16", SD1_SIZES)],
+    ids=["SDXL on an H100", "SD1.5 in bfloat16 on an RTX 20"],
+)
+def test_the_kernels_of_a_network_serve_every_size(
+    name: str, capability: int, dtype: str, sizes: list[tuple[int, int, int]], tmp_path: Path
+) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(REPOSITORY), "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, Path(__file__).with_name("compile_without_gpu.py"), name, str(capability), dtype]
+    done = subprocess.run([*command, json.dumps(sizes)], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    counts = json.loads(done.stdout.splitlines()[-1])
+    assert counts.pop("beforehand") >= 8, "every kernel was compiled for the first time"
+    assert len(counts) == len(sizes) and set(counts.values()) == {0}, counts

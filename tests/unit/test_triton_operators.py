@@ -1,0 +1,106 @@
+"""TritonOperators against torch's: images in any memory format, and two of them side by side."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from builders import relative_error
+from torch import Tensor
+
+pytest.importorskip("triton", reason="needs Triton")
+
+from lib_onediff.ops import torch_ops
+from lib_onediff.ops.triton_ops import Beside, TritonOperators
+from lib_onediff.unet.layout import Convolution, GroupNorm, LayerNorm
+from lib_onediff.unet.weights import Affine
+
+pytestmark = pytest.mark.usefixtures("exact_products")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CLOSE = 1e-5
+FORMATS: dict[str, Callable[[Tensor], Tensor]] = {
+    "as torch makes it": torch.clone,
+    "channels last": lambda image: image.to(memory_format=torch.channels_last),
+    "a slice of channels": lambda image: torch.cat([image, image], dim=1)[:, :image.shape[1]],
+    "every second pixel": lambda image: image.repeat_interleave(2, dim=3)[..., ::2],
+    "transposed": lambda image: image.transpose(2, 3).contiguous().transpose(2, 3),
+}
+IN_ANY_FORMAT = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+BIASED = pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
+
+
+@pytest.fixture
+def native() -> TritonOperators:
+    return TritonOperators()
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, device=DEVICE)
+
+
+def affine(*shape: int, biased: bool = True) -> Affine:
+    return Affine(random(*shape), random(shape[0]) if biased else None)
+
+
+@IN_ANY_FORMAT
+def test_an_image_may_lie_in_memory_as_it_likes(native: TritonOperators, form: Callable[[Tensor], Tensor]) -> None:
+    image, other, bias = random(2, 24, 5, 6), random(2, 24, 5, 6), random(24)
+    norm, given = GroupNorm("norm", 24, 4, 1e-5), form(image)
+    parameters = affine(24)
+    for silu in (True, False):
+        expected = torch_ops.group_norm(image, parameters, norm, silu)
+        assert relative_error(native.group_norm(given, parameters, norm, silu), expected) < CLOSE
+    assert relative_error(native.residual_add(given, form(other), bias), image + other + bias[:, None, None]) < CLOSE
+    assert torch.equal(native.resize(given, 9, 12), torch_ops.resize(image, 9, 12))
+    assert torch.equal(native.image_to_tokens(given), torch_ops.image_to_tokens(image))
+    assert torch.equal(given, image), "an input is not written to"
+
+
+@IN_ANY_FORMAT
+def test_two_images_side_by_side_are_their_concatenation(
+    native: TritonOperators, form: Callable[[Tensor], Tensor]
+) -> None:
+    image, skip = random(2, 40, 5, 6), random(2, 24, 5, 6)
+    beside, together = native.concatenate(form(image), form(skip)), torch.cat([image, skip], dim=1)
+    assert isinstance(beside, Beside) and beside.shape == together.shape
+    norm, parameters, projection = GroupNorm("norm", 64, 4, 1e-5), affine(64), affine(16, 64, 1, 1)
+    expected = torch_ops.group_norm(together, parameters, norm, True)
+    assert relative_error(native.group_norm(beside, parameters, norm, True), expected) < CLOSE
+    assert relative_error(native.pointwise(beside, projection), torch_ops.pointwise(together, projection)) < CLOSE
+
+
+@BIASED
+@pytest.mark.parametrize("shape", [(2, 24, 5, 6), (1, 24, 1, 1), (1, 24, 1, 7), (3, 1, 4, 4)], ids=str)
+def test_pointwise(native: TritonOperators, shape: tuple[int, ...], biased: bool) -> None:
+    image, projection = random(*shape), affine(40, shape[1], 1, 1, biased=biased)
+    assert relative_error(native.pointwise(image, projection), torch_ops.pointwise(image, projection)) < CLOSE
+    beside = native.concatenate(image, image[:, :1])
+    wider = affine(40, shape[1] + 1, 1, 1, biased=biased)
+    expected = torch_ops.pointwise(torch.cat([image, image[:, :1]], dim=1), wider)
+    assert relative_error(native.pointwise(beside, wider), expected) < CLOSE
+
+
+@BIASED
+@IN_ANY_FORMAT
+@pytest.mark.parametrize("circular", [False, True], ids=["zeros", "circular"])
+@pytest.mark.parametrize(("stride", "channels"), [(1, 32), (1, 20), (2, 32)], ids=str)
+def test_convolution(
+    native: TritonOperators, stride: int, channels: int, circular: bool, form: Callable[[Tensor], Tensor], biased: bool
+) -> None:
+    shape = Convolution("convolution", 12, channels, 3, stride, 1, circular)
+    image, weights = random(2, 12, 7, 6), affine(channels, 12, 3, 3, biased=biased)
+    expected = torch_ops.convolution(image, weights, shape)
+    assert relative_error(native.convolution(form(image), weights, shape), expected) < CLOSE
+    arranged = Affine(weights.weight.contiguous(memory_format=torch.channels_last), weights.bias)
+    assert relative_error(native.convolution(form(image), arranged, shape), expected) < CLOSE
+
+
+@pytest.mark.parametrize("added", [True, False], ids=["residual", "no residual"])
+def test_tokens_may_be_slices_and_transposed(native: TritonOperators, added: bool) -> None:
+    tokens = random(24, 14, 2).permute(2, 1, 0)[:, 3:10]
+    residual = random(2, 7, 48)[..., ::2] if added else None
+    norm, parameters = LayerNorm("norm", 24, 1e-5), affine(24)
+    ours, expected = (ops.layer_norm(tokens, parameters, norm, residual) for ops in (native, torch_ops))
+    for output, exact in zip(ours, expected, strict=True):
+        assert relative_error(output, exact) < CLOSE
+    assert relative_error(native.geglu(tokens), torch_ops.geglu(tokens)) < CLOSE

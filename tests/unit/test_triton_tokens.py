@@ -1,0 +1,91 @@
+"""The token kernels against float64: on a GPU compiled, without one under Triton's interpreter."""
+from __future__ import annotations
+
+import pytest
+import torch
+from exact_operators import geglu as exact_geglu
+from exact_operators import layer_norm as exact_layer_norm
+from exact_operators import worst_error
+from torch import Tensor
+
+pytest.importorskip("triton", reason="needs Triton")
+
+from lib_onediff.ops.launches import GEGLU
+from lib_onediff.ops.triton_tokens import geglu, layer_norm
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# In units of float32's rounding, for values of about 1.
+CLOSE = 20
+# In units of a half type's rounding: to the nearest. Triton's interpreter cuts bfloat16 off instead.
+NEAREST = {torch.float16: 0.51, torch.bfloat16: 0.51 if DEVICE.type == "cuda" else 1.01}
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("added", [True, False], ids=["residual", "no residual"])
+@pytest.mark.parametrize("shape", [(2, 7, 320), (3, 5, 96), (1, 77, 33), (2, 1280), (1, 1, 1)], ids=str)
+def test_layer_norm_of_a_sum(shape: tuple[int, ...], added: bool, biased: bool) -> None:
+    tokens, residual = random(*shape), random(*shape) if added else None
+    weight, bias = 1 + 0.3 * random(shape[-1]), random(shape[-1]) if biased else None
+    before = tokens.clone()
+    summed, output = layer_norm(tokens, weight, bias, 1e-5, residual)
+    assert torch.equal(tokens, before), "an input is not written to"
+    assert torch.equal(summed, tokens if residual is None else tokens + residual)
+    assert worst_error(output, exact_layer_norm(summed, weight, bias, 1e-5)) < CLOSE
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1e-2])
+def test_eps_counts_where_tokens_hardly_vary(eps: float) -> None:
+    tokens, weight, bias = 1e-2 * random(5, 96), random(96), random(96)
+    _, output = layer_norm(tokens, weight, bias, eps, None)
+    assert worst_error(output, exact_layer_norm(tokens, weight, bias, eps)) < CLOSE
+
+
+@pytest.mark.parametrize("mean", [50.0, -50.0])
+def test_a_mean_of_500_deviations_costs_no_more_than_its_rounding(mean: float) -> None:
+    tokens, residual = 0.1 * random(5, 320) + 0.5 * mean, 0.1 * random(5, 320) + 0.5 * mean
+    weight, bias = random(320), random(320)
+    summed, output = layer_norm(tokens, weight, bias, 1e-5, residual)
+    # The mean itself is rounded: to 2**-19, which is 3e-5 of a deviation.
+    assert worst_error(output, exact_layer_norm(summed, weight, bias, 1e-5)) < 1000
+
+
+@pytest.mark.parametrize("dtype", NEAREST, ids=str)
+def test_layer_norm_in_half_precision_norms_the_sum_before_it_is_rounded(dtype: torch.dtype) -> None:
+    tokens, residual = random(9, 96, dtype=dtype), random(9, 96, dtype=dtype)
+    weight, bias = random(96, dtype=dtype), random(96, dtype=dtype)
+    summed, output = layer_norm(tokens, weight, bias, 1e-5, residual)
+    exact_sum = tokens.double() + residual.double()
+    assert worst_error(summed, exact_sum) <= NEAREST[dtype]
+    assert worst_error(output, exact_layer_norm(exact_sum, weight, bias, 1e-5)) <= NEAREST[dtype]
+
+
+@pytest.mark.parametrize("shape", [(2, 7, 640), (1, 3, 2560), (5, 96), (2, 10), (1, 2, 2 * 513), (1, 2)], ids=str)
+def test_geglu_of_every_width(shape: tuple[int, ...]) -> None:
+    tokens = 3 * random(*shape)
+    output = geglu(tokens)
+    assert output.shape == (*shape[:-1], shape[-1] // 2)
+    assert worst_error(output, exact_geglu(tokens)) < CLOSE
+
+
+@pytest.mark.parametrize("cut", GEGLU.candidates, ids=str)
+def test_every_cut_of_geglu_gives_the_same(cut: tuple[int, int]) -> None:
+    tokens = 3 * random(3, 2 * 1111)
+    assert worst_error(geglu(tokens, cut), exact_geglu(tokens)) < CLOSE
+
+
+def test_geglu_of_large_gates_is_the_identity_or_nothing() -> None:
+    gates = torch.tensor([0.0, 1e-4, -1e-4, 5.0, -5.0, 9.0, -9.0, 100.0, -100.0, 6e4, -6e4], device=DEVICE)
+    tokens = torch.cat([torch.full_like(gates, 2.0), gates])[None]
+    output = geglu(tokens)
+    assert worst_error(output, exact_geglu(tokens)) < CLOSE
+    assert output[0, 7:].tolist() == [200.0, 0.0, 120000.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", NEAREST, ids=str)
+def test_geglu_in_half_precision_rounds_only_the_result(dtype: torch.dtype) -> None:
+    tokens = 3 * random(4, 192, dtype=dtype)
+    assert worst_error(geglu(tokens), exact_geglu(tokens)) <= NEAREST[dtype]

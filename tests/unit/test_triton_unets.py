@@ -1,0 +1,143 @@
+"""Whole UNets by TritonOperators against the hosts' own forwards, in float32; interpreted without a GPU."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from builders import (
+    SMALL,
+    SMALL_XL,
+    a_call,
+    diffusers_arguments,
+    diffusers_output,
+    diffusers_unet,
+    ldm_output,
+    ldm_unet,
+    our_output,
+    relative_error,
+)
+from torch import Tensor, nn
+
+pytest.importorskip("triton", reason="needs Triton")
+
+from lib_onediff.ops.triton_ops import TritonOperators
+from lib_onediff.unet.call import Control, UNetCall
+
+pytestmark = pytest.mark.usefixtures("exact_products")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CLOSE = 1e-5
+# The interpreter takes a millisecond or more for each group.
+FEW_GROUPS = {"norm_num_groups": 2}
+TINY_LDM = {"model_channels": 32, "num_res_blocks": 1, "channel_mult": [1, 2], "num_heads": 2}
+UNETS: dict[str, Callable[[], nn.Module]] = {
+    "SD1": lambda: diffusers_unet(**{**SMALL, **FEW_GROUPS}),
+    "SD2": lambda: diffusers_unet(**{
+        **SMALL, **FEW_GROUPS, "use_linear_projection": True, "upcast_attention": True, "attention_head_dim": (2, 4)
+    }),
+    "SDXL": lambda: diffusers_unet(**{**SMALL_XL, **FEW_GROUPS}),
+    "ldm SD1": lambda: ldm_unet(**TINY_LDM, attention_resolutions=[2]),
+    "ldm SD2": lambda: ldm_unet(
+        **{**TINY_LDM, "num_heads": -1}, attention_resolutions=[1], num_head_channels=8, use_linear_in_transformer=True
+    ),
+}
+
+
+@cache
+def shared(name: str) -> nn.Module:
+    """For tests that change nothing about it."""
+    return UNETS[name]().to(DEVICE)
+
+
+def moved(call: UNetCall) -> UNetCall:
+    parts = {name: getattr(call, name) for name in ("latent", "timestep", "context", "y")}
+    return replace(call, **{name: part if part is None else part.to(DEVICE) for name, part in parts.items()})
+
+
+def call_of(unet: nn.Module, height: int, width: int, batch: int, tokens: int = 5) -> UNetCall:
+    return moved(a_call(unet, height, width, batch, tokens))
+
+
+def host_output(unet: nn.Module, call: UNetCall) -> Tensor:
+    return diffusers_output(unet, call) if hasattr(unet, "config") else ldm_output(unet, call)
+
+
+def error(unet: nn.Module, call: UNetCall) -> float:
+    return relative_error(our_output(unet, call, TritonOperators()), host_output(unet, call))
+
+
+@pytest.mark.parametrize("name", UNETS)
+def test_a_whole_unet_is_the_hosts_at_an_odd_size(name: str) -> None:
+    assert error(shared(name), call_of(shared(name), 3, 5, 1)) < CLOSE
+
+
+@pytest.mark.parametrize("name", ["SDXL", "ldm SD1"])
+def test_two_pictures_at_an_even_size(name: str) -> None:
+    assert error(shared(name), call_of(shared(name), 4, 2, 2)) < CLOSE
+
+
+def test_weights_in_channels_last_give_the_same() -> None:
+    unet = UNETS["SDXL"]().to(DEVICE)
+    call = call_of(unet, 3, 5, 1)
+    expected = host_output(unet, call)
+    unet.to(memory_format=torch.channels_last)
+    assert relative_error(our_output(unet, call, TritonOperators()), expected) < CLOSE
+
+
+def test_a_latent_in_channels_last_gives_the_same() -> None:
+    unet = shared("SD1")
+    call = call_of(unet, 3, 3, 1)
+    expected = host_output(unet, call)
+    call = replace(call, latent=call.latent.to(memory_format=torch.channels_last))
+    assert relative_error(our_output(unet, call, TritonOperators()), expected) < CLOSE
+
+
+def test_tiling_wraps_round_the_edges() -> None:
+    unet = UNETS["SD1"]().to(DEVICE)
+    call = call_of(unet, 4, 3, 1)
+    flat = host_output(unet, call)
+    for module in unet.modules():
+        if isinstance(module, nn.Conv2d):
+            module.padding_mode = "circular"
+    assert error(unet, call) < CLOSE
+    assert relative_error(host_output(unet, call), flat) > 1e-3
+
+
+def diffusers_residuals(unet: Any, call: UNetCall) -> tuple[list[Tensor], Tensor]:
+    """Random residuals for every skip and for the middle, as a diffusers ControlNet makes them."""
+    shapes: list[torch.Size] = []
+    hooks = [unet.conv_in.register_forward_hook(lambda *seen: shapes.append(seen[-1].shape))]
+    for block in unet.down_blocks:
+        hooks.append(block.register_forward_hook(lambda *seen: shapes.extend(skip.shape for skip in seen[-1][1])))
+    hooks.append(unet.mid_block.register_forward_hook(lambda *seen: shapes.append(seen[-1].shape)))
+    host_output(unet, call)
+    for hook in hooks:
+        hook.remove()
+    residuals = [torch.randn(shape, device=DEVICE) for shape in shapes]
+    return residuals[:-1], residuals[-1]
+
+
+def test_control_residuals_are_added() -> None:
+    unet = shared("SD1")
+    call = call_of(unet, 3, 3, 1)
+    skips, middle = diffusers_residuals(unet, call)
+    with torch.no_grad():
+        expected = type(unet).forward(
+            unet, **diffusers_arguments(call), down_block_additional_residuals=tuple(skips),
+            mid_block_additional_residual=middle,
+        ).sample
+    # diffusers adds to the skips that the way up takes: the last of them first.
+    controlled = replace(call, control=Control(middle=(middle,), output=tuple(reversed(skips))))
+    assert relative_error(our_output(unet, controlled, TritonOperators()), expected) < CLOSE
+
+
+def test_residuals_are_added_on_the_way_down_too() -> None:
+    unet = shared("SD1")
+    call = call_of(unet, 3, 3, 1)
+    skips, _ = diffusers_residuals(unet, call)
+    # As ldm's T2I adapters do; torch's operators are held to ldm elsewhere.
+    adapted = replace(call, control=Control(input=(None, skips[1])))
+    assert relative_error(our_output(unet, adapted, TritonOperators()), our_output(unet, adapted)) < CLOSE
