@@ -27,6 +27,7 @@ from pathlib import Path
 
 OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 3)
+OLDEST_TRITON = (3, 0)
 CUDA_ERROR_NO_DEVICE = 100
 FULL_DISK_BYTES = 64 << 20
 
@@ -52,28 +53,28 @@ def describe_machine() -> str:
     torch_version, cuda_build = find_torch()
     gpu, driver_cuda = find_gpu()
     triton_version = installed_version("triton", "triton-windows", "pytorch-triton")
-    torch = f"torch {torch_version}" if torch_version else "no torch"
-    triton = f"triton {triton_version}" if triton_version else "no triton"
-    backends = describe_backends(torch_version, cuda_build, driver_cuda)
+    versions = {"torch": torch_version, "triton": triton_version}
+    torch, triton = (f"{name} {version}" if version else f"no {name}" for name, version in versions.items())
+    backends = describe_backends(torch_version, cuda_build, driver_cuda, triton_version)
     return f"OneDiff: {torch}, {gpu or 'no NVIDIA GPU'}, {triton}; backends: {backends}."
 
 
-def describe_backends(torch_version: str | None, cuda_build: str | None, driver_cuda: tuple[int, int] | None) -> str:
-    """The usable backends by name, then in brackets what the others lack.
+def describe_backends(torch: str | None, cuda: str | None, driver: tuple[int, int] | None, triton: str | None) -> str:
+    """The usable backends by name, then in brackets what the others lack. None: there is no such thing here.
 
-    cuda_build: the CUDA version that torch was built for, such as "12.8"; None for a build without CUDA.
-    driver_cuda: the newest CUDA version that the NVIDIA driver serves; None without a GPU.
+    cuda: the CUDA version that torch was built for, such as "12.8". driver: the newest that the NVIDIA driver serves.
     """
-    if release_of(torch_version) < OLDEST_TORCH:
+    if release_of(torch) < OLDEST_TORCH:
         return f"none (OneDiff needs torch {written(OLDEST_TORCH)} or newer)"
-    lacking = []
-    if driver_cuda is None:
-        lacking.append("an NVIDIA GPU")
-    if cuda_build is None:
-        lacking.append("a CUDA build of torch")
-    if driver_cuda and cuda_build and driver_cuda[0] < release_of(cuda_build)[0]:
-        lacking.append(f"a newer NVIDIA driver: this one serves CUDA {written(driver_cuda)}, torch wants {cuda_build}")
-    return f"eager (cudagraph needs {' and '.join(lacking)})" if lacking else "cudagraph, eager"
+    driver_lags = driver is not None and cuda is not None and driver[0] < release_of(cuda)[0]
+    newer_driver = f"a newer NVIDIA driver: this one serves CUDA {written(driver or ())}, torch wants {cuda}"
+    lacks = {"an NVIDIA GPU": driver is None, "a CUDA build of torch": cuda is None, newer_driver: driver_lags}
+    if any(lacks.values()):
+        return f"eager (native and cudagraph need {' and '.join(what for what, lacking in lacks.items() if lacking)})"
+    if release_of(triton) >= OLDEST_TRITON:
+        return "native, cudagraph, eager"
+    package = "triton-windows" if os.name == "nt" else "triton"
+    return f"cudagraph, eager (native needs {package} {written(OLDEST_TRITON)} or newer)"
 
 
 def find_torch() -> tuple[str | None, str | None]:

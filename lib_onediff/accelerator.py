@@ -11,24 +11,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from . import backends
-from .backends import eager
 from .care import Care
 from .graph_cache import GraphCache
-from .journal import GRAPH, HOST, PLAIN, Journal
-from .modes import autocast_dtype, our_modes
-from .ops import torch_ops
+from .journal import HOST, PLAIN, Journal
+from .ladder import Declined, Ladder, Served
+from .modes import our_modes
+from .operators import OperatorSets
+from .ops.choices import Choices
 from .settings import Settings
 from .shapes.history import History
-from .shapes.key import ShapeKey, layout_fits
 from .shapes.rows import ResolutionRow, rows_of
 from .shapes.table import Entry, ShapeTable, State
-from .shapes.timing import Stopwatch
-from .unet.bound import BoundUNet
 from .unet.call import UNetCall
 from .unet.foreign import Habits
 from .unet.layout import UNetLayout, UnsupportedUNet
-from .verify import CannotJudge, Disagreement, first_line, judge
+from .vae.decoding import DecoderRoute
+from .verify import CannotJudge, first_line
 
 if TYPE_CHECKING:
     from .hosts.webui import WebUI
@@ -36,11 +34,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("onediff")
 
 HostForward = Callable[[], Tensor]
+OUT_OF_MEMORY = "out of GPU memory: the graphs were freed"
 SECONDS_A_PAGE_WAITS = 0.05
-
-
-class Declined(Exception):
-    """We do not serve this call; the message is the reason, in one line for the user."""
 
 
 class Accelerator:
@@ -51,11 +46,16 @@ class Accelerator:
         self.table = ShapeTable()
         self.journal = Journal()
         self.history = History()
+        # What was measured to be best on this machine.
+        self.choices = Choices()
+        self.operators = OperatorSets(self.choices)
         self._care: weakref.WeakKeyDictionary[nn.Module, Care] = weakref.WeakKeyDictionary()
         self._run_settings: Settings | None = None
         self._why_off = ""
         self._graphs = GraphCache(self.table, self._care)
+        self._ladder = Ladder(self.table, self._graphs, self.operators)
         self._lock = threading.RLock()
+        self.vae = DecoderRoute(self)
         # The adapter of the WebUI that we run in: it must outlive a reload of the scripts.
         self.webui: WebUI | None = None
 
@@ -81,6 +81,7 @@ class Accelerator:
             known = self._care.get(unet)
             if known is None:
                 self._care[unet] = Care(unet, settings, habits)
+                self.operators.prepare_early(unet, settings or self.settings)
             else:
                 known.settings = settings
 
@@ -105,15 +106,36 @@ class Accelerator:
                 care.bound.release()
 
     def release_all(self) -> None:
-        """Give every UNet back."""
+        """Give every UNet and every decoder back."""
         for unet in list(self._care):
             self.release(unet)
+        self.vae.release_all()
+
+    @property
+    def run_settings(self) -> tuple[Settings, str] | None:
+        """The settings of the generation in progress and why they switch OneDiff off; None where it has none."""
+        return None if self._run_settings is None else (self._run_settings, self._why_off)
+
+    @property
+    def patient(self) -> bool:
+        """Whether calls wait for kernels that are being compiled."""
+        return self._ladder.patient
+
+    @contextlib.contextmanager
+    def patience(self) -> Iterator[None]:
+        """Calls made inside wait for kernels that are being compiled; otherwise the host serves them meanwhile."""
+        before, self._ladder.patient = self._ladder.patient, True
+        try:
+            yield
+        finally:
+            self._ladder.patient = before
 
     def begin_sampling(self, unet: nn.Module) -> None:
         """A host that hands over a new context tensor at every call announces each sampling here."""
         care = self._care.get(unet)
         if care is not None:
             care.by_content = True
+            care.served_in_sampling = False
             care.bound.begin_sampling()
 
     # --- one call -------------------------------------------------------------------------------------------------
@@ -133,35 +155,59 @@ class Accelerator:
     def _run(self, unet: nn.Module, call: UNetCall, host: HostForward) -> Tensor:
         self.journal.begin()
         try:
-            with self._lock:
-                care, settings = self.care_for(unet)
-                entry = self._entry_for(care, call)
-                with our_modes(call.latent.device):
-                    output, route, reason = self._serve(care, entry, settings, call)
-            if entry.state is State.COLD:
-                # Outside our modes: the host's forward must run exactly as the host would run it.
-                self._prove(entry, output, settings, host)
+            served = self._serve(unet, call, host)
         except (Declined, UnsupportedUNet, CannotJudge) as refusal:
-            return self._decline(str(refusal), host)
+            reason = str(refusal)
         except torch.cuda.OutOfMemoryError:
-            self.free_graphs()
-            return self._decline("out of GPU memory: the graphs were freed", host)
+            reason = OUT_OF_MEMORY
         except Exception as error:
             # A fault of ours must not cost the user a picture.
             log.exception("a fault of ours")
-            return self._decline(f"a fault of ours, please report it: {first_line(error)}", host)
-        self.journal.note(route, reason)
-        return output
+            reason = f"a fault of ours, please report it: {first_line(error)}"
+        else:
+            self.journal.note(served.route, served.reason)
+            return served.output
+        # Only now is everything gone that our forward had computed before it failed.
+        if reason is OUT_OF_MEMORY:
+            self.free_graphs()
+        return self._decline(unet, reason, host)
 
-    def _decline(self, reason: str, host: HostForward) -> Tensor:
+    def _serve(self, unet: nn.Module, call: UNetCall, host: HostForward) -> Served:
+        with self._lock:
+            care, settings = self.care_for(unet)
+            steps = self._ladder.begin(care, settings, call)
+            with our_modes(call.latent.device):
+                served = self._ladder.serve(care, steps, call, self._notice)
+        if served.entry.state is State.COLD:
+            # Outside our modes: the host's forward must run exactly as the host would run it.
+            self._ladder.prove(served, settings, self.history, host)
+        elif served.route == PLAIN:
+            with self._lock, our_modes(call.latent.device):
+                self._ladder.make_ready(care, settings, call, served)
+        care.served_in_sampling = True
+        return served
+
+    def _decline(self, unet: nn.Module, reason: str, host: HostForward) -> Tensor:
         """Run the host's forward, with the reason for the user."""
         self.journal.note(HOST, reason)
+        self._leave_as_found(unet)
         return host()
 
-    def note_host(self, reason: str) -> None:
-        """Take down that a host runs a call of which we know nothing, and why."""
+    def note_host(self, reason: str, unet: nn.Module | None = None) -> None:
+        """Take down that a host runs a call of which we know nothing, and why. unet: the one that it runs."""
         self.journal.begin()
         self.journal.note(HOST, reason)
+        if unet is not None:
+            self._leave_as_found(unet)
+
+    def _leave_as_found(self, unet: nn.Module) -> None:
+        """A sampling that begins with the host's own forward finds the weights laid out as the host had them, and so
+        makes the host's own picture to the bit. One that takes turns with us does not move them at every turn."""
+        care = self._care.get(unet)
+        if care is not None and not care.served_in_sampling:
+            with self._lock:
+                if care.bound.undo_channels_last():
+                    care.drop_runners()
 
     def care_for(self, unet: nn.Module) -> tuple[Care, Settings]:
         """What is kept for a UNet, and the settings that hold now. Raises Declined where nothing of ours may run."""
@@ -175,50 +221,8 @@ class Accelerator:
             raise Declined("gradients are being recorded (training?)")
         return care, settings
 
-    def _entry_for(self, care: Care, call: UNetCall) -> Entry:
-        bound = care.bound
-        bound.refresh(call, care.by_content)
-        self.journal.model = bound.layout.model_name
-        refuse_inputs(bound, call)
-        entry = self.table.entry(ShapeKey.of(bound.architecture, bound.binding.dtype, call), bound.layout.model_name)
-        self.journal.entry = entry
-        if entry.state is State.FAILED:
-            raise Declined(entry.reason)
-        return entry
-
-    def _serve(self, care: Care, entry: Entry, settings: Settings, call: UNetCall) -> tuple[Tensor, str, str]:
-        """(output, route, reason why it is not a faster one)."""
-        device = call.latent.device
-        backend, why_not_graph = backends.choose(settings.backend, device)
-        self.journal.backend = backend
-        try:
-            conditioning = care.bound.conditioning(torch_ops, call, care.by_content)
-            if backend == "cudagraph" and entry.state is not State.COLD and not entry.no_graph:
-                runner = self._graphs.runner(care, entry, settings, call, conditioning)
-                if runner is not None:
-                    return entry.own.time(device, lambda: runner.run(call)), GRAPH, ""
-            stopwatch = Stopwatch() if entry.state is State.COLD else entry.own
-            output = stopwatch.time(device, lambda: eager.run(care.bound.binding, torch_ops, call, conditioning))
-        except torch.cuda.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            entry.fail(f"our forward failed: {first_line(error)}")
-            log.exception("%s (%s)", entry.reason, entry.key)
-            raise Declined(entry.reason) from error
-        if backend == "cudagraph":
-            why_not_graph = entry.no_graph or "first call at this shape: the graph is captured at the next"
-        return output, PLAIN, why_not_graph
-
-    @staticmethod
-    def _prove(entry: Entry, output: Tensor, settings: Settings, host: HostForward) -> None:
-        if settings.verify:
-            try:
-                judge(entry, output, host)
-            except Disagreement as miss:
-                entry.fail(str(miss))
-                raise Declined(entry.reason) from miss
-            log.debug("checked %s: relative error %.1e", entry.key, entry.relative_error)
-        entry.state = State.PROVED
+    def _notice(self, entry: Entry) -> None:
+        self.journal.model, self.journal.entry, self.journal.backend = entry.model, entry, entry.key.backend
 
     # --- what users ask -------------------------------------------------------------------------------------------
 
@@ -257,21 +261,10 @@ class Accelerator:
         """What the last call was, by which route it went and why, as plain values for a page or JSON; see Journal."""
         settings = self._run_settings or self.settings
         status = self.journal.status()
-        return {"enabled": settings.enabled, **status, "backend": status["backend"] or settings.backend}
-
-
-def refuse_inputs(bound: BoundUNet, call: UNetCall, y_is_embedded: bool = False) -> None:
-    """Raise Declined for inputs that do not fit the bound UNet. y_is_embedded: see layout_fits."""
-    misfit = layout_fits(bound.layout, call, y_is_embedded)
-    if misfit:
-        raise Declined(misfit)
-    if call.latent.device != bound.binding.device:
-        raise Declined(f"the UNet's weights are on {bound.binding.device}, the latent is on {call.latent.device}")
-    if call.latent.dtype != bound.binding.dtype:
-        raise Declined(f"the UNet's weights are {bound.binding.dtype}, the latent is {call.latent.dtype}")
-    autocast = autocast_dtype(call.latent.device.type)
-    if autocast not in (None, bound.binding.dtype):
-        raise Declined(f"autocast to {autocast} is on, but the UNet's weights are {bound.binding.dtype}")
+        return {
+            "enabled": settings.enabled, **status, "backend": status["backend"] or settings.backend,
+            "vae": self.vae.status(),
+        }
 
 
 runtime = Accelerator()

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from .accelerator import Accelerator, Declined, refuse_inputs
+from .accelerator import Accelerator
 from .care import Care
 from .journal import BLOCKS, HOST
+from .ladder import Declined, refuse_inputs
 from .modes import our_modes
 from .ops import torch_ops
 from .settings import Settings

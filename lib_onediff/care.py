@@ -20,6 +20,7 @@ class Care:
         self.settings = settings
         self.bound = BoundUNet(unet, habits)
         self.by_content = habits.by_content
+        self.served_in_sampling = False
         self._runners: dict[ShapeKey, tuple[int, Conditioning, Runner]] = {}
 
     def runner(self, key: ShapeKey, conditioning: Conditioning) -> Runner | None:

@@ -8,15 +8,12 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import nn
 
-from .backends.base import Runner
 from .backends.cudagraph import CudaGraphs, OverBudget
 from .care import Care
-from .ops import torch_ops
-from .settings import Settings
+from .ops import Operators
 from .shapes.table import Entry, ShapeTable, State
 from .unet.call import UNetCall
 from .unet.forward import Conditioning
-from .verify import first_line
 
 log = logging.getLogger("onediff")
 
@@ -29,34 +26,25 @@ class GraphCache:
         self._cares = cares
         self._graphs = CudaGraphs()
 
-    def runner(
-        self, care: Care, entry: Entry, settings: Settings, call: UNetCall, conditioning: Conditioning
-    ) -> Runner | None:
-        """The shape's graph, captured if need be; None where it cannot be (entry.no_graph says why).
+    def capture(
+        self, care: Care, entry: Entry, budget: int, ops: Operators, call: UNetCall, conditioning: Conditioning
+    ) -> None:
+        """Make the graph of a shape; where it does not fit into the budget (MiB), entry.no_graph says so.
 
-        Raises torch.cuda.OutOfMemoryError.
+        Raises torch.cuda.OutOfMemoryError, and RuntimeError where the forward cannot be captured.
         """
-        runner = care.runner(entry.key, conditioning)
-        if runner is not None:
-            return runner
         began = time.perf_counter()
         try:
-            runner = self._graphs.prepare_within(
-                settings.memory_budget, self.free, care.bound.binding, torch_ops, call, conditioning
-            )
-        except torch.cuda.OutOfMemoryError:
-            raise
+            runner = self._graphs.prepare_within(budget, self.free, care.bound.binding, ops, call, conditioning)
         except OverBudget as refusal:
             entry.no_graph = str(refusal)
-            return None
-        except RuntimeError as error:
-            entry.no_graph = f"the graph could not be captured: {first_line(error)}"
-            log.exception("%s (%s)", entry.no_graph, entry.key)
-            return None
+            return
         log.debug("captured %s in %.0f ms", entry.key, (time.perf_counter() - began) * 1e3)
+        if runner.bytes:
+            # What the plain calls before it left in torch's cache is not needed beside the graph's own memory.
+            torch.cuda.empty_cache()
         care.keep(entry.key, conditioning, runner)
         entry.state, entry.bytes = State.READY, runner.bytes
-        return runner
 
     def note_lost(self) -> None:
         """Graphs go with their UNet when a host unloads it: let the table say so."""

@@ -24,7 +24,7 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 @contextlib.contextmanager
 def our_modes(device: torch.device) -> Iterator[None]:
     """Ordinary tensors, no gradients, no autocast: what our forward and its captures are written for."""
-    autocasts = device.type in AUTOCAST_DEVICES
+    autocasts = autocast_dtype(device.type) is not None
     no_autocast = torch.autocast(device.type, enabled=False) if autocasts else contextlib.nullcontext()
     with torch.inference_mode(False), torch.no_grad(), no_autocast:
         yield

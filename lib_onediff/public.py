@@ -8,10 +8,11 @@ from typing import Any
 from torch import nn
 
 from .accelerator import runtime
-from .hosts import diffusers
+from .hosts import diffusers, diffusers_decoder
 from .settings import Settings
 from .unet.layout import UnsupportedUNet
 from .unet.read import read_layout
+from .vae.read import read_decoder
 
 log = logging.getLogger("onediff")
 
@@ -43,17 +44,32 @@ def compile_pipe(
 ) -> Any:
     """Make a Stable Diffusion or SDXL pipeline of diffusers fast. Returns the same pipe.
 
-    Today that is its UNet; the other parts stay as they are, so ignores=("vae",) is welcome and changes nothing.
-    ignores=("unet",) leaves the UNet alone too. fuse_qkv_projections is there for callers of OneDiff's own
-    compile_pipe: here the projections always share one GEMM, without a change of the pipe. A pipe without a UNet
-    (Flux, SD3) is returned as it is, with a line in the log. options as for compile_unet.
+    That is its UNet and the decoder of its VAE; ignores=("unet",) and ignores=("vae",) leave the one or the other as
+    it is. A VAE that is not an AutoencoderKL stays as it is too. fuse_qkv_projections is there for callers of
+    OneDiff's own compile_pipe: here the UNet's projections always share one GEMM, without a change of the pipe. A pipe
+    without a UNet (Flux, SD3) is returned as it is, with a line in the log. options as for compile_unet.
     """
     unet = getattr(pipe, "unet", None)
     if unet is None:
         log.warning("OneDiff: %s has no UNet; it stays as it is.", type(pipe).__name__)
-    elif "unet" not in set(ignores):
+        return pipe
+    left = set(ignores)
+    if "unet" not in left:
         compile_unet(unet, settings, **options)
+    if "vae" not in left:
+        compile_decoder(pipe, Settings.from_mapping(options, settings))
     return pipe
+
+
+def compile_decoder(pipe: Any, settings: Settings) -> None:
+    decoder = diffusers_decoder.decoder_of(pipe)
+    if decoder is None:
+        return
+    try:
+        read_decoder(decoder)
+        diffusers_decoder.attach(decoder, settings)
+    except (UnsupportedUNet, ValueError) as reason:
+        log.warning("OneDiff: the VAE keeps its own decoder: %s.", reason)
 
 
 def uncompile_pipe(pipe: Any) -> Any:
@@ -61,9 +77,12 @@ def uncompile_pipe(pipe: Any) -> Any:
     unet = getattr(pipe, "unet", None)
     if unet is not None:
         uncompile_unet(unet)
+    decoder = diffusers_decoder.decoder_of(pipe)
+    if decoder is not None:
+        diffusers_decoder.detach(decoder)
     return pipe
 
 
 def status() -> dict[str, Any]:
-    """What the last UNet call was, by which route it went and why; see Accelerator.status."""
+    """What the last UNet call and the last decode were, by which route they went and why; see Accelerator.status."""
     return runtime.status()

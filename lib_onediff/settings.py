@@ -43,9 +43,9 @@ class Settings:
     backend: str = option(
         "auto",
         "Backend",
-        "auto: CUDA graphs where there is an NVIDIA GPU, else eager. "
-        "cudagraph: one graph per resolution, replayed. eager: plain launches, no graphs.",
-        choices=("auto", "cudagraph", "eager"),
+        "auto: the fastest that this machine can run. native: OneDiff's own kernels (Triton), one CUDA graph per "
+        "resolution, replayed. cudagraph: the same with PyTorch's operators. eager: PyTorch's operators, no graphs.",
+        choices=("auto", "native", "cudagraph", "eager"),
         per_run=True,
     )
     verify: bool = option(
@@ -125,7 +125,9 @@ def markdown_table() -> str:
     lines = ["| option | values | default | what it does |", "| --- | --- | --- | --- |"]
     for option_field in fields(Settings):
         choices = option_field.metadata["choices"] or (("on", "off") if option_field.type == "bool" else ())
-        default = {True: "on", False: "off"}.get(option_field.default, option_field.default)
+        default = option_field.default
+        if isinstance(default, bool):
+            default = "on" if default else "off"
         label = f"{option_field.metadata['label']} (`{option_field.name}`)"
         lines.append(f"| {label} | {', '.join(choices)} | {default} | {option_field.metadata['explanation']} |")
     return "\n".join(lines)

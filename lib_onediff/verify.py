@@ -1,6 +1,7 @@
 """Check the first use of a shape against the host's own forward."""
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import torch
@@ -61,5 +62,6 @@ def rounding_limit(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def first_line(error: Exception) -> str:
-    """What an exception says, in one line."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """What an exception says, in one line. Triton's begins with a place in its source and ends with the reason."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[-1] if re.match(r"at \d+:\d+:$", lines[0]) else lines[0]

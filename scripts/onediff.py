@@ -112,6 +112,7 @@ def start(demo: Any, app: Any) -> None:
 # The page comes later, and with --nowebui never; a model may be loaded before it.
 runtime.configure(settings_tab.stored_settings(shared.opts))
 runtime.history.open(Path(runtime.settings.cache_folder or webui.data_folder() / CACHE_FOLDER))
+runtime.choices.attach(runtime.history.tuned, runtime.history.tune)
 follow_settings()
 script_callbacks.on_model_loaded(model_loaded)
 script_callbacks.on_script_unloaded(stop)

@@ -1,13 +1,28 @@
 """How a bound forward is run for one shape."""
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 
+NATIVE, CUDAGRAPH, EAGER = "native", "cudagraph", "eager"
+BACKENDS = (NATIVE, CUDAGRAPH, EAGER)
+WITH_GRAPHS = (NATIVE, CUDAGRAPH)
 
-def choose(wanted: str, device: torch.device) -> tuple[str, str]:
-    """The backend that serves wanted ("auto", "cudagraph", "eager") on a device, and why it is not another one."""
-    if wanted == "eager":
-        return "eager", ""
-    if device.type == "cuda":
-        return "cudagraph", ""
-    return "eager", f"CUDA graphs need a GPU, and this UNet is on the {device.type}"
+
+class Steps(NamedTuple):
+    """The backends to try, the best first, and why that is not the one that was wanted."""
+
+    backends: tuple[str, ...]
+    reason: str
+
+
+def steps(wanted: str, device: torch.device, why_not_native: Callable[[torch.device], str | None]) -> Steps:
+    """What to try on a device. wanted: "auto" or one of BACKENDS. why_not_native: what our kernels lack there."""
+    if wanted == EAGER:
+        return Steps((EAGER,), "")
+    if device.type != "cuda":
+        return Steps((EAGER,), f"CUDA graphs need a GPU, and this UNet is on the {device.type}")
+    lack = "" if wanted == CUDAGRAPH else why_not_native(device)
+    return Steps((NATIVE, CUDAGRAPH), "") if lack is None else Steps((CUDAGRAPH,), lack)

@@ -7,6 +7,7 @@ it must know that weights and conditioning still lie where they were.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -19,13 +20,29 @@ from ..unet.call import Control, UNetCall
 from ..unet.forward import Conditioning, forward
 from ..unet.weights import Binding
 
-WARM_UP_RUNS = 2
 MEBIBYTE = 2**20
 SHARE_OF_THE_CARD = 4
 
 
 class OverBudget(RuntimeError):
     """A graph needs more memory than all graphs may hold; the message is the reason, in one line for the user."""
+
+
+class Pool:
+    """The memory that the graphs of one device share.
+
+    It lives as long as this does, with or without graphs in it: what a graph leaves, the next one takes.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+        self.bytes = 0
+        # torch gives a pool up with its last graph, so there is one that stays.
+        self._anchor = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream), no_garbage_collected():
+            self._anchor.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+            self._anchored = torch.zeros(1, device=device)
+            self._anchor.capture_end()
 
 
 class CudaGraphs:
@@ -35,34 +52,38 @@ class CudaGraphs:
     """
 
     def __init__(self) -> None:
-        self._pools: dict[torch.device, Any] = {}
+        self._pools: dict[torch.device, Pool] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def prepare(self, binding: Binding, ops: Operators, call: UNetCall, conditioning: Conditioning) -> GraphRunner:
-        """Capture the forward for calls of this shape, on a stream of its own.
+        """Capture the forward for calls of this shape. One such call must have been made in this thread before, by the
+        same operators: it compiled kernels and chose algorithms, which a capture must not do.
 
         Raises RuntimeError where an operation cannot be captured and torch.cuda.OutOfMemoryError.
         """
         device = call.latent.device
         with torch.cuda.device(device):
-            if device not in self._pools:
-                self._pools[device] = torch.cuda.graph_pool_handle()
             if device not in self._streams:
                 self._streams[device] = torch.cuda.Stream()
-            before = self.bytes(device)
-            runner = capture(binding, ops, call, conditioning, self._pools[device], self._streams[device])
-            runner.bytes = self.bytes(device) - before
+                give_workspaces(self._streams[device], binding.dtype)
+            if device not in self._pools:
+                self._pools[device] = Pool(device, self._streams[device])
+            pool = self._pools[device]
+            before = torch.cuda.memory_reserved(device)
+            try:
+                runner = capture(binding, ops, call, conditioning, pool.handle, self._streams[device])
+            except BaseException:
+                # torch believes that this pool is still being recorded to, and would refuse every further capture.
+                del self._pools[device]
+                raise
+            runner.bytes = max(0, torch.cuda.memory_reserved(device) - before)
+            pool.bytes += runner.bytes
             return runner
 
     def bytes(self, device: torch.device) -> int:
         """How much memory the pool of a device holds."""
         pool = self._pools.get(device)
-        if pool is None:
-            return 0
-        return sum(
-            segment["total_size"] for segment in torch.cuda.memory_snapshot()
-            if tuple(segment["segment_pool_id"]) == tuple(pool)
-        )
+        return 0 if pool is None else pool.bytes
 
     def prepare_within(
         self, budget: int, make_room: Callable[[], None], binding: Binding, ops: Operators, call: UNetCall,
@@ -112,18 +133,40 @@ def capture(
     inputs = own_inputs(call)
     weights = binding.weights()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        # The first runs allocate workspaces and choose algorithms, which a capture must not do.
-        for _ in range(WARM_UP_RUNS):
-            forward(binding.layout, weights, ops, inputs, conditioning)
-    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    # thread_local: other threads of the WebUI (previews, the API) may use the GPU meanwhile.
-    with random_numbers_survive(call.latent.device), torch.cuda.graph(
-        graph, pool=pool, stream=stream, capture_error_mode="thread_local"
-    ):
-        output = forward(binding.layout, weights, ops, inputs, conditioning)
+    with torch.cuda.stream(stream), random_numbers_survive(call.latent.device), no_garbage_collected():
+        # Not torch.cuda.graph: it waits for the GPU and empties torch's cache, and the picture's step is still running.
+        # thread_local: other threads of the WebUI (previews, the API) may use the GPU meanwhile.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            output = forward(binding.layout, weights, ops, inputs, conditioning)
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                graph.capture_end()
+            raise
+        graph.capture_end()
     return GraphRunner(graph, inputs, output, conditioning)
+
+
+def give_workspaces(stream: torch.cuda.Stream, dtype: torch.dtype) -> None:
+    """Let the matrix libraries allocate what they keep for a stream now, and not in the memory of the first graph."""
+    with torch.cuda.stream(stream):
+        square = torch.ones((64, 64), device=stream.device, dtype=dtype)
+        torch.nn.functional.linear(square, square, square[0])
+        torch.bmm(square[None], square[None])
+    stream.synchronize()
+
+
+@contextlib.contextmanager
+def no_garbage_collected() -> Iterator[None]:
+    """A graph or an event that is destroyed during a capture would spoil it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Our forward in AUTOMATIC1111's WebUI: one class-level patch of ldm's and of sgm's UNetModel.forward.
+"""Our forward in AUTOMATIC1111's WebUI: one class-level patch of ldm's and of sgm's UNetModel.forward, and Decoder's.
 
 A class-level patch lies below whatever another extension sets on the instance (ControlNet), and above the WebUI's own
 patches. It serves every UNet: the loaded checkpoint's, the refiner's, the hires pass's.
@@ -22,15 +22,19 @@ from ..unet.layout import UnsupportedUNet
 from .a1111_blocks import HostLoop, foreign_forward
 from .a1111_lora import apply_wanted_networks, why_functional
 from .class_patch import ClassPatch, active_patches
+from .ldm_decoder import DecoderPatches
 from .webui import CannotWarm, Result
 
 UNET_MODULES = ("ldm.modules.diffusionmodules.openaimodel", "sgm.modules.diffusionmodules.openaimodel")
+VAE_MODULES = ("ldm.modules.diffusionmodules.model", "sgm.modules.diffusionmodules.model")
 # The WebUI's own patches of layer classes: lazy LoRA (settled by us before a call), attention and norm variants that
 # compute the same, gradient checkpoints (not used here). Hypernetworks live among them and are asked for by name.
 TRUSTED = (
     "networks", "modules.sd_hijack_optimizations", "modules.hypernetworks.hypernetwork", "modules.sd_hijack_utils",
     "modules.sd_hijack_checkpoint", "modules.sd_hijack_unet", "modules.sd_unet",
 )
+# Undoing an attention optimisation, the WebUI gives sgm's VAE the attention of ldm's: the same one.
+TRUSTED_IN_VAE = (*TRUSTED, "ldm.modules.diffusionmodules.model")
 MIDDLE_OF_THE_SCHEDULE = 500.0
 
 
@@ -44,23 +48,28 @@ class A1111:
         self._patches = [ClassPatch(module.UNetModel, "forward", self._forward) for module in self._unet_modules]
         self._loop = HostLoop([module.TimestepEmbedSequential for module in self._unet_modules])
         self._habits = Habits(TRUSTED, does_nothing_now, apply_wanted_networks, by_content=True)
+        decoders = [importlib.import_module(name).Decoder for name in VAE_MODULES]
+        self._vae = DecoderPatches(decoders, Habits(TRUSTED_IN_VAE), upcasts=upcasts_attention)
         self._calls_before: int | None = None
 
     def serve(self) -> None:
         for patch in self._patches:
             patch.apply()
         self._loop.serve()
+        self._vae.serve()
 
     def stop(self) -> None:
         for patch in self._patches:
             patch.undo()
         self._loop.stop()
+        self._vae.stop()
         runtime.release_all()
 
     def hooks(self) -> int:
         return max(
             # Below another extension's patch ours cannot be counted, but it knows that it is there.
-            len(active_patches(patch.owner, patch.method)) or int(patch.active) for patch in self._patches
+            len(active_patches(patch.owner, patch.method)) or int(patch.active)
+            for patch in (*self._patches, *self._vae.patches)
         )
 
     def model_loaded(self, sd_model: Any) -> None:
@@ -70,6 +79,7 @@ class A1111:
 
     def before_sampling(self, p: Any) -> None:
         self._calls_before = runtime.journal.total
+        self._vae.begin_run(getattr(getattr(p.sd_model, "first_stage_model", None), "decoder", None))
         unet = unet_of(p.sd_model)
         if unet is None:
             return
@@ -84,6 +94,7 @@ class A1111:
         if bypassed and not (shared.state.interrupted or shared.state.skipped):
             runtime.note_host("another extension runs the UNet past OneDiff's hook")
         self._calls_before = None
+        self._vae.end_run()
 
     def data_folder(self) -> Path:
         from modules import paths
@@ -136,7 +147,7 @@ class A1111:
         host = lambda: original(unet, x, timesteps, context, *args, **kwargs)  # noqa: E731
         reason = self._why_host(unet, timesteps, context, args, kwargs)
         if reason is not None:
-            runtime.note_host(reason)
+            runtime.note_host(reason, unet)
             return host()
         runtime.adopt(unet, habits=self._habits)
         y = args[0] if args else kwargs.get("y")

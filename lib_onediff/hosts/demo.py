@@ -1,4 +1,4 @@
-"""The standalone host: its model is a diffusers pipeline, so our forward goes on the pipeline's UNet."""
+"""The standalone host: its model is a diffusers pipeline, so our forward goes on its UNet and its VAE."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from torch import nn
 from ..accelerator import runtime
 from ..unet.layout import UNetLayout, UnsupportedUNet
 from . import diffusers as diffusers_host
+from . import diffusers_decoder
 from .webui import CannotWarm, Result
 
 MIDDLE_OF_THE_SCHEDULE = 500
@@ -35,6 +36,9 @@ class Standalone:
         unet = unet_of(loaded_model())
         if unet is not None:
             diffusers_host.detach(unet)
+        decoder = diffusers_decoder.decoder_of(loaded_pipeline())
+        if decoder is not None:
+            diffusers_decoder.detach(decoder)
         runtime.release_all()
 
     def hooks(self) -> int:
@@ -45,12 +49,17 @@ class Standalone:
         unet = unet_of(sd_model)
         if unet is not None and self._serving:
             diffusers_host.attach(unet)
+        decoder = diffusers_decoder.decoder_of(getattr(sd_model, "pipeline", None))
+        if decoder is not None and self._serving:
+            diffusers_decoder.attach(decoder)
 
     def before_sampling(self, p: Any) -> None:
         self.model_loaded(loaded_model())
+        runtime.vae.begin_run()
 
     def after_run(self, p: Any) -> None:
-        """diffusers calls the UNet's own forward, which nobody bypasses here."""
+        # diffusers calls the UNet's own forward, which nobody bypasses here.
+        runtime.vae.end_run()
 
     def data_folder(self) -> Path:
         from modules import paths
@@ -104,6 +113,10 @@ def loaded_model() -> Any:
 
     # shared.sd_model would load one.
     return sd_models.model_data.sd_model
+
+
+def loaded_pipeline() -> Any:
+    return getattr(loaded_model(), "pipeline", None)
 
 
 def unet_of(sd_model: Any) -> nn.Module | None:

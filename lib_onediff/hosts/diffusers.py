@@ -4,6 +4,7 @@ from __future__ import annotations
 import inspect
 import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ..accelerator import runtime
 from ..settings import Settings
 from ..unet.call import Control, UNetCall
 from ..unet.foreign import replaced_by
-from ..unet.prompts import Sighting
+from ..unet.prompts import Sighting, returns_none
 from ..unet.read_diffusers import is_diffusers_unet
 
 # accelerate's offloading hooks put their forward in front and keep the one that they found here.
@@ -31,15 +32,18 @@ class DiffusersForward:
         self._unet = weakref.ref(unet)
         self._embedded = Sighting()
         self._y: Tensor | None = None
+        self._an_attention: Callable[[], Any] = returns_none
         self.__wrapped__ = type(unet).forward
         self.__signature__ = inspect.signature(own_forward(unet))
+        self._names = tuple(self.__signature__.parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unet = self._unet()
         if not is_diffusers_unet(unet):
             runtime.note_host(f"{type(unet).__name__} is not a UNet that OneDiff knows")
             return type(unet).forward(unet, *args, **kwargs)
-        given = self.__signature__.bind(*args, **kwargs).arguments
+        # Signature.bind says the same in a tenth of a millisecond; what does not fit is the host's to refuse.
+        given = {**dict(zip(self._names, args)), **kwargs}  # noqa: B905
         return_dict = given.pop("return_dict", True)
 
         def host() -> Tensor:
@@ -51,11 +55,11 @@ class DiffusersForward:
         try:
             call = self._call(unet, **given)
         except NotOurs as reason:
-            runtime.note_host(str(reason))
+            runtime.note_host(str(reason), unet)
             sample = host()
         except (RuntimeError, TypeError, KeyError, AttributeError) as fault:
             # Inputs that we cannot even read are the host's to judge.
-            runtime.note_host(f"the inputs of this call were not understood: {fault}")
+            runtime.note_host(f"the inputs of this call were not understood: {fault}", unet)
             sample = host()
         else:
             sample = runtime.run(unet, call, host)
@@ -90,8 +94,17 @@ class DiffusersForward:
                 unet, sample, down_block_additional_residuals, mid_block_additional_residual,
                 down_intrablock_additional_residuals,
             ),
-            upcast_attention=upcasts_attention(unet),
+            upcast_attention=self._upcasts_attention(unet),
         )
+
+    def _upcasts_attention(self, unet: nn.Module) -> bool:
+        """Whether the host computes attention scores in float32: only its older attention processor does."""
+        attention = self._an_attention()
+        if attention is None:
+            attention = next((module for module in unet.modules() if hasattr(module, "processor")), None)
+            self._an_attention = returns_none if attention is None else weakref.ref(attention)
+        upcast = attention is not None and getattr(attention, "upcast_attention", False)
+        return bool(upcast) and type(attention.processor).__name__ == "AttnProcessor"
 
     def _label(self, unet: Any, added: dict[str, Tensor] | None) -> Tensor | None:
         """y of an SDXL-like UNet, (batch, width): pooled text beside the sinusoids of the size numbers.
@@ -120,13 +133,6 @@ def timestep_of_batch(timestep: Tensor | float, sample: Tensor) -> Tensor:
     if not isinstance(timestep, Tensor):
         timestep = torch.tensor(timestep)
     return timestep.to(sample.device).reshape(-1).expand(sample.shape[0])
-
-
-def upcasts_attention(unet: nn.Module) -> bool:
-    """Whether the host computes attention scores in float32: only its older attention processor does."""
-    attention = next((module for module in unet.modules() if hasattr(module, "processor")), None)
-    upcast = attention is not None and getattr(attention, "upcast_attention", False)
-    return bool(upcast) and type(attention.processor).__name__ == "AttnProcessor"
 
 
 def control_of(unet: Any, sample: Tensor, down: Any, middle: Tensor | None, inside: Any) -> Control | None:

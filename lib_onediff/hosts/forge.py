@@ -1,6 +1,7 @@
 """Forge: our forward stands as the forward of every UNet that it loads."""
 from __future__ import annotations
 
+import importlib
 import threading
 import weakref
 from collections.abc import Callable
@@ -15,13 +16,15 @@ from ..journal import HOST
 from ..unet.foreign import Habits, origin
 from ..unet.weights import shares_storage
 from . import forge_warm
-from .forge_hook import ForgeForward, Service, is_foreign, is_ours, loaded_model, own_forward
+from .forge_hook import ForgeForward, Service, is_foreign, is_ours, loaded_model, own_forward, replaced_vae_helper
+from .ldm_decoder import DecoderPatches
 from .webui import CannotWarm, Result
 
 UNET_CLASS = "IntegratedUNet2DConditionModel"
 # By this key other extensions replace a UNet's forward through Forge's model patcher.
 FORWARD_PATCH = "diffusion_model.forward"
 HABITS = Habits(by_content=True)
+VAE_MODULE = "backend.nn.vae"
 
 
 class Announced(NamedTuple):
@@ -46,6 +49,7 @@ class Forge:
         # A UNet, and the module around it that Forge's patchers work on.
         self._unets: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
         self._announced: Announced | None = None
+        self._vae = DecoderPatches([importlib.import_module(VAE_MODULE).Decoder], Habits(), replaced_vae_helper)
         # Pictures are made on one thread, settings and reloads come on others.
         self._lock = threading.RLock()
 
@@ -55,6 +59,7 @@ class Forge:
         with self._lock:
             if self._service is None:
                 self._service = Service()
+            self._vae.serve()
             self._hook(loaded_engine())
 
     def stop(self) -> None:
@@ -62,6 +67,7 @@ class Forge:
             service, self._service, self._announced = self._service, None, None
             if service is not None:
                 service.active = False
+            self._vae.stop()
             for unet, model_reference in list(self._unets.items()):
                 unhook(unet)
                 runtime.release(unet)
@@ -97,6 +103,7 @@ class Forge:
         service = self._service
         if service is None:
             return
+        self._vae.begin_run(decoder_of(p.sd_model))
         is_second_pass = bool(getattr(p, "is_hr_pass", False))
         # Forge announces the second pass of hires fix twice.
         if not (self._announced and self._announced.is_second_pass and is_second_pass):
@@ -107,6 +114,7 @@ class Forge:
             self._announced = Announced(service, service.calls, is_second_pass)
 
     def after_run(self, p: Any) -> None:
+        self._vae.end_run()
         self._settle()
 
     def _settle(self) -> None:
@@ -169,6 +177,12 @@ def unet_of(engine: Any) -> nn.Module | None:
     objects = getattr(engine, "forge_objects", None)
     unet = None if objects is None else getattr(objects.unet.model, "diffusion_model", None)
     return unet if type(unet).__name__ == UNET_CLASS else None
+
+
+def decoder_of(engine: Any) -> nn.Module | None:
+    """The decoder of the checkpoint's VAE."""
+    vae = getattr(getattr(engine, "forge_objects", None), "vae", None)
+    return getattr(getattr(vae, "first_stage_model", None), "decoder", None)
 
 
 def forwards_on(unet: nn.Module) -> list[Any]:

@@ -66,7 +66,7 @@ class ForgeForward:
                 raise NotOurs(reason)
             call = unet_call(x, timesteps, context, y, control, options, upcasts_attention())
         except NotOurs as refusal:
-            runtime.note_host(str(refusal))
+            runtime.note_host(str(refusal), unet)
             return host()
         return runtime.run(unet, call, host)
 
@@ -140,6 +140,14 @@ def replaced_helper() -> str | None:
         if source != module:
             return f"{name} of Forge's UNet was replaced by {source}"
     return None
+
+
+def replaced_vae_helper() -> str | None:
+    """The function by which Forge's VAE computes attention, when it is not Forge's own; one line for the user."""
+    from backend.nn import vae
+
+    source = origin(vae.attention_function_single_head_spatial)
+    return None if source == "backend.attention" else f"the attention of Forge's VAE was replaced by {source}"
 
 
 def upcasts_attention() -> bool:

@@ -1,13 +1,22 @@
 """The shape table's memory: what was used on this machine in this process and in those before it."""
 from __future__ import annotations
 
+import hashlib
+import math
 import threading
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 from .key import ShapeKey
 from .store import HistoryRow, Store
+from .store_schema import VERDICTS, resolution_of
 from .table import Entry
+
+# Under which name the store keeps what holds for every architecture.
+EVERY_ARCHITECTURE = "every architecture"
+# Findings come in bursts, and while something is being measured: one write for all, when it is over.
+WRITE_AFTER_SECONDS = 2.0
 
 
 class History:
@@ -16,6 +25,8 @@ class History:
     def __init__(self) -> None:
         self._store: Store | None = None
         self._counted: dict[ShapeKey, int] = {}
+        self._verdicts: dict[str, float] = {}
+        self._writer: threading.Timer | None = None
 
     @property
     def trouble(self) -> str | None:
@@ -29,6 +40,7 @@ class History:
                 return
             self._store.close()
         self._store = Store.open(folder)
+        self._verdicts = {**sound_verdicts(self._store.choices(VERDICTS)), **self._verdicts}
 
     def keep(self, entries: Iterable[Entry]) -> None:
         """Take down what was used since the last call. Returns at once; the disk is written in a thread."""
@@ -45,11 +57,36 @@ class History:
         """Everything that is remembered for this machine, the most used first."""
         return [] if self._store is None else self._store.history()
 
+    def verdict(self, backend: str, key: ShapeKey) -> float | None:
+        """How far a backend's output was from the host's when this shape was checked, by whichever process; None if
+        it was not, or if that was forgotten. Looks into memory alone."""
+        return self._verdicts.get(verdict_name(backend, key))
+
+    def keep_verdict(self, backend: str, key: ShapeKey, error: float) -> None:
+        """Remember a relative error, so that no process need check again. One that is not finite is not kept."""
+        if not is_error(error):
+            return
+        name = verdict_name(backend, key)
+        self._verdicts[name] = error
+        self._choose(VERDICTS, name, error)
+
+    def tuned(self) -> dict[str, Any]:
+        """What was measured to be best on this machine, by name; see ops.choices.Choices.attach."""
+        return {} if self._store is None else self._store.choices(EVERY_ARCHITECTURE)
+
+    def tune(self, name: str, value: Any) -> None:
+        """Remember what was measured to be best. Returns at once. Raises TypeError if JSON cannot hold it."""
+        self._choose(EVERY_ARCHITECTURE, name, value)
+
     def forget(self, resolutions: Collection[str] | None = None) -> None:
-        """Forget these resolutions ("512x512"), or all."""
+        """Forget these resolutions ("512x512") and their verdicts, or all."""
         self._counted = {
             key: uses for key, uses in self._counted.items()
             if resolutions is not None and key.resolution not in resolutions
+        }
+        self._verdicts = {
+            name: error for name, error in self._verdicts.items()
+            if resolutions is not None and resolution_of(name) not in resolutions
         }
         if self._store is not None:
             self._store.forget(resolutions)
@@ -57,6 +94,32 @@ class History:
     def size_bytes(self) -> int:
         """What lies on the disk."""
         return 0 if self._store is None else self._store.size_bytes()
+
+    def _choose(self, architecture: str, name: str, value: Any) -> None:
+        if self._store is None:
+            return
+        self._store.choose(architecture, name, value)
+        if self._writer is None or not self._writer.is_alive():
+            self._writer = threading.Timer(WRITE_AFTER_SECONDS, self._store.flush)
+            self._writer.name, self._writer.daemon = "onediff-history", True
+            self._writer.start()
+
+
+def verdict_name(backend: str, key: ShapeKey) -> str:
+    """The name of a verdict: the resolution first, by which it is purged; the digest tells everything else apart."""
+    digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+    dtype = str(key.dtype).removeprefix("torch.")
+    return f"{key.resolution} {backend}, batch {key.batch}, {key.tokens} tokens, {dtype}, {digest}"
+
+
+def is_error(value: Any) -> bool:
+    """Whether a value can be a relative error."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
+def sound_verdicts(stored: dict[str, Any]) -> dict[str, float]:
+    """What of the stored verdicts makes sense."""
+    return {name: float(error) for name, error in stored.items() if is_error(error)}
 
 
 def history_row(entry: Entry, uses: int) -> HistoryRow:

@@ -1,4 +1,4 @@
-"""What makes two UNet calls the same shape."""
+"""What makes two UNet calls, or two decodes, the same shape."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -10,11 +10,16 @@ from ..unet.call import Control, UNetCall
 from ..unet.layout import UNetLayout
 
 LATENT_PIXEL = 8
+# In a key's inputs: not a call of the UNet but a decode of the VAE.
+DECODE = "vae decode"
 
 
 @dataclass(frozen=True)
 class ShapeKey:
-    """Everything that decides whether a captured or compiled forward serves a call. Weights are not part of it."""
+    """Everything that decides whether a captured or compiled forward serves a call. Weights are not part of it.
+
+    backend: who computes it, so that what fails by one can be served by another.
+    """
 
     architecture: str
     height: int
@@ -27,9 +32,10 @@ class ShapeKey:
     inputs: tuple[str, ...]
     control: tuple[tuple[int, ...] | None, ...]
     upcast_attention: bool
+    backend: str = ""
 
     @classmethod
-    def of(cls, architecture: str, dtype: torch.dtype, call: UNetCall) -> ShapeKey:
+    def of(cls, architecture: str, dtype: torch.dtype, call: UNetCall, backend: str = "") -> ShapeKey:
         """The key of a call; height and width are in latent pixels. dtype is the weights'."""
         batch, _, height, width = call.latent.shape
         optional = {"y": call.y, "timestep condition": call.timestep_condition}
@@ -37,8 +43,23 @@ class ShapeKey:
             architecture=architecture, height=height, width=width, batch=batch, tokens=call.context.shape[1],
             dtype=dtype, latent_dtype=call.latent.dtype,
             device=call.latent.device, inputs=tuple(name for name, tensor in optional.items() if tensor is not None),
-            control=control_shapes(call.control), upcast_attention=call.upcast_attention,
+            control=control_shapes(call.control), upcast_attention=call.upcast_attention, backend=backend,
         )
+
+    @classmethod
+    def of_decode(cls, architecture: str, latent: Tensor, upcast_attention: bool, backend: str = "") -> ShapeKey:
+        """The key of a VAE's decode of a latent (batch, channels, height, width)."""
+        batch, _, height, width = latent.shape
+        return cls(
+            architecture=architecture, height=height, width=width, batch=batch, tokens=0,
+            dtype=latent.dtype, latent_dtype=latent.dtype, device=latent.device, inputs=(DECODE,), control=(),
+            upcast_attention=upcast_attention, backend=backend,
+        )
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether this is a decode of the VAE, not a call of the UNet."""
+        return DECODE in self.inputs
 
     @property
     def resolution(self) -> str:
@@ -46,7 +67,8 @@ class ShapeKey:
         return f"{self.width * LATENT_PIXEL}x{self.height * LATENT_PIXEL}"
 
     def __str__(self) -> str:
-        return f"{self.resolution}, batch {self.batch}, {self.tokens} tokens"
+        tokens = "VAE" if self.is_decode else f"{self.tokens} tokens"
+        return f"{self.resolution}, batch {self.batch}, {tokens}"
 
 
 def control_shapes(control: Control | None) -> tuple[tuple[int, ...] | None, ...]:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .store import HistoryRow
 from .table import Entry, State
@@ -20,7 +20,7 @@ class ShapeRow:
     batch counts the latents of one UNet call, twice the pictures where guidance is batched. state is a State's value
     or ON_DISK; reason says why it is not a better one. Times are medians in milliseconds, bytes is GPU memory,
     last_used a time.time(), relative_error the distance from the host's own output, control whether a ControlNet or an
-    adapter adds to the call.
+    adapter adds to the call. A decode of the VAE takes no tokens: 0.
     """
 
     batch: int
@@ -42,7 +42,8 @@ class ShapeRow:
 class ResolutionRow:
     """All shapes of one model at one resolution ("512x512" in pixels); bytes and uses are sums.
 
-    Times are those of the shape that is used most, because shapes of different batch sizes have no common step.
+    Times are those of the shape that is used most, because shapes of different batch sizes have no common step. The
+    VAE's shapes stand last, below every model of their resolution, and count in none of that.
     """
 
     resolution: str
@@ -56,6 +57,11 @@ class ResolutionRow:
     uses: int
     last_used: float
     shapes: tuple[ShapeRow, ...]
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether only the VAE has used this resolution, no UNet (tiles, say)."""
+        return not any(shape.tokens for shape in self.shapes)
 
 
 def rows_of(entries: Iterable[Entry], history: Iterable[HistoryRow] = ()) -> list[ResolutionRow]:
@@ -71,7 +77,18 @@ def rows_of(entries: Iterable[Entry], history: Iterable[HistoryRow] = ()) -> lis
         if (row.model, row.resolution) not in groups:
             remembered.setdefault((row.model, row.resolution), []).append(row)
     rows = [*map(resolution_row, groups.values()), *map(remembered_row, remembered.values())]
-    return sorted(rows, key=lambda row: -row.last_used)
+    return with_decodes_below(sorted(rows, key=lambda row: -row.last_used))
+
+
+def with_decodes_below(rows: list[ResolutionRow]) -> list[ResolutionRow]:
+    """The VAE's rows move into those of the models that have used the same resolution, and stay where none has."""
+    decodes = {row.resolution: row for row in rows if row.is_decode}
+    models = {row.resolution for row in rows if not row.is_decode}
+    return [
+        row if row.is_decode or row.resolution not in decodes
+        else replace(row, shapes=row.shapes + decodes[row.resolution].shapes)
+        for row in rows if not (row.is_decode and row.resolution in models)
+    ]
 
 
 def remembered_row(history: list[HistoryRow]) -> ResolutionRow:

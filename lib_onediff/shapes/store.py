@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from . import store_schema as schema
 from .fingerprint import Fingerprint
-from .store_file import InTheWay, Unusable, identity, only_one, opened, understood
+from .store_file import InTheWay, Unusable, identity, locked, opened, understood
 from .store_schema import Choice, ChoiceName, Damaged, HistoryRow, ShapeName
 
 Result = TypeVar("Result")
@@ -26,7 +26,7 @@ NAME = f"onediff-{schema.SCHEMA_VERSION}"
 SIZE_LIMIT = 2 << 20
 # How many damaged files are kept for whoever wants to look at them.
 KEPT_ASIDE = 2
-# How many shapes are kept in memory while they cannot be written.
+# How many shapes, and how many choices, are kept in memory while they cannot be written.
 BUFFERED_ROWS = 4096
 PATIENCE_SECONDS = 2.0
 # A lock that did not go away while we waited must not hold up every picture.
@@ -53,6 +53,17 @@ class Buffer:
         held = self.choices.get(name)
         if held is None or choice.changed >= held.changed:
             self.choices[name] = choice
+        if len(self.choices) > BUFFERED_ROWS:
+            by_age = sorted(self.choices.items(), key=lambda item: item[1].changed)
+            self.choices = dict(by_age[BUFFERED_ROWS // 8:])
+
+    def forget(self, resolutions: Collection[str]) -> None:
+        """Forget history and verdicts of these resolutions."""
+        self.rows = {name: row for name, row in self.rows.items() if row.resolution not in resolutions}
+        self.choices = {
+            name: choice for name, choice in self.choices.items()
+            if name[0] != schema.VERDICTS or schema.resolution_of(name[1]) not in resolutions
+        }
 
     def put_back(self, older: Buffer) -> None:
         """Take what another buffer could not write."""
@@ -164,7 +175,7 @@ class Store:
         return {name: json.loads(choice.value) for (of, name), choice in found.items() if of == architecture}
 
     def forget(self, resolutions: Collection[str] | None = None) -> int:
-        """Forget the history of these resolutions, for every fingerprint of this folder; how many rows went.
+        """Forget history and verdicts of these resolutions, for every fingerprint; how many rows of history went.
 
         None: everything, also the tuned choices and files set aside. What cannot be deleted stays; trouble says why.
         """
@@ -175,12 +186,12 @@ class Store:
             self.flush()
             deleted = self._attempt(lambda connection: schema.delete(connection, resolutions)) or 0
             with self._buffer_lock:
-                before = self._buffer.rows
+                before = len(self._buffer.rows)
                 if resolutions is None:
                     self._buffer = Buffer()
                 else:
-                    self._buffer.rows = {name: row for name, row in before.items() if row.resolution not in resolutions}
-            return deleted + len(before) - len(self._buffer.rows)
+                    self._buffer.forget(resolutions)
+            return deleted + before - len(self._buffer.rows)
 
     def size_bytes(self) -> int:
         """What the store takes on the disk, its log and the files that were set aside included."""
@@ -199,6 +210,10 @@ class Store:
     @property
     def path(self) -> Path:
         return self.folder / f"{NAME}.sqlite3"
+
+    @property
+    def _lock(self) -> Path:
+        return self.folder / f"{NAME}.lock"
 
     def _attempt(self, work: Callable[[sqlite3.Connection], Result], writes: bool = True) -> Result | None:
         """work(connection), or None with a cause for the user."""
@@ -222,7 +237,7 @@ class Store:
         deadline, mended = time.monotonic() + patience, 0
         while True:
             try:
-                with opened(self.path, patience) as connection:
+                with locked(self._lock, patience), opened(self.path, patience) as connection:
                     file = identity(self.path)
                     result = work(connection)
                     if file != identity(self.path):
@@ -240,8 +255,12 @@ class Store:
                     self._mend(patience)
 
     def _mend(self, patience: float) -> None:
-        """Give a damaged file another name. Of several processes that notice it, one does. Raises Unusable."""
-        with only_one(self.folder / f"{NAME}.lock", patience):
+        """Give a damaged file another name. Of several processes that notice it, one does. Raises Unusable.
+
+        Nobody may have it open then: SQLite finds a log by the name of its database, and would take or delete that of
+        the new one.
+        """
+        with locked(self._lock, patience, alone=True):
             try:
                 with opened(self.path, patience) as connection:
                     schema.check(connection)

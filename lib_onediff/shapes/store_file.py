@@ -26,9 +26,7 @@ def opened(path: Path, patience: float, writable: bool = True) -> Iterator[sqlit
     Raises Damaged, InTheWay, Unusable; also for what SQLite says to the statements inside.
     """
     with understood(path.parent):
-        if writable:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            writable = os.access(path.parent, os.W_OK)
+        writable = writable and os.access(path.parent, os.W_OK)
         # Where it cannot make its file of locks, SQLite reads only what it may believe that nobody writes.
         address = path if writable else f"{path.absolute().as_uri()}?immutable=1"
         with contextlib.closing(
@@ -69,18 +67,25 @@ def understood(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def only_one(path: Path, patience: float) -> Iterator[None]:
-    """Hold a lock between processes, which the system takes back from one that is killed. Raises Unusable."""
+def locked(path: Path, patience: float, alone: bool = False) -> Iterator[None]:
+    """Hold a lock between processes, together with others or alone, which the system takes back from one that is
+    killed. Raises Unusable.
+
+    path: of a file that stays empty, in a folder that is made if need be.
+    """
     with understood(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
         lock = sqlite3.connect(path, timeout=patience, isolation_level=None)
     with contextlib.closing(lock):
         try:
             with understood(path.parent):
-                lock.execute("BEGIN EXCLUSIVE")
+                lock.execute("BEGIN EXCLUSIVE" if alone else "BEGIN")
+                # Without alone, it is only now that it has the lock.
+                lock.execute("SELECT count(*) FROM sqlite_master").fetchone()
         except Damaged as error:
-            # Nobody writes to it, so what is in it came from outside.
+            # Nobody writes to it, so what is in it came from outside. Emptied, it stays the file that others lock.
             with contextlib.suppress(OSError):
-                path.unlink()
+                os.truncate(path, 0)
             raise InTheWay(f"{path} was damaged") from error
         yield
 

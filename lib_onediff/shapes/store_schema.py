@@ -29,6 +29,9 @@ ROW = f"{SHAPE}, uses, last_used, step_ms, host_ms, relative_error"
 # No sum of uses and no time comes near it, and SQLite can hold what is below.
 LIMIT = 2**53
 CHOICE = "architecture, name, value, changed"
+# Verdicts are choices under a name of their own in place of an architecture, and each has a name that begins with its
+# resolution: so the tables are those of before, and a purge finds them.
+VERDICTS = "verdicts"
 
 ShapeName = tuple[str, str, str, int, int, str]
 ChoiceName = tuple[str, str]
@@ -88,6 +91,11 @@ class Choice:
     changed: float
 
 
+def resolution_of(verdict: str) -> str:
+    """The resolution with which a verdict's name begins."""
+    return verdict.partition(" ")[0]
+
+
 def prepare(connection: sqlite3.Connection) -> None:
     """Set the journal, and make the tables where there are none. Raises Damaged if the database is not ours."""
     try:
@@ -115,10 +123,12 @@ def prepare(connection: sqlite3.Connection) -> None:
 
 def is_ours(connection: sqlite3.Connection) -> bool:
     """Whether the database has our tables; False for an empty one. Raises Damaged for another program's."""
-    marks = tuple(connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
-    if marks == (APPLICATION_ID, SCHEMA_VERSION):
+    # In one statement, which sees one state: another process may be making the tables just now.
+    *marks, tables = connection.execute(
+        "SELECT *, (SELECT count(*) FROM sqlite_master) FROM pragma_application_id, pragma_user_version"
+    ).fetchone()
+    if marks == [APPLICATION_ID, SCHEMA_VERSION]:
         return True
-    tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
     if any(marks) or tables:
         raise Damaged("another program's")
     return False
@@ -188,7 +198,7 @@ def choice_from(values: tuple) -> tuple[ChoiceName, Choice]:
     try:
         json.loads(value)
         return (str(architecture), str(name)), Choice(value, float(changed))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise Damaged("damaged") from error
 
 
@@ -254,13 +264,17 @@ def add_row(connection: sqlite3.Connection, number: int | None, row: HistoryRow)
 
 
 def evict(connection: sqlite3.Connection, size_limit: int) -> None:
-    """Delete the history that was used least recently until the database takes size_limit bytes or none is left."""
+    """Delete the history and the verdicts that are the oldest until the database takes size_limit bytes, or none is
+    left."""
+    kinds = (("history", "last_used", "1"), ("choice", "changed", f"architecture = '{VERDICTS}'"))
     while used_bytes(connection) > size_limit:
-        rows = connection.execute("SELECT count(*) FROM history").fetchone()[0]
-        if not rows:
+        deleted = 0
+        for table, age, which in kinds:
+            count = connection.execute(f"SELECT count(*) FROM {table} WHERE {which}").fetchone()[0]
+            oldest = f"SELECT rowid FROM {table} WHERE {which} ORDER BY {age} LIMIT {count // 8 + 1}"
+            deleted += connection.execute(f"DELETE FROM {table} WHERE rowid IN ({oldest})").rowcount
+        if not deleted:
             break
-        oldest = "SELECT rowid FROM history ORDER BY last_used LIMIT ?"
-        connection.execute(f"DELETE FROM history WHERE rowid IN ({oldest})", (rows // 8 + 1,))
 
 
 def used_bytes(connection: sqlite3.Connection) -> int:
@@ -272,13 +286,17 @@ def used_bytes(connection: sqlite3.Connection) -> int:
 
 
 def delete(connection: sqlite3.Connection, resolutions: Collection[str] | None) -> int:
-    """Forget the history of these resolutions on every machine, or everything (None); the number of history rows."""
+    """Forget history and verdicts of these resolutions on every machine, or everything (None); the number of history
+    rows."""
     with transaction(connection):
         if resolutions is None:
             deleted = connection.execute("DELETE FROM history").rowcount
             connection.execute("DELETE FROM choice")
             connection.execute("DELETE FROM machine")
             return deleted
+        verdicts_of = "DELETE FROM choice WHERE architecture = ? AND substr(name, 1, length(?)) = ?"
+        for name in set(resolutions):
+            connection.execute(verdicts_of, (VERDICTS, f"{name} ", f"{name} "))
         return sum(
             connection.execute("DELETE FROM history WHERE resolution = ?", (name,)).rowcount
             for name in set(resolutions)

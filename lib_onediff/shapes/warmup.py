@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import threading
 import time
@@ -43,6 +44,9 @@ class Reports(Protocol):
 
     def status(self) -> dict[str, Any]:
         """What the last UNet call was; "route" and "reason" among it."""
+
+    def patience(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, a UNet call waits for what is being compiled."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,8 @@ class WarmUp:
             return None
         began = time.perf_counter()
         try:
-            self._webui.warm(job.size.width, job.size.height, batch, TOKENS)
+            with self._runtime.patience():
+                self._webui.warm(job.size.width, job.size.height, batch, TOKENS)
             status = self._runtime.status()
         except Exception as error:
             return error

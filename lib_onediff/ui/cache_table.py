@@ -13,9 +13,9 @@ COLUMNS = ("Resolution", "Model", "State", "Step", "WebUI's own", "Ratio", "Memo
 SHAPE_COLUMNS = ("Batch", "Tokens", "Type", "State", "Step", "WebUI's own", "Ratio", "Memory", "Uses", "Error")
 STATES = {
     "cold": "seen, not checked yet",
-    "proved": "agrees with the WebUI's own UNet; runs with plain launches",
+    "proved": "agrees with the WebUI's own; runs with plain launches",
     "ready": "the next call replays a graph",
-    "failed": "the WebUI's own UNet serves it",
+    "failed": "the WebUI's own serves it",
     "on disk": "used by an earlier process on this machine",
 }
 
@@ -71,8 +71,9 @@ def shapes_html(shapes: tuple[ShapeRow, ...]) -> str:
 
 def shape_html(shape: ShapeRow) -> str:
     error = NOTHING if shape.relative_error is None else f"{shape.relative_error:.1e}"
+    tokens = str(shape.tokens) if shape.tokens else "VAE"
     cells = (
-        f"{shape.batch}{' with control' if shape.control else ''}", str(shape.tokens), html.escape(shape.dtype),
+        f"{shape.batch}{' with control' if shape.control else ''}", tokens, html.escape(shape.dtype),
         state_html(shape.state), milliseconds(shape.step_ms), milliseconds(shape.host_ms), ratio(shape),
         memory(shape.bytes) if shape.bytes else NOTHING, str(shape.uses), error,
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..accelerator import runtime
+from ..vae.journal import described as decode_described
 from .amounts import NOTHING, milliseconds
 
 ROUTES = {
@@ -26,7 +27,9 @@ def current_status(why_not_served: Callable[[], str | None]) -> dict[str, Any]:
 
 def status_html(status: dict[str, Any]) -> str:
     """The status line: what was made last, by which route and why, and how fast."""
-    reason = f'<p class="onediff-reason">{html.escape(status["reason"])}</p>' if status.get("reason") else ""
+    decode = status.get("vae") or {}
+    lines = (status.get("reason"), decode_described(decode.get("route"), decode.get("reason", "")))
+    reason = "".join(f'<p class="onediff-reason">{html.escape(line)}</p>' for line in lines if line)
     route = status["route"] or "none"
     return f'<div class="onediff-status onediff-route-{route}">{facts_html(described(status))}{reason}</div>'
 

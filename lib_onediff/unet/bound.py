@@ -4,6 +4,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
+from typing import Any
 
 from torch import nn
 
@@ -14,7 +15,7 @@ from .forward import Conditioning, condition
 from .layout import UNetLayout, UnsupportedUNet
 from .prompts import PromptMemory, Sighting
 from .read import read_layout
-from .weights import UNCOUNTED, Binding, Signature
+from .weights import UNCOUNTED, Binding, Edits, Signature
 
 log = logging.getLogger("onediff")
 
@@ -34,8 +35,11 @@ class BoundUNet:
         self._sampling_began = True
         self._last_call_ended = 0.0
         self._signature: Signature | None = None
+        self._edits: Edits | None = None
+        self._channels_last = False
         self._binding: Binding | None = None
         self._architecture: str | None = None
+        self._leaves: list[Any] = []
         self._unreadable: str | None = None
         self._refusal: str | None = None
         self._last_prompt = Sighting()
@@ -45,6 +49,13 @@ class BoundUNet:
     @property
     def layout(self) -> UNetLayout:
         return self.binding.layout
+
+    @property
+    def leaves(self) -> list[Any]:
+        """layout.leaves(), which takes a millisecond to find."""
+        if not self._leaves:
+            self._leaves = self.layout.leaves()
+        return self._leaves
 
     @property
     def architecture(self) -> str:
@@ -74,34 +85,47 @@ class BoundUNet:
             raise UnsupportedUNet(refusal)
         return self.layout
 
-    def refresh(self, call: UNetCall, by_content: bool) -> None:
+    def refresh(self, call: UNetCall, by_content: bool, channels_last: bool = False) -> None:
         """Make the binding true for this call. Raises UnsupportedUNet with the reason if that is impossible.
 
+        channels_last: how the weights of convolutions are to lie in memory.
+
         The module tree is looked at when a sampling begins: announced by begin_sampling, or seen by a context tensor
-        that was not there at the last call, or, where every call brings a new one (by_content), by a pause. Addresses
-        are compared at every call.
+        that was not there at the last call, or, where every call brings a new one (by_content), by a pause. Then every
+        layer is asked for its parameters; at every other call those that were found are asked where they lie.
         """
-        prompt = (call.context, call.y)
-        if by_content:
-            goes_on = time.perf_counter() - self._last_call_ended < SECONDS_WITHIN_A_SAMPLING
-        else:
-            goes_on = self._last_prompt.recognises(prompt)
-        if self._sampling_began or not goes_on:
+        goes_on = self._goes_on(call, by_content)
+        if not goes_on:
             self._refusal = self._look()
             self._sampling_began = False
-            self._last_prompt.remember(prompt)
+            self._last_prompt.remember((call.context, call.y))
         if self._refusal is not None:
             raise UnsupportedUNet(self._refusal)
         if self.habits.settle is not None:
             self.habits.settle(self.binding.layers())
-        signature = self.binding.signature()
-        if signature != self._signature:
+        if not (self._stands(goes_on) and channels_last == self._channels_last):
             began = time.perf_counter()
-            copied = self.binding.bind()
-            self._signature = self.binding.signature()
+            copied = self.binding.bind(channels_last)
+            self._signature, self._channels_last = self.binding.signature(), channels_last
             self.generation += 1
             milliseconds = (time.perf_counter() - began) * 1e3
             log.debug("bound %s: %.0f MiB copied in %.0f ms", self.layout.model_name, copied / 2**20, milliseconds)
+
+    def _goes_on(self, call: UNetCall, by_content: bool) -> bool:
+        """Whether this call belongs to the sampling of the last one."""
+        if self._sampling_began:
+            return False
+        if by_content:
+            return time.perf_counter() - self._last_call_ended < SECONDS_WITHIN_A_SAMPLING
+        return self._last_prompt.recognises((call.context, call.y))
+
+    def _stands(self, goes_on: bool) -> bool:
+        """Whether every parameter lies where it lay. Within a sampling, parameters move but are not exchanged."""
+        if self._signature is None:
+            return False
+        if not goes_on:
+            self._edits = None
+        return self._signature.still_true() if goes_on else self._signature == self.binding.signature()
 
     def _look(self) -> str | None:
         """Look through the module tree, and read it again if it has changed. Returns why it cannot be run, or None."""
@@ -110,10 +134,12 @@ class BoundUNet:
             return "the host has unloaded this UNet"
         structure = scan(unet, self.habits)
         if structure.foreign is not None:
+            self.undo_channels_last()
             return structure.foreign
         if structure != self._structure:
+            self.undo_channels_last()
             self._structure, self._binding, self._signature, self._architecture = structure, None, None, None
-            self._unreadable = None
+            self._unreadable, self._leaves, self._edits = None, [], None
             try:
                 self._binding = Binding(unet, read_layout(unet))
             except UnsupportedUNet as reason:
@@ -122,7 +148,9 @@ class BoundUNet:
 
     def conditioning(self, ops: Operators, call: UNetCall, by_content: bool) -> Conditioning:
         """What depends on the prompt alone, computed only when prompt or weights have changed."""
-        edits = self.binding.edits()
+        if self._edits is None or not self._edits.still_true():
+            self._edits = self.binding.edits()
+        edits = self._edits
         if call.context.is_inference() and UNCOUNTED not in edits.counts:
             # Such a tensor cannot be recognised, but edits of the weights can.
             by_content = True
@@ -131,11 +159,21 @@ class BoundUNet:
             lambda: condition(self.layout, self.binding.weights(), ops, call.context, call.y),
         )
 
+    def undo_channels_last(self) -> bool:
+        """Let the host's own forward find the convolutions' weights as torch makes them. Returns whether they moved."""
+        if not self._channels_last or self._binding is None:
+            return False
+        self._binding.turn_convolutions_back()
+        self._signature, self._channels_last = None, False
+        self.generation += 1
+        return True
+
     def release(self) -> None:
         """Forget everything and leave ordinary parameters behind, with the same values."""
         if self._binding is not None:
             self._binding.unbind()
-        self._structure = self._signature = self._binding = self._architecture = None
+        self._structure = self._signature = self._binding = self._architecture = self._edits = None
+        self._channels_last = False
         self._sampling_began = True
         self._prompts = PromptMemory()
         self.generation += 1

@@ -194,6 +194,11 @@ class UNetLayout:
         """Every group of linear layers that is to lie in one tensor."""
         return [*self.layers(FusedLinear), self.embeddings]
 
+    def prompt_paths(self) -> set[str]:
+        """The layers whose outputs depend on the prompt alone (keys, values, labels), and those fused with them."""
+        paths = {member.path for fusion in self.fusions()[:-1] for member in fusion.members}
+        return paths if self.label is None else paths | {self.label.first.path, self.label.second.path}
+
     @property
     def y_width(self) -> int | None:
         return self.label.first.in_features if self.label else None

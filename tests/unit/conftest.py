@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from ladder_builders import Weather, steps_of_a_gpu
 
+from lib_onediff import backends
 from lib_onediff.accelerator import runtime
 from lib_onediff.settings import Settings
 from lib_onediff.shapes.history import History
@@ -24,6 +26,17 @@ def fresh_runtime() -> Iterator[None]:
     before = log.handlers, log.level, log.propagate
     yield
     runtime.history, runtime.webui = History(), None
+    runtime.choices.attach(runtime.history.tuned, runtime.history.tune)
     runtime.purge()
     runtime.configure(Settings())
     log.handlers, log.level, log.propagate = before
+
+
+@pytest.fixture
+def weather(monkeypatch: pytest.MonkeyPatch) -> Weather:
+    """The operators of the native backend, on a machine that seems to have a GPU and Triton."""
+    operators = Weather()
+    monkeypatch.setattr(backends, "steps", steps_of_a_gpu)
+    monkeypatch.setattr(runtime.operators, "_native", operators)
+    monkeypatch.setattr(runtime.operators, "prepare", lambda network, patient: True)
+    return operators

@@ -123,7 +123,7 @@ def test_line_reads_torch_without_importing_it(fake_torch):
     answer = run_install(REPOSITORY, PYTHONPATH=str(fake_torch), CUDA_VISIBLE_DEVICES="")
     assert (answer.returncode, answer.stderr) == (0, "")
     assert answer.stdout.startswith("OneDiff: torch 2.7.1+cu128, no NVIDIA GPU, ")
-    assert answer.stdout.endswith("; backends: eager (cudagraph needs an NVIDIA GPU).\n")
+    assert answer.stdout.endswith("; backends: eager (native and cudagraph need an NVIDIA GPU).\n")
 
 
 def test_line_survives_a_broken_torch(fake_torch):
@@ -134,24 +134,29 @@ def test_line_survives_a_broken_torch(fake_torch):
 
 
 @pytest.mark.parametrize(
-    ("torch_version", "cuda_build", "driver_cuda", "backends"),
+    ("torch_version", "cuda_build", "driver_cuda", "triton_version", "backends"),
     [
-        ("2.7.1+cu128", "12.8", (12, 4), "cudagraph, eager"),
-        ("2.13.0+cpu", None, None, "eager (cudagraph needs an NVIDIA GPU and a CUDA build of torch)"),
-        ("2.13.0+cpu", None, (13, 0), "eager (cudagraph needs a CUDA build of torch)"),
-        ("2.3", "12.1", None, "eager (cudagraph needs an NVIDIA GPU)"),
+        ("2.7.1+cu128", "12.8", (12, 4), "3.3.1", "native, cudagraph, eager"),
+        ("2.7.1+cu128", "12.8", (12, 4), "3.3.1.post21", "native, cudagraph, eager"),
+        ("2.7.1+cu128", "12.8", (12, 4), None, "cudagraph, eager (native needs triton 3.0 or newer)"),
+        ("2.3.1+cu121", "12.1", (12, 4), "2.3.1", "cudagraph, eager (native needs triton 3.0 or newer)"),
         (
-            "2.13.0+cu130",
-            "13.0",
-            (12, 4),
-            "eager (cudagraph needs a newer NVIDIA driver: this one serves CUDA 12.4, torch wants 13.0)",
+            "2.13.0+cpu", None, None, None,
+            "eager (native and cudagraph need an NVIDIA GPU and a CUDA build of torch)",
         ),
-        ("2.1.2+cu121", "12.1", (12, 4), "none (OneDiff needs torch 2.3 or newer)"),
-        (None, None, (12, 4), "none (OneDiff needs torch 2.3 or newer)"),
+        ("2.13.0+cpu", None, (13, 0), "3.7.0", "eager (native and cudagraph need a CUDA build of torch)"),
+        ("2.3", "12.1", None, "2.3.0", "eager (native and cudagraph need an NVIDIA GPU)"),
+        (
+            "2.13.0+cu130", "13.0", (12, 4), "3.7.0",
+            "eager (native and cudagraph need a newer NVIDIA driver: this one serves CUDA 12.4, torch wants 13.0)",
+        ),
+        ("2.1.2+cu121", "12.1", (12, 4), None, "none (OneDiff needs torch 2.3 or newer)"),
+        (None, None, (12, 4), None, "none (OneDiff needs torch 2.3 or newer)"),
     ],
 )
-def test_backends(torch_version, cuda_build, driver_cuda, backends):
-    assert install.describe_backends(torch_version, cuda_build, driver_cuda) == backends
+def test_backends(torch_version, cuda_build, driver_cuda, triton_version, backends):
+    found = install.describe_backends(torch_version, cuda_build, driver_cuda, triton_version)
+    assert found == backends.replace("triton 3", "triton-windows 3" if os.name == "nt" else "triton 3")
 
 
 @pytest.mark.gpu
@@ -160,7 +165,7 @@ def test_line_names_the_gpu():
 
     answer = run_install(REPOSITORY)
     assert torch.cuda.get_device_name(0) in answer.stdout
-    assert answer.stdout.endswith("; backends: cudagraph, eager.\n")
+    assert answer.stdout.endswith(("; backends: native, cudagraph, eager.\n", " or newer).\n"))
 
 
 # Arguments

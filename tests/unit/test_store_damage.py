@@ -5,7 +5,10 @@ import os
 import random
 import shutil
 import sqlite3
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -105,6 +108,54 @@ def test_a_file_that_is_damaged_while_it_is_used(tmp_path: Path, healthy: Path, 
     again.record(row("1x1"))
     assert again.flush() and row("1x1") in again.history()
     again.close()
+
+
+def test_a_damaged_file_keeps_its_name_while_another_has_it_open(
+    tmp_path: Path, healthy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # SQLite finds a log by the name of its database: closing the old one would delete the log of the new one.
+    DAMAGES["text for a number"](Path(shutil.copy(healthy, tmp_path / NAME)))
+    reading, read = threading.Event(), threading.Event()
+
+    def read_slowly(connection: sqlite3.Connection, machine: Fingerprint) -> list[HistoryRow]:
+        reading.set()
+        assert read.wait(10)
+        return []
+
+    monkeypatch.setattr(store_schema, "read_history", read_slowly)
+    with ThreadPoolExecutor(2) as pool:
+        reader = pool.submit(Store(tmp_path, MACHINE).history)
+        assert reading.wait(10)
+        opener = pool.submit(Store.open, tmp_path, MACHINE)
+        time.sleep(0.3)
+        assert not list(tmp_path.glob("*set-aside*"))
+        read.set()
+        assert reader.result() == []
+        store = opener.result()
+    (aside,) = tmp_path.glob("*set-aside*")
+    assert store.on_disk and aside.name in (store.trouble or "")
+    store.close()
+
+
+@pytest.mark.parametrize("statement", range(3))
+def test_a_store_that_another_process_is_just_making_is_no_other_programs(tmp_path: Path, statement: int) -> None:
+    run_in(tmp_path / NAME, "PRAGMA journal_mode = WAL")
+    looking = sqlite3.connect(tmp_path / NAME, isolation_level=None)
+    maker = sqlite3.connect(tmp_path / NAME, isolation_level=None)
+    begun: list[str] = []
+
+    def make_in_between(text: str) -> None:
+        begun.append(text)
+        if len(begun) == statement + 1:
+            store_schema.prepare(maker)
+
+    looking.set_trace_callback(make_in_between)
+    ours = store_schema.is_ours(looking)
+    looking.set_trace_callback(None)
+    assert len(begun) > statement and store_schema.is_ours(maker)
+    assert ours is (statement == 0), "what it saw is the state of one moment"
+    looking.close()
+    maker.close()
 
 
 def test_an_empty_file_is_a_new_store(tmp_path: Path) -> None:

@@ -116,11 +116,23 @@ def open_and_write(folder: Path, go: float, sender: Connection) -> None:
     sender.send((mended, written, store.trouble))
 
 
+def damage_a_value(folder: Path) -> None:
+    """Make a store that SQLite opens, with its log, and that is damaged all the same."""
+    store = Store.open(folder, MACHINE)
+    store.record(row("64x64"))
+    store.close()
+    connection = sqlite3.connect(store.path, isolation_level=None)
+    connection.execute("UPDATE history SET step_ms = 'fast'")
+    connection.close()
+
+
 def test_several_processes_find_a_damaged_store_at_once(tmp_path: Path) -> None:
-    for attempt in range(15):
+    for attempt in range(20):
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        if attempt:
+        if attempt >= 15:
+            damage_a_value(folder)
+        elif attempt:
             (folder / "onediff-1.sqlite3").write_bytes(random.Random(attempt).randbytes(9000))
         receiver, sender = FORK.Pipe(duplex=False)
         go = time.monotonic() + 0.05
@@ -185,7 +197,8 @@ def test_two_processes_write_at_once_and_no_update_is_lost(tmp_path: Path) -> No
     for name in ("one", "two"):
         assert sum(found.uses for found in rows if found.dtype == name) == pictures
     assert store.choices("sd1") == {"one": pictures - 1, "two": pictures - 1}
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["onediff-1.sqlite3"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["onediff-1.lock", "onediff-1.sqlite3"]
+    assert (tmp_path / "onediff-1.lock").stat().st_size == 0
 
 
 def test_it_is_a_write_ahead_log_where_the_file_system_can(tmp_path: Path) -> None:

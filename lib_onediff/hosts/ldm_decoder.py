@@ -1,0 +1,75 @@
+"""Our decoder in the hosts whose VAE is ldm's (A1111 with ldm and sgm, Forge): class-level patches of Decoder.forward.
+
+Who replaces the forward of one decoder (an extension that decodes in tiles) stands above a class-level patch.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..accelerator import runtime
+from ..unet.foreign import Habits, origin, package
+from .class_patch import ClassPatch
+
+
+def nothing_against_it() -> str | None:
+    return None
+
+
+def never_upcasts() -> bool:
+    return False
+
+
+class DecoderPatches:
+    """Patches of these Decoder classes.
+
+    why_host: why a decode is not ours, in one line, from what the adapter knows of its host; upcasts: whether the host
+    computes attention scores in float32 whatever the type of its inputs.
+    """
+
+    def __init__(
+        self, decoder_classes: Iterable[type], habits: Habits, why_host: Callable[[], str | None] = nothing_against_it,
+        upcasts: Callable[[], bool] = never_upcasts,
+    ) -> None:
+        self.patches = [ClassPatch(kind, "forward", self._forward) for kind in decoder_classes]
+        self._habits, self._why_host, self._upcasts = habits, why_host, upcasts
+
+    def serve(self) -> None:
+        for patch in self.patches:
+            patch.apply()
+
+    def stop(self) -> None:
+        """Undo serve()."""
+        for patch in self.patches:
+            patch.undo()
+        runtime.vae.release_all()
+
+    def begin_run(self, decoder: Any) -> None:
+        """A sampling begins, whose picture will most likely be decoded by this one."""
+        runtime.vae.begin_run()
+        if any(isinstance(decoder, patch.owner) for patch in self.patches):
+            runtime.vae.adopt(decoder, habits=self._habits)
+
+    def end_run(self) -> None:
+        """The picture is done."""
+        runtime.vae.end_run()
+
+    def _forward(self, original: Callable[..., Tensor], decoder: nn.Module, z: Tensor, **kwargs: Any) -> Tensor:
+        """Stands in for Decoder.forward(self, z, **kwargs)."""
+        host = lambda: original(decoder, z, **kwargs)  # noqa: E731
+        reason = self._why(original, decoder, kwargs)
+        if reason is not None:
+            runtime.vae.note_host(reason)
+            return host()
+        runtime.vae.adopt(decoder, habits=self._habits)
+        return runtime.vae.decode(decoder, z, host, upcast_attention=self._upcasts())
+
+    def _why(self, original: Callable[..., Tensor], decoder: nn.Module, kwargs: dict[str, Any]) -> str | None:
+        source = origin(original)
+        if package(source) != package(type(decoder).__module__):
+            return f"Decoder.forward was replaced by {source}"
+        if kwargs:
+            return f"the VAE is called with more than we know ({', '.join(sorted(kwargs))})"
+        return self._why_host()

@@ -1,0 +1,14 @@
+"""On a GPU, tests wait for kernels that are being compiled: otherwise the host would serve their first calls."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from lib_onediff.accelerator import runtime
+
+
+@pytest.fixture(autouse=True)
+def patience() -> Iterator[None]:
+    with runtime.patience():
+        yield

@@ -1,0 +1,182 @@
+"""Our kernels on a real GPU, at the shapes of SDXL and beyond 2**31 elements. tests/unit has the small shapes."""
+from __future__ import annotations
+
+import exact_operators as exact
+import pytest
+import torch
+import torch.nn.functional as functional
+from exact_operators import relative_error
+from torch import Tensor
+
+pytest.importorskip("triton", reason="needs Triton")
+
+from lib_onediff.ops import triton_group_norm, triton_images, triton_tokens
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+WORST_RATIO = 1.1
+# What float32 arithmetic in another order may cost beside torch's own error; half types round a thousand times more.
+FLOAT32_ROUNDING = 4 * torch.finfo(torch.float32).eps
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    torch.manual_seed(0)
+
+
+def random(*shape: int, dtype: torch.dtype, mean: float = 0.0) -> Tensor:
+    return (torch.randn(shape, device="cuda") + mean).to(dtype)
+
+
+def channels_last(image: Tensor) -> Tensor:
+    return image.to(memory_format=torch.channels_last)
+
+
+def assert_as_good(ours: Tensor, torchs: Tensor, expected: Tensor) -> None:
+    assert ours.dtype == torchs.dtype
+    assert relative_error(ours, expected) <= WORST_RATIO * relative_error(torchs, expected) + FLOAT32_ROUNDING
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("channels", "height", "width"),
+    [(320, 128, 128), (640, 64, 64), (1280, 32, 32), (1280, 16, 16), (1280, 23, 30), (2560, 8, 8), (320, 1, 1)],
+    ids=str,
+)
+def test_group_norm(channels: int, height: int, width: int, dtype: torch.dtype) -> None:
+    image, shift = random(2, channels, height, width, dtype=dtype, mean=0.5), random(2, channels, dtype=dtype)
+    weight, bias = random(channels, dtype=dtype, mean=1.0), random(channels, dtype=dtype)
+    for silu in (False, True):
+        expected = exact.group_norm(image, weight, bias, 32, 1e-5, silu, shift)
+        torchs = functional.group_norm(image + shift[:, :, None, None], 32, weight, bias, 1e-5)
+        torchs = functional.silu(torchs) if silu else torchs
+        ours = triton_group_norm.group_norm(channels_last(image), None, weight, bias, 32, 1e-5, silu, shift)
+        assert_as_good(ours, torchs, expected)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("first", "second", "height", "width"),
+    [(1920, 640, 64, 64), (1280, 1280, 32, 32), (1280, 640, 32, 32), (640, 320, 128, 128), (320, 320, 90, 120),
+     (1280, 1280, 8, 8), (1280, 640, 15, 11)],
+    ids=str,
+)
+def test_group_norm_of_two_images_side_by_side(
+    first: int, second: int, height: int, width: int, dtype: torch.dtype
+) -> None:
+    image, skip = random(2, first, height, width, dtype=dtype), random(2, second, height, width, dtype=dtype, mean=2.0)
+    weight, bias = random(first + second, dtype=dtype, mean=1.0), random(first + second, dtype=dtype)
+    together = torch.cat([image, skip], dim=1)
+    expected = exact.group_norm(together, weight, bias, 32, 1e-5, True)
+    torchs = functional.silu(functional.group_norm(together, 32, weight, bias, 1e-5))
+    ours = triton_group_norm.group_norm(channels_last(image), channels_last(skip), weight, bias, 32, 1e-5, True, None)
+    assert_as_good(ours, torchs, expected)
+
+
+@DTYPES
+@pytest.mark.parametrize(("tokens", "width"), [(4096, 640), (1024, 1280), (16384, 320), (77, 2048)], ids=str)
+def test_layer_norm(tokens: int, width: int, dtype: torch.dtype) -> None:
+    image, residual = random(2, tokens, width, dtype=dtype), random(2, tokens, width, dtype=dtype, mean=1.0)
+    weight, bias = random(width, dtype=dtype, mean=1.0), random(width, dtype=dtype)
+    expected = exact.layer_norm(image.double() + residual.double(), weight, bias, 1e-5)
+    torchs = functional.layer_norm(image + residual, (width,), weight, bias, 1e-5)
+    summed, ours = triton_tokens.layer_norm(image, weight, bias, 1e-5, residual)
+    assert_as_good(ours, torchs, expected)
+    assert torch.equal(summed, image + residual)
+
+
+@DTYPES
+@pytest.mark.parametrize(("tokens", "width"), [(4096, 2560), (1024, 5120), (4097, 1280)], ids=str)
+def test_geglu(tokens: int, width: int, dtype: torch.dtype) -> None:
+    given = random(2, tokens, 2 * width, dtype=dtype)
+    value, gate = given.chunk(2, dim=-1)
+    assert_as_good(triton_tokens.geglu(given), value * functional.gelu(gate), exact.geglu(given))
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(2, 320, 128, 128), (2, 640, 45, 60), (1, 1280, 23, 30)], ids=str)
+def test_additions_and_resize(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    image, update = random(*shape, dtype=dtype), random(*shape, dtype=dtype, mean=1.0)
+    bias = random(shape[1], dtype=dtype)
+    expected = image.double() + update.double() + bias.double()[:, None, None]
+    torchs = image + (update + bias[:, None, None])
+    assert_as_good(triton_images.residual_add(channels_last(image), channels_last(update), bias), torchs, expected)
+    size = (2 * shape[2] - 1, 2 * shape[3])
+    expected = functional.interpolate(image.float(), size=size, mode="nearest").to(dtype)
+    assert torch.equal(triton_images.resize(channels_last(image), *size), expected)
+
+
+@pytest.fixture
+def much_memory() -> None:
+    if torch.cuda.mem_get_info()[0] < 24 * GIB:
+        pytest.skip("needs 24 GiB of free GPU memory")
+
+
+def same_in_every_tile(image: Tensor, tile: Tensor) -> bool:
+    """Whether an image is this tile, over and over."""
+    height, width = tile.shape[2:]
+    repeated = channels_last(tile.repeat(1, 1, 1, image.shape[3] // width))
+    return all(torch.equal(image[:, :, row:row + height], repeated) for row in range(0, image.shape[2], height))
+
+
+@pytest.mark.usefixtures("much_memory")
+def test_an_image_of_more_than_two_to_the_31_elements() -> None:
+    tile = channels_last(random(1, 320, 26, 26, dtype=torch.float16))
+    weight, bias = random(320, dtype=torch.float16, mean=1.0), random(320, dtype=torch.float16)
+    image = channels_last(tile.repeat(1, 1, 100, 100))
+    assert image.numel() > 2**31
+    output = triton_group_norm.group_norm(image, None, weight, bias, 32, 1e-5, True, None)
+    # Repeating a picture changes neither its mean nor its variance.
+    expected = exact.group_norm(tile, weight, bias, 32, 1e-5, True)
+    for corner in (output[..., :26, :26], output[..., -26:, -26:]):
+        assert relative_error(corner, expected) < 1e-3
+    assert same_in_every_tile(output, output[..., :26, :26].contiguous())
+    assert same_in_every_tile(triton_images.residual_add(image, image, bias), tile + tile + bias[:, None, None])
+    del output
+    assert same_in_every_tile(triton_images.add_bias_(image, bias), tile + bias[:, None, None])
+    del image
+    large = triton_images.resize(tile, 2600, 2600)
+    assert large.numel() > 2**31
+    assert all(torch.equal(large[:, :, row::100, column::100], tile) for row in (0, 99) for column in (0, 57, 99))
+
+
+@pytest.mark.usefixtures("much_memory")
+def test_two_images_whose_second_sample_lies_beyond_two_to_the_31_elements() -> None:
+    first, second = (channels_last(random(2, channels, 26, 26, dtype=torch.float16)) for channels in (320, 160))
+    weight, bias = random(480, dtype=torch.float16, mean=1.0), random(480, dtype=torch.float16)
+    images = (channels_last(part.repeat(1, 1, 80, 80)) for part in (first, second))
+    output = triton_group_norm.group_norm(*images, weight, bias, 32, 1e-5, False, None)
+    assert output.numel() > 2**31
+    expected = exact.group_norm(torch.cat([first, second], dim=1), weight, bias, 32, 1e-5)
+    assert relative_error(output[..., -26:, -26:], expected) < 1e-3
+
+
+@pytest.mark.usefixtures("much_memory")
+def test_tokens_of_more_than_two_to_the_31_elements() -> None:
+    few = random(1000, 1280, dtype=torch.float16)
+    weight, bias = random(1280, dtype=torch.float16, mean=1.0), random(1280, dtype=torch.float16)
+    many = few.repeat(1700, 1)
+    assert many.numel() > 2**31
+    gated = triton_tokens.geglu(many)
+    assert torch.equal(gated, triton_tokens.geglu(few).repeat(1700, 1))
+    assert relative_error(gated[-1000:], exact.geglu(few)) < 1e-3
+    del gated
+    summed, normed = triton_tokens.layer_norm(many, weight, bias, 1e-5, many)
+    assert torch.equal(summed, many + many)
+    assert relative_error(normed[-1000:], exact.layer_norm(few + few, weight, bias, 1e-5)) < 1e-3
+    assert torch.equal(normed[:1000], normed[-1000:])
+
+
+def test_more_rows_than_one_axis_of_a_launch_holds() -> None:
+    """Only the first axis goes beyond 65535: a batch of large pictures does."""
+    tokens = random(70000, 64, dtype=torch.float16)
+    value, gate = tokens.chunk(2, dim=-1)
+    torch.testing.assert_close(triton_tokens.geglu(tokens), value * functional.gelu(gate), rtol=2e-3, atol=2e-3)
+    _, normed = triton_tokens.layer_norm(tokens, tokens[0], None, 1e-5, None)
+    torch.testing.assert_close(
+        normed, functional.layer_norm(tokens, (64,), tokens[0], None, 1e-5), rtol=2e-3, atol=2e-3
+    )

@@ -1,0 +1,74 @@
+"""Calls of a UNet on a real GPU, each held to the model's own forward, and what may go wrong in them."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from exact_operators import relative_error
+from torch import Tensor, nn
+
+from lib_onediff import status
+from lib_onediff.accelerator import runtime
+from lib_onediff.bench.models import inputs
+from lib_onediff.ops import triton_tokens
+from lib_onediff.shapes.table import Entry
+
+CLOSE = 1e-2
+
+
+def arguments(unet: nn.Module, width: int = 128, height: int = 128, batch: int = 2) -> dict[str, Any]:
+    return inputs(unet, width, height, batch, 77, torch.float16)
+
+
+@torch.no_grad()
+def host(unet: nn.Module, given: dict[str, Any]) -> Tensor:
+    return type(unet).forward(unet, **given, return_dict=False)[0]
+
+
+@torch.no_grad()
+def use(unet: nn.Module, given: dict[str, Any], calls: int = 3) -> None:
+    """Several calls, each of which must have the right output."""
+    for _ in range(calls):
+        output = unet(**given, return_dict=False)[0]
+        assert relative_error(output, host(unet, given)) < CLOSE, status()
+
+
+def now() -> tuple[str, str]:
+    return status()["backend"], status()["route"]
+
+
+def entry_of(backend: str, resolution: str = "128x128") -> Entry:
+    [entry] = [
+        entry for entry in runtime.table.entries()
+        if entry.key.backend == backend and entry.key.resolution == resolution
+    ]
+    return entry
+
+
+def gpu_is_usable() -> bool:
+    torch.cuda.synchronize()
+    return bool(torch.randn(8, device="cuda").isfinite().all())
+
+
+def geglu_that(disturbs: Callable[[], object]) -> Callable[..., Tensor]:
+    """The real kernel, with something going wrong before it."""
+    original = triton_tokens.geglu
+
+    def geglu(tokens: Tensor, *tuning: int) -> Tensor:
+        disturbs()
+        return original(tokens, *tuning)
+
+    return geglu
+
+
+def while_capturing(disturb: Callable[[], object]) -> Callable[[], None]:
+    def disturbs() -> None:
+        if torch.cuda.is_current_stream_capturing():
+            disturb()
+
+    return disturbs
+
+
+def out_of_memory() -> None:
+    raise torch.cuda.OutOfMemoryError("CUDA out of memory")

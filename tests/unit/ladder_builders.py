@@ -1,0 +1,78 @@
+"""A ladder of backends without a GPU: steps as one has them, and weather in the place of our kernels."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from builders import SMALL_XL, diffusers_output, diffusers_unet, relative_error, served
+from torch import Tensor, nn
+
+import lib_onediff
+from lib_onediff.accelerator import runtime
+from lib_onediff.backends import CUDAGRAPH, EAGER, NATIVE, Steps
+from lib_onediff.ops import torch_ops
+from lib_onediff.shapes.table import Entry
+from lib_onediff.unet.call import UNetCall
+
+
+class Weather:
+    """torch's operators, with geglu replaced, in the place of our kernels; counts how often geglu is called."""
+
+    def __init__(self) -> None:
+        self.geglu_by: Callable[[Tensor], Tensor] = torch_ops.geglu
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch_ops, name)
+
+    def geglu(self, tokens: Tensor) -> Tensor:
+        self.calls += 1
+        return self.geglu_by(tokens)
+
+    def raises(self, error: BaseException) -> None:
+        def broken(tokens: Tensor) -> Tensor:
+            raise error
+
+        self.geglu_by = broken
+
+    def clears(self) -> None:
+        self.geglu_by = torch_ops.geglu
+
+
+class PretendedGraph:
+    """Computes anew what a graph would replay."""
+
+    bytes = 1 << 20
+
+    def __init__(self, run: Callable[[UNetCall], Tensor]) -> None:
+        self.run = run
+
+
+def steps_of_a_gpu(wanted: str, device: torch.device, why_not_native: Callable[..., str | None]) -> Steps:
+    if wanted == EAGER:
+        return Steps((EAGER,), "")
+    return Steps((CUDAGRAPH,) if wanted == CUDAGRAPH else (NATIVE, CUDAGRAPH), "")
+
+
+def small_xl() -> nn.Module:
+    """A UNet in our care."""
+    return lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
+
+
+def entry_of(backend: str) -> Entry:
+    [entry] = [entry for entry in runtime.table.entries() if entry.key.backend == backend]
+    return entry
+
+
+def now() -> tuple[str, str]:
+    status = lib_onediff.status()
+    return status["backend"], status["route"]
+
+
+def reason() -> str:
+    return lib_onediff.status()["reason"]
+
+
+def error(unet: nn.Module, call: UNetCall) -> float:
+    return relative_error(served(unet, call), diffusers_output(unet, call))

@@ -1,0 +1,236 @@
+"""The benchmark's sections beside the side-by-side table: fresh processes, new sizes, memory, the VAE, profiles."""
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+
+from lib_onediff.bench import __main__ as bench
+from lib_onediff.bench import children, cold, decode, first_calls, memory, models, profile, report
+from lib_onediff.bench.children import ChildFailed, Task, ask
+from lib_onediff.bench.compilations import count_compilations, hook_place
+from lib_onediff.bench.options import parse
+from lib_onediff.bench.variants import BASELINE, Unavailable
+from lib_onediff.hosts import diffusers_decoder
+from lib_onediff.settings import Settings
+
+CPU = torch.device("cpu")
+EAGER = "onediff eager"
+ROOT = Path(__file__).parents[2]
+
+
+def task(job: str, variant: str = EAGER, **more: object) -> Task:
+    options = parse(["--dtype", "fp32"])
+    return Task.of(job, "tiny-sd15", variant, [(64, 64), (64, 72)], options, **more)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path, Path]:
+    """One run of the command with all sections that fit into a few seconds."""
+    folder = tmp_path_factory.mktemp("bench")
+    target, plot = folder / "bench.json", folder / "bench.png"
+    command = [
+        sys.executable, "-m", "lib_onediff.bench", "--models", "tiny-sd15", "--sizes", "64x64", "--runs", "5",
+        "--variants", EAGER, "--dtype", "fp32", "--cold", "--memory", "--vae", "--profile", "--json", str(target),
+        "--plot", str(plot),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment), target, plot
+
+
+def test_the_command_prints_every_table(finished: tuple) -> None:
+    run, _, _ = finished
+    assert run.returncode == 0, run.stderr
+    assert torch.__version__ in run.stdout and "failed" not in run.stdout
+    for line in (
+        "| tiny-sd15 | 64x64 | onediff eager |", "| 64x64 | onediff eager fp32 |", "| tiny-sd15 | onediff eager |",
+    ):
+        assert line in run.stdout, line
+    if not torch.cuda.is_available():
+        assert "--memory counts the memory of an NVIDIA GPU, and there is none here." in run.stdout
+        assert "--profile shows the kernels of an NVIDIA GPU, and there is none here." in run.stdout
+
+
+def test_the_file_carries_every_section(finished: tuple) -> None:
+    document = json.loads(finished[1].read_text())
+    assert document["machine"]["torch"] == torch.__version__
+    assert [row["variant"] for row in document["rows"]] == [EAGER]
+    (start,) = document["cold"]
+    assert 0 < start["first_s"] < start["ready_s"] and 0 < start["next_first_s"] < start["next_ready_s"]
+    assert start["calls"] == 2 and not start["problem"]
+    host, ours = document["decode"]
+    assert ours["median_ms"] > 0 and ours["relative_error"] < 1e-5 and ours["exact_ratio"] == ours["ratio"]
+    assert host["ratio"] == 1.0
+    assert document["new_sizes"] == []
+    if not torch.cuda.is_available():
+        assert document["memory"] == document["profile"] == []
+
+
+def test_the_plot_is_drawn(finished: tuple) -> None:
+    pytest.importorskip("matplotlib")
+    assert finished[2].read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_task_survives_its_way_to_another_process() -> None:
+    asked = task("cold", verify=True, cache_folder="somewhere")
+    assert Task.from_text(json.dumps(vars(asked))) == asked
+
+
+def test_why_another_process_failed_is_one_line() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(ChildFailed, match="^CUDA graphs need a GPU$"):
+        ask(task("cold", "host eager + CUDA graph"))
+
+
+def test_a_process_that_dies_is_a_failure_with_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children.sys, "executable", "false")
+    with pytest.raises(ChildFailed, match="the process ended with 1"):
+        ask(task("cold"))
+
+
+@pytest.mark.parametrize("variant", [BASELINE, EAGER])
+def test_a_start_takes_longer_to_full_speed_than_to_its_first_output(variant: str, tmp_path: Path) -> None:
+    with torch.no_grad():
+        result = cold.child(task("cold", variant, cache_folder=str(tmp_path)), CPU)
+    assert 0 < result["first_s"] < result["ready_s"] and result["calls"] == 2
+
+
+def test_a_failed_start_says_why_in_the_table() -> None:
+    failed = cold.Start("sdxl", "onediff native", problem="no")
+    done = cold.Start("sdxl", BASELINE, 1.0, 2.0, 0.5, 0.75, 2)
+    lines = report.markdown(cold.HEADINGS, [failed.cells(), done.cells()]).splitlines()
+    assert lines[2] == "| sdxl | onediff native | failed: no |  |  |  |  |"
+    assert lines[3] == "| sdxl | host eager | 1.00 | 2.00 | 0.50 | 0.75 | 2 |"
+
+
+def test_host_and_ours_take_turns_at_every_new_size() -> None:
+    with torch.no_grad():
+        result = first_calls.child(task("first calls"), CPU)
+    assert len(result["sizes"]) == 3, "the size at which it warms up, and two"
+    order = [list(at_size) for at_size in result["sizes"]]
+    assert [names[:2] for names in order] == [["host_s", "own_s"], ["own_s", "host_s"], ["host_s", "own_s"]]
+
+
+def test_every_new_size_has_a_row_with_and_without_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    def here(asked: Task) -> dict:
+        """What another process would do, but in this one."""
+        with torch.no_grad():
+            return json.loads(json.dumps(first_calls.child(Task.from_text(json.dumps(vars(asked))), CPU)))
+
+    monkeypatch.setattr(first_calls, "ask", here)
+    options = parse(["--dtype", "fp32", "--variants", EAGER, "--new-sizes", "64x72", "72x64"])
+    rows = first_calls.first_calls("tiny-sd15", options)
+    assert [row.size for row in rows] == ["64x64 (first of all)", "64x72", "72x64"]
+    for row in rows:
+        assert row.host_s > 0 and row.own_s > 0 and row.checked_s > 0 and not row.problem and row.variant == EAGER
+
+
+def test_with_the_check_the_host_has_not_called_at_that_size_before() -> None:
+    with torch.no_grad():
+        result = first_calls.child(task("first calls", verify=True), CPU)
+    assert all("host_s" not in at_size and at_size["own_s"] > 0 for at_size in result["sizes"])
+
+
+def test_how_much_longer_a_first_call_takes_is_in_the_table() -> None:
+    row = first_calls.NewSize("sdxl", "960x720", "onediff native", 0.2, 0.25, 0.47, 0)
+    assert row.cells() == ["sdxl", "960x720", "0.200", "onediff native", "0.250", "+0.050", "0.470", "0"]
+    row.compilations = None
+    assert row.cells()[-1] == "unknown"
+
+
+def test_kernels_are_counted_where_triton_tells() -> None:
+    triton = pytest.importorskip("triton")
+    owner, name = hook_place()
+    heard: list[str] = []
+    setattr(owner, name, lambda **given: heard.append(given["key"]))
+    try:
+        before = getattr(owner, name)
+        with count_compilations() as built:
+            assert built.count == 0
+            for key in ("one", "two"):
+                getattr(owner, name)(key=key)
+        assert built.count == 2 and heard == ["one", "two"], f"the hook of Triton {triton.__version__} goes on"
+        assert getattr(owner, name) is before
+    finally:
+        setattr(owner, name, None)
+
+
+def test_without_triton_the_count_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with count_compilations() as built:
+        pass
+    assert built.count is None
+
+
+def test_memory_over_the_host_is_in_the_table_by_both_measures() -> None:
+    row = memory.MemoryRow("sdxl", "largest first", "onediff native", 12, {"peak": 9000.0, "driver": 9600.0},
+                           {"ready": 12, "reserved": 9500.0, "driver": 10050.0, "peak": 9500.0})
+    assert row.cells() == [
+        "sdxl", "largest first", "12 of 12", "9000", "9500", "+500", "9600", "10050", "+450"
+    ]
+
+
+def test_decoding_at_an_odd_size_is_compared_with_float32() -> None:
+    options = parse(["--dtype", "bf16", "--variants", EAGER, "--runs", "5", "--sizes", "72x88"])
+    rows = decode.decode(options, CPU)
+    assert [(row.size, row.variant) for row in rows] == [
+        ("72x88", "host bf16"), ("72x88", "host fp32"), ("72x88", "onediff eager bf16")
+    ]
+    host, exact, ours = rows
+    assert not any(row.problem for row in rows)
+    assert host.ratio == host.host_errors == exact.exact_ratio == 1.0
+    assert exact.relative_error < 1e-6 < 1e-4 < ours.relative_error < 5e-2
+    assert ours.exact_ratio == pytest.approx(exact.median_ms / ours.median_ms)
+
+
+def test_a_decode_that_the_vae_did_itself_is_not_counted_as_ours() -> None:
+    vae = models.random_vae(True, CPU)
+    run = decode.served(decode.host(vae), "eager")
+    latents = decode.latents_for(vae, (64, 64), CPU)
+    diffusers_decoder.attach(vae.decoder, Settings(enabled=False))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="own decoder ran: OneDiff is switched off"):
+        run(latents)
+    diffusers_decoder.attach(vae.decoder, Settings(backend="eager", verify=False))
+    with torch.no_grad():
+        run(latents)
+        with pytest.raises(RuntimeError, match="the backend eager ran"):
+            decode.served(decode.host(vae), "native")(latents)
+    diffusers_decoder.detach(vae.decoder)
+
+
+def test_a_section_that_fails_is_one_line_and_the_others_are_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def fails(*arguments: object) -> None:
+        raise RuntimeError("CUDA out of memory\nand a long story")
+
+    monkeypatch.setattr(bench, "measure", fails)
+    target = tmp_path / "bench.json"
+    monkeypatch.setattr(sys, "argv", [
+        "bench", "--models", "tiny-sd15", "--sizes", "64x64", "--runs", "5", "--dtype", "fp32", "--vae", "--json",
+        str(target),
+    ])
+    assert bench.main() == 1
+    printed = capsys.readouterr().out
+    assert "tiny-sd15, UNet calls: CUDA out of memory\n" in printed and "long story" not in printed
+    document = json.loads(target.read_text())
+    assert document["rows"] == [] and document["decode"]
+
+
+def test_kernel_times_are_sorted_and_add_up() -> None:
+    times = {f"kernel {index}": (float(index), 2) for index in range(1, 41)}
+    rows = profile.kernels(times, "sdxl", "64x64", EAGER)
+    assert len(rows) == profile.MOST_KERNELS + 2 and rows[0].name == "kernel 40"
+    assert rows[-2].name == "(10 more)" and rows[-2].microseconds == 55.0 and rows[-2].launches == 20
+    assert rows[-1].microseconds == 820.0 and rows[-1].launches == 80 and rows[-1].cells()[4] == "100.0%"
+    assert sum(row.microseconds for row in rows[:-1]) == 820.0
+    with pytest.raises(Unavailable):
+        profile.kernels({}, "sdxl", "64x64", EAGER)

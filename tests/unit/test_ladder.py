@@ -1,0 +1,180 @@
+"""Bad weather on the ladder of backends: what fails is served by the next step, and the entry says why.
+
+There is no GPU here: the steps are those of one, our kernels' place is taken by operators that do what a test wants,
+and a capture fails by itself. tests/gpu/test_bad_weather.py asks the same of the real ones.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from builders import a_call, diffusers_output, served
+from ladder_builders import PretendedGraph, Weather, entry_of, error, now, reason, small_xl
+from torch import Tensor, nn
+
+from lib_onediff.accelerator import runtime
+from lib_onediff.backends import CUDAGRAPH, NATIVE
+from lib_onediff.ops import torch_ops
+from lib_onediff.shapes.table import State
+from lib_onediff.unet.call import UNetCall
+
+CLOSE = 1e-5
+
+
+@pytest.fixture
+def unet() -> nn.Module:
+    return small_xl()
+
+
+FAULTS = [
+    RuntimeError("CUDA error: an illegal\ninstruction"), ValueError("at 3:7: unknown type\nmore"), KeyError("no block"),
+    NotImplementedError(), ImportError("libcuda is missing"), AssertionError("shapes"), OSError(28, "no space left"),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
+def test_a_kernel_that_fails_leaves_the_call_to_the_next_backend(
+    unet: nn.Module, weather: Weather, fault: Exception
+) -> None:
+    weather.raises(fault)
+    call = a_call(unet)
+    assert error(unet, call) < CLOSE
+    assert now() == ("cudagraph", "plain")
+    native = entry_of(NATIVE)
+    assert native.state is State.FAILED and "\n" not in native.reason
+    assert native.reason.startswith("our forward failed: ") and native.reason.endswith("(backend native)")
+    assert (str(fault).splitlines() or [type(fault).__name__])[0] in native.reason
+    assert reason() == native.reason, "the user is told why it is not native"
+    tried = weather.calls
+    assert error(unet, call) < CLOSE
+    assert weather.calls == tried, "what failed is not tried again"
+
+
+def test_what_failed_at_one_shape_lives_on_at_the_others(unet: nn.Module, weather: Weather) -> None:
+    good, bad = a_call(unet), a_call(unet, 8, 16)
+    served(unet, good)
+    weather.raises(RuntimeError("not at this size"))
+    assert error(unet, bad) < CLOSE
+    assert now()[0] == "cudagraph"
+    weather.clears()
+    assert error(unet, good) < CLOSE
+    assert now()[0] == "native"
+    assert error(unet, bad) < CLOSE
+    assert now()[0] == "cudagraph"
+
+
+def test_where_every_backend_fails_the_host_serves(
+    unet: nn.Module, weather: Weather, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(tokens: Tensor) -> Tensor:
+        raise RuntimeError("torch is broken too")
+
+    weather.raises(RuntimeError("a kernel is broken"))
+    monkeypatch.setattr(torch_ops, "geglu", broken)
+    call = a_call(unet)
+    for _ in range(2):
+        assert torch.equal(served(unet, call), diffusers_output(unet, call))
+        assert now()[1] == "host" and reason() == "our forward failed: torch is broken too (backend cudagraph)"
+    assert {entry.state for entry in runtime.table.entries()} == {State.FAILED}
+
+
+def test_a_backend_that_disagrees_with_the_host_is_left_for_the_next(unet: nn.Module, weather: Weather) -> None:
+    weather.geglu_by = lambda tokens: tokens.chunk(2, dim=-1)[0]
+    call = a_call(unet)
+    assert torch.equal(served(unet, call), diffusers_output(unet, call)), "the host's output is there anyway"
+    assert now()[1] == "host" and reason().startswith("it differs from the model's own forward by ")
+    assert entry_of(NATIVE).state is State.FAILED and entry_of(NATIVE).reason.endswith("(backend native)")
+    assert error(unet, call) < CLOSE
+    assert now() == ("cudagraph", "plain")
+    assert entry_of(CUDAGRAPH).state is State.PROVED, "the next one is checked as well"
+
+
+def test_out_of_memory_leaves_the_call_to_the_host_and_condemns_nothing(unet: nn.Module, weather: Weather) -> None:
+    call = a_call(unet)
+    served(unet, call)
+    weather.raises(torch.cuda.OutOfMemoryError("CUDA out of memory"))
+    assert torch.equal(served(unet, call), diffusers_output(unet, call))
+    assert now()[1] == "host" and reason() == "out of GPU memory: the graphs were freed"
+    weather.clears()
+    assert error(unet, call) < CLOSE
+    assert now() == ("native", "plain") and entry_of(NATIVE).state is State.PROVED
+
+
+def test_a_capture_that_fails_costs_nothing_but_the_graph(unet: nn.Module, weather: Weather) -> None:
+    call = a_call(unet)
+    for _ in range(3):
+        assert error(unet, call) < CLOSE
+    entry = entry_of(NATIVE)
+    assert now() == ("native", "plain") and entry.state is State.PROVED
+    assert reason() == entry.no_graph and entry.no_graph.startswith("the graph could not be captured: ")
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (torch.cuda.OutOfMemoryError("CUDA out of memory"), "out of GPU memory while its graph was captured"),
+        (RuntimeError("not permitted when stream is capturing"), "the graph could not be captured: not permitted"),
+        (ValueError(), "the graph could not be captured: ValueError"),
+    ],
+    ids=lambda given: type(given).__name__,
+)
+def test_whatever_a_capture_raises_the_call_has_its_answer(
+    unet: nn.Module, weather: Weather, monkeypatch: pytest.MonkeyPatch, fault: Exception, why: str
+) -> None:
+    attempts: list[Any] = []
+
+    def fail(*arguments: Any) -> None:
+        attempts.append(arguments)
+        raise fault
+
+    monkeypatch.setattr(runtime._graphs._graphs, "prepare", fail)
+    monkeypatch.setattr(runtime._graphs._graphs, "prepare_within", fail)
+    call = a_call(unet)
+    for _ in range(4):
+        assert error(unet, call) < CLOSE
+        assert now() == ("native", "plain")
+    assert entry_of(NATIVE).no_graph.startswith(why) and reason() == entry_of(NATIVE).no_graph
+    assert len(attempts) == 1, "a capture is tried once"
+
+
+def test_measuring_attention_that_fails_costs_nothing_but_the_graph(
+    unet: nn.Module, weather: Weather, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*call: Any) -> bool:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(runtime.operators, "tune", fail)
+    call = a_call(unet)
+    for _ in range(3):
+        assert error(unet, call) < CLOSE
+    assert now() == ("native", "plain") and "no such kernel" in reason()
+
+
+def test_out_of_memory_in_a_replay_frees_the_graphs_and_the_host_serves(
+    unet: nn.Module, weather: Weather, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = False
+
+    def prepare_within(budget: int, make_room: Any, *work: Any) -> PretendedGraph:
+        def run(call: UNetCall) -> Tensor:
+            if full:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+            return diffusers_output(unet, call)
+
+        return PretendedGraph(run)
+
+    monkeypatch.setattr(runtime._graphs._graphs, "prepare_within", prepare_within)
+    call = a_call(unet)
+    for route in ("plain", "plain", "graph"):
+        assert error(unet, call) < CLOSE
+        assert now() == ("native", route)
+    assert reason() == "" and entry_of(NATIVE).state is State.READY
+    full = True
+    assert torch.equal(served(unet, call), diffusers_output(unet, call))
+    assert now()[1] == "host"
+    assert entry_of(NATIVE).state is State.PROVED and entry_of(NATIVE).bytes == 0
+    full = False
+    for route in ("plain", "graph"):
+        assert error(unet, call) < CLOSE
+        assert now() == ("native", route)

@@ -1,0 +1,259 @@
+"""Our decoder in diffusers and in the hosts with ldm's VAE: put on, at work beneath others, and taken off again."""
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from builders import diffusers_unet, relative_error
+from test_public_api_hooks import add_as_accelerate, remove_as_accelerate
+from torch import Tensor
+from vae_builders import (
+    a_latent,
+    decodes,
+    diffusers_vae,
+    fresh_route,  # noqa: F401
+    host_picture,
+    last,
+    ldm_decoder,
+    ldm_module,
+)
+
+import lib_onediff
+from lib_onediff.hosts import diffusers_decoder
+from lib_onediff.hosts.ldm_decoder import DecoderPatches
+from lib_onediff.unet.foreign import Habits
+
+pytestmark = pytest.mark.usefixtures("fresh_route")
+
+
+def state(module: Any) -> list[tuple[int, int, tuple[int, ...], int]]:
+    return [(id(p), p.data_ptr(), p.stride(), p._version) for p in module.parameters()]
+
+
+def pipe() -> Any:
+    return SimpleNamespace(unet=diffusers_unet(), vae=diffusers_vae())
+
+
+@torch.no_grad()
+def decoded(vae: Any, latent: Tensor) -> Tensor:
+    return vae.decode(latent).sample
+
+
+# --- diffusers ----------------------------------------------------------------------------------------------------
+
+
+def test_compile_pipe_covers_the_vae_and_undoing_it_leaves_nothing() -> None:
+    given = pipe()
+    latent = a_latent(given.vae.decoder, 5, 7)
+    expected, before = decoded(given.vae, latent), state(given.vae)
+    attributes = set(given.vae.decoder.__dict__)
+    for _ in range(2):
+        lib_onediff.compile_pipe(given)
+        assert relative_error(decoded(given.vae, latent), expected) < 1e-5
+    assert last() == ("ours", "") and decodes() == {"ours": 2, "host": 0}
+    lib_onediff.uncompile_pipe(given)
+    assert torch.equal(decoded(given.vae, latent), expected)
+    assert decodes() == {"ours": 2, "host": 0}
+    assert state(given.vae) == before and set(given.vae.decoder.__dict__) == attributes
+
+
+@pytest.mark.parametrize(
+    ("ignores", "ours"), [((), True), (("unet",), True), (("vae",), False), (["unet", "vae"], False)]
+)
+def test_ignores(ignores: Any, ours: bool) -> None:
+    given = pipe()
+    lib_onediff.compile_pipe(given, ignores=ignores)
+    assert diffusers_decoder.is_attached(given.vae.decoder) is ours
+
+
+def test_options_hold_for_the_vae() -> None:
+    given = lib_onediff.compile_pipe(pipe(), enabled=False)
+    decoded(given.vae, a_latent(given.vae.decoder))
+    assert last() == ("host", "OneDiff is switched off")
+
+
+def test_a_vae_that_we_cannot_run_is_left_alone_with_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    from diffusers import AutoencoderTiny
+
+    given = SimpleNamespace(unet=diffusers_unet(), vae=AutoencoderTiny())
+    lib_onediff.compile_pipe(given)
+    assert "forward" not in given.vae.decoder.__dict__
+    odd = pipe()
+    odd.vae.decoder.conv_act = torch.nn.ReLU()
+    lib_onediff.compile_pipe(odd)
+    assert "forward" not in odd.vae.decoder.__dict__
+    assert "the VAE keeps its own decoder: the output's activation is ReLU, not SiLU." in caplog.text
+
+
+def test_somebody_elses_forward_stays(caplog: pytest.LogCaptureFixture) -> None:
+    given = pipe()
+    decoder = given.vae.decoder
+    decoder.forward = theirs = lambda sample, latent_embeds=None: 2 * type(decoder).forward(decoder, sample)
+    with pytest.raises(ValueError, match="somebody else has replaced"):
+        diffusers_decoder.attach(decoder)
+    lib_onediff.compile_pipe(given)
+    assert decoder.__dict__["forward"] is theirs
+    assert "somebody else has replaced" in caplog.text
+    lib_onediff.uncompile_pipe(given)
+    assert decoder.__dict__["forward"] is theirs
+
+
+class Doubling:
+    """A hook that can be seen, with the methods of accelerate's ModelHook."""
+
+    def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> tuple:
+        return args, kwargs
+
+    def post_forward(self, module: Any, output: Tensor) -> Tensor:
+        return 2 * output
+
+
+@pytest.mark.parametrize("attached_first", [True, False])
+def test_beneath_an_offloading_hook_of_accelerate(attached_first: bool) -> None:
+    vae = diffusers_vae()
+    latent = a_latent(vae.decoder)
+    expected = decoded(vae, latent)
+    if attached_first:
+        diffusers_decoder.attach(vae.decoder)
+    add_as_accelerate(vae.decoder, Doubling())
+    diffusers_decoder.attach(vae.decoder)
+    assert relative_error(decoded(vae, latent), 2 * expected) < 1e-5
+    assert last() == ("ours", "")
+    diffusers_decoder.detach(vae.decoder)
+    assert torch.equal(decoded(vae, latent), 2 * expected)
+    remove_as_accelerate(vae.decoder)
+    assert torch.equal(decoded(vae, latent), expected) and decodes()["ours"] == 1
+
+
+def test_a_copy_has_its_own_forward() -> None:
+    vae = diffusers_vae()
+    latent = a_latent(vae.decoder)
+    diffusers_decoder.attach(vae.decoder)
+    other = copy.deepcopy(vae)
+    assert isinstance(other.decoder.__dict__["forward"], MethodType)
+    assert other.decoder.__dict__["forward"].__self__ is other.decoder
+    assert torch.equal(decoded(other, latent), decoded(diffusers_vae(), latent))
+    assert decodes() == {"ours": 0, "host": 0}
+
+
+def test_what_a_decoder_of_this_class_may_also_be_given() -> None:
+    vae = diffusers_vae()
+    diffusers_decoder.attach(vae.decoder)
+    latent = a_latent(vae.decoder)
+    with torch.no_grad():
+        vae.decoder(sample=latent)
+        assert last() == ("ours", "")
+        with pytest.raises(RuntimeError):
+            vae.decoder(latent, latent)
+    assert last() == ("host", "the VAE passes latent_embeds")
+
+
+# --- ldm (A1111, Forge) -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def decoder(fresh_route: Any) -> Any:  # noqa: F811
+    return ldm_decoder()
+
+
+@pytest.fixture
+def patches(decoder: Any) -> Iterator[DecoderPatches]:
+    made = DecoderPatches([ldm_module().Decoder], Habits())
+    made.serve()
+    yield made
+    made.stop()
+
+
+@torch.no_grad()
+def called(decoder: Any, latent: Tensor, **others: Any) -> Tensor:
+    return decoder(latent, **others)
+
+
+def test_a_class_patch_serves_every_decoder_and_leaves_nothing(decoder: Any) -> None:
+    own = ldm_module().Decoder.__dict__["forward"]
+    latent = a_latent(decoder, 5, 7)
+    expected, before, attributes = called(decoder, latent), state(decoder), set(decoder.__dict__)
+    patches = DecoderPatches([ldm_module().Decoder], Habits())
+    for _ in range(2):
+        patches.serve()
+    assert relative_error(called(decoder, latent), expected) < 1e-5
+    another = ldm_decoder(1)
+    with torch.no_grad():
+        assert relative_error(another(latent), own(another, latent)) < 1e-5
+    assert decodes() == {"ours": 2, "host": 0}
+    for _ in range(2):
+        patches.stop()
+    assert ldm_module().Decoder.__dict__["forward"] is own
+    assert torch.equal(called(decoder, latent), expected)
+    assert decodes() == {"ours": 2, "host": 0}
+    assert state(decoder) == before and set(decoder.__dict__) == attributes
+
+
+def test_an_extension_that_decodes_in_tiles_stands_above(decoder: Any, patches: DecoderPatches) -> None:
+    """It sets forward on the instance, keeps what it found there, and calls that where a picture is small."""
+    original, latent = decoder.forward, a_latent(decoder, 4, 8)
+
+    def tiles(z: Tensor) -> Tensor:
+        return torch.cat([original(part) for part in z.split(4, dim=3)], dim=3)
+
+    decoder.forward = tiles
+    tiled = called(decoder, latent)
+    assert decodes() == {"ours": 2, "host": 0}
+    patches.stop()
+    assert relative_error(tiled, called(decoder, latent)) < 1e-5
+    assert decodes() == {"ours": 2, "host": 0}
+
+
+def test_hooks_of_the_decoder_itself_run(decoder: Any, patches: DecoderPatches) -> None:
+    """As --medvram moves whole models."""
+    seen: list[str] = []
+    decoder.register_forward_pre_hook(lambda module, given: seen.append("before"))
+    decoder.register_forward_hook(lambda module, given, output: seen.append("after"))
+    called(decoder, a_latent(decoder))
+    assert seen == ["before", "after"] and last() == ("ours", "")
+
+
+def test_somebody_elses_patch_of_the_class_beneath_ours(decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = ldm_module().Decoder
+    own = kind.forward
+
+    @functools.wraps(own)
+    def theirs(self: Any, z: Tensor) -> Tensor:
+        return 2 * own(self, z)
+
+    monkeypatch.setattr(kind, "forward", theirs)
+    patches = DecoderPatches([kind], Habits())
+    patches.serve()
+    try:
+        latent = a_latent(decoder)
+        assert torch.equal(called(decoder, latent), 2 * own(decoder, latent))
+        assert last() == ("host", f"Decoder.forward was replaced by {__name__}")
+    finally:
+        patches.stop()
+    assert kind.__dict__["forward"] is theirs
+
+
+def test_arguments_that_we_do_not_know_are_the_hosts(decoder: Any, patches: DecoderPatches) -> None:
+    with pytest.raises(TypeError):
+        called(decoder, a_latent(decoder), timesteps=3)
+    assert last() == ("host", "the VAE is called with more than we know (timesteps)")
+
+
+def test_what_the_adapter_knows_of_its_host(decoder: Any) -> None:
+    reasons = ["the host said so", None]
+    patches = DecoderPatches([ldm_module().Decoder], Habits(), lambda: reasons.pop(0), lambda: True)
+    patches.serve()
+    try:
+        latent = a_latent(decoder)
+        expected = called(decoder, latent)
+        assert last() == ("host", "the host said so")
+        assert relative_error(called(decoder, latent), expected) < 1e-5
+        assert last() == ("ours", "")
+    finally:
+        patches.stop()
+    assert torch.equal(host_picture(decoder, latent), expected)

@@ -1,0 +1,136 @@
+"""Decodes on a machine with native kernels: who serves when they fail, and the kernels themselves, interpreted."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from builders import relative_error
+from vae_builders import (
+    SD,
+    a_latent,
+    decodes,
+    diffusers_vae,
+    fresh_route,  # noqa: F401
+    host_picture,
+    last,
+    ldm_decoder,
+    our_picture,
+)
+
+from lib_onediff.accelerator import runtime
+from lib_onediff.backends import EAGER, NATIVE, Steps
+from lib_onediff.ladder import COMPILING
+from lib_onediff.ops import torch_ops
+from lib_onediff.unet.foreign import Habits
+from lib_onediff.vae.bound import BoundDecoder
+from lib_onediff.vae.forward import Decoding
+from lib_onediff.vae.wiring import decoder_steps
+
+pytestmark = pytest.mark.usefixtures("fresh_route", "exact_products")
+
+
+class Stand:
+    """torch's operators in the place of our kernels, whose resize may be made to fail or to be wrong."""
+
+    def __init__(self) -> None:
+        self.resize: Any = torch_ops.resize
+        self.ready: Any = lambda: True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch_ops, name)
+
+    def breaks(self, *given: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
+    stand = Stand()
+    monkeypatch.setattr("lib_onediff.vae.decoding.decoder_steps", lambda *given: Steps((NATIVE, EAGER), ""))
+    monkeypatch.setattr(runtime.operators, "_native", stand)
+    monkeypatch.setattr(runtime.operators, "prepare", lambda network, patient: stand.ready())
+    return stand
+
+
+def entries() -> dict[str, str]:
+    return {entry.key.backend: entry.state.value for entry in runtime.table.entries()}
+
+
+def test_native_first(native: Stand) -> None:
+    decoder = diffusers_vae().decoder
+    latent = a_latent(decoder)
+    assert relative_error(our_picture(decoder, latent), host_picture(decoder, latent)) < 1e-5
+    assert last() == ("ours", "") and entries() == {"native": "proved"}
+
+
+def test_a_kernel_that_fails_is_served_by_torchs_operators(native: Stand) -> None:
+    decoder = diffusers_vae().decoder
+    latent = a_latent(decoder)
+    native.resize = native.breaks
+    reason = "our forward failed: no such kernel (backend native)"
+    for _ in range(2):
+        assert relative_error(our_picture(decoder, latent), host_picture(decoder, latent)) < 1e-5
+        assert last() == ("ours", reason)
+    assert entries() == {"native": "failed", "eager": "proved"}
+    native.resize = torch_ops.resize
+    our_picture(decoder, a_latent(decoder, 3, 3))
+    assert last() == ("ours", "")
+
+
+def test_a_kernel_that_computes_something_else(native: Stand) -> None:
+    """The host's own picture is at hand then; the next one is torch's operators'."""
+    decoder = diffusers_vae().decoder
+    latent = a_latent(decoder)
+    native.resize = lambda *given: 1.01 * torch_ops.resize(*given)
+    assert torch.equal(our_picture(decoder, latent), host_picture(decoder, latent))
+    route, reason = last()
+    assert route == "host" and reason.endswith("(backend native)")
+    assert relative_error(our_picture(decoder, latent), host_picture(decoder, latent)) < 1e-5
+    assert last() == ("ours", reason)
+
+
+def test_kernels_that_are_still_being_compiled(native: Stand) -> None:
+    decoder = diffusers_vae().decoder
+    latent = a_latent(decoder)
+    native.ready = lambda: False
+    assert torch.equal(our_picture(decoder, latent), host_picture(decoder, latent))
+    assert last() == ("host", COMPILING)
+    native.ready = lambda: True
+    our_picture(decoder, latent)
+    assert last() == ("ours", "") and decodes() == {"ours": 1, "host": 1}
+
+
+def test_kernels_that_do_not_compile(native: Stand) -> None:
+    decoder = diffusers_vae().decoder
+    native.ready = native.breaks
+    our_picture(decoder, a_latent(decoder))
+    assert last() == ("ours", "our forward failed: no such kernel (backend native)")
+
+
+def test_steps() -> None:
+    """A decode has no graph: what would run in one runs by plain launches."""
+    settings = runtime.settings
+    assert decoder_steps(runtime, settings, torch.device("cpu")) == Steps((EAGER,), "")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime.operators, "why_not_native", lambda device: None)
+        assert decoder_steps(runtime, settings, torch.device("cuda")) == Steps((NATIVE, EAGER), "")
+        patch.setattr(runtime.operators, "why_not_native", lambda device: "Install it.")
+        assert decoder_steps(runtime, settings, torch.device("cuda")) == Steps((EAGER,), "Install it.")
+
+
+@pytest.mark.parametrize("size", [(2, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("make", [ldm_decoder, lambda: diffusers_vae(**SD).decoder], ids=["ldm", "diffusers"])
+def test_the_kernels_themselves(make: Any, size: tuple[int, int]) -> None:
+    pytest.importorskip("triton", reason="needs Triton")
+    from lib_onediff.ops.triton_ops import TritonOperators
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    decoder = make().to(device)
+    latent = a_latent(decoder, *size, batch=2)
+    bound = BoundDecoder(decoder, None, Habits())
+    bound.look()
+    with torch.no_grad():
+        picture = Decoding(bound.weights(), TritonOperators(), False, fold_biases=True).run(bound.layout, latent)
+    assert relative_error(picture, host_picture(decoder, latent)) < 1e-5

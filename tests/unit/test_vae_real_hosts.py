@@ -1,0 +1,110 @@
+"""The VAE decoders of Forge and of sgm (A1111's SDXL), from a checkout that the environment names.
+
+As test_real_host_unets.py: ONEDIFF_FORGE and ONEDIFF_SGM.
+"""
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from builders import relative_error, without_initial_values
+from test_real_host_unets import SGM, needs_forge, needs_sgm
+from vae_builders import (
+    LDM,
+    a_latent,
+    fresh_route,  # noqa: F401
+    host_picture,
+    last,
+    ldm_decoder,
+    our_picture,
+    with_small_groups,
+)
+
+from lib_onediff.hosts.forge_hook import replaced_vae_helper
+from lib_onediff.hosts.ldm_decoder import DecoderPatches
+from lib_onediff.unet.foreign import Habits
+from lib_onediff.vae.read import read_decoder
+
+pytestmark = pytest.mark.usefixtures("fresh_route")
+SIZES = [(6, 6), (5, 7)]
+
+
+def sgm_decoder(**config: Any) -> Any:
+    # sgm/__init__.py pulls in the training stack; the VAE needs none of it.
+    for name in ("sgm", "sgm.modules"):
+        package = types.ModuleType(name)
+        package.__path__ = [os.path.join(SGM or "", *name.split("."))]
+        sys.modules.setdefault(name, package)
+    return ldm_decoder(module="sgm.modules.diffusionmodules.model", **config)
+
+
+@pytest.fixture
+def forge_vae() -> Iterator[Any]:
+    """Forge's module backend.nn.vae."""
+    from test_real_host_unets import SD1, forge_unet
+
+    forge_unet(**SD1)
+    from backend.nn import vae
+
+    yield vae
+
+
+def forge_decoder(module: Any, forge_layers: bool, **config: Any) -> Any:
+    with without_initial_values(), contextlib.redirect_stdout(io.StringIO()):
+        decoder = module.Decoder(**{**LDM, **config})
+    if forge_layers:
+        from forge_builders import in_forge_layers
+
+        in_forge_layers(decoder)
+    return with_small_groups(decoder)
+
+
+@needs_sgm
+@pytest.mark.parametrize(
+    "config", [{}, {"z_channels": 16}, {"attn_resolutions": [16]}], ids=["SD", "Flux", "attention"]
+)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_sgm_gets_its_own_picture(config: dict[str, Any], size: tuple[int, int]) -> None:
+    decoder = sgm_decoder(**config)
+    latent = a_latent(decoder, *size, batch=2)
+    assert read_decoder(decoder).family == "sgm"
+    assert relative_error(our_picture(decoder, latent), host_picture(decoder, latent)) < 1e-5
+    assert last() == ("ours", "")
+
+
+@needs_forge
+@pytest.mark.parametrize("forge_layers", [False, True], ids=["torch's layers", "Forge's layers"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_forge_gets_its_own_picture(forge_vae: Any, forge_layers: bool, size: tuple[int, int]) -> None:
+    decoder = forge_decoder(forge_vae, forge_layers)
+    latent = a_latent(decoder, *size, batch=2)
+    assert read_decoder(decoder).family == "backend"
+    with torch.inference_mode():
+        assert relative_error(our_picture(decoder, latent), host_picture(decoder, latent)) < 1e-5
+    assert last() == ("ours", "")
+
+
+@needs_forge
+def test_forge_with_another_attention_is_left_to_it(forge_vae: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = forge_decoder(forge_vae, forge_layers=True)
+    own = forge_vae.Decoder.__dict__["forward"]
+    patches = DecoderPatches([forge_vae.Decoder], Habits(), replaced_vae_helper)
+    patches.serve()
+    try:
+        latent = a_latent(decoder)
+        with torch.no_grad():
+            decoder(latent)
+            assert last() == ("ours", "")
+            monkeypatch.setattr(forge_vae, "attention_function_single_head_spatial", lambda q, k, v: v)
+            assert torch.equal(decoder(latent), own(decoder, latent))
+        assert last() == ("host", f"the attention of Forge's VAE was replaced by {__name__}")
+    finally:
+        patches.stop()
+    assert forge_vae.Decoder.__dict__["forward"] is own

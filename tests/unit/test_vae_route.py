@@ -1,0 +1,322 @@
+"""Which decodes are ours, what a fault of ours costs, and what users are told."""
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from vae_builders import (
+    a_latent,
+    decodes,
+    diffusers_vae,
+    fresh_route,  # noqa: F401
+    host_picture,
+    last,
+    our_picture,
+)
+
+from lib_onediff.accelerator import runtime
+from lib_onediff.ops import torch_ops
+from lib_onediff.settings import Settings
+from lib_onediff.shapes.history import history_row
+from lib_onediff.shapes.key import ShapeKey
+from lib_onediff.shapes.rows import rows_of
+from lib_onediff.shapes.table import State
+from lib_onediff.ui.cache_table import table_html
+from lib_onediff.ui.status import current_status, status_html
+from lib_onediff.unet.call import UNetCall
+from lib_onediff.vae.decoding import DecoderRoute
+
+pytestmark = pytest.mark.usefixtures("fresh_route")
+
+
+class Host:
+    """A host's own decode, which counts how often it is asked."""
+
+    def __init__(self, decoder: Any, change: Callable[[Tensor], Tensor] = lambda picture: picture) -> None:
+        self.decoder, self.change, self.calls = decoder, change, 0
+
+    def __call__(self, latent: Tensor) -> Tensor:
+        self.calls += 1
+        return self.change(host_picture(self.decoder, latent))
+
+
+@torch.no_grad()
+def decode(host: Host, latent: Tensor) -> Tensor:
+    route = runtime.vae
+    route.adopt(host.decoder)
+    return route.decode(host.decoder, latent, lambda: host(latent))
+
+
+@pytest.fixture
+def host() -> Host:
+    return Host(diffusers_vae().decoder)
+
+
+def test_only_the_first_decode_at_a_size_asks_the_host(host: Host) -> None:
+    asked = []
+    for size in ((4, 4), (4, 4), (5, 7), (5, 7), (4, 4)):
+        decode(host, a_latent(host.decoder, *size))
+        asked.append(host.calls)
+    assert asked == [1, 1, 2, 2, 2]
+    assert decodes() == {"ours": 5, "host": 0}
+
+
+def test_another_decoder_of_the_same_architecture_needs_no_check(host: Host) -> None:
+    decode(host, a_latent(host.decoder))
+    other = Host(diffusers_vae(1).decoder)
+    latent = a_latent(other.decoder)
+    assert torch.allclose(decode(other, latent), host_picture(other.decoder, latent), atol=1e-5)
+    assert other.calls == 0
+
+
+def test_a_verdict_of_an_earlier_process_saves_the_check(host: Host) -> None:
+    latent = a_latent(host.decoder)
+    decode(host, latent)
+    runtime.table.forget([entry.key for entry in runtime.table.entries()])
+    decode(host, latent)
+    assert host.calls == 1
+    assert runtime.table.entries()[0].relative_error < 1e-5
+    runtime.purge()
+    decode(host, latent)
+    assert host.calls == 2
+
+
+def test_without_the_check_the_host_is_not_asked(host: Host) -> None:
+    runtime.configure(Settings(verify=False))
+    decode(host, a_latent(host.decoder))
+    assert (host.calls, last()) == (0, ("ours", ""))
+
+
+@pytest.mark.parametrize(("change", "reason"), [
+    (lambda picture: 1.01 * picture, "it differs from the VAE's own picture by 9.9e-03 (rounding explains 1e-04)"),
+    (lambda picture: picture[:, :, :-1], "the VAE's own picture is (1, 3, 11, 12) in float32, ours is (1, 3, 12, 12)"),
+    (lambda picture: picture.half(), "the VAE's own picture is (1, 3, 12, 12) in float16"),
+], ids=["values", "shape", "type"])
+def test_a_first_picture_unlike_the_hosts_is_the_hosts(change: Any, reason: str) -> None:
+    """As a wrong forward of ours would look to the check."""
+    host = Host(diffusers_vae().decoder, change)
+    latent = a_latent(host.decoder)
+    for calls in (1, 2):
+        assert torch.equal(decode(host, latent), change(host_picture(host.decoder, latent)))
+        assert host.calls == calls
+        route, given = last()
+        assert route == "host" and given.startswith(reason), given
+    (row,) = runtime.rows()
+    assert (row.state, row.model) == ("failed", "VAE decoder") and row.reason.startswith(reason)
+
+
+def test_a_wrong_forward_of_ours_is_caught(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    correct = torch_ops.residual_add
+    monkeypatch.setattr(torch_ops, "residual_add", lambda image, *others: correct(image, *others) + 0.01)
+    latent = a_latent(host.decoder)
+    assert torch.equal(decode(host, latent), host_picture(host.decoder, latent))
+    assert last()[1].startswith("it differs from the VAE's own picture")
+
+
+def test_a_picture_that_is_not_finite_is_decoded_by_the_host(host: Host) -> None:
+    """Whose own handling of NaN (a VAE in float32, say) must see what it would have seen."""
+    latent = a_latent(host.decoder)
+    with torch.no_grad():
+        kept = host.decoder.conv_out.bias[0].clone()
+        host.decoder.conv_out.bias[0] = float("nan")
+    assert decode(host, latent)[:, 0].isnan().all()
+    assert (host.calls, last()) == (1, ("host", "its picture is not finite in float32"))
+    with torch.no_grad():
+        host.decoder.conv_out.bias[0] = kept
+    decode(host, latent)
+    assert last() == ("ours", "")
+
+
+def test_a_host_that_is_not_finite_is_no_yardstick() -> None:
+    host = Host(diffusers_vae().decoder, lambda picture: picture / 0)
+    latent = a_latent(host.decoder)
+    assert not decode(host, latent).isfinite().any()
+    assert (host.calls, last()) == (1, ("host", "the VAE's own picture has NaN or infinite values"))
+    assert runtime.table.entries()[0].state is State.COLD
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, NotImplementedError, TypeError, ValueError, IndexError])
+def test_an_error_of_ours_costs_no_picture(host: Host, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]) -> None:
+    def broken(*given: Any, **named: Any) -> Tensor:
+        raise kind("first line\nsecond line")
+
+    monkeypatch.setattr(torch_ops, "resize", broken)
+    latent = a_latent(host.decoder)
+    assert torch.equal(decode(host, latent), host_picture(host.decoder, latent))
+    assert last() == ("host", "our forward failed: first line")
+    monkeypatch.undo()
+    assert torch.equal(decode(host, latent), host_picture(host.decoder, latent))
+    assert last() == ("host", "our forward failed: first line")
+    decode(host, a_latent(host.decoder, 3, 3))
+    assert last() == ("ours", "")
+
+
+def test_a_fault_around_the_forward_costs_no_picture(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*given: Any) -> Any:
+        raise AttributeError("no such thing")
+
+    monkeypatch.setattr("lib_onediff.vae.bound.scan", broken)
+    latent = a_latent(host.decoder)
+    assert torch.equal(decode(host, latent), host_picture(host.decoder, latent))
+    assert last() == ("host", "a fault of ours, please report it: no such thing")
+
+
+def test_out_of_memory_frees_the_graphs_and_what_we_held_before_the_host_decodes(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[Any] = []
+    freed: list[bool] = []
+
+    def out_of_memory(image: Tensor, *others: Any) -> Tensor:
+        held.append(weakref.ref(image))
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
+
+    monkeypatch.setattr(torch_ops, "resize", out_of_memory)
+    monkeypatch.setattr(runtime, "free_graphs", lambda: freed.append(True))
+    host.change = lambda picture: (freed.append(held[0]() is None), picture)[1]
+    latent = a_latent(host.decoder)
+    assert torch.equal(decode(host, latent), host_picture(host.decoder, latent))
+    assert freed == [True, True]
+    assert last() == ("host", "out of GPU memory: the graphs were freed")
+    monkeypatch.undo()
+    host.change = lambda picture: picture
+    decode(host, latent)
+    assert last() == ("ours", "")
+
+
+def test_an_error_of_the_hosts_is_the_hosts(host: Host) -> None:
+    class Unwell(Exception):
+        pass
+
+    def unwell(picture: Tensor) -> Tensor:
+        raise Unwell
+
+    runtime.configure(Settings(enabled=False))
+    host.change = unwell
+    with pytest.raises(Unwell):
+        decode(host, a_latent(host.decoder))
+
+
+def test_switched_off(host: Host) -> None:
+    runtime.configure(Settings(enabled=False))
+    latent = a_latent(host.decoder)
+    assert torch.equal(decode(host, latent), host_picture(host.decoder, latent))
+    assert last() == ("host", "OneDiff is switched off")
+    assert runtime.table.entries() == []
+
+
+def test_settings_of_a_generation_hold_for_the_decode_that_follows_its_sampling(
+    host: Host, fresh_route: DecoderRoute  # noqa: F811
+) -> None:
+    latent = a_latent(host.decoder)
+    with runtime.settings_for_run(Settings(enabled=False), "Not today."):
+        fresh_route.begin_run()
+        decode(host, latent)
+    assert last() == ("host", "Not today.")
+    decode(host, latent)
+    assert last() == ("host", "Not today.")
+    fresh_route.end_run()
+    decode(host, latent)
+    assert last() == ("ours", "")
+    fresh_route.begin_run()
+    decode(host, latent)
+    assert last() == ("ours", "")
+
+
+def test_settings_of_one_decoder() -> None:
+    decoder = diffusers_vae().decoder
+    our_picture(decoder, a_latent(decoder), settings=Settings(enabled=False))
+    assert last() == ("host", "OneDiff is switched off")
+    our_picture(decoder, a_latent(decoder), settings=Settings())
+    assert last() == ("ours", "")
+
+
+def test_a_decoder_that_was_not_handed_over(host: Host, fresh_route: DecoderRoute) -> None:  # noqa: F811
+    latent = a_latent(host.decoder)
+    with torch.no_grad():
+        fresh_route.decode(host.decoder, latent, lambda: host(latent))
+    assert last() == ("host", "this VAE was not handed to OneDiff")
+
+
+def test_nothing_of_ours_keeps_a_decoder_alive(host: Host, fresh_route: DecoderRoute) -> None:  # noqa: F811
+    decode(host, a_latent(host.decoder))
+    gone = weakref.ref(host.decoder)
+    host.decoder = None
+    gc.collect()
+    assert gone() is None
+
+
+def test_two_threads_decode_at_once(host: Host) -> None:
+    """A1111 decodes its live preview on the thread of the page's request."""
+    latents = [a_latent(host.decoder, *size) for size in ((4, 4), (5, 7), (6, 3), (4, 4))]
+    wrong: list[Any] = []
+
+    def work(latent: Tensor) -> None:
+        for _ in range(5):
+            picture = decode(host, latent)
+            if not torch.allclose(picture, host_picture(host.decoder, latent), atol=1e-5):
+                wrong.append(picture)
+
+    threads = [threading.Thread(target=work, args=(latent,)) for latent in latents]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == [] and decodes() == {"ours": 20, "host": 0}
+
+
+def test_status(host: Host) -> None:
+    latent = a_latent(host.decoder, 4, 6)
+    nothing = runtime.vae.status()
+    assert nothing["route"] is None and nothing["calls"] == {"ours": 0, "host": 0}
+    assert "VAE" not in status_html(current_status(lambda: None))
+    for _ in range(2):
+        decode(host, latent)
+    status = current_status(lambda: None)
+    vae = status["vae"]
+    assert (vae["route"], vae["reason"], vae["resolution"], vae["backend"]) == ("ours", "", "48x32", "eager")
+    assert vae["decode_ms"] > 0 and vae["host_ms"] > 0 and vae["relative_error"] < 1e-5
+    assert "VAE: ours" in status_html(status)
+    runtime.configure(Settings(enabled=False))
+    decode(host, latent)
+    assert "VAE: the WebUI&#x27;s own, because OneDiff is switched off" in status_html(current_status(lambda: None))
+
+
+def unet_entry(width: int, height: int) -> None:
+    call = UNetCall(
+        latent=torch.empty(2, 4, height // 8, width // 8), timestep=torch.empty(2), context=torch.empty(2, 77, 48)
+    )
+    runtime.table.entry(ShapeKey.of("unet", torch.float32, call), "SD1").state = State.PROVED
+
+
+def test_rows_of_the_cache_panel(host: Host) -> None:
+    decode(host, a_latent(host.decoder, 4, 4))
+    decode(host, a_latent(host.decoder, 8, 8))
+    unet_entry(64, 64)
+    rows = {row.resolution: row for row in runtime.rows()}
+    assert set(rows) == {"32x32", "64x64"}
+    assert (rows["32x32"].model, rows["64x64"].model) == ("VAE decoder", "SD1")
+    assert [shape.tokens for shape in rows["64x64"].shapes] == [77, 0]
+    assert rows["64x64"].uses == 1
+    page = table_html(runtime.rows())
+    assert (page.count("<td>VAE</td>"), page.count("<td>77</td>")) == (2, 1)
+    runtime.purge(["64x64"])
+    assert [row.resolution for row in runtime.rows()] == ["32x32"]
+
+
+def test_rows_of_earlier_processes(host: Host) -> None:
+    decode(host, a_latent(host.decoder, 8, 8))
+    unet_entry(64, 64)
+    remembered = [history_row(entry, uses=3) for entry in runtime.table.entries()]
+    (row,) = rows_of([], remembered)
+    assert (row.model, row.state, row.uses) == ("SD1", "on disk", 3)
+    assert [shape.tokens for shape in row.shapes] == [77, 0]
+    (row,) = rows_of([entry for entry in runtime.table.entries() if entry.key.is_decode], remembered)
+    assert (row.model, row.state) == ("SD1", "on disk")
+    assert [(shape.tokens, shape.state) for shape in row.shapes] == [(77, "on disk"), (0, "proved")]

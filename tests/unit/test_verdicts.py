@@ -1,0 +1,199 @@
+"""Verdicts of first uses: kept across processes, told apart by all that makes a shape, and forgotten when purged."""
+from __future__ import annotations
+
+import dataclasses
+import math
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lib_onediff
+from lib_onediff.shapes import history as history_module
+from lib_onediff.shapes.fingerprint import Fingerprint
+from lib_onediff.shapes.history import History, verdict_name
+from lib_onediff.shapes.key import ShapeKey
+from lib_onediff.shapes.store import Store
+from lib_onediff.shapes.store_schema import VERDICTS, HistoryRow, resolution_of
+
+KEY = ShapeKey(
+    architecture="sd1", height=64, width=64, batch=2, tokens=77, dtype=torch.float16, latent_dtype=torch.float16,
+    device=torch.device("cuda", 0), inputs=(), control=(), upcast_attention=False,
+)
+OTHERS: list[dict[str, Any]] = [
+    {"architecture": "sdxl"}, {"height": 128}, {"width": 72}, {"height": 32, "width": 128}, {"batch": 1},
+    {"tokens": 154}, {"dtype": torch.bfloat16}, {"latent_dtype": torch.float32}, {"device": torch.device("cpu")},
+    {"device": torch.device("cuda", 1)}, {"inputs": ("y",)}, {"control": ((2, 4, 64, 64), (), ())},
+    {"control": (None, (), ())}, {"upcast_attention": True}, {"backend": "eager"},
+]
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history_module, "WRITE_AFTER_SECONDS", 0.05)
+
+
+def opened(folder: Path) -> History:
+    for thread in threading.enumerate():
+        if thread.name == "onediff-history":
+            thread.join()
+    history = History()
+    history.open(folder)
+    return history
+
+
+def test_a_verdict_is_known_at_once_and_in_the_next_history(tmp_path: Path) -> None:
+    history = opened(tmp_path)
+    assert history.verdict("native", KEY) is None
+    history.keep_verdict("native", KEY, 1.25e-3)
+    assert history.verdict("native", KEY) == 1.25e-3
+    history.keep_verdict("native", KEY, 2e-3)
+    assert opened(tmp_path).verdict("native", dataclasses.replace(KEY)) == 2e-3
+
+
+def test_another_process_knows_it(tmp_path: Path) -> None:
+    script = (
+        "import sys, torch; from pathlib import Path\n"
+        "from lib_onediff.shapes.history import History\n"
+        "from lib_onediff.shapes.key import ShapeKey\n"
+        "history = History(); history.open(Path(sys.argv[1]))\n"
+        "key = ShapeKey('sd1', 64, 64, 2, 77, torch.float16, torch.float16, torch.device('cuda', 0), (), (), False)\n"
+        "history.keep_verdict('native', key, 0.5)\n"
+    )
+    folder = Path(lib_onediff.__file__).parents[1]
+    subprocess.run([sys.executable, "-c", script, tmp_path], cwd=folder, check=True)
+    assert opened(tmp_path).verdict("native", KEY) == 0.5
+
+
+@pytest.mark.parametrize("change", OTHERS, ids=str)
+def test_another_shape_is_another_verdict(tmp_path: Path, change: dict[str, Any]) -> None:
+    other = dataclasses.replace(KEY, **change)
+    history = opened(tmp_path)
+    history.keep_verdict("native", KEY, 1e-3)
+    assert history.verdict("native", other) is None
+    history.keep_verdict("native", other, 2e-3)
+    later = opened(tmp_path)
+    assert (later.verdict("native", KEY), later.verdict("native", other)) == (1e-3, 2e-3)
+
+
+def test_every_field_of_a_shape_counts() -> None:
+    changed = {name for change in OTHERS for name in change}
+    assert changed == {field.name for field in dataclasses.fields(ShapeKey)}
+
+
+def test_another_backend_is_another_verdict(tmp_path: Path) -> None:
+    history = opened(tmp_path)
+    history.keep_verdict("native", KEY, 1e-3)
+    assert history.verdict("cudagraph", KEY) is None
+    history.keep_verdict("cudagraph", KEY, 2e-3)
+    later = opened(tmp_path)
+    assert (later.verdict("native", KEY), later.verdict("cudagraph", KEY)) == (1e-3, 2e-3)
+
+
+@pytest.mark.parametrize("part", [part.name for part in dataclasses.fields(Fingerprint)])
+def test_another_machine_checks_for_itself(tmp_path: Path, part: str) -> None:
+    here = Fingerprint.of()
+    store = Store.open(tmp_path, dataclasses.replace(here, **{part: "another"}))
+    store.choose(VERDICTS, verdict_name("native", KEY), 1e-3)
+    store.close()
+    assert opened(tmp_path).verdict("native", KEY) is None
+
+
+def test_purging_a_resolution_forgets_its_verdicts_and_no_others(tmp_path: Path) -> None:
+    wider, tall = dataclasses.replace(KEY, width=640), dataclasses.replace(KEY, height=640)
+    history = opened(tmp_path)
+    for key in (KEY, wider, tall, dataclasses.replace(KEY, batch=4)):
+        for backend in ("native", "cudagraph"):
+            history.keep_verdict(backend, key, 1e-3)
+    history.tune("tile", 64)
+    opened(tmp_path)
+    history.keep_verdict("native", dataclasses.replace(KEY, batch=6), 1e-3)
+    history.forget(["512x512", "8x8", "%", "512x51_"])
+    for kept in (history, opened(tmp_path)):
+        for batch in (2, 4, 6):
+            assert kept.verdict("native", dataclasses.replace(KEY, batch=batch)) is None
+        assert kept.verdict("cudagraph", KEY) is None
+        assert [kept.verdict("native", key) for key in (wider, tall)] == [1e-3, 1e-3]
+        assert kept.tuned() == {"tile": 64}
+
+
+def test_purging_a_resolution_forgets_the_verdicts_of_every_machine(tmp_path: Path) -> None:
+    other = Store.open(tmp_path, dataclasses.replace(Fingerprint.of(), torch="1.0"))
+    other.choose(VERDICTS, verdict_name("native", KEY), 1e-3)
+    other.flush()
+    opened(tmp_path).forget(["512x512"])
+    assert other.choices(VERDICTS) == {}
+
+
+def test_a_purge_reaches_what_could_not_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    store = Store.open(tmp_path / "file")
+    store.choose(VERDICTS, verdict_name("native", KEY), 1e-3)
+    store.choose("sd1", "512x512 is no verdict", 1)
+    assert store.trouble
+    store.forget(["512x512"])
+    assert store.choices(VERDICTS) == {} and store.choices("sd1") == {"512x512 is no verdict": 1}
+
+
+def test_purging_everything_forgets_all(tmp_path: Path) -> None:
+    history = opened(tmp_path)
+    history.keep_verdict("native", KEY, 1e-3)
+    history.forget()
+    assert history.verdict("native", KEY) is None and opened(tmp_path).verdict("native", KEY) is None
+
+
+def test_without_a_folder_a_verdict_holds_in_this_process() -> None:
+    history = History()
+    history.keep_verdict("native", KEY, 1e-3)
+    assert history.verdict("native", KEY) == 1e-3
+    history.forget(["512x512"])
+    assert history.verdict("native", KEY) is None
+
+
+@pytest.mark.parametrize("error", [math.nan, math.inf, -1.0])
+def test_what_is_no_error_is_not_kept(error: float) -> None:
+    history = History()
+    history.keep_verdict("native", KEY, error)
+    assert history.verdict("native", KEY) is None
+
+
+@pytest.mark.parametrize("value", [None, True, "1e-3", [1e-3], {"error": 1e-3}, math.nan, math.inf, -1e-3], ids=repr)
+def test_a_strange_stored_verdict_is_none(tmp_path: Path, value: Any) -> None:
+    store = Store.open(tmp_path)
+    store.choose(VERDICTS, verdict_name("native", KEY), value)
+    store.close()
+    assert opened(tmp_path).verdict("native", KEY) is None
+
+
+def test_the_name_begins_with_the_resolution() -> None:
+    assert resolution_of(verdict_name("native", KEY)) == KEY.resolution == "512x512"
+
+
+def test_the_oldest_verdicts_make_room(tmp_path: Path) -> None:
+    limit = 96 << 10
+    store = Store.open(tmp_path, Fingerprint.of(), size_limit=limit)
+    store.choose("sd1", "layout", "nhwc")
+    for batch in range(0, 2000, 100):
+        for number in range(batch, batch + 100):
+            store.choose(VERDICTS, verdict_name("native", dataclasses.replace(KEY, batch=number)), number / 1e6)
+        store.record(HistoryRow("sd1", "SD1", f"{batch}x8", 2, 77, "float16"))
+        assert store.flush() and store.size_bytes() <= limit
+    kept = sorted(store.choices(VERDICTS).values())
+    assert 100 < len(kept) < 2000 and kept[-1] == 1999 / 1e6
+    assert kept == [number / 1e6 for number in range(2000 - len(kept), 2000)]
+    assert store.choices("sd1") == {"layout": "nhwc"}, "what was tuned is not a verdict"
+    store.close()
+
+
+def test_memory_is_limited_while_nothing_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    store = Store.open(tmp_path / "file")
+    for number in range(9000):
+        store.choose(VERDICTS, f"8x8 {number}", number)
+    kept = sorted(store.choices(VERDICTS).values())
+    assert 3000 < len(kept) <= 4096 and kept[-1] == 8999
+    store.close()

@@ -1,0 +1,116 @@
+"""Small autoencoders with full topology and random weights, and how to ask the host and us for the same picture."""
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from builders import randomise, without_initial_values
+from torch import Tensor, nn
+
+from lib_onediff.accelerator import runtime
+from lib_onediff.settings import Settings
+from lib_onediff.unet.foreign import Habits
+from lib_onediff.vae.decoding import DecoderRoute
+
+# With the 32 groups of the real models, so few channels would leave one to a group, whose norm swallows every bias.
+GROUPS = 4
+SD = {
+    "block_out_channels": (8, 16, 32, 32), "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4, "layers_per_block": 2, "norm_num_groups": GROUPS,
+}
+FLUX = {**SD, "latent_channels": 16, "use_post_quant_conv": False, "use_quant_conv": False}
+NO_ATTENTION = {**SD, "mid_block_add_attention": False}
+ATTENTION_ON_THE_WAY_UP = {**SD, "up_block_types": ("UpDecoderBlock2D", "AttnUpDecoderBlock2D") * 2}
+ONE_LAYER = {
+    **SD, "block_out_channels": (8, 16), "down_block_types": ("DownEncoderBlock2D",) * 2,
+    "up_block_types": ("UpDecoderBlock2D",) * 2, "layers_per_block": 1,
+}
+LAYOUTS = {
+    "SD": SD, "Flux": FLUX, "no attention": NO_ATTENTION, "attention on the way up": ATTENTION_ON_THE_WAY_UP,
+    "one layer": ONE_LAYER,
+}
+LDM = {
+    # The class itself takes no less than 32 groups.
+    "ch": 32, "out_ch": 3, "ch_mult": (1, 2, 4, 4), "num_res_blocks": 2, "attn_resolutions": [], "in_channels": 3,
+    "resolution": 64, "z_channels": 4,
+}
+LDM_LAYOUTS = {
+    "SD": {}, "Flux": {"z_channels": 16}, "attention on the way up": {"attn_resolutions": [16, 32]},
+    "no attention": {"attn_type": "none"}, "one layer": {"num_res_blocks": 1, "ch_mult": (1, 2)},
+}
+
+
+@pytest.fixture
+def fresh_route(monkeypatch: pytest.MonkeyPatch) -> Iterator[DecoderRoute]:
+    """The runtime's route for decodes, which has seen nothing."""
+    route = DecoderRoute(runtime)
+    monkeypatch.setattr(runtime, "vae", route)
+    yield route
+    route.release_all()
+
+
+def diffusers_vae(seed: int = 0, **config: Any) -> Any:
+    """A random diffusers AutoencoderKL; config as in LAYOUTS, one layer a block by default."""
+    from diffusers import AutoencoderKL
+
+    with without_initial_values():
+        vae = AutoencoderKL(**(config or ONE_LAYER))
+    return randomise(vae, seed)
+
+
+def ldm_decoder(seed: int = 0, module: str = "ldm.modules.diffusionmodules.model", **config: Any) -> Any:
+    """A random Decoder of stable-diffusion-sdkit, or of another module with the same class."""
+    found = pytest.importorskip(module, reason=f"{module} is not installed")
+    with without_initial_values(), contextlib.redirect_stdout(io.StringIO()):
+        decoder = found.Decoder(**{**LDM, **copy.deepcopy(config)})
+    return with_small_groups(decoder, seed)
+
+
+def with_small_groups(decoder: nn.Module, seed: int = 0) -> nn.Module:
+    for module in decoder.modules():
+        if isinstance(module, nn.GroupNorm):
+            module.num_groups = GROUPS
+    return randomise(decoder, seed)
+
+
+def a_latent(decoder: Any, height: int = 6, width: int = 6, batch: int = 1, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch, decoder.conv_in.in_channels, height, width)
+    return torch.randn(shape, generator=generator).to(decoder.conv_in.weight)
+
+
+@torch.no_grad()
+def host_picture(decoder: Any, latent: Tensor) -> Tensor:
+    """What the class of a decoder makes of a latent."""
+    return type(decoder).forward(decoder, latent)
+
+
+@torch.no_grad()
+def our_picture(
+    decoder: Any, latent: Tensor, habits: Habits = Habits(), settings: Settings | None = None, **options: Any  # noqa: B008
+) -> Tensor:
+    """What the runtime's route makes of it, whoever serves it."""
+    route = runtime.vae
+    route.adopt(decoder, settings, habits)
+    return route.decode(decoder, latent, lambda: type(decoder).forward(decoder, latent), **options)
+
+
+def last() -> tuple[str | None, str]:
+    """The route of the last decode and its reason."""
+    status = runtime.vae.status()
+    return status["route"], status["reason"]
+
+
+def decodes() -> dict[str, int]:
+    """How many decodes took each route."""
+    return runtime.vae.status()["calls"]
+
+
+def ldm_module() -> Any:
+    return importlib.import_module("ldm.modules.diffusionmodules.model")
