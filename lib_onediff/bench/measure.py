@@ -1,10 +1,11 @@
 """Measure variants side by side in one process."""
 from __future__ import annotations
 
-import gc
+import contextlib
+import copy
+import logging
 import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,15 +14,25 @@ from torch import Tensor, nn
 
 from ..hosts import diffusers
 from ..verify import relative_error
+from .clock import give_back_memory, in_turn, memory_use, seconds
 from .models import inputs
-from .variants import BASELINE, VARIANTS, Run, Unavailable
+from .options import Size, another_size, name_of
+from .reference import exact_outputs
+from .variants import BASELINE, COMPILED, VARIANTS, Arguments, Own, Run, Unavailable
 
-MIB = 2**20
+log = logging.getLogger("onediff.bench")
+
+# What activations and graphs need beside the weights.
+ROOM_TO_WORK = 8 * 2**30
 
 
 @dataclass
 class Row:
-    """One variant at one size. Times in milliseconds (first calls in seconds), memory in MiB."""
+    """One variant at one size. Times in milliseconds (first calls in seconds), memory in MiB.
+
+    ratio and compiled_ratio: how many times faster than the host, and than the host compiled and in a graph.
+    host_errors: the error as a multiple of the host's own. routes: by which the timed calls of ours went.
+    """
 
     model: str
     size: str
@@ -29,10 +40,13 @@ class Row:
     median_ms: float | None = None
     fastest_ms: float | None = None
     ratio: float | None = None
+    compiled_ratio: float | None = None
     relative_error: float | None = None
+    host_errors: float | None = None
     first_call_s: float | None = None
     peak_mib: float | None = None
     held_mib: float | None = None
+    routes: str = ""
     problem: str = ""
     times_ms: list[float] = field(default_factory=list, repr=False)
 
@@ -45,129 +59,139 @@ class Plan:
     """What to measure: sizes are (width, height) in pixels; batch counts latents (2 with guidance)."""
 
     model: str
-    sizes: Sequence[tuple[int, int]]
+    sizes: Sequence[Size]
     variants: Sequence[str]
     batch: int
     tokens: int
     dtype: torch.dtype
     runs: int
 
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    def inputs(self, unet: nn.Module, size: Size) -> Arguments:
+        return inputs(unet, *size, self.batch, self.tokens, self.dtype)
 
 
 def measure(unet: nn.Module, plan: Plan) -> list[Row]:
     """Rows for every size and variant. unet comes in float32, which gives the reference, and leaves in plan.dtype."""
+    rows = [Row(plan.model, name_of(size), variant) for size in plan.sizes for variant in plan.variants]
     device = next(unet.parameters()).device
     with torch.no_grad():
         unet.to(plan.dtype)
-        references = exact_outputs(unet, plan)
-        settle_weights(unet, plan)
-        calls = {size: inputs(unet, *size, plan.batch, plan.tokens, plan.dtype) for size in plan.sizes}
-        running: dict[str, Run] = {}
-        rows: list[Row] = []
-        for size in plan.sizes:
-            at_size = [Row(plan.model, f"{size[0]}x{size[1]}", variant) for variant in plan.variants]
-            for row in at_size:
-                first_call(row, running, unet, calls[size], references[size], device)
-            time_in_turn([row for row in at_size if not row.problem], running, calls[size], plan.runs, device)
-            rows += at_size
-    diffusers.detach(unet)
-    compare_with_baseline(rows)
+        calls = {size: plan.inputs(unet, size) for size in plan.sizes}
+        references = exact_outputs(unet, calls)
+        for modules in modules_in_turn(unet, plan.variants):
+            together = [row for row in rows if row.variant in modules]
+            measure_together(modules, plan, together, calls, references, device)
+            for variant, module in modules.items():
+                if VARIANTS[variant].ours:
+                    diffusers.detach(module)
+    compare(rows)
     return rows
 
 
-def settle_weights(unet: nn.Module, plan: Plan) -> None:
-    """Let our binding re-point the weights now: a graph of the host's forward holds their addresses."""
-    smallest = min(plan.sizes, key=lambda size: size[0] * size[1])
-    VARIANTS["onediff eager"](unet)(inputs(unet, *smallest, plan.batch, plan.tokens, plan.dtype))
+def modules_in_turn(unet: nn.Module, variants: Sequence[str]) -> Iterator[dict[str, nn.Module]]:
+    """The module that each variant runs on, for all variants that can be measured together.
+
+    The host's variants share the UNet as it came. Each of ours gets a copy: binding moves the weights (native keeps
+    those of convolutions in channels_last memory), and the host's forward over moved weights is no longer the host.
+    Where the GPU lacks room for the copies, the host is measured first, and then each of ours on the same module.
+    """
+    hosts = [name for name in variants if not VARIANTS[name].ours]
+    ours = [name for name in variants if VARIANTS[name].ours]
+    if has_room_for(unet, len(ours)):
+        yield dict.fromkeys(hosts, unet) | {name: copy.deepcopy(unet) for name in ours}
+        return
+    log.warning("The GPU has no room for a copy of the UNet: the host is measured first, then OneDiff.")
+    yield dict.fromkeys(hosts, unet)
+    for name in ours:
+        yield {name: unet}
 
 
-def exact_outputs(unet: nn.Module, plan: Plan) -> dict[tuple[int, int], Tensor]:
-    """The host's own outputs in float32 without TF32, from the weights and inputs as plan.dtype rounds them."""
-    tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    unet.float()
-    outputs = {}
+def has_room_for(unet: nn.Module, copies: int) -> bool:
+    """Whether this many copies of a module fit beside it, with room to work. The CPU's memory is not asked."""
+    parameters = list(unet.parameters())
+    if parameters[0].device.type != "cuda":
+        return True
+    give_back_memory()
+    free, _ = torch.cuda.mem_get_info(parameters[0].device)
+    return copies * sum(parameter.nbytes for parameter in parameters) + ROOM_TO_WORK <= free
+
+
+def measure_together(
+    modules: dict[str, nn.Module], plan: Plan, rows: list[Row], calls: dict[Size, Arguments],
+    references: dict[Size, Tensor], device: torch.device,
+) -> None:
+    """Fill in these rows, in turn at every size."""
+    running: dict[str, Run] = {}
+    settle(modules, plan, running)
     for size in plan.sizes:
-        rounded = inputs(unet, *size, plan.batch, plan.tokens, plan.dtype)
-        wide = {name: widen(value) for name, value in rounded.items()}
-        outputs[size] = VARIANTS[BASELINE](unet)(wide).cpu()
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
-    unet.to(plan.dtype)
-    return outputs
+        at_size = [row for row in rows if row.size == name_of(size)]
+        for row in at_size:
+            first_call(row, modules[row.variant], running, calls[size], references[size], device)
+        time_in_turn([row for row in at_size if not row.problem], running, calls[size], plan.runs, device)
 
 
-def widen(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: widen(item) for name, item in value.items()}
-    return value.float()
+def settle(modules: dict[str, nn.Module], plan: Plan, running: dict[str, Run]) -> None:
+    """Let ours bind the weights and the process load its libraries, at a size that is not measured."""
+    for variant, module in modules.items():
+        if VARIANTS[variant].ours or variant == BASELINE:
+            # What fails here fails again, and is told, at the first size that is measured.
+            with contextlib.suppress(Unavailable, RuntimeError):
+                running[variant] = VARIANTS[variant].make(module)
+                running[variant](plan.inputs(module, another_size(plan.sizes)))
 
 
 def first_call(
-    row: Row, running: dict[str, Run], unet: nn.Module, arguments: dict[str, Any], reference: Tensor,
+    row: Row, module: nn.Module, running: dict[str, Run], arguments: Arguments, reference: Tensor,
     device: torch.device,
 ) -> None:
     """Fill in the row's first call at its size: seconds, memory and error. A failure becomes the row's problem."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-    synchronize(device)
-    start = time.perf_counter()
+    variant = VARIANTS[row.variant]
     try:
-        if row.variant not in running:
-            running[row.variant] = VARIANTS[row.variant](unet)
-        run = running[row.variant]
-        output = run(arguments)
-        synchronize(device)
-        row.first_call_s = time.perf_counter() - start
-        # Our graphs are captured at the second call.
-        output = run(arguments)
-        synchronize(device)
+        with memory_use(device) as used:
+            if row.variant not in running:
+                running[row.variant] = variant.make(module)
+            run = running[row.variant]
+            row.first_call_s = seconds(lambda: run(arguments), device)
+            output, _ = variant.make_ready(run, arguments)
+            row.relative_error = relative_error(output.cpu(), reference)
+            del output
     except (Unavailable, RuntimeError) as error:
         row.problem = str(error).splitlines()[0]
         return
-    row.relative_error = relative_error(output.cpu(), reference)
-    del output
-    if device.type == "cuda":
-        row.peak_mib = (torch.cuda.max_memory_allocated(device) - before) / MIB
-        row.held_mib = (torch.cuda.memory_allocated(device) - before) / MIB
+    row.peak_mib, row.held_mib = used.peak_mib, used.held_mib
 
 
 def time_in_turn(
-    rows: list[Row], running: dict[str, Run], arguments: dict[str, Any], runs: int, device: torch.device
+    rows: list[Row], running: dict[str, Run], arguments: Arguments, runs: int, device: torch.device
 ) -> None:
-    """Time the variants in turn, a few calls each at a time, so that a drift of the machine meets all alike."""
-    calls_in_turn = 5
-    for _ in range(max(1, runs // calls_in_turn)):
-        for row in rows:
-            run = running[row.variant]
-            run(arguments)
-            row.times_ms += [timed(run, arguments, device) for _ in range(calls_in_turn)]
+    """Time the variants in turn. A row whose calls the host served gets that as its problem."""
     for row in rows:
-        row.median_ms, row.fastest_ms = statistics.median(row.times_ms), min(row.times_ms)
-
-
-def timed(run: Run, arguments: dict[str, Any], device: torch.device) -> float:
-    """Milliseconds of one call: by events on a GPU, else by the clock."""
-    if device.type != "cuda":
-        start = time.perf_counter()
+        run = running[row.variant]
         run(arguments)
-        return (time.perf_counter() - start) * 1e3
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    run(arguments)
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
+        VARIANTS[row.variant].make_ready(run, arguments)
+        if isinstance(run, Own):
+            run.served.clear()
+    calls = [lambda run=running[row.variant]: run(arguments) for row in rows]
+    for row, times in zip(rows, in_turn(calls, runs, device), strict=True):
+        row.times_ms, row.median_ms, row.fastest_ms = times, statistics.median(times), min(times)
+        try:
+            run = running[row.variant]
+            row.routes = run.how_served() if isinstance(run, Own) else ""
+        except Unavailable as reason:
+            row.problem = str(reason)
 
 
-def compare_with_baseline(rows: list[Row]) -> None:
-    baseline = {(row.model, row.size): row.median_ms for row in rows if row.variant == BASELINE}
-    for row in rows:
-        host_ms = baseline.get((row.model, row.size))
-        if host_ms and row.median_ms:
-            row.ratio = host_ms / row.median_ms
+def compare(rows: list[Row]) -> None:
+    """Fill in the ratios to the host's time and error, and to the compiled host's time."""
+    known = {(row.model, row.size, row.variant): row for row in rows if not row.problem}
+    for row in known.values():
+        host, compiled = (known.get((row.model, row.size, variant)) for variant in (BASELINE, COMPILED))
+        if host is not None:
+            row.ratio = quotient(host.median_ms, row.median_ms)
+            row.host_errors = quotient(row.relative_error, host.relative_error)
+        if compiled is not None:
+            row.compiled_ratio = quotient(compiled.median_ms, row.median_ms)
+
+
+def quotient(upper: float | None, lower: float | None) -> float | None:
+    return upper / lower if upper is not None and lower else None

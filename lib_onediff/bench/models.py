@@ -30,6 +30,12 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "sd15": SD15, "sd21": SD21, "sdxl": SDXL, "tiny-sd15": TINY_SD15, "tiny-sdxl": TINY_SDXL,
 }
 TIME_IDS = 6
+SDXL_VAE = {
+    "block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 4,
+    "down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "sample_size": 1024, "scaling_factor": 0.13025,
+}
+TINY_VAE = {**SDXL_VAE, "block_out_channels": (32, 32, 64, 64), "layers_per_block": 1, "sample_size": 64}
 
 
 def random_unet(name: str, device: torch.device) -> nn.Module:
@@ -40,6 +46,16 @@ def random_unet(name: str, device: torch.device) -> nn.Module:
     with torch.device(device):
         unet = UNet2DConditionModel(**CONFIGURATIONS[name])
     return unet.eval().requires_grad_(False)
+
+
+def random_vae(tiny: bool, device: torch.device) -> nn.Module:
+    """An AutoencoderKL of SDXL's configuration, or a tiny one, with random weights in float32."""
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        vae = AutoencoderKL(**(TINY_VAE if tiny else SDXL_VAE))
+    return vae.eval().requires_grad_(False)
 
 
 def load_unet(path: Path, device: torch.device) -> nn.Module:

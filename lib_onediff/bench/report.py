@@ -1,8 +1,10 @@
-"""Say what was measured: a table, JSON and a plot."""
+"""Say what was measured: tables, JSON and a plot."""
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import platform
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,10 @@ import torch
 
 from .measure import Row
 
-HEADINGS = ("model", "size", "variant", "median ms", "x host", "rel. error", "first call s", "peak MiB", "held MiB")
+HEADINGS = (
+    "model", "size", "variant", "median ms", "x host", "x compile + graph", "rel. error", "error x host",
+    "first call s", "peak MiB", "held MiB", "route",
+)
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -20,6 +25,11 @@ def machine(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+    for package in ("triton", "diffusers"):
+        try:
+            facts[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
     if device.type == "cuda":
         facts |= {
             "device": torch.cuda.get_device_name(device), "cuda": torch.version.cuda,
@@ -30,37 +40,31 @@ def machine(device: torch.device) -> dict[str, Any]:
     return facts
 
 
-def table(rows: list[Row]) -> str:
+def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table."""
-    lines = ["| " + " | ".join(HEADINGS) + " |", "| " + " | ".join("---" for _ in HEADINGS) + " |"]
-    for row in rows:
-        if row.problem:
-            cells = [row.model, row.size, row.variant, row.problem, *[""] * 5]
-        else:
-            cells = [
-                row.model, row.size, row.variant, number(row.median_ms, ".2f"), number(row.ratio, ".2f"),
-                number(row.relative_error, ".1e"), number(row.first_call_s, ".2f"), number(row.peak_mib, ".0f"),
-                number(row.held_mib, ".0f"),
-            ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+def table(rows: list[Row]) -> str:
+    """The UNet calls that were measured side by side, in Markdown."""
+    return markdown(HEADINGS, map(cells, rows))
 
 
-def cold_start_table(seconds: dict[str, dict[str, float | None]]) -> str:
-    """Markdown: seconds from a fresh process's first call to its output, by model and variant."""
-    lines = ["| model | variant | cold start s |", "| --- | --- | --- |"]
-    for model, by_variant in seconds.items():
-        for variant, value in by_variant.items():
-            lines.append(f"| {model} | {variant} | {number(value, '.2f') or 'failed'} |")
-    return "\n".join(lines)
+def cells(row: Row) -> list[str]:
+    known = [row.model, row.size, row.variant]
+    if row.problem:
+        return [*known, row.problem, *[""] * (len(HEADINGS) - len(known) - 1)]
+    forms = (
+        (row.median_ms, ".2f"), (row.ratio, ".2f"), (row.compiled_ratio, ".2f"), (row.relative_error, ".1e"),
+        (row.host_errors, ".2f"), (row.first_call_s, ".2f"), (row.peak_mib, ".0f"), (row.held_mib, ".0f"),
+    )
+    return [*known, *("" if value is None else format(value, form) for value, form in forms), row.routes]
 
 
-def write_json(path: Path, rows: list[Row], facts: dict[str, Any], cold: dict[str, dict[str, float | None]]) -> None:
-    document = {"machine": facts, "rows": [row.as_dict() for row in rows], "cold_start_s": cold}
+def write_json(path: Path, facts: dict[str, Any], sections: dict[str, list[Any]]) -> None:
+    """machine, and every section's rows under its name."""
+    document = {"machine": facts, **{name: [row.as_dict() for row in rows] for name, rows in sections.items()}}
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 

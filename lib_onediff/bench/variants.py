@@ -1,16 +1,25 @@
 """The ways to run one UNet that are compared. Each is a function that runs a call and returns its output."""
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..accelerator import runtime
 from ..hosts import diffusers
+from ..journal import GRAPH, HOST
 from ..settings import Settings
 
-Run = Callable[[dict[str, Any]], Tensor]
+Arguments = dict[str, Any]
+Run = Callable[[Arguments], Tensor]
+
+CALLS_UNTIL_READY = 4
+MANY_SIZES = 256
 
 
 class Unavailable(Exception):
@@ -29,8 +38,17 @@ def host_graph(unet: nn.Module) -> Run:
 
 def compiled(unet: nn.Module) -> Run:
     """torch.compile of the model's own forward, static shapes."""
+    allow_many_sizes()
     function = torch.compile(host(unet), dynamic=False)
     return lambda arguments: function(arguments)
+
+
+def allow_many_sizes() -> None:
+    """Keep torch from giving up on compiling after eight sizes, models and variants together."""
+    config = torch._dynamo.config
+    for name in ("recompile_limit", "cache_size_limit"):  # the name before torch 2.7
+        if hasattr(config, name):
+            setattr(config, name, MANY_SIZES)
 
 
 def compiled_graph(unet: nn.Module) -> Run:
@@ -38,19 +56,40 @@ def compiled_graph(unet: nn.Module) -> Run:
     return Captured(compiled(unet))
 
 
-def own(backend: str) -> Callable[[nn.Module], Run]:
-    """Our forward by a backend, called as a pipeline calls it."""
+class Own:
+    """Our forward by a backend, called as a pipeline calls it.
 
-    def make(unet: nn.Module) -> Run:
-        settings = Settings(backend=backend, verify=False)
+    served counts the backends and routes by which its calls went. patient: calls wait for kernels to be compiled;
+    otherwise the model's own forward serves them meanwhile.
+    """
 
-        def run(arguments: dict[str, Any]) -> Tensor:
-            diffusers.attach(unet, settings)
-            return unet(**arguments, return_dict=False)[0]
+    def __init__(self, unet: nn.Module, backend: str, verify: bool = False, patient: bool = True) -> None:
+        if backend == "native" and not torch.cuda.is_available():
+            raise Unavailable("the native backend needs an NVIDIA GPU")
+        self._unet = unet
+        self._backend = backend
+        self._settings = Settings(backend=backend, verify=verify)
+        self._patient = patient
+        self._reason = ""
+        self.served: Counter[tuple[str, str]] = Counter()
 
-        return run
+    def __call__(self, arguments: Arguments) -> Tensor:
+        diffusers.attach(self._unet, self._settings)
+        with runtime.patience() if self._patient else contextlib.nullcontext():
+            output = self._unet(**arguments, return_dict=False)[0]
+        journal = runtime.journal
+        self._reason = journal.reason
+        self.served[str(journal.backend), str(journal.route)] += 1
+        return output
 
-    return make
+    def how_served(self) -> str:
+        """The routes of its calls. Raises Unavailable if the model's own forward or another backend served one."""
+        for backend, route in self.served:
+            if route == HOST and self._patient:
+                raise Unavailable(f"the model's own forward ran: {self._reason}")
+            if backend != self._backend and route != HOST:
+                raise Unavailable(f"the backend {backend} ran: {self._reason}")
+        return ", ".join(route for _, route in self.served)
 
 
 class Captured:
@@ -62,9 +101,9 @@ class Captured:
         self._function = function
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
-        self._graphs: dict[torch.Size, tuple[torch.cuda.CUDAGraph, dict[str, Any], Tensor]] = {}
+        self._graphs: dict[torch.Size, tuple[torch.cuda.CUDAGraph, Arguments, Tensor]] = {}
 
-    def __call__(self, arguments: dict[str, Any]) -> Tensor:
+    def __call__(self, arguments: Arguments) -> Tensor:
         size = arguments["sample"].shape
         if size not in self._graphs:
             self._graphs[size] = self._capture(arguments)
@@ -74,7 +113,7 @@ class Captured:
         graph.replay()
         return output.clone()
 
-    def _capture(self, arguments: dict[str, Any]) -> tuple[torch.cuda.CUDAGraph, dict[str, Any], Tensor]:
+    def _capture(self, arguments: Arguments) -> tuple[torch.cuda.CUDAGraph, Arguments, Tensor]:
         static = {name: value.clone() if isinstance(value, Tensor) else value for name, value in arguments.items()}
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
@@ -88,13 +127,44 @@ class Captured:
         return graph, static, output
 
 
-VARIANTS: dict[str, Callable[[nn.Module], Run]] = {
-    "host eager": host,
-    "host eager + CUDA graph": host_graph,
-    "torch.compile(host)": compiled,
-    "torch.compile(host) + CUDA graph": compiled_graph,
-    "onediff eager": own("eager"),
+@dataclass(frozen=True)
+class Variant:
+    """make: a way to run a UNet; raises Unavailable. backend: which of ours, "" for the host's own forward."""
+
+    make: Callable[[nn.Module], Run]
+    backend: str = ""
+
+    @property
+    def ours(self) -> bool:
+        return bool(self.backend)
+
+    def make_ready(self, run: Run, arguments: Arguments, most: int = CALLS_UNTIL_READY - 1) -> tuple[Tensor, int]:
+        """Call again after a first call until it can get no faster, or for the most. Returns the last output and how
+        many calls.
+
+        The second call is at full speed, but ours only when its graph has replayed.
+        """
+        calls = 0
+        while True:
+            output, calls = run(arguments), calls + 1
+            fast = self.backend in ("", "eager") or runtime.journal.route == GRAPH
+            if fast or calls == most:
+                return output, calls
+
+
+def own(backend: str) -> Variant:
+    return Variant(lambda unet: Own(unet, backend), backend)
+
+
+VARIANTS: dict[str, Variant] = {
+    "host eager": Variant(host),
+    "host eager + CUDA graph": Variant(host_graph),
+    "torch.compile(host)": Variant(compiled),
+    "torch.compile(host) + CUDA graph": Variant(compiled_graph),
+    "onediff native": own("native"),
     "onediff cudagraph": own("cudagraph"),
+    "onediff eager": own("eager"),
 }
 BASELINE = "host eager"
+COMPILED = "torch.compile(host) + CUDA graph"
 WITHOUT_GPU = (BASELINE, "onediff eager")
