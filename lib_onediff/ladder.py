@@ -23,7 +23,7 @@ from .shapes.timing import Stopwatch
 from .unet.bound import BoundUNet
 from .unet.call import UNetCall
 from .unet.forward import Conditioning
-from .verify import Disagreement, first_line, judge
+from .verify import Disagreement, first_line, judge, recall
 
 log = logging.getLogger("onediff")
 COMPILING = "OneDiff's kernels are being compiled, in the background; on this machine it is done once"
@@ -90,8 +90,7 @@ class Ladder:
         Raises Declined if they differ, and CannotJudge.
         """
         entry, backend = served.entry, served.entry.key.backend
-        entry.relative_error = history.verdict(backend, entry.key)
-        if settings.verify and entry.relative_error is None:
+        if not recall(entry, history) and settings.verify:
             try:
                 judge(entry, served.output, host)
             except Disagreement as miss:
@@ -111,8 +110,6 @@ class Ladder:
         if not wants_graph or entry.state is State.COLD:
             return
         try:
-            if backend == backends.NATIVE and self.patient:
-                self._operators.tune_kernels(network_of(care, call))
             if backend == backends.NATIVE and self._operators.tune(care.bound.layout, call):
                 # Another implementation of attention was chosen: let it do its first work outside the capture.
                 self._plainly(care, entry, call, served.conditioning)
@@ -131,8 +128,14 @@ class Ladder:
         return self._table.entry(key, bound.layout.model_name)
 
     def _have_kernels(self, care: Care, backend: str, call: UNetCall) -> None:
-        if backend == backends.NATIVE and not self._operators.prepare(network_of(care, call), self.patient):
+        if backend != backends.NATIVE:
+            return
+        network = network_of(care, call)
+        if not self._operators.prepare(network, self.patient):
             raise Declined(COMPILING)
+        if self.patient:
+            # Before the first use is checked, so that what is checked is what will run.
+            self._operators.tune_kernels(network)
 
     def _run(self, care: Care, entry: Entry, call: UNetCall, reason: str) -> Served:
         backend, device = entry.key.backend, call.latent.device

@@ -47,6 +47,7 @@ class OperatorSets:
         self._why_not: dict[torch.device, str | None] = {}
         self._compiled: set[tuple] = set()
         self._pending: set[tuple] = set()
+        self._tuned: set[tuple] = set()
         self._failed: dict[tuple, Exception] = {}
         self._worker = ThreadPoolExecutor(1, "onediff-kernels")
         self._lock = threading.Lock()
@@ -136,13 +137,23 @@ class OperatorSets:
         return bool(unknown)
 
     def tune_kernels(self, network: Network) -> None:
-        """Measure how the kernels are best cut on this GPU, where that is not known: seconds, once on a machine."""
-        from .ops.triton_tuning import tune_kernels
+        """Measure how the kernels are best cut on this GPU, where that is not known: seconds, once on a machine.
 
+        Where that fails, they stay as they are cut.
+        """
+        kind = network.architecture, network.dtype, network.device
+        if kind in self._tuned:
+            return
+        self._tuned.add(kind)
         began = time.perf_counter()
-        with torch.cuda.device(network.device):
-            count = tune_kernels(self._launches, network.leaves, network.dtype, network.device, time_on_gpu)
-        log.debug("%d kernels measured in %.1f s", count, time.perf_counter() - began)
+        try:
+            from .ops.triton_tuning import tune_kernels
+
+            with torch.cuda.device(network.device):
+                count = tune_kernels(self._launches, network.leaves, network.dtype, network.device, time_on_gpu)
+            log.debug("%d kernels measured in %.1f s", count, time.perf_counter() - began)
+        except Exception as error:
+            log.debug("the kernels could not be measured: %s", error)
 
     def _why_not_importable(self) -> str | None:
         try:

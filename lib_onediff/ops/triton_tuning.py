@@ -1,6 +1,7 @@
 """Measure how the kernels are best cut on this GPU, at the shapes that a network has."""
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ BATCH = 2
 SIDES = {SMALL: 32, LARGE: 64}
 ROWS = 4096
 GROUPS = 32
+log = logging.getLogger("onediff")
 TimeMs = Callable[[Callable[[], object]], float]
 
 
@@ -59,11 +61,18 @@ def tune_kernels(
 
 
 def best_cut(trial: Trial, time_ms: TimeMs) -> Cut:
-    """The fastest of the kernel's cuts; the first, unless another is clearly faster."""
+    """The fastest of the kernel's cuts; the first, unless another is clearly faster. One that this GPU cannot run is
+    out."""
     first, *others = trial.kernel.candidates
     best, best_ms = first, time_ms(partial(trial.run, first)) * WORTH_CHANGING
     for cut in others:
-        ms = time_ms(partial(trial.run, cut))
+        try:
+            ms = time_ms(partial(trial.run, cut))
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:
+            log.debug("%s cannot be cut as %s: %s", trial.kernel.name, cut, error)
+            continue
         if ms < best_ms:
             best, best_ms = cut, ms
     return best

@@ -10,7 +10,7 @@ from typing import Any
 
 from .key import ShapeKey
 from .store import HistoryRow, Store
-from .store_schema import VERDICTS, resolution_of
+from .store_schema import VERDICTS, ShapeName, resolution_of
 from .table import Entry
 
 # Under which name the store keeps what holds for every architecture.
@@ -26,6 +26,7 @@ class History:
         self._store: Store | None = None
         self._counted: dict[ShapeKey, int] = {}
         self._verdicts: dict[str, float] = {}
+        self._host_ms: dict[ShapeName, float] = {}
         self._writer: threading.Timer | None = None
 
     @property
@@ -41,6 +42,7 @@ class History:
             self._store.close()
         self._store = Store.open(folder)
         self._verdicts = {**sound_verdicts(self._store.choices(VERDICTS)), **self._verdicts}
+        self._host_ms = {row.shape: row.host_ms for row in self._store.history() if row.host_ms}
 
     def keep(self, entries: Iterable[Entry]) -> None:
         """Take down what was used since the last call. Returns at once; the disk is written in a thread."""
@@ -69,6 +71,10 @@ class History:
         name = verdict_name(backend, key)
         self._verdicts[name] = error
         self._choose(VERDICTS, name, error)
+
+    def host_ms(self, entry: Entry) -> float | None:
+        """What the host's own forward took at this shape in an earlier process, in milliseconds; None if unknown."""
+        return self._host_ms.get(history_row(entry, 0).shape)
 
     def tuned(self) -> dict[str, Any]:
         """What was measured to be best on this machine, by name; see ops.choices.Choices.attach."""

@@ -35,6 +35,10 @@ class Stopwatch:
         self._pending.append((begin, end))
         return result
 
+    def remember(self, milliseconds: float) -> None:
+        """Count what another process has measured."""
+        self._times.append(milliseconds)
+
     @property
     def median_ms(self) -> float | None:
         with self._reading:

@@ -19,7 +19,7 @@ from ..shapes.timing import Stopwatch
 from ..unet.foreign import Habits
 from ..unet.layout import UnsupportedUNet
 from ..unet.weights import Weights
-from ..verify import first_line
+from ..verify import first_line, recall
 from .bound import BoundDecoder
 from .checks import HostDecode, NotServed, Outcome, check, refuse_latent, refuse_modes, short_name
 from .forward import Decoding
@@ -164,13 +164,12 @@ class DecoderRoute:
             return Outcome(None, HOST, f"its picture is not finite in {short_name(entry.key.dtype)}", entry)
         if entry.state is not State.COLD:
             return ours
-        history, backend = self._accelerator.history, entry.key.backend
-        entry.relative_error = history.verdict(backend, entry.key)
-        if settings.verify and entry.relative_error is None:
+        history = self._accelerator.history
+        if not recall(entry, history) and settings.verify:
             # Outside our modes: the host's forward must run exactly as the host would run it.
             checked = check(ours, host)
             if checked is ours:
-                history.keep_verdict(backend, entry.key, entry.relative_error)
+                history.keep_verdict(entry.key.backend, entry.key, entry.relative_error)
             return checked
         entry.state = State.PROVED
         return ours

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from builders import a_call, diffusers_output, diffusers_unet
 
 import lib_onediff
+from lib_onediff.accelerator import runtime
 from lib_onediff.shapes import history as history_module
 from lib_onediff.shapes.fingerprint import Fingerprint
 from lib_onediff.shapes.history import History, verdict_name
@@ -197,3 +199,31 @@ def test_memory_is_limited_while_nothing_can_be_written(tmp_path: Path) -> None:
     kept = sorted(store.choices(VERDICTS).values())
     assert 3000 < len(kept) <= 4096 and kept[-1] == 8999
     store.close()
+
+
+def test_a_checked_shape_is_not_checked_again_and_the_hosts_speed_is_still_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unet = diffusers_unet()
+    call = a_call(unet)
+    asked: list[None] = []
+
+    def host() -> torch.Tensor:
+        asked.append(None)
+        return diffusers_output(unet, call)
+
+    def one_call() -> dict[str, Any]:
+        monkeypatch.setattr(runtime, "history", opened(tmp_path))
+        runtime.table.forget({entry.key for entry in runtime.table.entries()})  # as a process begins
+        runtime.adopt(unet)
+        with torch.no_grad():
+            runtime.run(unet, call, host)
+        runtime.keep_history()
+        return runtime.status()
+
+    first, times_asked = one_call(), len(asked)
+    assert first["route"] == "plain" and times_asked and first["host_ms"]
+    second = one_call()
+    assert second["route"] == "plain" and len(asked) == times_asked
+    assert second["relative_error"] == first["relative_error"]
+    assert second["host_ms"] == pytest.approx(first["host_ms"])

@@ -1,0 +1,81 @@
+"""What is measured to choose how kernels are cut, and what is chosen."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton")
+
+from lib_onediff.ops.choices import Choices
+from lib_onediff.ops.launches import ADDITION, GEGLU, LARGE, LAYER_NORM, SMALL, STATISTICS, Cut, Launches, row_class
+from lib_onediff.ops.triton_tuning import Trial, best_cut, trials, tune_kernels
+from lib_onediff.unet.layout import GroupNorm, LayerNorm
+
+CPU = torch.device("cpu")
+LEAVES: list[Any] = [GroupNorm("norm", 64, 32, 1e-5), LayerNorm("wide", 96, 1e-5), LayerNorm("narrow", 64, 1e-5)]
+
+
+class Clock:
+    """Times work without doing it: ms[cut], or the usual."""
+
+    def __init__(self, **ms: float) -> None:
+        self.ms = ms
+        self.timed: list[Cut] = []
+
+    def __call__(self, work: Callable[[], object]) -> float:
+        (cut,) = getattr(work, "args", None) or work.keywords.values()
+        self.timed.append(cut)
+        return self.ms.get(str(cut), 1.0)
+
+
+def test_a_network_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, clock = Launches(Choices()), Clock(**{str(LAYER_NORM.candidates[2]): 0.5})
+    count = tune_kernels(launches, LEAVES, torch.float32, CPU, clock)
+    # Two sizes of images for three kernels, and two widths of tokens for two.
+    assert count == 2 * 3 + 2 * 2
+    for width in (96, 64):
+        assert launches.of(LAYER_NORM, row_class(width), torch.float32) == LAYER_NORM.candidates[2]
+    assert launches.of(GEGLU, row_class(4 * 96), torch.float32) == GEGLU.candidates[0]
+    assert launches.of(LAYER_NORM, row_class(96), torch.float16) == LAYER_NORM.candidates[0], "another dtype"
+    clock.timed.clear()
+    assert tune_kernels(launches, LEAVES, torch.float32, CPU, clock) == 0 and not clock.timed
+
+
+def test_a_choice_is_kept_for_the_next_process_and_a_strange_one_is_none() -> None:
+    choices = Choices()
+    Launches(choices).choose(STATISTICS, LARGE, torch.float16, STATISTICS.candidates[1])
+    assert Launches(choices).of(STATISTICS, LARGE, torch.float16) == STATISTICS.candidates[1]
+    assert Launches(choices).of(STATISTICS, SMALL, torch.float16) == STATISTICS.candidates[0]
+    for strange in ([3, 3], "fast", None, [], [[8, 1]]):
+        choices.set(f"kernel {ADDITION.name}, {SMALL}, float16", strange)
+        assert Launches(choices).of(ADDITION, SMALL, torch.float16) == ADDITION.candidates[0]
+
+
+@pytest.mark.parametrize(("other_ms", "place"), [(0.98, 0), (0.9, 1), (2.0, 0)])
+def test_another_cut_must_be_clearly_faster(other_ms: float, place: int) -> None:
+    clock = Clock(**{str(ADDITION.candidates[1]): other_ms})
+    assert best_cut(Trial(ADDITION, SMALL, lambda cut: None), clock) == ADDITION.candidates[place]
+
+
+def test_a_cut_that_this_gpu_cannot_run_is_out() -> None:
+    def time_ms(work: Callable[[], object]) -> float:
+        work()
+        return next(times)
+
+    def run(cut: Cut) -> None:
+        if cut == GEGLU.candidates[1]:
+            raise RuntimeError("out of resource: shared memory")
+
+    times = iter([1.0, 0.5, 0.7, 0.9])
+    assert best_cut(Trial(GEGLU, "512", run), time_ms) == GEGLU.candidates[2]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="interpreted, it takes minutes")
+def test_every_trial_runs_on_this_gpu() -> None:
+    for trial in trials(LEAVES, torch.float16, torch.device("cuda")):
+        for cut in trial.kernel.candidates:
+            trial.run(cut)
+    torch.cuda.synchronize()
