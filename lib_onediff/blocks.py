@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from .accelerator import Accelerator
+from .backends import NATIVE, launched_steps
 from .care import Care
 from .journal import BLOCKS, HOST
-from .ladder import Declined, refuse_inputs
+from .ladder import COMPILING, Declined, blame, network_of, refuse_inputs
 from .modes import our_modes
-from .ops import torch_ops
+from .ops import Operators, torch_ops
 from .settings import Settings
 from .shapes.key import ShapeKey
 from .shapes.table import Entry, State
@@ -99,6 +100,9 @@ class BlockRoute:
         except Exception as error:
             log.exception("a fault of ours")
             reason = f"a fault of ours, please report it: {first_line(error)}"
+            if loop.running is not None:
+                entry = loop.running.entry
+                entry.fail(blame(entry.key.backend, f"our blocks failed: {first_line(error)}"))
         loop.running = None
         self._accelerator.journal.note(HOST, reason)
         return host()
@@ -111,31 +115,39 @@ class BlockRoute:
         care, settings = self._accelerator.care_for(loop.unet())
         # The owner of the loop has embedded timestep and y already.
         call = UNetCall(latent=image, timestep=embedding[:, 0], context=context)
-        entry = self._entry(care, call)
-        journal.entry, journal.model, journal.backend = entry, entry.model, "eager"
-        if entry.state is State.FAILED:
-            raise Declined(entry.reason)
+        entry = self._entry(care, settings, call)
+        journal.entry, journal.model, journal.backend = entry, entry.model, entry.key.backend
+        ops = self._accelerator.operators.of(entry.key.backend)
         with our_modes(image.device):
-            layers = self._layers(care, call, embedding)
+            layers = self._layers(care, ops, call, embedding)
         journal.note(BLOCKS, f"{owner} runs the UNet's loop itself")
         layout = care.bound.layout
         stages = (*layout.input_stages, layout.middle_stage, *layout.output_stages)
         return LoopPass(entry, settings, layers, stages, weakref.ref(embedding), weakref.ref(context))
 
-    def _entry(self, care: Care, call: UNetCall) -> Entry:
-        bound = care.bound
-        bound.refresh(call, care.by_content)
+    def _entry(self, care: Care, settings: Settings, call: UNetCall) -> Entry:
+        """What is known of this shape by the best backend that has not failed. Raises Declined with the reason."""
+        bound, operators = care.bound, self._accelerator.operators
+        names, reason = launched_steps(settings.backend, call.latent.device, operators.why_not_native)
+        bound.refresh(call, care.by_content, channels_last=names[0] == NATIVE)
         refuse_inputs(bound, call, y_is_embedded=True)
-        key = replace(ShapeKey.of(bound.architecture, bound.binding.dtype, call), inputs=("blocks",))
-        return self._accelerator.table.entry(key, bound.layout.model_name)
+        for backend in names:
+            key = ShapeKey.of(bound.architecture, bound.binding.dtype, call, backend)
+            entry = self._accelerator.table.entry(replace(key, inputs=("blocks",)), bound.layout.model_name)
+            if entry.state is not State.FAILED:
+                if backend == NATIVE and not operators.prepare(network_of(care, call), self._accelerator.patient):
+                    raise Declined(COMPILING)
+                return entry
+            reason = entry.reason
+        raise Declined(reason)
 
     @staticmethod
-    def _layers(care: Care, call: UNetCall, embedding: Tensor) -> Layers:
+    def _layers(care: Care, ops: Operators, call: UNetCall, embedding: Tensor) -> Layers:
         bound = care.bound
         weights, layout = bound.binding.weights(), bound.layout
         conditioning = bound.conditioning(torch_ops, call, care.by_content)
-        shifts = block_shifts(layout, weights, torch_ops, embedding.to(bound.binding.dtype))
-        return Layers(weights, torch_ops, shifts, key_values_by_name(layout, conditioning), call.upcast_attention)
+        shifts = block_shifts(layout, weights, ops, embedding.to(bound.binding.dtype))
+        return Layers(weights, ops, shifts, key_values_by_name(layout, conditioning), call.upcast_attention)
 
     def _stage(
         self, loop: WatchedLoop, index: int, image: Tensor, embedding: Tensor, context: Tensor, host: HostBlock
@@ -162,5 +174,6 @@ class BlockRoute:
         running.worst_error = max(running.worst_error, error)
         limit = rounding_limit(running.entry.key.dtype, output.device)
         if not error <= limit:
-            running.entry.fail(f"a stage differs from the model's own by {error:.1e} (rounding explains {limit:.0e})")
+            what = f"a stage differs from the model's own by {error:.1e} (rounding explains {limit:.0e})"
+            running.entry.fail(blame(running.entry.key.backend, what))
             raise Declined(running.entry.reason)

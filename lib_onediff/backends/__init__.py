@@ -26,3 +26,14 @@ def steps(wanted: str, device: torch.device, why_not_native: Callable[[torch.dev
         return Steps((EAGER,), f"CUDA graphs need a GPU, and this UNet is on the {device.type}")
     lack = "" if wanted == CUDAGRAPH else why_not_native(device)
     return Steps((NATIVE, CUDAGRAPH), "") if lack is None else Steps((CUDAGRAPH,), lack)
+
+
+def launched_steps(
+    wanted: str, device: torch.device, why_not_native: Callable[[torch.device], str | None]
+) -> Steps:
+    """As steps, for work that is launched operator by operator: without a graph, cudagraph is eager."""
+    if device.type != "cuda":
+        return Steps((EAGER,), "")
+    found = steps(wanted, device, why_not_native)
+    names = dict.fromkeys(name if name == NATIVE else EAGER for name in found.backends)
+    return Steps(tuple(names), found.reason)

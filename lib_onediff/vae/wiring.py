@@ -24,11 +24,7 @@ log = logging.getLogger("onediff")
 
 def decoder_steps(accelerator: Accelerator, settings: Settings, device: torch.device) -> backends.Steps:
     """The backends to try for a decode. It is one call a picture: no graph would pay for its memory."""
-    if device.type != "cuda":
-        return backends.Steps((backends.EAGER,), "")
-    steps = backends.steps(settings.backend, device, accelerator.operators.why_not_native)
-    launched = dict.fromkeys(name if name == backends.NATIVE else backends.EAGER for name in steps.backends)
-    return backends.Steps(tuple(launched), steps.reason)
+    return backends.launched_steps(settings.backend, device, accelerator.operators.why_not_native)
 
 
 def kernels_are_ready(accelerator: Accelerator, layout: DecoderLayout, latent: Tensor) -> bool:

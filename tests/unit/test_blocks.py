@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 from builders import a_call, ldm_unet, randomise, relative_error
+from ladder_builders import Weather
 from torch import Tensor, nn
 
+from lib_onediff import blocks
 from lib_onediff.accelerator import runtime
+from lib_onediff.backends import EAGER, NATIVE, Steps
 from lib_onediff.hosts.a1111_blocks import HostLoop
 from lib_onediff.settings import Settings
 from lib_onediff.shapes.table import State
@@ -102,6 +105,42 @@ def test_a_stage_that_differs_is_left_to_the_host(unet: Any, loop: HostLoop, mon
         assert torch.equal(controlled(unet), expected)
         assert runtime.status()["route"] == "host"
     assert "a stage differs from the model's own" in runtime.status()["reason"]
+
+
+@pytest.fixture
+def native(weather: Weather, monkeypatch: pytest.MonkeyPatch) -> Weather:
+    monkeypatch.setattr(blocks, "launched_steps", lambda *wanted: Steps((NATIVE, EAGER), ""))
+    return weather
+
+
+def test_the_best_backend_computes_the_blocks(unet: Any, loop: HostLoop, native: Weather) -> None:
+    own_loop(unet)
+    with runtime.settings_for_run(Settings(enabled=False)):
+        expected = controlled(unet)
+    for _ in range(2):
+        assert relative_error(controlled(unet), expected) < CLOSE
+    assert runtime.status()["backend"] == NATIVE and native.calls
+
+
+def test_where_one_backend_fails_the_next_computes_the_blocks(unet: Any, loop: HostLoop, native: Weather) -> None:
+    own_loop(unet)
+    with runtime.settings_for_run(Settings(enabled=False)):
+        expected = controlled(unet)
+    native.raises(RuntimeError("out of resource: shared memory"))
+    assert relative_error(controlled(unet), expected) < CLOSE and runtime.status()["route"] == "host"
+    assert "out of resource" in runtime.status()["reason"]
+    for _ in range(2):
+        assert relative_error(controlled(unet), expected) < CLOSE
+    assert (runtime.status()["backend"], runtime.status()["route"]) == (EAGER, "blocks")
+
+
+def test_while_kernels_are_compiled_the_host_computes_the_blocks(
+    unet: Any, loop: HostLoop, native: Weather, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_loop(unet)
+    monkeypatch.setattr(runtime.operators, "prepare", lambda network, patient: False)
+    controlled(unet)
+    assert runtime.status()["route"] == "host" and "being compiled" in runtime.status()["reason"]
 
 
 def test_the_classes_own_loop_is_not_ours(unet: Any, loop: HostLoop) -> None:
