@@ -55,7 +55,7 @@ class OperatorSets:
     def why_not_native(self, device: torch.device) -> str | None:
         """Why our kernels cannot run on a device, in one sentence; None if nothing is known to stand in the way."""
         if device not in self._why_not:
-            self._why_not[device] = why_no_triton(device) or self._why_not_importable()
+            self._why_not[device] = why_no_triton(device)
         return self._why_not[device]
 
     def of(self, backend: str) -> Operators:
@@ -64,7 +64,7 @@ class OperatorSets:
             return torch_ops
         with self._lock:
             if self._native is None:
-                # Triton takes a second to import, and is not there on every machine.
+                # Triton is not there on every machine.
                 from .ops.triton_ops import TritonOperators
 
                 self._native = TritonOperators(self._launches, self.attention)
@@ -117,9 +117,14 @@ class OperatorSets:
             return
         began = time.perf_counter()
         try:
+            # Here, and not where the first call would wait: to import Triton takes half a second.
+            self.of(backends.NATIVE)
             from .ops.triton_warm import compile_kernels
 
             compile_kernels(network.leaves, network.dtype, network.device, self._launches)
+        except ImportError as error:
+            # A half-removed Triton.
+            self._failed[kind] = RuntimeError(f"Triton cannot be imported ({error})")
         except Exception as error:
             self._failed[kind] = error
         else:
@@ -154,11 +159,3 @@ class OperatorSets:
             log.debug("%d kernels measured in %.1f s", count, time.perf_counter() - began)
         except Exception as error:
             log.debug("the kernels could not be measured: %s", error)
-
-    def _why_not_importable(self) -> str | None:
-        try:
-            self.of(backends.NATIVE)
-        except Exception as error:
-            # A damaged or half-removed Triton raises whatever it likes.
-            return f"Triton cannot be imported ({type(error).__name__}: {error})"
-        return None

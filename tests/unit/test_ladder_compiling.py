@@ -105,6 +105,17 @@ def test_what_does_not_compile_is_served_by_the_next_backend(compiler: Compiler)
     assert compiler.networks == 1, "it is not tried again for every size"
 
 
+def test_a_triton_that_cannot_be_imported(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime.operators, "_native", None)
+    monkeypatch.setitem(sys.modules, "lib_onediff.ops.triton_ops", None)
+    compiler.may_end.set()
+    unet = small_xl()
+    with runtime.patience():
+        assert error(unet, a_call(unet)) < CLOSE
+    assert now() == ("cudagraph", "plain")
+    assert "Triton cannot be imported" in reason()
+
+
 def test_another_network_lives_on_when_one_does_not_compile(compiler: Compiler) -> None:
     compiler.fault = RuntimeError("ptxas died")
     compiler.may_end.set()
