@@ -10,12 +10,13 @@ from torch import nn
 
 from ..ops import Operators
 from .call import UNetCall
+from .changes import UNCOUNTED, Edits, Signature
 from .foreign import Habits, Structure, scan
 from .forward import Conditioning, condition
 from .layout import UNetLayout, UnsupportedUNet
 from .prompts import PromptMemory, Sighting
 from .read import read_layout
-from .weights import UNCOUNTED, Binding, Edits, Signature
+from .weights import Binding
 
 log = logging.getLogger("onediff")
 

@@ -6,7 +6,6 @@ and nothing of ours keeps an unloaded model's memory alive.
 """
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from .changes import Edits, Signature
 from .layout import Convolution, FusedLinear, UnsupportedUNet
 
 BOUND_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -27,34 +27,7 @@ class Affine(NamedTuple):
 
 
 Weights = dict[str, Affine]
-UNCOUNTED = -1
 LAYERS_GONE = "the host has replaced or unloaded layers of this UNet"
-
-
-class Edits:
-    """Which parameters these are, and how often each was edited in place. Equal if nothing can have changed.
-
-    References and not id(): a new parameter may get the identity and the address of one that is gone. An inference
-    tensor counts no edits (UNCOUNTED); there the object alone is compared.
-    """
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self._references = [weakref.ref(parameter) for parameter in parameters]
-        self.counts = list(map(edit_count, parameters))
-
-    def still_true(self) -> bool:
-        """Whether these very parameters are unedited: a fifth of the cost of taking all of them down again. A
-        parameter that was put in the place of one that is still alive is not noticed."""
-        try:
-            return self.counts == [reference()._version for reference in self._references]
-        except (AttributeError, RuntimeError):
-            return False
-
-    def __eq__(self, other: object) -> bool:
-        # A live object has one plain weak reference, so references can be compared without their tensors.
-        return isinstance(other, Edits) and self.counts == other.counts and all(
-            map(operator.is_, self._references, other._references)
-        )
 
 
 class Layout(Protocol):
@@ -68,31 +41,6 @@ class Layout(Protocol):
 
     def prompt_paths(self) -> Collection[str]:
         """The leaves of whose outputs some are kept from call to call."""
-
-
-class Signature:
-    """Where parameters lay when this was taken. Equal if the same number of them lies in the same places."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self._references = list(map(weakref.ref, parameters))
-        self._addresses = list(map(Tensor.data_ptr, parameters))
-
-    def still_true(self) -> bool:
-        """Whether these very parameters are alive and have not moved; see Edits.still_true."""
-        try:
-            return self._addresses == [reference().data_ptr() for reference in self._references]
-        except AttributeError:
-            return False
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Signature) and self._addresses == other._addresses
-
-
-def edit_count(parameter: Tensor) -> int:
-    try:
-        return parameter._version
-    except RuntimeError:
-        return UNCOUNTED
 
 
 class Binding:
