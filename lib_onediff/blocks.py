@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from .accelerator import Accelerator
+from .accelerator import OUT_OF_MEMORY, Accelerator
 from .backends import NATIVE, launched_steps
 from .care import Care
-from .journal import BLOCKS, HOST
+from .journal import BLOCKS
 from .ladder import COMPILING, Declined, blame, network_of, refuse_inputs
 from .modes import our_modes
 from .ops import Operators, torch_ops
@@ -95,8 +95,7 @@ class BlockRoute:
         except (Declined, UnsupportedUNet) as refusal:
             reason = str(refusal)
         except torch.cuda.OutOfMemoryError:
-            self._accelerator.free_graphs()
-            reason = "out of GPU memory: the graphs were freed"
+            reason = OUT_OF_MEMORY
         except Exception as error:
             log.exception("a fault of ours")
             reason = f"a fault of ours, please report it: {first_line(error)}"
@@ -104,7 +103,9 @@ class BlockRoute:
                 entry = loop.running.entry
                 entry.fail(blame(entry.key.backend, f"our blocks failed: {first_line(error)}"))
         loop.running = None
-        self._accelerator.journal.note(HOST, reason)
+        if reason is OUT_OF_MEMORY:
+            self._accelerator.free_graphs()
+        self._accelerator.note_host(reason, loop.unet())
         return host()
 
     def _begin(
@@ -115,18 +116,22 @@ class BlockRoute:
         care, settings = self._accelerator.care_for(loop.unet())
         # The owner of the loop has embedded timestep and y already.
         call = UNetCall(latent=image, timestep=embedding[:, 0], context=context)
-        entry = self._entry(care, settings, call)
+        entry, why_not_faster = self._entry(care, settings, call)
         journal.entry, journal.model, journal.backend = entry, entry.model, entry.key.backend
         ops = self._accelerator.operators.of(entry.key.backend)
         with our_modes(image.device):
             layers = self._layers(care, ops, call, embedding)
-        journal.note(BLOCKS, f"{owner} runs the UNet's loop itself")
+        care.served_in_sampling = True
+        journal.note(BLOCKS, "; ".join(filter(None, (f"{owner} runs the UNet's loop itself", why_not_faster))))
         layout = care.bound.layout
         stages = (*layout.input_stages, layout.middle_stage, *layout.output_stages)
         return LoopPass(entry, settings, layers, stages, weakref.ref(embedding), weakref.ref(context))
 
-    def _entry(self, care: Care, settings: Settings, call: UNetCall) -> Entry:
-        """What is known of this shape by the best backend that has not failed. Raises Declined with the reason."""
+    def _entry(self, care: Care, settings: Settings, call: UNetCall) -> tuple[Entry, str]:
+        """What is known of this shape by the best backend that has not failed, and why it is not a better one.
+
+        Raises Declined with the reason of the last.
+        """
         bound, operators = care.bound, self._accelerator.operators
         names, reason = launched_steps(settings.backend, call.latent.device, operators.why_not_native)
         bound.refresh(call, care.by_content, channels_last=names[0] == NATIVE)
@@ -134,10 +139,16 @@ class BlockRoute:
         for backend in names:
             key = ShapeKey.of(bound.architecture, bound.binding.dtype, call, backend)
             entry = self._accelerator.table.entry(replace(key, inputs=("blocks",)), bound.layout.model_name)
+            if backend == NATIVE and entry.state is not State.FAILED:
+                try:
+                    ready = operators.prepare(network_of(care, call), self._accelerator.patient)
+                except Exception as error:
+                    entry.fail(blame(backend, f"our kernels do not compile: {first_line(error)}"))
+                else:
+                    if not ready:
+                        raise Declined(COMPILING)
             if entry.state is not State.FAILED:
-                if backend == NATIVE and not operators.prepare(network_of(care, call), self._accelerator.patient):
-                    raise Declined(COMPILING)
-                return entry
+                return entry, reason
             reason = entry.reason
         raise Declined(reason)
 

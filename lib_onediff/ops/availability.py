@@ -6,12 +6,11 @@ import re
 import shutil
 import sys
 import sysconfig
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-
-from ..shapes.fingerprint import triton_version
 
 # The first whose language has erf and rsqrt of its own. Our kernels compile with it for compute capability 7.0 to 9.0,
 # and so they do with 3.7; only Triton's interpreter, which the tests use, needs 3.2.
@@ -108,3 +107,13 @@ def release(version: str) -> tuple[int, ...]:
 def written(numbers: tuple[int, ...]) -> str:
     """(3, 10) as 3.10."""
     return ".".join(map(str, numbers))
+
+
+def triton_version() -> str:
+    """Triton's version, or 'none'; it is not imported."""
+    for name in ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "none"

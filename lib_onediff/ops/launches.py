@@ -33,7 +33,6 @@ ADDITION = Kernel("addition", ((64, 4), (32, 4), (32, 2), (128, 8)))
 LAYER_NORM = Kernel("layer norm", ((2,), (1,), (4,), (8,)))
 # (columns, warps)
 GEGLU = Kernel("geglu", ((512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 8)))
-KERNELS = (STATISTICS, APPLICATION, ADDITION, LAYER_NORM, GEGLU)
 
 
 class Launches:

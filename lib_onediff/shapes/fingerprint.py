@@ -4,9 +4,10 @@ from __future__ import annotations
 import ctypes
 import os
 from dataclasses import dataclass
-from importlib import metadata
 
 import torch
+
+from ..ops.availability import triton_version
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,3 @@ def nvidia_driver() -> str:
     finally:
         nvml.nvmlShutdown()
     return version.value.decode("ascii", "replace") if answered else "unknown"
-
-
-def triton_version() -> str:
-    """Triton's version, or 'none'; it is not imported."""
-    for name in ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return "none"

@@ -121,26 +121,14 @@ class Binding:
 
         Raises UnsupportedUNet if a layer is gone.
         """
-        try:
-            return Signature([
-                parameter for _, leaf in self._leaves for parameter in leaf()._parameters.values()
-                if parameter is not None
-            ])
-        except AttributeError as gone:
-            raise UnsupportedUNet(LAYERS_GONE) from gone
+        return Signature(present_parameters(self._leaves))
 
     def edits(self) -> Edits:
         """How the attention's and the label embedding's parameters stand now.
 
         Keys and values of a prompt are computed once and kept; they are stale as soon as this changes.
         """
-        try:
-            return Edits([
-                parameter for _, leaf in self._prompt_leaves for parameter in leaf()._parameters.values()
-                if parameter is not None
-            ])
-        except AttributeError as gone:
-            raise UnsupportedUNet(LAYERS_GONE) from gone
+        return Edits(present_parameters(self._prompt_leaves))
 
     def weights(self) -> Weights:
         """Every layer's tensors by path, and every fused layer's by its name. Drop the result after the call.
@@ -189,6 +177,16 @@ class Binding:
                     )
         if self.device.type == "meta":
             raise UnsupportedUNet("its parameters are not loaded (they are on the meta device)")
+
+
+def present_parameters(leaves: list[tuple[str, weakref.ref]]) -> list[nn.Parameter]:
+    """The parameters of these layers as they are now. Raises UnsupportedUNet if a layer is gone."""
+    try:
+        return [
+            parameter for _, leaf in leaves for parameter in leaf()._parameters.values() if parameter is not None
+        ]
+    except AttributeError as gone:
+        raise UnsupportedUNet(LAYERS_GONE) from gone
 
 
 def describe_storage(parameter: Tensor) -> str:

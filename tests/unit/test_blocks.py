@@ -132,6 +132,33 @@ def test_where_one_backend_fails_the_next_computes_the_blocks(unet: Any, loop: H
     for _ in range(2):
         assert relative_error(controlled(unet), expected) < CLOSE
     assert (runtime.status()["backend"], runtime.status()["route"]) == (EAGER, "blocks")
+    assert "out of resource" in runtime.status()["reason"], "why it is not the better one"
+
+
+def test_kernels_that_do_not_compile_give_way_to_the_next_backend(
+    unet: Any, loop: HostLoop, native: Weather, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(network: Any, patient: bool) -> bool:
+        raise RuntimeError("ptxas died")
+
+    own_loop(unet)
+    monkeypatch.setattr(runtime.operators, "prepare", broken)
+    controlled(unet)
+    assert (runtime.status()["backend"], runtime.status()["route"]) == (EAGER, "blocks")
+    assert "ptxas died" in runtime.status()["reason"]
+
+
+def test_a_sampling_without_us_finds_the_weights_as_the_host_had_them(
+    unet: Any, loop: HostLoop, native: Weather
+) -> None:
+    own_loop(unet)
+    weight = unet.input_blocks[0][0].weight
+    controlled(unet)
+    assert not weight.is_contiguous()
+    runtime.begin_sampling(unet)
+    with runtime.settings_for_run(Settings(enabled=False)):
+        controlled(unet)
+    assert weight.is_contiguous()
 
 
 def test_while_kernels_are_compiled_the_host_computes_the_blocks(
