@@ -169,7 +169,8 @@ class BlockRoute:
         if running.embedding() is not embedding or running.context() is not context:
             raise Declined("the loop's owner gives some stages another timestep or context")
         with our_modes(image.device):
-            output = running.layers.stage(running.stages[index], image, None)
+            # Another tensor: what our operators know of an image, they must not know of one that the owner writes into.
+            output = running.layers.stage(running.stages[index], image, None).detach()
         if running.entry.state is State.COLD and running.settings.verify:
             self._compare(running, output, host())
         if index == len(running.stages) - 1:

@@ -158,7 +158,7 @@ class Ladder:
 
 
 def network_of(care: Care, call: UNetCall) -> Network:
-    return Network(care.bound.architecture, care.bound.leaves, call.latent.dtype, call.latent.device)
+    return Network(care.bound.architecture, care.bound.kernel_users, call.latent.dtype, call.latent.device)
 
 
 def blame(backend: str, what: str) -> str:

@@ -29,10 +29,10 @@ log = logging.getLogger("onediff")
 
 
 class Network(NamedTuple):
-    """What decides which kernels are needed. leaves: of its layout."""
+    """What decides which kernels are needed. users: descriptions of its layout."""
 
     architecture: str
-    leaves: Sequence[Any]
+    users: Sequence[Any]
     dtype: torch.dtype
     device: torch.device
 
@@ -109,7 +109,7 @@ class OperatorSets:
             return
         with contextlib.suppress(UnsupportedUNet):
             layout = read_layout(unet())
-            self._compile(Network(layout.architecture, layout.leaves(), dtype, device))
+            self._compile(Network(layout.architecture, layout.kernel_users(), dtype, device))
 
     def _compile(self, network: Network) -> None:
         kind = network.architecture, network.dtype, network.device
@@ -121,7 +121,7 @@ class OperatorSets:
             self.of(backends.NATIVE)
             from .ops.triton_warm import compile_kernels
 
-            compile_kernels(network.leaves, network.dtype, network.device, self._launches)
+            compile_kernels(network.users, network.dtype, network.device, self._launches)
         except ImportError as error:
             # A half-removed Triton.
             self._failed[kind] = RuntimeError(f"Triton cannot be imported ({error})")
@@ -155,7 +155,7 @@ class OperatorSets:
             from .ops.triton_tuning import tune_kernels
 
             with torch.cuda.device(network.device):
-                count = tune_kernels(self._launches, network.leaves, network.dtype, network.device, time_on_gpu)
+                count = tune_kernels(self._launches, network.users, network.dtype, network.device, time_on_gpu)
             log.debug("%d kernels measured in %.1f s", count, time.perf_counter() - began)
         except Exception as error:
             log.debug("the kernels could not be measured: %s", error)

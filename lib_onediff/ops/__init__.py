@@ -5,12 +5,24 @@ Images are (batch, channels, height, width) in whatever memory format the implem
 """
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from ..unet.layout import Convolution, GroupNorm, LayerNorm
 from ..unet.weights import Affine
+
+
+class Stream(NamedTuple):
+    """The residual stream of a transformer: tokens, and what is still to be added to each of them.
+
+    owed, bias: (width,) each, or None. Two vectors cost less when the next norm adds them than when every linear layer
+    does.
+    """
+
+    tokens: Tensor
+    owed: Tensor | None = None
+    bias: Tensor | None = None
 
 
 class Operators(Protocol):
@@ -28,10 +40,14 @@ class Operators(Protocol):
     ) -> Tensor:
         """Group norm of image + shift (batch, channels), followed by SiLU if silu."""
 
-    def layer_norm(
-        self, tokens: Tensor, affine: Affine, norm: LayerNorm, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """(tokens + residual, its layer norm)."""
+    def layer_norm(self, stream: Stream, affine: Affine, norm: LayerNorm) -> tuple[Stream, Tensor]:
+        """The same stream, and its layer norm."""
+
+    def add_linear(self, stream: Stream, x: Tensor, affine: Affine) -> Stream:
+        """stream + linear(x). May write into the stream that it was given, which nobody uses afterwards."""
+
+    def settle(self, stream: Stream) -> Tensor:
+        """The stream's tokens, with everything added."""
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:
         """Softmax attention over (batch, heads, tokens, width), scores in float32 if upcast."""

@@ -32,6 +32,11 @@ class Choices:
         if save is not None:
             save(name, value)
 
+    def clear(self) -> None:
+        """Forget everything. What a store has kept of it is the store's to forget, before anything is chosen again."""
+        with self._lock:
+            self._values = {}
+
     def attach(self, load: Callable[[], dict[str, Any]], save: Callable[[str, Any], None]) -> None:
         """Know from now on what load() knows, and save what is chosen; safe to call again.
 

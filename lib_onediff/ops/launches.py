@@ -15,6 +15,7 @@ SMALL, LARGE = "small", "large"
 LARGE_IMAGE_PIXELS = 48 * 48
 # How many times wider than its tokens a feed-forward is.
 FEED_FORWARD = 4
+WIDEST_SMALL_HEAD = 64
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,14 @@ class Kernel:
 # (rows of pixels, warps)
 STATISTICS = Kernel("group norm statistics", ((8, 1), (16, 1), (16, 2), (32, 2), (32, 4)))
 APPLICATION = Kernel("group norm application", ((32, 4), (16, 1), (32, 2), (64, 4), (64, 8)))
+MEASURED_ADDITION = Kernel("measured addition", ((8, 1), (16, 1), (16, 2), (32, 2), (32, 4)))
 ADDITION = Kernel("addition", ((64, 4), (32, 4), (32, 2), (128, 8)))
-# (warps,)
-LAYER_NORM = Kernel("layer norm", ((2,), (1,), (4,), (8,)))
+# (tokens, warps)
+LAYER_NORM = Kernel("layer norm", ((2, 2), (1, 1), (1, 4), (4, 4)))
+# (queries, keys, warps, stages), or what ops.attention has chosen. Wide heads may not fit into a processor's memory.
+LIBRARY: Cut = (0,)
+ATTENTION = Kernel("attention over few keys", ((64, 64, 4, 2), (64, 128, 4, 1), (128, 128, 8, 1), LIBRARY))
+WIDE_ATTENTION = Kernel("attention over few keys", (LIBRARY, (64, 64, 4, 2), (64, 64, 4, 1), (64, 128, 8, 1)))
 # (columns, warps)
 GEGLU = Kernel("geglu", ((512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 8)))
 
@@ -64,6 +70,11 @@ class Launches:
 
 def image_class(pixels: int) -> str:
     return LARGE if pixels >= LARGE_IMAGE_PIXELS else SMALL
+
+
+def attention_kernel(head_width: int) -> Kernel:
+    """The kernel by which heads of this width attend to few keys."""
+    return ATTENTION if head_width <= WIDEST_SMALL_HEAD else WIDE_ATTENTION
 
 
 def row_class(width: int) -> str:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..unet.layout import Convolution, GroupNorm, LayerNorm
 from ..unet.weights import Affine
+from . import Stream
 
 
 def linear(x: Tensor, affine: Affine) -> Tensor:
@@ -39,10 +40,20 @@ def group_norm(image: Tensor, affine: Affine, norm: GroupNorm, silu: bool, shift
     return functional.silu(normed, inplace=True) if silu else normed
 
 
-def layer_norm(tokens: Tensor, affine: Affine, norm: LayerNorm, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    if residual is not None:
-        tokens = tokens + residual
-    return tokens, functional.layer_norm(tokens, (norm.width,), affine.weight, affine.bias, norm.eps)
+def layer_norm(stream: Stream, affine: Affine, norm: LayerNorm) -> tuple[Stream, Tensor]:
+    tokens = settle(stream)
+    return Stream(tokens), functional.layer_norm(tokens, (norm.width,), affine.weight, affine.bias, norm.eps)
+
+
+def add_linear(stream: Stream, x: Tensor, affine: Affine) -> Stream:
+    return stream._replace(tokens=stream.tokens + linear(x, affine))
+
+
+def settle(stream: Stream) -> Tensor:
+    tokens, *vectors = stream
+    for vector in vectors:
+        tokens = tokens if vector is None else tokens + vector.to(tokens.dtype)
+    return tokens
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:

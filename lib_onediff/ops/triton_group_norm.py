@@ -2,14 +2,13 @@
 first, SiLU after.
 
 A small image is done by one kernel, a program for each group. A large one takes three: means and squared deviations
-of strips of pixels, the joining of strips and channels to one scale and offset per channel (Chan, Golub, LeVeque
-1979), and their application. Deviations are summed around a value near the mean, so that a large mean costs no digits.
+of strips of pixels (triton_strips), the joining of strips and channels to one scale and offset per channel (Chan,
+Golub, LeVeque 1979), and their application. Deviations are summed around a value near the mean, so that a large mean
+costs no digits.
 
 Sizes are arguments that Triton does not specialise on: another resolution compiles nothing.
 """
 from __future__ import annotations
-
-import functools
 
 import torch
 import triton
@@ -17,10 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .launches import APPLICATION, STATISTICS, Cut
+from .triton_strips import CHANNEL_BLOCK, Strips, measure
 
-CHANNEL_BLOCK = 64
-STRIPS_PER_PROCESSOR = 20
-MOST_STRIPS = 128
 JOINED_STRIPS = 64
 SMALL_IMAGE_PIXELS = 256
 # Narrower groups make one kernel for all read too scattered, and each width is a kernel to compile.
@@ -36,62 +33,62 @@ def beside(first, second, pixel, channel, first_channels, second_channels):
     return tl.where(channel < first_channels, here, there)
 
 
-@triton.jit(do_not_specialize=["pixels", "strips", "tiles"])
-def strip_statistics(
-    first, second, statistics, pixels, strips, tiles, first_channels, second_channels,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+@triton.jit
+def with_strips(
+    total, squares, place, strips, strip_pixels, channels, pixels, offset, inside, STRIPS: tl.constexpr
 ):
-    """statistics (sample, strip, mean then squared deviations, channels), each over tiles * ROWS pixels."""
-    strip, sample = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    channels = first_channels + second_channels
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = channel < channels
-    start = strip * tiles * ROWS
-    # A pixel of the strip is at most sqrt(pixels) standard deviations from the strip's mean: near enough.
-    centre_place = beside(first, second, sample * pixels + start, channel, first_channels, second_channels)
-    centre = tl.load(centre_place, inside, 0.0).to(tl.float32)
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    squares = tl.zeros((ROWS, BLOCK), tl.float32)
-    for tile in range(0, tiles):
-        row = start + tile * ROWS + tl.arange(0, ROWS)[:, None]
-        valid = (row < pixels) & inside
-        place = beside(first, second, sample * pixels + row, channel, first_channels, second_channels)
-        distance = tl.where(valid, tl.load(place, valid, 0.0).to(tl.float32) - centre, 0.0)
-        total += distance
-        squares += distance * distance
-    number = tl.minimum(pixels - start, tiles * ROWS).to(tl.float32)
-    moved = tl.sum(total, 0)[None, :]
-    target = statistics + (sample * strips + strip) * 2 * channels + channel
-    tl.store(target, centre + moved / number, inside)
-    tl.store(target + channels, tl.sum(squares, 0)[None, :] - moved * moved / number, inside)
-
-
-@triton.jit(do_not_specialize=["pixels", "strips", "strip_pixels", "shift_stride", "has_shift", "width"])
-def join_statistics(
-    statistics, shift, weight, bias, scales, pixels, strips, strip_pixels, shift_stride, has_shift, eps, channels,
-    width, BLOCK: tl.constexpr, STRIPS: tl.constexpr,
-):
-    """scales (sample, scale then offset, channels): what the norm does to each channel of the unshifted image."""
-    group, sample = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    lane = tl.arange(0, BLOCK)[None, :]
-    inside = lane < width
-    channel = group * width + lane
-    added = tl.load(shift + sample * shift_stride + channel, inside & (has_shift != 0), 0.0).to(tl.float32)
-    factor = tl.load(weight + channel, inside, 0.0).to(tl.float32)
-    addend = tl.load(bias + channel, inside, 0.0).to(tl.float32)
+    """The sums of distances from a centre and of their squares, with an image's strips added. offset: from centre."""
     strip = tl.arange(0, STRIPS)[:, None]
-    place = statistics + sample * strips * 2 * channels + channel
-    centre = tl.sum(tl.sum(tl.load(place, inside, 0.0) + added, 1), 0) / width
-    total = tl.zeros((STRIPS, BLOCK), tl.float32)
-    squares = tl.zeros((STRIPS, BLOCK), tl.float32)
     for chunk in range(0, strips, STRIPS):
         number = tl.minimum(pixels - (chunk + strip) * strip_pixels, strip_pixels).to(tl.float32)
         valid = (chunk + strip < strips) & inside
-        here = place + (chunk + strip) * 2 * channels
-        distance = tl.load(here, valid, 0.0) + added - centre
-        deviations = tl.load(here + channels, valid, 0.0)
+        means = place + (chunk + strip) * 2 * channels
+        distance = tl.load(means, valid, 0.0) + offset
+        deviations = tl.load(means + channels, valid, 0.0)
         total += tl.where(valid, number * distance, 0.0)
         squares += tl.where(valid, deviations + number * distance * distance, 0.0)
+    return total, squares
+
+
+@triton.jit(do_not_specialize=[
+    "pixels", "first_strips", "second_strips", "first_strip_pixels", "second_strip_pixels", "shift_stride", "has_shift",
+    "width",
+])
+def join_statistics(
+    first, second, shift, weight, bias, scales, pixels, first_strips, second_strips, first_strip_pixels,
+    second_strip_pixels, shift_stride, has_shift, eps, first_channels, second_channels, width, BLOCK: tl.constexpr,
+    STRIPS: tl.constexpr,
+):
+    """scales (sample, scale then offset, channels): what the norm does to each channel of the unshifted image.
+
+    first, second: the statistics of two images that lie side by side.
+    """
+    group, sample = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    channels = first_channels + second_channels
+    lane = tl.arange(0, BLOCK)[None, :]
+    inside = lane < width
+    channel = group * width + lane
+    in_first = inside & (channel < first_channels)
+    in_second = inside & (channel >= first_channels)
+    added = tl.load(shift + sample * shift_stride + channel, inside & (has_shift != 0), 0.0).to(tl.float32)
+    factor = tl.load(weight + channel, inside, 0.0).to(tl.float32)
+    addend = tl.load(bias + channel, inside, 0.0).to(tl.float32)
+    here = first + sample * first_strips * 2 * first_channels + channel
+    there = second + sample * second_strips * 2 * second_channels + (channel - first_channels)
+    some = tl.load(here, in_first, 0.0) + tl.load(there, in_second, 0.0) + added
+    centre = tl.sum(tl.sum(some, 1), 0) / width
+    total = tl.zeros((STRIPS, BLOCK), tl.float32)
+    squares = tl.zeros((STRIPS, BLOCK), tl.float32)
+    if group * width < first_channels:
+        total, squares = with_strips(
+            total, squares, here, first_strips, first_strip_pixels, first_channels, pixels, added - centre, in_first,
+            STRIPS,
+        )
+    if (group + 1) * width > first_channels:
+        total, squares = with_strips(
+            total, squares, there, second_strips, second_strip_pixels, second_channels, pixels, added - centre,
+            in_second, STRIPS,
+        )
     members = pixels.to(tl.float32) * width
     moved = tl.sum(tl.sum(total, 1), 0) / members
     variance = tl.sum(tl.sum(squares, 1), 0) / members - moved * moved
@@ -165,19 +162,20 @@ def small_group_norm(
 
 def group_norm(
     first: Tensor, second: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool,
-    shift: Tensor | None, small_pixels: int = SMALL_IMAGE_PIXELS, **cuts: Cut,
+    shift: Tensor | None, measured: tuple[Strips | None, Strips | None] = (None, None),
+    small_pixels: int = SMALL_IMAGE_PIXELS, **cuts: Cut,
 ) -> Tensor:
     """Group norm of (first beside second) + shift, then SiLU if silu.
 
     first, second: (batch, channels, height, width) in channels-last memory; shift: (batch, channels) or None. Returns
-    the dtype of first, in channels-last memory; sums in float32. small_pixels: up to which size one kernel does it
-    all. cuts: of large_group_norm.
+    the dtype of first, in channels-last memory; sums in float32. measured: see large_group_norm. small_pixels: up
+    to which size one kernel does it all. cuts: of large_group_norm.
     """
     arguments = first, second, weight, bias, groups, eps, silu, shift
     channels = first.shape[1] + (0 if second is None else second.shape[1])
     if first.shape[2] * first.shape[3] <= small_pixels and channels >= groups * SMALL_IMAGE_GROUP_WIDTH:
         return small_image_group_norm(*arguments)
-    return large_group_norm(*arguments, **cuts)
+    return large_group_norm(*arguments, measured, **cuts)
 
 
 def small_image_group_norm(
@@ -198,29 +196,24 @@ def small_image_group_norm(
 
 def large_group_norm(
     first: Tensor, second: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool,
-    shift: Tensor | None, statistics_cut: Cut = STATISTICS.candidates[0],
-    application_cut: Cut = APPLICATION.candidates[0],
+    shift: Tensor | None, measured: tuple[Strips | None, Strips | None] = (None, None),
+    statistics_cut: Cut = STATISTICS.candidates[0], application_cut: Cut = APPLICATION.candidates[0],
 ) -> Tensor:
-    """As group_norm, by three kernels that keep a whole GPU busy."""
+    """As group_norm, by kernels that keep a whole GPU busy. measured: of the images, where whoever made them has."""
     output, images, of_channels = arrange(first, second)
     batch, channels, height, width = output.shape
     pixels, group_width = height * width, channels // groups
-    strip_rows, strip_warps = statistics_cut
-    rows, warps = application_cut
-    channel_blocks = triton.cdiv(channels, CHANNEL_BLOCK)
-    tiles = triton.cdiv(triton.cdiv(pixels, strip_rows), wanted_strips(output.device, channel_blocks * batch))
-    strips = triton.cdiv(pixels, tiles * strip_rows)
-    statistics = torch.empty((batch, strips, 2, channels), device=output.device, dtype=torch.float32)
+    here = measured[0] or measure(first, statistics_cut)
+    there = here if second is None else measured[1] or measure(second, statistics_cut)
     scales = torch.empty((batch, 2, channels), device=output.device, dtype=torch.float32)
-    strip_statistics[(strips, channel_blocks, batch)](
-        *images, statistics, pixels, strips, tiles, *of_channels, CHANNEL_BLOCK, strip_rows, num_warps=strip_warps
-    )
     added, added_stride, has_shift = shifting(first, shift)
     join_statistics[(groups, batch)](
-        statistics, added, weight, bias, scales, pixels, strips, tiles * strip_rows, added_stride, has_shift, eps,
-        channels, group_width, join_block(group_width), JOINED_STRIPS, num_warps=8,
+        here.statistics, there.statistics, added, weight, bias, scales, pixels, here.count, there.count, here.pixels,
+        there.pixels, added_stride, has_shift, eps, *of_channels, group_width, join_block(group_width), JOINED_STRIPS,
+        num_warps=8,
     )
-    scale_and_shift[(triton.cdiv(pixels, rows), channel_blocks, batch)](
+    rows, warps = application_cut
+    scale_and_shift[(triton.cdiv(pixels, rows), triton.cdiv(channels, CHANNEL_BLOCK), batch)](
         *images, scales, output, pixels, *of_channels, int(silu), CHANNEL_BLOCK, rows, num_warps=warps
     )
     return output
@@ -245,13 +238,3 @@ def shifting(image: Tensor, shift: Tensor | None) -> tuple[Tensor, int, int]:
 def join_block(group_width: int) -> int:
     """Each is a kernel to compile, so there are few."""
     return max(32, triton.next_power_of_2(group_width))
-
-
-def wanted_strips(device: torch.device, programs_per_strip: int) -> int:
-    """Into how many strips to cut an image so that every processor of the GPU has work; more only cost joining."""
-    return min(MOST_STRIPS, max(1, STRIPS_PER_PROCESSOR * processors(device) // programs_per_strip))
-
-
-@functools.lru_cache
-def processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -44,24 +44,10 @@ def nearest(
     tl.store(output + target, tl.load(image + source, valid), valid)
 
 
-def residual_add(
-    image: Tensor, update: Tensor, bias: Tensor | None, cut: Cut = ADDITION.candidates[0]
-) -> Tensor:
-    """image + update + bias (channels) of images in channels-last memory, in the dtype of update."""
-    output = torch.empty_like(update, memory_format=torch.channels_last)
-    launch_addition(image, update, bias, output, cut)
-    return output
-
-
-def add_bias_(image: Tensor, bias: Tensor, cut: Cut = ADDITION.candidates[0]) -> Tensor:
-    """image + bias (channels) in place, in channels-last memory."""
-    launch_addition(None, image, bias, image, cut)
-    return image
-
-
-def launch_addition(
-    image: Tensor | None, update: Tensor, bias: Tensor | None, output: Tensor, cut: Cut
+def add(
+    image: Tensor | None, update: Tensor, bias: Tensor | None, output: Tensor, cut: Cut = ADDITION.candidates[0]
 ) -> None:
+    """output = image + update + bias (channels), of images in channels-last memory. output may be update."""
     batch, channels, height, width = output.shape
     pixels = batch * height * width
     rows, warps = cut

@@ -2,32 +2,37 @@
 twice."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..unet.layout import Convolution, GroupNorm, LayerNorm
 from ..unet.weights import Affine
-from . import torch_ops, triton_group_norm, triton_images, triton_tokens
+from . import Stream, torch_ops, triton_attention, triton_group_norm, triton_images, triton_strips, triton_tokens
 from .choices import Choices
 from .launches import (
     ADDITION,
     APPLICATION,
     GEGLU,
     LAYER_NORM,
+    LIBRARY,
+    MEASURED_ADDITION,
     STATISTICS,
     Cut,
     Kernel,
     Launches,
+    attention_kernel,
     image_class,
     row_class,
 )
 
 # Triton compiles another kernel for a number of channels that is no multiple of this.
 ALIGNED_CHANNELS = 16
+FEW_KEYS = 256
 
 
 class Beside(NamedTuple):
@@ -55,6 +60,8 @@ class TritonOperators:
         """launches: how kernels are cut, None for their first choice. attention: as Operators.attention."""
         self._launches = launches or Launches(Choices())
         self._attention = attention
+        # Of images that were made by an addition, as long as they live.
+        self._strips: MutableMapping[Tensor, triton_strips.Strips] = WeakIdKeyDictionary()
 
     def linear(self, x: Tensor, affine: Affine) -> Tensor:
         return torch_ops.linear(x, affine)
@@ -74,8 +81,9 @@ class TritonOperators:
         if affine.bias is None or shape.out_channels % ALIGNED_CHANNELS:
             return torch_ops.convolution(channels_last(image), affine, shape)
         # torch adds a bias in another pass, and a slower one.
-        output = torch_ops.convolution(channels_last(image), Affine(affine.weight, None), shape)
-        return triton_images.add_bias_(channels_last(output), affine.bias, self._cut(ADDITION, output))
+        output = channels_last(torch_ops.convolution(channels_last(image), Affine(affine.weight, None), shape))
+        self._add(None, output, affine.bias, output)
+        return output
 
     def group_norm(
         self, image: Image, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None
@@ -83,17 +91,34 @@ class TritonOperators:
         first, second = halves(image)
         return triton_group_norm.group_norm(
             first, second, affine.weight, affine.bias, norm.groups, norm.eps, silu, shift,
+            (self._strips.get(first), None if second is None else self._strips.get(second)),
             statistics_cut=self._cut(STATISTICS, first), application_cut=self._cut(APPLICATION, first),
         )
 
-    def layer_norm(
-        self, tokens: Tensor, affine: Affine, norm: LayerNorm, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        residual = None if residual is None else residual.contiguous()
-        cut = self._launches.of(LAYER_NORM, row_class(norm.width), tokens.dtype)
-        return triton_tokens.layer_norm(tokens.contiguous(), affine.weight, affine.bias, norm.eps, residual, cut)
+    def layer_norm(self, stream: Stream, affine: Affine, norm: LayerNorm) -> tuple[Stream, Tensor]:
+        cut = self._launches.of(LAYER_NORM, row_class(norm.width), stream.tokens.dtype)
+        stream = stream._replace(tokens=stream.tokens.contiguous())
+        return triton_tokens.layer_norm(stream, affine.weight, affine.bias, norm.eps, cut)
+
+    def add_linear(self, stream: Stream, x: Tensor, affine: Affine) -> Stream:
+        # A GEMM adds to its output for nothing; with a bias too it would need another pass.
+        if stream.bias is not None:
+            stream = Stream(self.settle(stream))
+        tokens = stream.tokens.contiguous()
+        tokens.view(-1, tokens.shape[-1]).addmm_(x.flatten(0, -2), affine.weight.t())
+        return Stream(tokens, stream.owed, affine.bias)
+
+    def settle(self, stream: Stream) -> Tensor:
+        cut = self._launches.of(LAYER_NORM, row_class(stream.tokens.shape[-1]), stream.tokens.dtype)
+        return triton_tokens.settle(stream, cut)
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:
+        given = query, key, value
+        few = key.shape[2] <= FEW_KEYS and query.dtype in triton_attention.DTYPES and not upcast
+        if few and all(map(triton_attention.heads_lie_beside, given)):
+            cut = self._launches.of(attention_kernel(query.shape[3]), str(query.shape[3]), query.dtype)
+            if cut != LIBRARY:
+                return triton_attention.attention(*given, cut)
         return self._attention(query, key, value, upcast)
 
     def geglu(self, tokens: Tensor) -> Tensor:
@@ -104,8 +129,10 @@ class TritonOperators:
         return torch_ops.silu(x)
 
     def residual_add(self, image: Tensor, update: Tensor, bias: Tensor | None) -> Tensor:
-        cut = self._cut(ADDITION, update)
-        return triton_images.residual_add(channels_last(image), channels_last(update), bias, cut)
+        update = channels_last(update)
+        output = torch.empty_like(update, memory_format=torch.channels_last)
+        self._add(channels_last(image), update, bias, output)
+        return output
 
     def concatenate(self, image: Tensor, skip: Tensor) -> Beside:
         return Beside(image, skip)
@@ -118,6 +145,14 @@ class TritonOperators:
 
     def tokens_to_image(self, tokens: Tensor, height: int, width: int) -> Tensor:
         return torch_ops.tokens_to_image(tokens, height, width)
+
+    def _add(self, image: Tensor | None, update: Tensor, bias: Tensor | None, output: Tensor) -> None:
+        """output = image + update + bias; measured on the way, where a norm that follows will want to know."""
+        if output.shape[2] * output.shape[3] <= triton_group_norm.SMALL_IMAGE_PIXELS:
+            triton_images.add(image, update, bias, output, self._cut(ADDITION, output))
+        else:
+            cut = self._cut(MEASURED_ADDITION, output)
+            self._strips[output] = triton_strips.add_and_measure(image, update, bias, output, cut)
 
     def _cut(self, kernel: Kernel, image: Tensor) -> Cut:
         return self._launches.of(kernel, image_class(image.shape[2] * image.shape[3]), image.dtype)
@@ -137,3 +172,4 @@ def channels_last(image: Tensor) -> Tensor:
 def rows(image: Tensor) -> Tensor:
     """(batch, channels, height, width) -> (batch * height * width, channels), a view of a channels-last image."""
     return image.permute(0, 2, 3, 1).flatten(0, 2)
+

@@ -1,4 +1,4 @@
-"""Layer norm with the residual before it, and GEGLU, over rows of tokens."""
+"""Layer norm of a residual stream that is owed a vector, and GEGLU, over rows of tokens."""
 from __future__ import annotations
 
 import torch
@@ -6,26 +6,52 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import Stream
 from .launches import GEGLU, LAYER_NORM, Cut
 
 
-@triton.jit(do_not_specialize=["has_residual", "has_bias"])
-def layer_norm_row(
-    tokens, residual, weight, bias, summed, output, width, has_residual, has_bias, eps, BLOCK: tl.constexpr
+@triton.jit
+def owed_vector(owed, addend, column, inside, has_owed, has_addend):
+    """The sum of two vectors, either of which may not be there."""
+    vector = tl.load(owed + column, inside & (has_owed != 0), 0.0).to(tl.float32)
+    return vector + tl.load(addend + column, inside & (has_addend != 0), 0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows", "has_owed", "has_addend", "has_bias"])
+def layer_norm_rows(
+    tokens, owed, addend, weight, bias, owed_now, output, rows, width, has_owed, has_addend, has_bias, eps,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):
-    start = tl.program_id(0).to(tl.int64) * width
-    column = tl.arange(0, BLOCK)
+    """The layer norm of tokens + owed + addend, and into owed_now what the tokens are owed then."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
     inside = column < width
-    values = tl.load(tokens + start + column, inside, 0.0).to(tl.float32)
-    if has_residual != 0:
-        values += tl.load(residual + start + column, inside, 0.0).to(tl.float32)
-        tl.store(summed + start + column, values.to(summed.dtype.element_ty), inside)
-    mean = tl.sum(values, 0) / width
-    distance = tl.where(inside, values - mean, 0.0)
-    scale = tl.rsqrt(tl.sum(distance * distance, 0) / width + eps)
+    valid = (row < rows) & inside
+    place = row * width + column
+    vector = owed_vector(owed, addend, column, inside, has_owed, has_addend)
+    tl.store(owed_now + column, vector, inside & (tl.program_id(0) == 0))
+    values = tl.load(tokens + place, valid, 0.0).to(tl.float32) + vector
+    mean = tl.sum(values, 1) / width
+    distance = tl.where(inside, values - mean[:, None], 0.0)
+    scale = tl.rsqrt(tl.sum(distance * distance, 1) / width + eps)
     factor = tl.load(weight + column, inside, 0.0).to(tl.float32)
     offset = tl.load(bias + column, inside & (has_bias != 0), 0.0).to(tl.float32)
-    tl.store(output + start + column, (distance * scale * factor + offset).to(output.dtype.element_ty), inside)
+    normed = distance * scale[:, None] * factor + offset
+    tl.store(output + place, normed.to(output.dtype.element_ty), valid)
+
+
+@triton.jit(do_not_specialize=["rows", "has_addend"])
+def settle_rows(
+    tokens, owed, addend, output, rows, width, has_addend, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = column < width
+    valid = (row < rows) & inside
+    place = row * width + column
+    values = tl.load(tokens + place, valid, 0.0).to(tl.float32)
+    values += owed_vector(owed, addend, column, inside, 1, has_addend)
+    tl.store(output + place, values.to(output.dtype.element_ty), valid)
 
 
 @triton.jit
@@ -43,18 +69,40 @@ def geglu_row(tokens, output, width, BLOCK: tl.constexpr):
 
 
 def layer_norm(
-    tokens: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None,
-    cut: Cut = LAYER_NORM.candidates[0],
-) -> tuple[Tensor, Tensor]:
-    """(tokens + residual, its layer norm); all (..., width) and contiguous. Norms the sum before it is rounded."""
-    width = tokens.shape[-1]
+    stream: Stream, weight: Tensor, bias: Tensor | None, eps: float, cut: Cut = LAYER_NORM.candidates[0]
+) -> tuple[Stream, Tensor]:
+    """The stream, owed one vector in float32, and its layer norm (..., width), contiguous.
+
+    What is owed is added in float32, and is not rounded on the way.
+    """
+    tokens, owed, addend = stream
+    width, (rows_together, warps) = tokens.shape[-1], cut
+    rows = tokens.numel() // width
     output = torch.empty_like(tokens)
-    summed = tokens if residual is None else torch.empty_like(tokens)
-    layer_norm_row[(tokens.numel() // width,)](
-        tokens, tokens if residual is None else residual, weight, weight if bias is None else bias, summed, output,
-        width, int(residual is not None), int(bias is not None), eps, triton.next_power_of_2(width), num_warps=cut[0],
+    owed_now = torch.empty(width, device=tokens.device, dtype=torch.float32)
+    # Triton compiles a kernel for each set of types: what is not there is stood for by something of its type.
+    layer_norm_rows[(triton.cdiv(rows, rows_together),)](
+        tokens, owed_now if owed is None else owed, weight if addend is None else addend, weight,
+        weight if bias is None else bias, owed_now, output, rows, width, int(owed is not None),
+        int(addend is not None), int(bias is not None), eps, triton.next_power_of_2(width), rows_together,
+        num_warps=warps,
     )
-    return summed, output
+    return Stream(tokens, owed_now), output
+
+
+def settle(stream: Stream, cut: Cut = LAYER_NORM.candidates[0]) -> Tensor:
+    """The tokens with what they are owed; the very tokens where that is nothing."""
+    tokens, owed, addend = stream
+    if owed is None:
+        return tokens if addend is None else tokens + addend
+    width, (rows_together, warps) = tokens.shape[-1], cut
+    rows = tokens.numel() // width
+    output = torch.empty_like(tokens)
+    settle_rows[(triton.cdiv(rows, rows_together),)](
+        tokens, owed, tokens if addend is None else addend, output, rows, width, int(addend is not None),
+        triton.next_power_of_2(width), rows_together, num_warps=warps,
+    )
+    return output
 
 
 def geglu(tokens: Tensor, cut: Cut = GEGLU.candidates[0]) -> Tensor:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..unet.layout import GroupNorm, LayerNorm
-from . import triton_group_norm, triton_images, triton_tokens
+from ..unet.layout import CrossAttention, GroupNorm, LayerNorm
+from . import Stream, triton_attention, triton_group_norm, triton_images, triton_strips, triton_tokens
 from .choices import Choices
 from .launches import (
     ADDITION,
@@ -18,9 +18,12 @@ from .launches import (
     GEGLU,
     LARGE,
     LAYER_NORM,
+    LIBRARY,
+    MEASURED_ADDITION,
     SMALL,
     STATISTICS,
     Launches,
+    attention_kernel,
     row_class,
 )
 
@@ -29,14 +32,14 @@ SIDE = 4
 
 
 def compile_kernels(
-    leaves: Iterable[Any], dtype: torch.dtype, device: torch.device, cuts: Launches | None = None
+    users: Iterable[Any], dtype: torch.dtype, device: torch.device, cuts: Launches | None = None
 ) -> None:
-    """Launch every kernel that a network with these leaves (unet.layout) needs once, on a few numbers.
+    """Launch every kernel that a network with these layers (unet.layout) needs once, on a few numbers.
 
     cuts: how they are cut, None for their first choice. What was compiled before costs a millisecond. Raises what
     Triton raises.
     """
-    first, *others = launches(list(leaves), dtype, device, cuts or Launches(Choices()))
+    first, *others = launches(list(users), dtype, device, cuts or Launches(Choices()))
     # Triton sets itself up in the first launch of all, and not for several threads at once.
     launch(first, device)
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "onediff-kernels") as pool:
@@ -51,7 +54,7 @@ def launch(work: Callable[[], object], device: torch.device) -> None:
 
 
 def launches(
-    leaves: list[Any], dtype: torch.dtype, device: torch.device, cuts: Launches
+    users: list[Any], dtype: torch.dtype, device: torch.device, cuts: Launches
 ) -> list[Callable[[], object]]:
     """One launch for each kernel as Triton specialises it: by block sizes, not by sizes of images or layers."""
 
@@ -72,26 +75,36 @@ def launches(
         return image(count), None, of_channels(count), of_channels(count), norm.groups, norm.eps, False, None
 
     def add(shape_class: str) -> object:
-        cut = cuts.of(ADDITION, shape_class, dtype)
-        return triton_images.residual_add(image(channels), image(channels), of_channels(channels), cut)
+        of_sum = image(channels), image(channels), of_channels(channels), image(channels)
+        triton_images.add(*of_sum, cuts.of(ADDITION, shape_class, dtype))
+        return triton_strips.add_and_measure(*of_sum, cuts.of(MEASURED_ADDITION, shape_class, dtype))
 
     def layer_norm(width: int) -> object:
         tokens = torch.zeros((SIDE, width), dtype=dtype, device=device)
         cut = cuts.of(LAYER_NORM, row_class(width), dtype)
-        return triton_tokens.layer_norm(tokens, of_channels(width), of_channels(width), 1e-5, None, cut)
+        stream, _ = triton_tokens.layer_norm(Stream(tokens), of_channels(width), of_channels(width), 1e-5, cut)
+        return triton_tokens.settle(stream, cut)
 
     def geglu(width: int) -> object:
         hidden = torch.zeros((SIDE, 2 * width), dtype=dtype, device=device)
         return triton_tokens.geglu(hidden, cuts.of(GEGLU, row_class(width), dtype))
 
-    norms = [leaf for leaf in leaves if isinstance(leaf, GroupNorm)]
+    def attend(head_width: int) -> object:
+        cut = cuts.of(attention_kernel(head_width), str(head_width), dtype)
+        # Strides as they are in a network: Triton compiles another kernel for those that are no multiples of 16.
+        tokens = torch.zeros((1, SIDE, 3, 16, head_width), dtype=dtype, device=device).transpose(1, 3)
+        query, key, value = (tokens[:, :, part] for part in range(3))
+        return None if cut == LIBRARY else triton_attention.attention(query, key, value, cut)
+
+    norms = [leaf for leaf in users if isinstance(leaf, GroupNorm)]
     channels = norms[0].channels
     by_block = {triton_group_norm.join_block(found.channels // found.groups): found for found in norms}
     by_width = {
         found.channels // found.groups: found for found in norms
         if found.channels // found.groups >= triton_group_norm.SMALL_IMAGE_GROUP_WIDTH
     }
-    widths = {row_class(leaf.width): leaf.width for leaf in leaves if isinstance(leaf, LayerNorm)}
+    widths = {row_class(leaf.width): leaf.width for leaf in users if isinstance(leaf, LayerNorm)}
+    heads = {user.head_width for user in users if isinstance(user, CrossAttention)}
     any_norm = norms[0]
     return [
         lambda: add(SMALL),
@@ -102,4 +115,5 @@ def launches(
         *(lambda norm=norm: triton_group_norm.small_image_group_norm(*of_norm(norm)) for norm in by_width.values()),
         *(lambda width=width: layer_norm(width) for width in widths.values()),
         *(lambda width=width: geglu(FEED_FORWARD * width) for width in widths.values()),
+        *(lambda width=width: attend(width) for width in sorted(heads) if dtype in triton_attention.DTYPES),
     ]

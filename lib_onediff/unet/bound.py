@@ -40,7 +40,7 @@ class BoundUNet:
         self._channels_last = False
         self._binding: Binding | None = None
         self._architecture: str | None = None
-        self._leaves: list[Any] = []
+        self._kernel_users: list[Any] = []
         self._unreadable: str | None = None
         self._refusal: str | None = None
         self._last_prompt = Sighting()
@@ -52,11 +52,11 @@ class BoundUNet:
         return self.binding.layout
 
     @property
-    def leaves(self) -> list[Any]:
-        """layout.leaves(), which takes a millisecond to find."""
-        if not self._leaves:
-            self._leaves = self.layout.leaves()
-        return self._leaves
+    def kernel_users(self) -> list[Any]:
+        """layout.kernel_users(), which takes a millisecond to find."""
+        if not self._kernel_users:
+            self._kernel_users = self.layout.kernel_users()
+        return self._kernel_users
 
     @property
     def architecture(self) -> str:
@@ -140,7 +140,7 @@ class BoundUNet:
         if structure != self._structure:
             self.undo_channels_last()
             self._structure, self._binding, self._signature, self._architecture = structure, None, None, None
-            self._unreadable, self._leaves, self._edits = None, [], None
+            self._unreadable, self._kernel_users, self._edits = None, [], None
             try:
                 self._binding = Binding(unet, read_layout(unet))
             except UnsupportedUNet as reason:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..ops import Operators
+from ..ops import Operators, Stream
 from .layout import (
     Convolution,
     CrossAttention,
@@ -73,32 +73,28 @@ class Layers:
         height, width = image.shape[-2:]
         hidden = ops.group_norm(image, weights[transformer.norm.path], transformer.norm, silu=False)
         tokens = ops.linear(ops.image_to_tokens(hidden), weights[transformer.project_in.path])
-        update = None
+        stream = Stream(tokens)
         for block in transformer.blocks:
-            tokens, update = self._transformer_block(block, tokens, update)
-        if update is not None:
-            tokens = tokens + update
-        tokens = ops.linear(tokens, weights[transformer.project_out.path])
+            stream = self._transformer_block(block, stream)
+        tokens = ops.linear(ops.settle(stream), weights[transformer.project_out.path])
         return ops.residual_add(image, ops.tokens_to_image(tokens, height, width), None)
 
-    def _transformer_block(
-        self, block: TransformerBlock, tokens: Tensor, update: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Tokens and what is still to be added to them: each addition waits for the norm that follows it."""
+    def _transformer_block(self, block: TransformerBlock, stream: Stream) -> Stream:
         weights, ops = self.weights, self.ops
-        tokens, normed = ops.layer_norm(tokens, weights[block.self_norm.path], block.self_norm, update)
-        update = self._self_attention(block.self_attention, normed)
-        tokens, normed = ops.layer_norm(tokens, weights[block.cross_norm.path], block.cross_norm, update)
-        update = self._cross_attention(block.cross_attention, normed)
-        tokens, normed = ops.layer_norm(tokens, weights[block.feed_forward_norm.path], block.feed_forward_norm, update)
+        stream, normed = ops.layer_norm(stream, weights[block.self_norm.path], block.self_norm)
+        mixed = self._self_attention(block.self_attention, normed)
+        stream = ops.add_linear(stream, mixed, weights[block.self_attention.out.path])
+        stream, normed = ops.layer_norm(stream, weights[block.cross_norm.path], block.cross_norm)
+        mixed = self._cross_attention(block.cross_attention, normed)
+        stream = ops.add_linear(stream, mixed, weights[block.cross_attention.out.path])
+        stream, normed = ops.layer_norm(stream, weights[block.feed_forward_norm.path], block.feed_forward_norm)
         hidden = ops.geglu(ops.linear(normed, weights[block.feed_forward_in.path]))
-        return tokens, ops.linear(hidden, weights[block.feed_forward_out.path])
+        return ops.add_linear(stream, hidden, weights[block.feed_forward_out.path])
 
     def _self_attention(self, attention: SelfAttention, tokens: Tensor) -> Tensor:
         fused = self.ops.linear(tokens, self.weights[attention.query_key_value.name])
         query, key, value = (split_heads(part, attention.heads) for part in fused.chunk(3, dim=-1))
-        mixed = self.ops.attention(query, key, value, self.upcast_attention)
-        return self.ops.linear(join_heads(mixed), self.weights[attention.out.path])
+        return join_heads(self.ops.attention(query, key, value, self.upcast_attention))
 
     def _cross_attention(self, attention: CrossAttention, tokens: Tensor) -> Tensor:
         query = split_heads(self.ops.linear(tokens, self.weights[attention.query.path]), attention.heads)
@@ -106,8 +102,7 @@ class Layers:
             split_heads(part, attention.heads)
             for part in self.key_values[attention.key_value.name].chunk(2, dim=-1)
         )
-        mixed = self.ops.attention(query, key, value, self.upcast_attention)
-        return self.ops.linear(join_heads(mixed), self.weights[attention.out.path])
+        return join_heads(self.ops.attention(query, key, value, self.upcast_attention))
 
 
 def split_heads(tokens: Tensor, heads: int) -> Tensor:

@@ -79,6 +79,10 @@ class CrossAttention:
     out: Linear
     heads: int
 
+    @property
+    def head_width(self) -> int:
+        return self.query.out_features // self.heads
+
 
 @dataclass(frozen=True)
 class TransformerBlock:
@@ -189,6 +193,10 @@ class UNetLayout:
         """Every description of a module that holds parameters, each once."""
         return list(descriptions(tuple(getattr(self, item.name) for item in fields(self) if item.name != "embeddings"),
                                  (Linear, Convolution, GroupNorm, LayerNorm)))
+
+    def kernel_users(self) -> list[Linear | Convolution | GroupNorm | LayerNorm | CrossAttention]:
+        """Every description that decides which kernels are needed."""
+        return [*self.leaves(), *self.cross_attentions]
 
     def fusions(self) -> list[FusedLinear]:
         """Every group of linear layers that is to lie in one tensor."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.ops import triton_group_norm, triton_images, triton_tokens
+from lib_onediff.ops import Stream, triton_group_norm, triton_images, triton_strips, triton_tokens
 
 pytestmark = [
     pytest.mark.gpu,
@@ -80,13 +80,13 @@ def test_group_norm_of_two_images_side_by_side(
 @DTYPES
 @pytest.mark.parametrize(("tokens", "width"), [(4096, 640), (1024, 1280), (16384, 320), (77, 2048)], ids=str)
 def test_layer_norm(tokens: int, width: int, dtype: torch.dtype) -> None:
-    image, residual = random(2, tokens, width, dtype=dtype), random(2, tokens, width, dtype=dtype, mean=1.0)
+    image, addend = random(2, tokens, width, dtype=dtype), random(width, dtype=dtype, mean=1.0)
     weight, bias = random(width, dtype=dtype, mean=1.0), random(width, dtype=dtype)
-    expected = exact.layer_norm(image.double() + residual.double(), weight, bias, 1e-5)
-    torchs = functional.layer_norm(image + residual, (width,), weight, bias, 1e-5)
-    summed, ours = triton_tokens.layer_norm(image, weight, bias, 1e-5, residual)
+    expected = exact.layer_norm(image.double() + addend.double(), weight, bias, 1e-5)
+    torchs = functional.layer_norm(image + addend, (width,), weight, bias, 1e-5)
+    stream, ours = triton_tokens.layer_norm(Stream(image, None, addend), weight, bias, 1e-5)
     assert_as_good(ours, torchs, expected)
-    assert torch.equal(summed, image + residual)
+    assert torch.equal(triton_tokens.settle(stream), image + addend)
 
 
 @DTYPES
@@ -104,7 +104,11 @@ def test_additions_and_resize(shape: tuple[int, ...], dtype: torch.dtype) -> Non
     bias = random(shape[1], dtype=dtype)
     expected = image.double() + update.double() + bias.double()[:, None, None]
     torchs = image + (update + bias[:, None, None])
-    assert_as_good(triton_images.residual_add(channels_last(image), channels_last(update), bias), torchs, expected)
+    image, update = channels_last(image), channels_last(update)
+    for added in (triton_images.add, triton_strips.add_and_measure):
+        output = torch.empty_like(update)
+        added(image, update, bias, output)
+        assert_as_good(output, torchs, expected)
     size = (2 * shape[2] - 1, 2 * shape[3])
     expected = functional.interpolate(image.float(), size=size, mode="nearest").to(dtype)
     assert torch.equal(triton_images.resize(channels_last(image), *size), expected)
@@ -135,9 +139,12 @@ def test_an_image_of_more_than_two_to_the_31_elements() -> None:
     for corner in (output[..., :26, :26], output[..., -26:, -26:]):
         assert relative_error(corner, expected) < 1e-3
     assert same_in_every_tile(output, output[..., :26, :26].contiguous())
-    assert same_in_every_tile(triton_images.residual_add(image, image, bias), tile + tile + bias[:, None, None])
+    for added in (triton_images.add, triton_strips.add_and_measure):
+        added(image, image, bias, output)
+        assert same_in_every_tile(output, tile + tile + bias[:, None, None])
     del output
-    assert same_in_every_tile(triton_images.add_bias_(image, bias), tile + bias[:, None, None])
+    triton_strips.add_and_measure(None, image, bias, image)
+    assert same_in_every_tile(image, tile + bias[:, None, None])
     del image
     large = triton_images.resize(tile, 2600, 2600)
     assert large.numel() > 2**31
@@ -165,9 +172,9 @@ def test_tokens_of_more_than_two_to_the_31_elements() -> None:
     assert torch.equal(gated, triton_tokens.geglu(few).repeat(1700, 1))
     assert relative_error(gated[-1000:], exact.geglu(few)) < 1e-3
     del gated
-    summed, normed = triton_tokens.layer_norm(many, weight, bias, 1e-5, many)
-    assert torch.equal(summed, many + many)
-    assert relative_error(normed[-1000:], exact.layer_norm(few + few, weight, bias, 1e-5)) < 1e-3
+    stream, normed = triton_tokens.layer_norm(Stream(many, None, bias), weight, bias, 1e-5)
+    assert torch.equal(triton_tokens.settle(stream)[-1000:], few + bias)
+    assert relative_error(normed[-1000:], exact.layer_norm(few + bias, weight, bias, 1e-5)) < 1e-3
     assert torch.equal(normed[:1000], normed[-1000:])
 
 
@@ -176,7 +183,7 @@ def test_more_rows_than_one_axis_of_a_launch_holds() -> None:
     tokens = random(70000, 64, dtype=torch.float16)
     value, gate = tokens.chunk(2, dim=-1)
     torch.testing.assert_close(triton_tokens.geglu(tokens), value * functional.gelu(gate), rtol=2e-3, atol=2e-3)
-    _, normed = triton_tokens.layer_norm(tokens, tokens[0], None, 1e-5, None)
+    _, normed = triton_tokens.layer_norm(Stream(tokens), tokens[0], None, 1e-5)
     torch.testing.assert_close(
         normed, functional.layer_norm(tokens, (64,), tokens[0], None, 1e-5), rtol=2e-3, atol=2e-3
     )

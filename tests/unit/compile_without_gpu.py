@@ -95,7 +95,7 @@ def main(name: str, capability: str, dtype_name: str, sizes: str) -> None:
     layout, counts = read_layout(unet), {}
     with torch.no_grad():
         with count_compilations() as counted:
-            triton_warm.compile_kernels(layout.leaves(), dtype, META)
+            triton_warm.compile_kernels(layout.kernel_users(), dtype, META)
         counts["beforehand"] = counted.count
         for width, height, batch in json.loads(sizes):
             with count_compilations() as counted:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.ops import triton_group_norm
+from lib_onediff.ops import triton_group_norm, triton_strips
 from lib_onediff.ops.launches import APPLICATION, STATISTICS
 from lib_onediff.ops.triton_group_norm import (
     JOINED_STRIPS,
@@ -152,7 +152,7 @@ def test_more_strips_than_are_joined_at_once(
     height: int, width: int, mean: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = 32
-    monkeypatch.setattr(triton_group_norm, "wanted_strips", lambda *ignored: 10**6)
+    monkeypatch.setattr(triton_strips, "wanted_strips", lambda *ignored: 10**6)
     assert height * width > JOINED_STRIPS * rows
     image = random_image(1, 32, height, width, mean=mean, deviation=0.1 if mean else 1.0)
     image[:, :, height // 2:] += 0.05 * mean + 2.0  # strips that differ

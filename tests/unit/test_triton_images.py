@@ -1,6 +1,8 @@
 """The image kernels against torch: on a GPU compiled, without one under Triton's interpreter."""
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as functional
@@ -9,8 +11,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.ops.launches import ADDITION
-from lib_onediff.ops.triton_images import add_bias_, residual_add, resize
+from lib_onediff.ops.launches import ADDITION, MEASURED_ADDITION, Cut
+from lib_onediff.ops.triton_images import add, resize
+from lib_onediff.ops.triton_strips import add_and_measure
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # In units of a half type's rounding: to the nearest. Triton's interpreter cuts bfloat16 off instead.
@@ -22,41 +25,54 @@ def random_image(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape).to(DEVICE, dtype).to(memory_format=torch.channels_last)
 
 
+CUTS = [*((add, cut) for cut in ADDITION.candidates), *((add_and_measure, cut) for cut in MEASURED_ADDITION.candidates)]
+BY_EITHER_KERNEL = pytest.mark.parametrize("added", [add, add_and_measure])
+
+
+def sum_of(added: Callable[..., object], image: Tensor, update: Tensor, bias: Tensor | None, *cut: Cut) -> Tensor:
+    output = torch.full_like(update, torch.nan)
+    added(image, update, bias, output, *cut)
+    return output
+
+
+@BY_EITHER_KERNEL
 @pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_residual_add(shape: tuple[int, ...], biased: bool) -> None:
+def test_additions(shape: tuple[int, ...], biased: bool, added: Callable[..., object]) -> None:
     image, update = random_image(*shape), random_image(*shape)
     bias = torch.randn(shape[1], device=DEVICE) if biased else None
     before = image.clone(), update.clone()
-    output = residual_add(image, update, bias)
+    output = sum_of(added, image, update, bias)
     assert torch.equal(image, before[0]) and torch.equal(update, before[1]), "an input is not written to"
-    assert output.is_contiguous(memory_format=torch.channels_last)
     exact = image.double() + update.double() + (0 if bias is None else bias.double()[:, None, None])
     assert worst_error(output, exact) < 2
 
 
+@BY_EITHER_KERNEL
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_bias_is_added_in_place(shape: tuple[int, ...]) -> None:
+def test_a_bias_is_added_in_place(shape: tuple[int, ...], added: Callable[..., object]) -> None:
     image, bias = random_image(*shape), torch.randn(shape[1], device=DEVICE)
     expected = image + bias[:, None, None]
-    assert add_bias_(image, bias) is image
+    added(None, image, bias, image)
     assert torch.equal(image, expected)
 
 
-@pytest.mark.parametrize("cut", ADDITION.candidates, ids=str)
-def test_every_cut_of_an_addition_gives_the_same(cut: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("added", "cut"), CUTS, ids=str)
+def test_every_cut_of_an_addition_gives_the_same(added: Callable[..., object], cut: Cut) -> None:
     image, update, bias = random_image(1, 72, 5, 27), random_image(1, 72, 5, 27), torch.randn(72, device=DEVICE)
-    assert torch.equal(residual_add(image, update, bias, cut), residual_add(image, update, bias))
+    assert torch.equal(sum_of(added, image, update, bias, cut), sum_of(add, image, update, bias))
     expected = image + bias[:, None, None]
-    assert torch.equal(add_bias_(image, bias, cut), expected)
+    added(None, image, bias, image, cut)
+    assert torch.equal(image, expected)
 
 
+@BY_EITHER_KERNEL
 @pytest.mark.parametrize("dtype", NEAREST, ids=str)
-def test_additions_in_half_precision_are_rounded_once(dtype: torch.dtype) -> None:
+def test_additions_in_half_precision_are_rounded_once(dtype: torch.dtype, added: Callable[..., object]) -> None:
     image, update = random_image(2, 48, 5, 7, dtype=dtype), random_image(2, 48, 5, 7, dtype=dtype)
     bias = torch.randn(48).to(DEVICE, dtype)
     exact = image.double() + update.double() + bias.double()[:, None, None]
-    assert worst_error(residual_add(image, update, bias), exact) <= NEAREST[dtype]
+    assert worst_error(sum_of(added, image, update, bias), exact) <= NEAREST[dtype]
 
 
 @pytest.mark.parametrize(

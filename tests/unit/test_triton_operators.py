@@ -10,7 +10,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.ops import torch_ops
+from lib_onediff.ops import Stream, torch_ops
+from lib_onediff.ops.attention_tuning import random_inputs
 from lib_onediff.ops.triton_ops import Beside, TritonOperators
 from lib_onediff.unet.layout import Convolution, GroupNorm, LayerNorm
 from lib_onediff.unet.weights import Affine
@@ -95,12 +96,61 @@ def test_convolution(
     assert relative_error(native.convolution(form(image), arranged, shape), expected) < CLOSE
 
 
-@pytest.mark.parametrize("added", [True, False], ids=["residual", "no residual"])
-def test_tokens_may_be_slices_and_transposed(native: TritonOperators, added: bool) -> None:
-    tokens = random(24, 14, 2).permute(2, 1, 0)[:, 3:10]
-    residual = random(2, 7, 48)[..., ::2] if added else None
-    norm, parameters = LayerNorm("norm", 24, 1e-5), affine(24)
-    ours, expected = (ops.layer_norm(tokens, parameters, norm, residual) for ops in (native, torch_ops))
-    for output, exact in zip(ours, expected, strict=True):
-        assert relative_error(output, exact) < CLOSE
-    assert relative_error(native.geglu(tokens), torch_ops.geglu(tokens)) < CLOSE
+def test_tokens_may_be_slices_and_transposed(native: TritonOperators) -> None:
+    tokens, hidden = random(24, 14, 2).permute(2, 1, 0)[:, 3:10], random(2, 7, 96)[..., ::2]
+    norm, parameters, out = LayerNorm("norm", 24, 1e-5), affine(24), affine(24, 48)
+    outputs = []
+    for ops in (native, torch_ops):
+        stream, first = ops.layer_norm(Stream(tokens.clone()), parameters, norm)
+        # Two additions between the norms, and one after the last.
+        stream = ops.add_linear(ops.add_linear(stream, hidden, out), hidden, out)
+        stream, second = ops.layer_norm(stream, parameters, norm)
+        outputs.append((first, second, ops.settle(ops.add_linear(stream, hidden, out)), ops.geglu(tokens)))
+    for ours, expected in zip(*outputs, strict=True):
+        assert relative_error(ours, expected) < CLOSE
+
+
+def test_a_linear_layer_without_bias_adds_too(native: TritonOperators) -> None:
+    tokens, hidden, out = random(2, 7, 24), random(2, 7, 48), affine(24, 48, biased=False)
+    expected = tokens + torch_ops.linear(hidden, out)
+    assert relative_error(native.settle(native.add_linear(Stream(tokens.clone()), hidden, out)), expected) < CLOSE
+
+
+@pytest.mark.parametrize("channels", [64, 40], ids=str)
+def test_a_norm_uses_what_was_measured_when_its_image_was_made(native: TritonOperators, channels: int) -> None:
+    """Also where one of two images was measured, and where they were cut into different strips."""
+    norm, wide = GroupNorm("norm", channels, 4, 1e-5), GroupNorm("norm", channels + 24, 4, 1e-5)
+    image = native.residual_add(random(2, channels, 17, 19) + 3, random(2, channels, 17, 19), random(channels))
+    skip = native.convolution(random(2, 8, 17, 19), affine(32, 8, 3, 3), Convolution("c", 8, 32, 3, 1, 1, False))
+    assert len(native._strips) == 2
+    skip = skip[:, :24]
+    for given in (image, native.concatenate(image, skip), native.concatenate(skip, image)):
+        used, together = (norm, image) if given is image else (wide, torch.cat([*given], dim=1))
+        parameters = affine(used.channels)
+        expected = torch_ops.group_norm(together, parameters, used, True)
+        assert relative_error(native.group_norm(given, parameters, used, True), expected) < CLOSE
+
+
+def test_what_was_measured_goes_with_its_image(native: TritonOperators) -> None:
+    image = native.residual_add(random(1, 64, 17, 17), random(1, 64, 17, 17), None)
+    assert len(native._strips) == 1
+    del image
+    assert len(native._strips) == 0
+
+
+@pytest.mark.parametrize("keys", [1, 77, 154, 300])
+def test_attention_to_few_keys_is_ours_and_exact(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = []
+
+    def others(query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:
+        library.append(upcast)
+        return torch_ops.attention(query, key, value, upcast)
+
+    native = TritonOperators(attention=others)
+    given = [part.half() for part in random_inputs((2, 3, 50, 64), (2, 3, keys, 64), torch.float32, DEVICE)]
+    for upcast in (False, True):
+        exact = torch_ops.attention(*(part.double() for part in given), False)
+        assert relative_error(native.attention(*given, upcast).double(), exact) < 1e-3
+    assert library == ([True] if keys <= 256 else [False, True])
+    native.attention(*(part.float() for part in given), False)
+    assert library[-1] is False, "sums of float32 are left to torch"

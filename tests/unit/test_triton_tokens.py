@@ -10,8 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.ops.launches import GEGLU
-from lib_onediff.ops.triton_tokens import geglu, layer_norm
+from lib_onediff.ops import Stream
+from lib_onediff.ops.launches import GEGLU, LAYER_NORM
+from lib_onediff.ops.triton_tokens import geglu, layer_norm, settle
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # In units of float32's rounding, for values of about 1.
@@ -24,43 +25,65 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape).to(DEVICE, dtype)
 
 
+def owing(tokens: Tensor, owed: bool, addend: bool) -> tuple[Stream, Tensor]:
+    """A stream that is owed up to two vectors, and what it comes to."""
+    width = tokens.shape[-1]
+    first, second = random(width) if owed else None, random(width, dtype=tokens.dtype) if addend else None
+    total = tokens.double() + sum((vector.double() for vector in (first, second) if vector is not None), 0.0)
+    return Stream(tokens, first, second), total
+
+
 @pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("added", [True, False], ids=["residual", "no residual"])
+@pytest.mark.parametrize(("owed", "addend"), [(False, False), (False, True), (True, True), (True, False)])
 @pytest.mark.parametrize("shape", [(2, 7, 320), (3, 5, 96), (1, 77, 33), (2, 1280), (1, 1, 1)], ids=str)
-def test_layer_norm_of_a_sum(shape: tuple[int, ...], added: bool, biased: bool) -> None:
-    tokens, residual = random(*shape), random(*shape) if added else None
+def test_layer_norm_of_a_stream(shape: tuple[int, ...], owed: bool, addend: bool, biased: bool) -> None:
+    tokens = random(*shape)
+    stream, total = owing(tokens, owed, addend)
     weight, bias = 1 + 0.3 * random(shape[-1]), random(shape[-1]) if biased else None
     before = tokens.clone()
-    summed, output = layer_norm(tokens, weight, bias, 1e-5, residual)
+    settled, output = layer_norm(stream, weight, bias, 1e-5)
     assert torch.equal(tokens, before), "an input is not written to"
-    assert torch.equal(summed, tokens if residual is None else tokens + residual)
-    assert worst_error(output, exact_layer_norm(summed, weight, bias, 1e-5)) < CLOSE
+    assert settled.tokens is tokens and settled.bias is None and settled.owed.dtype == torch.float32
+    assert worst_error(settled.tokens + settled.owed, total) < CLOSE
+    assert worst_error(output, exact_layer_norm(total, weight, bias, 1e-5)) < CLOSE
+    assert worst_error(settle(stream), total) < CLOSE
+    # What the norm has added up is owed from then on, and another bias beside it.
+    further = settled._replace(bias=random(shape[-1]))
+    assert worst_error(settle(further), total + further.bias.double()) < CLOSE
+
+
+@pytest.mark.parametrize("cut", LAYER_NORM.candidates, ids=str)
+def test_every_cut_of_layer_norm_gives_the_same(cut: tuple[int, int]) -> None:
+    stream, total = owing(random(7, 96), True, True)
+    weight, bias = random(96), random(96)
+    _, output = layer_norm(stream, weight, bias, 1e-5, cut)
+    assert worst_error(output, exact_layer_norm(total, weight, bias, 1e-5)) < CLOSE
+    assert worst_error(settle(stream, cut), total) < CLOSE
 
 
 @pytest.mark.parametrize("eps", [1e-6, 1e-2])
 def test_eps_counts_where_tokens_hardly_vary(eps: float) -> None:
     tokens, weight, bias = 1e-2 * random(5, 96), random(96), random(96)
-    _, output = layer_norm(tokens, weight, bias, eps, None)
+    _, output = layer_norm(Stream(tokens), weight, bias, eps)
     assert worst_error(output, exact_layer_norm(tokens, weight, bias, eps)) < CLOSE
 
 
 @pytest.mark.parametrize("mean", [50.0, -50.0])
 def test_a_mean_of_500_deviations_costs_no_more_than_its_rounding(mean: float) -> None:
-    tokens, residual = 0.1 * random(5, 320) + 0.5 * mean, 0.1 * random(5, 320) + 0.5 * mean
+    tokens, owed = 0.1 * random(5, 320) + 0.5 * mean, 0.1 * random(320) + 0.5 * mean
     weight, bias = random(320), random(320)
-    summed, output = layer_norm(tokens, weight, bias, 1e-5, residual)
+    _, output = layer_norm(Stream(tokens, owed), weight, bias, 1e-5)
     # The mean itself is rounded: to 2**-19, which is 3e-5 of a deviation.
-    assert worst_error(output, exact_layer_norm(summed, weight, bias, 1e-5)) < 1000
+    assert worst_error(output, exact_layer_norm(tokens + owed, weight, bias, 1e-5)) < 1000
 
 
 @pytest.mark.parametrize("dtype", NEAREST, ids=str)
-def test_layer_norm_in_half_precision_norms_the_sum_before_it_is_rounded(dtype: torch.dtype) -> None:
-    tokens, residual = random(9, 96, dtype=dtype), random(9, 96, dtype=dtype)
+def test_a_stream_in_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
+    stream, total = owing(random(9, 96, dtype=dtype), True, True)
     weight, bias = random(96, dtype=dtype), random(96, dtype=dtype)
-    summed, output = layer_norm(tokens, weight, bias, 1e-5, residual)
-    exact_sum = tokens.double() + residual.double()
-    assert worst_error(summed, exact_sum) <= NEAREST[dtype]
-    assert worst_error(output, exact_layer_norm(exact_sum, weight, bias, 1e-5)) <= NEAREST[dtype]
+    _, output = layer_norm(stream, weight, bias, 1e-5)
+    assert worst_error(settle(stream), total) <= NEAREST[dtype]
+    assert worst_error(output, exact_layer_norm(total, weight, bias, 1e-5)) <= NEAREST[dtype]
 
 
 @pytest.mark.parametrize("shape", [(2, 7, 640), (1, 3, 2560), (5, 96), (2, 10), (1, 2, 2 * 513), (1, 2)], ids=str)

@@ -15,7 +15,7 @@ from lib_onediff.ops.triton_tuning import Trial, best_cut, trials, tune_kernels
 from lib_onediff.unet.layout import GroupNorm, LayerNorm
 
 CPU = torch.device("cpu")
-LEAVES: list[Any] = [GroupNorm("norm", 64, 32, 1e-5), LayerNorm("wide", 96, 1e-5), LayerNorm("narrow", 64, 1e-5)]
+LAYERS: list[Any] = [GroupNorm("norm", 64, 32, 1e-5), LayerNorm("wide", 96, 1e-5), LayerNorm("narrow", 64, 1e-5)]
 
 
 class Clock:
@@ -26,22 +26,22 @@ class Clock:
         self.timed: list[Cut] = []
 
     def __call__(self, work: Callable[[], object]) -> float:
-        (cut,) = getattr(work, "args", None) or work.keywords.values()
+        cut = work.args[-1]
         self.timed.append(cut)
         return self.ms.get(str(cut), 1.0)
 
 
 def test_a_network_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     launches, clock = Launches(Choices()), Clock(**{str(LAYER_NORM.candidates[2]): 0.5})
-    count = tune_kernels(launches, LEAVES, torch.float32, CPU, clock)
-    # Two sizes of images for three kernels, and two widths of tokens for two.
-    assert count == 2 * 3 + 2 * 2
+    count = tune_kernels(launches, LAYERS, torch.float32, CPU, clock)
+    # Two sizes of images for four kernels, and two widths of tokens for two.
+    assert count == 2 * 4 + 2 * 2
     for width in (96, 64):
         assert launches.of(LAYER_NORM, row_class(width), torch.float32) == LAYER_NORM.candidates[2]
     assert launches.of(GEGLU, row_class(4 * 96), torch.float32) == GEGLU.candidates[0]
     assert launches.of(LAYER_NORM, row_class(96), torch.float16) == LAYER_NORM.candidates[0], "another dtype"
     clock.timed.clear()
-    assert tune_kernels(launches, LEAVES, torch.float32, CPU, clock) == 0 and not clock.timed
+    assert tune_kernels(launches, LAYERS, torch.float32, CPU, clock) == 0 and not clock.timed
 
 
 def test_a_choice_is_kept_for_the_next_process_and_a_strange_one_is_none() -> None:
@@ -75,7 +75,7 @@ def test_a_cut_that_this_gpu_cannot_run_is_out() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="interpreted, it takes minutes")
 def test_every_trial_runs_on_this_gpu() -> None:
-    for trial in trials(LEAVES, torch.float16, torch.device("cuda")):
+    for trial in trials(LAYERS, torch.float16, torch.device("cuda")):
         for cut in trial.kernel.candidates:
             trial.run(cut)
     torch.cuda.synchronize()
