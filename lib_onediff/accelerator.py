@@ -5,26 +5,29 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from .care import Care
 from .graph_cache import GraphCache
+from .graph_holdings import Holdings
 from .journal import HOST, PLAIN, Journal
 from .ladder import Declined, Ladder, Served
 from .modes import our_modes
 from .operators import OperatorSets
 from .ops.choices import Choices
+from .pressure import MemoryPressure
 from .settings import Settings
 from .shapes.history import History
-from .shapes.rows import ResolutionRow, rows_of
+from .shapes.pins import Pins
 from .shapes.table import Entry, ShapeTable, State
 from .unet.call import UNetCall
 from .unet.foreign import Habits
 from .unet.layout import UNetLayout, UnsupportedUNet
+from .user_requests import UserRequests
 from .vae.decoding import DecoderRoute
 from .verify import CannotJudge, first_line
 
@@ -35,10 +38,9 @@ log = logging.getLogger("onediff")
 
 HostForward = Callable[[], Tensor]
 OUT_OF_MEMORY = "out of GPU memory: the graphs were freed"
-SECONDS_A_PAGE_WAITS = 0.05
 
 
-class Accelerator:
+class Accelerator(UserRequests):
     """Routes the calls of every UNet that a host has handed over."""
 
     def __init__(self) -> None:
@@ -48,13 +50,17 @@ class Accelerator:
         self.history = History()
         # What was measured to be best on this machine.
         self.choices = Choices()
+        self.pins = Pins(self.choices)
         self.operators = OperatorSets(self.choices)
         self._care: weakref.WeakKeyDictionary[nn.Module, Care] = weakref.WeakKeyDictionary()
         self._run_settings: Settings | None = None
         self._why_off = ""
-        self._graphs = GraphCache(self.table, self._care)
+        self._graphs = GraphCache(self.table, self._care, self.pins, self.operators.of)
         self._ladder = Ladder(self.table, self._graphs, self.operators)
         self._lock = threading.RLock()
+        self._seen = Holdings()
+        # Who needs GPU memory besides us asks here.
+        self.pressure = MemoryPressure(self._graphs, self._lock)
         self.vae = DecoderRoute(self)
         # The adapter of the WebUI that we run in: it must outlive a reload of the scripts.
         self.webui: WebUI | None = None
@@ -104,6 +110,7 @@ class Accelerator:
             if care is not None:
                 care.drop_runners()
                 care.bound.release()
+                self._graphs.note_lost()
 
     def release_all(self) -> None:
         """Give every UNet and every decoder back."""
@@ -137,6 +144,8 @@ class Accelerator:
             care.by_content = True
             care.served_in_sampling = False
             care.bound.begin_sampling()
+            budget = (care.settings or self.settings).memory_budget
+            self.pressure.before_sampling(care.architecture, budget)
 
     # --- one call -------------------------------------------------------------------------------------------------
 
@@ -191,7 +200,7 @@ class Accelerator:
         """Run the host's forward, with the reason for the user."""
         self.journal.note(HOST, reason)
         self._leave_as_found(unet)
-        return host()
+        return self.pressure.run_host(host)
 
     def note_host(self, reason: str, unet: nn.Module | None = None) -> None:
         """Take down that a host runs a call of which we know nothing, and why. unet: the one that it runs."""
@@ -223,48 +232,6 @@ class Accelerator:
 
     def _notice(self, entry: Entry) -> None:
         self.journal.model, self.journal.entry, self.journal.backend = entry.model, entry, entry.key.backend
-
-    # --- what users ask -------------------------------------------------------------------------------------------
-
-    def free_graphs(self) -> None:
-        """Drop every graph and hand the memory back to the driver; the next call at a shape captures again."""
-        with self._lock:
-            self._graphs.free()
-
-    def purge(self, resolutions: Collection[str] | None = None) -> int:
-        """Forget these resolutions ("512x512"), or all: graphs, verdicts, timings, and what is on the disk.
-
-        Returns the bytes of GPU memory that were given back.
-        """
-        with self._lock:
-            freed = self._graphs.forget(resolutions)
-        self.history.forget(resolutions)
-        return freed
-
-    def keep_history(self) -> None:
-        """Remember on the disk what was used; call it between pictures."""
-        with self._lock:
-            entries = self.table.entries()
-        self.history.keep(entries)
-
-    def rows(self) -> list[ResolutionRow]:
-        """What is known about every resolution, the last used first."""
-        # A page must not wait for a UNet call, which holds the lock.
-        if self._lock.acquire(timeout=SECONDS_A_PAGE_WAITS):
-            try:
-                self._graphs.note_lost()
-            finally:
-                self._lock.release()
-        return rows_of(self.table.entries(), self.history.rows())
-
-    def status(self) -> dict[str, Any]:
-        """What the last call was, by which route it went and why, as plain values for a page or JSON; see Journal."""
-        settings = self._run_settings or self.settings
-        status = self.journal.status()
-        return {
-            "enabled": settings.enabled, **status, "backend": status["backend"] or settings.backend,
-            "vae": self.vae.status(),
-        }
 
 
 runtime = Accelerator()

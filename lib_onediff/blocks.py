@@ -91,7 +91,7 @@ class BlockRoute:
                 loop.running = self._begin(loop, image, embedding, context, owner)
             return self._stage(loop, index, image, embedding, context, host)
         except Skip:
-            return host()
+            return self._accelerator.pressure.run_host(host)
         except (Declined, UnsupportedUNet) as refusal:
             reason = str(refusal)
         except torch.cuda.OutOfMemoryError:
@@ -106,7 +106,7 @@ class BlockRoute:
         if reason is OUT_OF_MEMORY:
             self._accelerator.free_graphs()
         self._accelerator.note_host(reason, loop.unet())
-        return host()
+        return self._accelerator.pressure.run_host(host)
 
     def _begin(
         self, loop: WatchedLoop, image: Tensor, embedding: Tensor, context: Tensor, owner: str

@@ -1,16 +1,26 @@
 """What the runtime keeps for one UNet module."""
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
 
 from torch import nn
 
-from .backends.base import Runner
+from .backends.base import Memory, Runner
 from .settings import Settings
 from .shapes.key import ShapeKey
 from .unet.bound import BoundUNet
 from .unet.foreign import Habits
 from .unet.forward import Conditioning
+from .unet.layout import UnsupportedUNet
+
+
+class Kept(NamedTuple):
+    """A runner, and what it was made for: it serves as long as both are the same."""
+
+    generation: int
+    conditioning: Conditioning
+    runner: Runner
 
 
 class Care:
@@ -21,28 +31,59 @@ class Care:
         self.bound = BoundUNet(unet, habits)
         self.by_content = habits.by_content
         self.served_in_sampling = False
-        self._runners: dict[ShapeKey, tuple[int, Conditioning, Runner]] = {}
+        self._kept: dict[ShapeKey, Kept] = {}
+        # The graphs come and go with weights and prompts; their memory stays for the next ones.
+        self._memory: Memory | None = None
+
+    @property
+    def architecture(self) -> str | None:
+        """The architecture of the UNet; None before its first call."""
+        try:
+            return self.bound.architecture
+        except UnsupportedUNet:
+            return None
 
     def runner(self, key: ShapeKey, conditioning: Conditioning) -> Runner | None:
         """The runner for a shape, unless weights or conditioning have moved since it was made."""
-        generation, held, runner = self._runners.get(key, (None, None, None))
-        if runner is not None and generation == self.bound.generation and held is conditioning:
-            return runner
-        self._runners.pop(key, None)
+        kept = self._kept.get(key)
+        if kept is None:
+            return None
+        if kept.generation == self.bound.generation and kept.conditioning is conditioning:
+            return kept.runner
+        del self._kept[key]
         return None
 
     def keep(self, key: ShapeKey, conditioning: Conditioning, runner: Runner) -> None:
-        self._runners = {
-            kept: entry for kept, entry in self._runners.items() if entry[0] == self.bound.generation
+        """Keep a runner that was made just now; those that weights have moved away from go."""
+        self._kept = {
+            other: kept for other, kept in self._kept.items() if kept.generation == self.bound.generation
         }
-        self._runners[key] = (self.bound.generation, conditioning, runner)
+        self._kept[key] = Kept(self.bound.generation, conditioning, runner)
+        self._memory = runner.memory
 
     def ready_keys(self) -> set[ShapeKey]:
         """The shapes that have a graph."""
-        return set(self._runners)
+        return set(self._kept)
+
+    def kept(self) -> Iterator[tuple[ShapeKey, Kept]]:
+        """Every graph, with what it was made for."""
+        # A copy: a page asks in another thread than the one that makes graphs.
+        yield from list(self._kept.items())
 
     def drop_runners(self, keys: Collection[ShapeKey] | None = None) -> None:
-        """Drop the graphs of these shapes; None: of all."""
-        self._runners = {} if keys is None else {
-            key: entry for key, entry in self._runners.items() if key not in keys
+        """Drop the graphs of these shapes; None: of all. With the last one goes their memory."""
+        self._kept = {} if keys is None else {
+            key: kept for key, kept in self._kept.items() if key not in keys
         }
+        if not self._kept:
+            self._memory = None
+
+    def stands(self, generation: int) -> bool:
+        """Whether the weights of this generation still lie where they lay then."""
+        return generation == self.bound.generation and self.bound.unmoved()
+
+    def let_go_if_moved(self) -> None:
+        """Drop graphs and their memory where the weights are elsewhere by now, as when the host has taken the UNet off
+        the GPU: half a millisecond."""
+        if self._memory is not None and not self.bound.unmoved():
+            self.drop_runners()

@@ -113,8 +113,7 @@ class Ladder:
             if backend == backends.NATIVE and self._operators.tune(care.bound.layout, call):
                 # Another implementation of attention was chosen: let it do its first work outside the capture.
                 self._plainly(care, entry, call, served.conditioning)
-            ops = self._operators.of(backend)
-            self._graphs.capture(care, entry, settings.memory_budget, ops, call, served.conditioning)
+            self._graphs.capture(care, entry, settings.memory_budget, call, served.conditioning)
         except torch.cuda.OutOfMemoryError:
             self._graphs.free()
             entry.no_graph = "out of GPU memory while its graph was captured: the other graphs were freed"
@@ -146,9 +145,12 @@ class Ladder:
             output = entry.own.time(device, lambda: runner.run(call))
             return Served(output, entry, GRAPH, reason, conditioning)
         stopwatch = Stopwatch() if entry.state is State.COLD else entry.own
-        output = stopwatch.time(device, lambda: self._plainly(care, entry, call, conditioning))
+        plainly = lambda: self._plainly(care, entry, call, conditioning)  # noqa: E731
+        # A first call of all chooses algorithms, and takes more memory for that than any later one.
+        measures = backend in backends.WITH_GRAPHS and entry.state is not State.COLD
+        output = stopwatch.time(device, lambda: self._graphs.measured(entry, plainly) if measures else plainly())
         if backend in backends.WITH_GRAPHS:
-            reason = reason or entry.no_graph or (
+            reason = reason or entry.no_graph or entry.waits or (
                 "first call at this shape" if entry.state is State.COLD else "its graph is captured after this step"
             )
         return Served(output, entry, PLAIN, reason, conditioning)

@@ -141,6 +141,12 @@ class OperatorSets:
             self.attention.measure(query, key, dtype, call.latent.device)
         return bool(unknown)
 
+    def measure_anew(self) -> None:
+        """Trust no choice that was made before: those that are still there are read again, the others measured."""
+        self._tuned.clear()
+        self.attention.forget()
+        self._launches.forget()
+
     def tune_kernels(self, network: Network) -> None:
         """Measure how the kernels are best cut on this GPU, where that is not known: seconds, once on a machine.
 

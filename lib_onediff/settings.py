@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-from .shapes.sizes import parse_sizes
+from .shapes.sizes import MOST_SIZES, parse_sizes
 
 HOST_KEY_PREFIX = "onediff_"
 
@@ -31,6 +31,11 @@ def option(
 def check_budget(mebibytes: int) -> None:
     if mebibytes < 0:
         raise ValueError(f"Graph memory is a number of MiB from 0 up, not {mebibytes}.")
+
+
+def check_most_used(count: int) -> None:
+    if not 0 <= count <= MOST_SIZES:
+        raise ValueError(f"The number of most used sizes to pre-warm is from 0 to {MOST_SIZES}, not {count}.")
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,9 @@ class Settings:
     memory_budget: int = option(
         0,
         "Graph memory in MiB",
-        "How much GPU memory the graphs of all resolutions may hold together. When a new one does not fit, the others "
-        "are dropped and captured again when needed. 0: a quarter of the card.",
+        "How much GPU memory the graphs of all resolutions may hold together. When a new one does not fit, those that "
+        "were used least recently are dropped and captured again when needed; pinned ones stay. 0: a quarter of the "
+        "card.",
         check=check_budget,
     )
     prewarm: str = option(
@@ -69,11 +75,24 @@ class Settings:
         "(x2: a batch of two pictures). Empty: none.",
         check=parse_sizes,
     )
+    prewarm_most_used: int = option(
+        0,
+        "Pre-warm the most used sizes",
+        "So many of the sizes that were used the most on this machine are made ready after a checkpoint was loaded. "
+        "0: none.",
+        check=check_most_used,
+    )
+    idle_prewarm: bool = option(
+        False,
+        "Pre-warm while idle",
+        "When no picture has been made for a minute, the sizes that were used the most on this machine and are not "
+        "ready are made ready, one at a time, until a picture is asked for.",
+    )
     cache_folder: str = option(
         "",
         "Cache folder",
-        "Where OneDiff remembers which sizes were used, and how fast they were. Empty: cache/onediff in the WebUI's "
-        "data folder. Needs a restart.",
+        "Where OneDiff remembers which sizes were used and how fast they were, and keeps compiled kernels. Empty: "
+        "cache/onediff in the WebUI's data folder. Needs a restart.",
         restrict_api=True,
     )
 

@@ -7,18 +7,22 @@ from typing import Any
 
 from modules import script_callbacks, scripts, shared
 
-from lib_onediff import infotext
+from lib_onediff import api, infotext
 from lib_onediff.accelerator import runtime
 from lib_onediff.freed_memory import give_back_freed_memory
 from lib_onediff.hosts import this_webui
 from lib_onediff.logs import show_on_console
 from lib_onediff.settings import Settings
+from lib_onediff.shapes.idle import IdleWarmUp
+from lib_onediff.shapes.most_used import Wanted, most_used
 from lib_onediff.shapes.sizes import parse_sizes
 from lib_onediff.shapes.warmup import WarmUp
-from lib_onediff.ui import accordion, cache_panel, run_settings, settings_tab, status, status_route
+from lib_onediff.ui import accordion, cache_panel, run_settings, settings_tab, status
 
 CACHE_FOLDER = Path("cache", "onediff")
 SECONDS_FOR_THE_LAST_CALL = 5
+# How many sizes idle warm-up makes ready where the settings name no number.
+MOST_WHILE_IDLE = 8
 
 log = logging.getLogger("onediff")
 show_on_console()
@@ -26,8 +30,18 @@ webui = this_webui()
 warmup = WarmUp(webui, runtime)
 
 
+def most_used_now() -> list[Wanted]:
+    """The sizes that the loaded model has made the most pictures at on this machine."""
+    count = runtime.settings.prewarm_most_used or MOST_WHILE_IDLE
+    return most_used(runtime.history.used(), warmup.model, count)
+
+
+idle = IdleWarmUp(warmup, runtime.rows, most_used_now)
+
+
 def follow_settings() -> None:
     """Hook in or out, as the settings tab says."""
+    idle.follow(runtime.settings.enabled and runtime.settings.idle_prewarm)
     if runtime.settings.enabled:
         webui.serve()
     else:
@@ -39,10 +53,15 @@ def model_loaded(sd_model: Any) -> None:
     if runtime.settings.enabled:
         webui.model_loaded(sd_model)
         give_back_freed_memory()
+        idle.disturb()
         warmup.add(parse_sizes(runtime.settings.prewarm), "settings")
+        wanted = most_used(runtime.history.used(), webui.model_name(sd_model), runtime.settings.prewarm_most_used)
+        for size, tokens in wanted:
+            warmup.add([size], "most used", tokens=tokens)
 
 
 def stop() -> None:
+    idle.stop()
     warmup.stop(SECONDS_FOR_THE_LAST_CALL)
     webui.stop()
 
@@ -76,6 +95,7 @@ class OneDiffScript(scripts.Script):
     def process(self, p: Any, argument: Any = True, *args: Any) -> None:
         if not runtime.settings.enabled:
             return
+        idle.disturb()
         why_off = ""
         try:
             settings = run_settings.settings_of_run(argument, settings_tab.settings_from(shared.opts))
@@ -92,6 +112,7 @@ class OneDiffScript(scripts.Script):
 
     def postprocess(self, p: Any, processed: Any, *args: Any) -> None:
         run_settings.restore_sampling(p)
+        idle.disturb()
         if runtime.settings.enabled:
             webui.after_run(p)
             runtime.keep_history()
@@ -102,16 +123,17 @@ def add_options() -> None:
 
 
 def tabs() -> list[tuple[Any, str, str]]:
-    return [(cache_panel.build_cache_tab(runtime, warmup), cache_panel.TITLE, cache_panel.ELEM_ID)]
+    return [(cache_panel.build_cache_tab(runtime, warmup, webui.exclusively), cache_panel.TITLE, cache_panel.ELEM_ID)]
 
 
 def start(demo: Any, app: Any) -> None:
-    status_route.add_status_route(app, getattr(shared.cmd_opts, "api_auth", None), current_status)
+    api.add_routes(app, shared.cmd_opts, runtime, warmup, webui, current_status)
 
 
 # The page comes later, and with --nowebui never; a model may be loaded before it.
 runtime.configure(settings_tab.stored_settings(shared.opts))
 runtime.history.open(Path(runtime.settings.cache_folder or webui.data_folder() / CACHE_FOLDER))
+runtime.history.keep_compiled()
 runtime.choices.attach(runtime.history.tuned, runtime.history.tune)
 follow_settings()
 script_callbacks.on_model_loaded(model_loaded)

@@ -3,18 +3,33 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ..unet.call import UNetCall
 
 
+class Memory(Protocol):
+    """What the runners of one architecture share. It goes when nobody holds it any more.
+
+    bytes: how much GPU memory it is.
+    """
+
+    device: torch.device
+    bytes: int
+
+
 class Runner(Protocol):
     """A forward made ready for one shape, one set of weight addresses and one held conditioning.
 
-    bytes: how much GPU memory it added.
+    inputs: its own, into which each call's are copied. own_bytes: the GPU memory that it has for itself alone. seconds:
+    how long it took to make.
     """
 
-    bytes: int
+    inputs: UNetCall
+    memory: Memory
+    own_bytes: int
+    seconds: float
 
     def run(self, call: UNetCall) -> Tensor:
         """The UNet's output as a new tensor. The conditioning is read from where it was when this was made."""

@@ -1,125 +1,175 @@
 """One CUDA graph per shape: the launches of a whole UNet are recorded once and replayed as one.
 
-All graphs of a device share one memory pool, so their intermediates lie over each other; this is safe because one
-replay ends before the next begins and outputs are copied out. A graph holds addresses, not tensors: whoever replays
+The graphs of an architecture share one memory pool, so their intermediates lie over each other; this is safe because
+one replay ends before the next begins and outputs are copied out. A graph holds addresses, not tensors: whoever replays
 it must know that weights and conditioning still lie where they were.
 """
 from __future__ import annotations
 
 import contextlib
 import gc
+import time
+import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..ops import Operators
-from ..unet.call import Control, UNetCall
+from ..unet.call import UNetCall
 from ..unet.forward import Conditioning, forward
 from ..unet.weights import Binding
+from .graph_inputs import bytes_of, copy_inputs
 
-MEBIBYTE = 2**20
-SHARE_OF_THE_CARD = 4
-
-
-class OverBudget(RuntimeError):
-    """A graph needs more memory than all graphs may hold; the message is the reason, in one line for the user."""
+Result = TypeVar("Result")
+# What torch says of its max_split_size_mb where the user has set none.
+UNLIMITED = -1
 
 
 class Pool:
-    """The memory that the graphs of one device share.
+    """The memory that the graphs of one architecture share on one device.
 
-    It lives as long as this does, with or without graphs in it: what a graph leaves, the next one takes.
+    It lives as long as anybody holds this, with or without graphs in it: what a graph leaves, the next one takes. Then
+    torch gives it back when its cache is emptied.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self.device = device
         self.handle = torch.cuda.graph_pool_handle()
         self.bytes = 0
+        self.is_fresh = True
         # torch gives a pool up with its last graph, so there is one that stays.
         self._anchor = torch.cuda.CUDAGraph()
+        before = torch.cuda.memory_reserved(device)
         with torch.cuda.stream(stream), no_garbage_collected():
             self._anchor.capture_begin(pool=self.handle, capture_error_mode="thread_local")
             self._anchored = torch.zeros(1, device=device)
             self._anchor.capture_end()
+        self.grown_since(before)
+
+    def grown_since(self, reserved: int) -> None:
+        """Note how large it is now. reserved: what torch held before it grew."""
+        try:
+            # Exact, whatever other threads have allocated meanwhile.
+            self.bytes = sum(
+                segment["total_size"] for segment in torch.cuda.memory_snapshot()
+                if tuple(segment["segment_pool_id"]) == tuple(self.handle)
+            )
+        except (RuntimeError, KeyError):
+            # Other allocators than torch's own show no segments.
+            self.bytes += max(0, torch.cuda.memory_reserved(self.device) - reserved)
 
 
 class CudaGraphs:
-    """Makes graphs on one shared memory pool and one capture stream per device.
+    """Makes graphs on one memory pool per architecture and one capture stream per device.
 
     One stream, because cuBLAS keeps a workspace (32 MiB on Hopper) for every stream that it has ever run on.
     """
 
     def __init__(self) -> None:
-        self._pools: dict[torch.device, Pool] = {}
+        # Nothing here keeps a pool alive: its graphs do, and who has made graphs in it.
+        self._pools: weakref.WeakValueDictionary[tuple[torch.device, str], Pool] = weakref.WeakValueDictionary()
+        self._alive: weakref.WeakSet[Pool] = weakref.WeakSet()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def prepare(self, binding: Binding, ops: Operators, call: UNetCall, conditioning: Conditioning) -> GraphRunner:
-        """Capture the forward for calls of this shape. One such call must have been made in this thread before, by the
-        same operators: it compiled kernels and chose algorithms, which a capture must not do.
+    def prepare(
+        self, architecture: str, binding: Binding, ops: Operators, inputs: UNetCall, conditioning: Conditioning,
+        needs: int = 0,
+    ) -> GraphRunner:
+        """Capture the forward for calls of this shape, with own_inputs of one. Such a call must have been made in this
+        thread before, by the same operators: it compiled kernels and chose algorithms, which a capture must not do.
 
+        needs: what the graph will take of the pool. A new pool gets that in one piece: with less waste than in many,
+        and what smaller graphs take fits into it too.
         Raises RuntimeError where an operation cannot be captured and torch.cuda.OutOfMemoryError.
         """
-        device = call.latent.device
+        device, began = inputs.latent.device, time.perf_counter()
         with torch.cuda.device(device):
-            if device not in self._streams:
-                self._streams[device] = torch.cuda.Stream()
-                give_workspaces(self._streams[device], binding.dtype)
-            if device not in self._pools:
-                self._pools[device] = Pool(device, self._streams[device])
-            pool = self._pools[device]
+            stream = self._stream(device, binding.dtype)
+            pool = self._pool(device, architecture, stream)
             before = torch.cuda.memory_reserved(device)
+            piece = needs if pool.is_fresh and self.in_one_piece(device) else 0
             try:
-                runner = capture(binding, ops, call, conditioning, pool.handle, self._streams[device])
+                graph, output = capture(binding, ops, inputs, conditioning, pool.handle, stream, piece)
             except BaseException:
-                # torch believes that this pool is still being recorded to, and would refuse every further capture.
-                del self._pools[device]
+                # torch may believe that this pool is still being recorded to, and would refuse every further capture.
+                del self._pools[device, architecture]
                 raise
-            runner.bytes = max(0, torch.cuda.memory_reserved(device) - before)
-            pool.bytes += runner.bytes
-            return runner
+            pool.is_fresh = False
+            pool.grown_since(before)
+        seconds = time.perf_counter() - began
+        return GraphRunner(graph, inputs, output, conditioning, pool, bytes_of(inputs), seconds)
 
-    def bytes(self, device: torch.device) -> int:
-        """How much memory the pool of a device holds."""
-        pool = self._pools.get(device)
-        return 0 if pool is None else pool.bytes
+    def rehearse(self, binding: Binding, ops: Operators, inputs: UNetCall, conditioning: Conditioning) -> None:
+        """Make a call as the capture will, so that this thread has chosen its algorithms.
 
-    def prepare_within(
-        self, budget: int, make_room: Callable[[], None], binding: Binding, ops: Operators, call: UNetCall,
-        conditioning: Conditioning,
-    ) -> GraphRunner:
-        """As prepare, with no more than budget MiB in all graphs of the device together; 0: a quarter of the card.
-
-        make_room: drops every other graph, since the pool that they share gives no memory back before. Raises
-        OverBudget if the graph does not fit alone.
+        Raises torch.cuda.OutOfMemoryError.
         """
-        device = call.latent.device
-        allowed = budget * MEBIBYTE or torch.cuda.get_device_properties(device).total_memory // SHARE_OF_THE_CARD
-        for _ in range(2):
-            runner = self.prepare(binding, ops, call, conditioning)
-            held = self.bytes(device)
-            if held <= allowed:
-                return runner
-            del runner
-            make_room()
-        raise OverBudget(
-            f"its graph needs {held // MEBIBYTE} MiB, and the setting 'Graph memory in MiB' allows "
-            f"{allowed // MEBIBYTE}"
-        )
+        device = inputs.latent.device
+        with torch.cuda.device(device):
+            stream = self._stream(device, binding.dtype)
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                forward(binding.layout, binding.weights(), ops, inputs, conditioning)
+            stream.synchronize()
 
-    def forget_pools(self) -> None:
-        """Start new pools from now on; an old one is freed with its last graph."""
-        self._pools.clear()
+    def bytes(self, device: torch.device, architecture: str | None = None) -> int:
+        """How much memory the pools of a device hold, or that of one architecture alone."""
+        if architecture is not None:
+            pool = self._pools.get((device, architecture))
+            return 0 if pool is None else pool.bytes
+        return sum(pool.bytes for pool in list(self._alive) if pool.device == device)
+
+    def devices(self) -> set[torch.device]:
+        """Those that have pools."""
+        return {pool.device for pool in list(self._alive)}
+
+    def in_one_piece(self, device: torch.device) -> bool:
+        """Whether torch serves small requests from a block of any size, and a new pool can be one (no max_split_size_mb
+        in its configuration)."""
+        return device.type != "cuda" or torch.cuda.memory_stats(device).get("max_split_size") == UNLIMITED
+
+    def peak(self, device: torch.device, work: Callable[[], Result]) -> tuple[Result, int]:
+        """What work() returns, and how much memory it had in use at most.
+
+        Begins torch's own peak anew: who reads that one later finds the peak since this call.
+        """
+        if device.type != "cuda":
+            return work(), 0
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = work()
+        return result, torch.cuda.max_memory_allocated(device) - before
+
+    def _stream(self, device: torch.device, dtype: torch.dtype) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream()
+            give_workspaces(self._streams[device], dtype)
+        return self._streams[device]
+
+    def _pool(self, device: torch.device, architecture: str, stream: torch.cuda.Stream) -> Pool:
+        pool = self._pools.get((device, architecture))
+        if pool is None:
+            # A pool that was given up may still be there, and a capture cannot ask torch for its memory.
+            torch.cuda.empty_cache()
+            pool = self._pools[device, architecture] = Pool(device, stream)
+            self._alive.add(pool)
+        return pool
 
 
 @dataclass
 class GraphRunner:
+    """backends.base.Runner by a CUDA graph. memory: the pool that it was captured in."""
+
     graph: torch.cuda.CUDAGraph
     inputs: UNetCall
     output: Tensor
     conditioning: Conditioning
-    bytes: int = 0
+    memory: Pool
+    own_bytes: int
+    seconds: float
 
     def run(self, call: UNetCall) -> Tensor:
         copy_inputs(call, self.inputs)
@@ -128,24 +178,27 @@ class GraphRunner:
 
 
 def capture(
-    binding: Binding, ops: Operators, call: UNetCall, conditioning: Conditioning, pool: Any, stream: torch.cuda.Stream
-) -> GraphRunner:
-    inputs = own_inputs(call)
-    weights = binding.weights()
+    binding: Binding, ops: Operators, inputs: UNetCall, conditioning: Conditioning, pool: Any,
+    stream: torch.cuda.Stream, piece: int,
+) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A graph, and the output that it writes. piece: bytes that the pool gets in one piece before."""
+    weights, device = binding.weights(), inputs.latent.device
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream), random_numbers_survive(call.latent.device), no_garbage_collected():
+    with torch.cuda.stream(stream), random_numbers_survive(device), no_garbage_collected():
         # Not torch.cuda.graph: it waits for the GPU and empties torch's cache, and the picture's step is still running.
         # thread_local: other threads of the WebUI (previews, the API) may use the GPU meanwhile.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
+            if piece:
+                torch.empty(piece, dtype=torch.uint8, device=device)
             output = forward(binding.layout, weights, ops, inputs, conditioning)
         except BaseException:
             with contextlib.suppress(RuntimeError):
                 graph.capture_end()
             raise
         graph.capture_end()
-    return GraphRunner(graph, inputs, output, conditioning)
+    return graph, output
 
 
 def give_workspaces(stream: torch.cuda.Stream, dtype: torch.dtype) -> None:
@@ -184,28 +237,3 @@ def random_numbers_survive(device: torch.device) -> Iterator[None]:
         if spare is not None:
             generator.graphsafe_set_state(spare.graphsafe_get_state())
         raise
-
-
-def own_inputs(call: UNetCall) -> UNetCall:
-    """The call with inputs that belong to the graph. The context is not among them: the conditioning stands for it.
-
-    The timestep becomes a float, whole or not, so that samplers of either kind share a graph.
-    """
-    copy = lambda tensor: None if tensor is None else tensor.detach().clone()  # noqa: E731
-    parts = (getattr(call.control, part.name) for part in fields(Control)) if call.control else ()
-    control = Control(*(tuple(map(copy, part)) for part in parts)) if call.control else None
-    return replace(
-        call, latent=copy(call.latent), timestep=copy(call.timestep).float(),
-        timestep_condition=copy(call.timestep_condition), control=control, context=call.context.new_empty(0), y=None,
-    )
-
-
-def copy_inputs(source: UNetCall, target: UNetCall) -> None:
-    pairs = [(source.latent, target.latent), (source.timestep, target.timestep)]
-    pairs.append((source.timestep_condition, target.timestep_condition))
-    for part in fields(Control):
-        if source.control is not None:
-            pairs += zip(getattr(source.control, part.name), getattr(target.control, part.name), strict=True)
-    for given, own in pairs:
-        if own is not None:
-            own.copy_(given)

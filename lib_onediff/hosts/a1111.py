@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..accelerator import runtime
+from ..shapes.job import TOKENS
 from ..unet.call import UNetCall
 from ..unet.foreign import Habits
 from ..unet.layout import UnsupportedUNet
@@ -23,7 +24,7 @@ from .a1111_blocks import HostLoop, foreign_forward
 from .a1111_lora import apply_wanted_networks, why_functional
 from .class_patch import ClassPatch, active_patches
 from .ldm_decoder import DecoderPatches
-from .webui import CannotWarm, Result
+from .webui import PROMPT_NOISE, CannotWarm, Result, network_name
 
 UNET_MODULES = ("ldm.modules.diffusionmodules.openaimodel", "sgm.modules.diffusionmodules.openaimodel")
 VAE_MODULES = ("ldm.modules.diffusionmodules.model", "sgm.modules.diffusionmodules.model")
@@ -124,14 +125,38 @@ class A1111:
         noise = lambda *shape: torch.randn(shape, dtype=devices.dtype, device=devices.device)  # noqa: E731
         latent = noise(batch, 4, height // 8, width // 8)
         timestep = torch.full((batch,), MIDDLE_OF_THE_SCHEDULE, device=devices.device)
-        context = noise(batch, tokens, layout.context_width)
+        context = PROMPT_NOISE * noise(batch, tokens, layout.context_width)
         extra = noise(batch, layout.in_channels - 4, height // 8, width // 8)
-        with random_state_kept(), torch.no_grad(), devices.autocast():
+        autocast = devices.without_autocast if devices.unet_needs_upcast else devices.autocast
+        with random_state_kept(), torch.no_grad(), autocast():
             if layout.label is None:
                 model.apply_model(latent, timestep, {"c_crossattn": [context], "c_concat": [extra]})
             else:
-                vector = noise(batch, layout.y_width)
+                vector = PROMPT_NOISE * noise(batch, layout.y_width)
                 model.apply_model(latent, timestep, {"crossattn": context, "vector": vector, "c_concat": [extra]})
+
+    def warm_decode(self, width: int, height: int, pictures: int) -> None:
+        from modules import devices, sd_models, sd_samplers_common
+
+        with random_state_kept(), torch.no_grad():
+            # One picture after the other, however many there are.
+            latent = torch.randn((1, 4, height // 8, width // 8), dtype=devices.dtype_vae, device=devices.device)
+            sd_samplers_common.decode_first_stage(sd_models.model_data.sd_model, latent)
+
+    def call_shapes(self, pictures: int, tokens: int) -> tuple[tuple[int, int], ...]:
+        from modules import shared
+
+        # As CFGDenoiser.forward: the prompt's half alone where the guidance is skipped, and each half by itself where
+        # their lengths differ; then the shorter one is most often a negative prompt of ordinary length.
+        both = ((2 * pictures, tokens),) if shared.opts.batch_cond_uncond else ()
+        padded = shared.opts.pad_cond_uncond or shared.opts.pad_cond_uncond_v0
+        shorter = ((pictures, TOKENS),) if tokens != TOKENS and not padded else ()
+        return (*both, (pictures, tokens), *shorter)
+
+    def model_name(self, sd_model: Any = None) -> str | None:
+        from modules import sd_models
+
+        return network_name(unet_of(sd_models.model_data.sd_model if sd_model is None else sd_model))
 
     def exclusively(self, work: Callable[[], Result]) -> Result:
         from modules import call_queue
@@ -148,7 +173,7 @@ class A1111:
         reason = self._why_host(unet, timesteps, context, args, kwargs)
         if reason is not None:
             runtime.note_host(reason, unet)
-            return host()
+            return runtime.pressure.run_host(host)
         runtime.adopt(unet, habits=self._habits)
         y = args[0] if args else kwargs.get("y")
         return runtime.run(unet, UNetCall(x, timesteps, context, y, upcast_attention=upcasts_attention()), host)

@@ -40,10 +40,10 @@ class HostLoop:
         host = lambda: original(block, x, emb, context, *args, **kwargs)  # noqa: E731
         unet = self._route.unet_of(block)
         if unet is None:
-            return host()
+            return runtime.pressure.run_host(host)
         owner = foreign_forward(unet)
         if owner is None or args or kwargs or not isinstance(context, Tensor):
-            return host()
+            return runtime.pressure.run_host(host)
         return self._route.run(block, x, emb, context, owner, host)
 
 

@@ -12,7 +12,7 @@ from ..accelerator import runtime
 from ..unet.layout import UNetLayout, UnsupportedUNet
 from . import diffusers as diffusers_host
 from . import diffusers_decoder
-from .webui import CannotWarm, Result
+from .webui import PROMPT_NOISE, CannotWarm, Result, network_name
 
 MIDDLE_OF_THE_SCHEDULE = 500
 # Sizes, crop and target; the refiner takes a score in place of the target's two.
@@ -55,6 +55,7 @@ class Standalone:
 
     def before_sampling(self, p: Any) -> None:
         self.model_loaded(loaded_model())
+        runtime.pressure.before_sampling(None, runtime.settings.memory_budget)
         runtime.vae.begin_run()
 
     def after_run(self, p: Any) -> None:
@@ -84,6 +85,23 @@ class Standalone:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())), torch.no_grad():
             unet(**random_inputs(unet, layout, width, height, batch, tokens))
 
+    def warm_decode(self, width: int, height: int, pictures: int) -> None:
+        from .standalone import generation
+
+        model = loaded_model()
+        vae = model.pipeline.vae
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())), torch.no_grad():
+            # One picture after the other, however many there are.
+            latent = torch.randn((1, vae.config.latent_channels, height // 8, width // 8))
+            generation.decode(model, latent.to(vae.device, vae.dtype))
+
+    def call_shapes(self, pictures: int, tokens: int) -> tuple[tuple[int, int], ...]:
+        # A pipeline puts both halves of the guidance into one call, and makes no other half without it.
+        return (2 * pictures, tokens), (pictures, tokens)
+
+    def model_name(self, sd_model: Any = None) -> str | None:
+        return network_name(unet_of(loaded_model() if sd_model is None else sd_model))
+
     def exclusively(self, work: Callable[[], Result]) -> Result:
         from modules import call_queue
 
@@ -100,11 +118,11 @@ def random_inputs(
     if layout.label is not None:
         numbers = NUMBERS_OF_A_LABEL[layout.model_name == "SDXL refiner"]
         text = layout.y_width - numbers * unet.config.addition_time_embed_dim
-        label = {"text_embeds": noise(batch, text), "time_ids": noise(batch, numbers)}
+        label = {"text_embeds": PROMPT_NOISE * noise(batch, text), "time_ids": noise(batch, numbers)}
     return {
         "sample": noise(batch, layout.in_channels, height // 8, width // 8),
         "timestep": torch.tensor(MIDDLE_OF_THE_SCHEDULE, device=unet.device),
-        "encoder_hidden_states": noise(batch, tokens, layout.context_width), "added_cond_kwargs": label,
+        "encoder_hidden_states": PROMPT_NOISE * noise(batch, tokens, layout.context_width), "added_cond_kwargs": label,
     }
 
 

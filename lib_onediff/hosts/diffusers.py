@@ -56,11 +56,11 @@ class DiffusersForward:
             call = self._call(unet, **given)
         except NotOurs as reason:
             runtime.note_host(str(reason), unet)
-            sample = host()
+            sample = runtime.pressure.run_host(host)
         except (RuntimeError, TypeError, KeyError, AttributeError) as fault:
             # Inputs that we cannot even read are the host's to judge.
             runtime.note_host(f"the inputs of this call were not understood: {fault}", unet)
-            sample = host()
+            sample = runtime.pressure.run_host(host)
         else:
             sample = runtime.run(unet, call, host)
         if not return_dict:

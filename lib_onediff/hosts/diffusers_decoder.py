@@ -36,7 +36,7 @@ class DecoderForward:
         reason = why_host(decoder, latent, given)
         if reason is not None:
             runtime.vae.note_host(reason)
-            return host()
+            return runtime.pressure.run_host(host)
         return runtime.vae.decode(decoder, latent, host)
 
     def __reduce__(self) -> tuple:

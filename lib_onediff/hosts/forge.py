@@ -18,7 +18,7 @@ from ..unet.weights import shares_storage
 from . import forge_warm
 from .forge_hook import ForgeForward, Service, is_foreign, is_ours, loaded_model, own_forward, replaced_vae_helper
 from .ldm_decoder import DecoderPatches
-from .webui import CannotWarm, Result
+from .webui import CannotWarm, Result, network_name
 
 UNET_CLASS = "IntegratedUNet2DConditionModel"
 # By this key other extensions replace a UNet's forward through Forge's model patcher.
@@ -159,6 +159,16 @@ class Forge:
         status = runtime.status()
         if status["route"] == HOST:
             raise CannotWarm(status["reason"])
+
+    def warm_decode(self, width: int, height: int, pictures: int) -> None:
+        forge_warm.one_decode(loaded_engine(), width, height, pictures)
+
+    def call_shapes(self, pictures: int, tokens: int) -> tuple[tuple[int, int], ...]:
+        # Prompts of different lengths are repeated to a common one; without guidance there is only the prompt's half.
+        return (2 * pictures, tokens), (pictures, tokens)
+
+    def model_name(self, sd_model: Any = None) -> str | None:
+        return network_name(unet_of(loaded_engine() if sd_model is None else sd_model))
 
     def exclusively(self, work: Callable[[], Result]) -> Result:
         return forge_warm.exclusively(work)

@@ -57,7 +57,7 @@ class ForgeForward:
             )
 
         if not self.service.active:
-            return host()
+            return runtime.pressure.run_host(host)
         self.service.calls += 1
         try:
             self._look_once_a_sampling(unet)
@@ -67,7 +67,7 @@ class ForgeForward:
             call = unet_call(x, timesteps, context, y, control, options, upcasts_attention())
         except NotOurs as refusal:
             runtime.note_host(str(refusal), unet)
-            return host()
+            return runtime.pressure.run_host(host)
         return runtime.run(unet, call, host)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

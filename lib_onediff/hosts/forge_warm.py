@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .webui import CannotWarm, Result
+from .webui import PROMPT_NOISE, CannotWarm, Result
 
 LATENT_PIXEL = 8
 # A timestep in the middle, where a UNet's output is of the size of its input.
@@ -72,13 +72,30 @@ def one_call(patcher: Any, width: int, height: int, batch: int, tokens: int) -> 
         # Forge plans memory for twice the pictures: the prompt and the negative prompt.
         sampling_prepare(patcher, latent[:(batch + 1) // 2])
         try:
-            label = {} if unet.num_classes is None else {"y": random(batch, unet.config["adm_in_channels"])}
+            prompt = {"context": PROMPT_NOISE * random(batch, tokens, context_width(unet))}
+            if unet.num_classes is not None:
+                prompt["y"] = PROMPT_NOISE * random(batch, unet.config["adm_in_channels"])
             unet(
-                latent, torch.full((batch,), TIMESTEP, device=device),
-                context=random(batch, tokens, context_width(unet)), control=None, transformer_options={}, **label,
+                latent, torch.full((batch,), TIMESTEP, device=device), control=None, transformer_options={}, **prompt
             )
         finally:
             sampling_cleanup(patcher)
+
+
+def one_decode(engine: Any, width: int, height: int, pictures: int) -> None:
+    """Decode random latents of so many pictures at once, as Forge does; not where it would put the UNet aside for it,
+    which would then lie elsewhere when it comes back."""
+    from backend import memory_management
+
+    vae = engine.forge_objects.vae
+    latent = torch.randn(
+        (pictures, vae.latent_channels, height // LATENT_PIXEL, width // LATENT_PIXEL),
+        generator=torch.Generator().manual_seed(0),
+    )
+    needed = vae.memory_used_decode(latent.shape, vae.vae_dtype) + memory_management.module_size(vae.first_stage_model)
+    if needed < memory_management.get_free_memory(vae.device):
+        with torch.inference_mode():
+            engine.decode_first_stage(latent)
 
 
 def context_width(unet: Any) -> int:

@@ -62,7 +62,7 @@ class DecoderPatches:
         reason = self._why(original, decoder, kwargs)
         if reason is not None:
             runtime.vae.note_host(reason)
-            return host()
+            return runtime.pressure.run_host(host)
         runtime.vae.adopt(decoder, habits=self._habits)
         return runtime.vae.decode(decoder, z, host, upcast_attention=self._upcasts())
 

@@ -5,10 +5,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from ..shapes.warmup import CannotWarm
+from torch import nn
 
-__all__ = ["CannotWarm", "Result", "WebUI"]
+from ..accelerator import runtime
+from ..shapes.job import CannotWarm
+from ..unet.layout import UnsupportedUNet
+from ..unet.read import read_layout
+
+__all__ = ["PROMPT_NOISE", "CannotWarm", "Result", "WebUI", "network_name"]
 Result = TypeVar("Result")
+# How loud the noise is that stands for a prompt in a warm-up: at 1 the softmaxes of some models choose between two
+# tokens that are nearly equal, and then rounding alone decides what comes out, the host's no less than ours.
+PROMPT_NOISE = 0.1
 
 
 class WebUI(Protocol):
@@ -46,5 +54,35 @@ class WebUI(Protocol):
         Raises CannotWarm. Call it through exclusively().
         """
 
+    def warm_decode(self, width: int, height: int, pictures: int) -> None:
+        """Decode random latents of so many pictures of a size in pixels, as the host does after a sampling.
+
+        Call it through exclusively().
+        """
+
+    def call_shapes(self, pictures: int, tokens: int) -> tuple[tuple[int, int], ...]:
+        """(latents, tokens) of the UNet calls that the host makes for so many pictures at once with a prompt of so
+        many tokens, the usual call first."""
+
+    def model_name(self, sd_model: Any = None) -> str | None:
+        """What the rows of a checkpoint's UNet call it ("SD1"); None for one that is none of ours.
+
+        sd_model: as model_loaded gets it; by default the one that is loaded, if any.
+        """
+
     def exclusively(self, work: Callable[[], Result]) -> Result:
         """Run work() while the host makes no picture, on the thread that the host would use."""
+
+
+def network_name(unet: nn.Module | None) -> str | None:
+    """What the rows call a UNet ("SD1"); None for what is none that we know. Waits for no call that is being made."""
+    care = None if unet is None else runtime.care_of(unet)
+    try:
+        if care is not None:
+            return care.bound.layout.model_name
+    except UnsupportedUNet:
+        pass  # It has not been called yet.
+    try:
+        return None if unet is None else read_layout(unet).model_name
+    except UnsupportedUNet:
+        return None

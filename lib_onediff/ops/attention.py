@@ -80,6 +80,10 @@ class Attention:
         name = value.get("backend") if isinstance(value, dict) else None
         return name if name in candidates(query_shape) else None
 
+    def forget(self) -> None:
+        """Ask for every choice again."""
+        self._picks = {}
+
     def run(self, backend: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention by one of the implementations above, or by torch's next one where that cannot do it."""
         if backend == GEMM:

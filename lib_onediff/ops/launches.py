@@ -62,6 +62,10 @@ class Launches:
         self._known[kernel.name, shape_class, dtype] = cut
         return cut
 
+    def forget(self) -> None:
+        """Ask for every choice again."""
+        self._known = {}
+
     def choose(self, kernel: Kernel, shape_class: str, dtype: torch.dtype, cut: Cut) -> None:
         """Cut it so from now on; graphs that were captured before stay as they are."""
         self._known.pop((kernel.name, shape_class, dtype), None)

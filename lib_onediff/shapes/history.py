@@ -3,20 +3,27 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import threading
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+from .compiler_caches import CompilerCaches
 from .key import ShapeKey
-from .store import HistoryRow, Store
-from .store_schema import VERDICTS, ShapeName, resolution_of
+from .pins import NAME as PINNED
+from .store import Store
+from .store_rows import VERDICTS, Doomed, HistoryRow, ShapeName
 from .table import Entry
 
 # Under which name the store keeps what holds for every architecture.
 EVERY_ARCHITECTURE = "every architecture"
+# What no update of anything changes.
+CHOSEN_BY_USERS = (PINNED,)
 # Findings come in bursts, and while something is being measured: one write for all, when it is over.
 WRITE_AFTER_SECONDS = 2.0
+# In the cache folder.
+COMPILED = "compiled"
 
 
 class History:
@@ -24,6 +31,7 @@ class History:
 
     def __init__(self) -> None:
         self._store: Store | None = None
+        self._compiled: CompilerCaches | None = None
         self._counted: dict[ShapeKey, int] = {}
         self._verdicts: dict[str, float] = {}
         self._host_ms: dict[ShapeName, float] = {}
@@ -41,23 +49,41 @@ class History:
                 return
             self._store.close()
         self._store = Store.open(folder)
+        self._compiled = CompilerCaches(folder / COMPILED)
         self._verdicts = {**sound_verdicts(self._store.choices(VERDICTS)), **self._verdicts}
         self._host_ms = {row.shape: row.host_ms for row in self._store.history() if row.host_ms}
 
-    def keep(self, entries: Iterable[Entry]) -> None:
-        """Take down what was used since the last call. Returns at once; the disk is written in a thread."""
+    def keep_compiled(self) -> None:
+        """Let Triton and Inductor keep what they compile in the cache folder too, unless the user has told them
+        another; what is there beyond the limit goes. For the whole process."""
+        if self._compiled is not None:
+            self._compiled.use(os.environ)
+            self._compiled.evict_in_the_background()
+
+    def keep(self, entries: Iterable[Entry], in_pictures: bool = True) -> None:
+        """Take down what was used since the last call. Returns at once; the disk is written in a thread.
+
+        in_pictures: False for what was used to make it ready: it is remembered with its times, but not as a use.
+        """
         if self._store is None:
             return
         used = [entry for entry in entries if entry.uses > self._counted.get(entry.key, 0)]
         for entry in used:
-            self._store.record(history_row(entry, entry.uses - self._counted.get(entry.key, 0)))
+            uses = entry.uses - self._counted.get(entry.key, 0) if in_pictures else 0
+            self._store.record(history_row(entry, uses))
             self._counted[entry.key] = entry.uses
-        if used:
+        if used and in_pictures:
             threading.Thread(target=self._store.flush, name="onediff-history", daemon=True).start()
+        elif used:
+            self._write_soon()
 
     def rows(self) -> list[HistoryRow]:
         """Everything that is remembered for this machine, the most used first."""
         return [] if self._store is None else self._store.history()
+
+    def used(self) -> list[HistoryRow]:
+        """What was used here before and after updates too, the most used first; of the times, whichever came last."""
+        return [] if self._store is None else self._store.history(every_machine=True)
 
     def verdict(self, backend: str, key: ShapeKey) -> float | None:
         """How far a backend's output was from the host's when this shape was checked, by whichever process; None if
@@ -78,44 +104,63 @@ class History:
 
     def tuned(self) -> dict[str, Any]:
         """What was measured to be best on this machine, by name; see ops.choices.Choices.attach."""
-        return {} if self._store is None else self._store.choices(EVERY_ARCHITECTURE)
+        if self._store is None:
+            return {}
+        of_anywhere = self._store.choices(EVERY_ARCHITECTURE, every_machine=True)
+        of_the_user = {name: of_anywhere[name] for name in CHOSEN_BY_USERS if name in of_anywhere}
+        return {**self._store.choices(EVERY_ARCHITECTURE), **of_the_user}
 
     def tune(self, name: str, value: Any) -> None:
         """Remember what was measured to be best. Returns at once. Raises TypeError if JSON cannot hold it."""
         self._choose(EVERY_ARCHITECTURE, name, value)
 
-    def forget(self, resolutions: Collection[str] | None = None) -> None:
-        """Forget these resolutions ("512x512") and their verdicts, or all."""
+    def forget(
+        self, resolutions: Collection[str] | None = None, model: str | None = None,
+        architectures: Collection[str] = (),
+    ) -> None:
+        """Forget these resolutions ("512x512") and their verdicts, or all, of this model ("SD1"), or of all.
+
+        architectures: whose verdicts are the model's, besides those that the history names. Without a choice, what was
+        tuned goes as well, and what was compiled.
+        """
+        if model is not None:
+            architectures = {*architectures, *(row.architecture for row in self.rows() if row.model == model)}
+        doomed = Doomed.of(resolutions, model, architectures)
         self._counted = {
-            key: uses for key, uses in self._counted.items()
-            if resolutions is not None and key.resolution not in resolutions
+            key: uses for key, uses in self._counted.items() if not doomed.verdict(key.resolution, key.architecture)
         }
         self._verdicts = {
-            name: error for name, error in self._verdicts.items()
-            if resolutions is not None and resolution_of(name) not in resolutions
+            name: error for name, error in self._verdicts.items() if not doomed.verdict_named(name)
         }
         if self._store is not None:
-            self._store.forget(resolutions)
+            self._store.forget(resolutions, model, architectures)
+        if resolutions is None and model is None and self._compiled is not None:
+            self._compiled.purge()
 
     def size_bytes(self) -> int:
-        """What lies on the disk."""
-        return 0 if self._store is None else self._store.size_bytes()
+        """What lies on the disk, compiled files included where they are kept in our folder."""
+        if self._store is None or self._compiled is None:
+            return 0
+        return self._store.size_bytes() + self._compiled.size_bytes()
 
     def _choose(self, architecture: str, name: str, value: Any) -> None:
         if self._store is None:
             return
         self._store.choose(architecture, name, value)
-        if self._writer is None or not self._writer.is_alive():
+        self._write_soon()
+
+    def _write_soon(self) -> None:
+        if self._store is not None and (self._writer is None or not self._writer.is_alive()):
             self._writer = threading.Timer(WRITE_AFTER_SECONDS, self._store.flush)
             self._writer.name, self._writer.daemon = "onediff-history", True
             self._writer.start()
 
 
 def verdict_name(backend: str, key: ShapeKey) -> str:
-    """The name of a verdict: the resolution first, by which it is purged; the digest tells everything else apart."""
+    """The name of a verdict: first resolution and architecture, by which it is purged; the digest tells the rest."""
     digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
     dtype = str(key.dtype).removeprefix("torch.")
-    return f"{key.resolution} {backend}, batch {key.batch}, {key.tokens} tokens, {dtype}, {digest}"
+    return f"{key.resolution} {key.architecture} {backend}, batch {key.batch}, {key.tokens} tokens, {dtype}, {digest}"
 
 
 def is_error(value: Any) -> bool:

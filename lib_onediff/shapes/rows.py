@@ -1,12 +1,14 @@
 """The table as users see it: one row per model and resolution, with its shapes below."""
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
+from .key import ShapeKey
 from .store import HistoryRow
 from .table import Entry, State
 
+GivesBack = Callable[[Collection[ShapeKey]], int]
 # The state of a resolution that only earlier processes have used.
 ON_DISK = "on disk"
 # What a row says of its shapes: the best of them, for that is what the next picture most likely gets.
@@ -14,13 +16,30 @@ BEST_FIRST = (State.READY, State.PROVED, State.COLD, State.FAILED)
 
 
 @dataclass(frozen=True)
+class Totals:
+    """Everything together, in plain values.
+
+    vram: bytes of GPU memory that all graphs hold; budget: bytes that they may hold, 0 without a GPU. disk: bytes of
+    the cache folder. calls: how many UNet calls went by each route. hit_rate: the share of them that a graph served,
+    None before the first.
+    """
+
+    vram: int
+    budget: int
+    disk: int
+    calls: dict[str, int]
+    hit_rate: float | None
+
+
+@dataclass(frozen=True)
 class ShapeRow:
     """One shape of a resolution, in plain values.
 
     batch counts the latents of one UNet call, twice the pictures where guidance is batched. state is a State's value
-    or ON_DISK; reason says why it is not a better one. Times are medians in milliseconds, bytes is GPU memory,
-    last_used a time.time(), relative_error the distance from the host's own output, control whether a ControlNet or an
-    adapter adds to the call. A decode of the VAE takes no tokens: 0.
+    or ON_DISK; reason says why it is not a better one. Times are medians in milliseconds. bytes is the GPU memory that
+    comes back when this graph alone goes, needs what it takes of the memory that all graphs share; last_used is a
+    time.time(), relative_error the distance from the host's own output, control whether a ControlNet or an adapter
+    adds to the call. A decode of the VAE takes no tokens: 0.
     """
 
     batch: int
@@ -36,12 +55,16 @@ class ShapeRow:
     last_used: float
     relative_error: float | None
     control: bool
+    needs: int = 0
+    pinned: bool = False
 
 
 @dataclass(frozen=True)
 class ResolutionRow:
-    """All shapes of one model at one resolution ("512x512" in pixels); bytes and uses are sums.
+    """All shapes of one model at one resolution ("512x512" in pixels); uses is a sum.
 
+    bytes is the GPU memory that purging this row gives back: graphs lie over each other in one memory, which shrinks
+    only when its largest goes, so it is no sum, and neither do rows add up. needs is what its largest graph takes.
     Times are those of the shape that is used most, because shapes of different batch sizes have no common step. The
     VAE's shapes stand last, below every model of their resolution, and count in none of that.
     """
@@ -57,17 +80,23 @@ class ResolutionRow:
     uses: int
     last_used: float
     shapes: tuple[ShapeRow, ...]
+    needs: int = 0
+    pinned: bool = False
 
     @property
     def is_decode(self) -> bool:
         """Whether only the VAE has used this resolution, no UNet (tiles, say)."""
-        return not any(shape.tokens for shape in self.shapes)
+        return bool(self.shapes) and not any(shape.tokens for shape in self.shapes)
 
 
-def rows_of(entries: Iterable[Entry], history: Iterable[HistoryRow] = ()) -> list[ResolutionRow]:
+def rows_of(
+    entries: Iterable[Entry], history: Iterable[HistoryRow] = (), pins: Collection[tuple[str, str]] = (),
+    gives_back: GivesBack | None = None,
+) -> list[ResolutionRow]:
     """The entries as rows, the last used first, among the rows as within each.
 
-    history: what earlier processes used; it makes the rows of resolutions that have no entry yet.
+    history: what earlier processes used; it makes the rows of resolutions that have no entry yet. pins: the pinned
+    (model, resolution). gives_back: the GPU memory that comes back without these shapes; by default their sum.
     """
     groups: dict[tuple[str, str], list[Entry]] = {}
     for entry in sorted(entries, key=lambda entry: -entry.last_used):
@@ -76,8 +105,14 @@ def rows_of(entries: Iterable[Entry], history: Iterable[HistoryRow] = ()) -> lis
     for row in sorted(history, key=lambda row: -row.last_used):
         if (row.model, row.resolution) not in groups:
             remembered.setdefault((row.model, row.resolution), []).append(row)
-    rows = [*map(resolution_row, groups.values()), *map(remembered_row, remembered.values())]
-    return with_decodes_below(sorted(rows, key=lambda row: -row.last_used))
+    rows = [resolution_row(group, gives_back) for group in groups.values()]
+    rows += map(remembered_row, remembered.values())
+    pinned = [with_pin(row) if (row.model, row.resolution) in pins else row for row in rows]
+    return with_decodes_below(sorted(pinned, key=lambda row: -row.last_used))
+
+
+def with_pin(row: ResolutionRow) -> ResolutionRow:
+    return replace(row, pinned=True, shapes=tuple(replace(shape, pinned=True) for shape in row.shapes))
 
 
 def with_decodes_below(rows: list[ResolutionRow]) -> list[ResolutionRow]:
@@ -104,10 +139,14 @@ def remembered_row(history: list[HistoryRow]) -> ResolutionRow:
     return row_of_shapes(history[0].resolution, history[0].model, ON_DISK, shapes)
 
 
-def resolution_row(entries: list[Entry]) -> ResolutionRow:
+def resolution_row(entries: list[Entry], gives_back: GivesBack | None = None) -> ResolutionRow:
     """The row of one model and resolution; entries are its shapes, the last used first."""
     state = min((entry.state for entry in entries), key=BEST_FIRST.index).value
-    return row_of_shapes(entries[0].key.resolution, entries[0].model, state, tuple(map(shape_row, entries)))
+    row = row_of_shapes(entries[0].key.resolution, entries[0].model, state, tuple(map(shape_row, entries)))
+    if gives_back is None or len(entries) == 1:
+        # What one shape gives back alone, its entry says.
+        return row
+    return replace(row, bytes=gives_back({entry.key for entry in entries}))
 
 
 def row_of_shapes(resolution: str, model: str, state: str, shapes: tuple[ShapeRow, ...]) -> ResolutionRow:
@@ -118,7 +157,7 @@ def row_of_shapes(resolution: str, model: str, state: str, shapes: tuple[ShapeRo
         reason=next((shape.reason for shape in shapes if shape.reason), ""),
         step_ms=usual.step_ms, host_ms=usual.host_ms, ratio=usual.ratio,
         bytes=sum(shape.bytes for shape in shapes), uses=sum(shape.uses for shape in shapes),
-        last_used=shapes[0].last_used, shapes=shapes,
+        last_used=shapes[0].last_used, shapes=shapes, needs=max(shape.needs for shape in shapes),
     )
 
 
@@ -126,8 +165,8 @@ def shape_row(entry: Entry) -> ShapeRow:
     """One entry in plain values."""
     return ShapeRow(
         batch=entry.key.batch, tokens=entry.key.tokens, dtype=str(entry.key.dtype).removeprefix("torch."),
-        state=entry.state.value, reason=entry.reason or entry.no_graph,
+        state=entry.state.value, reason=entry.reason or entry.no_graph or entry.waits,
         step_ms=entry.own.median_ms, host_ms=entry.host.median_ms, ratio=entry.ratio,
         bytes=entry.bytes, uses=entry.uses, last_used=entry.last_used, relative_error=entry.relative_error,
-        control=bool(entry.key.control),
+        control=bool(entry.key.control), needs=entry.needs,
     )

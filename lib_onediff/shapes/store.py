@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 
 from . import store_schema as schema
 from .fingerprint import Fingerprint
+from .store_buffer import Buffer
 from .store_file import InTheWay, Unusable, identity, locked, opened, understood
-from .store_schema import Choice, ChoiceName, Damaged, HistoryRow, ShapeName
+from .store_rows import Choice, Damaged, Doomed, HistoryRow, ShapeName
 
 Result = TypeVar("Result")
 
@@ -26,52 +27,9 @@ NAME = f"onediff-{schema.SCHEMA_VERSION}"
 SIZE_LIMIT = 2 << 20
 # How many damaged files are kept for whoever wants to look at them.
 KEPT_ASIDE = 2
-# How many shapes, and how many choices, are kept in memory while they cannot be written.
-BUFFERED_ROWS = 4096
 PATIENCE_SECONDS = 2.0
 # A lock that did not go away while we waited must not hold up every picture.
 PATIENCE_IN_TROUBLE_SECONDS = 0.05
-
-
-class Buffer:
-    """What is not on the disk yet."""
-
-    def __init__(self) -> None:
-        self.rows: dict[ShapeName, HistoryRow] = {}
-        self.choices: dict[ChoiceName, Choice] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self.rows or self.choices)
-
-    def add(self, row: HistoryRow) -> None:
-        self.rows[row.shape] = row.with_other(self.rows.get(row.shape))
-        if len(self.rows) > BUFFERED_ROWS:
-            by_age = sorted(self.rows.values(), key=lambda kept: kept.last_used)
-            self.rows = {kept.shape: kept for kept in by_age[BUFFERED_ROWS // 8:]}
-
-    def choose(self, name: ChoiceName, choice: Choice) -> None:
-        held = self.choices.get(name)
-        if held is None or choice.changed >= held.changed:
-            self.choices[name] = choice
-        if len(self.choices) > BUFFERED_ROWS:
-            by_age = sorted(self.choices.items(), key=lambda item: item[1].changed)
-            self.choices = dict(by_age[BUFFERED_ROWS // 8:])
-
-    def forget(self, resolutions: Collection[str]) -> None:
-        """Forget history and verdicts of these resolutions."""
-        self.rows = {name: row for name, row in self.rows.items() if row.resolution not in resolutions}
-        self.choices = {
-            name: choice for name, choice in self.choices.items()
-            if name[0] != schema.VERDICTS or schema.resolution_of(name[1]) not in resolutions
-        }
-
-    def put_back(self, older: Buffer) -> None:
-        """Take what another buffer could not write."""
-        newer_choices, self.choices = self.choices, dict(older.choices)
-        for name, choice in newer_choices.items():
-            self.choose(name, choice)
-        for row in older.rows.values():
-            self.add(row)
 
 
 class Store:
@@ -155,42 +113,47 @@ class Store:
                         self._buffer.put_back(taken)
             return written is not None
 
-    def history(self, architecture: str | None = None) -> list[HistoryRow]:
-        """The shapes seen on this machine, written or not, the most used first; of all architectures by default."""
+    def history(self, architecture: str | None = None, every_machine: bool = False) -> list[HistoryRow]:
+        """The shapes seen on this machine, written or not, the most used first; of all architectures by default.
+        every_machine: with what was used under another driver, another torch, another version of ours."""
+        machine = None if every_machine else self.machine
         with self._disk_lock:
-            rows = self._attempt(lambda connection: schema.read_history(connection, self.machine), writes=False) or []
-            known = {row.shape: row for row in rows}
+            rows = self._attempt(lambda connection: schema.read_history(connection, machine), writes=False) or []
+            known: dict[ShapeName, HistoryRow] = {}
             with self._buffer_lock:
-                for shape, row in self._buffer.rows.items():
-                    known[shape] = row.with_other(known.get(shape))
+                for row in (*rows, *self._buffer.rows.values()):
+                    known[row.shape] = row.with_other(known.get(row.shape))
         chosen = (row for row in known.values() if architecture in (None, row.architecture))
         return sorted(chosen, key=lambda row: (-row.uses, -row.last_used))
 
-    def choices(self, architecture: str) -> dict[str, Any]:
-        """What was found to be best for an architecture on this machine, by name."""
+    def choices(self, architecture: str, every_machine: bool = False) -> dict[str, Any]:
+        """What was found to be best for an architecture on this machine, by name. every_machine: as for history; of
+        each name the latest."""
+        machine = None if every_machine else self.machine
         with self._disk_lock:
-            found = self._attempt(lambda connection: schema.read_choices(connection, self.machine), writes=False) or {}
+            found = self._attempt(lambda connection: schema.read_choices(connection, machine), writes=False) or {}
             with self._buffer_lock:
                 found.update(self._buffer.choices)
         return {name: json.loads(choice.value) for (of, name), choice in found.items() if of == architecture}
 
-    def forget(self, resolutions: Collection[str] | None = None) -> int:
-        """Forget history and verdicts of these resolutions, for every fingerprint; how many rows of history went.
-
-        None: everything, also the tuned choices and files set aside. What cannot be deleted stays; trouble says why.
+    def forget(
+        self, resolutions: Collection[str] | None = None, model: str | None = None,
+        architectures: Collection[str] = (),
+    ) -> int:
+        """Forget history and verdicts of these resolutions of this model, for every fingerprint; how many rows went.
+        architectures: whose verdicts are the model's. None and None: everything, also the tuned choices and files set
+        aside. What cannot be deleted stays; trouble says why.
         """
+        doomed = Doomed.of(resolutions, model, architectures)
         with self._disk_lock:
-            if resolutions is None:
+            if doomed.everything:
                 self._discard_set_aside(keep=0)
                 self._set_aside = ""
             self.flush()
-            deleted = self._attempt(lambda connection: schema.delete(connection, resolutions)) or 0
+            deleted = self._attempt(lambda connection: schema.delete(connection, doomed)) or 0
             with self._buffer_lock:
                 before = len(self._buffer.rows)
-                if resolutions is None:
-                    self._buffer = Buffer()
-                else:
-                    self._buffer.forget(resolutions)
+                self._buffer.forget(doomed)
             return deleted + before - len(self._buffer.rows)
 
     def size_bytes(self) -> int:

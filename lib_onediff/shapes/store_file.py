@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from . import store_schema as schema
-from .store_schema import Damaged
+from .store_rows import Damaged
 
 
 class Unusable(Exception):

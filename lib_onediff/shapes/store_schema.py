@@ -1,15 +1,14 @@
-"""What the store writes: its rows, its tables, and the statements on them."""
+"""The store's tables, and the statements on them."""
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
 import sqlite3
-import time
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 
 from .fingerprint import Fingerprint
+from .store_rows import VERDICTS, Choice, ChoiceName, Damaged, Doomed, HistoryRow
 
 APPLICATION_ID = 0x0D1FF001
 # A new schema gets a new number and with it a file of its own: two versions of the extension may share a folder.
@@ -29,71 +28,6 @@ ROW = f"{SHAPE}, uses, last_used, step_ms, host_ms, relative_error"
 # No sum of uses and no time comes near it, and SQLite can hold what is below.
 LIMIT = 2**53
 CHOICE = "architecture, name, value, changed"
-# Verdicts are choices under a name of their own in place of an architecture, and each has a name that begins with its
-# resolution: so the tables are those of before, and a purge finds them.
-VERDICTS = "verdicts"
-
-ShapeName = tuple[str, str, str, int, int, str]
-ChoiceName = tuple[str, str]
-
-
-class Damaged(Exception):
-    """The file is not a store, or no longer; the message says what it is, to follow 'the store was'."""
-
-
-@dataclass(frozen=True)
-class HistoryRow:
-    """One use of a shape, or many of them summed. Times are medians in milliseconds; None is not known yet.
-
-    resolution: pixels, "width x height" as "512x768". batch: the UNet's. last_used: time.time().
-    relative_error: how far our output was from the host's at the first use (the verdict).
-    """
-
-    architecture: str
-    model: str
-    resolution: str
-    batch: int
-    tokens: int
-    dtype: str
-    uses: int = 1
-    last_used: float = field(default_factory=time.time)
-    step_ms: float | None = None
-    host_ms: float | None = None
-    relative_error: float | None = None
-
-    @property
-    def shape(self) -> ShapeName:
-        """What makes two rows the same shape."""
-        return self.architecture, self.model, self.resolution, self.batch, self.tokens, self.dtype
-
-    @property
-    def ratio(self) -> float | None:
-        """How many times faster than the host's own forward, or None while one of the two is unknown."""
-        return self.host_ms / self.step_ms if self.host_ms and self.step_ms else None
-
-    def with_other(self, other: HistoryRow | None) -> HistoryRow:
-        """The sum of two rows of one shape: all uses, and of everything else what the later one knows."""
-        if other is None:
-            return self
-        later, earlier = (self, other) if self.last_used >= other.last_used else (other, self)
-        known = {
-            name: getattr(earlier if getattr(later, name) is None else later, name)
-            for name in ("step_ms", "host_ms", "relative_error")
-        }
-        return dataclasses.replace(later, uses=self.uses + other.uses, **known)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What was found to be best for an architecture on this machine: JSON text, and the time.time() of the finding."""
-
-    value: str
-    changed: float
-
-
-def resolution_of(verdict: str) -> str:
-    """The resolution with which a verdict's name begins."""
-    return verdict.partition(" ")[0]
 
 
 def prepare(connection: sqlite3.Connection) -> None:
@@ -214,14 +148,21 @@ def machine_id(connection: sqlite3.Connection, machine: Fingerprint, make: bool 
     return found[0] if found else None
 
 
-def read_history(connection: sqlite3.Connection, machine: Fingerprint) -> list[HistoryRow]:
-    statement = f"SELECT {ROW} FROM history WHERE machine = ?"
-    return [row_from(values) for values in connection.execute(statement, (machine_id(connection, machine),))]
+def read_history(connection: sqlite3.Connection, machine: Fingerprint | None) -> list[HistoryRow]:
+    """The rows of a machine; None: of all, so that a shape may have several."""
+    return [row_from(values) for values in read_of(connection, f"SELECT {ROW} FROM history", machine)]
 
 
-def read_choices(connection: sqlite3.Connection, machine: Fingerprint) -> dict[ChoiceName, Choice]:
-    statement = f"SELECT {CHOICE} FROM choice WHERE machine = ?"
-    return dict(map(choice_from, connection.execute(statement, (machine_id(connection, machine),))))
+def read_choices(connection: sqlite3.Connection, machine: Fingerprint | None) -> dict[ChoiceName, Choice]:
+    """The choices of a machine; None: of all, of each the latest."""
+    found = map(choice_from, read_of(connection, f"SELECT {CHOICE} FROM choice", machine))
+    return dict(sorted(found, key=lambda item: item[1].changed))
+
+
+def read_of(connection: sqlite3.Connection, statement: str, machine: Fingerprint | None) -> sqlite3.Cursor:
+    if machine is None:
+        return connection.execute(statement)
+    return connection.execute(f"{statement} WHERE machine = ?", (machine_id(connection, machine),))
 
 
 @contextlib.contextmanager
@@ -285,19 +226,18 @@ def used_bytes(connection: sqlite3.Connection) -> int:
     return (pages - free) * size
 
 
-def delete(connection: sqlite3.Connection, resolutions: Collection[str] | None) -> int:
-    """Forget history and verdicts of these resolutions on every machine, or everything (None); the number of history
-    rows."""
+def delete(connection: sqlite3.Connection, doomed: Doomed) -> int:
+    """Forget history and verdicts on every machine, or all that there is; the number of history rows."""
     with transaction(connection):
-        if resolutions is None:
+        if doomed.everything:
             deleted = connection.execute("DELETE FROM history").rowcount
             connection.execute("DELETE FROM choice")
             connection.execute("DELETE FROM machine")
             return deleted
-        verdicts_of = "DELETE FROM choice WHERE architecture = ? AND substr(name, 1, length(?)) = ?"
-        for name in set(resolutions):
-            connection.execute(verdicts_of, (VERDICTS, f"{name} ", f"{name} "))
-        return sum(
-            connection.execute("DELETE FROM history WHERE resolution = ?", (name,)).rowcount
-            for name in set(resolutions)
-        )
+        verdicts = connection.execute("SELECT rowid, name FROM choice WHERE architecture = ?", (VERDICTS,)).fetchall()
+        gone = [(number,) for number, name in verdicts if doomed.verdict_named(str(name))]
+        connection.executemany("DELETE FROM choice WHERE rowid = ?", gone)
+        rows = connection.execute(f"SELECT rowid, {ROW} FROM history").fetchall()
+        gone = [(number,) for number, *values in rows if doomed.row(row_from(tuple(values)))]
+        connection.executemany("DELETE FROM history WHERE rowid = ?", gone)
+        return len(gone)

@@ -22,14 +22,18 @@ class State(str, Enum):
 
 @dataclass
 class Entry:
-    """model: its name for people. bytes: how much GPU memory its graph added."""
+    """model: its name for people. bytes: how much GPU memory comes back when its graph alone goes. needs: how much its
+    graph takes of the memory that all graphs share, alone; known from its plain calls on. no_graph: why it has no graph
+    and will get none; waits: why it has none yet."""
 
     key: ShapeKey
     model: str = ""
     bytes: int = 0
+    needs: int = 0
     state: State = State.COLD
     reason: str = ""
     no_graph: str = ""
+    waits: str = ""
     relative_error: float | None = None
     uses: int = 0
     last_used: float = field(default_factory=time.time)
@@ -65,6 +69,10 @@ class ShapeTable:
         """All entries, the last used first."""
         # A copy first: another thread may add one meanwhile.
         return sorted(list(self._entries.values()), key=lambda entry: -entry.last_used)
+
+    def by_key(self) -> dict[ShapeKey, Entry]:
+        """All entries."""
+        return dict(self._entries)
 
     def forget(self, keys: Collection[ShapeKey]) -> None:
         self._entries = {key: entry for key, entry in self._entries.items() if key not in keys}

@@ -2,107 +2,91 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from collections.abc import Iterable
+from typing import NamedTuple
 
+import torch
+
+from ..backends import EAGER
+from .estimates import known_times
+from .job import (
+    CALLS_PER_SHAPE,
+    CANCELLED,
+    DONE,
+    FAILED,
+    PENDING,
+    QUEUED,
+    RUNNING,
+    TOKENS,
+    Call,
+    CannotWarm,
+    Job,
+    Shape,
+    check_tokens,
+)
+from .job_queue import JobQueue
 from .sizes import Size
+from .table import State
+from .warmup_needs import Reports, Warms
 
+__all__ = ["CANCELLED", "DONE", "FAILED", "PENDING", "QUEUED", "RUNNING", "CannotWarm", "Job", "WarmUp", "first_line"]
 log = logging.getLogger("onediff")
-Result = TypeVar("Result")
 
-QUEUED, RUNNING, DONE, FAILED, CANCELLED = "queued", "running", "done", "failed", "cancelled"
-PENDING = (QUEUED, RUNNING)
-# The first is checked against the host's own UNet, the second captures a graph, the third replays it.
-CALLS_PER_SHAPE = 3
-TOKENS = 77
-FINISHED_JOBS_KEPT = 50
 # Python aborts when it ends below a thread that computes.
 SECONDS_AT_EXIT = 20.0
-
-
-class CannotWarm(Exception):
-    """A size cannot be made ready; the message is the reason, in one line for the user."""
-
-
-class Warms(Protocol):
-    """What the queue asks of a WebUI."""
-
-    def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
-        """Make one UNet call as the WebUI would, at a size in pixels; batch counts latents. Raises CannotWarm."""
-
-    def exclusively(self, work: Callable[[], Result]) -> Result:
-        """Run work() while no picture is being made, and return what it returns."""
-
-
-class Reports(Protocol):
-    """What the queue asks of the runtime."""
-
-    def status(self) -> dict[str, Any]:
-        """What the last UNet call was; "route" and "reason" among it."""
-
-    def patience(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, a UNet call waits for what is being compiled."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """One size in the queue, as it was when asked. done and total count UNet calls, seconds what they took.
-
-    source: who asked, for people. reason: why it failed, in one line.
-    """
-
-    id: int
-    size: Size
-    source: str
-    state: str = QUEUED
-    done: int = 0
-    total: int = 0
-    reason: str = ""
-    seconds: float = 0.0
-
-    @property
-    def pending(self) -> bool:
-        return self.state in PENDING
+# The hosts' queue lock goes to whoever is there first when it is released, and a thread that has just waited is not.
+SECONDS_LEFT_TO_PICTURES = 0.02
+WAITING = "waiting for the picture that is being made"
+COMPILING = "compiling OneDiff's kernels"
+DECODING = "checking the VAE's decode"
+CHECKING, CAPTURING, MEASURING = "checking against the WebUI's own", "capturing a graph", "measuring"
 
 
 class WarmUp:
     """The queue and its one worker thread, which lives while there is work. Safe to use from any thread."""
 
     def __init__(self, webui: Warms, runtime: Reports, *, unbatched: bool = True) -> None:
-        """unbatched: besides the two halves of the guidance in one call, make the call for one half ready, as it is
-        needed without guidance and for prompts of different lengths."""
+        """unbatched: besides the two halves of the guidance in one call, make the other calls ready that the WebUI may
+        make at a size: without guidance, for prompts of different lengths."""
         self._webui = webui
         self._runtime = runtime
         self._unbatched = unbatched
-        self._jobs: dict[int, Job] = {}
-        self._next_id = 1
-        self._version = 0
+        self._queue = JobQueue()
         self._worker: threading.Thread | None = None
-        self._changed = threading.Condition()
+        self._starting = threading.Lock()
 
-    def add(self, sizes: Iterable[Size], source: str) -> list[Job]:
-        """Queue sizes; one that waits already keeps its place. Returns the job of every size."""
-        with self._changed:
-            waiting = {job.size: job for job in self._jobs.values() if job.state == QUEUED}
-            wanted = list(sizes)
-            for size in wanted:
-                if size not in waiting:
-                    waiting[size] = self._queue(size, source)
-            if wanted and self._worker is None:
+    @property
+    def model(self) -> str | None:
+        """The loaded model as the rows call it, which is what the queue makes ready."""
+        return self._webui.model_name()
+
+    def add(
+        self, sizes: Iterable[Size], source: str, *, tokens: int = TOKENS, unbatched: bool | None = None
+    ) -> list[Job]:
+        """Queue sizes; one that waits already keeps its place. Returns the job of every size.
+
+        tokens: the length of the context, 77 for each started 75 tokens of the prompt. unbatched: as the queue's own
+        by default. Raises ValueError with a sentence for a length that cannot be.
+        """
+        check_tokens(tokens)
+        wanted = [(size, tokens, self._shapes(size, tokens, unbatched)) for size in sizes]
+        if not wanted:
+            return []
+        known = known_times(self._runtime.rows(), self.model)
+        with self._starting:
+            jobs = self._queue.add(wanted, source, known)
+            if self._worker is None:
                 self._worker = threading.Thread(target=self._work, name="onediff-warm-up", daemon=True)
                 self._worker.start()
                 atexit.register(self.stop, SECONDS_AT_EXIT)
-            return [waiting[size] for size in wanted]
+        return jobs
 
     def jobs(self) -> list[Job]:
-        """The jobs in the order of asking: all that are pending, and the last that are not."""
-        with self._changed:
-            return list(self._jobs.values())
+        """The last jobs that are over and the one that runs, in the order of asking, then the queue in its own."""
+        return self._queue.jobs()
 
     def busy(self) -> bool:
         """Whether any job is pending."""
@@ -110,12 +94,11 @@ class WarmUp:
 
     def cancel(self, job_id: int) -> bool:
         """Take a job out of the queue, or end it after the UNet call in progress; False when it is over or unknown."""
-        with self._changed:
-            job = self._jobs.get(job_id)
-            if job is None or not job.pending:
-                return False
-            self._update(job, state=CANCELLED)
-            return True
+        return self._queue.cancel(job_id)
+
+    def move(self, job_id: int, to: int) -> bool:
+        """Give a queued job another place in the queue: 0 is the next one. False when it is not queued (any more)."""
+        return self._queue.move(job_id, to)
 
     def stop(self, seconds: float = 0.0) -> int:
         """Cancel every pending job and return how many; waits at most so long for the UNet call in progress."""
@@ -127,9 +110,7 @@ class WarmUp:
 
     def wait_for_change(self, version: int, seconds: float) -> int:
         """Wait until anything differs from what version stood for, at most so long, and return the version now."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._version != version, seconds)
-            return self._version
+        return self._queue.wait_for_change(version, seconds)
 
     # --- the worker -----------------------------------------------------------------------------------------------
 
@@ -138,86 +119,99 @@ class WarmUp:
             try:
                 self._run(job)
             except CannotWarm as refusal:
-                self._fail(job, str(refusal))
+                self._queue.end(job, FAILED, str(refusal))
             except Exception as error:
                 log.exception("warming up %s failed", job.size)
-                self._fail(job, first_line(error))
+                self._queue.end(job, FAILED, first_line(error))
 
     def _take(self) -> Job | None:
-        with self._changed:
-            job = next((job for job in self._jobs.values() if job.state == QUEUED), None)
+        with self._starting:
+            job = self._queue.take()
             if job is None:
                 self._worker = None
                 atexit.unregister(self.stop)
-                return None
-            return self._update(job, state=RUNNING)
+            return job
 
     def _run(self, job: Job) -> None:
-        for batch in self._batches(job.size):
-            for _ in range(CALLS_PER_SHAPE):
-                outcome = self._webui.exclusively(lambda batch=batch: self._call(job, batch))
-                if outcome is None:
-                    return
-                if isinstance(outcome, Exception):
-                    raise outcome
-                self._advance(job, outcome)
-        self._advance(job, 0.0, state=DONE)
+        # Meanwhile pictures can be made, by the host's own UNet.
+        self._queue.say(job, COMPILING)
+        self._runtime.operators.finish()
+        no_graph = ""
+        while self._queue.is_running(job) and (calls := self._queue.get(job).calls_left()):
+            call = calls[0]
+            self._queue.say(job, WAITING)
+            outcome = self._webui.exclusively(lambda call=call: self._call(job, call))
+            if isinstance(outcome, Exception):
+                raise outcome
+            if outcome is not None:
+                is_ready = outcome.route == "graph"
+                no_graph = no_graph or outcome.why_no_graph(call)
+                self._queue.advance(job, call, outcome.seconds, CALLS_PER_SHAPE - call.number if is_ready else 1)
+            time.sleep(SECONDS_LEFT_TO_PICTURES)
+        self._webui.exclusively(lambda: self._decode(job))
+        self._queue.end(job, DONE, no_graph)
 
-    def _call(self, job: Job, batch: int) -> float | Exception | None:
-        """One UNet call: its seconds, what went wrong, or None for a cancelled job.
+    def _decode(self, job: Job) -> None:
+        """Let the first decode at a size be checked now. Nothing depends on it: the first picture would do it too."""
+        size = job.size
+        known = any(
+            (entry.key.resolution, entry.key.batch) == (size.resolution, size.batch) and entry.state is not State.COLD
+            for entry in self._runtime.table.entries() if entry.key.is_decode
+        )
+        if known or not self._queue.is_running(job):
+            return
+        self._queue.say(job, DECODING)
+        try:
+            with self._runtime.patience():
+                self._webui.warm_decode(size.width, size.height, size.batch)
+            self._runtime.history.keep(self._runtime.table.entries(), in_pictures=False)
+        except Exception as error:
+            log.debug("no decode of %s was warmed up: %s", size, first_line(error))
+
+    def _call(self, job: Job, call: Call) -> Made | Exception | None:
+        """One UNet call: what came of it, what went wrong, or None for a cancelled job.
 
         Returns exceptions rather than raising them, because a host may run this in a thread that prints tracebacks.
         """
-        if not self._is_running(job):
+        if not self._queue.is_running(job):
             return None
+        self._queue.say(job, self._what(call))
         began = time.perf_counter()
         try:
             with self._runtime.patience():
-                self._webui.warm(job.size.width, job.size.height, batch, TOKENS)
+                self._webui.warm(call.size.width, call.size.height, *call.shape)
             status = self._runtime.status()
+            self._runtime.history.keep(self._runtime.table.entries(), in_pictures=False)
+        except torch.cuda.OutOfMemoryError:
+            return CannotWarm(f"there is not enough GPU memory for {call.size}")
         except Exception as error:
             return error
         if status["route"] not in ("graph", "plain"):
             return CannotWarm(status["reason"] or "the WebUI's own UNet serves it")
-        return time.perf_counter() - began
+        return Made(time.perf_counter() - began, status["route"], status["backend"], status["reason"])
 
-    def _is_running(self, job: Job) -> bool:
-        with self._changed:
-            return job.id in self._jobs and self._jobs[job.id].state == RUNNING
+    def _what(self, call: Call) -> str:
+        if call.number == 0:
+            return CHECKING
+        return CAPTURING if call.number == 1 and self._runtime.status()["backend"] != EAGER else MEASURING
 
-    def _batches(self, size: Size) -> tuple[int, ...]:
-        return (2 * size.batch, size.batch) if self._unbatched else (2 * size.batch,)
+    def _shapes(self, size: Size, tokens: int, unbatched: bool | None) -> tuple[Shape, ...]:
+        shapes = tuple(Shape(*shape) for shape in self._webui.call_shapes(size.batch, tokens))
+        return shapes if (self._unbatched if unbatched is None else unbatched) else shapes[:1]
 
-    # --- the jobs; call these with the condition held -------------------------------------------------------------
 
-    def _queue(self, size: Size, source: str) -> Job:
-        total = CALLS_PER_SHAPE * len(self._batches(size))
-        job = self._update(Job(self._next_id, size, source, total=total))
-        self._next_id += 1
-        return job
+class Made(NamedTuple):
+    """What came of a UNet call, and how long it took."""
 
-    def _update(self, job: Job, **changes: Any) -> Job:
-        job = self._jobs[job.id] = replace(job, **changes)
-        finished = [job_id for job_id, kept in self._jobs.items() if not kept.pending]
-        for job_id in finished[:-FINISHED_JOBS_KEPT]:
-            del self._jobs[job_id]
-        self._version += 1
-        self._changed.notify_all()
-        return job
+    seconds: float
+    route: str
+    backend: str
+    reason: str
 
-    # --- the jobs; these take the condition -----------------------------------------------------------------------
-
-    def _advance(self, job: Job, seconds: float, state: str = RUNNING) -> None:
-        """Count a call, unless the job was cancelled meanwhile."""
-        with self._changed:
-            if self._is_running(job):
-                now = self._jobs[job.id]
-                self._update(now, done=now.done + (state == RUNNING), seconds=now.seconds + seconds, state=state)
-
-    def _fail(self, job: Job, reason: str) -> None:
-        with self._changed:
-            if self._is_running(job):
-                self._update(self._jobs[job.id], state=FAILED, reason=reason)
+    def why_no_graph(self, call: Call) -> str:
+        """Why the last call of a shape was not replayed, where graphs are what makes it fast."""
+        is_last = call.number == CALLS_PER_SHAPE - 1
+        return self.reason if is_last and self.route != "graph" and self.backend != EAGER else ""
 
 
 def first_line(error: Exception) -> str:

@@ -12,6 +12,7 @@ from .events import LIVE, QUIET, kept_out_of_defaults
 from .progress import jobs_html, sentence, watch
 from .stream import UNCHANGED, show_stream
 
+SOURCE = "accordion"
 # A hidden text box of A1111 and Forge that gets the description of every generation. The visible line under the
 # pictures will not do: gradio 4 reports a change of an HTML component whenever anything on the page is redrawn.
 CHANGES_AFTER_GENERATION = "generation_info_{tab}"
@@ -56,7 +57,7 @@ def connect_prewarm(tab: str, status: Any, status_line: Callable[[], str], warmu
 
     def ask(width: Any, height: Any, batch: Any) -> str:
         try:
-            warmup.add([size_of(width, height, batch)], tab)
+            warmup.add([size_of(width, height, batch)], SOURCE)
         except ValueError as problem:
             return sentence(str(problem), wrong=True)
         return ""
@@ -67,7 +68,7 @@ def connect_prewarm(tab: str, status: Any, status_line: Callable[[], str], warmu
         except ValueError as problem:
             yield sentence(str(problem), wrong=True), UNCHANGED
             return
-        for jobs in watch(warmup, [wanted], alone=True):
+        for jobs in watch(warmup, [wanted]):
             over = not any(job.pending for job in jobs)
             yield jobs_html(jobs), status_line() if over else UNCHANGED
 

@@ -1,160 +1,165 @@
-"""The OneDiff tab: which resolutions are ready, and buttons to make them ready or to throw them away."""
+"""The OneDiff tab: which resolutions are ready, and buttons to make them ready or to throw them away.
+
+javascript/onediff.js asks for what is new while the tab can be seen, by a click on a hidden button: gradio has
+generators and timers, but the former keep connections open (see stream.py) and the latter are not in gradio 3.
+"""
 from __future__ import annotations
 
-import logging
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import gradio as gr
 
 from ..accelerator import Accelerator
-from ..shapes.rows import ResolutionRow
-from ..shapes.sizes import Size, parse_sizes
-from ..shapes.warmup import CANCELLED, DONE, FAILED, Job, WarmUp, first_line
-from .amounts import MEBIBYTE, counted, memory
-from .cache_table import table_html, totals_html
-from .events import LIVE, QUIET, kept_out_of_defaults
-from .progress import jobs_html, sentence, watch
-from .stream import UNCHANGED, show_stream
+from ..shapes.job import TOKEN_CHOICES
+from ..shapes.presets import FAMILIES
+from ..shapes.warmup import WarmUp
+from .cache_handlers import PARTS, Exclusively, Panel
+from .cache_table import legend_html
+from .cache_view import ALL_MODELS, ORDERS, USUAL_ORDER
+from .events import HIDDEN, LIVE, QUIET, in_the_browser, kept_out_of_defaults
 
 TITLE, ELEM_ID = "OneDiff", "onediff"
-SOURCE = "panel"
 PLACEHOLDER = "1024x1024, 832x1216 x2"
-log = logging.getLogger("onediff")
+CONTROLS, ACTIONS = ["onediff-controls"], ["onediff-controls", "onediff-actions"]
 
 
-def build_cache_tab(runtime: Accelerator, warmup: WarmUp) -> gr.Blocks:
-    """The tab's content, for on_ui_tabs: (build_cache_tab(...), TITLE, ELEM_ID)."""
+def build_cache_tab(runtime: Accelerator, warmup: WarmUp, exclusively: Exclusively) -> gr.Blocks:
+    """The tab's content, for on_ui_tabs: (build_cache_tab(...), TITLE, ELEM_ID).
+
+    exclusively: runs work while the WebUI makes no picture.
+    """
+    panel = Panel(runtime, warmup, exclusively)
     with gr.Blocks(analytics_enabled=False) as tab, gr.Column(elem_id="onediff_cache"):
-        totals = gr.HTML(elem_id="onediff_cache_totals", elem_classes=LIVE)
-        with gr.Row(elem_classes="onediff-controls"):
-            sizes = kept_out_of_defaults(gr.Textbox(
-                label="Sizes to pre-warm", placeholder=PLACEHOLDER, elem_id="onediff_prewarm_sizes", scale=4,
-                min_width=220,
-            ))
-            prewarm = a_button("Pre-warm", "onediff_prewarm", variant="primary")
-            cancel = a_button("Cancel", "onediff_prewarm_cancel")
-        result = gr.HTML(elem_id="onediff_cache_result", elem_classes=LIVE)
-        jobs = gr.HTML(elem_id="onediff_cache_jobs", elem_classes=LIVE)
-        table = gr.HTML(elem_id="onediff_cache_table", elem_classes=LIVE)
-        with gr.Row(elem_classes="onediff-controls"):
-            chosen = kept_out_of_defaults(gr.Dropdown(
-                choices=[], value=[], multiselect=True, label="Resolutions to purge", elem_id="onediff_purge_chosen",
-                scale=4, min_width=220,
-            ))
-            purge = a_button("Purge selected", "onediff_purge")
-            purge_all = a_button("Purge all", "onediff_purge_all", variant="stop")
-            refresh = a_button("Refresh", "onediff_cache_refresh")
-
-        panel = Panel(runtime, warmup)
-        view = [totals, table, chosen]
-        asked = [
-            ask(panel.prewarm, inputs=[sizes], outputs=[result], queue=False, **QUIET).then
-            for ask in (prewarm.click, sizes.submit)
-        ]
-        show_stream(asked, panel.follow, inputs=[sizes], outputs=[result, jobs, *view])
-        cancel.click(panel.cancel, inputs=[], outputs=[result], queue=False, **QUIET)
-        purge.click(panel.purge, inputs=[chosen], outputs=[result, *view], queue=False, **QUIET)
-        purge_all.click(panel.purge_all, inputs=[], outputs=[result, *view], queue=False, **QUIET)
-        looked = refresh.click(panel.look, inputs=[], outputs=[result, *view], queue=False, **QUIET)
-        show_stream([looked.then], panel.follow, inputs=[], outputs=[result, jobs, *view])
-        tab.load(panel.look, inputs=[], outputs=[result, *view], queue=False, **QUIET)
+        Tab(panel).build()
     return tab
 
 
-def a_button(text: str, elem_id: str, variant: str = "secondary") -> gr.Button:
-    return kept_out_of_defaults(gr.Button(text, elem_id=elem_id, variant=variant, scale=1, min_width=110))
+class Tab:
+    """Puts the components on the page that is being built, and connects them with the panel."""
 
+    def __init__(self, panel: Panel) -> None:
+        self.panel = panel
+        self.parts: dict[str, Any] = {}
+        self.page = gr.State(None)
 
-class Panel:
-    """The handlers. None of them waits for the host's queue; what takes long runs in the pre-warm queue's thread."""
+    def build(self) -> None:
+        beat, tick, message = markup("beat", HIDDEN), a_button("", "tick", elem_classes=HIDDEN), nothing_seen()
+        totals = markup("totals")
+        with gr.Row(elem_classes="onediff-halves"):
+            with gr.Column(min_width=320, scale=3):
+                told, connect_prewarm = self.build_prewarm()
+            with gr.Column(min_width=320, scale=2):
+                chart = markup("chart")
+        gr.HTML("<h3>Resolutions</h3>")
+        with gr.Row(elem_classes=[*CONTROLS, "onediff-filter"]):
+            model = a_list("Model", [ALL_MODELS], ALL_MODELS, "model")
+            order = a_list("Sorted by", list(ORDERS), USUAL_ORDER, "order")
+        table = markup("table")
+        more = a_button("Show more", "more", visible=False, size="sm")
+        connect_actions, below, question, confirm = self.build_actions()
+        gr.HTML(legend_html())
 
-    def __init__(self, runtime: Accelerator, warmup: WarmUp) -> None:
-        self.runtime = runtime
-        self.warmup = warmup
-
-    def prewarm(self, text: str) -> str:
-        """Queue the sizes that were typed; the sentence to show."""
-        try:
-            sizes = parse_sizes(text or "")
-        except ValueError as problem:
-            return sentence(str(problem), wrong=True)
-        if not sizes:
-            return sentence("Type at least one size, for example 512x512.", wrong=True)
-        self.warmup.add(sizes, SOURCE)
-        return sentence(f"{counted(len(sizes), 'size')} in the queue.")
-
-    def cancel(self) -> str:
-        cancelled = self.warmup.stop()
-        return sentence(f"{counted(cancelled, 'size')} cancelled." if cancelled else "Nothing is being pre-warmed.")
-
-    def follow(self, text: str = "") -> Iterator[tuple[Any, ...]]:
-        """Show the queue until it is empty and then what came of it, and the table whenever it has changed."""
-        shown: tuple[Any, ...] = ()
-        for jobs in watch(self.warmup, usable_sizes(text)):
-            view = self.view()
-            over = jobs and not any(job.pending for job in jobs)
-            outcome = sentence(outcome_of(jobs)) if over else UNCHANGED
-            yield outcome, jobs_html(jobs), *(view if view != shown else (UNCHANGED,) * len(view))
-            shown = view
-
-    def look(self) -> tuple[Any, ...]:
-        return "", *self.view()
-
-    def purge(self, chosen: list[str] | None) -> tuple[Any, ...]:
-        if not chosen:
-            return sentence("Choose at least one resolution first.", wrong=True), *self.view()
-        return self.forget(chosen)
-
-    def purge_all(self) -> tuple[Any, ...]:
-        return self.forget(None)
-
-    def forget(self, resolutions: list[str] | None) -> tuple[Any, ...]:
-        """Purge these resolutions, or all; the sentence and what the table looks like afterwards."""
-        doomed = [row for row in self.runtime.rows() if resolutions is None or row.resolution in resolutions]
-        try:
-            freed = self.runtime.purge(resolutions)
-        except RuntimeError as error:
-            log.exception("purging failed")
-            return sentence(f"Purging failed: {first_line(error)}.", wrong=True), *self.view()
-        return sentence(purged(doomed, freed)), *self.view(selected=[])
-
-    def view(self, selected: list[str] | None = None) -> tuple[Any, ...]:
-        """What to show in the totals, the table and the list of resolutions."""
-        rows = self.runtime.rows()
-        budget = self.runtime.settings.memory_budget * MEBIBYTE
-        choices = list(dict.fromkeys(row.resolution for row in rows))
-        selection = {} if selected is None else {"value": selected}
-        return (
-            totals_html(rows, self.runtime.status()["calls"], budget), table_html(rows),
-            gr.update(choices=choices, **selection),
+        self.parts.update(
+            totals=totals, models=model, table=table, more=more, question=question, confirm=confirm, chart=chart,
         )
+        names = (*PARTS, *(family.name for family in FAMILIES))
+        outputs = [beat, told, below, *(self.parts[name] for name in names), self.page]
+        last = [model, order, self.page]
+
+        def on(event: Callable[..., Any], handler: Callable[..., Any], *own: Any, ask: str = "") -> None:
+            """ask: what of window.onediff gives the first input's value."""
+            inputs = [*own, *last]
+            script = f"(...values) => window.onediff.{ask}(values, {len(inputs)})"
+            event(handler, inputs=inputs, outputs=outputs, queue=False, **QUIET,
+                  **(in_the_browser(script) if ask else {}))
+
+        on(tick.click, self.panel.tick, message, ask="message")
+        on(more.click, self.panel.more)
+        for choice in (model, order):
+            on(choice.input, self.panel.look)
+        connect_prewarm(on)
+        connect_actions(on)
+
+    def build_prewarm(self) -> tuple[Any, Callable[..., None]]:
+        """The controls that make sizes ready; the sentence below them, and what connects them."""
+        presets = []
+        gr.HTML("<h3>Make sizes ready</h3>")
+        for family in FAMILIES:
+            with gr.Row(elem_classes="onediff-presets", elem_id=f"onediff_presets_{family.model}") as row:
+                gr.HTML(f"<b>{family.name}</b>")
+                for number, preset in enumerate(family.presets):
+                    button = a_button(preset.label, f"preset_{family.model}_{number}", size="sm", min_width=20)
+                    presets.append((button, preset))
+            self.parts[family.name] = row
+        with gr.Row(elem_classes=CONTROLS):
+            sizes = kept_out_of_defaults(gr.Textbox(
+                label="Own sizes", placeholder=PLACEHOLDER, elem_id="onediff_prewarm_sizes", scale=4, min_width=200,
+            ))
+            batch = kept_out_of_defaults(gr.Number(
+                1, label="Batch size", precision=0, elem_id="onediff_prewarm_batch", scale=1, min_width=100,
+            ))
+            tokens = a_list("Prompt tokens", [str(count) for count in TOKEN_CHOICES], str(TOKEN_CHOICES[0]), "tokens")
+        with gr.Row(elem_classes=ACTIONS):
+            prewarm = a_button("Pre-warm", "prewarm", variant="primary")
+            cancel = a_button("Cancel all", "prewarm_cancel")
+        told = markup("result")
+        self.parts["jobs"] = markup("jobs")
+
+        def connect(on: Callable[..., None]) -> None:
+            for event in (prewarm.click, sizes.submit):
+                on(event, self.panel.prewarm, sizes, batch, tokens)
+            for button, preset in presets:
+                on(button.click, self.panel.preset(preset), batch, tokens)
+            on(cancel.click, self.panel.cancel_all)
+
+        return told, connect
+
+    def build_actions(self) -> tuple[Callable[..., None], Any, Any, Any]:
+        """What can be done with rows; what connects it, the sentence below, the question and the row that asks it."""
+        with gr.Row(elem_classes=ACTIONS):
+            pin, unpin = a_button("Pin selected", "pin"), a_button("Unpin selected", "unpin")
+            purges = [
+                (a_button("Purge selected", "purge"), self.panel.ask_selected, True),
+                (a_button("Purge model", "purge_model"), self.panel.ask_model, False),
+                (a_button("Purge all", "purge_all"), self.panel.ask_all, False),
+                (a_button("Purge disk", "purge_disk"), self.panel.ask_disk, False),
+            ]
+            release = a_button("Release memory", "release")
+        with gr.Row(elem_classes=[*ACTIONS, "onediff-confirm"], elem_id="onediff_confirm", visible=False) as row:
+            question = markup("question")
+            confirm, keep = a_button("Confirm", "purge_confirm", variant="stop"), a_button("Keep", "purge_keep")
+        below = markup("outcome")
+        keys = nothing_seen()
+
+        def connect(on: Callable[..., None]) -> None:
+            on(pin.click, self.panel.pin(True), keys, ask="selected")
+            on(unpin.click, self.panel.pin(False), keys, ask="selected")
+            on(release.click, self.panel.release)
+            for button, handler, of_selected in purges:
+                on(button.click, handler, *([keys] if of_selected else []), ask="selected" if of_selected else "")
+            on(confirm.click, self.panel.confirm)
+            on(keep.click, self.panel.keep)
+
+        return connect, below, question, row
 
 
-def usable_sizes(text: str) -> list[Size]:
-    """The sizes that were typed; none where prewarm has refused them."""
-    try:
-        return parse_sizes(text or "")
-    except ValueError:
-        return []
+def a_button(text: str, name: str, **more: Any) -> gr.Button:
+    return kept_out_of_defaults(gr.Button(text, elem_id=f"onediff_{name}", **{"scale": 0, "min_width": 110, **more}))
 
 
-def outcome_of(jobs: list[Job]) -> str:
-    """What came of jobs that are over."""
-    states = Counter(job.state for job in jobs)
-    parts = [f"{counted(states[DONE], 'size')} warmed up", f"{states[FAILED]} failed", f"{states[CANCELLED]} cancelled"]
-    return ", ".join(part for part, state in zip(parts, (DONE, FAILED, CANCELLED), strict=True) if states[state]) + "."
+def a_list(label: str, choices: list[str], value: str, name: str) -> gr.Dropdown:
+    """A list of which one is chosen."""
+    return kept_out_of_defaults(gr.Dropdown(
+        choices=choices, value=value, label=label, elem_id=f"onediff_{name}", scale=1, min_width=140,
+    ))
 
 
-def purged(doomed: list[ResolutionRow], freed: int) -> str:
-    """What a purge has done."""
-    if not doomed:
-        return "There was nothing to purge."
-    forgotten = f"{counted(len({row.resolution for row in doomed}), 'resolution')} forgotten"
-    held = sum(row.bytes for row in doomed)
-    if not held and not freed:
-        return f"{forgotten}; no graph memory was held."
-    if not freed:
-        return f"{forgotten}; graphs share their memory, and these {memory(held)} come back with the last of them."
-    return f"{forgotten}, freed {memory(freed)}."
+def markup(name: str, *classes: str) -> gr.HTML:
+    """A place for markup that changes."""
+    return gr.HTML(elem_id=f"onediff_cache_{name}", elem_classes=[LIVE, *classes])
+
+
+def nothing_seen() -> gr.Textbox:
+    """What only stands for a value that JavaScript fills in."""
+    return kept_out_of_defaults(gr.Textbox("", visible=False))

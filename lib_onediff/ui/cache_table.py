@@ -1,15 +1,14 @@
-"""What the OneDiff tab shows of the per-resolution cache, as markup."""
+"""The table of resolutions in the OneDiff tab, as markup."""
 from __future__ import annotations
 
 import html
-from collections import Counter
 from typing import Any
 
 from ..shapes.rows import ResolutionRow, ShapeRow
 from .amounts import NOTHING, ago, counted, memory, milliseconds
-from .status import ROUTES, facts_html
 
-COLUMNS = ("Resolution", "Model", "State", "Step", "WebUI's own", "Ratio", "Memory", "Uses", "Last used")
+ROWS_AT_FIRST = 40
+COLUMNS = ("Resolution", "State", "Model", "Step", "WebUI's own", "Ratio", "Memory", "Uses", "Last used")
 SHAPE_COLUMNS = ("Batch", "Tokens", "Type", "State", "Step", "WebUI's own", "Ratio", "Memory", "Uses", "Error")
 STATES = {
     "cold": "seen, not checked yet",
@@ -17,54 +16,83 @@ STATES = {
     "ready": "the next call replays a graph",
     "failed": "the WebUI's own serves it",
     "on disk": "used by an earlier process on this machine",
+    "queued": "waits in the pre-warm queue",
+    "warming": "is being made ready now",
+}
+WORDS = {
+    "pinned": "its graph stays when memory runs short",
+    "Memory": "what its graphs need, and below that what comes back when this row alone is purged, if anything does: "
+              "all graphs share one pool, which shrinks only when the largest of them goes",
+    "Error": "the distance from the WebUI's own output when it was checked, relative to its size",
 }
 
 
-def totals_html(rows: list[ResolutionRow], calls: dict[str, int], budget: int) -> str:
-    """The line above the table. calls: UNet calls by route; budget: what graphs may hold, in bytes, 0 if not set."""
-    states = Counter(row.state for row in rows)
-    held = memory(sum(row.bytes for row in rows))
-    by_route = ", ".join(f"{count} {ROUTES.get(route, route)}" for route, count in calls.items() if count)
-    facts = [
-        ("Resolutions", str(len(rows))),
-        ("Ready", str(states["ready"])),
-        *((state.capitalize(), str(states[state])) for state in ("proved", "cold", "failed") if states[state]),
-        ("Graph memory", f"{held} of {memory(budget)}" if budget else held),
-        ("Calls", by_route or "none yet"),
-    ]
-    return f'<div class="onediff-status">{facts_html(facts)}</div>'
+def key_of(row: ResolutionRow) -> str:
+    """What a page calls a row."""
+    return f"{row.resolution} {row.model}"
 
 
-def table_html(rows: list[ResolutionRow]) -> str:
-    """One row per model and resolution, its shapes below it in an element that opens."""
+def resolution_and_model(key: str) -> tuple[str, str]:
+    """What key_of was made of."""
+    resolution, _, model = key.partition(" ")
+    return resolution, model
+
+
+def table_html(rows: list[ResolutionRow], limit: int = ROWS_AT_FIRST, nothing: str = "") -> str:
+    """The first of the rows, each with its shapes below it in an element that opens.
+
+    nothing: what to say where there are no rows.
+    """
     if not rows:
-        return '<p class="onediff-reason">Nothing yet: make a picture, or pre-warm a size.</p>'
-    head = "".join(f'<th scope="col">{column}</th>' for column in COLUMNS)
-    body = "".join(map(resolution_html, rows))
-    states = "".join(f"<dt>{state}</dt><dd>{html.escape(meaning)}</dd>" for state, meaning in STATES.items())
+        return f'<p class="onediff-reason">{nothing or "Nothing yet: make a picture, or pre-warm a size."}</p>'
+    head = "".join(heading(column) for column in COLUMNS)
+    body = "".join(map(resolution_html, rows[:limit]))
+    every = '<input type="checkbox" data-onediff-every aria-label="Select all rows that are shown">'
     return (
         '<div class="onediff-table" tabindex="0" role="region" aria-label="Resolutions">'
-        f"<table><thead><tr>{head}</tr></thead>{body}</table></div>"
-        f'<details class="onediff-legend"><summary>What the states mean</summary><dl>{states}</dl></details>'
+        f'<table><thead><tr><td>{every}</td>{head}</tr></thead>{body}</table></div>'
     )
+
+
+def legend_html() -> str:
+    """What the words in the table mean."""
+    words = "".join(f"<dt>{word}</dt><dd>{html.escape(meaning)}</dd>" for word, meaning in (STATES | WORDS).items())
+    return f'<details class="onediff-legend"><summary>What the words mean</summary><dl>{words}</dl></details>'
+
+
+def heading(column: str) -> str:
+    title = f' title="{html.escape(WORDS[column])}"' if column in WORDS else ""
+    return f'<th scope="col"{title}>{column}</th>'
 
 
 def resolution_html(row: ResolutionRow) -> str:
     cells = (
-        html.escape(row.model or NOTHING), state_html(row.state), milliseconds(row.step_ms), milliseconds(row.host_ms),
-        ratio(row), memory(row.bytes) if row.bytes else NOTHING, str(row.uses), ago(row.last_used),
+        state_html(row.state), html.escape(row.model or NOTHING), milliseconds(row.step_ms), milliseconds(row.host_ms),
+        ratio(row), memory_html(row), str(row.uses), ago(row.last_used) if row.last_used else NOTHING,
     )
-    reason = f'<p class="onediff-reason">{html.escape(row.reason)}</p>' if row.reason else ""
+    key, name = html.escape(key_of(row)), html.escape(f"{row.resolution} of {row.model}")
+    choose = f'<input type="checkbox" value="{key}" aria-label="Select {name}">'
+    pinned = f' <span class="onediff-pin" title="{html.escape(WORDS["pinned"])}">pinned</span>' if row.pinned else ""
     return (
-        f'<tbody><tr><th scope="row">{html.escape(row.resolution)}</th>{table_cells(cells)}</tr>'
-        f'<tr class="onediff-shapes"><td colspan="{len(COLUMNS)}">{reason}'
-        f"<details><summary>{counted(len(row.shapes), 'shape')}</summary>{shapes_html(row.shapes)}</details>"
-        "</td></tr></tbody>"
+        f'<tbody><tr><td>{choose}</td><th scope="row">{html.escape(row.resolution)}{pinned}</th>{table_cells(cells)}'
+        f'</tr>{below_html(row, key)}</tbody>'
     )
+
+
+def below_html(row: ResolutionRow, key: str) -> str:
+    """Why the row is not better, and its shapes."""
+    reason = f'<p class="onediff-reason">{html.escape(row.reason)}</p>' if row.reason else ""
+    shapes = (
+        f'<details data-onediff-key="{key}"><summary>{counted(len(row.shapes), "shape")}</summary>'
+        f"{shapes_html(row.shapes)}</details>" if row.shapes else ""
+    )
+    if not reason and not shapes:
+        return ""
+    return f'<tr class="onediff-shapes"><td></td><td colspan="{len(COLUMNS)}">{reason}{shapes}</td></tr>'
 
 
 def shapes_html(shapes: tuple[ShapeRow, ...]) -> str:
-    head = "".join(f'<th scope="col">{column}</th>' for column in SHAPE_COLUMNS)
+    head = "".join(map(heading, SHAPE_COLUMNS))
     body = "".join(map(shape_html, shapes))
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
@@ -75,7 +103,7 @@ def shape_html(shape: ShapeRow) -> str:
     cells = (
         f"{shape.batch}{' with control' if shape.control else ''}", tokens, html.escape(shape.dtype),
         state_html(shape.state), milliseconds(shape.step_ms), milliseconds(shape.host_ms), ratio(shape),
-        memory(shape.bytes) if shape.bytes else NOTHING, str(shape.uses), error,
+        memory_html(shape), str(shape.uses), error,
     )
     reason = (
         f'<tr><td class="onediff-reason" colspan="{len(SHAPE_COLUMNS)}">{html.escape(shape.reason)}</td></tr>'
@@ -89,8 +117,18 @@ def table_cells(cells: tuple[str, ...]) -> str:
 
 
 def state_html(state: str) -> str:
-    name, meaning = html.escape(state), html.escape(STATES.get(state, ""))
-    return f'<span class="onediff-state onediff-state-{name}" title="{meaning}">{name}</span>'
+    """state: one of STATES, or "warming 33 %"."""
+    kind = state if state in STATES else state.split(" ")[0]
+    meaning, name = html.escape(STATES.get(kind, "")), html.escape(kind.replace(" ", "-"))
+    return f'<span class="onediff-state onediff-state-{name}" title="{meaning}">{html.escape(state)}</span>'
+
+
+def memory_html(row: Any) -> str:
+    """What graphs need, and what would come back."""
+    if not row.needs and not row.bytes:
+        return NOTHING
+    frees = f"<small>frees {memory(row.bytes)}</small>" if row.bytes else ""
+    return f"{memory(row.needs)}{frees}"
 
 
 def ratio(row: Any) -> str:

@@ -3,10 +3,12 @@ from __future__ import annotations
 
 import html
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator
 
+from ..shapes.job import CANCELLED, DONE, FAILED, QUEUED, TOKENS, Job
 from ..shapes.sizes import Size
-from ..shapes.warmup import CANCELLED, DONE, FAILED, QUEUED, Job, WarmUp
+from ..shapes.warmup import WarmUp
 from .amounts import counted, seconds
 
 SECONDS_BETWEEN_LOOKS = 0.3
@@ -14,62 +16,94 @@ LONGEST_WAIT = 2.0
 MOST_JOBS_SHOWN = 25
 
 
-def watch(warmup: WarmUp, sizes: Collection[Size] = (), alone: bool = False) -> Iterator[list[Job]]:
-    """The jobs as they change, until none of them is pending.
-
-    They are the latest job of each of these sizes and, unless those are to be watched alone, every pending one.
-    """
+def watch(warmup: WarmUp, sizes: Collection[Size]) -> Iterator[list[Job]]:
+    """The latest job of each of these sizes as it changes, until none of them is pending."""
     watched = set({job.size: job.id for job in warmup.jobs() if job.size in sizes}.values())
     version = -1
     while True:
         version = warmup.wait_for_change(version, LONGEST_WAIT)
-        jobs = warmup.jobs()
-        if not alone:
-            watched.update(job.id for job in jobs if job.pending)
-        jobs = [job for job in jobs if job.id in watched]
+        jobs = [job for job in warmup.jobs() if job.id in watched]
         yield jobs
         if not any(job.pending for job in jobs):
             return
         time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
-def jobs_html(jobs: list[Job]) -> str:
-    """One line per job with its progress; the pending ones are never left out in favour of finished ones."""
-    shown = [job for job in jobs if job.pending][:MOST_JOBS_SHOWN]
+def jobs_html(jobs: list[Job], controls: bool = False) -> str:
+    """One line per job with its progress; the pending ones are never left out in favour of finished ones.
+
+    controls: with buttons to cancel and to move, for javascript/onediff.js.
+    """
+    pending = [job for job in jobs if job.pending]
     finished = [job for job in jobs if not job.pending]
-    room = MOST_JOBS_SHOWN - len(shown)
-    shown = sorted([*shown, *finished[len(finished) - min(room, len(finished)):]], key=lambda job: job.id)
+    room = MOST_JOBS_SHOWN - min(len(pending), MOST_JOBS_SHOWN)
+    shown = [*finished[len(finished) - min(room, len(finished)):], *pending[:MOST_JOBS_SHOWN]]
     more = len(jobs) - len(shown)
     rest = f'<p class="onediff-reason">and {counted(more, "more job")}</p>' if more else ""
-    return f'<div class="onediff-jobs">{"".join(map(job_html, shown))}{rest}</div>' if jobs else ""
+    queue = [job.id for job in jobs if job.state == QUEUED]
+    lines = "".join(job_html(job, controls_html(job, queue) if controls else "") for job in shown)
+    return f'<div class="onediff-jobs" role="list" aria-label="Pre-warming">{lines}{rest}</div>' if jobs else ""
 
 
-def job_html(job: Job) -> str:
-    """One job: its size, how far it is, and what came of it."""
-    share = 100 * job.done // max(job.total, 1)
-    size = html.escape(str(job.size))
+def job_html(job: Job, controls: str = "") -> str:
+    """One job: its size, how far it is, and what came of it. controls: markup."""
+    share = int(100 * job.share)
+    name = html.escape(job_name(job))
     return (
-        f'<div class="onediff-job onediff-job-{job.state}"><b>{size}</b>'
+        f'<div class="onediff-job onediff-job-{job.state}" role="listitem"><b>{name}</b>'
         f'<div class="onediff-bar" role="progressbar" aria-valuemin="0" aria-valuemax="100" aria-valuenow="{share}" '
-        f'aria-label="Pre-warming {size}"><div style="width: {share}%"></div></div>'
-        f"<span>{html.escape(job_sentence(job))}</span></div>"
+        f'aria-label="Pre-warming {name}"><div style="width: {share}%"></div></div>'
+        f"<span>{html.escape(job_sentence(job))}</span>{controls}</div>"
     )
+
+
+def controls_html(job: Job, queue: list[int]) -> str:
+    """Buttons for a pending job. queue: the ids of those that wait, in their order."""
+    if not job.pending:
+        return ""
+    place = queue.index(job.id) if job.id in queue else None
+    moves = "" if place is None else (
+        button_html("earlier", job, "↑", "Earlier", disabled=place == 0)
+        + button_html("later", job, "↓", "Later", disabled=place == len(queue) - 1)
+    )
+    return f'<span class="onediff-job-controls">{moves}{button_html("cancel", job, "✕", "Cancel")}</span>'
+
+
+def button_html(action: str, job: Job, sign: str, name: str, disabled: bool = False) -> str:
+    label = html.escape(f"{name}: {job_name(job)}")
+    return (
+        f'<button type="button" data-onediff="{action} {job.id}" aria-label="{label}" title="{name}"'
+        f'{" disabled" if disabled else ""}>{sign}</button>'
+    )
+
+
+def job_name(job: Job) -> str:
+    """A job's size for people, with what is not usual about it."""
+    return str(job.size) if job.tokens == TOKENS else f"{job.size}, {job.tokens} tokens"
 
 
 def job_sentence(job: Job) -> str:
     """What there is to say of a job beside its size."""
     if job.state == QUEUED:
-        return "queued"
+        return "queued" if job.estimated_seconds is None else f"queued, takes about {seconds(job.estimated_seconds)}"
     if job.state == DONE:
-        return f"done in {seconds(job.seconds)}"
+        return f"done in {seconds(job.seconds)}{f': {job.reason}' if job.reason else ''}"
     if job.state == FAILED:
         return f"failed: {job.reason}"
     if job.state == CANCELLED:
         return "cancelled"
-    return f"call {job.done + 1} of {job.total}"
+    left = "" if job.estimated_seconds is None else f"about {seconds(job.estimated_seconds)} left"
+    return ", ".join(part for part in (f"{100 * job.share:.0f} %", job.what, left) if part)
+
+
+def outcome_of(jobs: list[Job]) -> str:
+    """What came of jobs that are over."""
+    states = Counter(job.state for job in jobs)
+    parts = [f"{counted(states[DONE], 'size')} warmed up", f"{states[FAILED]} failed", f"{states[CANCELLED]} cancelled"]
+    return ", ".join(part for part, state in zip(parts, (DONE, FAILED, CANCELLED), strict=True) if states[state]) + "."
 
 
 def sentence(text: str, wrong: bool = False) -> str:
     """A result for the user, announced by screen readers."""
     kind = "onediff-wrong" if wrong else "onediff-right"
-    return f'<p class="onediff-result {kind}" role="status">{html.escape(text)}</p>'
+    return f'<p class="onediff-result {kind}" role="status">{html.escape(text)}</p>' if text else ""

@@ -120,6 +120,10 @@ class BoundUNet:
             return time.perf_counter() - self._last_call_ended < SECONDS_WITHIN_A_SAMPLING
         return self._last_prompt.recognises((call.context, call.y))
 
+    def unmoved(self) -> bool:
+        """Whether the parameters that were bound lie where they lay; half a millisecond."""
+        return self._signature is not None and self._signature.still_true()
+
     def _stands(self, goes_on: bool) -> bool:
         """Whether every parameter lies where it lay. Within a sampling, parameters move but are not exchanged."""
         if self._signature is None:

@@ -85,4 +85,4 @@ def test_sdxl_image_to_image_with_lcm_at_three_sizes_captures_each_once() -> Non
         start = torch.rand(1, 3, height, width, generator=torch.Generator().manual_seed(0))
         latents(pipe, image=start, strength=0.8, num_inference_steps=5, guidance_scale=1.0)
         assert status()["route"] == "graph" and status()["resolution"] == f"{width}x{height}"
-    assert care.bound.generation == 1 and len(care._runners) == 3 and len(runtime.table.entries()) == 3
+    assert care.bound.generation == 1 and len(care.ready_keys()) == 3 and len(runtime.table.entries()) == 3

@@ -3,9 +3,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from graph_builders import PretendedGraphs
 from ladder_builders import Weather, steps_of_a_gpu
 
 from lib_onediff import backends
@@ -20,6 +22,7 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def fresh_runtime() -> Iterator[None]:
     torch.manual_seed(0)
+    runtime.choices.clear()
     runtime.purge()
     runtime.configure(Settings())
     log = logging.getLogger("onediff")
@@ -33,6 +36,17 @@ def fresh_runtime() -> Iterator[None]:
 
 
 @pytest.fixture
+def seen() -> Iterator[Any]:
+    """A page with the OneDiff tab open, before a very small WebUI."""
+    pytest.importorskip("gradio")
+    from panel_builders import Seen
+
+    page = Seen.open()
+    yield page
+    page.close()
+
+
+@pytest.fixture
 def weather(monkeypatch: pytest.MonkeyPatch) -> Weather:
     """The operators of the native backend, on a machine that seems to have a GPU and Triton."""
     operators = Weather()
@@ -40,3 +54,12 @@ def weather(monkeypatch: pytest.MonkeyPatch) -> Weather:
     monkeypatch.setattr(runtime.operators, "_native", operators)
     monkeypatch.setattr(runtime.operators, "prepare", lambda network, patient: True)
     return operators
+
+
+@pytest.fixture
+def pretended(weather: Weather, monkeypatch: pytest.MonkeyPatch) -> PretendedGraphs:
+    """Graphs, and the memory of a GPU, for the backends of weather."""
+    graphs = PretendedGraphs()
+    monkeypatch.setattr(runtime._graphs, "_graphs", graphs)
+    monkeypatch.setattr(runtime._graphs, "card", graphs.card)
+    return graphs

@@ -40,15 +40,6 @@ class Weather:
         self.geglu_by = torch_ops.geglu
 
 
-class PretendedGraph:
-    """Computes anew what a graph would replay."""
-
-    bytes = 1 << 20
-
-    def __init__(self, run: Callable[[UNetCall], Tensor]) -> None:
-        self.run = run
-
-
 def steps_of_a_gpu(wanted: str, device: torch.device, why_not_native: Callable[..., str | None]) -> Steps:
     if wanted == EAGER:
         return Steps((EAGER,), "")

@@ -1,6 +1,7 @@
 """What was used is remembered between processes, without anybody waiting for a disk."""
 from __future__ import annotations
 
+import dataclasses
 import threading
 from pathlib import Path
 
@@ -10,7 +11,13 @@ from builders import a_call, served, shared_unet
 
 import lib_onediff
 from lib_onediff.accelerator import runtime
-from lib_onediff.shapes.history import History
+from lib_onediff.shapes.fingerprint import Fingerprint
+from lib_onediff.shapes.history import EVERY_ARCHITECTURE, History
+from lib_onediff.shapes.key import ShapeKey
+from lib_onediff.shapes.pins import NAME as PINNED
+from lib_onediff.shapes.store import Store
+from lib_onediff.shapes.store_rows import HistoryRow
+from lib_onediff.shapes.table import Entry
 
 
 def wait_for_the_disk() -> None:
@@ -61,6 +68,46 @@ def test_purging_forgets_the_disk_too(used: Path) -> None:
     assert later.rows() == [] and runtime.rows() == []
 
 
+def test_purging_a_model_leaves_the_others(tmp_path: Path) -> None:
+    """Of everything: history, verdicts, and in the next process."""
+    history = History()
+    history.open(tmp_path)
+    keys = {model: ShapeKey(
+        f"of-{model}", 64, 64, 2, 77, torch.float16, torch.float16, torch.device("cpu"), (), (), False,
+    ) for model in ("SD1", "SDXL")}
+    for model, key in keys.items():
+        history.keep([Entry(key, model, uses=3), Entry(dataclasses.replace(key, width=72), model, uses=2)])
+        history.keep_verdict("native", key, 1e-3)
+        history.keep_verdict("native", dataclasses.replace(key, width=72), 1e-3)
+    wait_for_the_disk()
+    history.forget(["512x512"], model="SD1")
+    later = History()
+    later.open(tmp_path)
+    for known in (history, later):
+        assert sorted((row.model, row.resolution) for row in known.rows()) == [
+            ("SD1", "576x512"), ("SDXL", "512x512"), ("SDXL", "576x512"),
+        ]
+        assert known.verdict("native", keys["SD1"]) is None
+        assert known.verdict("native", dataclasses.replace(keys["SD1"], width=72)) == 1e-3
+        assert known.verdict("native", keys["SDXL"]) == 1e-3
+    history.forget(model="SDXL")
+    assert {row.model for row in history.rows()} == {"SD1"}
+    assert history.verdict("native", keys["SDXL"]) is None
+    history.keep([Entry(keys["SDXL"], "SDXL", uses=3)])
+    assert {row.uses for row in history.rows() if row.model == "SDXL"} == {3}, "its uses count from the first again"
+
+
+def test_a_verdict_of_a_model_that_was_never_in_a_picture(tmp_path: Path) -> None:
+    history = History()
+    history.open(tmp_path)
+    key = ShapeKey("other", 64, 64, 2, 77, torch.float16, torch.float16, torch.device("cpu"), (), (), False)
+    history.keep_verdict("native", key, 1e-3)
+    history.forget(model="SD1")
+    assert history.verdict("native", key) == 1e-3
+    history.forget(model="SD1", architectures=["other"])
+    assert history.verdict("native", key) is None
+
+
 def test_uses_after_a_purge_are_counted_from_one(used: Path) -> None:
     unet = shared_unet("SD1")
     runtime.purge(["64x64"])
@@ -71,6 +118,25 @@ def test_uses_after_a_purge_are_counted_from_one(used: Path) -> None:
     runtime.keep_history()
     wait_for_the_disk()
     assert {row.resolution: row.uses for row in runtime.history.rows()} == {"64x64": 1, "88x72": 1}
+
+
+def test_an_update_forgets_times_and_keeps_what_users_do(tmp_path: Path) -> None:
+    before = Store.open(tmp_path, dataclasses.replace(Fingerprint.of(), torch="1.0"))
+    before.record(HistoryRow("architecture", "SD1", "512x512", 2, 77, "float16", uses=30, last_used=5.0, step_ms=9.0))
+    before.choose(EVERY_ARCHITECTURE, "tile", 64)
+    before.choose(EVERY_ARCHITECTURE, PINNED, [["SD1", "512x512"]])
+    before.close()
+    history = History()
+    history.open(tmp_path)
+    assert history.rows() == [] and [row.uses for row in history.used()] == [30]
+    assert history.tuned() == {PINNED: [["SD1", "512x512"]]}
+    history.tune(PINNED, [])
+    history.keep([Entry(ShapeKey(
+        "architecture", 64, 64, 2, 77, torch.float16, torch.float16, torch.device("cpu"), (), (), False,
+    ), "SD1", uses=4)])
+    wait_for_the_disk()
+    assert [row.uses for row in history.rows()] == [4] and [row.uses for row in history.used()] == [34]
+    assert history.tuned() == {PINNED: []}
 
 
 def test_without_a_folder_nothing_is_remembered_and_nothing_fails() -> None:

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 from builders import a_call, diffusers_output, served
-from ladder_builders import PretendedGraph, Weather, entry_of, error, now, reason, small_xl
+from graph_builders import PretendedGraphs
+from ladder_builders import Weather, entry_of, error, now, reason, small_xl
 from torch import Tensor, nn
 
 from lib_onediff.accelerator import runtime
 from lib_onediff.backends import CUDAGRAPH, NATIVE
 from lib_onediff.ops import torch_ops
 from lib_onediff.shapes.table import State
-from lib_onediff.unet.call import UNetCall
 
 CLOSE = 1e-5
 
@@ -129,7 +129,6 @@ def test_whatever_a_capture_raises_the_call_has_its_answer(
         raise fault
 
     monkeypatch.setattr(runtime._graphs._graphs, "prepare", fail)
-    monkeypatch.setattr(runtime._graphs._graphs, "prepare_within", fail)
     call = a_call(unet)
     for _ in range(4):
         assert error(unet, call) < CLOSE
@@ -152,19 +151,15 @@ def test_measuring_attention_that_fails_costs_nothing_but_the_graph(
 
 
 def test_out_of_memory_in_a_replay_frees_the_graphs_and_the_host_serves(
-    unet: nn.Module, weather: Weather, monkeypatch: pytest.MonkeyPatch
+    unet: nn.Module, weather: Weather, pretended: PretendedGraphs
 ) -> None:
     full = False
 
-    def prepare_within(budget: int, make_room: Any, *work: Any) -> PretendedGraph:
-        def run(call: UNetCall) -> Tensor:
-            if full:
-                raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-            return diffusers_output(unet, call)
+    def replay() -> None:
+        if full:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-        return PretendedGraph(run)
-
-    monkeypatch.setattr(runtime._graphs._graphs, "prepare_within", prepare_within)
+    pretended.before_replay = replay
     call = a_call(unet)
     for route in ("plain", "plain", "graph"):
         assert error(unet, call) < CLOSE

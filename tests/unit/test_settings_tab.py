@@ -61,6 +61,9 @@ def test_a_host_that_cannot_restrict_the_api() -> None:
     ("onediff_prewarm", "512x512, wide", "'wide' is not a size"),
     ("onediff_prewarm", "65x64", "multiple of 8"),
     ("onediff_memory_budget", -1, "MiB"),
+    ("onediff_prewarm_most_used", -1, "from 0 to 100, not -1"),
+    ("onediff_prewarm_most_used", 101, "from 0 to 100"),
+    ("onediff_idle_prewarm", 1, "takes a bool"),
     ("onediff_backend", "warp", "is one of"),
 ])
 def test_invalid_values_give_a_sentence_and_the_old_value_stays(

@@ -1,7 +1,7 @@
 """The product's parts of the WebUI's page, and the script, with the standalone host's modules."""
 from __future__ import annotations
 
-import base64
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +12,12 @@ pytest.importorskip("gradio")
 pytest.importorskip("fastapi")
 
 import gradio
-from fastapi import FastAPI
-from fastapi.testclient import TestClient
 
 from lib_onediff.accelerator import runtime
 from lib_onediff.hosts.standalone.modules.options import OptionInfo, Options
 from lib_onediff.settings import Settings
 from lib_onediff.shapes.warmup import WarmUp
-from lib_onediff.ui import accordion, run_settings, settings_tab, status, status_route
+from lib_onediff.ui import accordion, run_settings, settings_tab, status
 
 STATUS = {
     "enabled": True, "model": "<b>SD1</b>", "backend": "eager", "resolution": "64x72", "route": "plain",
@@ -50,9 +48,9 @@ def test_settings_become_options() -> None:
     opts = Options({})
     settings_tab.add_options(opts, OptionInfo, lambda: None)
     assert {key: getattr(opts, key) for key in opts.data_labels} == {
-        "onediff_enabled": True, "onediff_backend": "auto", "onediff_verify": True, "onediff_memory_budget": 0,
-        "onediff_prewarm": "", "onediff_cache_folder": "",
+        f"onediff_{option.name}": option.default for option in fields(Settings)
     }
+    assert opts.onediff_backend == "auto" and opts.data_labels["onediff_memory_budget"].default == 0
     backend = opts.data_labels["onediff_backend"]
     assert backend.component is gradio.Radio and "eager" in backend.component_args["choices"]
     assert backend.section == ("onediff", "OneDiff") and "graph" in backend.comment_after
@@ -169,22 +167,6 @@ def test_status_line_is_renewed_by_the_hosts_description_of_a_generation() -> No
             dependencies = page.get_config_file()["dependencies"]
             assert len(dependencies) == already + added
     assert dependencies[-1]["targets"] == [(box._id, "change")]
-
-
-def test_status_route() -> None:
-    app = FastAPI()
-    status_route.add_status_route(app, None, lambda: STATUS)
-    assert TestClient(app).get("/onediff/v1/status").json() == STATUS
-
-
-def test_status_route_keeps_the_apis_password() -> None:
-    app = FastAPI()
-    status_route.add_status_route(app, "ann:one, bob:two:parts", lambda: STATUS)
-    client = TestClient(app)
-    assert client.get("/onediff/v1/status").status_code == 401
-    for account, code in (("ann:one", 200), ("bob:two:parts", 200), ("ann:two", 401), ("ann:", 401)):
-        header = {"Authorization": "Basic " + base64.b64encode(account.encode()).decode()}
-        assert client.get("/onediff/v1/status", headers=header).status_code == code, account
 
 
 def test_script_serves_diffusers_models_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 import lib_onediff
 from lib_onediff.shapes.fingerprint import Fingerprint
 from lib_onediff.shapes.store import Store
-from lib_onediff.shapes.store_schema import HistoryRow
+from lib_onediff.shapes.store_rows import HistoryRow
 
 resource = pytest.importorskip("resource", reason="limits and rights are set as on Unix")
 REPOSITORY = Path(lib_onediff.__file__).parents[1]

@@ -18,11 +18,13 @@ import pytest
 import lib_onediff
 from lib_onediff.shapes.fingerprint import Fingerprint
 from lib_onediff.shapes.store import Store
-from lib_onediff.shapes.store_schema import HistoryRow
+from lib_onediff.shapes.store_rows import VERDICTS, HistoryRow
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="starts its processes by fork")
 
 MACHINE = Fingerprint("a GPU", "580.1", "2.9.0", "3.5.0", "0.1.0")
+# How often a writer is killed, at random moments; each time takes some 40 ms.
+KILLS = int(os.environ.get("ONEDIFF_TEST_KILLS", "200"))
 FORK = multiprocessing.get_context("fork") if hasattr(os, "fork") else multiprocessing.get_context()
 WRITER = """
 import sys, time
@@ -59,6 +61,7 @@ def write_until_killed(folder: Path, first: int, sender: Connection) -> None:
         store.record(row("512x512", relative_error=float(number), last_used=float(number)))
         store.record(row(f"{number % 50}x8", uses=3))
         store.choose("sd1", "picture", number)
+        store.choose(VERDICTS, f"512x512 sd1 native, {number}", number / 1e6)
         if store.flush():
             sender.send(number)
         if number % 5 == 0:
@@ -78,7 +81,7 @@ def last_received(receiver: Connection) -> int | None:
 def test_a_killed_writer_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
     chance = random.Random(5)
     expected = after_a_write = within_an_access = 0
-    for _ in range(200):
+    for _ in range(KILLS):
         receiver, sender = FORK.Pipe(duplex=False)
         process = FORK.Process(target=write_until_killed, args=(tmp_path, expected + 1, sender))
         process.start()
@@ -101,9 +104,11 @@ def test_a_killed_writer_loses_nothing_that_was_acknowledged(tmp_path: Path) -> 
         if written:
             assert rows["512x512"].relative_error == written
             assert store.choices("sd1") == {"picture": written}
+            verdicts = {f"512x512 sd1 native, {number}": number / 1e6 for number in range(1, written + 1)}
+            assert store.choices(VERDICTS) == verdicts
         store.close()
         expected = written
-    assert after_a_write and within_an_access > 10, "they must have been killed while they were at work"
+    assert after_a_write and within_an_access > KILLS // 20, "they must have been killed while they were at work"
     assert not list(tmp_path.glob("*set-aside*"))
 
 

@@ -20,7 +20,7 @@ from lib_onediff.shapes.fingerprint import Fingerprint
 from lib_onediff.shapes.history import History, verdict_name
 from lib_onediff.shapes.key import ShapeKey
 from lib_onediff.shapes.store import Store
-from lib_onediff.shapes.store_schema import VERDICTS, HistoryRow, resolution_of
+from lib_onediff.shapes.store_rows import VERDICTS, Doomed, HistoryRow
 
 KEY = ShapeKey(
     architecture="sd1", height=64, width=64, batch=2, tokens=77, dtype=torch.float16, latent_dtype=torch.float16,
@@ -171,8 +171,15 @@ def test_a_strange_stored_verdict_is_none(tmp_path: Path, value: Any) -> None:
     assert opened(tmp_path).verdict("native", KEY) is None
 
 
-def test_the_name_begins_with_the_resolution() -> None:
-    assert resolution_of(verdict_name("native", KEY)) == KEY.resolution == "512x512"
+def test_a_purge_finds_a_verdict_by_its_name() -> None:
+    name = verdict_name("native", KEY)
+    for resolutions, model, architectures, goes in (
+        (None, None, [], True), (["512x512"], None, [], True), (["512x51"], None, [], False),
+        (None, "SD1", ["sd1"], True), (None, "SD1", ["sd"], False), (["512x512"], "SD1", ["sd1"], True),
+        (["512x512"], "SD1", [], False), ([], None, [], False),
+    ):
+        assert Doomed.of(resolutions, model, architectures).verdict_named(name) is goes, (resolutions, model)
+    assert not Doomed.of(["512x512"], "SD1", ["sd1"]).verdict_named("no such thing")
 
 
 def test_the_oldest_verdicts_make_room(tmp_path: Path) -> None:

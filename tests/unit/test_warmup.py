@@ -1,13 +1,10 @@
 """The pre-warm queue, with a real UNet behind the real runtime and a very small WebUI."""
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import builders
@@ -16,12 +13,12 @@ import pytest
 from lib_onediff.accelerator import runtime
 from lib_onediff.hosts import diffusers as diffusers_host
 from lib_onediff.hosts.standalone.modules.call_queue import FIFOLock
+from lib_onediff.hosts.webui import network_name
 from lib_onediff.settings import Settings
-from lib_onediff.shapes import warmup
+from lib_onediff.shapes import job_queue
 from lib_onediff.shapes.sizes import Size
 from lib_onediff.shapes.warmup import CannotWarm, Job, WarmUp
 
-ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 60
 SMALL = Size(64, 64)
 MOST_PIXELS = 256 * 256
@@ -43,6 +40,12 @@ class SmallWebUI:
             raise RuntimeError("the tensors do not fit\nand many more lines")
         builders.served(self.unet, builders.a_call(self.unet, height // 8, width // 8, batch, tokens))
         self.calls.append((width, height, batch))
+
+    def call_shapes(self, pictures: int, tokens: int) -> tuple[tuple[int, int], ...]:
+        return (2 * pictures, tokens), (pictures, tokens)
+
+    def model_name(self) -> str | None:
+        return network_name(self.unet)
 
     def exclusively(self, work: Callable[[], Any]) -> Any:
         with self.lock:
@@ -115,6 +118,10 @@ def test_guidance_alone(webui: SmallWebUI) -> None:
     queue = WarmUp(webui, runtime, unbatched=False)
     (job,) = queue.add([SMALL], "panel")
     assert (finished(queue, job).done, webui.calls) == (3, [(64, 64, 2)] * 3)
+    (job,) = queue.add([SMALL], "panel", unbatched=True)
+    assert finished(queue, job).done == 6
+    (job,) = WarmUp(webui, runtime).add([SMALL], "panel", unbatched=False)
+    assert job.total == 3
 
 
 def test_a_size_that_cannot_be_fails_with_its_reason_and_the_next_goes_on(queue: WarmUp) -> None:
@@ -156,24 +163,6 @@ def test_switched_off(queue: WarmUp) -> None:
     runtime.configure(Settings(enabled=False))
     (job,) = queue.add([SMALL], "panel")
     assert finished(queue, job).reason == "OneDiff is switched off"
-
-
-def test_nothing_runs_while_a_picture_is_made(webui: SmallWebUI, queue: WarmUp) -> None:
-    with webui.lock:
-        (job,) = queue.add([SMALL], "panel")
-        time.sleep(0.2)
-        assert webui.calls == [] and queue.jobs()[0].done == 0
-    assert finished(queue, job).state == "done"
-
-
-def test_a_picture_waits_for_one_call_at_most(webui: SmallWebUI, queue: WarmUp) -> None:
-    queue.add([Size(128, 128), Size(128, 64), Size(64, 128)], "panel")
-    while not webui.calls:
-        time.sleep(0.001)
-    asked = len(webui.calls)
-    with webui.lock:
-        assert len(webui.calls) <= asked + 1
-        assert queue.busy()
 
 
 def test_cancelling_twenty_in_the_middle(webui: SmallWebUI, queue: WarmUp) -> None:
@@ -235,51 +224,12 @@ def test_many_threads_ask(queue: WarmUp) -> None:
     assert [job.id for job in queue.jobs()] == sorted({job.id for job in queue.jobs()})
 
 
-def test_worker_lives_while_there_is_work(queue: WarmUp) -> None:
-    for _ in range(2):
-        queue.add([SMALL], "panel")
-        wait_until_idle(queue)
-        deadline = time.monotonic() + SECONDS
-        while any(thread.name == "onediff-warm-up" for thread in threading.enumerate()):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-
-def test_stop_can_wait(webui: SmallWebUI, queue: WarmUp) -> None:
-    queue.add([Size(64 + 8 * step, 64) for step in range(20)], "panel")
-    while not webui.calls:
-        time.sleep(0.001)
-    queue.stop(SECONDS)
-    assert not any(thread.name == "onediff-warm-up" for thread in threading.enumerate())
-    assert len(webui.calls) < 20
-
-
-def test_the_program_can_end_in_the_middle() -> None:
-    """Python 3.10 to 3.13 abort when a daemon thread is inside a library of C++ at the end."""
-    program = """
-import sys, threading
-sys.path.insert(0, "tests/unit")
-import builders, test_warmup
-from lib_onediff.accelerator import runtime
-from lib_onediff.shapes.sizes import Size
-from lib_onediff.shapes.warmup import WarmUp
-webui = test_warmup.SmallWebUI(builders.diffusers_unet())
-queue = WarmUp(webui, runtime)
-queue.add([Size(256, 256 - 8 * step) for step in range(20)], "panel")
-while not webui.calls:
-    pass
-print("leaving")
-"""
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, text=True, capture_output=True, timeout=120)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "leaving\n", "")
-
-
 def test_no_sizes_no_jobs(queue: WarmUp) -> None:
     assert queue.add([], "settings") == [] and queue.jobs() == [] and not queue.busy()
 
 
 def test_old_jobs_are_forgotten(queue: WarmUp, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warmup, "FINISHED_JOBS_KEPT", 2)
+    monkeypatch.setattr(job_queue, "FINISHED_JOBS_KEPT", 2)
     queue.add([Size(512, 64 + 8 * step) for step in range(60, 65)], "panel")
     wait_until_idle(queue)
     assert [job.id for job in queue.jobs()] == [4, 5]

@@ -4,9 +4,6 @@ from __future__ import annotations
 from typing import Any
 
 TAB, TAB_TITLE = "tab_onediff", "OneDiff"
-SIZES, PREWARM, CANCEL = "onediff_prewarm_sizes", "onediff_prewarm", "onediff_prewarm_cancel"
-RESULT, JOBS, TABLE, REFRESH = (f"onediff_cache_{part}" for part in ("result", "jobs", "table", "refresh"))
-CHOSEN, PURGE, PURGE_ALL = "onediff_purge_chosen", "onediff_purge", "onediff_purge_all"
 SMALL = {"steps": 3, "width": 64, "height": 64, "seed": 11}
 
 

@@ -30,10 +30,24 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     parser.add_argument("--port", type=int, help="port to listen on (default: the first free one from 7860)")
     parser.add_argument("--data-dir", default=str(DEFAULT_DATA_DIR), help="where settings and pictures are kept")
+    parser.add_argument(
+        "--api-auth", type=accounts, metavar="USER:PASSWORD[,...]", help="who may use the API (default: everybody)"
+    )
+    parser.add_argument(
+        "--gradio-auth", type=accounts, metavar="USER:PASSWORD[,...]",
+        help="who may use the page, and without --api-auth the API (default: everybody)",
+    )
     arguments = parser.parse_args(words)
     # What scripts look for in a WebUI's command line.
-    arguments.api, arguments.api_auth, arguments.gradio_auth, arguments.freeze_settings = True, None, None, False
+    arguments.api, arguments.nowebui, arguments.freeze_settings, arguments.gradio_auth_path = True, False, False, None
     return arguments
+
+
+def accounts(text: str) -> str:
+    """Accounts as the command line has them."""
+    if not all(user and colon for user, colon, _ in (account.partition(":") for account in text.split(","))):
+        raise argparse.ArgumentTypeError("give accounts as user:password,user:password")
+    return text
 
 
 def stay_offline_and_quiet(cache: str) -> None:

@@ -10,7 +10,7 @@ from .modules import paths, script_callbacks, scripts, shared
 from .settings_page import build_settings_tab
 
 FONTS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Ubuntu", "sans-serif")
-EXTENSION_STYLE = Path(paths.script_path, "style.css")
+EXTENSION_STYLE, EXTENSION_SCRIPTS = Path(paths.script_path, "style.css"), Path(paths.script_path, "javascript")
 MONOSPACE_FONTS = ("ui-monospace", "Consolas", "Liberation Mono", "monospace")
 
 
@@ -23,7 +23,7 @@ def build_page() -> gr.Blocks:
     ).set(slider_color="*primary_500", slider_color_dark="*primary_500")
     # gradio rewrites the rules of css; the extension's own must reach the browser as they are, as in a WebUI.
     own, extensions = (style_sheet(file) for file in (Path(__file__).with_name("page.css"), EXTENSION_STYLE))
-    head = f"<style>{extensions}</style>"
+    head = f"<style>{extensions}</style>{script_elements(EXTENSION_SCRIPTS)}"
     # Outside of the page, as in a WebUI: what is built inside stands there already.
     tabs = script_callbacks.ui_tabs_callback()
     with gr.Blocks(title="OneDiff", theme=theme, css=own, head=head, analytics_enabled=False) as page:
@@ -46,3 +46,8 @@ def build_page() -> gr.Blocks:
 def style_sheet(file: Path) -> str:
     """The rules in file; none when there is no such file."""
     return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+
+def script_elements(folder: Path) -> str:
+    """The scripts in folder, for the page's head; none when there is no such folder."""
+    return "".join(f"<script>{file.read_text(encoding='utf-8')}</script>" for file in sorted(folder.glob("*.js")))

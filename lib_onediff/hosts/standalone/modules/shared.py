@@ -9,7 +9,10 @@ from .shared_state import State
 
 __all__ = ["OptionInfo", "cmd_opts", "config_filename", "opts", "options_section", "sd_model", "state"]
 
-cmd_opts = argparse.Namespace(api=True, api_auth=None, gradio_auth=None, data_dir=None, freeze_settings=False)
+cmd_opts = argparse.Namespace(
+    api=True, nowebui=False, api_auth=None, gradio_auth=None, gradio_auth_path=None, data_dir=None,
+    freeze_settings=False,
+)
 config_filename: str | None = None
 opts = Options(
     options_section(

@@ -1,0 +1,114 @@
+"""Who may use the REST API: whoever may use the WebUI's own, and where that asks nobody, whoever may use its page."""
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from secrets import compare_digest
+from typing import Any
+
+from fastapi import Depends, HTTPException, Request
+from fastapi.security import HTTPBasic, HTTPBasicCredentials
+
+READING = ("GET", "HEAD")
+USER, LOGIN_CHECK = "/user", "/login_check"
+NO_PAGE = "There is no page to log in on with --nowebui: start the WebUI with --api-auth to use its API."
+LOG_IN = "Log in on the WebUI's page first, and send its cookie; or start the WebUI with --api-auth."
+FOREIGN_PAGE = "A page of another site may not use this API; --cors-allow-origins lets it."
+
+
+def protection(cmd_opts: Any) -> list[Any]:
+    """The dependencies of every route; cmd_opts: the WebUI's command line."""
+    api_auth = getattr(cmd_opts, "api_auth", None)
+    asks_for_login = bool(getattr(cmd_opts, "gradio_auth", None) or getattr(cmd_opts, "gradio_auth_path", None))
+    return [
+        Depends(origin_check(getattr(cmd_opts, "cors_allow_origins", None),
+                             getattr(cmd_opts, "cors_allow_origins_regex", None))),
+        Depends(password_check(api_auth) if api_auth else login_check(asks_for_login)),
+    ]
+
+
+def password_check(api_auth: str) -> Callable[[HTTPBasicCredentials], None]:
+    """A dependency that lets the accounts of --api-auth in, "user:password,user:password".
+
+    As in A1111 and Forge, blanks count, and of two accounts with one name the last holds. They do not start with a
+    password that contains ":"; here everything behind the first ":" is the password, as in HTTP itself.
+    """
+    written = (account.partition(":") for account in api_auth.split(","))
+    passwords = {to_bytes(user): to_bytes(password) for user, colon, password in written if colon}
+
+    def check(given: HTTPBasicCredentials = Depends(HTTPBasic())) -> None:  # noqa: B008
+        user, password = to_bytes(given.username), to_bytes(given.password)
+        # Every account is compared to its end, so that the time tells nothing.
+        matches = [
+            compare_digest(user, known) & compare_digest(password, passwords[known]) for known in passwords
+        ]
+        if not any(matches):
+            raise HTTPException(401, "Incorrect username or password.", headers={"WWW-Authenticate": "Basic"})
+
+    return check
+
+
+def to_bytes(text: str) -> bytes:
+    # What a command line holds need not be UTF-8.
+    return text.encode("utf-8", "surrogateescape")
+
+
+def login_check(asked_for: bool) -> Callable[[Request], None]:
+    """A dependency that lets those in whom the page lets in: everybody, or with --gradio-auth who has logged in.
+
+    It asks gradio's own check, which protects gradio's routes alone and knows the names of its cookies. asked_for:
+    whether there must be one, so that a WebUI without a page is not open where a login was asked for.
+    """
+
+    def check(request: Request) -> None:
+        user, login = gradio_function(request.app, USER), gradio_function(request.app, LOGIN_CHECK)
+        if user is None or login is None:
+            if asked_for:
+                raise HTTPException(401, NO_PAGE)
+            return
+        try:
+            login(user=user(request))
+        except HTTPException as refused:
+            raise HTTPException(401, LOG_IN) from refused
+
+    return check
+
+
+def gradio_function(app: Any, path: str) -> Callable[..., Any] | None:
+    """What gradio itself answers at a path of app, or of its page where that is mounted into app; else None."""
+    for route in app.routes:
+        answers = getattr(route, "endpoint", None)
+        if answers is not None and route.path == path and answers.__module__.startswith("gradio."):
+            return answers
+        page = getattr(route, "app", None)
+        found = gradio_function(page, path) if answers is None and hasattr(page, "routes") else None
+        if found is not None:
+            return found
+    return None
+
+
+def origin_check(allowed: str | None, allowed_pattern: str | None) -> Callable[[Request], None]:
+    """A dependency that refuses what another site's page makes a browser send, unless --cors-allow-origins lets it.
+
+    Browsers add cookies and remembered passwords to such requests, and reach a WebUI of this machine that asks for
+    neither; a plain form may send them without asking first. All browsers tell where a request comes from, programs
+    do not. That is stricter than asking for JSON, which a page can send without saying so. Reading needs no check:
+    no page can see another site's answers.
+    """
+    origins = allowed.split(",") if allowed else []
+
+    def check(request: Request) -> None:
+        if request.method in READING:
+            return
+        site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
+        if site is None and origin is None or site in ("same-origin", "none"):
+            return
+        host = request.headers.get("host")
+        # A browser that does not name the relation, or has none to name: no TLS.
+        if site is None and host and origin.lower().partition("://")[2] == host.lower():
+            return
+        if origin in origins or "*" in origins or allowed_pattern and re.fullmatch(allowed_pattern, origin or ""):
+            return
+        raise HTTPException(403, FOREIGN_PAGE)
+
+    return check

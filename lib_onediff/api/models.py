@@ -1,0 +1,214 @@
+"""The bodies of the REST API. Written for pydantic 1 and 2 alike, and strict: neither true nor "1" is a number."""
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import VERSION, BaseModel, Field, StrictBool, conint, conlist, constr
+
+from ..shapes.job import TOKEN_CHOICES, TOKENS
+from ..shapes.sizes import MOST_SIZES
+
+MOST_RESOLUTIONS, LONGEST_NAME, LONGEST_SIZES = 1000, 200, 4000
+SECONDS_TO_WAIT, MOST_SECONDS_TO_WAIT = 30, 600
+LARGEST_NUMBER = 2**31 - 1
+LENGTHS = ("min_items", "max_items") if VERSION.startswith("1.") else ("min_length", "max_length")
+
+
+def a_list(kind: Any, least: int, most: int) -> Any:
+    """The type of a list of so many; pydantic renamed the words for that."""
+    return conlist(kind, **dict(zip(LENGTHS, (least, most), strict=True)))
+
+
+Resolution = constr(strict=True, min_length=1, max_length=20)
+ModelName = constr(strict=True, min_length=1, max_length=LONGEST_NAME)
+SizesText = constr(strict=True, min_length=1, max_length=LONGEST_SIZES)
+Whole = conint(strict=True, ge=1, le=LARGEST_NUMBER)
+SomeResolutions = a_list(Resolution, 1, MOST_RESOLUTIONS)
+Seconds = conint(strict=True, ge=1, le=MOST_SECONDS_TO_WAIT)
+WAIT = f"How many seconds to wait for a picture in progress, 1 to {MOST_SECONDS_TO_WAIT}; after them the answer is 409."
+
+
+class Body(BaseModel, extra="forbid"):
+    """A request; a field that it does not have is refused."""
+
+
+class Answer(BaseModel, extra="allow"):
+    """A response, as documented; the next version may say more."""
+
+
+# --- requests ------------------------------------------------------------------------------------------------------
+
+
+class SizeBody(Body):
+    """One size in pixels; batch counts the pictures that are made at once."""
+
+    width: Whole = Field(..., description="Pixels, a multiple of 8.")
+    height: Whole = Field(..., description="Pixels, a multiple of 8.")
+    batch: Whole = Field(1, description="Pictures at once.")
+
+
+SomeSizes = a_list(SizeBody, 1, MOST_SIZES)
+
+
+class PrewarmBody(Body):
+    """What to make ready."""
+
+    sizes: SizesText | SomeSizes = Field(
+        ..., description='"1024x1024, 832x1216 x2" (x2: two pictures at once), or a list of objects.',
+    )
+    tokens: Whole = Field(TOKENS, description=f"The length of prompts, one of {TOKEN_CHOICES}: 77 for each begun 75.")
+    order: Literal["first", "last"] = Field("last", description="Before or behind the sizes that wait already.")
+
+
+class PurgeBody(Body):
+    """What to purge: one of resolutions (of all models, or of one model), model, disk and all."""
+
+    resolutions: SomeResolutions | None = Field(None, description='Such as ["512x512"], as GET shapes names them.')
+    model: ModelName | None = Field(None, description="As GET shapes names it; alone: every resolution of it.")
+    disk: StrictBool = Field(False, description="What is kept on the disk; graphs in memory live on.")
+    all: StrictBool = Field(False, description="Every resolution of every model, and the disk.")
+    wait: Seconds = Field(SECONDS_TO_WAIT, description=WAIT)
+
+
+class PinBody(Body):
+    """A pinned resolution keeps its graphs when memory runs short, also after a restart."""
+
+    resolution: Resolution = Field(..., description='Such as "512x512", as GET shapes names it.')
+    model: ModelName = Field(..., description="As GET shapes names it.")
+    pinned: StrictBool = Field(True, description="false: no longer pinned.")
+
+
+class ReleaseBody(Body):
+    """How long to wait."""
+
+    wait: Seconds = Field(SECONDS_TO_WAIT, description=WAIT)
+
+
+# --- answers -------------------------------------------------------------------------------------------------------
+
+
+class ShapeAnswer(Answer):
+    """One kind of UNet call at a resolution; a decode of the VAE has 0 tokens."""
+
+    batch: int = Field(..., description="Latents in one call: twice the pictures where guidance is batched.")
+    tokens: int
+    dtype: str
+    state: str
+    reason: str = Field(..., description="Why the state is not a better one.")
+    step_ms: float | None = Field(None, description="Median milliseconds of a step with OneDiff.")
+    host_ms: float | None = Field(None, description="The same with the WebUI's own UNet.")
+    ratio: float | None = None
+    bytes: int = Field(..., description="GPU memory.")
+    uses: int
+    last_used: float = Field(..., description="Seconds since 1970.")
+    relative_error: float | None = Field(None, description="Distance from the WebUI's own output.")
+    control: bool = Field(..., description="Whether a ControlNet or an adapter adds to the call.")
+
+
+class ResolutionAnswer(Answer):
+    """One resolution of one model."""
+
+    resolution: str
+    model: str
+    state: str = Field(
+        ..., description='"cold", "proved", "ready", "failed", "on disk", "queued" or "warming 33 %".'
+    )
+    reason: str
+    step_ms: float | None = None
+    host_ms: float | None = None
+    ratio: float | None = None
+    bytes: int = Field(..., description="GPU memory that purging this resolution alone gives back.")
+    needs: int = Field(..., description="GPU memory that its graphs take of what all graphs share.")
+    pinned: bool
+    uses: int
+    last_used: float = Field(..., description="Seconds since 1970.")
+    shapes: list[ShapeAnswer]
+
+
+class TotalsAnswer(Answer):
+    """The sums over everything."""
+
+    vram: int = Field(..., description="Bytes of GPU memory that all graphs hold.")
+    budget: int = Field(..., description="Bytes of GPU memory that they may hold; 0 without a GPU.")
+    disk: int = Field(..., description="Bytes on the disk.")
+    calls: dict[str, int] = Field(..., description="UNet calls by route.")
+    hit_rate: float | None = Field(None, description="The share of calls that a ready entry served.")
+
+
+class ShapesAnswer(Answer):
+    """The last used resolution first."""
+
+    rows: list[ResolutionAnswer]
+    totals: TotalsAnswer
+
+
+class JobAnswer(Answer):
+    """One size that is made ready."""
+
+    id: int
+    size: str = Field(..., description='Such as "832x1216 x2".')
+    width: int
+    height: int
+    batch: int
+    tokens: int
+    source: str = Field(..., description="Who asked.")
+    state: str = Field(..., description='"queued", "running", "done", "failed" or "cancelled".')
+    what: str = Field(..., description="What is being done now.")
+    done: int = Field(..., description="UNet calls made so far, of total.")
+    total: int
+    share: float = Field(..., description="How much of the job is done, from 0 to 1.")
+    seconds: float = Field(..., description="What the calls took so far.")
+    estimated_seconds: float | None = Field(None, description="What is left, where that can be told.")
+    reason: str = Field(..., description="Why it failed.")
+
+
+class JobsAnswer(Answer):
+    """The jobs that wait or run, in the queue's order, among the last that are over."""
+
+    jobs: list[JobAnswer]
+
+
+class PurgedAnswer(Answer):
+    """What is gone."""
+
+    vram: int = Field(..., description="Bytes of GPU memory that were given back.")
+    disk: int = Field(..., description="Bytes of disk that were freed; 0 unless disk or all was asked for.")
+    purged: list[dict[str, str]] = Field(..., description="The resolution and model of every row that is gone.")
+
+
+class PinnedAnswer(Answer):
+    """The row as it is now."""
+
+    resolution: str
+    model: str
+    pinned: bool
+
+
+class ReleasedAnswer(Answer):
+    """What is free now."""
+
+    vram: int = Field(..., description="Bytes of GPU memory that were given back.")
+
+
+class StatusAnswer(Answer):
+    """What the last UNet call was, by which route it went and why."""
+
+    host: str = Field(..., description='"a1111", "forge" or "standalone".')
+    hooks: int
+    enabled: bool
+    model: str | None = None
+    backend: str
+    resolution: str | None = None
+    route: str | None = Field(None, description='"graph", "plain", "blocks" or "host".')
+    reason: str
+    step_ms: float | None = None
+    host_ms: float | None = None
+    ratio: float | None = None
+    calls: dict[str, int] = Field(..., description="UNet calls by route.")
+    vae: dict[str, Any] = Field(..., description="The same of the last decode.")
+
+
+class Problem(BaseModel):
+    """Why a request was refused, in one sentence."""
+
+    detail: str

@@ -1,0 +1,210 @@
+"""The routes /onediff/v1/...: each asks the runtime or the pre-warm queue, and answers in plain values."""
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Body, FastAPI, HTTPException, Path, Query, Response
+
+from ..shapes.job import Job, check_tokens
+from ..shapes.queued_rows import rows_with_jobs
+from ..shapes.rows import ResolutionRow
+from ..shapes.sizes import Size, parse_sizes
+from . import models
+from .answers import SentenceRoute, json_answer
+from .auth import protection
+from .turns import Busy, Turns
+
+if TYPE_CHECKING:
+    from ..accelerator import Accelerator
+    from ..hosts.webui import WebUI
+    from ..shapes.warmup import WarmUp
+
+Status = Callable[[], dict[str, Any]]
+PREFIX, TAG, SOURCE = "/onediff/v1", "OneDiff", "API"
+MOST_PENDING = 500
+SWITCHED_OFF = "OneDiff is switched off in the settings, so nothing can be made ready."
+WHAT_TO_PURGE = (
+    'Say what to purge: one of {"resolutions": ["512x512"]} (with a "model", or of all), {"model": "SD1"}, '
+    '{"disk": true} and {"all": true}.'
+)
+# FastAPI itself tells of 422.
+PROBLEMS = {401: "Not logged in.", 403: "Sent by a page of another site."}
+JobId = Path(..., ge=1, le=models.LARGEST_NUMBER, description="As GET jobs names it.")
+
+
+def add_routes(
+    app: FastAPI, cmd_opts: Any, runtime: Accelerator, warmup: WarmUp, webui: WebUI, status: Status
+) -> None:
+    """Serve the API from app where the WebUI serves its own, which it does with --api and with --nowebui.
+
+    cmd_opts: the WebUI's command line. status: what GET status answers.
+    """
+    if not (getattr(cmd_opts, "api", False) or getattr(cmd_opts, "nowebui", False)):
+        return
+    routes = Routes(runtime, warmup, webui, status)
+    router = APIRouter(
+        prefix=PREFIX, tags=[TAG], route_class=SentenceRoute, dependencies=protection(cmd_opts),
+        responses=described(PROBLEMS),
+    )
+    add = router.add_api_route
+    busy, unknown = {409: "A picture is being made."}, {404: "Not known."}
+    add("/status", routes.status, response_model=models.StatusAnswer, summary="What runs, and why")
+    add("/shapes", routes.shapes, response_model=models.ShapesAnswer, summary="Every resolution and its state")
+    add("/prewarm", routes.prewarm, methods=["POST"], status_code=202, response_model=models.JobsAnswer,
+        summary="Make sizes ready", responses=described({409: "OneDiff is off.", 429: "The queue is full."}))
+    add("/jobs", routes.jobs, response_model=models.JobsAnswer, summary="The pre-warm queue")
+    add("/jobs/{id}", routes.job, response_model=models.JobAnswer, summary="One job", responses=described(unknown))
+    add("/jobs/{id}", routes.cancel, methods=["DELETE"], response_model=models.JobAnswer, summary="Cancel a job",
+        responses=described({**unknown, 409: "The job is over."}))
+    add("/purge", routes.purge, methods=["POST"], response_model=models.PurgedAnswer, summary="Forget resolutions",
+        responses=described({**unknown, **busy}))
+    add("/pin", routes.pin, methods=["POST"], response_model=models.PinnedAnswer, summary="Keep a resolution",
+        responses=described(unknown))
+    add("/release", routes.release, methods=["POST"], response_model=models.ReleasedAnswer, summary="Free GPU memory",
+        responses=described(busy))
+    app.include_router(router)
+
+
+def described(problems: dict[int, str]) -> dict[int | str, dict[str, Any]]:
+    """HTTP statuses as the host's /docs show them."""
+    return {status: {"model": models.Problem, "description": meaning} for status, meaning in problems.items()}
+
+
+class Routes:
+    """What the routes do; the docstrings stand in the host's /docs."""
+
+    def __init__(self, runtime: Accelerator, warmup: WarmUp, webui: WebUI, status: Status) -> None:
+        self._runtime, self._warmup, self._status = runtime, warmup, status
+        self._turns = Turns(webui.exclusively)
+
+    def status(self) -> Response:
+        """What the last UNet call was, by which route it went and why."""
+        return json_answer(self._status())
+
+    def shapes(
+        self, model: str | None = Query(None, min_length=1, max_length=models.LONGEST_NAME,
+                                        description="Only resolutions of this model, as rows name it."),
+    ) -> Response:
+        """One row for each resolution of each model, the last used first, with the kinds of UNet calls below it.
+
+        What waits in the pre-warm queue is "queued" or "warming 33 %", what only earlier processes used "on disk".
+        """
+        rows = rows_with_jobs(self._runtime.rows(), self._warmup.jobs(), self._warmup.model)
+        chosen = [row for row in rows if model in (None, row.model)]
+        return json_answer({"rows": list(map(row_values, chosen)), "totals": vars(self._runtime.totals())})
+
+    def prewarm(self, body: models.PrewarmBody) -> Response:
+        """Queue sizes; they are made ready one after the other, between pictures and never during one.
+
+        Answers at once with the job of every size. A size that waits already keeps its job.
+        """
+        if not self._runtime.settings.enabled:
+            raise HTTPException(409, SWITCHED_OFF)
+        try:
+            sizes = sizes_of(body)
+            check_tokens(body.tokens)
+        except ValueError as problem:
+            raise HTTPException(422, str(problem)) from problem
+        if len(sizes) + sum(job.pending for job in self._warmup.jobs()) > MOST_PENDING:
+            raise HTTPException(429, f"At most {MOST_PENDING} sizes wait in the queue; try again when it is shorter.")
+        jobs = self._warmup.add(sizes, SOURCE, tokens=body.tokens)
+        if body.order == "first":
+            for place, job in enumerate(jobs):
+                self._warmup.move(job.id, place)
+        return json_answer({"jobs": list(map(job_values, jobs))}, 202)
+
+    def jobs(self) -> Response:
+        """All that wait or run, in the queue's order, and the last that are over."""
+        return json_answer({"jobs": list(map(job_values, self._warmup.jobs()))})
+
+    def job(self, id: int = JobId) -> Response:
+        """One job, while it waits or runs and for some time after."""
+        return json_answer(job_values(self._job(id)))
+
+    def cancel(self, id: int = JobId) -> Response:
+        """Take a job out of the queue, or end it after the UNet call in progress; what it has made ready stays."""
+        job = self._job(id)
+        if not self._warmup.cancel(id):
+            raise HTTPException(409, f"Job {id} is over: {self._job(id).state}.")
+        # Where many jobs are over, a cancelled one is forgotten at once.
+        return json_answer(job_values(next((now for now in self._warmup.jobs() if now.id == id), job)))
+
+    def _job(self, job_id: int) -> Job:
+        found = next((job for job in self._warmup.jobs() if job.id == job_id), None)
+        if found is None:
+            raise HTTPException(404, f"There is no job {job_id}; GET {PREFIX}/jobs names all.")
+        return found
+
+    def purge(self, body: models.PurgeBody) -> Response:
+        """Forget resolutions: their graphs, verdicts and timings, in memory and on the disk.
+
+        Say what: `{"resolutions": ["512x512"]}`, of one model with `"model"`; `{"model": "SD1"}` for all of a model;
+        `{"disk": true}` for everything that is on the disk, while graphs in memory live on; `{"all": true}` for all of
+        it. An empty body is refused. The VAE's decodes belong to no model: they go with their resolution, unless a
+        model is named. Waits for a picture in progress, `wait` seconds at most: then the answer is 409 and nothing is
+        purged. The pre-warm queue goes on, so cancel first what should not come back.
+        """
+        if sum((body.all, body.disk, bool(body.resolutions or body.model))) != 1:
+            raise HTTPException(422, WHAT_TO_PURGE)
+        resolutions = None if body.resolutions is None else set(body.resolutions)
+        gone = [] if body.disk else self._known(resolutions, body.model)
+        if (resolutions or body.model) and not gone:
+            raise HTTPException(404, f"No such resolution is known; GET {PREFIX}/shapes names all.")
+
+        def purge() -> tuple[int, int]:
+            vram = 0 if body.disk else self._runtime.purge(resolutions, body.model)
+            return vram, self._runtime.purge_disk() if body.disk or body.all else 0
+
+        vram, disk = self._between_pictures(purge, body.wait)
+        purged = [{"resolution": row.resolution, "model": row.model} for row in gone]
+        return json_answer({"vram": vram, "disk": disk, "purged": purged})
+
+    def _known(self, resolutions: Collection[str] | None, model: str | None) -> list[ResolutionRow]:
+        return [
+            row for row in self._runtime.rows()
+            if (resolutions is None or row.resolution in resolutions) and model in (None, row.model)
+        ]
+
+    def pin(self, body: models.PinBody) -> Response:
+        """Keep a resolution's graphs when memory runs short, or no longer; that outlives the process."""
+        if not self._runtime.pin(body.resolution, body.model, body.pinned):
+            raise HTTPException(404, f"No such resolution is known; GET {PREFIX}/shapes names all.")
+        return json_answer({"resolution": body.resolution, "model": body.model, "pinned": body.pinned})
+
+    def release(self, body: models.ReleaseBody = Body(models.ReleaseBody())) -> Response:  # noqa: B008
+        """Give all GPU memory of graphs and of torch's caches back; what was ready is captured again when used.
+
+        Waits for a picture in progress, `wait` seconds at most: then the answer is 409 and nothing is released.
+        """
+        return json_answer({"vram": self._between_pictures(self._runtime.release_memory, body.wait)})
+
+    def _between_pictures(self, work: Callable[[], Any], seconds: int) -> Any:
+        try:
+            return self._turns.run(work, seconds)
+        except Busy as busy:
+            raise HTTPException(409, str(busy)) from busy
+
+
+def sizes_of(body: models.PrewarmBody) -> list[Size]:
+    """The sizes in a request. Raises ValueError with a sentence."""
+    if isinstance(body.sizes, str):
+        sizes = parse_sizes(body.sizes)
+    else:
+        sizes = list(dict.fromkeys(Size(size.width, size.height, size.batch) for size in body.sizes))
+    if not sizes:
+        raise ValueError("Give at least one size, for example 768x512.")
+    return sizes
+
+
+def row_values(row: ResolutionRow) -> dict[str, Any]:
+    return {**vars(row), "shapes": [vars(shape) for shape in row.shapes]}
+
+
+def job_values(job: Job) -> dict[str, Any]:
+    return {
+        "id": job.id, "size": str(job.size), "width": job.size.width, "height": job.size.height,
+        "batch": job.size.batch, "tokens": job.tokens, "source": job.source, "state": job.state, "what": job.what,
+        "done": job.done, "total": job.total, "share": job.share, "seconds": job.seconds,
+        "estimated_seconds": job.estimated_seconds, "reason": job.reason,
+    }

@@ -1,0 +1,39 @@
+"""What a graph reads: tensors of its own, into which each call's are copied."""
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+from ..unet.call import Control, UNetCall
+
+
+def own_inputs(call: UNetCall) -> UNetCall:
+    """The call with inputs that belong to the graph. The context is not among them: the conditioning stands for it.
+
+    The timestep becomes a float, whole or not, so that samplers of either kind share a graph.
+    """
+    copy = lambda tensor: None if tensor is None else tensor.detach().clone()  # noqa: E731
+    parts = (getattr(call.control, part.name) for part in fields(Control)) if call.control else ()
+    control = Control(*(tuple(map(copy, part)) for part in parts)) if call.control else None
+    return replace(
+        call, latent=copy(call.latent), timestep=copy(call.timestep).float(),
+        timestep_condition=copy(call.timestep_condition), control=control, context=call.context.new_empty(0), y=None,
+    )
+
+
+def bytes_of(inputs: UNetCall) -> int:
+    """What a graph's own inputs hold."""
+    control = inputs.control or Control()
+    residuals = (residual for part in fields(Control) for residual in getattr(control, part.name))
+    given = (inputs.latent, inputs.timestep, inputs.timestep_condition, *residuals)
+    return sum(tensor.nbytes for tensor in given if tensor is not None)
+
+
+def copy_inputs(source: UNetCall, target: UNetCall) -> None:
+    pairs = [(source.latent, target.latent), (source.timestep, target.timestep)]
+    pairs.append((source.timestep_condition, target.timestep_condition))
+    for part in fields(Control):
+        if source.control is not None:
+            pairs += zip(getattr(source.control, part.name), getattr(target.control, part.name), strict=True)
+    for given, own in pairs:
+        if own is not None:
+            own.copy_(given)

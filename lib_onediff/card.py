@@ -1,0 +1,54 @@
+"""How much memory a GPU has, and how much of it anybody can still have."""
+from __future__ import annotations
+
+import torch
+
+MEBIBYTE = 2**20
+UNLIMITED = 2**62
+# What must stay for whoever needs it next, as a share of the card, and within which limits.
+LEAST_SHARE = 32
+LEAST, MOST = 256 * MEBIBYTE, 1024 * MEBIBYTE
+
+
+class Card:
+    """The GPUs' memory, as this process can have it."""
+
+    def total(self, device: torch.device | None = None) -> int:
+        """Bytes of the whole card, by default of the one that torch uses; 0 for what is none."""
+        if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
+            return 0
+        return torch.cuda.get_device_properties(device).total_memory
+
+    def free(self, device: torch.device) -> int:
+        """What the driver would still give this process: tens of microseconds."""
+        if device.type != "cuda":
+            return UNLIMITED
+        free, total = torch.cuda.mem_get_info(device)
+        if hasattr(torch.cuda, "get_per_process_memory_fraction"):
+            fraction = torch.cuda.get_per_process_memory_fraction(device)
+            free = min(free, int(fraction * total) - torch.cuda.memory_reserved(device))
+        return max(0, free)
+
+    def unused(self, device: torch.device) -> int:
+        """What torch holds and nobody uses, the graphs' memory included."""
+        if device.type != "cuda":
+            return 0
+        return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+    def reserved(self) -> int:
+        """What torch holds of all GPUs' memory."""
+        return sum(torch.cuda.memory_reserved(device) for device in range(torch.cuda.device_count()))
+
+    def wait(self, device: torch.device) -> None:
+        """Wait until the card has done all that it was told."""
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def empty_cache(self) -> None:
+        """Give the driver back what torch keeps unused."""
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def spare(self, device: torch.device) -> int:
+        """What should be left of a card for others."""
+        return min(MOST, max(LEAST, self.total(device) // LEAST_SHARE))

@@ -1,0 +1,77 @@
+"""One entry of the pre-warm queue, and the UNet calls that it stands for."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .sizes import Size
+
+QUEUED, RUNNING, DONE, FAILED, CANCELLED = "queued", "running", "done", "failed", "cancelled"
+PENDING = (QUEUED, RUNNING)
+# The context's length for a prompt of ordinary length; every host makes longer ones of whole pieces of it.
+TOKENS = 77
+TOKEN_CHOICES = (TOKENS, 2 * TOKENS, 3 * TOKENS)
+# The first is checked against the host's own UNet, the second captures a graph, the third replays it.
+CALLS_PER_SHAPE = 3
+
+
+class CannotWarm(Exception):
+    """A size cannot be made ready; the message is the reason, in one line for the user."""
+
+
+class Shape(NamedTuple):
+    """What makes a UNet call at one size: how many latents it takes at once, and how many tokens its context has."""
+
+    latents: int
+    tokens: int
+
+
+class Call(NamedTuple):
+    """One UNet call of a job. number: the how manieth at its shape, from 0."""
+
+    size: Size
+    shape: Shape
+    number: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """One size in the queue, as it was when asked. done and total count UNet calls, seconds what they took.
+
+    source: who asked, for people. reason: why it failed, or why it is done and yet has no graph, in one line. what:
+    what is being done now, for people. estimated_seconds: what is left of it, once it runs; None: nobody knows yet.
+    """
+
+    id: int
+    size: Size
+    source: str
+    state: str = QUEUED
+    done: int = 0
+    total: int = 0
+    reason: str = ""
+    seconds: float = 0.0
+    tokens: int = TOKENS
+    what: str = ""
+    estimated_seconds: float | None = None
+    shapes: tuple[Shape, ...] = ()
+
+    @property
+    def pending(self) -> bool:
+        return self.state in PENDING
+
+    @property
+    def share(self) -> float:
+        """How much of it is done, from 0 to 1."""
+        return self.done / self.total if self.total else 0.0
+
+    def calls_left(self) -> list[Call]:
+        """The UNet calls that are not made yet, in their order."""
+        calls = [Call(self.size, shape, number) for shape in self.shapes for number in range(CALLS_PER_SHAPE)]
+        return calls[self.done:]
+
+
+def check_tokens(tokens: int) -> None:
+    """Raise ValueError with a sentence for a context of a length that no host makes."""
+    if tokens < TOKENS or tokens % TOKENS or tokens > TOKEN_CHOICES[-1]:
+        *choices, last = map(str, TOKEN_CHOICES)
+        raise ValueError(f"A prompt takes {', '.join(choices)} or {last} tokens, not {tokens}.")

@@ -1,0 +1,115 @@
+"""On a real GPU: what was pre-warmed is replayed by the very first call of a picture."""
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("diffusers")
+
+from lib_onediff.accelerator import runtime
+from lib_onediff.bench.models import random_unet
+from lib_onediff.hosts.demo import random_inputs
+from lib_onediff.hosts.diffusers import attach, detach
+from lib_onediff.hosts.webui import network_name
+from lib_onediff.settings import Settings
+from lib_onediff.shapes.history import History
+from lib_onediff.shapes.sizes import Size
+from lib_onediff.shapes.warmup import CAPTURING, CHECKING, WarmUp
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+SIZES = [Size(512, 512), Size(768, 512), Size(512, 768, 2)]
+SECONDS = 300
+
+
+class Host:
+    """A UNet and a queue lock."""
+
+    def __init__(self, unet: nn.Module) -> None:
+        self.unet, self.lock = unet, threading.Lock()
+        attach(unet)
+
+    def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
+        layout = runtime.layout_of(self.unet)
+        with torch.no_grad():
+            self.unet(**random_inputs(self.unet, layout, width, height, batch, tokens))
+
+    def call_shapes(self, pictures: int, tokens: int) -> tuple[tuple[int, int], ...]:
+        return (2 * pictures, tokens), (pictures, tokens)
+
+    def model_name(self) -> str | None:
+        return network_name(self.unet)
+
+    def exclusively(self, work: Callable[[], Any]) -> Any:
+        with self.lock:
+            return work()
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    runtime.purge()
+    host = Host(random_unet("sd15", torch.device("cuda")).half())
+    yield host
+    detach(host.unet)
+    runtime.history = History()
+    runtime.configure(Settings())
+    runtime.purge()
+
+
+def finish(queue: WarmUp) -> None:
+    deadline = time.monotonic() + SECONDS
+    while queue.busy():
+        assert time.monotonic() < deadline, queue.jobs()
+        time.sleep(0.01)
+
+
+def test_the_first_call_afterwards_replays_a_graph(host: Host) -> None:
+    queue, told = WarmUp(host, runtime), set()
+    warm = host.warm
+
+    def listen(*call: int) -> None:
+        told.add(next(job.what for job in queue.jobs() if job.state == "running"))
+        warm(*call)
+
+    host.warm = listen  # type: ignore[method-assign]
+    jobs = queue.add(SIZES, "panel")
+    finish(queue)
+    assert [(job.state, job.share, job.reason) for job in queue.jobs()] == [("done", 1.0, "")] * len(jobs)
+    assert {CHECKING, CAPTURING} <= told
+    # Pictures come from other threads than the worker that has captured.
+    for size in SIZES:
+        for latents in (2 * size.batch, size.batch):
+            before = runtime.journal.calls["graph"]
+            warm(size.width, size.height, latents, 77)
+            assert runtime.journal.calls["graph"] == before + 1, runtime.status()
+
+
+def test_what_is_ready_costs_one_call_of_each_kind(host: Host) -> None:
+    queue = WarmUp(host, runtime)
+    for _ in range(2):
+        before = runtime.journal.total
+        queue.add(SIZES[:1], "settings")
+        finish(queue)
+    assert runtime.journal.total - before == 2 and queue.jobs()[-1].share == 1.0
+
+
+def test_the_estimate_is_of_the_right_size(host: Host, tmp_path: Path) -> None:
+    runtime.history.open(tmp_path)
+    queue = WarmUp(host, runtime)
+    queue.add(SIZES[:2], "panel")
+    finish(queue)
+    runtime.purge(["512x512"])
+    (job,) = queue.add(SIZES[:1], "panel")
+    assert job.estimated_seconds is not None
+    finish(queue)
+    done = queue.jobs()[-1]
+    assert job.estimated_seconds / 10 < done.seconds < 10 * job.estimated_seconds, (job, done)

@@ -1,0 +1,101 @@
+"""The REST API in an app of its own: the real runtime, store and pre-warm queue, and a WebUI that is only a lock."""
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from lib_onediff import api
+from lib_onediff.accelerator import runtime
+from lib_onediff.hosts.standalone.modules.call_queue import FIFOLock
+from lib_onediff.shapes.job import CannotWarm
+from lib_onediff.shapes.store import HistoryRow, Store
+from lib_onediff.shapes.warmup import WarmUp
+
+STATUS = {"host": "standalone", "hooks": 1, "reason": "no UNet call yet", "ratio": float("nan")}
+SECONDS = 30
+
+
+class LockOnly:
+    """A WebUI without a model. While its lock is held it makes a picture."""
+
+    def __init__(self) -> None:
+        self.lock = FIFOLock()
+
+    def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
+        raise CannotWarm("no model is loaded")
+
+    def call_shapes(self, pictures: int, tokens: int) -> tuple[tuple[int, int], ...]:
+        return ((2 * pictures, tokens),)
+
+    def model_name(self) -> str | None:
+        return None
+
+    def exclusively(self, work: Callable[[], Any]) -> Any:
+        with self.lock:
+            return work()
+
+
+class Api:
+    """client: of an app that has nothing but the API. warmup: its queue, webui: what it works for."""
+
+    def __init__(self, webui: Any = None) -> None:
+        self.webui = webui or LockOnly()
+        self.warmup = WarmUp(self.webui, runtime)
+        self.app = FastAPI()
+        self.client = TestClient(self.add_to(self.app, command_line()), raise_server_exceptions=False)
+
+    def add_to(self, app: Any, cmd_opts: Any) -> Any:
+        """The same app, with the API where cmd_opts lets it."""
+        api.add_routes(app, cmd_opts, runtime, self.warmup, self.webui, lambda: STATUS)
+        return app
+
+    def get(self, path: str, status: int = 200) -> Any:
+        return self.ask("GET", path, status)
+
+    def post(self, path: str, body: Any = None, status: int = 200) -> Any:
+        return self.ask("POST", path, status, json=body)
+
+    def ask(self, method: str, path: str, status: int, **options: Any) -> Any:
+        """The JSON that comes back with this status; every other status is one sentence."""
+        answer = self.client.request(method, f"/onediff/v1/{path}", **options)
+        assert answer.status_code == status, answer.text
+        if status >= 400:
+            (sentence,) = answer.json().values()
+            assert isinstance(sentence, str) and sentence[-1] in ".?" and "\n" not in sentence
+        return answer.json()
+
+
+def command_line(**flags: Any) -> SimpleNamespace:
+    """A WebUI's command line, with --api unless said otherwise."""
+    return SimpleNamespace(**{"api": True, "nowebui": False, "api_auth": None, "gradio_auth": None, **flags})
+
+
+def remember(folder: Path, rows: Iterable[tuple[str, str]], batches: Iterable[int] = (2,)) -> None:
+    """Let the runtime start in a folder where earlier processes have used these (resolution, model)."""
+    store = Store.open(folder)
+    for resolution, model in rows:
+        for batch in batches:
+            store.record(HistoryRow(model, model, resolution, batch, 77, "float16", step_ms=10.0, host_ms=20.0))
+    assert store.flush(), store.trouble
+    store.close()
+    runtime.history.open(folder)
+
+
+def basic(account: str) -> dict[str, str]:
+    """The header of "user:password"."""
+    return {"Authorization": "Basic " + base64.b64encode(account.encode()).decode()}
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Wait until holds(); AssertionError where it does not in SECONDS."""
+    deadline = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -1,0 +1,127 @@
+"""Graphs on a machine without a GPU: everything is real but the recording. What a graph would replay is computed anew
+from the graph's own inputs, and its memory is that of a simulated allocator, asked for what the forward really asks."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from simulated_memory import MEBIBYTE, PrivatePool, requests_of
+from torch import Tensor
+
+from lib_onediff.backends.cudagraph import CudaGraphs
+from lib_onediff.backends.graph_inputs import bytes_of, copy_inputs
+from lib_onediff.card import Card
+from lib_onediff.ops import Operators
+from lib_onediff.unet.call import UNetCall
+from lib_onediff.unet.forward import Conditioning, forward
+from lib_onediff.unet.weights import Binding
+
+# As if the tiny networks of the tests were large ones.
+SCALE = 4096
+
+
+class PretendedPool:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_fresh = True
+        self.memory = PrivatePool()
+        self.memory.allocate(4)
+
+    @property
+    def bytes(self) -> int:
+        return self.memory.reserved
+
+
+class PretendedGraph:
+    seconds = 0.1
+
+    def __init__(
+        self, graphs: PretendedGraphs, compute: Callable[[], Tensor], inputs: UNetCall, memory: PretendedPool
+    ) -> None:
+        self.inputs, self.memory, self.own_bytes = inputs, memory, bytes_of(inputs)
+        self._graphs, self._compute = graphs, compute
+
+    def run(self, call: UNetCall) -> Tensor:
+        self._graphs.before_replay()
+        copy_inputs(call, self.inputs)
+        return self._compute()
+
+
+class PretendedGraphs(CudaGraphs):
+    """before_replay and before_capture may raise; captured is what was made, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.card = PretendedCard(self)
+        self.before_replay: Callable[[], None] = lambda: None
+        self.before_capture: Callable[[UNetCall], None] = lambda inputs: None
+        self.captured: list[str] = []
+        self.rehearsed = 0
+        self.most = 0
+
+    def prepare(
+        self, architecture: str, binding: Binding, ops: Operators, inputs: UNetCall, conditioning: Conditioning,
+        needs: int = 0,
+    ) -> Any:
+        assert not torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
+        device, weights = inputs.latent.device, binding.weights()
+        compute = lambda: forward(binding.layout, binding.weights(), ops, inputs, conditioning)  # noqa: E731
+        pool = self._pools.get((device, architecture))
+        if pool is None:
+            pool = self._pools[device, architecture] = PretendedPool(device)
+            self._alive.add(pool)
+        self.before_capture(inputs)
+        trace = requests_of(lambda: forward(binding.layout, weights, ops, inputs, conditioning), SCALE)
+        if pool.is_fresh and needs:
+            pool.memory.release(pool.memory.allocate(needs))
+        pool.memory.replay(trace)
+        pool.is_fresh = False
+        if self.card.used() > self.card.size:
+            del self._pools[device, architecture]
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        height, width = inputs.latent.shape[2:]
+        self.captured.append(f"{width * 8}x{height * 8}")
+        self.most = max(self.most, self.bytes(device))
+        return PretendedGraph(self, compute, inputs, pool)
+
+    def rehearse(self, binding: Binding, ops: Operators, inputs: UNetCall, conditioning: Conditioning) -> None:
+        self.rehearsed += 1
+        forward(binding.layout, binding.weights(), ops, inputs, conditioning)
+
+    def peak(self, device: torch.device, work: Callable[[], Any]) -> tuple[Any, int]:
+        alone = PrivatePool()
+        alone.replay(requests_of(work, SCALE))
+        return work(), alone.peak
+
+
+class PretendedCard(Card):
+    """A card of this size, of which others use a part; torch's own cache is always empty."""
+
+    def __init__(self, graphs: PretendedGraphs, size: int = 1 << 40) -> None:
+        self.size, self.others = size, 0
+        self.emptied = 0
+        self._graphs = graphs
+
+    def used(self) -> int:
+        return self.others + sum(map(self._graphs.bytes, self._graphs.devices()))
+
+    def total(self, device: torch.device | None = None) -> int:
+        return self.size
+
+    def free(self, device: torch.device) -> int:
+        return self.size - self.used()
+
+    def unused(self, device: torch.device) -> int:
+        # As torch counts: the graphs' memory is held and not in use.
+        return self._graphs.bytes(device)
+
+    def reserved(self) -> int:
+        return self.used()
+
+    def empty_cache(self) -> None:
+        self.emptied += 1
+
+
+def mebibytes(size: int) -> int:
+    return size // MEBIBYTE

@@ -1,0 +1,203 @@
+"""Who may use the REST API: passwords, gradio's own logins, and pages of other sites."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("httpx")
+
+from api_builders import Api, basic, command_line, remember
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from lib_onediff.accelerator import runtime
+from lib_onediff.api.auth import FOREIGN_PAGE, LOG_IN, NO_PAGE
+
+PREFIX = "/onediff/v1"
+REQUESTS = [
+    ("GET", "status", None), ("GET", "shapes", None), ("GET", "jobs", None), ("GET", "jobs/1", None),
+    ("DELETE", "jobs/1", None), ("POST", "prewarm", {"sizes": "64x64"}), ("POST", "purge", {"all": True}),
+    ("POST", "pin", {"resolution": "512x512", "model": "SD1"}), ("POST", "release", {}),
+]
+CHANGES = [request for request in REQUESTS if request[0] != "GET"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path) -> Path:
+    remember(tmp_path, [("512x512", "SD1")])
+    return tmp_path
+
+
+def send(client: TestClient, request: tuple[str, str, Any], **headers: str) -> Any:
+    method, path, body = request
+    return client.request(method, f"{PREFIX}/{path}", json=body, headers=headers)
+
+
+def nothing_happened(api: Api) -> bool:
+    (row,) = runtime.rows()
+    return not api.warmup.jobs() and not row.pinned
+
+
+# --- --api-auth -------------------------------------------------------------------------------------------------------
+
+
+ACCOUNTS = "ann:one,bob:two:parts, eve:three,ann:newer,no-password,:empty,zoë:schön"
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: f"{request[0]} {request[1]}")
+def test_no_endpoint_is_without_password(request_: Any) -> None:
+    api = Api()
+    client = TestClient(api.add_to(FastAPI(), command_line(api_auth=ACCOUNTS)))
+    wrong = ["ann:one", "ann:", "ann", ":", "", "bob:two", "eve:three", "no-password:", "no-password", "ANN:newer"]
+    for headers in ({}, *map(basic, wrong), {"Authorization": "Bearer x"}, {"Authorization": "Basic !"},
+                    {"Cookie": "access-token=x; access-token-unsecure=x"}):
+        answer = send(client, request_, **headers)
+        assert answer.status_code == 401 and answer.headers["www-authenticate"].startswith("Basic"), headers
+        assert set(answer.json()) == {"detail"}
+    assert nothing_happened(api)
+
+
+@pytest.mark.parametrize("account", ["ann:newer", "bob:two:parts", " eve:three", ":empty"])
+def test_accounts_are_the_hosts(account: str) -> None:
+    """Blanks count, and the last of two accounts with one name, as in A1111."""
+    client = TestClient(Api().add_to(FastAPI(), command_line(api_auth=ACCOUNTS)))
+    assert send(client, REQUESTS[0], **basic(account)).status_code == 200
+
+
+def test_accounts_that_are_none_let_nobody_in() -> None:
+    client = TestClient(Api().add_to(FastAPI(), command_line(api_auth="nonsense")))
+    for account in ("nonsense:", "nonsense", ":", "nonsense:nonsense"):
+        assert send(client, REQUESTS[0], **basic(account)).status_code == 401
+
+
+# --- --gradio-auth ----------------------------------------------------------------------------------------------------
+
+
+def gradio_page(accounts: list[tuple[str, str]] | None) -> Any:
+    import gradio
+
+    with gradio.Blocks(analytics_enabled=False) as page:
+        gradio.HTML("page")
+    page.auth, page.auth_message = accounts, None
+    return page
+
+
+def as_the_hosts(accounts: list[tuple[str, str]] | None) -> tuple[Any, Callable[[], Any]]:
+    """gradio's own app, which A1111 and Forge hand to scripts."""
+    gradio = pytest.importorskip("gradio")
+    page = gradio_page(accounts)
+    page.config, page.root_path, page.favicon_path = page.get_config_file(), "", None
+    page.delete_cache = getattr(page, "delete_cache", None)
+    app = gradio.routes.App.create_app(page, app_kwargs={"docs_url": "/docs"})
+    return app, lambda: app
+
+
+def as_standalone(accounts: list[tuple[str, str]] | None) -> tuple[Any, Callable[[], Any]]:
+    """An app in which gradio's is mounted after the scripts have added their routes."""
+    gradio = pytest.importorskip("gradio", minversion="4")
+    app = FastAPI()
+    return app, lambda: gradio.mount_gradio_app(app, gradio_page(accounts), path="/", auth=accounts)
+
+
+PAGES = [as_the_hosts, as_standalone]
+
+
+def logged_in_client(app: Any, account: dict[str, str]) -> TestClient:
+    client = TestClient(app)
+    client.post("/login", data=account)
+    return client
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("flag", ["gradio_auth", "gradio_auth_path"])
+def test_a_page_with_logins_lets_in_who_has_logged_in(page: Any, flag: str) -> None:
+    app, finished = page([("ann", "one"), ("bob", "two:parts")])
+    api = Api()
+    api.add_to(app, command_line(**{flag: "given"}))
+    app = finished()
+    stranger, mistaken = TestClient(app), logged_in_client(app, {"username": "ann", "password": "two"})
+    forger = TestClient(app, cookies={"access-token": "x", "access-token-unsecure": "x"})
+    for client in (stranger, mistaken, forger):
+        for request in REQUESTS:
+            answer = send(client, request)
+            assert answer.status_code == 401 and answer.json() == {"detail": LOG_IN}, request
+        assert send(client, REQUESTS[0], **basic("ann:one")).status_code == 401
+    assert nothing_happened(api)
+    for account in ({"username": "ann", "password": "one"}, {"username": "bob", "password": "two:parts"}):
+        assert send(logged_in_client(app, account), REQUESTS[0]).status_code == 200, account
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_without_logins_leaves_the_api_open(page: Any) -> None:
+    app, finished = page(None)
+    Api().add_to(app, command_line())
+    assert send(TestClient(finished()), REQUESTS[0]).status_code == 200
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_apis_password_holds_beside_logins(page: Any) -> None:
+    app, finished = page([("ann", "one")])
+    Api().add_to(app, command_line(api_auth="api:secret", gradio_auth="ann:one"))
+    app = finished()
+    client = logged_in_client(app, {"username": "ann", "password": "one"})
+    assert send(client, REQUESTS[0]).status_code == 401
+    assert send(TestClient(app), REQUESTS[0], **basic("api:secret")).status_code == 200
+
+
+def test_logins_without_a_page_let_nobody_in() -> None:
+    """--nowebui: there is no login, and an app that has a route of the same name is no gradio."""
+    app = FastAPI()
+    app.add_api_route("/user", lambda: "ann")
+    app.add_api_route("/login_check", lambda: None)
+    api = Api()
+    client = TestClient(api.add_to(app, command_line(nowebui=True, api=False, gradio_auth="ann:one")))
+    for request in REQUESTS:
+        answer = send(client, request)
+        assert answer.status_code == 401 and answer.json() == {"detail": NO_PAGE}
+    assert nothing_happened(api)
+
+
+# --- pages of other sites ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("headers", [
+    {"Origin": "https://evil.example"}, {"Origin": "null"}, {"Origin": "http://testserver.evil.example"},
+    {"Origin": ""}, {"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"}, {"Sec-Fetch-Site": ""},
+    {"Sec-Fetch-Site": "cross-site", "Origin": "http://testserver"}, {"Origin": "http://", "Host": ""},
+])
+def test_another_sites_page_changes_nothing(headers: dict[str, str]) -> None:
+    """Not with a password that the browser adds, either, and not by a form, which is no JSON."""
+    for flags, password in (({}, {}), ({"api_auth": "ann:one"}, basic("ann:one"))):
+        api = Api()
+        client = TestClient(api.add_to(FastAPI(), command_line(**flags)))
+        for request in CHANGES:
+            answer = send(client, request, **headers, **password)
+            assert answer.status_code == 403 and answer.json() == {"detail": FOREIGN_PAGE}, request
+            plain = {**headers, **password, "Content-Type": "text/plain"}
+            assert send(client, request, **plain).status_code == 403
+        assert nothing_happened(api)
+
+
+@pytest.mark.parametrize("headers", [
+    {}, {"Origin": "http://testserver"}, {"Origin": "https://TESTSERVER"}, {"Sec-Fetch-Site": "same-origin"},
+    {"Sec-Fetch-Site": "none"}, {"Sec-Fetch-Site": "same-origin", "Origin": "https://behind.a.proxy.example"},
+])
+def test_programs_and_the_webuis_own_pages_may(headers: dict[str, str]) -> None:
+    assert send(Api().client, ("POST", "release", {}), **headers).status_code == 200
+
+
+@pytest.mark.parametrize("flags", [
+    {"cors_allow_origins": "http://other.example,https://friend.example"}, {"cors_allow_origins": "*"},
+    {"cors_allow_origins": None, "cors_allow_origins_regex": r"https://.*\.example"},
+])
+def test_sites_that_the_user_allows_may(flags: dict[str, str]) -> None:
+    client = TestClient(Api().add_to(FastAPI(), command_line(**flags)))
+    friend = {"Origin": "https://friend.example", "Sec-Fetch-Site": "cross-site"}
+    assert send(client, ("POST", "release", {}), **friend).status_code == 200
+    if "*" not in str(flags.get("cors_allow_origins")):
+        enemy = {"Origin": "https://friend.example.evil.test", "Sec-Fetch-Site": "cross-site"}
+        assert send(client, ("POST", "release", {}), **enemy).status_code == 403

@@ -1,0 +1,147 @@
+"""2,000 requests that hypothesis makes up: no fault, and no effect that was not asked for."""
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("httpx")
+pytest.importorskip("hypothesis")
+
+import hypothesis
+from api_builders import SECONDS, Api, command_line, remember
+from api_requests import PASSWORD, ROWS, Request, requests
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from lib_onediff.accelerator import runtime
+from lib_onediff.shapes.history import History
+
+REQUESTS = 2000
+PREFIX, OURS = "/onediff/v1", "onediff"
+# What must have come up, so that not all was refused at the door.
+OUTCOMES = [
+    ("prewarm", 202), ("prewarm", 422), ("purge", 200), ("purge", 404), ("purge", 422), ("purge", 401), ("purge", 403),
+    ("pin", 200), ("pin", 404), ("release", 200), ("jobs", 200), ("jobs", 404), ("jobs", 409), ("shapes", 200),
+]
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[TestClient]:
+    """The standalone host with --api-auth, and without a model, for which nothing can be made ready.
+
+    Where its packages are missing, as in a WebUI's own Python, an app that has nothing but the API.
+    """
+    if find_spec("diffusers") is None:
+        api = Api()
+        yield TestClient(api.add_to(FastAPI(), command_line(api_auth="ann:one")), raise_server_exceptions=False)
+        api.warmup.stop(SECONDS)
+        return
+    from lib_onediff.hosts.standalone.__main__ import parse_arguments
+    from lib_onediff.hosts.standalone.loaded_model import LoadedModel
+    from lib_onediff.hosts.standalone.modules import script_callbacks, sd_models
+    from lib_onediff.hosts.standalone.registration import modules_importable
+    from lib_onediff.hosts.standalone.server import make_app
+    from lib_onediff.hosts.standalone.tiny_model import tiny_sd15_pipeline
+
+    script_callbacks.clear_callbacks()
+    with modules_importable():
+        arguments = parse_arguments(["--data-dir", str(tmp_path), "--api-auth", "ann:one"])
+        app = make_app(arguments, LoadedModel(tiny_sd15_pipeline(), "small"))
+        sd_models.use_model(None)
+        yield TestClient(app, raise_server_exceptions=False)
+        script_callbacks.script_unloaded_callback()
+    script_callbacks.clear_callbacks()
+
+
+class State(NamedTuple):
+    """What a request may have changed."""
+
+    settings: Any
+    options: dict[str, Any]
+    files: dict[str, int]
+    job: int
+    pins: dict[tuple[str, str], bool]
+
+
+def state(client: TestClient, folder: Path) -> State:
+    from lib_onediff.hosts.standalone.modules import shared
+
+    jobs = client.get(f"{PREFIX}/jobs", headers=PASSWORD).json()["jobs"]
+    return State(
+        runtime.settings, dict(shared.opts.data),
+        {str(file): file.stat().st_size for file in folder.rglob("*") if file.is_file() and OURS not in file.parts},
+        max((job["id"] for job in jobs), default=0),
+        {(row.resolution, row.model): row.pinned for row in runtime.rows()},
+    )
+
+
+def start_again_with_rows(folder: Path) -> None:
+    runtime.history = History()
+    remember(folder, ROWS)
+    runtime.choices.attach(runtime.history.tuned, runtime.history.tune)
+
+
+def check_effect(request: Request, answer: Any, before: State, after: State) -> None:
+    """Only what was asked for is different."""
+    assert (after.settings, after.options, after.files) == (before.settings, before.options, before.files)
+    done = request.is_trusted and answer.status_code < 300
+    name = request.path if request.method == "POST" and done else ""
+    if name != "prewarm":
+        assert after.job == before.job
+    if name == "purge":
+        body, gone = json.loads(request.body), set(before.pins) - set(after.pins)
+        named = {
+            (resolution, model) for resolution, model in before.pins
+            if body.get("all") or body.get("disk") or (
+                resolution in (body.get("resolutions") or [resolution]) and model in (body.get("model"), model)
+                and (body.get("model") in (None, model)))
+        }
+        assert gone <= named and set(after.pins) <= set(before.pins)
+    elif name == "pin":
+        body = json.loads(request.body)
+        changed = {row for row in before.pins if before.pins[row] != after.pins[row]}
+        assert changed <= {(body["resolution"], body["model"])} and set(after.pins) == set(before.pins)
+    else:
+        assert after.pins == before.pins
+
+
+def test_no_request_breaks_anything(host: TestClient, tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / OURS
+    start_again_with_rows(folder)
+    seen: dict[tuple[str, int], int] = {}
+    before = state(host, tmp_path)
+
+    @hypothesis.settings(
+        max_examples=REQUESTS, deadline=None, database=None, derandomize=True,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(request=requests)
+    def send(request: Request) -> None:
+        nonlocal before
+        if len(before.pins) < len(ROWS):
+            start_again_with_rows(folder)
+            before = state(host, tmp_path)
+        answer = host.request(request.method, f"{PREFIX}/{request.path}", content=request.body, headers=request.headers)
+        assert answer.status_code < 500, answer.text
+        if answer.status_code >= 400 and request.method != "HEAD":
+            assert isinstance(answer.json()["detail"], str), answer.text
+        if not request.is_trusted:
+            reads = request.method == "GET" and request.headers.get("Authorization") == PASSWORD["Authorization"]
+            assert answer.status_code >= 400 or reads, answer.text
+        after = state(host, tmp_path)
+        check_effect(request, answer, before, after)
+        before = after
+        path = request.path.partition("?")[0].partition("/")[0]
+        seen[path, answer.status_code] = seen.get((path, answer.status_code), 0) + 1
+
+    send()
+    runtime.choices.clear()  # The pins.
+    assert sum(seen.values()) >= REQUESTS
+    missing = [outcome for outcome in OUTCOMES if outcome not in seen]
+    assert not missing, sorted(seen.items())

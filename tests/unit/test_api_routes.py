@@ -1,0 +1,224 @@
+"""The REST API: what each endpoint does to the real runtime, store and pre-warm queue."""
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("fastapi")
+pytest.importorskip("httpx")
+
+from api_builders import SECONDS, STATUS, Api, command_line, remember, wait_until
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from lib_onediff.accelerator import runtime
+from lib_onediff.api import models, turns
+from lib_onediff.shapes.key import ShapeKey
+from lib_onediff.shapes.table import State
+
+ROWS = [("512x512", "SD1"), ("768x512", "SD1"), ("512x512", "SDXL")]
+MOST_MILLISECONDS = 300
+
+
+@pytest.fixture
+def api() -> Iterator[Api]:
+    made = Api()
+    yield made
+    made.warmup.stop(SECONDS)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The cache folder, with ROWS in it."""
+    remember(tmp_path, ROWS)
+    return tmp_path
+
+
+def known(api: Api, path: str = "shapes") -> set[tuple[str, str]]:
+    return {(row["resolution"], row["model"]) for row in api.get(path)["rows"]}
+
+
+# --- where it is, and what it says of itself --------------------------------------------------------------------------
+
+
+def test_api_is_there_only_where_the_hosts_own_is() -> None:
+    for flags, there in (({}, True), ({"api": False}, False), ({"api": False, "nowebui": True}, True)):
+        app = Api().add_to(FastAPI(), command_line(**flags))
+        assert ("/onediff/v1/status" in app.openapi()["paths"]) == there, flags
+        assert (TestClient(app).get("/onediff/v1/status").status_code == 200) == there, flags
+
+
+def test_docs_name_every_endpoint_with_its_bodies(api: Api) -> None:
+    paths = api.client.get("/openapi.json").json()["paths"]
+    named = {(method, path): told for path, methods in paths.items() for method, told in methods.items()}
+    prefix = "/onediff/v1"
+    assert {key: 0 for key in named} == {
+        ("get", f"{prefix}/status"): 0, ("get", f"{prefix}/shapes"): 0, ("post", f"{prefix}/prewarm"): 0,
+        ("get", f"{prefix}/jobs"): 0, ("get", f"{prefix}/jobs/{{id}}"): 0, ("delete", f"{prefix}/jobs/{{id}}"): 0,
+        ("post", f"{prefix}/purge"): 0, ("post", f"{prefix}/pin"): 0, ("post", f"{prefix}/release"): 0,
+    }
+    for key, told in named.items():
+        assert told["tags"] == ["OneDiff"] and told["summary"] and told["description"], key
+        good = next(answer for status, answer in told["responses"].items() if status[0] == "2")
+        assert "$ref" in good["content"]["application/json"]["schema"], key
+        assert ("requestBody" in told) == (key[0] == "post"), key
+    assert api.client.get("/docs").status_code == 200
+
+
+def test_status_keeps_its_fields(api: Api) -> None:
+    assert api.get("status") == {**STATUS, "ratio": None}
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+def test_shapes_are_the_runtimes_rows_and_totals(api: Api, folder: Path) -> None:
+    answer = api.get("shapes")
+    parsed = models.ShapesAnswer(**answer)
+    assert [row.resolution for row in parsed.rows] == [row.resolution for row in runtime.rows()]
+    row = next(row for row in answer["rows"] if row["model"] == "SDXL")
+    assert (row["state"], row["step_ms"], row["host_ms"], row["ratio"]) == ("on disk", 10.0, 20.0, 2.0)
+    assert row["shapes"][0]["batch"] == 2 and row["pinned"] is False and row["needs"] == 0
+    # What lies on the disk may just be written.
+    assert {**answer["totals"], "disk": 0} == {**vars(runtime.totals()), "disk": 0}
+    assert answer["totals"]["disk"] > 0
+
+
+def test_shapes_of_one_model(api: Api, folder: Path) -> None:
+    assert known(api, "shapes?model=SD1") == {("512x512", "SD1"), ("768x512", "SD1")}
+    assert known(api, "shapes?model=nobody") == set()
+    api.get(f"shapes?model={'x' * 1000}", 422)
+    api.get("shapes?model=", 422)
+
+
+def test_queued_sizes_are_rows_too(api: Api) -> None:
+    with api.webui.lock:
+        api.post("prewarm", {"sizes": "64x64, 128x64"}, 202)
+        states = {row["resolution"]: row["state"] for row in api.get("shapes")["rows"]}
+    assert set(states) == {"64x64", "128x64"}
+    assert all(state == "queued" or state.startswith("warming") for state in states.values())
+
+
+@pytest.mark.parametrize("use", [remember, "in this process"], ids=["remembered", "in use"])
+def test_five_hundred_rows_are_answered_in_time(api: Api, tmp_path: Path, use: Any) -> None:
+    resolutions = [(width, height) for width in range(512, 712, 8) for height in range(512, 672, 8)]
+    if use is remember:
+        remember(tmp_path, [(f"{width}x{height}", "SDXL") for width, height in resolutions], batches=(1, 2, 4))
+    else:
+        for (width, height), batch in itertools.product(resolutions, (1, 2, 4)):
+            entry = runtime.table.entry(a_key(width, height, batch), "SDXL")
+            entry.state, entry.uses, entry.needs = State.READY, 7, width * height
+            entry.own.remember(10.0)
+            entry.host.remember(20.0)
+    api.get("shapes")
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        answer = api.get("shapes")
+        times.append(1e3 * (time.perf_counter() - began))
+    assert (len(answer["rows"]), len(answer["rows"][0]["shapes"])) == (500, 3)
+    assert min(times) < MOST_MILLISECONDS, times
+
+
+def a_key(width: int, height: int, batch: int) -> ShapeKey:
+    return ShapeKey(
+        "SDXL", height // 8, width // 8, batch, 77, torch.float16, torch.float16, torch.device("cpu"), (), (), False
+    )
+
+
+# --- purging ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("body", "left"), [
+    ({"resolutions": ["512x512"]}, {("768x512", "SD1")}),
+    ({"resolutions": ["512x512"], "model": "SD1"}, {("768x512", "SD1"), ("512x512", "SDXL")}),
+    ({"resolutions": ["512x512", "8x8"], "model": "SDXL"}, {("512x512", "SD1"), ("768x512", "SD1")}),
+    ({"model": "SD1"}, {("512x512", "SDXL")}),
+    ({"disk": True}, set()),
+    ({"all": True}, set()),
+])
+def test_purge_forgets_what_was_named(api: Api, folder: Path, body: dict[str, Any], left: set[Any]) -> None:
+    before = known(api)
+    answer = api.post("purge", body)
+    models.PurgedAnswer(**answer)
+    assert known(api) == left
+    if "disk" not in body:
+        assert {(row["resolution"], row["model"]) for row in answer["purged"]} == before - left
+    assert answer["disk"] == 0 or "disk" in body or "all" in body
+
+
+@pytest.mark.parametrize("body", [
+    {}, {"resolutions": None}, {"all": False}, {"disk": False, "all": False}, {"resolutions": []},
+    {"all": True, "model": "SD1"}, {"all": True, "disk": True}, {"disk": True, "resolutions": ["512x512"]},
+    {"model": ""}, {"resolutions": [""]}, {"everything": True}, {"all": 1}, {"all": "true"}, {"wait": 5}, None, [],
+    "all",
+])
+def test_purge_wants_to_know_what(api: Api, folder: Path, body: Any) -> None:
+    api.post("purge", body, 422)
+    assert known(api) == set(ROWS)
+
+
+def test_purge_of_what_nobody_knows(api: Api, folder: Path) -> None:
+    api.post("purge", {"resolutions": ["8x8"]}, 404)
+    api.post("purge", {"model": "../../etc/passwd"}, 404)
+    api.post("purge", {"resolutions": ["768x512"], "model": "SDXL"}, 404)
+    assert known(api) == set(ROWS)
+
+
+@pytest.mark.parametrize(("path", "body"), [("purge", {"all": True}), ("purge", {"disk": True}), ("release", {})])
+def test_a_picture_in_progress_is_not_disturbed(api: Api, folder: Path, path: str, body: dict[str, Any]) -> None:
+    with api.webui.lock:
+        began = time.monotonic()
+        assert "1 s" in api.post(path, {**body, "wait": 1}, 409)["detail"]
+        assert 0.9 < time.monotonic() - began < 5
+    with api.webui.lock:  # Behind the request that was given up, which must not be carried out now.
+        assert known(api) == set(ROWS)
+
+
+def test_purge_waits_for_a_short_picture(api: Api, folder: Path) -> None:
+    api.webui.lock.acquire()
+    threading.Timer(0.3, api.webui.lock.release).start()
+    assert len(api.post("purge", {"model": "SD1"})["purged"]) == 2
+
+
+def test_only_so_many_wait_for_a_picture(api: Api, folder: Path) -> None:
+    answers: list[Any] = []
+    ask = lambda: answers.append(api.post("release", {"wait": 2}, 409)["detail"])  # noqa: E731
+    with api.webui.lock:
+        threads = [threading.Thread(target=ask) for _ in range(turns.MOST_WAITING + 3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SECONDS)
+    assert sum(answer.startswith("Too many") for answer in answers) == 3
+    wait_until(lambda: api.client.post("/onediff/v1/release").status_code == 200)
+
+
+def test_release_needs_no_body(api: Api) -> None:
+    for body in (None, {}, {"wait": 3}):
+        answer = api.post("release", body)
+        models.ReleasedAnswer(**answer)
+        assert answer["vram"] >= 0
+    api.post("release", {"wait": 0}, 422)
+    api.post("release", {"wait": 10**9}, 422)
+
+
+# --- pins -------------------------------------------------------------------------------------------------------------
+
+
+def test_pin_and_unpin(api: Api, folder: Path) -> None:
+    pinned = lambda: {(row["resolution"], row["model"]) for row in api.get("shapes")["rows"] if row["pinned"]}  # noqa: E731
+    assert api.post("pin", {"resolution": "512x512", "model": "SD1"})["pinned"] is True
+    assert pinned() == {("512x512", "SD1")}
+    api.post("pin", {"resolution": "512x512", "model": "SD1", "pinned": False})
+    assert pinned() == set()
+    api.post("pin", {"resolution": "8x8", "model": "SD1"}, 404)
+    api.post("pin", {"resolution": "512x512"}, 422)
+    api.post("pin", {"resolution": "512x512", "model": "SD1", "pinned": "no"}, 422)

@@ -1,0 +1,129 @@
+"""The OneDiff tab and the accordion's button as they are put on a page."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gradio
+import pytest
+from panel_builders import Seen, text_of
+
+from lib_onediff.accelerator import runtime
+from lib_onediff.shapes.sizes import Size
+from lib_onediff.shapes.warmup import WarmUp
+from lib_onediff.ui import accordion, cache_panel
+
+
+def tab_of(seen: Seen) -> gradio.Blocks:
+    return cache_panel.build_cache_tab(runtime, seen.warmup, seen.panel.exclusively)
+
+
+def handlers(page: gradio.Blocks) -> list[dict[str, Any]]:
+    return page.get_config_file()["dependencies"]
+
+
+def test_tab_is_built_for_every_page_anew(seen: Seen) -> None:
+    tabs = [tab_of(seen) for _ in range(2)]
+    with gradio.Blocks() as page:
+        for tab in tabs:
+            tab.render()
+    assert len(handlers(page)) == 2 * len(handlers(tabs[0]))
+    assert runtime.rows() == [] and seen.warmup.jobs() == []
+
+
+def test_nothing_of_the_tab_gets_into_the_hosts_defaults_or_api(seen: Seen) -> None:
+    tab = tab_of(seen)
+    saved = (gradio.Textbox, gradio.Dropdown, gradio.Button, gradio.Number, gradio.Checkbox)
+    ours = [block for block in tab.blocks.values() if isinstance(block, saved)]
+    assert ours and all(block.do_not_save_to_config for block in ours)
+    assert all(handler["api_name"] is False for handler in handlers(tab))
+
+
+def test_every_handler_answers_with_a_value_for_every_output(seen: Seen) -> None:
+    tab = tab_of(seen)
+    names = [handler["outputs"] for handler in handlers(tab)]
+    assert all(outputs == names[0] for outputs in names)
+    seen.look()
+    answer = seen.panel.look(seen.model, seen.order, seen.page)
+    assert len(answer) == len(names[0])
+
+
+def test_no_handler_waits_in_gradios_queue(seen: Seen) -> None:
+    """gradio 3 never ends a queued generator whose page was left, and the WebUI then cannot reload its UI."""
+    page = page_of(seen.warmup, ["width", "height", "batch", "accordion", "info"])
+    for blocks in (tab_of(seen), page):
+        # What fills a component when the page loads is gradio's own, and no generator either.
+        asked_for = [handler for handler in handlers(blocks) if handler["targets"] != [(None, "load")]]
+        assert asked_for and all(handler["queue"] is False for handler in asked_for)
+        assert not any(handler["types"]["generator"] for handler in handlers(blocks))
+
+
+def test_what_is_hidden_is_there_for_javascript(seen: Seen) -> None:
+    blocks = {block.elem_id: block for block in tab_of(seen).blocks.values() if getattr(block, "elem_id", None)}
+    for name in ("onediff_tick", "onediff_cache_beat"):
+        assert blocks[name].visible and "onediff-hidden" in blocks[name].elem_classes
+    assert {"onediff_cache", "onediff_purge_keep"} <= set(blocks)
+
+
+def the_button(page: gradio.Blocks) -> Callable[..., Any]:
+    """What a click on the accordion's button does first ("ask"), and then ("begin", and "step" until it is over)."""
+    functions = page.fns.values() if isinstance(page.fns, dict) else page.fns
+    return {function.fn.__name__: function.fn for function in functions if function.fn}.__getitem__
+
+
+def followed(page: gradio.Blocks, *values: Any) -> list[str]:
+    """What is shown beside the button, one after the other, as the page asks for it."""
+    button = the_button(page)
+    first, _, turn, stream = button("begin")(*values)
+    shown = [first]
+    while turn:
+        result, _, turn = button("step")(stream, turn)
+        shown.append(result)
+    return [markup for markup in shown if isinstance(markup, str)]
+
+
+def page_of(warmup: WarmUp, order: list[str]) -> gradio.Blocks:
+    """A page whose parts are created in this order."""
+    parts: dict[str, Callable[[], Any]] = {
+        "width": lambda: gradio.Slider(64, 4096, value=128, elem_id="txt2img_width"),
+        "height": lambda: gradio.Slider(64, 4096, value=64, elem_id="txt2img_height"),
+        "batch": lambda: gradio.Slider(1, 8, value=1, elem_id="txt2img_batch_size"),
+        "accordion": lambda: accordion.build_accordion("txt2img", lambda: "status"),
+        "info": lambda: gradio.Textbox(visible=False, elem_id="generation_info_txt2img"),
+    }
+    with gradio.Blocks() as page:
+        for part in order:
+            made = parts[part]()
+            if part != "accordion":
+                accordion.connect(made, "txt2img", lambda: "status", warmup)
+    return page
+
+
+@pytest.mark.parametrize("order", [
+    ["width", "height", "batch", "accordion", "info"], ["accordion", "batch", "height", "width", "info"],
+])
+def test_the_accordions_button_warms_the_size_that_is_set(seen: Seen, order: list[str]) -> None:
+    page = page_of(seen.warmup, order)
+    assert the_button(page)("ask")(128, 64.0, 2) == ""
+    *_, last = followed(page, 128, 64.0, 2)
+    assert text_of(last).startswith("128x64 x2 done in")
+    (job,) = seen.warmup.jobs()
+    assert (job.size, job.source) == (Size(128, 64, 2), "accordion")
+
+
+@pytest.mark.parametrize("values, part", [
+    ((None, 64, 1), "whole numbers"), ((64.5, 64, 1), "whole numbers"), ((65, 64, 1), "multiple of 8"),
+    ((64, 64, 0), "a batch has"),
+])
+def test_the_accordions_button_refuses_with_a_sentence(seen: Seen, values: tuple[Any, ...], part: str) -> None:
+    page = page_of(seen.warmup, ["width", "height", "batch", "accordion", "info"])
+    assert part in the_button(page)("ask")(*values)
+    assert [part in shown for shown in followed(page, *values)] == [True]
+    assert seen.warmup.jobs() == []
+
+
+def test_a_page_without_sizes_has_a_status_line_all_the_same(seen: Seen) -> None:
+    whole = handlers(page_of(seen.warmup, ["width", "height", "batch", "accordion", "info"]))
+    part = handlers(page_of(seen.warmup, ["width", "accordion", "info"]))
+    without_accordion = handlers(page_of(seen.warmup, ["width", "height", "batch", "info"]))
+    assert (len(whole), len(part), len(without_accordion)) == (5, 2, 0)

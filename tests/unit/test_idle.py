@@ -1,0 +1,161 @@
+"""Idle warm-up, with a real UNet behind the real runtime and a very small WebUI."""
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import builders
+import pytest
+from test_warmup import SECONDS, SmallWebUI, wait_until_idle
+
+from lib_onediff.accelerator import runtime
+from lib_onediff.hosts import diffusers as diffusers_host
+from lib_onediff.shapes import idle as idle_module
+from lib_onediff.shapes.idle import IdleWarmUp, count_ready
+from lib_onediff.shapes.most_used import Wanted
+from lib_onediff.shapes.sizes import Size
+from lib_onediff.shapes.warmup import WarmUp
+
+IDLE = 0.15
+SIZES = [Wanted(Size(64, 64), 77), Wanted(Size(72, 64), 77), Wanted(Size(80, 64, 2), 154)]
+
+
+class Rig:
+    """A WebUI, its queue, and the idle warm-up of what wanted holds."""
+
+    def __init__(self) -> None:
+        self.webui = SmallWebUI(builders.diffusers_unet())
+        self.warmup = WarmUp(self.webui, runtime)
+        self.wanted = list(SIZES)
+        self.idle = IdleWarmUp(self.warmup, runtime.rows, lambda: self.wanted, IDLE)
+
+    def states(self) -> list[tuple[str, str]]:
+        return [(str(job.size), job.state) for job in self.warmup.jobs()]
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.idle.stop()
+    rig.warmup.stop(SECONDS)
+    diffusers_host.detach(rig.webui.unet)
+
+
+def until(true: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "onediff-idle"]
+
+
+def test_what_is_used_the_most_is_made_ready_one_at_a_time(rig: Rig) -> None:
+    most = []
+    add = rig.warmup.add
+
+    def watched(*asked: Any, **how: Any) -> Any:
+        most.append(sum(job.pending for job in rig.warmup.jobs()))
+        return add(*asked, **how)
+
+    rig.warmup.add = watched  # type: ignore[method-assign]
+    began = time.monotonic()
+    rig.idle.follow(True)
+    until(lambda: len(rig.states()) == 3 and not rig.warmup.busy())
+    assert time.monotonic() - began >= IDLE and most == [0, 0, 0]
+    assert rig.states() == [("64x64", "done"), ("72x64", "done"), ("80x64 x2", "done")]
+    assert {job.source for job in rig.warmup.jobs()} == {"idle"}
+    assert [job.tokens for job in rig.warmup.jobs()] == [77, 77, 154]
+    made = len(rig.webui.calls)
+    time.sleep(3 * IDLE)
+    assert len(rig.webui.calls) == made, "it is done once"
+
+
+def test_what_is_ready_is_left_alone(rig: Rig) -> None:
+    rig.warmup.add([Size(64, 64)], "panel")
+    wait_until_idle(rig.warmup)
+    rig.idle.follow(True)
+    until(lambda: len(rig.states()) == 3 and not rig.warmup.busy())
+    assert [job.source for job in rig.warmup.jobs()] == ["panel", "idle", "idle"]
+
+
+def test_nothing_happens_while_pictures_are_made(rig: Rig) -> None:
+    rig.idle.follow(True)
+    for _ in range(12):
+        time.sleep(IDLE / 3)
+        rig.idle.disturb()
+    assert rig.webui.calls == [] and rig.states() == []
+
+
+def test_it_stops_as_soon_as_a_picture_begins_and_begins_again_later(rig: Rig) -> None:
+    rig.idle.follow(True)
+    until(lambda: rig.webui.calls)
+    rig.idle.disturb()
+    with rig.webui.lock:
+        made = len(rig.webui.calls)
+        assert "cancelled" in [state for _, state in rig.states()] and not rig.warmup.busy()
+        rig.idle.disturb()
+    rig.idle.disturb()
+    until(lambda: len(rig.webui.calls) > made)
+    until(lambda: {size for size, state in rig.states() if state == "done"} == {"64x64", "72x64", "80x64 x2"})
+
+
+def test_what_others_have_queued_goes_on(rig: Rig) -> None:
+    rig.idle.follow(True)
+    until(lambda: rig.webui.calls)
+    with rig.webui.lock:
+        (job,) = rig.warmup.add([Size(128, 64)], "panel")
+        rig.idle.disturb()
+    wait_until_idle(rig.warmup)
+    assert next(now for now in rig.warmup.jobs() if now.id == job.id).state == "done"
+
+
+def test_it_does_not_drive_one_size_out_for_another(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle_module, "count_ready", lambda rows: 5)
+    rig.idle.follow(True)
+    until(lambda: rig.states())
+    wait_until_idle(rig.warmup)
+    time.sleep(3 * IDLE)
+    assert rig.states() == [("64x64", "done")]
+
+
+def test_the_thread_lives_while_the_setting_is_on(rig: Rig) -> None:
+    assert threads() == []
+    for _ in range(3):
+        rig.idle.follow(True)
+        rig.idle.follow(True)
+        assert len(threads()) == 1
+        rig.idle.follow(False)
+        assert threads() == []
+    rig.idle.disturb()
+    rig.idle.stop()
+    time.sleep(2 * IDLE)
+    assert rig.webui.calls == []
+
+
+def test_switched_off_in_the_middle(rig: Rig) -> None:
+    rig.wanted = [Wanted(Size(64 + 8 * step, 64), 77) for step in range(20)]
+    rig.idle.follow(True)
+    until(lambda: rig.webui.calls)
+    rig.idle.follow(False)
+    assert threads() == [] and not rig.warmup.busy()
+
+
+def test_a_fault_ends_up_in_the_log(
+    rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idle_module.log, "propagate", True)
+    monkeypatch.setattr(rig.idle, "_most_used", lambda: 1 / 0)
+    rig.idle.follow(True)
+    until(lambda: "idle warm-up failed" in caplog.text)
+    assert len(threads()) == 1
+
+
+def test_a_graph_counts_more_than_plain_launches() -> None:
+    runtime.purge()
+    assert count_ready(runtime.rows()) == 0

@@ -1,0 +1,207 @@
+"""A card that others fill: graphs are given up in time, a host that ran out is served, and nothing is thrown away in
+vain."""
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, served
+from graph_builders import PretendedCard, PretendedGraphs
+from ladder_builders import Weather, error, now, reason
+from torch import Tensor, nn
+
+from lib_onediff import pressure
+from lib_onediff.accelerator import runtime
+from lib_onediff.card import LEAST, MOST, Card
+from lib_onediff.graph_cache import CARD_IS_FULL
+from lib_onediff.hosts import diffusers as diffusers_host
+from lib_onediff.unet.call import UNetCall
+
+CLOSE = 1e-5
+GIBIBYTE = 2**30
+
+
+@pytest.fixture(autouse=True)
+def no_pins() -> Iterator[None]:
+    yield
+    runtime.pins.replace(frozenset())
+
+
+@pytest.fixture
+def card(pretended: PretendedGraphs) -> PretendedCard:
+    pretended.card.size = 24 * GIBIBYTE
+    return pretended.card
+
+
+@pytest.fixture
+def unet(pretended: PretendedGraphs) -> nn.Module:
+    return attached(**SMALL_XL)
+
+
+def attached(**config: object) -> nn.Module:
+    unet = diffusers_unet(**config)
+    diffusers_host.attach(unet)
+    return unet
+
+
+def make_ready(unet: nn.Module, *sizes: tuple[int, int]) -> None:
+    for height, width in sizes:
+        for route in ("plain", "plain", "graph"):
+            assert error(unet, a_call(unet, height, width)) < CLOSE
+            assert now() == ("native", route), reason()
+
+
+def states() -> dict[str, str]:
+    return {row.resolution: row.state for row in runtime.rows()}
+
+
+def leave(card: PretendedCard, left: int) -> None:
+    """Let others fill the card but for so many bytes."""
+    card.others += card.free(torch.device("cpu")) - left
+
+
+def fill_after(card: PretendedCard, size: int) -> None:
+    """Let others take so much that what is left would be enough if this were given back."""
+    leave(card, card.spare(torch.device("cpu")) - size)
+
+
+def test_room_enough_costs_nothing(unet: nn.Module, card: PretendedCard) -> None:
+    make_ready(unet, (8, 8))
+    emptied = card.emptied
+    runtime.pressure.before_sampling("another architecture", 0)
+    runtime.pressure.before_decode(torch.empty(1, 4, 8, 8))
+    assert states() == {"64x64": "ready"} and card.emptied == emptied
+
+
+def test_other_architectures_go_first(unet: nn.Module, card: PretendedCard) -> None:
+    other = attached()
+    make_ready(other, (8, 16))
+    make_ready(unet, (8, 8))
+    fill_after(card, 32 << 20)
+    runtime.begin_sampling(unet)
+    assert states() == {"64x64": "ready", "128x64": "proved"}
+    runtime.begin_sampling(unet)
+    assert states() == {"64x64": "ready", "128x64": "proved"}, "that was enough"
+
+
+def test_the_pinned_go_last(unet: nn.Module, card: PretendedCard) -> None:
+    make_ready(unet, (16, 16), (8, 8))
+    runtime.pin("64x64", runtime.rows()[0].model, True)
+    shared = runtime._graphs.shared()
+    fill_after(card, 32 << 20)
+    runtime.begin_sampling(unet)
+    assert states() == {"64x64": "ready", "128x128": "proved"}
+    assert runtime._graphs.shared() < shared / 2, "the pinned one was captured again in less"
+    fill_after(card, 32 << 20)
+    runtime.begin_sampling(unet)
+    assert set(states().values()) == {"proved"} and runtime._graphs.shared() == 0
+
+
+def test_a_decode_needs_more_than_a_sampling(unet: nn.Module, card: PretendedCard) -> None:
+    make_ready(unet, (8, 8))
+    leave(card, 2 * card.spare(torch.device("cpu")))
+    runtime.begin_sampling(unet)
+    runtime.pressure.before_decode(torch.empty(1, 4, 32, 32))
+    assert states() == {"64x64": "ready"}
+    runtime.pressure.before_decode(torch.empty(1, 4, 128, 128))
+    assert states() == {"64x64": "proved"}
+
+
+def test_on_a_full_card_graphs_wait_until_there_is_room(unet: nn.Module, card: PretendedCard) -> None:
+    served(unet, a_call(unet))
+    leave(card, 64 << 20)
+    for _ in range(3):
+        assert error(unet, a_call(unet)) < CLOSE
+        assert now() == ("native", "plain")
+    assert reason() == CARD_IS_FULL and runtime.rows()[0].reason == CARD_IS_FULL
+    card.others = 0
+    for route in ("plain", "graph"):
+        assert error(unet, a_call(unet)) < CLOSE
+        assert now() == ("native", route)
+    assert runtime.rows()[0].reason == ""
+
+
+def test_other_architectures_make_room_for_a_graph(unet: nn.Module, card: PretendedCard) -> None:
+    other = attached()
+    make_ready(other, (16, 16))
+    for _ in range(2):
+        served(unet, a_call(unet))
+    needs = runtime.rows()[0].needs
+    runtime.purge(["64x64"])
+    leave(card, needs // 2 + card.spare(torch.device("cpu")))
+    make_ready(unet, (8, 8))
+    assert states() == {"64x64": "ready", "128x128": "proved"}
+
+
+def test_a_host_that_runs_out_of_memory_is_run_once_more(
+    unet: nn.Module, weather: Weather, card: PretendedCard
+) -> None:
+    make_ready(unet, (8, 8))
+    call, attempts = a_call(unet, seed=3), []
+
+    def host() -> Tensor:
+        attempts.append(states())
+        if runtime._graphs.devices():
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return diffusers_output(unet, call)
+
+    with torch.no_grad():
+        # Gradients are not ours, so the host serves it.
+        output = runtime.run(unet, UNetCall(call.latent[:, :3], call.timestep, call.context, call.y), host)
+    assert torch.equal(output, diffusers_output(unet, call))
+    assert attempts == [{"64x64": "ready"}, {"64x64": "proved"}]
+
+
+def test_a_host_that_runs_out_without_us_gets_its_own_error(card: PretendedCard) -> None:
+    attempts = []
+
+    def host() -> None:
+        attempts.append(True)
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory: tried to allocate")
+
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="tried to allocate"):
+        runtime.pressure.run_host(host)
+    assert len(attempts) == 1
+
+
+def test_out_of_memory_in_a_capture_frees_the_others(unet: nn.Module, card: PretendedCard) -> None:
+    make_ready(unet, (8, 8))
+    for _ in range(2):
+        served(unet, a_call(unet, 8, 10))
+    needs = {row.resolution: row.needs for row in runtime.rows()}["80x64"]
+    runtime.purge(["80x64"])
+    served(unet, a_call(unet, 8, 10))
+    # Others take it while the graph is captured: nobody could see that before.
+    runtime._graphs._graphs.before_capture = lambda inputs: leave(card, needs // 8 - (1 << 20))
+    runtime._graphs.free()
+    assert error(unet, a_call(unet, 8, 10)) < CLOSE
+    assert now() == ("native", "plain")
+    assert states() == {"80x64": "proved", "64x64": "proved"} and runtime._graphs.shared() == 0
+    assert "out of GPU memory while its graph was captured" in runtime.rows()[0].reason
+
+
+def test_what_is_spared() -> None:
+    card = Card()
+    assert card.spare(torch.device("cpu")) == LEAST
+    sizes = {2: LEAST, 16: GIBIBYTE // 2, 141: MOST}
+    for total, spare in sizes.items():
+        assert PretendedCard(PretendedGraphs(), total * GIBIBYTE).spare(torch.device("cpu")) == spare
+
+
+def test_a_unet_that_its_host_takes_away_between_pictures_is_noticed(
+    unet: nn.Module, card: PretendedCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pressure, "SECONDS_BETWEEN_LOOKS", 0.01)
+    make_ready(unet, (8, 8))
+    emptied = card.emptied
+    runtime.keep_history()
+    watcher = runtime.pressure._watcher
+    time.sleep(0.1)
+    assert watcher.is_alive() and runtime._graphs.devices() and card.emptied == emptied, "nothing has happened"
+    for parameter in unet.parameters():
+        parameter.data = parameter.data.clone()
+    watcher.join(30)
+    assert not watcher.is_alive() and not runtime._graphs.devices() and card.emptied > emptied
+    assert states() == {"64x64": "proved"}

@@ -1,0 +1,146 @@
+"""What pages and the API ask of the runtime."""
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from builders import SMALL_XL, a_call, diffusers_unet, served
+from graph_builders import PretendedGraphs
+from torch import nn
+
+from lib_onediff.accelerator import runtime
+from lib_onediff.hosts import diffusers as diffusers_host
+from lib_onediff.ops.choices import Choices
+from lib_onediff.shapes.history import History
+from lib_onediff.shapes.pins import NAME, Pins
+from lib_onediff.shapes.table import State
+
+
+@pytest.fixture(autouse=True)
+def no_choices() -> Iterator[None]:
+    yield
+    runtime.choices.clear()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    runtime.history.open(tmp_path)
+    runtime.choices.attach(runtime.history.tuned, runtime.history.tune)
+    return tmp_path
+
+
+@pytest.fixture
+def unet(pretended: PretendedGraphs) -> nn.Module:
+    unet = diffusers_unet(**SMALL_XL)
+    diffusers_host.attach(unet)
+    return unet
+
+
+def another_process(folder: Path) -> tuple[History, Choices]:
+    runtime.history._store.flush()
+    history, choices = History(), Choices()
+    history.open(folder)
+    choices.attach(history.tuned, history.tune)
+    return history, choices
+
+
+def test_pins_outlive_the_process(unet: nn.Module, store: Path) -> None:
+    served(unet, a_call(unet))
+    [row] = runtime.rows()
+    assert not row.pinned and not row.shapes[0].pinned
+    assert runtime.pin(row.resolution, row.model, True)
+    [row] = runtime.rows()
+    assert row.pinned and row.shapes[0].pinned
+    _, choices = another_process(store)
+    assert Pins(choices).all() == {(row.model, "64x64")}
+    assert runtime.pin(row.resolution, row.model, False)
+    _, choices = another_process(store)
+    assert Pins(choices).all() == frozenset() and not runtime.rows()[0].pinned
+
+
+def test_only_what_is_known_can_be_pinned(unet: nn.Module) -> None:
+    assert not runtime.pin("64x64", "SDXL", True)
+    assert runtime.pins.all() == frozenset()
+
+
+@pytest.mark.parametrize("stored", [None, "512x512", [1, 2], [["SD1"]], [["SD1", 5]], {"SD1": "512x512"}, [None]])
+def test_a_store_that_anybody_has_written(stored: object) -> None:
+    choices = Choices()
+    choices.set(NAME, stored)
+    assert Pins(choices).all() == frozenset()
+
+
+def test_purging_the_disk_leaves_graphs_and_pins(unet: nn.Module, store: Path) -> None:
+    for _ in range(3):
+        served(unet, a_call(unet))
+    runtime.choices.set("kernel addition, small, float16", [64, 4])
+    runtime.pin("64x64", runtime.rows()[0].model, True)
+    runtime.keep_history()
+    runtime.history._store.flush()
+    assert another_process(store)[0].rows()
+    assert runtime.purge_disk() >= 0
+    history, choices = another_process(store)
+    assert history.rows() == [] and choices.get("kernel addition, small, float16") is None
+    assert runtime.choices.get("kernel addition, small, float16") is None, "it is measured again"
+    assert Pins(choices).all() == runtime.pins.all() != frozenset()
+    assert runtime.rows()[0].state == State.READY.value
+
+
+def test_purging_everything_leaves_pins(unet: nn.Module, store: Path) -> None:
+    served(unet, a_call(unet))
+    runtime.pin("64x64", runtime.rows()[0].model, True)
+    runtime.purge()
+    assert runtime.rows() == []
+    _, choices = another_process(store)
+    assert Pins(choices).all() == runtime.pins.all() != frozenset()
+
+
+def test_five_hundred_ready_rows_are_quick(unet: nn.Module) -> None:
+    for _ in range(3):
+        served(unet, a_call(unet))
+    [entry] = runtime.table.entries()
+    [(care, kept)] = [(held.care, held.kept) for held in runtime._graphs.graphs()]
+    for height in range(1, 501):
+        key = type(entry.key)(**{**vars(entry.key), "height": height})
+        again = runtime.table.entry(key, entry.model)
+        again.state, again.needs = State.READY, height << 20
+        care.keep(key, kept.conditioning, kept.runner)
+        again.own._times.extend([1.0] * 32)
+        again.host._times.extend([2.0] * 32)
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        rows = runtime.rows()
+        seconds.append(time.perf_counter() - began)
+    assert len(rows) == 500 and all(row.bytes > 0 and row.state == "ready" for row in rows)
+    # Other tests may be running.
+    assert min(seconds) < 0.1, f"{min(seconds) * 1e3:.0f} ms"
+    print(f"{min(seconds) * 1e3:.0f} ms")
+
+
+def test_a_page_does_not_wait_for_a_call(unet: nn.Module) -> None:
+    for _ in range(3):
+        served(unet, a_call(unet))
+    before = runtime.rows(), runtime.totals().vram
+    held, done = threading.Event(), threading.Event()
+
+    def call() -> None:
+        with runtime._lock:
+            held.set()
+            done.wait(30)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    held.wait(30)
+    began = time.perf_counter()
+    try:
+        assert ([row.bytes for row in runtime.rows()], runtime.totals().vram) == (
+            [row.bytes for row in before[0]], before[1]
+        )
+        assert time.perf_counter() - began < 1
+    finally:
+        done.set()
+        thread.join()

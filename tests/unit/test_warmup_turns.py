@@ -1,0 +1,134 @@
+"""The pre-warm queue takes turns with pictures, and leaves no thread behind."""
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import builders
+from test_warmup import SECONDS, SMALL, SmallWebUI, finished, queue, wait_until_idle, webui
+
+from lib_onediff.accelerator import runtime
+from lib_onediff.hosts import diffusers as diffusers_host
+from lib_onediff.shapes.sizes import Size
+from lib_onediff.shapes.warmup import WarmUp
+
+__all__ = ["queue", "webui"]  # Fixtures.
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class WakingLock:
+    """As those of A1111 and Forge: it wakes who has waited longest, and goes to whoever comes first then."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[threading.Event] = deque()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            turn = threading.Event()
+            self._waiting.append(turn)
+            turn.wait()
+            self._lock.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        if self._waiting:
+            self._waiting.popleft().set()
+        self._lock.release()
+
+
+class UnfairWebUI(SmallWebUI):
+    """Its lock may go to who has just had it."""
+
+    def __init__(self, unet: Any) -> None:
+        super().__init__(unet)
+        self.lock = WakingLock()  # type: ignore[assignment]
+
+    def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
+        """After the first, calls that never let another thread run, as launches and captures hardly do."""
+        if not self.calls:
+            super().warm(width, height, batch, tokens)
+        self.calls.append((width, height, batch))
+        end = time.perf_counter() + 0.003
+        while time.perf_counter() < end:
+            pass
+
+
+def test_nothing_runs_while_a_picture_is_made(webui: SmallWebUI, queue: WarmUp) -> None:
+    with webui.lock:
+        (job,) = queue.add([SMALL], "panel")
+        time.sleep(0.2)
+        assert webui.calls == [] and queue.jobs()[0].done == 0
+    assert finished(queue, job).state == "done"
+
+
+def test_a_picture_waits_for_one_call_at_most(webui: SmallWebUI, queue: WarmUp) -> None:
+    queue.add([Size(128, 128), Size(128, 64), Size(64, 128)], "panel")
+    while not webui.calls:
+        time.sleep(0.001)
+    asked = len(webui.calls)
+    with webui.lock:
+        assert len(webui.calls) <= asked + 1
+        assert queue.busy()
+
+
+def test_a_picture_is_not_passed_by_where_the_lock_is_not_fair() -> None:
+    unet = builders.diffusers_unet()
+    webui = UnfairWebUI(unet)
+    queue = WarmUp(webui, runtime)
+    queue.add([Size(64 + 8 * step, 64) for step in range(100)], "panel")
+    while not webui.calls:
+        time.sleep(0.001)
+    passed_by = []
+    for _ in range(10):
+        asked = len(webui.calls)
+        with webui.lock:
+            passed_by.append(len(webui.calls) - asked)
+        time.sleep(0.005)
+    assert queue.busy(), "the warm-up was over before the pictures"
+    queue.stop(SECONDS)
+    diffusers_host.detach(unet)
+    assert max(passed_by) <= 1, passed_by
+
+
+def test_worker_lives_while_there_is_work(queue: WarmUp) -> None:
+    for _ in range(2):
+        queue.add([SMALL], "panel")
+        wait_until_idle(queue)
+        deadline = time.monotonic() + SECONDS
+        while any(thread.name == "onediff-warm-up" for thread in threading.enumerate()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_stop_can_wait(webui: SmallWebUI, queue: WarmUp) -> None:
+    queue.add([Size(64 + 8 * step, 64) for step in range(20)], "panel")
+    while not webui.calls:
+        time.sleep(0.001)
+    queue.stop(SECONDS)
+    assert not any(thread.name == "onediff-warm-up" for thread in threading.enumerate())
+    assert len(webui.calls) < 20
+
+
+def test_the_program_can_end_in_the_middle() -> None:
+    """Python 3.10 to 3.13 abort when a daemon thread is inside a library of C++ at the end."""
+    program = """
+import sys, threading
+sys.path.insert(0, "tests/unit")
+import builders, test_warmup
+from lib_onediff.accelerator import runtime
+from lib_onediff.shapes.sizes import Size
+from lib_onediff.shapes.warmup import WarmUp
+webui = test_warmup.SmallWebUI(builders.diffusers_unet())
+queue = WarmUp(webui, runtime)
+queue.add([Size(256, 256 - 8 * step) for step in range(20)], "panel")
+while not webui.calls:
+    pass
+print("leaving")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, text=True, capture_output=True, timeout=120)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "leaving\n", "")

@@ -1,0 +1,108 @@
+"""The OneDiff tab: pinning, and throwing away, which asks first."""
+from __future__ import annotations
+
+import pytest
+from test_panel import panel  # noqa: F401
+from webui_client import WebUI
+from webui_panel import (
+    CONFIRM,
+    KEEP,
+    OUTCOME,
+    PIN,
+    PURGE,
+    PURGE_ALL,
+    PURGE_DISK,
+    PURGE_MODEL,
+    QUESTION,
+    RELEASE,
+    UNPIN,
+    Panel,
+    served,
+)
+
+
+@pytest.fixture
+def filled(panel: Panel) -> Panel:  # noqa: F811
+    """The tab with three resolutions in it."""
+    panel.prewarm("64x64, 72x64, 80x64")
+    panel.wait_until_ready("64x64", "72x64", "80x64")
+    panel.wait_until_told("3 sizes")
+    return panel
+
+
+def test_pin_and_unpin(filled: Panel) -> None:
+    filled.select("64x64", "80x64")
+    filled.click(PIN)
+    filled.told("2 resolutions pinned.")
+    pinned = lambda: {resolution for resolution, row in filled.rows().items() if "pinned" in row}  # noqa: E731
+    filled.page.wait(lambda: pinned() == {"64x64", "80x64"}, "two marks", 20)
+    assert sorted(filled.selected()) == ["64x64", "80x64"], "what is selected stays so when the table is drawn anew"
+    filled.select("64x64", "80x64", "72x64")
+    filled.click(UNPIN)
+    filled.page.wait(lambda: pinned() == set(), "no marks", 20)
+
+
+def test_purge_selected_asks_first(filled: Panel, webui: WebUI) -> None:
+    filled.select("72x64")
+    filled.click(PURGE)
+    filled.told("Purge 1 resolution?", QUESTION)
+    filled.click(KEEP)
+    filled.told("Nothing was purged.")
+    assert set(filled.rows()) == {"64x64", "72x64", "80x64"}
+    filled.purge(PURGE, "Purge 1 resolution?", "1 resolution forgotten")
+    filled.wait_for_rows("64x64", "80x64")
+    assert not filled.page.driver.find_element("id", CONFIRM).is_displayed()
+    host_before, before = webui.calls()["host"], served(webui)
+    webui.txt2img(width=80, height=64)
+    assert webui.calls()["host"] == host_before and served(webui) > before, "another one is ready still"
+
+
+def test_purge_of_a_model(filled: Panel, webui: WebUI) -> None:
+    filled.purge(PURGE_MODEL, f"Purge 3 resolutions of {webui.status()['model']}?", "3 resolutions forgotten")
+    filled.wait_for_rows()
+
+
+def test_purge_all(filled: Panel, webui: WebUI) -> None:
+    filled.purge(PURGE_ALL, "Purge all 3 resolutions?", "3 resolutions forgotten")
+    filled.wait_for_rows()
+    before = served(webui)
+    webui.txt2img()
+    assert served(webui) >= before + 3
+
+
+def test_purge_of_the_disk_leaves_what_is_ready(filled: Panel, webui: WebUI) -> None:
+    filled.purge(PURGE_DISK, "of disk; what is ready stays ready", "of disk.")
+    assert set(filled.rows()) == {"64x64", "72x64", "80x64"}
+    host_before = webui.calls()["host"]
+    webui.txt2img(width=72, height=64)
+    assert webui.calls()["host"] == host_before
+
+
+def test_release_memory(filled: Panel, webui: WebUI) -> None:
+    filled.click(RELEASE)
+    filled.told("Released")
+    assert set(filled.rows()) == {"64x64", "72x64", "80x64"}
+    host_before = webui.calls()["host"]
+    webui.txt2img(width=72, height=64)
+    assert webui.calls()["host"] == host_before, "what was proved stays so"
+
+
+@pytest.mark.parametrize("button", [PURGE, PIN, UNPIN])
+def test_nothing_selected_gets_a_sentence(filled: Panel, button: str) -> None:
+    filled.select()
+    filled.click(button)
+    filled.told("Select at least one resolution")
+    assert len(filled.rows()) == 3
+
+
+def test_release_memory_waits_for_the_picture(filled: Panel) -> None:
+    page = filled.page
+    page.choose_tab("txt2img")
+    page.type("#txt2img_steps input[type=number]", 60)
+    page.type("#txt2img_width input[type=number]", 128)
+    page.click("txt2img_generate")
+    filled.show()
+    filled.click(RELEASE)
+    filled.told("Released", OUTCOME, 240)
+    page.choose_tab("txt2img")
+    assert "Steps: 60" in page.wait_for_text("html_info_txt2img", "Seed: 11,")

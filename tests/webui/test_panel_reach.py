@@ -1,0 +1,113 @@
+"""The OneDiff tab for every user: by keyboard alone, on a narrow page, in either theme, with many rows."""
+from __future__ import annotations
+
+import io
+
+import pytest
+from PIL import Image
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.keys import Keys
+from test_panel import panel  # noqa: F401
+from webui_client import WebUI
+from webui_models import Models
+from webui_page import TAB, accordion, show_settings
+from webui_panel import PURGE, QUESTION, RESULT, SIZES, TABLE, Panel
+
+MOST_TABS = 80
+
+
+def press(page, *keys: str) -> None:
+    ActionChains(page.driver).send_keys(*keys).perform()
+
+
+def focused(page) -> str:
+    """The id of what has the focus, or its class or value where it has none."""
+    return page.run(
+        "const at = document.activeElement; return at.closest('[id^=onediff_prewarm]')?.id || at.id || at.value "
+        "|| at.className"
+    )
+
+
+def tab_to(page, wanted: str) -> None:
+    """Press Tab until this has the focus."""
+    passed = []
+    for _ in range(MOST_TABS):
+        press(page, Keys.TAB)
+        passed.append(focused(page))
+        if passed[-1] == wanted:
+            return
+    raise AssertionError(f"{wanted} is not reached by Tab; passed: {passed}")
+
+
+def test_by_keyboard_alone(panel: Panel, webui: WebUI) -> None:  # noqa: F811
+    page = panel.page
+    page.run("arguments[0].focus()", page.find(f"#{SIZES} textarea, #{SIZES} input"))
+    press(page, "64x64, 72x64", Keys.ENTER)
+    panel.told("2 sizes in the queue", RESULT)
+    panel.wait_until_told("2 sizes")
+    model = webui.status()["model"]
+    tab_to(page, f"72x64 {model}")
+    press(page, Keys.SPACE)
+    assert panel.selected() == ["72x64"]
+    tab_to(page, PURGE)
+    press(page, Keys.ENTER)
+    panel.told("Purge 1 resolution?", QUESTION)
+    page.wait(lambda: focused(page) == "onediff_purge_keep", "the focus on Keep, which does no harm", 10)
+    ActionChains(page.driver).key_down(Keys.SHIFT).send_keys(Keys.TAB).key_up(Keys.SHIFT).perform()
+    assert focused(page) == "onediff_purge_confirm"
+    press(page, Keys.ENTER)
+    panel.told("1 resolution forgotten")
+    panel.wait_for_rows("64x64")
+    page.wait(lambda: focused(page) == PURGE, "the focus where it was", 10)
+
+
+def test_details_and_selection_survive_a_new_table(panel: Panel, webui: WebUI) -> None:  # noqa: F811
+    panel.prewarm("64x64")
+    panel.wait_until_told("1 size")
+    panel.select("64x64")
+    panel.click_at(f"#{TABLE} details summary")
+    webui.txt2img(width=72, height=64)
+    panel.page.wait(lambda: "72x64" in panel.rows(), "a new table", 30)
+    assert panel.selected() == ["64x64"]
+    assert panel.page.run(f"return [...document.querySelectorAll('#{TABLE} details[open]')]"
+                          ".map(details => details.dataset.onediffKey.split(' ')[0])") == ["64x64"]
+    panel.click_at(f"#{TABLE} [data-onediff-every]")
+    assert len(panel.selected()) == 2
+
+
+@pytest.mark.parametrize("width", [1500, 400])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_nothing_of_ours_sticks_out(browser, webui: WebUI, sd15: Models, width: int, theme: str, tmp_path) -> None:
+    webui.txt2img(width=72, height=88)
+    browser.size_page(width)
+    try:
+        browser.open(f"{webui.url}/?__theme={theme}")
+        browser.open_accordion(accordion("txt2img"))
+        browser.find(f"#{accordion('txt2img')}")
+        browser.driver.save_screenshot(str(tmp_path / "accordion.png"))
+        assert browser.sticking_out(accordion("txt2img")) == []
+        panel = Panel(browser)
+        panel.show()
+        browser.wait(lambda: "72x88" in panel.rows(), "a row", 20)
+        panel.select("72x88")
+        panel.click(PURGE)
+        panel.told("Purge 1 resolution?", QUESTION)
+        panel.prewarm("64x64")
+        panel.told("in the queue", RESULT)
+        browser.find(f"#{TABLE}")
+        tab_picture = browser.driver.find_element("id", TAB).screenshot_as_png
+        (tmp_path / "tab.png").write_bytes(tab_picture)
+        assert browser.sticking_out(TAB) == []
+        panel.click("onediff_purge_keep")
+        panel.wait_until_told("1 size")
+        section = show_settings(browser)
+        browser.find("#setting_onediff_enabled")
+        browser.driver.save_screenshot(str(tmp_path / "settings.png"))
+        assert browser.sticking_out(section) == []
+    finally:
+        browser.forget_size()
+    shades = Image.open(io.BytesIO(tab_picture)).convert("L")
+    typical = sorted(shades.resize((32, 32)).getdata())[512]
+    assert (typical < 128) == (theme == "dark"), f"the tab's typical shade is {typical} of 255"
+    darkest, lightest = shades.getextrema()
+    assert lightest - darkest > 100, "nothing can be read on the tab"

@@ -1,0 +1,204 @@
+"""Pre-warming over the REST API: what it makes ready is what the next picture needs, and no picture waits for it."""
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import requests
+from webui_client import PICTURE, WebUI
+from webui_models import Models
+from webui_prewarm import PENDING, Prewarm
+from webui_process import HostProcess
+
+READY = ("proved", "ready")
+SERVED = ("graph", "plain")
+# A hundred tokens for every tokenizer, whatever words it knows: more than one piece of a prompt, and less than two.
+LONG = " ".join("abcdefghij" * 10)
+CALLS_OF_A_JOB = 9  # At most: three for each kind of call that a WebUI makes at a size.
+
+
+@pytest.fixture
+def prewarm(webui: WebUI, sd15: Models) -> Iterator[Prewarm]:
+    webui.txt2img()  # Some hosts load the checkpoint with the first picture.
+    queue = Prewarm(webui)
+    yield queue
+    for job in queue.jobs():
+        if job["state"] in PENDING:
+            queue.cancel(job)
+    queue.finish(queue.jobs())
+
+
+def grown(webui: WebUI, before: dict[str, int]) -> dict[str, int]:
+    now = webui.calls()
+    return {route: count - before[route] for route, count in now.items()}
+
+
+def picture_by_ready_entries(prewarm: Prewarm, **changes: Any) -> None:
+    """Make a picture: its UNet calls and its decode are of kinds that were ready, and none was checked against the
+    host."""
+    request = {**PICTURE, **changes}
+    resolution = f"{request['width']}x{request['height']}"
+    before, calls = prewarm.shapes(resolution), prewarm.webui.calls()
+    assert before and all(shape["state"] in READY for shape in before.values()), before
+    assert len(prewarm.webui.txt2img(**changes).images) >= request.get("batch_size", 1)
+    after, made = prewarm.shapes(resolution), grown(prewarm.webui, calls)
+    assert made["host"] == made["blocks"] == 0 and sum(made[route] for route in SERVED) >= request["steps"], made
+    assert set(after) == set(before), "the picture needed a kind of call that was not made ready"
+    used = {kind for kind in after if after[kind]["uses"] > before[kind]["uses"]}
+    assert {tokens > 0 for _, tokens in used} == {True, False}, "a UNet call and a decode"
+    for kind in used:
+        # A check would have measured the host's own UNet once more.
+        for measured in ("host_ms", "relative_error"):
+            assert after[kind][measured] == before[kind][measured] is not None, (kind, measured)
+
+
+def test_three_sizes_and_a_picture_at_each(prewarm: Prewarm) -> None:
+    resolutions = ("96x64", "64x96", "88x72")
+    prewarm.forget(*resolutions)
+    before = prewarm.webui.calls()
+    asked = prewarm.ask(", ".join(resolutions))
+    assert [(job["size"], job["source"], job["done"]) for job in asked] == [(size, "API", 0) for size in resolutions]
+    seen = prewarm.watch(asked, lambda jobs: not any(job["state"] in PENDING for job in jobs))
+    for job in seen[-1]:
+        assert (job["state"], job["share"], job["what"]) == ("done", 1.0, ""), job
+        shares = [now["share"] for jobs in seen for now in jobs if now["id"] == job["id"]]
+        assert shares == sorted(shares)
+    running = [job for jobs in seen for job in jobs if job["state"] == "running"]
+    assert any(job["what"] for job in running)
+    assert any(job["estimated_seconds"] is not None for job in running)
+    made = grown(prewarm.webui, before)
+    assert made["host"] == 0 and sum(made[route] for route in SERVED) == sum(job["done"] for job in seen[-1])
+    for resolution in resolutions:
+        width, height = map(int, resolution.split("x"))
+        picture_by_ready_entries(prewarm, width=width, height=height)
+
+
+def test_two_pictures_at_once(prewarm: Prewarm) -> None:
+    prewarm.forget("72x64")
+    (job,) = prewarm.finish(prewarm.ask("72x64 x2"))
+    assert job["state"] == "done", job
+    picture_by_ready_entries(prewarm, width=72, height=64, batch_size=2)
+
+
+def test_a_long_prompt_with_a_short_negative_one(prewarm: Prewarm) -> None:
+    prewarm.forget("80x64")
+    (job,) = prewarm.finish(prewarm.ask("80x64", tokens=154))
+    assert (job["state"], job["tokens"]) == ("done", 154), job
+    picture_by_ready_entries(prewarm, width=80, height=64, prompt=LONG, negative_prompt="blurry")
+
+
+def test_without_guidance(prewarm: Prewarm) -> None:
+    prewarm.forget("64x72")
+    prewarm.finish(prewarm.ask("64x72"))
+    picture_by_ready_entries(prewarm, width=64, height=72, cfg_scale=1)
+
+
+@pytest.mark.parametrize("option, value", [("batch_cond_uncond", False), ("pad_cond_uncond", True)])
+def test_as_the_host_is_told_to_batch(prewarm: Prewarm, option: str, value: bool) -> None:
+    webui = prewarm.webui
+    if option not in webui.get("/sdapi/v1/options"):
+        pytest.skip(f"this host has no option {option}")
+    with webui.options(**{option: value}):
+        prewarm.forget("64x80")
+        prewarm.finish(prewarm.ask("64x80", tokens=154))
+        assert (2, 154) in prewarm.shapes("64x80") or option == "batch_cond_uncond"
+        picture_by_ready_entries(prewarm, width=64, height=80, prompt=LONG, negative_prompt="blurry")
+        picture_by_ready_entries(prewarm, width=64, height=80, prompt=LONG, negative_prompt=LONG)
+
+
+def test_twenty_sizes_are_cancelled_in_the_middle(prewarm: Prewarm) -> None:
+    asked = prewarm.ask(", ".join(f"{64 + 8 * number}x104" for number in range(20)))
+    assert len(asked) == 20
+    prewarm.watch(asked, lambda jobs: sum(job["state"] == "done" for job in jobs) >= 2)
+    began = time.monotonic()
+    cancelled = [job for job in asked if prewarm.cancel(job)]
+    jobs = prewarm.finish(asked)
+    assert len(cancelled) >= 10 and {job["state"] for job in jobs} == {"done", "cancelled"}
+    longest = max(job["seconds"] for job in jobs if job["state"] == "done")
+    # The call in progress may still end; nothing else begins.
+    time.sleep(longest)
+    before = prewarm.webui.calls()
+    time.sleep(0.5)
+    assert prewarm.webui.calls() == before
+    assert time.monotonic() - began < 20 * longest + 10
+    assert not any(prewarm.cancel(job) for job in asked), "there is nothing left to cancel"
+
+
+def test_a_picture_during_warm_up(prewarm: Prewarm) -> None:
+    """It waits for one job at most, which is the least that a client can tell, and no pixel of it differs."""
+    webui = prewarm.webui
+    webui.txt2img(seed=3)
+    alone = webui.txt2img(seed=3)
+    asked = prewarm.ask(", ".join(f"{128 + 8 * number}x128" for number in range(20)))
+    prewarm.watch(asked, lambda jobs: jobs[0]["done"] >= 1)
+    done = sum(job["done"] for job in prewarm.jobs(asked))
+    picture = webui.txt2img(seed=3)
+    now = prewarm.jobs(asked)
+    assert any(job["state"] in PENDING for job in now), "the warm-up was over before the picture"
+    assert sum(job["done"] for job in now) - done <= CALLS_OF_A_JOB
+    assert numpy.array_equal(picture.pixels, alone.pixels)
+
+
+def test_a_picture_after_warm_up_is_the_same(prewarm: Prewarm) -> None:
+    changes = {"width": 88, "height": 64, "seed": 5, "sampler_name": "Euler a"}
+    prewarm.webui.txt2img(**changes)
+    before = prewarm.webui.txt2img(**changes)
+    prewarm.forget("88x64")
+    prewarm.finish(prewarm.ask("88x64"))
+    assert numpy.array_equal(prewarm.webui.txt2img(**changes).pixels, before.pixels)
+
+
+# --- what asks for itself --------------------------------------------------------------------------------------------
+
+
+def host_with(folder: Path, **options: Any) -> HostProcess:
+    """The standalone host with these options stored in its data folder."""
+    host = HostProcess("--port", "0", "--data-dir", str(folder))
+    if not options:
+        return host
+    answer = requests.post(f"{host.url()}/sdapi/v1/options", json=options, timeout=60)
+    assert answer.status_code == 200, answer.text
+    host.stop()
+    return HostProcess("--port", "0", "--data-dir", str(folder))
+
+
+def test_the_list_in_the_settings(tmp_path: Path) -> None:
+    host = host_with(tmp_path, onediff_prewarm="72x64, 64x88 x2")
+    try:
+        prewarm = Prewarm(WebUI(host.url()))
+        jobs = prewarm.finish(prewarm.jobs())
+        assert [(job["size"], job["source"], job["state"]) for job in jobs] == [
+            ("72x64", "settings", "done"), ("64x88 x2", "settings", "done"),
+        ]
+        picture_by_ready_entries(prewarm, width=64, height=88, batch_size=2)
+    finally:
+        host.stop()
+    assert "Traceback" not in host.output
+
+
+def test_the_most_used_sizes_of_earlier_processes(tmp_path: Path) -> None:
+    host = host_with(tmp_path)
+    try:
+        webui = WebUI(host.url())
+        for width, steps in ((64, 3), (72, 20), (80, 10)):
+            webui.txt2img(width=width, height=64, steps=steps)
+        Prewarm(webui).finish(Prewarm(webui).ask("128x128"))
+        webui.set_options(onediff_prewarm_most_used=2)
+    finally:
+        host.stop()
+    host = host_with(tmp_path)
+    try:
+        prewarm = Prewarm(WebUI(host.url()))
+        jobs = prewarm.finish(prewarm.jobs())
+        assert [(job["size"], job["source"], job["state"]) for job in jobs] == [
+            ("72x64", "most used", "done"), ("80x64", "most used", "done"),
+        ]
+        rows = {row["resolution"]: row["state"] for row in prewarm.webui.get("/onediff/v1/shapes")["rows"]}
+        assert rows["64x64"] == rows["128x128"] == "on disk" and rows["72x64"] in READY
+    finally:
+        host.stop()
+    assert "Traceback" not in host.output

@@ -1,0 +1,80 @@
+"""Who may use the API of a host that was started with accounts."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from webui_process import HostProcess, run_to_end
+
+REQUESTS = [
+    ("GET", "/onediff/v1/status", None), ("GET", "/onediff/v1/shapes", None), ("GET", "/onediff/v1/jobs", None),
+    ("POST", "/onediff/v1/prewarm", {"sizes": "64x64"}), ("DELETE", "/onediff/v1/jobs/1", None),
+    ("POST", "/onediff/v1/purge", {"all": True}), ("POST", "/onediff/v1/pin", {"resolution": "64x64", "model": "SD1"}),
+    ("POST", "/onediff/v1/release", {}), ("GET", "/sdapi/v1/options", None),
+]
+
+
+@pytest.fixture(scope="module", params=[
+    ("--gradio-auth", "ann:one,bob:two:parts"), ("--api-auth", "ann:one,bob:two:parts", "--gradio-auth", "eve:three"),
+], ids=lambda flags: " ".join(flags[::2]))
+def guarded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, bool]]:
+    """The address of a host with accounts, and whether its API has its own."""
+    host = HostProcess("--port", "0", "--data-dir", str(tmp_path_factory.mktemp("data")), *request.param)
+    yield host.url(), "--api-auth" in request.param
+    host.stop()
+    assert "Traceback" not in host.output, host.output
+
+
+def send(session: Any, url: str, request: tuple[str, str, Any], **options: Any) -> requests.Response:
+    method, path, body = request
+    return session.request(method, url + path, json=body, timeout=60, **options)
+
+
+def logged_in(url: str, user: str, password: str) -> requests.Session:
+    session = requests.Session()
+    session.post(f"{url}/login", data={"username": user, "password": password}, timeout=60)
+    return session
+
+
+def test_strangers_get_nothing(guarded: tuple[str, bool]) -> None:
+    url, has_password = guarded
+    strangers = [
+        requests.Session(), logged_in(url, "ann", "two"), *([logged_in(url, "eve", "three")] if has_password else []),
+    ]
+    for session in strangers:
+        for request in REQUESTS:
+            for account in (None, ("ann", "two"), ("", ""), ("eve", "three")):
+                answer = send(session, url, request, auth=account)
+                assert answer.status_code == 401 and set(answer.json()) == {"detail"}, (request, answer.text)
+
+
+def test_accounts_are_let_in(guarded: tuple[str, bool]) -> None:
+    url, has_password = guarded
+    for user, password in (("ann", "one"), ("bob", "two:parts")):
+        if has_password:
+            answer = send(requests.Session(), url, REQUESTS[0], auth=(user, password))
+        else:
+            answer = send(logged_in(url, user, password), url, REQUESTS[0])
+        assert answer.status_code == 200 and answer.json()["host"] == "standalone", answer.text
+
+
+def test_accounts_that_are_none() -> None:
+    ended = run_to_end("--api-auth", "nobody")
+    assert ended.returncode == 2 and "user:password" in ended.stderr
+
+
+def test_data_folder_of_a_stranger_is_untouched(tmp_path: Path) -> None:
+    """No request without an account leaves a trace in the cache folder."""
+    host = HostProcess("--port", "0", "--data-dir", str(tmp_path), "--api-auth", "ann:one")
+    try:
+        url = host.url()
+        traces = lambda: {file.name: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()}  # noqa: E731
+        before = traces()
+        for request in REQUESTS:
+            send(requests.Session(), url, request)
+        assert traces() == before
+    finally:
+        host.stop()
