@@ -6,11 +6,13 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from .backends import Steps
 from .care import Care
 from .graph_cache import GraphCache
 from .graph_holdings import Holdings
@@ -19,6 +21,7 @@ from .ladder import Declined, Ladder, Served
 from .modes import our_modes
 from .operators import OperatorSets
 from .ops.choices import Choices
+from .precision import AttentionOverflows, flags_for, upcasts_attention
 from .pressure import MemoryPressure
 from .settings import Settings
 from .shapes.history import History
@@ -51,6 +54,7 @@ class Accelerator(UserRequests):
         # What was measured to be best on this machine.
         self.choices = Choices()
         self.pins = Pins(self.choices)
+        self.attention_overflows = AttentionOverflows(self.choices)
         self.operators = OperatorSets(self.choices)
         self._care: weakref.WeakKeyDictionary[nn.Module, Care] = weakref.WeakKeyDictionary()
         self._run_settings: Settings | None = None
@@ -185,16 +189,39 @@ class Accelerator(UserRequests):
         with self._lock:
             care, settings = self.care_for(unet)
             steps = self._ladder.begin(care, settings, call)
-            with our_modes(call.latent.device):
-                served = self._ladder.serve(care, steps, call, self._notice)
+            call, served = self._compute(care, settings, steps, call)
         if served.entry.state is State.COLD:
             # Outside our modes: the host's forward must run exactly as the host would run it.
             self._ladder.prove(served, settings, self.history, host)
         elif served.route == PLAIN:
-            with self._lock, our_modes(call.latent.device):
+            with self._lock, our_modes(call.latent.device, served.entry.key.precision):
                 self._ladder.make_ready(care, settings, call, served)
         care.served_in_sampling = True
         return served
+
+    def _compute(self, care: Care, settings: Settings, steps: Steps, call: UNetCall) -> tuple[UNetCall, Served]:
+        """The call as it was computed, and its output.
+
+        The first output of a shape that overflows is computed again with attention in float32, where the choice is
+        auto; so is every other of this network from then on.
+        """
+        architecture, dtype = care.bound.architecture, care.bound.binding.dtype
+        device, by_host = call.latent.device, call.upcast_attention
+        overflows = self.attention_overflows.seen(architecture, dtype)
+        while True:
+            call = replace(call, upcast_attention=upcasts_attention(settings, by_host, overflows))
+            flags = flags_for(settings, dtype, device, call.upcast_attention)
+            with our_modes(device, flags):
+                served = self._ladder.serve(care, steps, call, self._notice, flags)
+            untried = not call.upcast_attention and upcasts_attention(settings, by_host, True)
+            if served.entry.state is not State.COLD or not untried or bool(torch.isfinite(served.output).all()):
+                break
+            overflows = True
+        news = overflows and not self.attention_overflows.seen(architecture, dtype)
+        if news and bool(torch.isfinite(served.output).all()):
+            self.attention_overflows.note(architecture, dtype)
+            log.warning("This model's attention overflows in %s: it is computed in float32 from now on.", dtype)
+        return call, served
 
     def _decline(self, unet: nn.Module, reason: str, host: HostForward) -> Tensor:
         """Run the host's forward, with the reason for the user."""

@@ -16,6 +16,7 @@ from .journal import BLOCKS
 from .ladder import COMPILING, Declined, blame, network_of, refuse_inputs
 from .modes import our_modes
 from .ops import Operators, torch_ops
+from .precision import Flags, flags_for
 from .settings import Settings
 from .shapes.key import ShapeKey
 from .shapes.table import Entry, State
@@ -119,8 +120,8 @@ class BlockRoute:
         entry, why_not_faster = self._entry(care, settings, call)
         journal.entry, journal.model, journal.backend = entry, entry.model, entry.key.backend
         ops = self._accelerator.operators.of(entry.key.backend)
-        with our_modes(image.device):
-            layers = self._layers(care, ops, call, embedding)
+        with our_modes(image.device, entry.key.precision):
+            layers = self._layers(care, ops, call, embedding, entry.key.precision)
         care.served_in_sampling = True
         journal.note(BLOCKS, "; ".join(filter(None, (f"{owner} runs the UNet's loop itself", why_not_faster))))
         layout = care.bound.layout
@@ -136,8 +137,9 @@ class BlockRoute:
         names, reason = launched_steps(settings.backend, call.latent.device, operators.why_not_native)
         bound.refresh(call, care.by_content, channels_last=names[0] == NATIVE)
         refuse_inputs(bound, call, y_is_embedded=True)
+        flags = flags_for(settings, bound.binding.dtype, call.latent.device)
         for backend in names:
-            key = ShapeKey.of(bound.architecture, bound.binding.dtype, call, backend)
+            key = ShapeKey.of(bound.architecture, bound.binding.dtype, call, backend, flags)
             entry = self._accelerator.table.entry(replace(key, inputs=("blocks",)), bound.layout.model_name)
             if backend == NATIVE and entry.state is not State.FAILED:
                 try:
@@ -153,10 +155,10 @@ class BlockRoute:
         raise Declined(reason)
 
     @staticmethod
-    def _layers(care: Care, ops: Operators, call: UNetCall, embedding: Tensor) -> Layers:
+    def _layers(care: Care, ops: Operators, call: UNetCall, embedding: Tensor, flags: Flags) -> Layers:
         bound = care.bound
         weights, layout = bound.binding.weights(), bound.layout
-        conditioning = bound.conditioning(torch_ops, call, care.by_content)
+        conditioning = bound.conditioning(torch_ops, call, care.by_content, flags)
         shifts = block_shifts(layout, weights, ops, embedding.to(bound.binding.dtype))
         return Layers(weights, ops, shifts, key_values_by_name(layout, conditioning), call.upcast_attention)
 
@@ -168,7 +170,7 @@ class BlockRoute:
             raise Skip
         if running.embedding() is not embedding or running.context() is not context:
             raise Declined("the loop's owner gives some stages another timestep or context")
-        with our_modes(image.device):
+        with our_modes(image.device, running.entry.key.precision):
             # Another tensor: what our operators know of an image, they must not know of one that the owner writes into.
             output = running.layers.stage(running.stages[index], image, None).detach()
         if running.entry.state is State.COLD and running.settings.verify:
@@ -184,7 +186,7 @@ class BlockRoute:
     def _compare(running: LoopPass, output: Tensor, expected: Tensor) -> None:
         error = relative_error(output, expected)
         running.worst_error = max(running.worst_error, error)
-        limit = rounding_limit(running.entry.key.dtype, output.device)
+        limit = rounding_limit(running.entry.key.dtype, output.device, running.entry.key.precision)
         if not error <= limit:
             what = f"a stage differs from the model's own by {error:.1e} (rounding explains {limit:.0e})"
             running.entry.fail(blame(running.entry.key.backend, what))

@@ -82,7 +82,7 @@ def capture_again(
 def attempted(one: Wanted, work: Callable[[Wanted], None]) -> bool:
     """Whether work(one) was possible; it may lack memory, or be what cannot be captured here."""
     try:
-        with our_modes(one.entry.key.device):
+        with our_modes(one.entry.key.device, one.entry.key.precision):
             work(one)
     except Exception as error:
         log.debug("%s is not captured again: %s", one.entry.key, error)

@@ -15,6 +15,7 @@ from .graph_cache import GraphCache
 from .journal import GRAPH, PLAIN
 from .modes import autocast_dtype
 from .operators import Network, OperatorSets
+from .precision import Flags
 from .settings import Settings
 from .shapes.history import History
 from .shapes.key import ShapeKey, layout_fits
@@ -23,7 +24,7 @@ from .shapes.timing import Stopwatch
 from .unet.bound import BoundUNet
 from .unet.call import UNetCall
 from .unet.forward import Conditioning
-from .verify import Disagreement, first_line, judge, recall
+from .verify import CannotJudge, Disagreement, first_line, judge, recall
 
 log = logging.getLogger("onediff")
 COMPILING = "OneDiff's kernels are being compiled, in the background; on this machine it is done once"
@@ -63,14 +64,17 @@ class Ladder:
         refuse_inputs(care.bound, call)
         return steps
 
-    def serve(self, care: Care, steps: backends.Steps, call: UNetCall, notice: Callable[[Entry], None]) -> Served:
-        """The output by the first backend that does not fail. notice: told of every entry that is tried.
+    def serve(
+        self, care: Care, steps: backends.Steps, call: UNetCall, notice: Callable[[Entry], None], flags: Flags = ()
+    ) -> Served:
+        """The output by the first backend that does not fail. notice: told of every entry that is tried. flags: torch's
+        switches of precision, as they stand; the entry's key holds them.
 
         Raises Declined with the reason of the last, and torch.cuda.OutOfMemoryError.
         """
         reason = steps.reason
         for backend in steps.backends:
-            entry = self._entry(care, call, backend)
+            entry = self._entry(care, call, backend, flags)
             notice(entry)
             if entry.state is not State.FAILED:
                 try:
@@ -93,6 +97,13 @@ class Ladder:
         if not recall(entry, history) and settings.verify:
             try:
                 judge(entry, served.output, host)
+            except CannotJudge as reason:
+                if not bool(torch.isfinite(served.output).all()):
+                    raise
+                # The host would make a black picture, and we need not.
+                log.warning("OneDiff's output is used unchecked, because %s.", reason)
+                entry.state = State.PROVED
+                return
             except Disagreement as miss:
                 entry.fail(blame(backend, str(miss)))
                 raise Declined(entry.reason) from miss
@@ -121,9 +132,9 @@ class Ladder:
             entry.no_graph = f"the graph could not be captured: {first_line(error)}"
             log.exception("%s (%s)", entry.no_graph, entry.key)
 
-    def _entry(self, care: Care, call: UNetCall, backend: str) -> Entry:
+    def _entry(self, care: Care, call: UNetCall, backend: str, flags: Flags) -> Entry:
         bound = care.bound
-        key = ShapeKey.of(bound.architecture, bound.binding.dtype, call, backend)
+        key = ShapeKey.of(bound.architecture, bound.binding.dtype, call, backend, flags)
         return self._table.entry(key, bound.layout.model_name)
 
     def _have_kernels(self, care: Care, backend: str, call: UNetCall) -> None:
@@ -139,7 +150,9 @@ class Ladder:
     def _run(self, care: Care, entry: Entry, call: UNetCall, reason: str) -> Served:
         backend, device = entry.key.backend, call.latent.device
         # The context's keys and values are plain GEMMs: no operator of ours would make them otherwise.
-        conditioning = care.bound.conditioning(self._operators.of(backends.EAGER), call, care.by_content)
+        conditioning = care.bound.conditioning(
+            self._operators.of(backends.EAGER), call, care.by_content, entry.key.precision
+        )
         runner = care.runner(entry.key, conditioning)
         if runner is not None and entry.state is not State.COLD:
             output = entry.own.time(device, lambda: runner.run(call))

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
+from .precision import Flags, applied
+
 # Older torch raises when asked for autocast on another kind of device, such as mps.
 AUTOCAST_DEVICES = ("cuda", "cpu")
 
@@ -22,9 +24,12 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 
 @contextlib.contextmanager
-def our_modes(device: torch.device) -> Iterator[None]:
-    """Ordinary tensors, no gradients, no autocast: what our forward and its captures are written for."""
+def our_modes(device: torch.device, flags: Flags = ()) -> Iterator[None]:
+    """Ordinary tensors, no gradients, no autocast: what our forward and its captures are written for.
+
+    flags: torch's switches of precision, as the shape's key has them.
+    """
     autocasts = autocast_dtype(device.type) is not None
     no_autocast = torch.autocast(device.type, enabled=False) if autocasts else contextlib.nullcontext()
-    with torch.inference_mode(False), torch.no_grad(), no_autocast:
+    with torch.inference_mode(False), torch.no_grad(), no_autocast, applied(flags):
         yield

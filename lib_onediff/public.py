@@ -44,7 +44,7 @@ def compile_pipe(
 ) -> Any:
     """Make a Stable Diffusion or SDXL pipeline of diffusers fast. Returns the same pipe.
 
-    That is its UNet and the decoder of its VAE; ignores=("unet",) and ignores=("vae",) leave the one or the other as
+    That is its UNet and its VAE; ignores=("unet",) and ignores=("vae",) leave the one or the other as
     it is. A VAE that is not an AutoencoderKL stays as it is too. fuse_qkv_projections is there for callers of
     OneDiff's own compile_pipe: here the UNet's projections always share one GEMM, without a change of the pipe. A pipe
     without a UNet (Flux, SD3) is returned as it is, with a line in the log. options as for compile_unet.
@@ -57,19 +57,18 @@ def compile_pipe(
     if "unet" not in left:
         compile_unet(unet, settings, **options)
     if "vae" not in left:
-        compile_decoder(pipe, Settings.from_mapping(options, settings))
+        for half in diffusers_decoder.halves_of(pipe):
+            compile_half(half, Settings.from_mapping(options, settings))
     return pipe
 
 
-def compile_decoder(pipe: Any, settings: Settings) -> None:
-    decoder = diffusers_decoder.decoder_of(pipe)
-    if decoder is None:
-        return
+def compile_half(half: nn.Module, settings: Settings) -> None:
+    """half: a VAE's decoder or encoder."""
     try:
-        read_decoder(decoder)
-        diffusers_decoder.attach(decoder, settings)
+        read_decoder(half)
+        diffusers_decoder.attach(half, settings)
     except (UnsupportedUNet, ValueError) as reason:
-        log.warning("OneDiff: the VAE keeps its own decoder: %s.", reason)
+        log.warning("OneDiff: the VAE keeps its own %s: %s.", type(half).__name__.lower(), reason)
 
 
 def uncompile_pipe(pipe: Any) -> Any:
@@ -77,9 +76,8 @@ def uncompile_pipe(pipe: Any) -> Any:
     unet = getattr(pipe, "unet", None)
     if unet is not None:
         uncompile_unet(unet)
-    decoder = diffusers_decoder.decoder_of(pipe)
-    if decoder is not None:
-        diffusers_decoder.detach(decoder)
+    for half in diffusers_decoder.halves_of(pipe):
+        diffusers_decoder.detach(half)
     return pipe
 
 

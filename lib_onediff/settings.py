@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
+from .presets import parse as check_own_presets
 from .shapes.sizes import MOST_SIZES, parse_sizes
 
 HOST_KEY_PREFIX = "onediff_"
@@ -59,6 +60,63 @@ class Settings:
         "The first UNet call at a new shape also runs the WebUI's own UNet and compares the two. "
         "A difference beyond rounding sends that shape back to the WebUI's own UNet.",
         per_run=True,
+    )
+    vae_precision: str = option(
+        "auto",
+        "VAE precision",
+        "The type in which the VAE decodes and encodes. auto: the one that the WebUI keeps its VAE in, so that "
+        "--no-half-vae means what it says; in float16 it is watched, and repeated in float32 where it overflows or "
+        "comes near to that, which is remembered of the VAE. fp16, bf16, fp32: whatever the WebUI has chosen, fp16 "
+        "also under --no-half-vae. With each of them a picture with NaN or of one colour is decoded again in float32 "
+        "before the WebUI sees it: its own 'Automatically revert VAE to 32-bit floats' finds nothing left to do. The "
+        "WebUI's VAE is never converted.",
+        choices=("auto", "fp16", "bf16", "fp32"),
+        per_run=True,
+    )
+    matmul_accumulation: str = option(
+        "full",
+        "Accumulation in matrix products",
+        "full: products of float16 are summed in float32, also where the WebUI or an extension has switched that off. "
+        "half: they are summed in float16, which GeForce cards do at twice the speed; pictures change, and contrast "
+        "may suffer. Attention and OneDiff's own kernels sum in float32 either way. Needs PyTorch 2.7.",
+        choices=("full", "half"),
+        per_run=True,
+    )
+    convolution_accumulation: str = option(
+        "full",
+        "Accumulation in convolutions",
+        "half: convolutions of float16 are summed in float16 where the backend can do that; PyTorch never does.",
+        choices=("full", "half"),
+        per_run=True,
+    )
+    reduced_precision_reduction: str = option(
+        "auto",
+        "Reduced-precision reduction",
+        "Whether the partial sums of a matrix product may be added in its own type, float16 or bfloat16. auto: as the "
+        "WebUI has it, which is on unless somebody has switched it off.",
+        choices=("auto", "on", "off"),
+        per_run=True,
+    )
+    tf32: str = option(
+        "auto",
+        "TF32",
+        "Whether float32 is multiplied with ten bits after the point, which is faster. auto: as the WebUI has it.",
+        choices=("auto", "on", "off"),
+        per_run=True,
+    )
+    attention_upcast: str = option(
+        "auto",
+        "Attention in float32",
+        "auto: where the WebUI does it (Upcast cross attention layer to float32), and for a model whose attention was "
+        "seen to overflow, as SD 2.1's does. on: always, which is slower. off: never, also where the WebUI does it.",
+        choices=("auto", "on", "off"),
+        per_run=True,
+    )
+    own_presets: str = option(
+        "",
+        "Your presets",
+        "Options under names of your own, such as: drafts: tf32 on; vae_precision fp16, careful: tf32 off",
+        check=check_own_presets,
     )
     memory_budget: int = option(
         0,

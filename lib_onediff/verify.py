@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .precision import Flags, sums_in_half, tf32_is_on
 from .shapes.history import History
 from .shapes.table import Entry
 from .shapes.timing import Stopwatch
@@ -15,6 +16,8 @@ from .shapes.timing import Stopwatch
 # float32, 2e-3 in float16, 1e-2 in bfloat16. TF32 keeps ten bits of the inputs, as float16 does.
 ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 ROUNDING_TF32 = 1e-2
+# Sums of some thousand products in float16.
+ROUNDING_HALF_SUMS = 6e-2
 
 
 class CannotJudge(Exception):
@@ -52,7 +55,7 @@ def judge(entry: Entry, output: Tensor, host: Callable[[], Tensor]) -> None:
             )
         entry.relative_error = relative_error(output, expected)
         entry.host.time(output.device, host)
-    limit = rounding_limit(entry.key.dtype, output.device)
+    limit = rounding_limit(entry.key.dtype, output.device, entry.key.precision)
     if not entry.relative_error <= limit:
         raise Disagreement(
             f"it differs from the model's own forward by {entry.relative_error:.1e} (rounding explains {limit:.0e})"
@@ -65,10 +68,11 @@ def relative_error(output: Tensor, expected: Tensor) -> float:
     return float(difference / expected.float().norm().clamp_min(torch.finfo(torch.float32).tiny))
 
 
-def rounding_limit(dtype: torch.dtype, device: torch.device) -> float:
-    if dtype == torch.float32 and device.type == "cuda" and (
-        torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
-    ):
+def rounding_limit(dtype: torch.dtype, device: torch.device, flags: Flags = ()) -> float:
+    """flags: with which our output was computed; the host's had those that stand now."""
+    if sums_in_half(flags):
+        return ROUNDING_HALF_SUMS
+    if dtype == torch.float32 and device.type == "cuda" and (tf32_is_on() or any(value for _, value in flags)):
         return ROUNDING_TF32
     return ROUNDING[dtype]
 

@@ -49,8 +49,9 @@ class A1111:
         self._patches = [ClassPatch(module.UNetModel, "forward", self._forward) for module in self._unet_modules]
         self._loop = HostLoop([module.TimestepEmbedSequential for module in self._unet_modules])
         self._habits = Habits(TRUSTED, does_nothing_now, apply_wanted_networks, by_content=True)
-        decoders = [importlib.import_module(name).Decoder for name in VAE_MODULES]
-        self._vae = DecoderPatches(decoders, Habits(TRUSTED_IN_VAE), upcasts=upcasts_attention)
+        modules = [importlib.import_module(name) for name in VAE_MODULES]
+        halves = [half for module in modules for half in (module.Decoder, module.Encoder)]
+        self._vae = DecoderPatches(halves, Habits(TRUSTED_IN_VAE), upcasts=upcasts_attention)
         self._calls_before: int | None = None
 
     def serve(self) -> None:

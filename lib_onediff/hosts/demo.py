@@ -36,9 +36,8 @@ class Standalone:
         unet = unet_of(loaded_model())
         if unet is not None:
             diffusers_host.detach(unet)
-        decoder = diffusers_decoder.decoder_of(loaded_pipeline())
-        if decoder is not None:
-            diffusers_decoder.detach(decoder)
+        for half in diffusers_decoder.halves_of(loaded_pipeline()):
+            diffusers_decoder.detach(half)
         runtime.release_all()
 
     def hooks(self) -> int:
@@ -49,9 +48,9 @@ class Standalone:
         unet = unet_of(sd_model)
         if unet is not None and self._serving:
             diffusers_host.attach(unet)
-        decoder = diffusers_decoder.decoder_of(getattr(sd_model, "pipeline", None))
-        if decoder is not None and self._serving:
-            diffusers_decoder.attach(decoder)
+        if self._serving:
+            for half in diffusers_decoder.halves_of(getattr(sd_model, "pipeline", None)):
+                diffusers_decoder.attach(half)
 
     def before_sampling(self, p: Any) -> None:
         self.model_loaded(loaded_model())

@@ -1,6 +1,7 @@
-"""Put our decoder on a diffusers AutoencoderKL, and take it off again.
+"""Put our decoder and encoder on a diffusers AutoencoderKL, and take them off again.
 
-The decoder's own forward is replaced, not the VAE's decode(): tiling and slicing stay the host's, and call it per tile.
+Their own forwards are replaced, not the VAE's decode() and encode(): tiling and slicing stay the host's, and call them
+per tile.
 """
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from ..accelerator import runtime
 from ..settings import Settings
 from ..unet.foreign import replaced_by
-from ..vae.read_diffusers import is_diffusers_decoder
+from ..vae.read_diffusers import is_diffusers_decoder, is_diffusers_encoder
 from .diffusers import BEHIND_A_HOOK, own_forward
 
 
@@ -35,8 +36,7 @@ class DecoderForward:
         latent = given.pop("sample", None)
         reason = why_host(decoder, latent, given)
         if reason is not None:
-            runtime.vae.note_host(reason)
-            return runtime.pressure.run_host(host)
+            return runtime.vae.decode_by_host(decoder, latent, host, reason)
         return runtime.vae.decode(decoder, latent, host)
 
     def __reduce__(self) -> tuple:
@@ -48,7 +48,7 @@ def why_host(decoder: nn.Module, latent: Any, others: dict[str, Any]) -> str | N
     """Why a call of diffusers' Decoder.forward is not ours, in one line; None where nothing is known against it."""
     source = replaced_by(type(decoder))
     if source is not None:
-        return f"Decoder.forward was replaced by {source}"
+        return f"{type(decoder).__name__}.forward was replaced by {source}"
     if not isinstance(latent, Tensor):
         return "the VAE's decoder is called without a latent"
     passed = sorted(name for name, value in others.items() if value is not None)
@@ -59,6 +59,14 @@ def decoder_of(owner: Any) -> nn.Module | None:
     """The decoder of a pipeline's AutoencoderKL; None for pipelines without one, and for every other kind of VAE."""
     decoder = getattr(getattr(owner, "vae", None), "decoder", None)
     return decoder if isinstance(decoder, nn.Module) and is_diffusers_decoder(decoder) else None
+
+
+def halves_of(owner: Any) -> list[nn.Module]:
+    """The decoder and the encoder of a pipeline's AutoencoderKL; nothing of any other kind of VAE."""
+    decoder, encoder = decoder_of(owner), getattr(getattr(owner, "vae", None), "encoder", None)
+    if decoder is None:
+        return []
+    return [decoder, encoder] if isinstance(encoder, nn.Module) and is_diffusers_encoder(encoder) else [decoder]
 
 
 def attach(decoder: nn.Module, settings: Settings | None = None) -> None:

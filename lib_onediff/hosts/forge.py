@@ -49,7 +49,8 @@ class Forge:
         # A UNet, and the module around it that Forge's patchers work on.
         self._unets: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
         self._announced: Announced | None = None
-        self._vae = DecoderPatches([importlib.import_module(VAE_MODULE).Decoder], Habits(), replaced_vae_helper)
+        vae = importlib.import_module(VAE_MODULE)
+        self._vae = DecoderPatches([vae.Decoder, vae.Encoder], Habits(), replaced_vae_helper)
         # Pictures are made on one thread, settings and reloads come on others.
         self._lock = threading.RLock()
 

@@ -1,4 +1,5 @@
-"""Our decoder in the hosts whose VAE is ldm's (A1111 with ldm and sgm, Forge): class-level patches of Decoder.forward.
+"""Our VAE in the hosts whose VAE is ldm's (A1111 with ldm and sgm, Forge): class-level patches of Decoder.forward and
+Encoder.forward.
 
 Who replaces the forward of one decoder (an extension that decodes in tiles) stands above a class-level patch.
 """
@@ -23,7 +24,7 @@ def never_upcasts() -> bool:
 
 
 class DecoderPatches:
-    """Patches of these Decoder classes.
+    """Patches of these Decoder and Encoder classes.
 
     why_host: why a decode is not ours, in one line, from what the adapter knows of its host; upcasts: whether the host
     computes attention scores in float32 whatever the type of its inputs.
@@ -60,16 +61,15 @@ class DecoderPatches:
         """Stands in for Decoder.forward(self, z, **kwargs)."""
         host = lambda: original(decoder, z, **kwargs)  # noqa: E731
         reason = self._why(original, decoder, kwargs)
-        if reason is not None:
-            runtime.vae.note_host(reason)
-            return runtime.pressure.run_host(host)
         runtime.vae.adopt(decoder, habits=self._habits)
+        if reason is not None:
+            return runtime.vae.decode_by_host(decoder, z, host, reason, upcast_attention=self._upcasts())
         return runtime.vae.decode(decoder, z, host, upcast_attention=self._upcasts())
 
     def _why(self, original: Callable[..., Tensor], decoder: nn.Module, kwargs: dict[str, Any]) -> str | None:
         source = origin(original)
         if package(source) != package(type(decoder).__module__):
-            return f"Decoder.forward was replaced by {source}"
+            return f"{type(decoder).__name__}.forward was replaced by {source}"
         if kwargs:
             return f"the VAE is called with more than we know ({', '.join(sorted(kwargs))})"
         return self._why_host()

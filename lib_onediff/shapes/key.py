@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..precision import Flags
 from ..unet.call import Control, UNetCall
 from ..unet.layout import UNetLayout
 
@@ -18,7 +19,8 @@ DECODE = "vae decode"
 class ShapeKey:
     """Everything that decides whether a captured or compiled forward serves a call. Weights are not part of it.
 
-    backend: who computes it, so that what fails by one can be served by another.
+    backend: who computes it, so that what fails by one can be served by another. precision: the switches of torch
+    that change its numbers; see precision.flags_for.
     """
 
     architecture: str
@@ -33,9 +35,12 @@ class ShapeKey:
     control: tuple[tuple[int, ...] | None, ...]
     upcast_attention: bool
     backend: str = ""
+    precision: Flags = ()
 
     @classmethod
-    def of(cls, architecture: str, dtype: torch.dtype, call: UNetCall, backend: str = "") -> ShapeKey:
+    def of(
+        cls, architecture: str, dtype: torch.dtype, call: UNetCall, backend: str = "", precision: Flags = ()
+    ) -> ShapeKey:
         """The key of a call; height and width are in latent pixels. dtype is the weights'."""
         batch, _, height, width = call.latent.shape
         optional = {"y": call.y, "timestep condition": call.timestep_condition}
@@ -44,16 +49,23 @@ class ShapeKey:
             dtype=dtype, latent_dtype=call.latent.dtype,
             device=call.latent.device, inputs=tuple(name for name, tensor in optional.items() if tensor is not None),
             control=control_shapes(call.control), upcast_attention=call.upcast_attention, backend=backend,
+            precision=precision,
         )
 
     @classmethod
-    def of_decode(cls, architecture: str, latent: Tensor, upcast_attention: bool, backend: str = "") -> ShapeKey:
-        """The key of a VAE's decode of a latent (batch, channels, height, width)."""
+    def of_decode(
+        cls, architecture: str, latent: Tensor, upcast_attention: bool, backend: str = "",
+        dtype: torch.dtype | None = None, precision: Flags = (), marks: tuple[str, ...] = (),
+    ) -> ShapeKey:
+        """The key of a VAE's decode of a latent (batch, channels, height, width).
+
+        dtype: what is computed in; None: the latent's. marks: what else tells it from other decodes.
+        """
         batch, _, height, width = latent.shape
         return cls(
             architecture=architecture, height=height, width=width, batch=batch, tokens=0,
-            dtype=latent.dtype, latent_dtype=latent.dtype, device=latent.device, inputs=(DECODE,), control=(),
-            upcast_attention=upcast_attention, backend=backend,
+            dtype=dtype or latent.dtype, latent_dtype=latent.dtype, device=latent.device, inputs=(DECODE, *marks),
+            control=(), upcast_attention=upcast_attention, backend=backend, precision=precision,
         )
 
     @property

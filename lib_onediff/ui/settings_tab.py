@@ -11,6 +11,7 @@ from typing import Any
 import gradio as gr
 
 from ..accelerator import runtime
+from ..precision_effects import described, note
 from ..settings import Settings, host_key
 
 SECTION = ("onediff", "OneDiff")
@@ -24,9 +25,11 @@ def add_options(opts: Any, option_info: Callable[..., Any], changed: Callable[[]
     """
 
     def apply() -> None:
+        before = runtime.settings
         try:
             refuse_clients(opts)
             runtime.configure(settings_from(opts))
+            tell_effects(before)
         except ValueError as problem:
             # A WebUI prints a traceback for what an onchange raises; so the old values are put back here instead.
             tell(f"{problem} The setting stays as it was.")
@@ -43,8 +46,19 @@ def add_options(opts: Any, option_info: Callable[..., Any], changed: Callable[[]
             onchange=apply,
             **limits_of(option, option_info),
         )
-        opts.add_option(host_key(option.name), info.info(option.metadata["explanation"]))
+        said = f'{option.metadata["explanation"]} {note(option.name, option.metadata["choices"])}'
+        opts.add_option(host_key(option.name), info.info(said.strip()))
     apply()
+
+
+def tell_effects(before: Settings) -> None:
+    """Say of every choice that was just made and that changes nothing on this machine, why."""
+    made = {
+        option.name: getattr(runtime.settings, option.name) for option in fields(Settings)
+        if option.metadata["choices"] and getattr(runtime.settings, option.name) != getattr(before, option.name)
+    }
+    for name, said in (described(made) if made else {}).items():
+        tell(f"{Settings.__dataclass_fields__[name].metadata['label']}, {made[name]}: {said}")
 
 
 def refuse_clients(opts: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
+from collections.abc import Hashable
 from typing import Any
 
 from torch import nn
@@ -151,8 +152,10 @@ class BoundUNet:
                 self._unreadable = str(reason)
         return self._unreadable
 
-    def conditioning(self, ops: Operators, call: UNetCall, by_content: bool) -> Conditioning:
-        """What depends on the prompt alone, computed only when prompt or weights have changed."""
+    def conditioning(
+        self, ops: Operators, call: UNetCall, by_content: bool, precision: Hashable = ()
+    ) -> Conditioning:
+        """What depends on the prompt alone, computed only when prompt, weights or precision have changed."""
         if self._edits is None or not self._edits.still_true():
             self._edits = self.binding.edits()
         edits = self._edits
@@ -160,7 +163,7 @@ class BoundUNet:
             # Such a tensor cannot be recognised, but edits of the weights can.
             by_content = True
         return self._prompts.conditioning(
-            call.context, call.y, (self.generation, edits), by_content,
+            call.context, call.y, (self.generation, edits, precision), by_content,
             lambda: condition(self.layout, self.binding.weights(), ops, call.context, call.y),
         )
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from ..shapes.timing import Stopwatch
 from ..verify import relative_error, rounding_limit
 from .bound import BoundDecoder
 from .journal import HOST
+from .watch import NOT_FINITE
 
 log = logging.getLogger("onediff")
 HostDecode = Callable[[], Tensor]
@@ -26,24 +27,32 @@ class NotServed(Exception):
 
 @dataclass
 class Outcome:
-    """What our attempt at a decode came to. picture is None where the host is still to decode."""
+    """What our attempt at a decode came to. picture is None where the host is still to decode.
+
+    exhausted: no type is left in which the picture could be shown. host_saw: why the host's own picture cannot be.
+    """
 
     picture: Tensor | None
     route: str
     reason: str = ""
     entry: Entry | None = None
     out_of_memory: bool = False
+    exhausted: bool = False
+    host_saw: str | None = None
 
 
 def check(ours: Outcome, host: HostDecode) -> Outcome:
-    """Compare our picture with the host's own, which takes its place where the two differ by more than rounding."""
+    """Compare our picture with the host's own, which takes its place where the two differ by more than rounding.
+
+    A host's picture that cannot be shown proves nothing, and ours can.
+    """
     entry, picture = ours.entry, ours.picture
     # A GPU loads kernels and picks algorithms in the first run at a size; only the second is the host's speed.
     on_gpu = picture.device.type == "cuda"
     warm_up = Stopwatch() if on_gpu else entry.host
     expected = warm_up.time(picture.device, host)
     if not bool(torch.isfinite(expected).all()):
-        return Outcome(expected, HOST, "the VAE's own picture has NaN or infinite values", entry)
+        return replace(ours, reason=f"the VAE's own picture is {NOT_FINITE}", host_saw=NOT_FINITE)
     reason = disagreement(entry, picture, expected)
     if reason is not None:
         entry.fail(blame(entry.key.backend, reason))
@@ -63,7 +72,9 @@ def disagreement(entry: Entry, picture: Tensor, expected: Tensor) -> str | None:
             f"ours is {tuple(picture.shape)} in {short_name(picture.dtype)}"
         )
     entry.relative_error = relative_error(picture, expected)
-    limit = rounding_limit(entry.key.dtype, picture.device)
+    # Ours may have been computed in another type than the host's.
+    key = entry.key
+    limit = max(rounding_limit(dtype, picture.device, key.precision) for dtype in (key.dtype, key.latent_dtype))
     if entry.relative_error <= limit:
         return None
     return f"it differs from the VAE's own picture by {entry.relative_error:.1e} (rounding explains {limit:.0e})"

@@ -4,28 +4,22 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from .. import backends
-from ..ladder import COMPILING, blame
-from ..modes import our_modes
 from ..settings import Settings
-from ..shapes.key import ShapeKey
-from ..shapes.table import Entry, State
-from ..shapes.timing import Stopwatch
 from ..unet.foreign import Habits
 from ..unet.layout import UnsupportedUNet
-from ..unet.weights import Weights
-from ..verify import first_line, recall
+from ..verify import first_line
 from .bound import BoundDecoder
-from .checks import HostDecode, NotServed, Outcome, check, refuse_latent, refuse_modes, short_name
-from .forward import Decoding
+from .checks import HostDecode, NotServed, Outcome, refuse_latent, refuse_modes
 from .journal import HOST, OURS, DecodeJournal
-from .layout import DecoderLayout
-from .wiring import decoder_steps, kernels_are_ready, prepare_early
+from .serving import DecodeLadder, Job
+from .watch import COLOURS, look_at
+from .wiring import prepare_early
 
 if TYPE_CHECKING:
     from ..accelerator import Accelerator
@@ -39,6 +33,7 @@ class DecoderRoute:
     def __init__(self, accelerator: Accelerator) -> None:
         self.journal = DecodeJournal()
         self._accelerator = accelerator
+        self._ladder = DecodeLadder(accelerator)
         self._decoders: weakref.WeakKeyDictionary[nn.Module, BoundDecoder] = weakref.WeakKeyDictionary()
         self._run: tuple[Settings, str] | None = None
         # A live preview is decoded on another thread than the picture.
@@ -87,29 +82,38 @@ class DecoderRoute:
     def decode(self, decoder: nn.Module, latent: Tensor, host: HostDecode, upcast_attention: bool = False) -> Tensor:
         """The decoder's picture of a latent, (batch, channels, h, w); host() is the host's own decode of the same.
 
-        Never raises for a reason of ours: what we cannot serve, the host decodes, and status() says why. So does it
-        where our picture is not finite: it must find what it would have found without us, and act on it.
+        Never raises for a reason of ours: what we cannot serve, the host decodes, and status() says why. A picture
+        with NaN or of one colour, whoever made it, is decoded again in a wider type; where that does not help, it is
+        the host's own, so that the host finds what it would have found without us.
         """
-        outcome = self._attempt(decoder, latent, host, upcast_attention)
-        # Only now is everything gone that our forward had computed before it failed.
-        if outcome.out_of_memory:
-            self._accelerator.free_graphs()
+        outcome = self._attempt(decoder, latent, lambda: self._serve(decoder, latent, host, upcast_attention))
         self.journal.note(outcome.route, outcome.reason, outcome.entry)
-        return host() if outcome.picture is None else outcome.picture
+        if outcome.picture is not None:
+            return outcome.picture
+        return self._by_host(decoder, latent, host, upcast_attention, outcome)
 
-    def _attempt(self, decoder: nn.Module, latent: Tensor, host: HostDecode, upcast_attention: bool) -> Outcome:
+    def decode_by_host(
+        self, decoder: nn.Module, latent: Tensor, host: HostDecode, reason: str, upcast_attention: bool = False
+    ) -> Tensor:
+        """The host's own decode, for a reason that its adapter knows; its picture is looked at as decode() does."""
+        self.note_host(reason)
+        return self._by_host(decoder, latent, host, upcast_attention, Outcome(None, HOST, reason))
+
+    def _attempt(self, decoder: nn.Module, latent: Tensor, work: Callable[[], Outcome]) -> Outcome:
+        """work(), or what stands in its way."""
         try:
-            settings = self._settings(decoder)
-            refuse_modes(latent)
-            return self._serve(self._decoders[decoder], latent, host, upcast_attention, settings)
+            return work()
         except (NotServed, UnsupportedUNet) as refusal:
             return Outcome(None, HOST, str(refusal))
         except torch.cuda.OutOfMemoryError:
-            return Outcome(None, HOST, "out of GPU memory: the graphs were freed", out_of_memory=True)
+            outcome = Outcome(None, HOST, "out of GPU memory: the graphs were freed")
         except Exception as error:
             # A fault of ours must not cost the user a picture.
             log.exception("a fault of ours")
             return Outcome(None, HOST, f"a fault of ours, please report it: {first_line(error)}")
+        # Only now is everything gone that our forward had computed before it failed.
+        self._accelerator.free_graphs()
+        return outcome
 
     def _settings(self, decoder: nn.Module) -> Settings:
         """The settings that hold now. Raises NotServed where nothing of ours may run."""
@@ -122,54 +126,49 @@ class DecoderRoute:
             raise NotServed(why_off or "OneDiff is switched off")
         return settings
 
-    def _serve(
-        self, bound: BoundDecoder, latent: Tensor, host: HostDecode, upcast_attention: bool, settings: Settings
-    ) -> Outcome:
-        """Decode by the first backend that does not fail."""
+    def _serve(self, decoder: nn.Module, latent: Tensor, host: HostDecode, upcast_attention: bool) -> Outcome:
+        settings = self._settings(decoder)
+        refuse_modes(latent)
+        return self._ladder.serve(self._job(decoder, latent, host, upcast_attention, settings))
+
+    def _job(
+        self, decoder: nn.Module, latent: Tensor, host: HostDecode, upcast_attention: bool, settings: Settings
+    ) -> Job:
+        """Raises NotServed and UnsupportedUNet."""
+        bound = self._decoders[decoder]
         with self._lock:
             bound.look()
             refuse_latent(bound, latent)
-            layout, weights = bound.layout, bound.weights()
-        names, reason = decoder_steps(self._accelerator, settings, latent.device)
-        for backend in names:
-            key = ShapeKey.of_decode(layout.architecture, latent, upcast_attention, backend)
-            entry = self._accelerator.table.entry(key, layout.model_name)
-            if entry.state is not State.FAILED:
-                try:
-                    if backend == backends.NATIVE and not kernels_are_ready(self._accelerator, layout, latent):
-                        return Outcome(None, HOST, COMPILING, entry)
-                    picture = self._picture(entry, layout, weights, latent)
-                except torch.cuda.OutOfMemoryError:
-                    raise
-                except Exception as error:
-                    entry.fail(blame(backend, f"our forward failed: {first_line(error)}"))
-                    log.exception("%s (%s)", entry.reason, key)
-                else:
-                    return self._judged(Outcome(picture, OURS, reason, entry), settings, host)
-            reason = entry.reason
-        return Outcome(None, HOST, reason, entry)
+            return Job(bound.layout, bound.weights(), latent, host, upcast_attention, settings)
 
-    def _picture(self, entry: Entry, layout: DecoderLayout, weights: Weights, latent: Tensor) -> Tensor:
-        key = entry.key
-        ops = self._accelerator.operators.of(key.backend)
-        decoding = Decoding(weights, ops, key.upcast_attention, fold_biases=key.backend == backends.NATIVE)
-        stopwatch = Stopwatch() if entry.state is State.COLD else entry.own
-        with our_modes(latent.device):
-            return stopwatch.time(latent.device, lambda: decoding.run(layout, latent).contiguous())
+    def _by_host(
+        self, decoder: nn.Module, latent: Tensor, host: HostDecode, upcast_attention: bool, outcome: Outcome
+    ) -> Tensor:
+        """The host's own picture, or ours where that cannot be shown."""
+        picture = self._accelerator.pressure.run_host(host)
+        try:
+            settings = self._settings(decoder)
+        except NotServed:
+            return picture
+        if not is_picture(picture) or torch.is_grad_enabled():
+            return picture
+        saw = look_at(picture, latent).saw
+        if saw is None:
+            return picture
+        reason, made = outcome.reason, "picture" if picture.shape[1] == COLOURS else "latent"
+        if not outcome.exhausted:
+            repeated = self._attempt(decoder, latent, lambda: self._ladder.repeat(
+                self._job(decoder, latent, host, upcast_attention, settings), saw
+            ))
+            if repeated.picture is not None:
+                self.journal.correct(OURS, repeated.reason, repeated.entry)
+                return repeated.picture.to(picture.dtype)
+            reason = repeated.reason
+            both = f"{outcome.reason}; its {made} is {saw}, and ours could not take its place: {reason}"
+            self.journal.correct(HOST, both, outcome.entry)
+        log.warning("VAE: the %s is %s, and OneDiff could not help: %s.", made, saw, reason)
+        return picture
 
-    def _judged(self, ours: Outcome, settings: Settings, host: HostDecode) -> Outcome:
-        """Our picture if it is finite and, the first time at a shape, like the host's own."""
-        entry = ours.entry
-        if not bool(torch.isfinite(ours.picture).all()):
-            return Outcome(None, HOST, f"its picture is not finite in {short_name(entry.key.dtype)}", entry)
-        if entry.state is not State.COLD:
-            return ours
-        history = self._accelerator.history
-        if not recall(entry, history) and settings.verify:
-            # Outside our modes: the host's forward must run exactly as the host would run it.
-            checked = check(ours, host)
-            if checked is ours:
-                history.keep_verdict(entry.key.backend, entry.key, entry.relative_error)
-            return checked
-        entry.state = State.PROVED
-        return ours
+
+def is_picture(decoded: Any) -> bool:
+    return isinstance(decoded, Tensor) and decoded.dim() == 4 and decoded.is_floating_point() and decoded.numel() > 0

@@ -1,19 +1,21 @@
-"""The decoder's forward, written against a set of operators.
+"""The forward of a decoder or an encoder, written against a set of operators.
 
-The mathematics is that of Decoder in CompVis' latent-diffusion, ldm/modules/diffusionmodules/model.py (Rombach et al.,
-2022), without the time embedding, which the decoder of an autoencoder does not have.
+The mathematics is that of Decoder and Encoder in CompVis' latent-diffusion, ldm/modules/diffusionmodules/model.py
+(Rombach et al., 2022), without the time embedding, which those of an autoencoder do not have.
 """
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch.nn.functional as functional
 from torch import Tensor
 
 from ..ops import Operators
 from ..unet.layers import join_heads, split_heads
 from ..unet.layout import Convolution, Upsample
-from ..unet.weights import Affine, Weights
-from .layout import DecoderLayout, PixelAttention, ResidualBlock
+from ..unet.weights import Affine
+from .layout import DecoderLayout, PaddedDownsample, PixelAttention, ResidualBlock
 
 
 @dataclass(frozen=True)
@@ -24,13 +26,14 @@ class Decoding:
     both in one a pass over the image, and costs PyTorch's own operators one.
     """
 
-    weights: Weights
+    weights: Mapping[str, Affine]
     ops: Operators
     upcast_attention: bool
     fold_biases: bool
 
     def run(self, layout: DecoderLayout, latent: Tensor) -> Tensor:
-        """The picture of a latent, (batch, channels, h, w) -> (batch, colours, factor h, factor w), in its dtype.
+        """The picture of a latent, (batch, channels, h, w) -> (batch, colours, factor h, factor w), in its dtype; or
+        of an encoder's picture what its latent is drawn from, (batch, colours, h, w) -> (batch, 2 channels, ...).
 
         The latent is what the host hands to its decoder: scaled, and past the 1x1 convolution in front of it.
         """
@@ -40,6 +43,8 @@ class Decoding:
                 image = self._residual_block(layer, image)
             elif isinstance(layer, PixelAttention):
                 image = self._attention(layer, image)
+            elif isinstance(layer, PaddedDownsample):
+                image = self._downsample(layer, image)
             else:
                 image = self._upsample(layer, image)
         image = self.ops.group_norm(image, self.weights[layout.out_norm.path], layout.out_norm, silu=True)
@@ -70,6 +75,9 @@ class Decoding:
     def _upsample(self, layer: Upsample, image: Tensor) -> Tensor:
         image = self.ops.resize(image, image.shape[-2] * 2, image.shape[-1] * 2)
         return self._convolution(image, layer.convolution)
+
+    def _downsample(self, layer: PaddedDownsample, image: Tensor) -> Tensor:
+        return self._convolution(functional.pad(image, (0, 1, 0, 1)), layer.convolution)
 
     def _convolution(self, image: Tensor, shape: Convolution) -> Tensor:
         return self.ops.convolution(image, self.weights[shape.path], shape)

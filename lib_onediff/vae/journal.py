@@ -36,6 +36,12 @@ class DecodeJournal:
             log.info("%s", described(route, reason))
         self._told[route, reason] = now
 
+    def correct(self, route: str, reason: str, entry: Entry | None) -> None:
+        """The decode that was noted last went by another route in the end."""
+        if self.route is not None:
+            self.calls[self.route] -= 1
+        self.note(route, reason, entry)
+
     def status(self) -> dict[str, Any]:
         """As plain values. Times are medians in milliseconds at the last decode's size."""
         entry = self.entry

@@ -1,4 +1,4 @@
-"""What a VAE's decoder is: a row of layers that says which parameter does what, without holding any parameter.
+"""What a VAE's decoder or encoder is: a row of layers that says which parameter does what, without holding any.
 
 The same row describes ldm's, sgm's, Forge's and diffusers' modules; read_ldm.py and read_diffusers.py fill it in.
 """
@@ -35,12 +35,22 @@ class PixelAttention:
     heads: int
 
 
-Layer = ResidualBlock | PixelAttention | Upsample
+@dataclass(frozen=True)
+class PaddedDownsample:
+    """A row and a column of zeros, below and to the right, and a convolution that halves the image."""
+
+    convolution: Convolution
+
+
+Layer = ResidualBlock | PixelAttention | Upsample | PaddedDownsample
 
 
 @dataclass(frozen=True)
 class DecoderLayout:
-    """The whole network: a convolution, layers one after the other, a norm with SiLU, a convolution."""
+    """The whole network: a convolution, layers one after the other, a norm with SiLU, a convolution.
+
+    An encoder is one too: what it takes is a picture, and what it makes the mean and the spread of a latent.
+    """
 
     family: str
     in_convolution: Convolution
@@ -55,7 +65,17 @@ class DecoderLayout:
     @property
     def model_name(self) -> str:
         """A name for people; nothing depends on it."""
-        return "VAE decoder"
+        return "VAE encoder" if self.encodes else "VAE decoder"
+
+    @property
+    def encodes(self) -> bool:
+        """Whether it makes latents of pictures."""
+        return self.reduction > 1
+
+    @property
+    def reduction(self) -> int:
+        """How many pixels wide a pixel of its output is; 1 for a decoder."""
+        return 2 ** sum(isinstance(layer, PaddedDownsample) for layer in self.layers)
 
     def leaves(self) -> list[Linear | Convolution | GroupNorm | LayerNorm]:
         """Every description of a module that holds parameters, each once."""

@@ -1,4 +1,4 @@
-"""Read the decoder of diffusers' AutoencoderKL."""
+"""Read the decoder and the encoder of diffusers' AutoencoderKL."""
 from __future__ import annotations
 
 from typing import Any
@@ -8,9 +8,11 @@ from torch import nn
 from ..unet.layout import UnsupportedUNet
 from ..unet.leaves import LeafReader
 from ..unet.read_diffusers import PLAIN_PROCESSORS, read_upsample, require_silu
-from .layout import DecoderLayout, Layer, PixelAttention, ResidualBlock
+from .layout import DecoderLayout, Layer, PaddedDownsample, PixelAttention, ResidualBlock
+from .read_ldm import padded
 
 UP_BLOCKS = {"UpDecoderBlock2D", "AttnUpDecoderBlock2D"}
+DOWN_BLOCKS = {"DownEncoderBlock2D", "AttnDownEncoderBlock2D"}
 
 
 def is_diffusers_decoder(decoder: nn.Module) -> bool:
@@ -22,11 +24,30 @@ def read_diffusers(decoder: Any) -> DecoderLayout:
     leaves = LeafReader(decoder)
     layers = read_middle(decoder.mid_block, leaves)
     for block in decoder.up_blocks:
-        layers += read_up_block(block, leaves)
-    require_silu(decoder.conv_act, "the output's activation")
+        layers += read_block(block, UP_BLOCKS, leaves)
+        layers += [read_upsample(upsampler, leaves) for upsampler in block.upsamplers or ()]
+    return with_ends(decoder, layers, leaves)
+
+
+def is_diffusers_encoder(encoder: nn.Module) -> bool:
+    return type(encoder).__name__ == "Encoder" and hasattr(encoder, "down_blocks") and hasattr(encoder, "mid_block")
+
+
+def read_diffusers_encoder(encoder: Any) -> DecoderLayout:
+    """The layout of an AutoencoderKL's Encoder. Raises UnsupportedUNet with the reason."""
+    leaves = LeafReader(encoder)
+    layers: list[Layer] = []
+    for block in encoder.down_blocks:
+        layers += read_block(block, DOWN_BLOCKS, leaves)
+        layers += [read_downsample(downsampler, leaves) for downsampler in block.downsamplers or ()]
+    return with_ends(encoder, layers + read_middle(encoder.mid_block, leaves), leaves)
+
+
+def with_ends(half: Any, layers: list[Layer], leaves: LeafReader) -> DecoderLayout:
+    require_silu(half.conv_act, "the output's activation")
     layout = DecoderLayout(
-        family="diffusers", in_convolution=leaves.convolution(decoder.conv_in), layers=tuple(layers),
-        out_norm=leaves.group_norm(decoder.conv_norm_out), out_convolution=leaves.convolution(decoder.conv_out),
+        family="diffusers", in_convolution=leaves.convolution(half.conv_in), layers=tuple(layers),
+        out_norm=leaves.group_norm(half.conv_norm_out), out_convolution=leaves.convolution(half.conv_out),
     )
     leaves.refuse_unclaimed()
     return layout
@@ -44,8 +65,9 @@ def read_middle(block: Any, leaves: LeafReader) -> list[Layer]:
     return layers
 
 
-def read_up_block(block: Any, leaves: LeafReader) -> list[Layer]:
-    if type(block).__name__ not in UP_BLOCKS:
+def read_block(block: Any, known: set[str], leaves: LeafReader) -> list[Layer]:
+    """The layers of one resolution, without the one that leads to the next."""
+    if type(block).__name__ not in known:
         raise UnsupportedUNet(f"{leaves.path(block)} is a {type(block).__name__}, which we do not know")
     attentions = list(getattr(block, "attentions", ()))
     if len(attentions) not in (0, len(block.resnets)):
@@ -55,8 +77,14 @@ def read_up_block(block: Any, leaves: LeafReader) -> list[Layer]:
         layers.append(read_residual_block(resnet, leaves))
         if attentions:
             layers.append(read_attention(attentions[index], leaves))
-    layers += [read_upsample(upsampler, leaves) for upsampler in block.upsamplers or ()]
     return layers
+
+
+def read_downsample(layer: Any, leaves: LeafReader) -> PaddedDownsample:
+    path = leaves.path(layer)
+    if type(layer).__name__ != "Downsample2D" or not layer.use_conv or layer.norm is not None or layer.padding != 0:
+        raise UnsupportedUNet(f"{path} is a downsampling layer of another kind")
+    return padded(leaves.convolution(layer.conv), path)
 
 
 def read_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:

@@ -1,13 +1,13 @@
-"""Read the decoder of the ldm family: ldm.modules.diffusionmodules.model.Decoder, sgm's, and Forge's of its own."""
+"""Read the decoder and the encoder of the ldm family: ldm.modules.diffusionmodules.model's, sgm's, and Forge's own."""
 from __future__ import annotations
 
 from typing import Any
 
 from torch import nn
 
-from ..unet.layout import UnsupportedUNet, Upsample
+from ..unet.layout import Convolution, UnsupportedUNet, Upsample
 from ..unet.leaves import LeafReader
-from .layout import DecoderLayout, Layer, PixelAttention, ResidualBlock
+from .layout import DecoderLayout, Layer, PaddedDownsample, PixelAttention, ResidualBlock
 
 # The same attention, by torch's operators and by xformers'.
 ATTENTION_BLOCKS = {"AttnBlock", "MemoryEfficientAttnBlock"}
@@ -21,14 +21,41 @@ def read_ldm(decoder: Any) -> DecoderLayout:
     """The layout of an ldm, sgm or Forge Decoder. Raises UnsupportedUNet with the reason."""
     refuse_variants(decoder)
     leaves = LeafReader(decoder)
-    middle = (decoder.mid.block_1, decoder.mid.attn_1, decoder.mid.block_2)
-    layers = [layer for module in middle for layer in read_layer(module, leaves)]
+    layers = read_middle(decoder, leaves)
     for level in reversed(range(decoder.num_resolutions)):
-        layers += read_level(decoder, level, leaves)
+        up = decoder.up[level]
+        layers += read_level(up, decoder.num_res_blocks + 1, leaves)
+        if level != 0:
+            layers.append(read_upsample(up.upsample, leaves))
+    return with_ends(decoder, layers, leaves)
+
+
+def is_ldm_encoder(encoder: nn.Module) -> bool:
+    return type(encoder).__name__ == "Encoder" and hasattr(encoder, "down") and hasattr(encoder, "mid")
+
+
+def read_ldm_encoder(encoder: Any) -> DecoderLayout:
+    """The layout of an ldm, sgm or Forge Encoder. Raises UnsupportedUNet with the reason."""
+    leaves = LeafReader(encoder)
+    layers: list[Layer] = []
+    for level in range(encoder.num_resolutions):
+        down = encoder.down[level]
+        layers += read_level(down, encoder.num_res_blocks, leaves)
+        if level != encoder.num_resolutions - 1:
+            layers.append(read_downsample(down.downsample, leaves))
+    return with_ends(encoder, layers + read_middle(encoder, leaves), leaves)
+
+
+def read_middle(half: Any, leaves: LeafReader) -> list[Layer]:
+    middle = (half.mid.block_1, half.mid.attn_1, half.mid.block_2)
+    return [layer for module in middle for layer in read_layer(module, leaves)]
+
+
+def with_ends(half: Any, layers: list[Layer], leaves: LeafReader) -> DecoderLayout:
     layout = DecoderLayout(
-        family=type(decoder).__module__.partition(".")[0], in_convolution=leaves.convolution(decoder.conv_in),
+        family=type(half).__module__.partition(".")[0], in_convolution=leaves.convolution(half.conv_in),
         layers=tuple(layers),
-        out_norm=leaves.group_norm(decoder.norm_out), out_convolution=leaves.convolution(decoder.conv_out),
+        out_norm=leaves.group_norm(half.norm_out), out_convolution=leaves.convolution(half.conv_out),
     )
     leaves.refuse_unclaimed()
     return layout
@@ -41,19 +68,16 @@ def refuse_variants(decoder: Any) -> None:
         raise UnsupportedUNet("it ends in a tanh")
 
 
-def read_level(decoder: Any, level: int, leaves: LeafReader) -> list[Layer]:
-    """The layers of one resolution, in the order of Decoder.forward."""
-    up = decoder.up[level]
-    blocks, attentions = list(up.block), list(up.attn)
-    if len(blocks) != decoder.num_res_blocks + 1 or len(attentions) not in (0, len(blocks)):
-        raise UnsupportedUNet(f"{leaves.path(up)} has another number of layers than it says")
+def read_level(level: Any, count: int, leaves: LeafReader) -> list[Layer]:
+    """The layers of one resolution, in the order of the host's forward. count: of its residual blocks."""
+    blocks, attentions = list(level.block), list(level.attn)
+    if len(blocks) != count or len(attentions) not in (0, count):
+        raise UnsupportedUNet(f"{leaves.path(level)} has another number of layers than it says")
     layers: list[Layer] = []
     for index, block in enumerate(blocks):
         layers += read_layer(block, leaves)
         if attentions:
             layers += read_layer(attentions[index], leaves)
-    if level != 0:
-        layers.append(read_upsample(up.upsample, leaves))
     return layers
 
 
@@ -91,3 +115,16 @@ def read_upsample(layer: Any, leaves: LeafReader) -> Upsample:
     if type(layer).__name__ != "Upsample" or not layer.with_conv:
         raise UnsupportedUNet(f"{leaves.path(layer)} is an upsampling layer of another kind")
     return Upsample(leaves.convolution(layer.conv), resize_before=True)
+
+
+def read_downsample(layer: Any, leaves: LeafReader) -> PaddedDownsample:
+    if type(layer).__name__ != "Downsample" or not layer.with_conv:
+        raise UnsupportedUNet(f"{leaves.path(layer)} is a downsampling layer of another kind")
+    return padded(leaves.convolution(layer.conv), leaves.path(layer))
+
+
+def padded(convolution: Convolution, path: str) -> PaddedDownsample:
+    """Raises UnsupportedUNet if the layer at path cannot be one."""
+    if (convolution.kernel, convolution.stride, convolution.padding) != (3, 2, 0):
+        raise UnsupportedUNet(f"{path} is a downsampling layer of another kind")
+    return PaddedDownsample(convolution)

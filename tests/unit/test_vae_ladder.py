@@ -48,7 +48,7 @@ class Stand:
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
     stand = Stand()
-    monkeypatch.setattr("lib_onediff.vae.decoding.decoder_steps", lambda *given: Steps((NATIVE, EAGER), ""))
+    monkeypatch.setattr("lib_onediff.vae.serving.decoder_steps", lambda *given: Steps((NATIVE, EAGER), ""))
     monkeypatch.setattr(runtime.operators, "_native", stand)
     monkeypatch.setattr(runtime.operators, "prepare", lambda network, patient: stand.ready())
     return stand

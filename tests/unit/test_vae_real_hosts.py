@@ -5,6 +5,7 @@ As test_real_host_unets.py: ONEDIFF_FORGE and ONEDIFF_SGM.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import sys
@@ -37,12 +38,16 @@ SIZES = [(6, 6), (5, 7)]
 
 
 def sgm_decoder(**config: Any) -> Any:
+    find_sgm()
+    return ldm_decoder(module="sgm.modules.diffusionmodules.model", **config)
+
+
+def find_sgm() -> None:
     # sgm/__init__.py pulls in the training stack; the VAE needs none of it.
     for name in ("sgm", "sgm.modules"):
         package = types.ModuleType(name)
         package.__path__ = [os.path.join(SGM or "", *name.split("."))]
         sys.modules.setdefault(name, package)
-    return ldm_decoder(module="sgm.modules.diffusionmodules.model", **config)
 
 
 @pytest.fixture
@@ -56,9 +61,9 @@ def forge_vae() -> Iterator[Any]:
     yield vae
 
 
-def forge_decoder(module: Any, forge_layers: bool, **config: Any) -> Any:
+def forge_decoder(module: Any, forge_layers: bool, kind: str = "Decoder", **config: Any) -> Any:
     with without_initial_values(), contextlib.redirect_stdout(io.StringIO()):
-        decoder = module.Decoder(**{**LDM, **config})
+        decoder = getattr(module, kind)(**{**LDM, **config})
     if forge_layers:
         from forge_builders import in_forge_layers
 
@@ -89,6 +94,27 @@ def test_forge_gets_its_own_picture(forge_vae: Any, forge_layers: bool, size: tu
     with torch.inference_mode():
         assert relative_error(our_picture(decoder, latent), host_picture(decoder, latent)) < 1e-5
     assert last() == ("ours", "")
+
+
+@needs_sgm
+def test_sgm_encodes_as_itself() -> None:
+    find_sgm()
+    module = importlib.import_module("sgm.modules.diffusionmodules.model")
+    with without_initial_values(), contextlib.redirect_stdout(io.StringIO()):
+        encoder = with_small_groups(module.Encoder(**LDM))
+    picture = torch.rand(2, 3, 24, 40)
+    assert relative_error(our_picture(encoder, picture), host_picture(encoder, picture)) < 1e-5
+    assert last() == ("ours", "") and read_decoder(encoder).encodes
+
+
+@needs_forge
+@pytest.mark.parametrize("forge_layers", [False, True], ids=["torch's layers", "Forge's layers"])
+def test_forge_encodes_as_itself(forge_vae: Any, forge_layers: bool) -> None:
+    encoder = forge_decoder(forge_vae, forge_layers, kind="Encoder")
+    picture = torch.rand(2, 3, 24, 40)
+    with torch.inference_mode():
+        assert relative_error(our_picture(encoder, picture), host_picture(encoder, picture)) < 1e-5
+    assert last() == ("ours", "") and read_decoder(encoder).encodes
 
 
 @needs_forge

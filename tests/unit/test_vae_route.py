@@ -134,10 +134,11 @@ def test_a_picture_that_is_not_finite_is_decoded_by_the_host(host: Host) -> None
 
 
 def test_a_host_that_is_not_finite_is_no_yardstick() -> None:
+    """Its picture would be black, and ours is not; but nothing was proved."""
     host = Host(diffusers_vae().decoder, lambda picture: picture / 0)
     latent = a_latent(host.decoder)
-    assert not decode(host, latent).isfinite().any()
-    assert (host.calls, last()) == (1, ("host", "the VAE's own picture has NaN or infinite values"))
+    assert torch.allclose(decode(host, latent), host_picture(host.decoder, latent), atol=1e-5)
+    assert (host.calls, last()) == (1, ("ours", "the VAE's own picture is not finite"))
     assert runtime.table.entries()[0].state is State.COLD
 
 

@@ -1,0 +1,76 @@
+"""The presets and what is known of single checkpoints: data, to be edited freely.
+
+A name that is no option of settings.Settings is passed over; so is a value that the option does not take. A test names
+both.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+QUALITY, BALANCED, SPEED = "Quality first", "Balanced", "Speed first"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """values: what differs from the options' defaults."""
+
+    name: str
+    explanation: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a family of checkpoints bears. marks: a checkpoint is of it if its name has one of these, letters and digits
+    alone; of several profiles the first counts. changes: what is different there, by the preset's name."""
+
+    name: str
+    marks: tuple[str, ...]
+    reason: str
+    changes: Mapping[str, Mapping[str, Any]]
+
+
+PRESETS = (
+    Preset(QUALITY, "Everything exact: pictures differ from the WebUI's own by rounding alone."),
+    Preset(
+        BALANCED,
+        "Every second step computes a small part of the UNet only: about twice as fast, and details may move.",
+        {"deepcache_interval": 2},
+    ),
+    Preset(
+        SPEED,
+        "Two of three steps compute a small part of the UNet only, matrix products are summed in half precision, and "
+        "the VAE is decoded in fp16: fast drafts. Pictures lose detail.",
+        {
+            "deepcache_interval": 3, "matmul_accumulation": "half", "convolution_accumulation": "half",
+            "reduced_precision_reduction": "on", "tf32": "on", "vae_precision": "fp16", "fp8": True,
+        },
+    ),
+)
+PROFILES = (
+    Profile(
+        "few-step checkpoints", ("turbo", "lightning", "lcm", "hypersd"),
+        "They take 1 to 8 steps, each of which changes the whole picture: there is nothing to take over from the step "
+        "before.",
+        {BALANCED: {"deepcache_interval": 1}, SPEED: {"deepcache_interval": 1}},
+    ),
+    Profile(
+        "SDXL base", ("sdxlbase", "stablediffusionxlbase"),
+        "It is known to be sensitive: errors in its UNet show as paler colours, and its own VAE overflows in fp16.",
+        {SPEED: {
+            "deepcache_interval": 2, "matmul_accumulation": "full", "fp8": False, "vae_precision": "auto",
+        }},
+    ),
+    Profile(
+        "playground-v2.5", ("playgroundv25", "playground25"),
+        "It bears more than SDXL base, from which its network comes: its pictures keep their contrast.",
+        {BALANCED: {"deepcache_interval": 3}},
+    ),
+    Profile(
+        "SD 2.1", ("v21768", "v21512", "sd21", "stablediffusion21"),
+        "Its attention overflows in fp16 where sums are not kept in float32.",
+        {SPEED: {"matmul_accumulation": "full", "reduced_precision_reduction": "auto"}},
+    ),
+)

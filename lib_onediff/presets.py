@@ -1,0 +1,171 @@
+"""Presets: options that are set together, built in or the user's own, and adapted to the checkpoint.
+
+Which options a preset sets is derived from the fields of settings.Settings: all that a generation may be given, but for
+who computes and whether it is checked. What a preset does not name is at its default.
+
+The user's own are kept as one option of the WebUI, in words: "my drafts: deepcache_interval 4; tf32 on, careful: tf32
+off".
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import Field, fields, replace
+from typing import Any, TypeVar
+
+from .preset_data import PRESETS, PROFILES, Preset, Profile
+
+SettingsLike = TypeVar("SettingsLike")
+# Who computes, and whether it is checked, changes no picture.
+NOT_OF_PRESETS = frozenset({"enabled", "backend", "verify"})
+BETWEEN_PRESETS, AFTER_NAME, BETWEEN_VALUES = ",", ":", ";"
+SWITCHES = {True: "on", False: "off"}
+SWITCHED = {word: value for value, word in SWITCHES.items()}
+LONGEST_NAME = 60
+
+
+def preset_options(settings: Any) -> dict[str, Field]:
+    """The options that presets set, by name. settings: a settings.Settings, or its class."""
+    return {
+        option.name: option for option in fields(settings)
+        if option.metadata["per_run"] and option.name not in NOT_OF_PRESETS
+    }
+
+
+def values_of(preset: Preset, settings: Any, checkpoint: str = "") -> dict[str, Any]:
+    """Every option that presets set, with its value in this one. checkpoint: its name, whose profile counts."""
+    profile = profile_of(checkpoint)
+    changes = {} if profile is None else profile.changes.get(preset.name, {})
+    return complete({**preset.values, **changes}, settings)
+
+
+def complete(values: Mapping[str, Any], settings: Any) -> dict[str, Any]:
+    """values, and the default of every other option that presets set; what is none, or is wrong, is left out."""
+    options = preset_options(settings)
+    kept = {name: value for name, value in values.items() if name in options and fits(options[name], value)}
+    return {name: kept.get(name, option.default) for name, option in options.items()}
+
+
+def fits(option: Field, value: Any) -> bool:
+    """Whether an option takes a value."""
+    choices = option.metadata["choices"]
+    if type(value) is not type(option.default) or (choices and value not in choices):
+        return False
+    try:
+        if option.metadata["check"] is not None:
+            option.metadata["check"](value)
+    except ValueError:
+        return False
+    return True
+
+
+def with_preset(settings: SettingsLike, name: str, own: str = "", checkpoint: str = "") -> SettingsLike:
+    """Settings with a preset's values. own: the user's own presets, in words; see the module.
+
+    Raises ValueError with a sentence for a name that is none.
+    """
+    known = all_presets(settings, own, checkpoint)
+    if name not in known:
+        raise ValueError(f"OneDiff has no preset {name!r}; its presets are {', '.join(known)}.")
+    return replace(settings, **known[name])
+
+
+def all_presets(settings: Any, own: str = "", checkpoint: str = "") -> dict[str, dict[str, Any]]:
+    """The values of every preset by its name, the built-in first. What is wrong with own is left out."""
+    known = {preset.name: values_of(preset, settings, checkpoint) for preset in PRESETS}
+    try:
+        written = parse(own)
+    except ValueError:
+        written = {}
+    options = preset_options(settings)
+    for name, values in written.items():
+        read = {option: value_of(options[option], word) for option, word in values.items() if option in options}
+        known[name] = complete({option: value for option, value in read.items() if value is not None}, settings)
+    return known
+
+
+def name_of(settings: Any, own: str = "", checkpoint: str = "") -> str | None:
+    """The preset that settings are; None if they are none."""
+    standing = {name: getattr(settings, name) for name in preset_options(settings)}
+    return next((name for name, values in all_presets(settings, own, checkpoint).items() if values == standing), None)
+
+
+def profile_of(checkpoint: str) -> Profile | None:
+    """What is known of a checkpoint by its name; None for most."""
+    plain = "".join(character for character in checkpoint.lower() if character.isalnum())
+    return next((profile for profile in PROFILES if any(mark in plain for mark in profile.marks)), None)
+
+
+# --- the user's own ---------------------------------------------------------------------------------------------------
+
+
+def parse(own: str) -> dict[str, dict[str, str]]:
+    """The user's own presets: of each name the words of its options. Raises ValueError with a sentence.
+
+    Options are not looked up: an older or a newer OneDiff may have had others.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for part in own.split(BETWEEN_PRESETS):
+        if not part.strip():
+            continue
+        name, colon, words = part.partition(AFTER_NAME)
+        name = name.strip()
+        if not colon:
+            raise ValueError(f"A preset is a name, a colon and its options, such as 'drafts: tf32 on', not {name!r}.")
+        check_name(name)
+        if name in found:
+            raise ValueError(f"There are two presets called {name!r}.")
+        found[name] = {}
+        for pair in filter(None, (pair.strip() for pair in words.split(BETWEEN_VALUES))):
+            option, _, value = pair.partition(" ")
+            if not value.strip():
+                raise ValueError(f"Preset {name!r}: {option!r} has no value; write such as 'tf32 on'.")
+            found[name][option] = value.strip()
+    return found
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError with a sentence for what cannot be the name of a preset of the user's own."""
+    marks = BETWEEN_PRESETS + AFTER_NAME + BETWEEN_VALUES
+    if not name or len(name) > LONGEST_NAME or any(mark in name for mark in marks):
+        raise ValueError(
+            f"A preset's name has up to {LONGEST_NAME} characters and none of , : ; among them, unlike {name[:80]!r}."
+        )
+    if name in {preset.name for preset in PRESETS}:
+        raise ValueError(f"{name!r} is a preset of OneDiff's; take another name.")
+
+
+def written(presets: Mapping[str, Mapping[str, str]]) -> str:
+    """What parse() reads."""
+    return f"{BETWEEN_PRESETS} ".join(
+        f"{name}{AFTER_NAME} " + f"{BETWEEN_VALUES} ".join(f"{option} {value}" for option, value in values.items())
+        for name, values in presets.items()
+    )
+
+
+def with_own(own: str, name: str, settings: Any) -> str:
+    """own, with these settings as the preset of this name; one of the same name goes. Raises ValueError."""
+    check_name(name)
+    differing = {
+        option.name: word_of(getattr(settings, option.name)) for option in preset_options(settings).values()
+        if getattr(settings, option.name) != option.default
+    }
+    return written({**parse(own), name: differing})
+
+
+def without_own(own: str, name: str) -> str:
+    """own, without the preset of this name."""
+    return written({other: values for other, values in parse(own).items() if other != name})
+
+
+def word_of(value: Any) -> str:
+    return SWITCHES[value] if isinstance(value, bool) else str(value)
+
+
+def value_of(option: Field, word: str) -> Any | None:
+    """The value that a word means for an option; None if it takes none such."""
+    kind = type(option.default)
+    try:
+        value = SWITCHED[word] if kind is bool else kind(word)
+    except (KeyError, ValueError):
+        return None
+    return value if fits(option, value) else None

@@ -1,0 +1,312 @@
+"""On a real GPU: the switches of precision do what we say of them, and no decode ends in a black picture."""
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+pytest.importorskip("diffusers")
+
+from lib_onediff.accelerator import runtime
+from lib_onediff.bench.models import random_vae
+from lib_onediff.hosts import diffusers_decoder
+from lib_onediff.precision import (
+    BF16_REDUCTION,
+    FP16_REDUCTION,
+    HALF_SUMS,
+    SWITCHES,
+    TF32_CONVOLUTION,
+    TF32_MATMUL,
+    Flags,
+    applied,
+)
+from lib_onediff.precision_effects import Machine, facts, why_no_effect
+from lib_onediff.settings import Settings
+from lib_onediff.vae.watch import WatchedOperators
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+GPU = torch.device("cuda")
+STEP = 1 / 255
+# What the watch may cost of a decode of 1024x1024 pixels.
+WATCH_COSTS = 1.06
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> Iterator[None]:
+    before = runtime.settings
+    states = {name: SWITCHES[name].state() for name in Machine.now().switches}
+    runtime.purge()
+    runtime.choices.clear()
+    yield
+    runtime.configure(before)
+    runtime.purge()
+    runtime.choices.clear()
+    assert {name: SWITCHES[name].state() for name in states} == states, "a switch was left as we had set it"
+
+
+def has(switch: str) -> None:
+    if switch not in Machine.now().switches:
+        pytest.skip(f"this PyTorch has no switch for {switch}")
+
+
+def since(major: int, minor: int) -> None:
+    if torch.cuda.get_device_capability() < (major, minor):
+        pytest.skip(f"needs compute capability {major}.{minor}")
+
+
+def error(work: Callable[[], Tensor], exact: Tensor, flags: Flags) -> float:
+    with applied(flags):
+        found = work()
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+# --- what the switches do ---------------------------------------------------------------------------------------------
+
+
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "matmul": lambda a, b: a @ b.t(),
+    "linear": functional.linear,
+    "addmm": lambda a, b: a.new_zeros(len(a), len(b)).addmm(a, b.t()),
+    "baddbmm": lambda a, b: torch.baddbmm(a.new_zeros(1, len(a), len(b)), a[None], b.t()[None])[0],
+}
+
+
+@pytest.mark.parametrize("operator", PRODUCTS)
+def test_half_sums_are_sums_of_half(operator: str) -> None:
+    has(HALF_SUMS)
+    since(7, 0)
+    work = PRODUCTS[operator]
+    a, b = (torch.rand(512, 8192, device=GPU).half() for _ in range(2))
+    exact = a.double() @ b.double().t()
+    on, off = (error(lambda: work(a, b), exact, ((HALF_SUMS, value),)) for value in (True, False))
+    print(f"{operator}: relative error {on:.1e} with half sums, {off:.1e} without, {torch.cuda.get_device_name()}")
+    assert off < 5e-4, "float32 sums, rounded once"
+    assert on > 1.5 * off, "cuBLAS took no notice: then why_no_effect must say so of this GPU"
+    assert why_no_effect("matmul_accumulation", "half") is None
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_convolutions_sum_in_float32_whatever_is_set(layout: torch.memory_format) -> None:
+    """Which is why the choice for them is said to have no effect."""
+    image, weight = torch.rand(1, 512, 32, 32, device=GPU).half(), torch.rand(64, 512, 3, 3, device=GPU).half()
+    image, weight = (tensor.contiguous(memory_format=layout) for tensor in (image, weight))
+    exact = functional.conv2d(image.double(), weight.double(), padding=1)
+    switches = [HALF_SUMS] if HALF_SUMS in Machine.now().switches else []
+    for value in (True, False):
+        work = lambda: functional.conv2d(image, weight, padding=1)  # noqa: E731
+        assert error(work, exact, tuple((switch, value) for switch in switches)) < 5e-4
+    assert why_no_effect("convolution_accumulation", "half") is not None
+
+
+@pytest.mark.parametrize(("switch", "work"), [
+    (TF32_MATMUL, lambda a, b: a @ b.t()),
+    (TF32_CONVOLUTION, lambda a, b: functional.conv2d(a.view(1, 256, 32, 32), b.view(256, 256, 3, 3))),
+])
+def test_tf32(switch: str, work: Any) -> None:
+    since(8, 0)
+    size = {TF32_MATMUL: ((512, 1024), (512, 1024)), TF32_CONVOLUTION: ((256, 1024), (256, 2304))}[switch]
+    a, b = (torch.randn(*shape, device=GPU) for shape in size)
+    exact = work(a.double(), b.double())
+    on, off = (error(lambda: work(a, b), exact, ((switch, value),)) for value in (True, False))
+    assert on > 20 * off and off < 1e-5, (on, off)
+    assert why_no_effect("tf32", "on") is None
+
+
+def test_the_newer_way_to_set_tf32_is_put_back() -> None:
+    since(8, 0)
+    matmul = torch.backends.cuda.matmul
+    if not hasattr(matmul, "fp32_precision"):
+        pytest.skip("PyTorch has it from 2.9 on")
+    found = SWITCHES[TF32_MATMUL].state()
+    a, b = (torch.randn(256, 512, device=GPU) for _ in range(2))
+    exact = a.double() @ b.double().t()
+    try:
+        matmul.fp32_precision = "tf32"
+        assert error(lambda: a @ b.t(), exact, ((TF32_MATMUL, False),)) < 1e-5
+        assert matmul.fp32_precision == "tf32"
+        assert error(lambda: a @ b.t(), exact, ()) > 1e-5
+    finally:
+        SWITCHES[TF32_MATMUL].restore(found)
+
+
+def test_facts_name_this_gpu() -> None:
+    said = facts()
+    assert said["GPU"] == torch.cuda.get_device_name() and said["cuDNN"] != "None"
+    assert {said[name] for name in (FP16_REDUCTION, BF16_REDUCTION)} <= {"on", "off"}
+
+
+@pytest.mark.skipif(
+    "matmul_accumulation" not in {field.name for field in fields(Settings)}, reason="not an option of Settings yet"
+)
+def test_a_graph_of_its_own_for_half_sums() -> None:
+    """What was captured with one kind of sums is not replayed with another."""
+    from lib_onediff import compile_unet, status
+    from lib_onediff.bench.models import inputs, random_unet
+
+    unet = random_unet("tiny-sdxl", GPU).half()
+    given = inputs(unet, 128, 128, 2, 77, torch.float16)
+    outputs = {}
+    for choice in ("full", "half", "full"):
+        compile_unet(unet, Settings(matmul_accumulation=choice, backend="cudagraph"))
+        with torch.no_grad():
+            for _ in range(3):
+                output = unet(**given, return_dict=False)[0].clone()
+        assert status()["route"] == "graph", status()["reason"]
+        outputs.setdefault(choice, output)
+        assert torch.equal(output, outputs[choice])
+    assert not torch.equal(outputs["full"], outputs["half"])
+    keys = [entry.key.precision for entry in runtime.table.entries()]
+    assert {dict(flags)[HALF_SUMS] for flags in keys} == {True, False}
+
+
+# --- the VAE ----------------------------------------------------------------------------------------------------------
+
+
+def chosen(precision: str, **others: Any) -> Settings:
+    settings = Settings(**others)
+    object.__setattr__(settings, "vae_precision", precision)
+    return settings
+
+
+@pytest.fixture
+def vae() -> Iterator[Any]:
+    vae = random_vae(False, GPU).half()
+    yield vae
+    diffusers_decoder.detach(vae.decoder)
+
+
+def latent_of(side: int = 64) -> Tensor:
+    return torch.randn(1, 4, side, side, generator=torch.Generator().manual_seed(0)).to(GPU).half()
+
+
+def make_it_overflow(decoder: nn.Module, latent: Tensor, share: float) -> None:
+    """Its activations reach a share of float16's limit; norms make its picture what it was."""
+    peaks: list[Tensor] = []
+    wide = copy.deepcopy(decoder).float()
+    hooks = [
+        module.register_forward_hook(lambda module, given, output: peaks.append(output.abs().max()))
+        for module in wide.modules() if type(module).__name__ in ("Conv2d", "ResnetBlock2D")
+    ]
+    with torch.no_grad():
+        wide(latent.float())
+        for hook in hooks:
+            hook.remove()
+        largest = float(torch.stack(peaks).max())
+        decoder.conv_in.weight *= share * torch.finfo(torch.float16).max / largest
+        decoder.conv_in.bias *= share * torch.finfo(torch.float16).max / largest
+    assert all(bool(parameter.isfinite().all()) for parameter in decoder.parameters())
+
+
+def shown(picture: Tensor) -> Tensor:
+    return (picture.float() / 2 + 0.5).clamp(0, 1)
+
+
+@torch.no_grad()
+def decoded(vae: Any, latent: Tensor) -> Tensor:
+    return vae.decoder(latent)
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_a_vae_that_overflows(vae: Any, backend: str, caplog: pytest.LogCaptureFixture) -> None:
+    latent = latent_of()
+    make_it_overflow(vae.decoder, latent, 4)
+    with torch.no_grad():
+        expected = copy.deepcopy(vae.decoder).float()(latent.float())
+        assert not type(vae.decoder).forward(vae.decoder, latent).isfinite().all()
+    diffusers_decoder.attach(vae.decoder, Settings(backend=backend))
+    with caplog.at_level(logging.WARNING, "onediff"):
+        pictures = [decoded(vae, latent) for _ in range(2)]
+    for picture in pictures:
+        assert picture.dtype == torch.float16 and (shown(picture) - shown(expected)).abs().max() <= STEP
+    assert len(caplog.messages) == 1 and "overflows in float16" in caplog.messages[0]
+    assert runtime.vae.status()["reason"] == "decoded in float32, because this VAE overflows in float16"
+    assert {parameter.dtype for parameter in vae.parameters()} == {torch.float16}
+
+
+def test_a_healthy_vae_decodes_in_float16_once(vae: Any) -> None:
+    latent = latent_of()
+    diffusers_decoder.attach(vae.decoder)
+    before = dict(runtime.vae.journal.calls)
+    pictures = [decoded(vae, latent) for _ in range(3)]
+    assert all(bool(picture.isfinite().all()) for picture in pictures)
+    assert runtime.vae.status()["calls"]["ours"] == before.get("ours", 0) + 3
+    assert {entry.key.dtype for entry in runtime.table.entries()} == {torch.float16}
+
+
+def test_the_watch_is_cheap_and_changes_no_picture(vae: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    latent = latent_of(128)
+    pictures, times, peaks = {}, {}, {}
+    for choice in ("fp16", "auto"):
+        diffusers_decoder.attach(vae.decoder, chosen(choice, verify=False))
+        for _ in range(3):
+            pictures[choice] = decoded(vae, latent)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        runs = []
+        for _ in range(10):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            decoded(vae, latent)
+            end.record()
+            end.synchronize()
+            runs.append(begin.elapsed_time(end))
+        times[choice], peaks[choice] = sorted(runs)[len(runs) // 2], torch.cuda.max_memory_allocated()
+    print(f"decode of 1024x1024: {times['fp16']:.2f} ms, watched {times['auto']:.2f} ms")
+    assert torch.equal(pictures["fp16"], pictures["auto"])
+    assert times["auto"] <= WATCH_COSTS * times["fp16"], times
+    assert peaks["auto"] <= 1.01 * peaks["fp16"], "a watch that copied images would need their memory"
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), -65504.0])
+def test_the_watch_sees_one_value_of_an_image(value: float, layout: torch.memory_format) -> None:
+    image = torch.rand(1, 128, 256, 256, device=GPU).half().contiguous(memory_format=layout)
+    image[0, 77, 200, 13] = value
+    watched = WatchedOperators(None)
+    watched._watched(image)
+    (seen,) = watched.peaks
+    assert seen.isnan() if value != value else float(seen) == abs(value)
+
+
+@pytest.mark.parametrize(("choice", "dtype", "worst"), [
+    ("fp16", torch.float16, 1e-2), ("bf16", torch.bfloat16, 6e-2), ("fp32", torch.float32, 1e-2),
+])
+def test_types_of_choice(vae: Any, choice: str, dtype: torch.dtype, worst: float) -> None:
+    if dtype == torch.bfloat16:
+        since(8, 0)
+    latent = latent_of()
+    with torch.no_grad():
+        expected = copy.deepcopy(vae.decoder).float()(latent.float())
+    diffusers_decoder.attach(vae.decoder, chosen(choice))
+    for _ in range(2):
+        picture = decoded(vae, latent)
+    status = runtime.vae.status()
+    assert status["route"] == "ours", status["reason"]
+    assert {entry.key.dtype for entry in runtime.table.entries()} == {dtype}
+    assert float((picture.float() - expected).norm() / expected.norm()) < worst
+
+
+def test_an_encoder(vae: Any) -> None:
+    picture = torch.rand(1, 3, 512, 512, device=GPU).half() * 2 - 1
+    with torch.no_grad():
+        expected = copy.deepcopy(vae.encoder).float()(picture.float())
+        host = type(vae.encoder).forward
+        runtime.vae.adopt(vae.encoder)
+        for _ in range(2):
+            latent = runtime.vae.decode(vae.encoder, picture, lambda: host(vae.encoder, picture))
+        theirs = host(vae.encoder, picture)
+    runtime.vae.release(vae.encoder)
+    status = runtime.vae.status()
+    assert (status["route"], status["reason"], status["resolution"]) == ("ours", "", "512x512")
+    errors = [float((made.float() - expected).norm() / expected.norm()) for made in (latent, theirs)]
+    assert errors[0] <= 1.1 * errors[1], errors

@@ -1,0 +1,427 @@
+"""Choices of precision: set around our calls, put back as found, and honest about what does nothing here."""
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+import types
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lib_onediff import precision
+from lib_onediff.ops.choices import Choices
+from lib_onediff.precision import (
+    BF16_REDUCTION,
+    FP16_REDUCTION,
+    HALF_SUMS,
+    SWITCHES,
+    TF32_CONVOLUTION,
+    TF32_MATMUL,
+    AttentionOverflows,
+    Precision,
+    applied,
+    environment,
+    flags_for,
+    oneflow_variables,
+    sums_in_half,
+    tf32_is_on,
+    upcasts_attention,
+)
+from lib_onediff.precision_effects import Machine, described, facts, note, remark, why_no_effect
+
+GPU = torch.device("cuda", 0)
+HALF = types.SimpleNamespace(matmul_accumulation="half")
+H200 = Machine("2.13.0", "NVIDIA H200", (9, 0), False, frozenset(SWITCHES))
+HAS_NEWER_TF32 = hasattr(torch.backends.cuda.matmul, "fp32_precision")
+
+
+def standing() -> dict[str, Any]:
+    """Everything that torch can be asked about these switches, whichever way."""
+    matmul, convolutions = torch.backends.cuda.matmul, getattr(torch.backends.cudnn, "conv", None)
+    found: dict[str, Any] = {name: switch.state() for name, switch in SWITCHES.items()}
+    ways = {
+        "matmul tf32": lambda: matmul.allow_tf32, "cudnn tf32": lambda: torch.backends.cudnn.allow_tf32,
+        "matmul fp32": lambda: matmul.fp32_precision, "convolution fp32": lambda: convolutions.fp32_precision,
+        "matmul precision": torch.get_float32_matmul_precision,
+    }
+    for name, way in ways.items():
+        try:
+            found[name] = way()
+        except (AttributeError, RuntimeError) as error:
+            found[name] = type(error)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def torch_as_found() -> Iterator[None]:
+    before = {name: switch.state() for name, switch in SWITCHES.items() if switch.read() is not None}
+    yield
+    for name, state in before.items():
+        SWITCHES[name].restore(state)
+
+
+def switched(**values: str) -> types.SimpleNamespace:
+    return types.SimpleNamespace(**values)
+
+
+# --- set and put back -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(HALF_SUMS not in Machine.now().switches, reason="PyTorch has it from 2.7 on")
+def test_half_sums_inside_and_the_hosts_after() -> None:
+    matmul = torch.backends.cuda.matmul
+    before = standing()
+    flags = flags_for(HALF, torch.float16, GPU)
+    assert standing() == before, "asking changes nothing"
+    with applied(flags):
+        assert matmul.allow_fp16_accumulation is True
+    assert standing() == before and sums_in_half(flags)
+    matmul.allow_fp16_accumulation = True
+    flags = flags_for(switched(matmul_accumulation="full"), torch.float16, GPU)
+    with applied(flags):
+        assert matmul.allow_fp16_accumulation is False
+    assert matmul.allow_fp16_accumulation is True and not sums_in_half(flags)
+
+
+@pytest.mark.parametrize("values", list(itertools.product((False, True), repeat=len(SWITCHES))))
+def test_every_combination_is_put_back_also_after_an_exception(values: tuple[bool, ...]) -> None:
+    flags = tuple(zip(SWITCHES, values, strict=True))
+    flags = tuple((name, value) for name, value in flags if SWITCHES[name].read() is not None)
+    before = standing()
+    for leaves in (None, RuntimeError("a fault"), KeyboardInterrupt()):
+        try:
+            with applied(flags):
+                assert {name: SWITCHES[name].read() for name, _ in flags} == dict(flags)
+                if leaves is not None:
+                    raise leaves
+        except (RuntimeError, KeyboardInterrupt) as left:
+            assert left is leaves
+        assert standing() == before
+
+
+def test_whatever_the_host_has_set_is_put_back() -> None:
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    ways = [
+        lambda: setattr(matmul, "allow_tf32", True), lambda: setattr(cudnn, "allow_tf32", False),
+        lambda: torch.set_float32_matmul_precision("high"),
+        lambda: setattr(matmul, "allow_fp16_reduced_precision_reduction", False),
+    ]
+    if SWITCHES[FP16_REDUCTION].state() not in (True, False):
+        ways.append(lambda: setattr(matmul, "allow_fp16_reduced_precision_reduction", (False, False)))
+    if HAS_NEWER_TF32:
+        ways += [
+            lambda: setattr(matmul, "fp32_precision", "ieee"), lambda: setattr(matmul, "fp32_precision", "tf32"),
+            lambda: setattr(cudnn.conv, "fp32_precision", "ieee"),
+            lambda: setattr(cudnn.conv, "fp32_precision", "tf32"),
+        ]
+    found = {name: switch.state() for name, switch in SWITCHES.items() if switch.read() is not None}
+    for way in ways:
+        way()
+        before = standing()
+        for value in (True, False):
+            flags = tuple((name, value) for name in Machine.now().switches)
+            with applied(flags):
+                assert all(SWITCHES[name].read() is value for name, _ in flags)
+            assert standing() == before
+        for name, state in found.items():
+            SWITCHES[name].restore(state)
+
+
+@pytest.mark.skipif(not HAS_NEWER_TF32, reason="PyTorch has fp32_precision from 2.9 on")
+def test_a_host_that_uses_the_newer_tf32_switch_breaks_nothing() -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    with pytest.raises(RuntimeError):
+        _ = torch.backends.cuda.matmul.allow_tf32
+    assert tf32_is_on() and SWITCHES[TF32_MATMUL].read() is True
+    assert facts()[TF32_MATMUL] == "on"
+
+
+@pytest.mark.skipif(not HAS_NEWER_TF32, reason="PyTorch has fp32_precision from 2.9 on")
+def test_a_switch_that_follows_a_wider_one_still_does_afterwards() -> None:
+    generic = torch.backends.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "none"
+        torch.backends.fp32_precision = "tf32"
+        with applied(((TF32_MATMUL, False),)):
+            assert SWITCHES[TF32_MATMUL].read() is False
+        assert SWITCHES[TF32_MATMUL].read() is True
+        torch.backends.fp32_precision = "ieee"
+        assert SWITCHES[TF32_MATMUL].read() is False
+    finally:
+        torch.backends.fp32_precision = generic
+
+
+def test_what_stands_already_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Any, state: Any) -> None:
+        raise AssertionError("written")
+
+    flags = flags_for(Precision(), torch.float16, GPU)
+    monkeypatch.setattr(precision.MatmulSwitch, "restore", refuse)
+    with applied(flags):
+        pass
+
+
+def test_a_switch_that_torch_refuses_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = standing()
+    monkeypatch.setattr(precision.Tf32Switch, "write", lambda self, value: 1 / 0)
+    off = not SWITCHES[FP16_REDUCTION].read()
+    with pytest.raises(ZeroDivisionError), applied((
+        (FP16_REDUCTION, off), (TF32_MATMUL, not SWITCHES[TF32_MATMUL].read())
+    )):
+        raise AssertionError("not reached")
+    monkeypatch.undo()
+    assert standing() == before
+
+
+def test_threads_take_turns() -> None:
+    """The one that ends last would put back what the other had set."""
+    before = standing()
+    first_is_in, seen = threading.Event(), []
+
+    def first() -> None:
+        with applied(((FP16_REDUCTION, False),)):
+            first_is_in.set()
+            time.sleep(0.05)
+
+    def second() -> None:
+        first_is_in.wait()
+        seen.append(dict(flags_for(Precision(), torch.float16, GPU))[FP16_REDUCTION])
+        with applied(((FP16_REDUCTION, False),)):
+            time.sleep(0.02)
+
+    threads = [threading.Thread(target=work) for work in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert standing() == before
+    assert seen == [before[FP16_REDUCTION] if isinstance(before[FP16_REDUCTION], bool) else before[FP16_REDUCTION][0]]
+
+
+def test_it_takes_microseconds() -> None:
+    flags = flags_for(Precision(), torch.float16, GPU)
+
+    def once() -> None:
+        with applied(flags_for(HALF, torch.float16, GPU)):
+            pass
+
+    once()
+    best = min(timed(once) for _ in range(200))
+    assert best < 200e-6, f"{best * 1e6:.0f} microseconds, flags {flags}"
+
+
+def timed(work: Any) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+# --- what a key holds -------------------------------------------------------------------------------------------------
+
+
+def test_the_switches_of_each_dtype() -> None:
+    has = Machine.now().switches
+    names = {dtype: tuple(name for name, _ in flags_for(Precision(), dtype, GPU)) for dtype in precision.OF_DTYPE}
+    assert names[torch.float16] == tuple(name for name in (HALF_SUMS, FP16_REDUCTION) if name in has)
+    assert names[torch.bfloat16] == (BF16_REDUCTION,)
+    assert names[torch.float32] == (TF32_MATMUL, TF32_CONVOLUTION)
+    upcast = flags_for(Precision(), torch.float16, GPU, upcast_attention=True)
+    assert [name for name, _ in upcast][-1] == TF32_MATMUL
+
+
+def test_a_cpu_has_no_switches() -> None:
+    assert flags_for(HALF, torch.float16, torch.device("cpu")) == ()
+
+
+def test_auto_is_what_the_host_has_set() -> None:
+    flags = lambda **values: dict(flags_for(switched(**values), torch.float32, GPU))  # noqa: E731
+    for value in (True, False):
+        torch.backends.cuda.matmul.allow_tf32 = value
+        assert flags()[TF32_MATMUL] is value and flags(tf32="auto")[TF32_MATMUL] is value
+    assert flags(tf32="on") == {TF32_MATMUL: True, TF32_CONVOLUTION: True}
+    assert flags(tf32="off") == {TF32_MATMUL: False, TF32_CONVOLUTION: False}
+    for dtype, name in ((torch.float16, FP16_REDUCTION), (torch.bfloat16, BF16_REDUCTION)):
+        for value, expected in (("on", True), ("off", False)):
+            chosen = switched(reduced_precision_reduction=value)
+            assert dict(flags_for(chosen, dtype, GPU))[name] is expected
+
+
+def test_flags_can_be_in_a_key() -> None:
+    one, other = (flags_for(switched(tf32=value), torch.float32, GPU) for value in ("on", "off"))
+    assert len({one, other}) == 2 and eval(repr(one)) == one
+
+
+# --- what has no effect -----------------------------------------------------------------------------------------------
+
+NOTHING_CHOSEN = {
+    "matmul_accumulation": "full", "convolution_accumulation": "full", "reduced_precision_reduction": "auto",
+    "tf32": "auto", "attention_upcast": "auto", "vae_precision": "auto",
+}
+CHOSEN = {
+    "matmul_accumulation": "half", "reduced_precision_reduction": "off", "tf32": "on", "attention_upcast": "on",
+    "vae_precision": "bf16",
+}
+OF_NVIDIA = ("matmul_accumulation", "reduced_precision_reduction", "tf32")
+
+
+@pytest.mark.parametrize("machine", [H200, replace(H200, capability=None, gpu=""), replace(H200, amd=True)])
+def test_defaults_need_no_reason(machine: Machine) -> None:
+    assert described(NOTHING_CHOSEN, machine) == {}
+
+
+def test_on_a_new_gpu_and_torch_everything_but_convolutions_has_an_effect() -> None:
+    assert {option: why_no_effect(option, value, H200) for option, value in CHOSEN.items()} == dict.fromkeys(CHOSEN)
+    reason = why_no_effect("convolution_accumulation", "half", H200)
+    assert reason is not None and "float32 sums" in reason and "TORCH_CUDNN_V8_API_DISABLED" in reason
+
+
+@pytest.mark.parametrize("option", OF_NVIDIA)
+def test_without_an_nvidia_gpu(option: str) -> None:
+    none = replace(H200, capability=None, gpu="")
+    assert "can use none here" in why_no_effect(option, CHOSEN[option], none)
+    assert "AMD" in why_no_effect(option, CHOSEN[option], replace(H200, amd=True))
+
+
+@pytest.mark.parametrize(("option", "capability"), [
+    ("matmul_accumulation", (6, 1)), ("tf32", (7, 5)), ("vae_precision", (7, 5)),
+])
+def test_an_old_gpu(option: str, capability: tuple[int, int]) -> None:
+    reason = why_no_effect(option, CHOSEN[option], replace(H200, gpu="Old Card", capability=capability))
+    assert reason is not None and reason.endswith(f"this Old Card has {capability[0]}.{capability[1]}.")
+
+
+@pytest.mark.parametrize("missing", [
+    frozenset(some) for size in range(len(SWITCHES) + 1) for some in itertools.combinations(SWITCHES, size)
+])
+def test_every_combination_of_switches_that_torch_lacks(
+    missing: frozenset[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch 2.3 lacks float16 sums: what is missing is said so, and never touched; the rest works."""
+    class Lacking:
+        """torch.backends.cuda.matmul or cudnn, without some of its attributes."""
+
+        def __init__(self, real: Any, hidden: set[str]) -> None:
+            self.__dict__.update(real=real, hidden=hidden)
+
+        def __getattr__(self, name: str) -> Any:
+            if name in self.hidden:
+                raise AttributeError("Unknown attribute " + name)
+            return getattr(self.real, name)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            assert name not in self.hidden, f"{name} was set, which this torch does not have"
+            setattr(self.real, name, value)
+
+    tf32 = {"allow_tf32", "fp32_precision"}
+    hidden = {switch.attribute for name, switch in SWITCHES.items() if name in missing and hasattr(switch, "attribute")}
+    monkeypatch.setattr(
+        torch.backends.cuda, "matmul",
+        Lacking(torch.backends.cuda.matmul, hidden | (tf32 if TF32_MATMUL in missing else set())),
+    )
+    if TF32_CONVOLUTION in missing:
+        monkeypatch.setattr(torch.backends, "cudnn", Lacking(torch.backends.cudnn, {*tf32, "conv"}))
+    has = Machine.now().switches
+    assert has.isdisjoint(missing)
+    machine = replace(H200, torch="1.2.3", switches=has)
+    for option, dtype, name in (
+        ("matmul_accumulation", torch.float16, HALF_SUMS),
+        ("reduced_precision_reduction", torch.float16, FP16_REDUCTION),
+        ("reduced_precision_reduction", torch.bfloat16, BF16_REDUCTION), ("tf32", torch.float32, TF32_MATMUL),
+    ):
+        reason = why_no_effect(option, CHOSEN[option], machine, dtype)
+        assert (reason is None) == (name in has)
+        assert reason is None or reason.endswith("here it is 1.2.3.")
+    everything = Precision("half", "half", "off", "on", "on")
+    for dtype in precision.OF_DTYPE:
+        flags = flags_for(everything, dtype, GPU, upcast_attention=True)
+        assert {name for name, _ in flags} <= has
+        before = {name: SWITCHES[name].state() for name in has}
+        with applied(flags):
+            assert all(SWITCHES[name].read() is value for name, value in flags)
+        assert {name: SWITCHES[name].state() for name in has} == before
+    said = facts(machine)
+    assert all(said[name] == "not in this PyTorch" for name in missing)
+
+
+@pytest.mark.parametrize(("option", "dtype"), [
+    ("matmul_accumulation", torch.bfloat16), ("matmul_accumulation", torch.float32),
+    ("reduced_precision_reduction", torch.float32), ("tf32", torch.float16), ("attention_upcast", torch.float32),
+])
+def test_a_model_of_another_dtype(option: str, dtype: torch.dtype) -> None:
+    reason = why_no_effect(option, CHOSEN[option], H200, dtype)
+    assert reason is not None and str(dtype).removeprefix("torch.") in reason
+
+
+def test_with_oneflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    oneflow = replace(H200, oneflow=True, capability=(8, 6))
+    assert why_no_effect("matmul_accumulation", "half", oneflow) is None
+    monkeypatch.delenv("ONEFLOW_KERENL_CONV_ENABLE_CUTLASS_IMPL", raising=False)
+    assert "CUTLASS" in why_no_effect("convolution_accumulation", "half", oneflow)
+    monkeypatch.setenv("ONEFLOW_KERENL_CONV_ENABLE_CUTLASS_IMPL", "1")
+    assert why_no_effect("convolution_accumulation", "half", oneflow) is None
+
+
+def test_a_gain_that_is_not_to_be_had_is_said() -> None:
+    assert "full speed" in remark("matmul_accumulation", "half", H200)
+    assert remark("matmul_accumulation", "half", replace(H200, capability=(8, 9))) is None
+    assert described({"matmul_accumulation": "half"}, H200)["matmul_accumulation"].startswith("This GPU sums")
+    said = described({"convolution_accumulation": "half"}, H200)
+    assert said["convolution_accumulation"].startswith("No effect here")
+
+
+def test_what_the_settings_tab_adds() -> None:
+    assert note("tf32", ("auto", "on", "off"), H200) == "" and note("backend", ("auto", "native"), H200) == ""
+    none = replace(H200, capability=None, gpu="")
+    assert note("tf32", ("auto", "on", "off"), none) == (
+        "Here on and off change nothing: PyTorch looks at this on NVIDIA's GPUs alone, and can use none here."
+    )
+    said = note("convolution_accumulation", ("full", "half"), H200)
+    assert said.startswith("Here half changes nothing: PyTorch asks")
+
+
+def test_other_options_have_no_reason() -> None:
+    assert why_no_effect("backend", "native", H200) is None and why_no_effect("enabled", "off") is None
+
+
+# --- the rest ---------------------------------------------------------------------------------------------------------
+
+
+def test_oneflows_variables_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    matmul, convolution = precision.ONEFLOW_MATMUL, precision.ONEFLOW_CONVOLUTION
+    monkeypatch.setenv(matmul, "found")
+    monkeypatch.delenv(convolution, raising=False)
+    with pytest.raises(ZeroDivisionError), environment(oneflow_variables(HALF)):
+        assert (os.environ[matmul], os.environ[convolution]) == ("1", "0")
+        _ = 1 / 0
+    assert os.environ[matmul] == "found" and convolution not in os.environ
+
+
+@pytest.mark.parametrize(("choice", "host", "overflowed", "expected"), [
+    ("auto", False, False, False), ("auto", True, False, True), ("auto", False, True, True),
+    ("on", False, False, True), ("off", True, True, False),
+])
+def test_attention(choice: str, host: bool, overflowed: bool, expected: bool) -> None:
+    assert upcasts_attention(switched(attention_upcast=choice), host, overflowed) is expected
+
+
+def test_an_overflow_is_remembered() -> None:
+    choices = Choices()
+    seen = AttentionOverflows(choices)
+    assert not seen.seen("abc", torch.float16)
+    seen.note("abc", torch.float16)
+    stored = {"attention overflows, abc, float16": True}
+    again = Choices()
+    again.attach(lambda: stored, lambda *given: None)
+    assert AttentionOverflows(again).seen("abc", torch.float16)
+    assert not AttentionOverflows(again).seen("abc", torch.bfloat16) and not seen.seen("other", torch.float16)
+
+
+def test_facts_are_text() -> None:
+    said = facts()
+    assert said["torch"] == torch.__version__ and all(isinstance(value, str) for value in said.values())
+    assert set(SWITCHES) < set(said) and said["TORCH_CUDNN_V8_API_DISABLED"] in ("not set", "0", "1")

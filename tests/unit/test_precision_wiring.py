@@ -1,0 +1,215 @@
+"""The choices of precision reach our calls, are part of a shape, and leave nothing behind."""
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from builders import a_call, diffusers_output, diffusers_unet, relative_error, served
+from torch import Tensor
+from vae_builders import a_latent, diffusers_vae, fresh_route, last, our_picture  # noqa: F401
+
+import lib_onediff
+from lib_onediff import modes
+from lib_onediff.accelerator import runtime
+from lib_onediff.ops import torch_ops
+from lib_onediff.precision import FP16_REDUCTION, SWITCHES, Flags, flags_for
+from lib_onediff.settings import Settings
+from lib_onediff.shapes.history import verdict_name
+from lib_onediff.shapes.key import ShapeKey
+from lib_onediff.shapes.table import State
+
+REDUCED, FULL = ((FP16_REDUCTION, True),), ((FP16_REDUCTION, False),)
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> Iterator[None]:
+    runtime.choices.clear()
+    before = {name: switch.state() for name, switch in SWITCHES.items() if switch.read() is not None}
+    yield
+    runtime.choices.clear()
+    assert {name: SWITCHES[name].state() for name in before} == before
+
+
+def as_on_a_gpu(settings: Any, dtype: torch.dtype, device: torch.device, upcast_attention: bool = False) -> Flags:
+    return flags_for(settings, torch.float16, torch.device("cuda"))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """The switches of a GPU, on a CPU. The list tells how one of them stood at each of our calls."""
+    stood: list[bool] = []
+    geglu = torch_ops.geglu
+
+    def watched(tokens: Tensor) -> Tensor:
+        stood.append(SWITCHES[FP16_REDUCTION].read())
+        return geglu(tokens)
+
+    for module in ("accelerator", "blocks", "vae.serving"):
+        monkeypatch.setattr(f"lib_onediff.{module}.flags_for", as_on_a_gpu)
+    monkeypatch.setattr(torch_ops, "geglu", watched)
+    return stood
+
+
+def choose(**values: Any) -> None:
+    runtime.configure(Settings(**values))
+
+
+def test_a_choice_holds_inside_our_call_and_nowhere_else(gpu: list[bool]) -> None:
+    unet = diffusers_unet()
+    lib_onediff.hosts.diffusers.attach(unet)
+    call = a_call(unet)
+    found = SWITCHES[FP16_REDUCTION].read()
+    for choice, inside in (("off", False), ("on", True), ("auto", found)):
+        choose(reduced_precision_reduction=choice)
+        gpu.clear()
+        assert relative_error(served(unet, call), diffusers_output(unet, call)) < 1e-5
+        assert set(gpu) == {inside} and SWITCHES[FP16_REDUCTION].read() is found
+    precisions = [dict(entry.key.precision)[FP16_REDUCTION] for entry in runtime.table.entries()]
+    assert sorted(precisions) == [False, True], "each has an entry of its own, checked of its own"
+    lib_onediff.hosts.diffusers.detach(unet)
+
+
+def test_a_fault_leaves_no_switch_behind(gpu: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(), reduced_precision_reduction="off")
+    before = SWITCHES[FP16_REDUCTION].state()
+
+    def broken(*given: Any) -> Tensor:
+        assert SWITCHES[FP16_REDUCTION].read() is False
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(torch_ops, "silu", broken)
+    call = a_call(unet)
+    assert torch.equal(served(unet, call), diffusers_output(unet, call))
+    assert SWITCHES[FP16_REDUCTION].state() == before and lib_onediff.status()["route"] == "host"
+
+
+def test_what_a_prompt_gave_is_computed_anew_for_another_precision(
+    gpu: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[bool] = []
+    linear = torch_ops.linear
+
+    def watched(x: Tensor, affine: Any) -> Tensor:
+        if x.dim() == 3 and x.shape[1] == 77:
+            computed.append(SWITCHES[FP16_REDUCTION].read())
+        return linear(x, affine)
+
+    monkeypatch.setattr(torch_ops, "linear", watched)
+    unet = lib_onediff.compile_unet(diffusers_unet(), reduced_precision_reduction="on")
+    call = a_call(unet)
+    for _ in range(3):
+        served(unet, call)
+    once = len(computed)
+    assert once > 0 and set(computed) == {True}
+    lib_onediff.compile_unet(unet, reduced_precision_reduction="off")
+    served(unet, call)
+    assert computed[once:] == [False] * once
+
+
+def test_precision_is_part_of_a_verdict() -> None:
+    call = a_call(diffusers_unet())
+    keys = [ShapeKey.of("abc", torch.float16, call, "native", flags) for flags in ((), REDUCED, FULL)]
+    assert len({verdict_name("native", key) for key in keys}) == 3
+    latent = torch.empty(1, 4, 8, 8)
+    assert len({ShapeKey.of_decode("abc", latent, False, "native", None, flags) for flags in ((), REDUCED, FULL)}) == 3
+
+
+def test_modes_set_the_switches_of_a_key() -> None:
+    found = SWITCHES[FP16_REDUCTION].read()
+    with modes.our_modes(torch.device("cpu"), ((FP16_REDUCTION, not found),)):
+        assert SWITCHES[FP16_REDUCTION].read() is not found
+    assert SWITCHES[FP16_REDUCTION].read() is found
+
+
+@pytest.mark.usefixtures("fresh_route")
+def test_a_decode_has_them_too(gpu: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    stood: list[bool] = []
+    resize = torch_ops.resize
+
+    def watched(*given: Any) -> Tensor:
+        stood.append(SWITCHES[FP16_REDUCTION].read())
+        return resize(*given)
+
+    monkeypatch.setattr(torch_ops, "resize", watched)
+    decoder = diffusers_vae().decoder
+    for choice in ("on", "off"):
+        our_picture(decoder, a_latent(decoder), settings=Settings(reduced_precision_reduction=choice))
+        assert last() == ("ours", "")
+    assert set(stood) == {True, False} and len(runtime.table.entries()) == 2
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def overflowing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Attention that overflows unless it is computed in float32, as SD 2.1's in float16. The list: of each, which."""
+    attention = torch_ops.attention
+    asked: list[bool] = []
+
+    def overflows(query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:
+        asked.append(upcast)
+        output = attention(query, key, value, upcast)
+        return output if upcast else output * float("nan")
+
+    monkeypatch.setattr(torch_ops, "attention", overflows)
+    return asked
+
+
+def test_attention_that_overflows_is_computed_again_in_float32_and_remembered(
+    overflowing: list[bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet())
+    call = a_call(unet)
+    with caplog.at_level(logging.WARNING, "onediff"):
+        assert relative_error(served(unet, call), diffusers_output(unet, call)) < 1e-5
+    assert len(caplog.messages) == 1 and "attention overflows" in caplog.messages[0]
+    assert set(overflowing) == {False, True}
+    overflowing.clear()
+    for size in ((8, 8), (5, 7)):
+        served(unet, a_call(unet, *size))
+    assert set(overflowing) == {True} and lib_onediff.status()["route"] == "plain"
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize(("choice", "asked"), [("on", {True}), ("off", {False})])
+def test_attention_of_choice(overflowing: list[bool], choice: str, asked: set[bool]) -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(), attention_upcast=choice)
+    call = a_call(unet)
+    assert relative_error(served(unet, call), diffusers_output(unet, call)) < 1e-5
+    assert set(overflowing) == asked
+    assert lib_onediff.status()["route"] == ("plain" if choice == "on" else "host")
+
+
+def test_healthy_attention_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    attention = torch_ops.attention
+    monkeypatch.setattr(torch_ops, "attention", lambda *given: (asked.append(given[3]), attention(*given))[1])
+    unet = lib_onediff.compile_unet(diffusers_unet())
+    served(unet, a_call(unet))
+    once = len(asked)
+    served(unet, a_call(unet))
+    assert set(asked) == {False} and len(asked) == 2 * once
+
+
+def test_a_model_whose_own_forward_overflows_is_served_by_ours(caplog: pytest.LogCaptureFixture) -> None:
+    unet = diffusers_unet()
+    runtime.adopt(unet)
+    call = a_call(unet)
+    expected = diffusers_output(unet, call)
+    asked: list[bool] = []
+
+    def host() -> Tensor:
+        asked.append(True)
+        return expected * float("nan")
+
+    with caplog.at_level(logging.WARNING, "onediff"), torch.no_grad():
+        for _ in range(2):
+            assert relative_error(runtime.run(unet, call, host), expected) < 1e-5
+    assert len(caplog.messages) == 1 and "used unchecked" in caplog.messages[0]
+    (entry,) = runtime.table.entries()
+    assert entry.state is State.PROVED and entry.relative_error is None
+    runtime.release(unet)
