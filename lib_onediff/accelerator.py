@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from .backends import Steps
 from .care import Care
+from .deepcache.choice import DeepCacheChoice
+from .deepcache.course import Turn
+from .deepcache.sampling import Sampling
 from .graph_cache import GraphCache
 from .graph_holdings import Holdings
 from .journal import HOST, PLAIN, Journal
@@ -21,10 +24,11 @@ from .ladder import Declined, Ladder, Served
 from .modes import our_modes
 from .operators import OperatorSets
 from .ops.choices import Choices
-from .precision import AttentionOverflows, flags_for, upcasts_attention
+from .precision import AttentionOverflows, Flags, flags_for, upcasts_attention
 from .pressure import MemoryPressure
 from .settings import Settings
 from .shapes.history import History
+from .shapes.key import ShapeKey
 from .shapes.pins import Pins
 from .shapes.table import Entry, ShapeTable, State
 from .unet.call import UNetCall
@@ -59,6 +63,8 @@ class Accelerator(UserRequests):
         self._care: weakref.WeakKeyDictionary[nn.Module, Care] = weakref.WeakKeyDictionary()
         self._run_settings: Settings | None = None
         self._why_off = ""
+        # What the host says of the sampling in progress.
+        self._sampling = Sampling()
         self._graphs = GraphCache(self.table, self._care, self.pins, self.operators.of)
         self._ladder = Ladder(self.table, self._graphs, self.operators)
         self._lock = threading.RLock()
@@ -141,8 +147,16 @@ class Accelerator(UserRequests):
         finally:
             self._ladder.patient = before
 
-    def begin_sampling(self, unet: nn.Module) -> None:
+    def announce(self, sampling: Sampling, unet: nn.Module | None = None) -> None:
+        """A host says what it knows of the sampling that begins: of this UNet, or of all that it may use for it."""
+        if unet is None:
+            self._sampling = sampling
+        elif (care := self._care.get(unet)) is not None:
+            care.sampling = sampling
+
+    def begin_sampling(self, unet: nn.Module, sampling: Sampling | None = None) -> None:
         """A host that hands over a new context tensor at every call announces each sampling here."""
+        self.announce(sampling or Sampling())
         care = self._care.get(unet)
         if care is not None:
             care.by_content = True
@@ -189,18 +203,18 @@ class Accelerator(UserRequests):
         with self._lock:
             care, settings = self.care_for(unet)
             steps = self._ladder.begin(care, settings, call)
-            call, served = self._compute(care, settings, steps, call)
+            served = self._compute(care, settings, steps, call)
         if served.entry.state is State.COLD:
             # Outside our modes: the host's forward must run exactly as the host would run it.
             self._ladder.prove(served, settings, self.history, host)
         elif served.route == PLAIN:
             with self._lock, our_modes(call.latent.device, served.entry.key.precision):
-                self._ladder.make_ready(care, settings, call, served)
+                self._ladder.make_ready(care, settings, served)
         care.served_in_sampling = True
         return served
 
-    def _compute(self, care: Care, settings: Settings, steps: Steps, call: UNetCall) -> tuple[UNetCall, Served]:
-        """The call as it was computed, and its output.
+    def _compute(self, care: Care, settings: Settings, steps: Steps, call: UNetCall) -> Served:
+        """The output of a call.
 
         The first output of a shape that overflows is computed again with attention in float32, where the choice is
         auto; so is every other of this network from then on.
@@ -212,7 +226,9 @@ class Accelerator(UserRequests):
             call = replace(call, upcast_attention=upcasts_attention(settings, by_host, overflows))
             flags = flags_for(settings, dtype, device, call.upcast_attention)
             with our_modes(device, flags):
-                served = self._ladder.serve(care, steps, call, self._notice, flags)
+                turn = self._turn(care, settings, call, flags)
+                served = self._ladder.serve(care, steps, call, self._notice, flags, turn)
+                self.journal.note_half(served.entry.key.part, care.course.reason or care.course.failure)
             untried = not call.upcast_attention and upcasts_attention(settings, by_host, True)
             if served.entry.state is not State.COLD or not untried or bool(torch.isfinite(served.output).all()):
                 break
@@ -221,7 +237,18 @@ class Accelerator(UserRequests):
         if news and bool(torch.isfinite(served.output).all()):
             self.attention_overflows.note(architecture, dtype)
             log.warning("This model's attention overflows in %s: it is computed in float32 from now on.", dtype)
-        return call, served
+        return served
+
+    def _turn(self, care: Care, settings: Settings, call: UNetCall, flags: Flags) -> Turn | None:
+        """What DeepCache says of a call."""
+        # What is called to be made ready is no picture.
+        sampling = Sampling() if self.patient else care.sampling or self._sampling
+        bound = care.bound
+        return care.course.turn(
+            DeepCacheChoice.of(settings, sampling.second_pass), sampling, bound.layout, call,
+            ShapeKey.of(bound.architecture, bound.binding.dtype, call, precision=flags), care.by_content,
+            care.held_features,
+        )
 
     def _decline(self, unet: nn.Module, reason: str, host: HostForward) -> Tensor:
         """Run the host's forward, with the reason for the user."""

@@ -123,6 +123,8 @@ class BlockRoute:
         with our_modes(image.device, entry.key.precision):
             layers = self._layers(care, ops, call, embedding, entry.key.precision)
         care.served_in_sampling = True
+        if settings.deepcache_interval > 1:
+            journal.note_half("", f"DeepCache rests: {owner} runs the UNet's loop itself")
         journal.note(BLOCKS, "; ".join(filter(None, (f"{owner} runs the UNet's loop itself", why_not_faster))))
         layout = care.bound.layout
         stages = (*layout.input_stages, layout.middle_stage, *layout.output_stages)

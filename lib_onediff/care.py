@@ -7,11 +7,14 @@ from typing import NamedTuple
 from torch import nn
 
 from .backends.base import Memory, Runner
+from .deepcache.course import Course
+from .deepcache.sampling import Sampling
 from .settings import Settings
 from .shapes.key import ShapeKey
 from .unet.bound import BoundUNet
 from .unet.foreign import Habits
 from .unet.forward import Conditioning
+from .unet.half import DeepFeature, Half
 from .unet.layout import UnsupportedUNet
 
 
@@ -24,13 +27,18 @@ class Kept(NamedTuple):
 
 
 class Care:
-    """The bound module, its own settings, and its graphs."""
+    """The bound module, its own settings, and its graphs.
+
+    course: its DeepCache. sampling: what its own host says of the sampling that it is in, where that host says it.
+    """
 
     def __init__(self, unet: nn.Module, settings: Settings | None, habits: Habits) -> None:
         self.settings = settings
         self.bound = BoundUNet(unet, habits)
         self.by_content = habits.by_content
         self.served_in_sampling = False
+        self.course = Course()
+        self.sampling: Sampling | None = None
         self._kept: dict[ShapeKey, Kept] = {}
         # The graphs come and go with weights and prompts; their memory stays for the next ones.
         self._memory: Memory | None = None
@@ -43,12 +51,15 @@ class Care:
         except UnsupportedUNet:
             return None
 
-    def runner(self, key: ShapeKey, conditioning: Conditioning) -> Runner | None:
-        """The runner for a shape, unless weights or conditioning have moved since it was made."""
+    def runner(self, key: ShapeKey, conditioning: Conditioning, half: Half | None = None) -> Runner | None:
+        """The runner for a shape, unless weights, conditioning or deep feature have moved since it was made."""
         kept = self._kept.get(key)
         if kept is None:
             return None
-        if kept.generation == self.bound.generation and kept.conditioning is conditioning:
+        feature = half and half.feature
+        if kept.generation == self.bound.generation and kept.conditioning is conditioning and (
+            feature_of(kept.runner) is feature
+        ):
             return kept.runner
         del self._kept[key]
         return None
@@ -60,6 +71,11 @@ class Care:
         }
         self._kept[key] = Kept(self.bound.generation, conditioning, runner)
         self._memory = runner.memory
+
+    def held_features(self) -> list[DeepFeature]:
+        """The deep features that graphs write and read."""
+        features = (feature_of(kept.runner) for kept in list(self._kept.values()))
+        return [feature for feature in features if feature is not None]
 
     def ready_keys(self) -> set[ShapeKey]:
         """The shapes that have a graph."""
@@ -75,6 +91,8 @@ class Care:
         self._kept = {} if keys is None else {
             key: kept for key, kept in self._kept.items() if key not in keys
         }
+        if keys is None:
+            self.course.forget()
         if not self._kept:
             self._memory = None
 
@@ -85,5 +103,11 @@ class Care:
     def let_go_if_moved(self) -> None:
         """Drop graphs and their memory where the weights are elsewhere by now, as when the host has taken the UNet off
         the GPU: half a millisecond."""
-        if self._memory is not None and not self.bound.unmoved():
+        if (self._memory is not None or self.course.bytes()) and not self.bound.unmoved():
             self.drop_runners()
+
+
+def feature_of(runner: Runner) -> DeepFeature | None:
+    """The deep feature that a runner writes or reads."""
+    half = runner.inputs.half
+    return None if half is None else half.feature

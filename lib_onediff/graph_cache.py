@@ -172,6 +172,8 @@ class GraphCache(HeldGraphs):
         """Drop every graph and hand all unused memory back to the driver; the next call at a shape captures again.
         Returns the bytes that came back."""
         reserved = self.card.reserved()
+        for care in list(self._cares.values()):
+            care.course.forget()
         self._drop({*self.keys(), *(entry.key for entry in self._table.entries() if entry.state is State.READY)})
         return max(0, reserved - self.card.reserved())
 

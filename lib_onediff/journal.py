@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 from .shapes.table import Entry
+from .unet.half import FULL, SHALLOW
 
 log = logging.getLogger("onediff")
 
@@ -24,6 +25,8 @@ class Journal:
         self.backend: str | None = None
         self.entry: Entry | None = None
         self.calls: Counter[str] = Counter()
+        self.halves: Counter[str] = Counter()
+        self.why_not_shallow = ""
         self._told: dict[tuple[str, str], float] = {}
 
     @property
@@ -34,6 +37,7 @@ class Journal:
     def begin(self) -> None:
         """A call begins, of which nothing is known yet."""
         self.entry = self.model = None
+        self.why_not_shallow = ""
 
     def note(self, route: str, reason: str) -> None:
         """The call went by this route; reason: why not by a faster one."""
@@ -50,6 +54,12 @@ class Journal:
                 log.info("%s", sentence)
             self._told[route, reason] = now
 
+    def note_half(self, part: str, why_not_shallow: str) -> None:
+        """The call computed this half of the UNet ("" for the whole without DeepCache)."""
+        self.why_not_shallow = why_not_shallow
+        if part:
+            self.halves[part] += 1
+
     def status(self) -> dict[str, Any]:
         """As plain values. step_ms and host_ms are medians at the last call's shape; ratio is host_ms / step_ms."""
         entry = self.entry
@@ -64,4 +74,5 @@ class Journal:
             "ratio": entry.ratio if entry else None,
             "relative_error": entry.relative_error if entry else None,
             "calls": {route: self.calls[route] for route in ROUTES},
+            "deepcache": {**{half: self.halves[half] for half in (FULL, SHALLOW)}, "reason": self.why_not_shallow},
         }

@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 from . import backends
 from .backends import eager
 from .care import Care
+from .deepcache.course import Turn
 from .graph_cache import GraphCache
 from .journal import GRAPH, PLAIN
 from .modes import autocast_dtype
@@ -24,7 +27,7 @@ from .shapes.timing import Stopwatch
 from .unet.bound import BoundUNet
 from .unet.call import UNetCall
 from .unet.forward import Conditioning
-from .verify import CannotJudge, Disagreement, first_line, judge, recall
+from .verify import CannotJudge, Disagreement, first_line, judge, judge_shallow, recall
 
 log = logging.getLogger("onediff")
 COMPILING = "OneDiff's kernels are being compiled, in the background; on this machine it is done once"
@@ -34,14 +37,21 @@ class Declined(Exception):
     """We do not serve this call; the message is the reason, in one line for the user."""
 
 
+class Stale(Exception):
+    """The deep feature is not one of these weights."""
+
+
 class Served(NamedTuple):
-    """An output, and what is needed to go on from there. reason: why it did not go by a faster route."""
+    """An output, and what is needed to go on from there. reason: why it did not go by a faster route. call: as it was
+    computed. turn: what DeepCache said of it."""
 
     output: Tensor
     entry: Entry
     route: str
     reason: str
     conditioning: Conditioning
+    call: UNetCall
+    turn: Turn | None
 
 
 class Ladder:
@@ -51,8 +61,16 @@ class Ladder:
         self._table = table
         self._graphs = graphs
         self._operators = operators
-        # Whether a call waits for kernels that are being compiled, and is not the host's meanwhile.
-        self.patient = False
+        self._patience = threading.local()
+
+    @property
+    def patient(self) -> bool:
+        """Whether this thread's calls wait for kernels that are being compiled, and are not the host's meanwhile."""
+        return getattr(self._patience, "is_on", False)
+
+    @patient.setter
+    def patient(self, is_on: bool) -> None:
+        self._patience.is_on = is_on
 
     def begin(self, care: Care, settings: Settings, call: UNetCall) -> backends.Steps:
         """The backends to try for a call, with the binding made true for it.
@@ -65,27 +83,36 @@ class Ladder:
         return steps
 
     def serve(
-        self, care: Care, steps: backends.Steps, call: UNetCall, notice: Callable[[Entry], None], flags: Flags = ()
+        self, care: Care, steps: backends.Steps, call: UNetCall, notice: Callable[[Entry], None], flags: Flags = (),
+        turn: Turn | None = None,
     ) -> Served:
         """The output by the first backend that does not fail. notice: told of every entry that is tried. flags: torch's
-        switches of precision, as they stand; the entry's key holds them.
+        switches of precision, as they stand; the entry's key holds them. turn: what DeepCache says of the call; where
+        the shallow half cannot be, the full one is.
 
         Raises Declined with the reason of the last, and torch.cuda.OutOfMemoryError.
         """
         reason = steps.reason
-        for backend in steps.backends:
-            entry = self._entry(care, call, backend, flags)
+        for backend, wanted in attempts(steps, call, turn):
+            entry = self._entry(care, wanted, backend, flags)
+            if entry.key.is_shallow and entry.state is State.COLD:
+                # It is judged beside a full half.
+                continue
             notice(entry)
             if entry.state is not State.FAILED:
                 try:
                     self._have_kernels(care, backend, call)
-                    return self._run(care, entry, call, reason)
+                    return self._run(care, entry, wanted, reason, turn)
                 except (torch.cuda.OutOfMemoryError, Declined):
                     raise
+                except Stale:
+                    continue
                 except Exception as error:
                     entry.fail(blame(backend, f"our forward failed: {first_line(error)}"))
                     log.exception("%s (%s)", entry.reason, entry.key)
             reason = entry.reason
+            if entry.key.is_shallow:
+                care.course.failure = reason
         raise Declined(reason)
 
     def prove(self, served: Served, settings: Settings, history: History, host: Callable[[], Tensor]) -> None:
@@ -111,20 +138,37 @@ class Ladder:
             history.keep_verdict(backend, entry.key, entry.relative_error)
         entry.state = State.PROVED
 
-    def make_ready(self, care: Care, settings: Settings, call: UNetCall, served: Served) -> None:
+    def make_ready(self, care: Care, settings: Settings, served: Served) -> None:
         """Capture the graph of a shape that was just served without one; the call itself has been answered.
 
         Raises nothing: what stands in the way is noted in the entry.
         """
-        entry, backend = served.entry, served.entry.key.backend
-        wants_graph = backend in backends.WITH_GRAPHS and served.route == PLAIN and not entry.no_graph
-        if not wants_graph or entry.state is State.COLD:
+        entry = served.entry
+        if served.route != PLAIN or entry.state is State.COLD:
+            return
+        self._capture(care, settings, entry, served.call, served.conditioning)
+        if self.patient and served.turn is not None and entry.state is State.READY:
+            self._make_shallow_ready(care, settings, served)
+
+    def _make_shallow_ready(self, care: Care, settings: Settings, served: Served) -> None:
+        """The other half of what was made ready, which no call of its own will ask for."""
+        call = replace(served.call, half=served.turn.shallow)
+        entry = self._entry(care, call, served.entry.key.backend, served.entry.key.precision)
+        if entry.state is State.PROVED and not entry.no_graph:
+            self._graphs.measured(entry, lambda: self._plainly(care, entry, call, served.conditioning))
+            self._capture(care, settings, entry, call, served.conditioning)
+
+    def _capture(
+        self, care: Care, settings: Settings, entry: Entry, call: UNetCall, conditioning: Conditioning
+    ) -> None:
+        backend = entry.key.backend
+        if backend not in backends.WITH_GRAPHS or entry.no_graph:
             return
         try:
             if backend == backends.NATIVE and self._operators.tune(care.bound.layout, call):
                 # Another implementation of attention was chosen: let it do its first work outside the capture.
-                self._plainly(care, entry, call, served.conditioning)
-            self._graphs.capture(care, entry, settings.memory_budget, call, served.conditioning)
+                self._plainly(care, entry, call, conditioning)
+            self._graphs.capture(care, entry, settings.memory_budget, call, conditioning)
         except torch.cuda.OutOfMemoryError:
             self._graphs.free()
             entry.no_graph = "out of GPU memory while its graph was captured: the other graphs were freed"
@@ -147,29 +191,63 @@ class Ladder:
             # Before the first use is checked, so that what is checked is what will run.
             self._operators.tune_kernels(network)
 
-    def _run(self, care: Care, entry: Entry, call: UNetCall, reason: str) -> Served:
+    def _run(self, care: Care, entry: Entry, call: UNetCall, reason: str, turn: Turn | None) -> Served:
         backend, device = entry.key.backend, call.latent.device
         # The context's keys and values are plain GEMMs: no operator of ours would make them otherwise.
         conditioning = care.bound.conditioning(
             self._operators.of(backends.EAGER), call, care.by_content, entry.key.precision
         )
-        runner = care.runner(entry.key, conditioning)
+        if turn is not None:
+            if entry.key.is_shallow and not turn.may_be_shallow(care.bound.weights_now()):
+                raise Stale
+            turn.prepare(call.half)
+        runner = care.runner(entry.key, conditioning, call.half)
         if runner is not None and entry.state is not State.COLD:
             output = entry.own.time(device, lambda: runner.run(call))
-            return Served(output, entry, GRAPH, reason, conditioning)
+            self._note_full(care, entry, call, conditioning, turn, output)
+            return Served(output, entry, GRAPH, reason, conditioning, call, turn)
         stopwatch = Stopwatch() if entry.state is State.COLD else entry.own
         plainly = lambda: self._plainly(care, entry, call, conditioning)  # noqa: E731
         # A first call of all chooses algorithms, and takes more memory for that than any later one.
         measures = backend in backends.WITH_GRAPHS and entry.state is not State.COLD
         output = stopwatch.time(device, lambda: self._graphs.measured(entry, plainly) if measures else plainly())
+        self._note_full(care, entry, call, conditioning, turn, output)
         if backend in backends.WITH_GRAPHS:
             reason = reason or entry.no_graph or entry.waits or (
                 "first call at this shape" if entry.state is State.COLD else "its graph is captured after this step"
             )
-        return Served(output, entry, PLAIN, reason, conditioning)
+        return Served(output, entry, PLAIN, reason, conditioning, call, turn)
+
+    def _note_full(
+        self, care: Care, entry: Entry, call: UNetCall, conditioning: Conditioning, turn: Turn | None, output: Tensor
+    ) -> None:
+        """A full half was computed: its feature can be used, once the shallow half has shown that it repeats it."""
+        if turn is None or entry.key.is_shallow:
+            return
+        turn.note_full(care.bound.weights_now())
+        again = replace(call, half=turn.shallow)
+        shallow = self._entry(care, again, entry.key.backend, entry.key.precision)
+        if shallow.state is State.COLD:
+            try:
+                judge_shallow(shallow, output, lambda: self._plainly(care, shallow, again, conditioning))
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except Disagreement as miss:
+                shallow.fail(blame(shallow.key.backend, str(miss)))
+            except Exception as error:
+                shallow.fail(blame(shallow.key.backend, f"DeepCache's shallow half failed: {first_line(error)}"))
+                log.exception("%s (%s)", shallow.reason, shallow.key)
 
     def _plainly(self, care: Care, entry: Entry, call: UNetCall, conditioning: Conditioning) -> Tensor:
         return eager.run(care.bound.binding, self._operators.of(entry.key.backend), call, conditioning)
+
+
+def attempts(steps: backends.Steps, call: UNetCall, turn: Turn | None) -> Iterator[tuple[str, UNetCall]]:
+    """What to try for a call, the best first: backends and, of each, the half that DeepCache wants before the full."""
+    halves = [None] if turn is None else [turn.full] if turn.is_whole else [turn.shallow, turn.full]
+    for backend in steps.backends:
+        for half in halves:
+            yield backend, replace(call, half=half)
 
 
 def network_of(care: Care, call: UNetCall) -> Network:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from .accelerator import runtime
+from .deepcache.choice import depth_of
 from .hosts import diffusers, diffusers_decoder
 from .settings import Settings
 from .unet.layout import UnsupportedUNet
@@ -40,6 +41,7 @@ def uncompile_unet(unet: nn.Module) -> nn.Module:
 
 def compile_pipe(
     pipe: Any, ignores: Iterable[str] = (), settings: Settings | None = None, fuse_qkv_projections: bool = True,
+    cache_interval: int | None = None, cache_layer_id: int | None = None, cache_block_id: int | None = None,
     **options: Any,
 ) -> Any:
     """Make a Stable Diffusion or SDXL pipeline of diffusers fast. Returns the same pipe.
@@ -48,18 +50,35 @@ def compile_pipe(
     it is. A VAE that is not an AutoencoderKL stays as it is too. fuse_qkv_projections is there for callers of
     OneDiff's own compile_pipe: here the UNet's projections always share one GEMM, without a change of the pipe. A pipe
     without a UNet (Flux, SD3) is returned as it is, with a line in the log. options as for compile_unet.
+
+    cache_interval=3 is DeepCache: every third step computes the whole UNet, the others only its outer layers, down to
+    residual block cache_block_id of down block cache_layer_id (both 0 by default). It is the same as the options
+    deepcache_interval and deepcache_depth.
     """
     unet = getattr(pipe, "unet", None)
     if unet is None:
         log.warning("OneDiff: %s has no UNet; it stays as it is.", type(pipe).__name__)
         return pipe
+    options = {**deepcache_options(unet, cache_interval, cache_layer_id, cache_block_id), **options}
     left = set(ignores)
     if "unet" not in left:
         compile_unet(unet, settings, **options)
+        diffusers.follow(unet, pipe)
     if "vae" not in left:
         for half in diffusers_decoder.halves_of(pipe):
             compile_half(half, Settings.from_mapping(options, settings))
     return pipe
+
+
+def deepcache_options(
+    unet: nn.Module, cache_interval: int | None, cache_layer_id: int | None, cache_block_id: int | None
+) -> dict[str, int]:
+    """OneDiff's DeepCache arguments as our options; None where one is not given. Raises ValueError for a wrong one."""
+    if cache_interval is cache_layer_id is cache_block_id is None:
+        return {}
+    layers = getattr(getattr(unet, "config", None), "layers_per_block", 2)
+    depth = depth_of(cache_layer_id or 0, cache_block_id or 0, layers if isinstance(layers, int) else max(layers))
+    return {"deepcache_depth": depth, **({} if cache_interval is None else {"deepcache_interval": cache_interval})}
 
 
 def compile_half(half: nn.Module, settings: Settings) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
+from .deepcache import choice as deepcache
 from .presets import parse as check_own_presets
 from .shapes.sizes import MOST_SIZES, parse_sizes
 
@@ -154,7 +155,87 @@ class Settings:
         restrict_api=True,
     )
 
+    deepcache_interval: int = option(
+        1,
+        "DeepCache interval",
+        "1: off. n: only every n-th step computes the whole UNet, the others reuse what its deep part said: faster, "
+        "and not the same picture. The first and the last step are always whole.",
+        per_run=True, check=deepcache.check_interval,
+    )
+    deepcache_depth: int = option(
+        1,
+        "DeepCache depth",
+        "How much runs at every step: 1 is the fastest, more is closer to the exact picture (at most 11 for SD1 and 8 "
+        "for SDXL; a larger number means that).",
+        per_run=True, check=deepcache.check_depth,
+    )
+    deepcache_start: float = option(
+        0.0,
+        "DeepCache start",
+        "Up to this fraction of a picture's steps every step is whole.",
+        per_run=True, check=deepcache.check_fraction,
+    )
+    deepcache_end: float = option(
+        1.0,
+        "DeepCache end",
+        "From this fraction of a picture's steps on every step is whole.",
+        per_run=True, check=deepcache.check_fraction,
+    )
+    deepcache_schedule: str = option(
+        deepcache.UNIFORM,
+        "DeepCache schedule",
+        "uniform: whole steps at equal distances. uneven: as many, close together around the center and rarer away "
+        "from it (uniform where the number of steps is not known).",
+        choices=deepcache.SCHEDULES,
+        per_run=True,
+    )
+    deepcache_center: float = option(
+        deepcache.CENTER,
+        "DeepCache center",
+        "Where the whole steps of the uneven schedule are close together, as a fraction of a picture's steps.",
+        per_run=True, check=deepcache.check_fraction,
+    )
+    deepcache_power: float = option(
+        deepcache.POWER,
+        "DeepCache power",
+        "How much rarer the whole steps of the uneven schedule become away from the center: above 1, at most 3.",
+        per_run=True, check=deepcache.check_power,
+    )
+    deepcache_hires: str = option(
+        deepcache.AS_FIRST,
+        "DeepCache in the hires pass",
+        "Whether the second pass of Hires. fix does as the first, without DeepCache, or by values of its own.",
+        choices=deepcache.HIRES,
+        per_run=True,
+    )
+    deepcache_hires_interval: int = option(
+        1, "DeepCache interval in the hires pass", "As above; used where the hires pass has values of its own.",
+        per_run=True, check=deepcache.check_interval,
+    )
+    deepcache_hires_depth: int = option(
+        1, "DeepCache depth in the hires pass", "As above; used where the hires pass has values of its own.",
+        per_run=True, check=deepcache.check_depth,
+    )
+    deepcache_hires_start: float = option(
+        0.0, "DeepCache start in the hires pass", "As above; used where the hires pass has values of its own.",
+        per_run=True, check=deepcache.check_fraction,
+    )
+    deepcache_hires_end: float = option(
+        1.0, "DeepCache end in the hires pass", "As above; used where the hires pass has values of its own.",
+        per_run=True, check=deepcache.check_fraction,
+    )
+    deepcache_hires_schedule: str = option(
+        deepcache.UNIFORM, "DeepCache schedule in the hires pass",
+        "As above; used where the hires pass has values of its own.",
+        choices=deepcache.SCHEDULES, per_run=True,
+    )
+
     def __post_init__(self) -> None:
+        for option_field in fields(self):
+            value = getattr(self, option_field.name)
+            if type(option_field.default) is float and type(value) is int:
+                # JSON writes 1.0 as 1.
+                object.__setattr__(self, option_field.name, float(value))
         for option_field in fields(self):
             check_value(option_field, getattr(self, option_field.name))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .precision import Flags, sums_in_half, tf32_is_on
 from .shapes.history import History
-from .shapes.table import Entry
+from .shapes.table import Entry, State
 from .shapes.timing import Stopwatch
 
 # What rounding alone explains between two orders of the same arithmetic, relative to the output's norm. Seen: 1e-6 in
@@ -60,6 +60,25 @@ def judge(entry: Entry, output: Tensor, host: Callable[[], Tensor]) -> None:
         raise Disagreement(
             f"it differs from the model's own forward by {entry.relative_error:.1e} (rounding explains {limit:.0e})"
         )
+
+
+def judge_shallow(entry: Entry, output: Tensor, shallow: Callable[[], Tensor]) -> None:
+    """Compare the shallow half with the full half's output of the same call, whose deep feature is fresh: the two must
+    be the same. Notes in the entry whether they are; an output that is not finite says nothing.
+
+    Raises Disagreement if they differ by more than rounding.
+    """
+    again = shallow()
+    if not bool(torch.isfinite(output).all()):
+        return
+    entry.relative_error = relative_error(again, output)
+    limit = rounding_limit(entry.key.dtype, output.device)
+    if not entry.relative_error <= limit:
+        raise Disagreement(
+            f"DeepCache's shallow half differs from the full one by {entry.relative_error:.1e} (rounding explains "
+            f"{limit:.0e})"
+        )
+    entry.state = State.PROVED
 
 
 def relative_error(output: Tensor, expected: Tensor) -> float:

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from ..ops import Operators
 from ..unet.call import UNetCall
-from ..unet.forward import Conditioning, forward
+from ..unet.compute import compute
+from ..unet.forward import Conditioning
 from ..unet.weights import Binding
-from .graph_inputs import bytes_of, copy_inputs
+from .graph_inputs import bytes_of, copy_inputs, rehearsal_of
 
 Result = TypeVar("Result")
 # What torch says of its max_split_size_mb where the user has set none.
@@ -112,7 +113,7 @@ class CudaGraphs:
             stream = self._stream(device, binding.dtype)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                forward(binding.layout, binding.weights(), ops, inputs, conditioning)
+                compute(binding.layout, binding.weights(), ops, rehearsal_of(inputs), conditioning)
             stream.synchronize()
 
     def bytes(self, device: torch.device, architecture: str | None = None) -> int:
@@ -192,7 +193,7 @@ def capture(
         try:
             if piece:
                 torch.empty(piece, dtype=torch.uint8, device=device)
-            output = forward(binding.layout, weights, ops, inputs, conditioning)
+            output = compute(binding.layout, weights, ops, inputs, conditioning)
         except BaseException:
             with contextlib.suppress(RuntimeError):
                 graph.capture_end()

@@ -5,10 +5,11 @@ from torch import Tensor
 
 from ..ops import Operators
 from ..unet.call import UNetCall
-from ..unet.forward import Conditioning, forward
+from ..unet.compute import compute
+from ..unet.forward import Conditioning
 from ..unet.weights import Binding
 
 
 def run(binding: Binding, ops: Operators, call: UNetCall, conditioning: Conditioning) -> Tensor:
-    """The UNet's output; see forward.forward."""
-    return forward(binding.layout, binding.weights(), ops, call, conditioning)
+    """The UNet's output; see compute.compute."""
+    return compute(binding.layout, binding.weights(), ops, call, conditioning)

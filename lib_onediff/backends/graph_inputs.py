@@ -21,11 +21,17 @@ def own_inputs(call: UNetCall) -> UNetCall:
 
 
 def bytes_of(inputs: UNetCall) -> int:
-    """What a graph's own inputs hold."""
+    """What a graph's own inputs hold, the deep feature that it writes among them: who reads it shares it."""
     control = inputs.control or Control()
     residuals = (residual for part in fields(Control) for residual in getattr(control, part.name))
     given = (inputs.latent, inputs.timestep, inputs.timestep_condition, *residuals)
-    return sum(tensor.nbytes for tensor in given if tensor is not None)
+    written = inputs.half.feature.bytes if inputs.half is not None and not inputs.half.is_shallow else 0
+    return sum(tensor.nbytes for tensor in given if tensor is not None) + written
+
+
+def rehearsal_of(inputs: UNetCall) -> UNetCall:
+    """The same inputs for a call whose answer nobody wants: a deep feature that is in use stays as it is."""
+    return inputs if inputs.half is None else replace(inputs, half=inputs.half.apart())
 
 
 def copy_inputs(source: UNetCall, target: UNetCall) -> None:

@@ -20,6 +20,7 @@ from ..shapes.job import TOKENS
 from ..unet.call import UNetCall
 from ..unet.foreign import Habits
 from ..unet.layout import UnsupportedUNet
+from . import sampler_schedule
 from .a1111_blocks import HostLoop, foreign_forward
 from .a1111_lora import apply_wanted_networks, why_functional
 from .class_patch import ClassPatch, active_patches
@@ -86,7 +87,7 @@ class A1111:
         if unet is None:
             return
         runtime.adopt(unet, habits=self._habits)
-        runtime.begin_sampling(unet)
+        runtime.begin_sampling(unet, sampler_schedule.sampling_of(p))
         self._loop.watch(unet)
 
     def after_run(self, p: Any) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from ..accelerator import runtime
 from ..unet.layout import UNetLayout, UnsupportedUNet
 from . import diffusers as diffusers_host
-from . import diffusers_decoder
+from . import diffusers_decoder, diffusers_schedule
 from .webui import PROMPT_NOISE, CannotWarm, Result, network_name
 
 MIDDLE_OF_THE_SCHEDULE = 500
@@ -54,6 +54,7 @@ class Standalone:
 
     def before_sampling(self, p: Any) -> None:
         self.model_loaded(loaded_model())
+        runtime.announce(diffusers_schedule.sampling_to_come(p))
         runtime.pressure.before_sampling(None, runtime.settings.memory_budget)
         runtime.vae.begin_run()
 

@@ -16,6 +16,7 @@ from ..unet.call import Control, UNetCall
 from ..unet.foreign import replaced_by
 from ..unet.prompts import Sighting, returns_none
 from ..unet.read_diffusers import is_diffusers_unet
+from .diffusers_schedule import PipelineSchedule
 
 # accelerate's offloading hooks put their forward in front and keep the one that they found here.
 BEHIND_A_HOOK = "_old_forward"
@@ -33,6 +34,7 @@ class DiffusersForward:
         self._embedded = Sighting()
         self._y: Tensor | None = None
         self._an_attention: Callable[[], Any] = returns_none
+        self.schedule: PipelineSchedule | None = None
         self.__wrapped__ = type(unet).forward
         self.__signature__ = inspect.signature(own_forward(unet))
         self._names = tuple(self.__signature__.parameters)
@@ -62,6 +64,8 @@ class DiffusersForward:
             runtime.note_host(f"the inputs of this call were not understood: {fault}", unet)
             sample = runtime.pressure.run_host(host)
         else:
+            if self.schedule is not None:
+                runtime.announce(self.schedule.sampling(), unet)
             sample = runtime.run(unet, call, host)
         if not return_dict:
             return (sample,)
@@ -193,6 +197,13 @@ def attach(unet: nn.Module, settings: Settings | None = None) -> None:
     if present is not None and getattr(present, "__func__", None) is not type(unet).forward:
         raise ValueError(f"somebody else has replaced this UNet's forward ({present!r}); undo that first")
     unet.__dict__[slot] = DiffusersForward(unet)
+
+
+def follow(unet: nn.Module, pipe: Any) -> None:
+    """Let an attached UNet know which steps the pipeline that uses it will make, for DeepCache."""
+    for slot in ("forward", BEHIND_A_HOOK):
+        if isinstance(unet.__dict__.get(slot), DiffusersForward):
+            unet.__dict__[slot].schedule = PipelineSchedule(pipe)
 
 
 def detach(unet: nn.Module) -> None:

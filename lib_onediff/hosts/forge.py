@@ -15,7 +15,7 @@ from ..accelerator import runtime
 from ..journal import HOST
 from ..unet.foreign import Habits, origin
 from ..unet.weights import shares_storage
-from . import forge_warm
+from . import forge_warm, sampler_schedule
 from .forge_hook import ForgeForward, Service, is_foreign, is_ours, loaded_model, own_forward, replaced_vae_helper
 from .ldm_decoder import DecoderPatches
 from .webui import CannotWarm, Result, network_name
@@ -111,6 +111,7 @@ class Forge:
             self._settle()
         self._hook(p.sd_model)
         service.samplings += 1
+        service.sampling = sampler_schedule.sampling_of(p)
         if unet_of(p.sd_model) is not None:
             self._announced = Announced(service, service.calls, is_second_pass)
 

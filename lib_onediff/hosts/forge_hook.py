@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..accelerator import runtime
+from ..deepcache.sampling import Sampling
 from ..unet.foreign import origin, replaced_by
 from .forge_call import NotOurs, copied_lists, unet_call
 
@@ -27,6 +28,7 @@ class Service:
         self.active = True
         self.calls = 0
         self.samplings = 0
+        self.sampling = Sampling()
 
 
 class ForgeForward:
@@ -82,7 +84,7 @@ class ForgeForward:
         if self._sampling_seen != self.service.samplings:
             self._sampling_seen = self.service.samplings
             self._refusal = why_not(unet)
-            runtime.begin_sampling(unet)
+            runtime.begin_sampling(unet, self.service.sampling)
 
 
 def own_forward(unet: nn.Module) -> types.MethodType:

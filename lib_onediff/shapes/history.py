@@ -67,7 +67,11 @@ class History:
         """
         if self._store is None:
             return
-        used = [entry for entry in entries if entry.uses > self._counted.get(entry.key, 0)]
+        # A shallow half's time is no step's: half a step has no row of its own on the disk.
+        used = [
+            entry for entry in entries
+            if entry.uses > self._counted.get(entry.key, 0) and not entry.key.is_shallow
+        ]
         for entry in used:
             uses = entry.uses - self._counted.get(entry.key, 0) if in_pictures else 0
             self._store.record(history_row(entry, uses))

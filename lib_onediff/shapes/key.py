@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..precision import Flags
 from ..unet.call import Control, UNetCall
+from ..unet.half import SHALLOW
 from ..unet.layout import UNetLayout
 
 LATENT_PIXEL = 8
@@ -20,7 +21,7 @@ class ShapeKey:
     """Everything that decides whether a captured or compiled forward serves a call. Weights are not part of it.
 
     backend: who computes it, so that what fails by one can be served by another. precision: the switches of torch
-    that change its numbers; see precision.flags_for.
+    that change its numbers; see precision.flags_for. part, depth: which half of the UNet (DeepCache), "" for the whole.
     """
 
     architecture: str
@@ -36,6 +37,8 @@ class ShapeKey:
     upcast_attention: bool
     backend: str = ""
     precision: Flags = ()
+    part: str = ""
+    depth: int = 0
 
     @classmethod
     def of(
@@ -49,7 +52,7 @@ class ShapeKey:
             dtype=dtype, latent_dtype=call.latent.dtype,
             device=call.latent.device, inputs=tuple(name for name, tensor in optional.items() if tensor is not None),
             control=control_shapes(call.control), upcast_attention=call.upcast_attention, backend=backend,
-            precision=precision,
+            precision=precision, part=call.half.name if call.half else "", depth=call.half.depth if call.half else 0,
         )
 
     @classmethod
@@ -74,13 +77,19 @@ class ShapeKey:
         return DECODE in self.inputs
 
     @property
+    def is_shallow(self) -> bool:
+        """Whether only the outer stages are computed (DeepCache)."""
+        return self.part == SHALLOW
+
+    @property
     def resolution(self) -> str:
         """Pixels, width x height."""
         return f"{self.width * LATENT_PIXEL}x{self.height * LATENT_PIXEL}"
 
     def __str__(self) -> str:
         tokens = "VAE" if self.is_decode else f"{self.tokens} tokens"
-        return f"{self.resolution}, batch {self.batch}, {tokens}"
+        part = f", {self.part} at depth {self.depth}" if self.part else ""
+        return f"{self.resolution}, batch {self.batch}, {tokens}{part}"
 
 
 def control_shapes(control: Control | None) -> tuple[tuple[int, ...] | None, ...]:

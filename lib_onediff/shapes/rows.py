@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
+from ..unet.half import SHALLOW
 from .key import ShapeKey
 from .store import HistoryRow
 from .table import Entry, State
@@ -39,7 +40,7 @@ class ShapeRow:
     or ON_DISK; reason says why it is not a better one. Times are medians in milliseconds. bytes is the GPU memory that
     comes back when this graph alone goes, needs what it takes of the memory that all graphs share; last_used is a
     time.time(), relative_error the distance from the host's own output, control whether a ControlNet or an adapter
-    adds to the call. A decode of the VAE takes no tokens: 0.
+    adds to the call. part is DeepCache's half of the UNet, "" for the whole. A decode of the VAE takes no tokens: 0.
     """
 
     batch: int
@@ -57,6 +58,7 @@ class ShapeRow:
     control: bool
     needs: int = 0
     pinned: bool = False
+    part: str = ""
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def resolution_row(entries: list[Entry], gives_back: GivesBack | None = None) ->
 
 
 def row_of_shapes(resolution: str, model: str, state: str, shapes: tuple[ShapeRow, ...]) -> ResolutionRow:
-    timed = [shape for shape in shapes if shape.step_ms is not None]
+    timed = [shape for shape in shapes if shape.step_ms is not None and shape.part != SHALLOW]
     usual = max(timed or shapes, key=lambda shape: (shape.uses, shape.batch, shape.last_used))
     return ResolutionRow(
         resolution=resolution, model=model, state=state,
@@ -168,5 +170,5 @@ def shape_row(entry: Entry) -> ShapeRow:
         state=entry.state.value, reason=entry.reason or entry.no_graph or entry.waits,
         step_ms=entry.own.median_ms, host_ms=entry.host.median_ms, ratio=entry.ratio,
         bytes=entry.bytes, uses=entry.uses, last_used=entry.last_used, relative_error=entry.relative_error,
-        control=bool(entry.key.control), needs=entry.needs,
+        control=bool(entry.key.control), needs=entry.needs, part=entry.key.part,
     )

@@ -38,6 +38,7 @@ class BoundUNet:
         self._last_call_ended = 0.0
         self._signature: Signature | None = None
         self._edits: Edits | None = None
+        self._all_edits: Edits | None = None
         self._channels_last = False
         self._binding: Binding | None = None
         self._architecture: str | None = None
@@ -70,6 +71,14 @@ class BoundUNet:
         if self._binding is None:
             raise UnsupportedUNet("this UNet has not been bound yet")
         return self._binding
+
+    def weights_now(self) -> tuple[int, Edits]:
+        """What the weights are: equal values as long as none was moved, exchanged or, where that can be seen, edited.
+        A tenth of a millisecond."""
+        known = self._all_edits
+        if known is None or (UNCOUNTED not in known.counts and not known.still_true()):
+            self._all_edits = self.binding.all_edits()
+        return self.generation, self._all_edits
 
     def begin_sampling(self) -> None:
         """The host says that a new sampling starts: look at everything again at the next call."""
@@ -130,7 +139,7 @@ class BoundUNet:
         if self._signature is None:
             return False
         if not goes_on:
-            self._edits = None
+            self._edits = self._all_edits = None
         return self._signature.still_true() if goes_on else self._signature == self.binding.signature()
 
     def _look(self) -> str | None:
@@ -145,7 +154,7 @@ class BoundUNet:
         if structure != self._structure:
             self.undo_channels_last()
             self._structure, self._binding, self._signature, self._architecture = structure, None, None, None
-            self._unreadable, self._kernel_users, self._edits = None, [], None
+            self._unreadable, self._kernel_users, self._edits, self._all_edits = None, [], None, None
             try:
                 self._binding = Binding(unet, read_layout(unet))
             except UnsupportedUNet as reason:
@@ -180,7 +189,8 @@ class BoundUNet:
         """Forget everything and leave ordinary parameters behind, with the same values."""
         if self._binding is not None:
             self._binding.unbind()
-        self._structure = self._signature = self._binding = self._architecture = self._edits = None
+        self._structure = self._signature = self._binding = self._architecture = None
+        self._edits = self._all_edits = None
         self._channels_last = False
         self._sampling_began = True
         self._prompts = PromptMemory()

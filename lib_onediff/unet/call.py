@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .half import Half
+
 
 @dataclass(frozen=True)
 class Control:
@@ -31,6 +33,7 @@ class UNetCall:
     timestep_condition: (batch, width) guidance embedding of LCM-distilled models, else None.
     control: residuals to add, else None.
     upcast_attention: compute attention scores in float32 (SD2.1 overflows in float16).
+    half: which half of the UNet is wanted (DeepCache), None for the whole.
     """
 
     latent: Tensor
@@ -40,3 +43,4 @@ class UNetCall:
     timestep_condition: Tensor | None = None
     control: Control | None = None
     upcast_attention: bool = False
+    half: Half | None = None

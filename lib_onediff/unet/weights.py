@@ -130,6 +130,10 @@ class Binding:
         """
         return Edits(present_parameters(self._prompt_leaves))
 
+    def all_edits(self) -> Edits:
+        """How every parameter stands now."""
+        return Edits(present_parameters(self._leaves))
+
     def weights(self) -> Weights:
         """Every layer's tensors by path, and every fused layer's by its name. Drop the result after the call.
 

@@ -10,11 +10,12 @@ from simulated_memory import MEBIBYTE, PrivatePool, requests_of
 from torch import Tensor
 
 from lib_onediff.backends.cudagraph import CudaGraphs
-from lib_onediff.backends.graph_inputs import bytes_of, copy_inputs
+from lib_onediff.backends.graph_inputs import bytes_of, copy_inputs, rehearsal_of
 from lib_onediff.card import Card
 from lib_onediff.ops import Operators
 from lib_onediff.unet.call import UNetCall
-from lib_onediff.unet.forward import Conditioning, forward
+from lib_onediff.unet.compute import compute
+from lib_onediff.unet.forward import Conditioning
 from lib_onediff.unet.weights import Binding
 
 # As if the tiny networks of the tests were large ones.
@@ -66,13 +67,16 @@ class PretendedGraphs(CudaGraphs):
     ) -> Any:
         assert not torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
         device, weights = inputs.latent.device, binding.weights()
-        compute = lambda: forward(binding.layout, binding.weights(), ops, inputs, conditioning)  # noqa: E731
+        again = lambda: compute(binding.layout, binding.weights(), ops, inputs, conditioning)  # noqa: E731
         pool = self._pools.get((device, architecture))
         if pool is None:
             pool = self._pools[device, architecture] = PretendedPool(device)
             self._alive.add(pool)
         self.before_capture(inputs)
-        trace = requests_of(lambda: forward(binding.layout, weights, ops, inputs, conditioning), SCALE)
+        trace = requests_of(
+            # A recording computes nothing.
+            lambda: compute(binding.layout, weights, ops, rehearsal_of(inputs), conditioning), SCALE
+        )
         if pool.is_fresh and needs:
             pool.memory.release(pool.memory.allocate(needs))
         pool.memory.replay(trace)
@@ -83,11 +87,11 @@ class PretendedGraphs(CudaGraphs):
         height, width = inputs.latent.shape[2:]
         self.captured.append(f"{width * 8}x{height * 8}")
         self.most = max(self.most, self.bytes(device))
-        return PretendedGraph(self, compute, inputs, pool)
+        return PretendedGraph(self, again, inputs, pool)
 
     def rehearse(self, binding: Binding, ops: Operators, inputs: UNetCall, conditioning: Conditioning) -> None:
         self.rehearsed += 1
-        forward(binding.layout, binding.weights(), ops, inputs, conditioning)
+        compute(binding.layout, binding.weights(), ops, rehearsal_of(inputs), conditioning)
 
     def peak(self, device: torch.device, work: Callable[[], Any]) -> tuple[Any, int]:
         alone = PrivatePool()

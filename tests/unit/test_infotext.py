@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import re
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -13,12 +13,18 @@ from lib_onediff.settings import Settings
 
 
 def every_setting() -> list[Settings]:
-    """Every combination of the values that options of a run can have."""
+    """Every pair of values that two options of a run can have, the others at their defaults."""
+    others = {
+        bool: lambda default: not default, int: lambda default: default + 2, float: lambda default: default / 2 + 0.5,
+    }
     values = {
-        name: option.metadata["choices"] or {bool: (True, False), int: (0, 3), float: (0.0, 0.25)}[type(option.default)]
+        name: option.metadata["choices"] or (option.default, others[type(option.default)](option.default))
         for name, option in infotext.options_of_a_run().items()
     }
-    return [Settings(**dict(zip(values, chosen, strict=True))) for chosen in product(*values.values())]
+    return [
+        Settings(**dict(zip(names, chosen, strict=True)))
+        for names in combinations(values, 2) for chosen in product(*(values[name] for name in names))
+    ]
 
 
 def test_form() -> None:

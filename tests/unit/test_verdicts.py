@@ -30,7 +30,8 @@ OTHERS: list[dict[str, Any]] = [
     {"architecture": "sdxl"}, {"height": 128}, {"width": 72}, {"height": 32, "width": 128}, {"batch": 1},
     {"tokens": 154}, {"dtype": torch.bfloat16}, {"latent_dtype": torch.float32}, {"device": torch.device("cpu")},
     {"device": torch.device("cuda", 1)}, {"inputs": ("y",)}, {"control": ((2, 4, 64, 64), (), ())},
-    {"control": (None, (), ())}, {"upcast_attention": True}, {"backend": "eager"}, {"precision": (("TF32 in matmul", True),)},
+    {"control": (None, (), ())}, {"upcast_attention": True}, {"backend": "eager"},
+    {"precision": (("TF32 in matmul", True),)}, {"part": "full"}, {"depth": 3},
 ]
 
 

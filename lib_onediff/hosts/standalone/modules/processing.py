@@ -72,6 +72,8 @@ class StableDiffusionProcessing:
     c: Any = field(default=None, init=False)
     uc: Any = field(default=None, init=False)
     is_hr_pass: bool = field(default=False, init=False)
+    # The diffusers scheduler, once the pipeline runs.
+    sampler: Any = field(default=None, init=False)
 
     def comment(self, text: str) -> None:
         """A remark that is shown under the pictures."""
@@ -144,7 +146,12 @@ class StableDiffusionProcessingImg2Img(StableDiffusionProcessing):
 
 
 def process_images(p: StableDiffusionProcessing) -> Processed:
-    """Make the pictures of p, with its option overrides in force; the options are restored afterwards."""
+    """Make the pictures of p, with its option overrides in force; the options are restored afterwards.
+
+    The caller holds call_queue.queue_lock. Without a model of its own, p takes the loaded one.
+    """
+    if p.sd_model is None:
+        p.sd_model = shared.sd_model
     if p.scripts is not None:
         p.scripts.before_process(p)
     with overridden_options(p):

@@ -1,0 +1,74 @@
+"""What a user may choose of DeepCache."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+UNIFORM, UNEVEN = SCHEDULES = ("uniform", "uneven")
+AS_FIRST, OFF, OWN = HIRES = ("as the first pass", "off", "own values")
+MOST_INTERVAL, MOST_DEPTH = 20, 11
+# The values of the DeepCache authors' examples: 15 of 50 steps, and 1.4.
+CENTER, POWER = 0.3, 1.4
+LEAST_POWER, MOST_POWER = 1.0, 3.0
+
+
+@dataclass(frozen=True)
+class DeepCacheChoice:
+    """interval: every so many steps the whole UNet is computed; 1: at every step, which is exact.
+
+    depth: how many input stages, and as many output stages, run at every step. start, end: outside of these fractions
+    of a sampling's steps every step is whole. schedule: UNIFORM, or UNEVEN: as many whole steps, but close together
+    around center (a fraction of the steps) and rarer away from it, the more the larger power is.
+    """
+
+    interval: int = 1
+    depth: int = 1
+    start: float = 0.0
+    end: float = 1.0
+    schedule: str = UNIFORM
+    center: float = CENTER
+    power: float = POWER
+
+    @classmethod
+    def of(cls, settings: Any, second_pass: bool) -> DeepCacheChoice:
+        """What settings (see settings.Settings) say for the first or the second pass of hires fix."""
+        if second_pass and settings.deepcache_hires == OFF:
+            return cls()
+        prefix = "deepcache_hires_" if second_pass and settings.deepcache_hires == OWN else "deepcache_"
+        values = {name: getattr(settings, prefix + name) for name in ("interval", "depth", "start", "end", "schedule")}
+        return cls(**values, center=settings.deepcache_center, power=settings.deepcache_power)
+
+
+def depth_of(cache_layer_id: int, cache_block_id: int, layers_per_block: int = 2) -> int:
+    """OneDiff's cache_layer_id and cache_block_id as a depth.
+
+    They name the deepest layer that runs at every step: the down block (0: the outermost), and the residual block in
+    it, or its downsampler (cache_block_id = layers_per_block). Raises ValueError for what is none.
+    """
+    if cache_layer_id < 0 or not 0 <= cache_block_id <= layers_per_block:
+        raise ValueError(
+            f"cache_layer_id is 0 or more and cache_block_id 0 to {layers_per_block} for this UNet, "
+            f"not {cache_layer_id} and {cache_block_id}."
+        )
+    # The first input stage is the convolution before all blocks.
+    return 1 + cache_layer_id * (layers_per_block + 1) + cache_block_id + 1
+
+
+def check_interval(interval: int) -> None:
+    if not 1 <= interval <= MOST_INTERVAL:
+        raise ValueError(f"The DeepCache interval is from 1 (off) to {MOST_INTERVAL}, not {interval}.")
+
+
+def check_depth(depth: int) -> None:
+    if not 1 <= depth <= MOST_DEPTH:
+        raise ValueError(f"The DeepCache depth is from 1 to {MOST_DEPTH}, not {depth}.")
+
+
+def check_fraction(fraction: float) -> None:
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"A place in the DeepCache schedule is a fraction from 0 to 1, not {fraction}.")
+
+
+def check_power(power: float) -> None:
+    if not LEAST_POWER < power <= MOST_POWER:
+        raise ValueError(f"The DeepCache power is above {LEAST_POWER:g} and at most {MOST_POWER:g}, not {power}.")

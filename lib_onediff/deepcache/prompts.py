@@ -1,0 +1,70 @@
+"""Tell the prompts of a sampling apart."""
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Words that take turns, several prompts at once: more are told apart by forgetting the oldest.
+MOST_PROMPTS = 32
+
+
+class Seen(NamedTuple):
+    """A prompt: the tensors that the host handed over, and, where they tell nothing, what was in them."""
+
+    number: int
+    objects: tuple[weakref.ref | None, ...]
+    edits: tuple[int, ...]
+    content: tuple[Tensor | None, ...] | None
+
+    def is_same(self, tensors: tuple[Tensor | None, ...]) -> bool:
+        """Whether these are the very tensors, unedited as far as that can be seen."""
+        return self.edits == tuple(map(edit_count, tensors)) and all(
+            tensor is (None if reference is None else reference())
+            for reference, tensor in zip(self.objects, tensors, strict=True)
+        )
+
+    def is_equal(self, tensors: tuple[Tensor | None, ...]) -> bool:
+        """Whether these hold the same values; on a GPU this waits for the queue."""
+        return self.content is not None and all(map(same_values, self.content, tensors))
+
+
+class PromptNumbers:
+    """Gives every prompt of a sampling a number; a prompt that is edited in mid-sampling is another one."""
+
+    def __init__(self) -> None:
+        self._seen: list[Seen] = []
+        self._next = 0
+
+    def number(self, context: Tensor, y: Tensor | None, by_content: bool) -> int:
+        """The number of context (batch, tokens, width) and y (batch, width).
+
+        by_content: the host hands over new tensors at every call, so what is in them tells. Otherwise another tensor is
+        another prompt.
+        """
+        tensors = (context, y)
+        for seen in reversed(self._seen):
+            if seen.is_same(tensors):
+                return seen.number
+        for seen in reversed(self._seen) if by_content else ():
+            if seen.is_equal(tensors):
+                return seen.number
+        content = tuple(None if tensor is None else tensor.detach().clone() for tensor in tensors)
+        objects = tuple(None if tensor is None else weakref.ref(tensor) for tensor in tensors)
+        self._seen.append(Seen(self._next, objects, tuple(map(edit_count, tensors)), content if by_content else None))
+        del self._seen[:-MOST_PROMPTS]
+        self._next += 1
+        return self._next - 1
+
+
+def same_values(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device) and torch.equal(one, other)
+
+
+def edit_count(tensor: Tensor | None) -> int:
+    """How often a tensor was edited in place; 0 for an inference tensor, which does not count."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version

@@ -1,0 +1,96 @@
+"""Which step of a sampling a timestep belongs to.
+
+Timesteps fall while a picture is made. The step is never counted in calls: a host may call the UNet once for the prompt
+and once for the negative prompt, a sampler (Heun, DPM2, DPM++ SDE) may call it twice a step, and an extension may keep
+calls to itself.
+"""
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+# Of the distance to the next step: so far may a timestep be from where its step begins.
+NEAR = 0.05
+# Where a sampling ends, in training steps.
+END = 1.0
+# How far rounding alone moves a timestep, in proportion.
+ROUNDING = 1e-3
+
+
+class Step(NamedTuple):
+    """index: from the first step of this sampling. total: how many steps it has, or None. fraction: how much of the
+    sampling was done when the step began. is_last: whether the sampling ends with it; where the number of steps is
+    unknown, also where it may."""
+
+    index: int
+    total: int | None
+    fraction: float
+    is_last: bool
+
+
+class KnownTimeline:
+    """Where the host says at which timesteps the steps begin: what lies between two of them belongs to the earlier."""
+
+    def __init__(self, times: Sequence[float]) -> None:
+        self._times = sorted({float(time) for time in times}, reverse=True)
+        self._rising = [-time for time in self._times]
+        self._first: int | None = None
+        self._last: int = -1
+
+    def step(self, time: float) -> tuple[Step, bool]:
+        """The step of a timestep, and whether time has jumped back. img2img begins in the middle of the times; then
+        its first step is the one that comes first."""
+        place = self._place(time)
+        jumped = place < self._last
+        self._last = place
+        if self._first is None or place < self._first:
+            self._first = place
+        index, total = place - self._first, len(self._times) - self._first
+        return Step(index, total, index / total, place == len(self._times) - 1), jumped
+
+    def _place(self, time: float) -> int:
+        after = bisect_right(self._rising, -time)
+        before = max(after - 1, 0)
+        if after < len(self._times):
+            gap = self._times[before] - self._times[after]
+            if abs(self._times[after] - time) <= NEAR * gap and time < self._times[before]:
+                return after
+        return before
+
+
+class LearnedTimeline:
+    """Where nobody says: every timestep that is lower than the last one begins a step.
+
+    A sampler that calls at a timestep between two steps then has twice as many. count: the number of different
+    timesteps that will come, where that is known. Otherwise a step is taken for the last one if another one as long
+    would end below zero: never too late where steps do not grow.
+    """
+
+    def __init__(self, count: int | None = None) -> None:
+        self._count = count
+        self._index = -1
+        self._time = self._first = self._length = 0.0
+
+    def step(self, time: float) -> tuple[Step, bool]:
+        """The step of a timestep, and whether time has jumped back: then the steps are counted from here."""
+        jumped = False
+        if self._index < 0 or time > self._time + abs(self._time) * ROUNDING + ROUNDING:
+            jumped = self._index >= 0
+            self._index, self._first, self._length = 0, time, 0.0
+        elif time < self._time:
+            self._index, self._length = self._index + 1, self._time - time
+        self._time = time
+        if self._count is not None:
+            return Step(self._index, self._count, self._index / self._count, self._index >= self._count - 1), jumped
+        fraction = 1 - time / self._first if self._first > 0 else 1.0
+        is_last = time <= END or (self._index > 0 and time - self._length < -ROUNDING * self._first)
+        return Step(self._index, None, fraction, is_last), jumped
+
+
+Timeline = KnownTimeline | LearnedTimeline
+
+
+def timeline_of(times: Sequence[float] | None, count: int | None = None) -> Timeline:
+    """The timeline of a sampling whose steps begin at these timesteps, or have so many; None where that is unknown."""
+    return KnownTimeline(times) if times is not None and len(times) else LearnedTimeline(count)

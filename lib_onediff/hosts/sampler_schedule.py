@@ -1,0 +1,88 @@
+"""At which timesteps the steps of a WebUI's sampler (A1111's, Forge's) will begin: listen when it asks for them itself.
+
+The sampler object lives for one sampling. What is put on it goes the first time it is used.
+"""
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..deepcache.sampling import Sampling
+
+# These call the UNet at every timestep but the lowest.
+ALL_BUT_THE_LOWEST = ("ddim", "ddim_cfgpp", "plms")
+# This one chooses timesteps of its own, as many as it is given.
+OWN_TIMESTEPS = "unipc"
+
+
+class Listener:
+    """Stands for one method of a sampler until it is called, and writes the answer into heard."""
+
+    def __init__(self, sampler: Any, method: str) -> None:
+        self._sampler, self._method = sampler, method
+        self._below: Callable[..., Tensor] = getattr(sampler, method)
+        if isinstance(self._below, Listener):
+            # Forge announces the second pass twice.
+            self._below = self._below._below
+        # Whoever reads it must not keep the sampler, and with it a model, alive.
+        self.heard: list[float] = []
+        setattr(sampler, method, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self._sampler.__dict__.get(self._method) is self:
+            delattr(self._sampler, self._method)
+        answer = self._below(*args, **kwargs)
+        self.heard[:] = [float(value) for value in answer.flatten().tolist()]
+        return answer
+
+
+def sampling_of(p: Any) -> Sampling:
+    """The sampling that the generation p is about to begin."""
+    sampler, second_pass = getattr(p, "sampler", None), bool(getattr(p, "is_hr_pass", False))
+    takes = parameters_of(getattr(sampler, "func", None))
+    name = getattr(getattr(sampler, "func", None), "__name__", "")
+    if "sigmas" in takes and hasattr(sampler, "get_sigmas"):
+        if "s_churn" in takes and churn_of(p):
+            return Sampling(second_pass, why_not="the sampler's churn moves its steps")
+        sigmas, speaker = Listener(sampler, "get_sigmas").heard, weakref.ref(sampler)
+        return Sampling(second_pass, lambda: timesteps_of(speaker(), sigmas[:-1]))
+    if "timesteps" in takes and hasattr(sampler, "get_timesteps"):
+        timesteps, speaker = Listener(sampler, "get_timesteps").heard, weakref.ref(sampler)
+        if name in ALL_BUT_THE_LOWEST:
+            return Sampling(second_pass, lambda: sorted(timesteps)[1:] or None)
+        if name == OWN_TIMESTEPS:
+            return Sampling(second_pass, count=lambda: own_count(speaker(), len(timesteps)))
+    return Sampling(second_pass, why_not="this sampler chooses its steps while it runs" if sampler is not None else "")
+
+
+def parameters_of(function: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters) if callable(function) else ()
+
+
+def churn_of(p: Any) -> float:
+    from modules import shared
+
+    return float(getattr(shared.opts, "s_churn", getattr(p, "s_churn", 0.0)))
+
+
+def timesteps_of(sampler: Any, sigmas: list[float]) -> list[float] | None:
+    """Noise levels as the timesteps that the UNet gets; None where the sampler has not asked for any."""
+    if not sigmas or sampler is None:
+        return None
+    wrapped = sampler.model_wrap
+    levels = torch.tensor(sigmas, device=wrapped.log_sigmas.device, dtype=wrapped.log_sigmas.dtype)
+    with torch.no_grad():
+        return [float(time) for time in wrapped.sigma_to_t(levels).flatten().tolist()]
+
+
+def own_count(sampler: Any, timesteps: int) -> int | None:
+    """How many different timesteps UniPC calls at. img2img takes the lower part of them, one less than its steps."""
+    if sampler is None:
+        return None
+    denoiser = sampler.model_wrap_cfg
+    return (denoiser.steps - 1 if denoiser.init_latent is not None else timesteps) or None

@@ -1,0 +1,97 @@
+"""DeepCache on a real GPU: graphs of both halves around one deep feature."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+
+from test_pipelines import latents, pipeline
+
+from lib_onediff import compile_pipe, compile_unet, status, uncompile_pipe
+from lib_onediff.accelerator import runtime
+from lib_onediff.bench.models import inputs, random_unet
+from lib_onediff.deepcache.sampling import Sampling
+from lib_onediff.shapes.table import State
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+NAMES = ["StableDiffusionPipeline", "StableDiffusionXLPipeline"]
+PICTURE = {"width": 256, "height": 256, "num_inference_steps": 10}
+DEEPCACHE = {"deepcache_interval": 3, "deepcache_depth": 2}
+
+
+@pytest.fixture(autouse=True)
+def fresh_runtime() -> Iterator[None]:
+    runtime.purge()
+    yield
+    runtime.free_graphs()
+
+
+def counted() -> tuple[int, int, int]:
+    now = status()
+    return now["calls"]["graph"], now["deepcache"]["full"], now["deepcache"]["shallow"]
+
+
+def cached(pipe: Any, pictures: int = 1, **options: Any) -> torch.Tensor:
+    """The last of several equal pictures."""
+    compile_pipe(pipe, ignores=("vae",), **DEEPCACHE, **options)
+    for _ in range(pictures):
+        output = latents(pipe, **PICTURE)
+    uncompile_pipe(pipe)
+    return output
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_replayed_picture_is_the_plain_one_to_within_half_precision(name: str) -> None:
+    reference = cached(pipeline(name, torch.float32), backend="eager")
+    plain = cached(pipeline(name, torch.float16), backend="eager")
+    replayed = cached(pipeline(name, torch.float16), pictures=2)
+    distance = lambda output: float((output - reference).norm() / reference.norm())  # noqa: E731
+    assert distance(replayed) <= 1.25 * distance(plain)
+
+
+@pytest.mark.parametrize("backend", ["native", "cudagraph"])
+def test_every_call_of_the_second_picture_is_replayed(backend: str) -> None:
+    pipe = pipeline(NAMES[1], torch.float16)
+    compile_pipe(pipe, ignores=("vae",), backend=backend, **DEEPCACHE)
+    first = latents(pipe, **PICTURE)
+    before = counted()
+    second = latents(pipe, **PICTURE)
+    assert tuple(after - then for after, then in zip(counted(), before, strict=True)) == (10, 4, 6)
+    assert float((second - first).norm() / first.norm()) < 2e-2
+    assert torch.equal(latents(pipe, **PICTURE), second)
+
+
+def test_new_weights_and_freed_memory_between_pictures() -> None:
+    """The graphs and the feature that they share come and go together."""
+    pipe = pipeline(NAMES[0], torch.float16)
+    first = cached(pipe, pictures=2)
+    compile_pipe(pipe, ignores=("vae",), **DEEPCACHE)
+    latents(pipe, **PICTURE)
+    for disturb in (runtime.release_memory, lambda: pipe.to("cpu") and pipe.to("cuda")):
+        disturb()
+        for _ in range(2):
+            assert float((latents(pipe, **PICTURE) - first).norm() / first.norm()) < 2e-2
+
+
+@torch.no_grad()
+def test_the_shallow_half_of_sdxl_takes_a_tenth_and_the_feature_is_counted() -> None:
+    unet = compile_unet(random_unet("sdxl", torch.device("cuda")).half(), deepcache_interval=2, verify=False)
+    given = inputs(unet, 1024, 1024, 2, 77, torch.float16)
+    times = [float(time) for time in range(960, 0, -40)]
+    runtime.announce(Sampling(times=lambda: times), unet)
+    for time in times:
+        unet(**{**given, "timestep": torch.tensor(time, device="cuda")}, return_dict=False)
+    entries = {entry.key.part: entry for entry in runtime.table.entries()}
+    assert [entries[part].state for part in ("full", "shallow")] == [State.READY] * 2
+    assert entries["shallow"].own.median_ms < entries["full"].own.median_ms / 10
+    feature = runtime.care_of(unet).held_features()[0].tensor
+    assert runtime.care_of(unet).course.bytes() == feature.nbytes
+    own = {key.part: kept.runner.own_bytes for key, kept in runtime.care_of(unet).kept()}
+    assert own["full"] - own["shallow"] == feature.nbytes

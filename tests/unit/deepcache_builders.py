@@ -1,0 +1,130 @@
+"""Samplings as hosts make them, and what DeepCache is to answer: computed call by call from the two halves."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from builders import CONTEXT_WIDTH, SMALL, diffusers_output, diffusers_unet, relative_error
+from torch import Tensor
+
+from lib_onediff.accelerator import Accelerator
+from lib_onediff.deepcache.sampling import Sampling
+from lib_onediff.ops import torch_ops
+from lib_onediff.settings import Settings
+from lib_onediff.unet import deepcache, forward
+from lib_onediff.unet.bound import BoundUNet
+from lib_onediff.unet.call import UNetCall
+from lib_onediff.unet.foreign import Habits
+
+WEBUI = Habits(by_content=True)
+STEPS = [float(time) for time in range(951, 0, -50)]
+
+
+def prompt(name: str, tokens: int = 77) -> Tensor:
+    """A context of one picture, (1, tokens, width): another one for another name."""
+    return torch.randn(1, tokens, CONTEXT_WIDTH, generator=torch.Generator().manual_seed(sum(map(ord, name))))
+
+
+def call_of(unet: Any, time: float, names: Sequence[str] = ("cat", "ugly"), size: int = 8, tokens: int = 77,
+            seed: int = 0) -> UNetCall:
+    """The call of a step: a picture for each name, with tensors that nobody has seen before."""
+    generator = torch.Generator().manual_seed(int(time * 8) + 4096 * seed)
+    y_width = unet.config.get("projection_class_embeddings_input_dim")
+    context = torch.cat([prompt(name, tokens) for name in names])
+    return UNetCall(
+        latent=torch.randn(len(names), 4, size, size, generator=generator),
+        timestep=torch.full((len(names),), time), context=context,
+        y=context[:, :1, :1].expand(-1, 1, y_width)[:, 0].clone() if y_width else None,
+    )
+
+
+class Oracle:
+    """The whole UNet, and the shallow half around a feature that another call left."""
+
+    def __init__(self, unet: Any, depth: int) -> None:
+        self.unet, self.depth = unet, depth
+        self._bound = BoundUNet(unet)
+
+    @torch.no_grad()
+    def whole(self, call: UNetCall) -> tuple[Tensor, Tensor]:
+        return deepcache.full(*self._inputs(call), self.depth)
+
+    @torch.no_grad()
+    def shallow(self, call: UNetCall, feature: Tensor) -> Tensor:
+        return deepcache.shallow(*self._inputs(call), self.depth, feature)
+
+    def _inputs(self, call: UNetCall) -> tuple:
+        self._bound.begin_sampling()
+        self._bound.refresh(call, by_content=False)
+        binding = self._bound.binding
+        weights = binding.weights()
+        return binding.layout, weights, torch_ops, call, forward.condition(
+            binding.layout, weights, torch_ops, call.context, call.y
+        )
+
+
+@dataclass
+class Rig:
+    """A UNet in the care of a runtime, with an oracle beside it; the oracle has weights of its own."""
+
+    runtime: Accelerator
+    unet: Any
+    oracle: Oracle
+    log: list[str]
+    _feature: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, config: dict[str, Any] = SMALL, habits: Habits = WEBUI, seed: int = 0, runtime: Any = None,
+           **options: Any) -> Rig:
+        """options: those of Settings; by default DeepCache with an interval of 3."""
+        unet = diffusers_unet(seed, **config)
+        runtime = runtime or Accelerator()
+        settings = Settings(**{"deepcache_interval": 3, **options})
+        runtime.configure(settings)
+        runtime.adopt(unet, habits=habits)
+        return cls(runtime, unet, Oracle(diffusers_unet(seed, **config), settings.deepcache_depth), [], {})
+
+    def begin(self, times: Sequence[float] | None = STEPS, **more: Any) -> None:
+        self.runtime.begin_sampling(self.unet, Sampling(times=lambda: times, **more))
+
+    @torch.no_grad()
+    def run(self, call: UNetCall) -> Tensor:
+        """What the runtime answers; log takes down which half it was."""
+        before = dict(self.runtime.journal.halves)
+        output = self.runtime.run(self.unet, call, lambda: diffusers_output(self.unet, call))
+        after = self.runtime.journal.halves
+        changed = [half for half in after if after[half] != before.get(half, 0)]
+        assert self.runtime.journal.route != "host", self.runtime.journal.reason
+        self.log.append(changed[0] if changed else "whole")
+        return output
+
+    def check(self, call: UNetCall, key: str, expected: str) -> None:
+        """Run a call, which must be answered by this half; a shallow one around the last feature under key."""
+        output = self.run(call)
+        assert self.log[-1] == expected, (len(self.log), self.log)
+        whole, feature = self.oracle.whole(call)
+        if expected == "full":
+            self._feature[key] = feature
+            assert relative_error(output, whole) < 1e-5
+        else:
+            assert relative_error(output, self.oracle.shallow(call, self._feature[key])) < 1e-5
+            assert relative_error(output, whole) > 1e-4
+
+    def sample(self, times: Iterable[float], **more: Any) -> list[str]:
+        """Which half answered at each of these timesteps."""
+        self.log.clear()
+        for time in times:
+            self.run(call_of(self.unet, time, **more))
+        return list(self.log)
+
+    @property
+    def reason(self) -> str:
+        return self.runtime.status()["deepcache"]["reason"]
+
+
+def halves(whole: Iterable[int], count: int) -> list[str]:
+    """What answers a sampling with these whole steps."""
+    chosen = set(whole)
+    return ["full" if index in chosen else "shallow" for index in range(count)]

@@ -1,0 +1,187 @@
+"""Graphs of both halves: one address for the deep feature, whoever writes and reads it, and its memory counted."""
+from __future__ import annotations
+
+import pytest
+import torch
+from builders import SMALL, SMALL_XL
+from deepcache_builders import STEPS, Rig, call_of, halves
+from graph_builders import PretendedGraphs
+
+from lib_onediff.accelerator import runtime
+from lib_onediff.captured_again import Wanted
+from lib_onediff.settings import Settings
+from lib_onediff.shapes.table import Entry, State
+from lib_onediff.unet import compute
+
+FULL, SHALLOW = "full", "shallow"
+
+
+def rig_of(**options: object) -> Rig:
+    return Rig.of(SMALL_XL, runtime=runtime, **options)
+
+
+def entry(part: str, backend: str = "native", batch: int = 2) -> Entry:
+    [found] = [entry for entry in runtime.table.entries()
+               if (entry.key.part, entry.key.backend, entry.key.batch) == (part, backend, batch)]
+    return found
+
+
+def sample(rig: Rig, count: int = 8, prompts: tuple[tuple[str, ...], ...] = (("cat", "ugly"),)) -> list[str]:
+    """The routes of a sampling, every answer of which is checked."""
+    rig.begin(STEPS[:count])
+    whole = {*range(0, count, 3), count - 1}
+    routes = []
+    for index, time in enumerate(STEPS[:count]):
+        for names in prompts:
+            rig.check(call_of(rig.unet, time, names, seed=id(rig) % 97), "+".join(names),
+                      FULL if index in whole else SHALLOW)
+            routes.append(runtime.journal.route)
+    return routes
+
+
+def test_both_halves_are_captured_and_replayed(pretended: PretendedGraphs) -> None:
+    rig = rig_of()
+    assert sample(rig) == ["plain", "plain", "graph", "plain", "graph", "graph", "graph", "graph"]
+    assert [entry(part).state for part in (FULL, SHALLOW)] == [State.READY] * 2
+    assert len(pretended.captured) == 2
+    for _ in range(3):
+        assert set(sample(rig)) == {"graph"}
+    assert len(pretended.captured) == 2
+
+
+def test_the_feature_stays_where_it_is(pretended: PretendedGraphs) -> None:
+    rig = rig_of()
+    sample(rig)
+    care = runtime.care_of(rig.unet)
+    first, second = care.held_features()
+    address = first.tensor.data_ptr()
+    sample(rig)
+    assert first is second and first.tensor.data_ptr() == address
+
+
+def test_prompts_in_calls_of_their_own_share_the_graphs(pretended: PretendedGraphs) -> None:
+    """What one of them leaves is put aside before the other's is written or read."""
+    rig = rig_of()
+    prompts = (("cat",), ("ugly",))
+    for _ in range(3):
+        routes = sample(rig, prompts=prompts)
+    # Their keys and values lie in one place, too.
+    assert len(pretended.captured) == 2 and set(routes) == {"graph"}
+
+
+def test_the_feature_is_counted_once(pretended: PretendedGraphs) -> None:
+    rig = rig_of()
+    sample(rig)
+    [feature, _] = runtime.care_of(rig.unet).held_features()
+    own = {part: kept.runner.own_bytes for part in (FULL, SHALLOW)
+           for key, kept in runtime.care_of(rig.unet).kept() if key.part == part}
+    assert own[FULL] - own[SHALLOW] == feature.tensor.nbytes == runtime.care_of(rig.unet).course.bytes()
+
+
+def test_freed_graphs_take_the_feature_with_them(pretended: PretendedGraphs) -> None:
+    rig = rig_of()
+    sample(rig)
+    runtime.release_memory()
+    assert runtime.care_of(rig.unet).course.bytes() == 0
+    assert [entry(part).state for part in (FULL, SHALLOW)] == [State.PROVED] * 2
+    assert "graph" in sample(rig)
+
+
+def test_weights_that_move_take_both_graphs_with_them(pretended: PretendedGraphs) -> None:
+    rig = rig_of()
+    sample(rig)
+    for parameter in rig.unet.parameters():
+        parameter.data = parameter.data.clone()
+    assert sample(rig)[0] == "plain"
+    assert set(sample(rig)) == {"graph"}
+
+
+def test_pre_warming_makes_both_halves_ready(pretended: PretendedGraphs) -> None:
+    rig = rig_of()
+    with runtime.patience():
+        for _ in range(3):
+            rig.run(call_of(rig.unet, 500.0))
+    assert [entry(part).state for part in (FULL, SHALLOW)] == [State.READY] * 2
+    assert set(sample(rig)) == {"graph"}
+    assert rig.reason == ""
+
+
+def test_graphs_that_are_captured_again_in_mid_sampling_leave_the_feature_alone(pretended: PretendedGraphs) -> None:
+    """As when another size that was larger is purged: what shares its memory is made anew, after a rehearsal."""
+    rig = rig_of()
+    prompts = (("cat",), ("ugly",))
+    for _ in range(2):
+        sample(rig, prompts=prompts)
+    rig.begin(STEPS[:6])
+    for index, half in enumerate(halves([0, 3, 5], 6)):
+        for names in prompts:
+            rig.check(call_of(rig.unet, STEPS[index], names), names[0], half)
+            rehearsed = pretended.rehearsed
+            wanted = [Wanted.of(held) for held in runtime._graphs.graphs()]
+            for one in wanted:
+                # Whatever call came last.
+                one.inputs.latent.fill_(index)
+            runtime._graphs._drop({one.entry.key for one in wanted})
+            runtime._graphs.capture_again(wanted)
+            assert pretended.rehearsed > rehearsed
+    assert runtime.journal.route == "graph"
+
+
+def test_a_shallow_half_that_cannot_be_captured_runs_plainly(pretended: PretendedGraphs) -> None:
+    rig = rig_of()
+
+    def refuse(inputs: object) -> None:
+        if inputs.half.is_shallow:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    pretended.before_capture = refuse
+    sample(rig)
+    routes = sample(rig)
+    assert routes == ["graph" if half == FULL else "plain" for half in halves([0, 3, 6, 7], 8)]
+    assert "could not be captured" in entry(SHALLOW).no_graph
+
+
+def test_a_shallow_half_that_fails_leaves_the_full_one(
+    pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object) -> torch.Tensor:
+        raise RuntimeError("a kernel is missing")
+
+    monkeypatch.setattr(compute, "shallow", broken)
+    rig = rig_of()
+    rig.begin(STEPS[:6])
+    assert rig.sample(STEPS[:6]) == [FULL] * 6
+    assert entry(SHALLOW).state is State.FAILED
+    assert "shallow half failed: a kernel is missing" in rig.reason
+
+
+def test_a_shallow_half_that_is_not_the_full_one_is_not_used(
+    pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = compute.shallow
+    monkeypatch.setattr(compute, "shallow", lambda *args: right(*args) * 1.01)
+    rig = rig_of()
+    rig.begin(STEPS[:4])
+    assert rig.sample(STEPS[:4]) == [FULL] * 4
+    assert "differs from the full one by 1.0e-02" in rig.reason
+
+
+def test_a_picture_of_nothing_but_nan_does_not_condemn_it() -> None:
+    rig = Rig.of(SMALL, verify=False)
+    rig.begin(STEPS[:4])
+    call = call_of(rig.unet, STEPS[0])
+    call.latent.fill_(float("nan"))
+    rig.run(call)
+    assert {one.state for one in rig.runtime.table.entries() if one.key.is_shallow} == {State.COLD}
+    rig.begin(STEPS[:4])
+    assert rig.sample(STEPS[:4]) == halves([0, 3], 4)
+
+
+def test_settings_on_the_way_back_to_off_find_the_plain_graph(pretended: PretendedGraphs) -> None:
+    rig = rig_of()
+    sample(rig)
+    runtime.configure(Settings())
+    rig.begin()
+    for time in STEPS[:4]:
+        rig.run(call_of(rig.unet, time))
+    assert set(rig.log[-4:]) == {"whole"} and entry("").state is State.READY

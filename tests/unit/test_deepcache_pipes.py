@@ -1,0 +1,128 @@
+"""DeepCache on diffusers pipelines and UNets: its arguments, and how the steps are known."""
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from builders import ONE_LAYER_A_BLOCK, SD1, a_call, diffusers_unet, served
+from test_public_api_pipelines import inputs, pipeline, quiet
+
+import lib_onediff
+from lib_onediff.accelerator import runtime
+from lib_onediff.deepcache.sampling import Sampling, time_of
+from lib_onediff.hosts.diffusers_schedule import Clock
+from lib_onediff.settings import Settings
+
+__all__ = ["quiet"]
+NAME = "StableDiffusionPipeline"
+pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "DeprecationWarning")]
+
+
+def picture(pipe: Any, steps: int = 7, **more: Any) -> torch.Tensor:
+    given = inputs(type(pipe).__name__, 64, 64)
+    return pipe(**{**given, "num_inference_steps": steps, "output_type": "latent", **more})[0]
+
+
+def counted() -> tuple[int, int]:
+    now = lib_onediff.status()["deepcache"]
+    return now["full"], now["shallow"]
+
+
+@pytest.fixture(autouse=True)
+def from_zero() -> None:
+    runtime.journal.halves.clear()
+    # Of what a WebUI in another test has announced, these know nothing.
+    runtime.announce(Sampling())
+
+
+def depths() -> set[int]:
+    return {entry.key.depth for entry in runtime.table.entries() if entry.key.part}
+
+
+@pytest.mark.parametrize(("config", "arguments", "depth"), [
+    (SD1, {}, 2), (SD1, {"cache_layer_id": 0, "cache_block_id": 0}, 2), (SD1, {"cache_layer_id": 1}, 5),
+    (SD1, {"cache_block_id": 2}, 4), (SD1, {"deepcache_depth": 7}, 7), (SD1, {"cache_layer_id": 3}, 11),
+    (ONE_LAYER_A_BLOCK, {"cache_layer_id": 1}, 4),
+])
+def test_onediffs_arguments(config: dict[str, Any], arguments: dict[str, int], depth: int) -> None:
+    pipe = lib_onediff.compile_pipe(pipeline(NAME, config), ignores=("vae",), cache_interval=3, **arguments)
+    picture(pipe)
+    assert counted() == (3, 4) and depths() == {depth}
+
+
+def test_without_them_nothing_is_cached() -> None:
+    exact = picture(pipeline(NAME, SD1))
+    found = picture(lib_onediff.compile_pipe(pipeline(NAME, SD1), ignores=("vae",)))
+    assert counted() == (0, 0)
+    assert torch.allclose(found, exact, atol=1e-4)
+
+
+@pytest.mark.parametrize("wrong", [
+    {"cache_interval": 0}, {"cache_interval": 3, "cache_block_id": 3}, {"cache_interval": 3, "cache_layer_id": -1},
+    {"deepcache_depth": 0}, {"deepcache_start": 1.5}, {"deepcache_end": -0.1}, {"deepcache_power": 1.0},
+    {"deepcache_schedule": "odd"}, {"deepcache_hires_interval": 21}, {"cache_interval": 2.5},
+], ids=str)
+def test_wrong_arguments_are_refused_with_a_sentence(wrong: dict[str, Any]) -> None:
+    pipe = pipeline(NAME, SD1)
+    with pytest.raises(ValueError, match="DeepCache|cache_layer_id|deepcache_"):
+        lib_onediff.compile_pipe(pipe, ignores=("vae",), **wrong)
+
+
+def test_whole_numbers_are_fractions_too() -> None:
+    """JSON writes 1.0 as 1."""
+    assert Settings.from_mapping({"deepcache_start": 0, "deepcache_end": 1}) == Settings()
+
+
+def test_every_picture_of_a_pipeline_begins_with_a_whole_step() -> None:
+    """An interrupted one, and then one that begins where that one stopped."""
+    pipe = lib_onediff.compile_pipe(pipeline(NAME, SD1), ignores=("vae",), cache_interval=4)
+
+    def stop(pipe: Any, step: int, time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        pipe._interrupt = step >= 1
+        return tensors
+
+    picture(pipe, 8, callback_on_step_end=stop)
+    assert counted() == (1, 1)
+    picture(pipe, 8)
+    # 0, 4 and the last one.
+    assert counted() == (1 + 3, 1 + 5)
+
+
+def test_a_scheduler_that_is_exchanged_is_followed() -> None:
+    from diffusers import LCMScheduler
+
+    pipe = lib_onediff.compile_pipe(pipeline(NAME, SD1), ignores=("vae",), cache_interval=4)
+    pipe.scheduler = LCMScheduler.from_config(pipe.scheduler.config)
+    # Its last timestep is far from zero: who does not know the schedule takes no step for the last one.
+    picture(pipe, 4)
+    assert counted() == (2, 2)
+
+
+def test_a_unet_alone_finds_its_steps_by_their_timesteps() -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(), deepcache_interval=3)
+    call = a_call(unet)
+    for _ in range(2):
+        for time in range(981, 0, -140):
+            served(unet, replace(call, timestep=torch.full((2,), float(time))))
+    assert counted() == (2 * 4, 2 * 4)
+
+
+# --- the clock ----------------------------------------------------------------------------------------------------
+
+
+def test_a_timestep_is_known_by_where_it_lies() -> None:
+    timesteps = torch.tensor([951.0, 651.0, 351.0, 51.0])
+    clock = Clock(timesteps, 1)
+    assert clock.times() == [951.0, 651.0, 351.0, 51.0]
+    values = [clock.read(time.reshape(-1).expand(2)) for time in timesteps[1:]]
+    assert values == [651.0, 351.0, 51.0]
+
+
+def test_it_is_asked_for_where_it_lies_elsewhere() -> None:
+    clock = Clock(torch.tensor([951.0, 651.0]), 1)
+    assert clock.read(torch.tensor([651.0, 651.0])) == 651.0
+    assert clock.read(torch.tensor([651, 651])) == 651.0
+    assert clock.read(torch.tensor([951.0, 651.0])) is None
+    assert time_of(torch.tensor(7.5)) == 7.5

@@ -1,0 +1,153 @@
+"""Which steps are whole, and which step a timestep belongs to."""
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from lib_onediff.deepcache.choice import UNEVEN, DeepCacheChoice, depth_of
+from lib_onediff.deepcache.schedule import is_whole, last_whole, uneven
+from lib_onediff.deepcache.timeline import Step, timeline_of
+
+KARRAS = (14.6, 9.5, 6.0, 3.6, 2.1, 1.1, 0.55, 0.24, 0.09, 0.03)
+
+
+def steps_of(times: list[float], known: list[float] | None = None, count: int | None = None) -> list[Step]:
+    timeline = timeline_of(known, count)
+    return [timeline.step(time)[0] for time in times]
+
+
+def whole(choice: DeepCacheChoice, total: int) -> list[int]:
+    """The whole steps of a sampling whose host says where its steps begin."""
+    times = [1000 - 1000 * index / total for index in range(total)]
+    return [step.index for step in steps_of(times, times) if is_whole(choice, step)]
+
+
+@pytest.mark.parametrize("total", [1, 2, 3, 4, 7, 10, 20, 25, 30, 50])
+@pytest.mark.parametrize("interval", [1, 2, 3, 5, 10, 20])
+def test_every_nth_step_and_the_last_is_whole(interval: int, total: int) -> None:
+    found = whole(DeepCacheChoice(interval), total)
+    assert found == sorted({*range(0, total, interval), total - 1})
+    assert len(found) == math.ceil(total / interval) + bool((total - 1) % interval)
+
+
+@pytest.mark.parametrize(("start", "end", "expected"), [
+    (0.0, 1.0, [0, 3, 6, 9]), (0.5, 1.0, [0, 1, 2, 3, 4, 6, 9]), (0.0, 0.5, [0, 3, 5, 6, 7, 8, 9]),
+    (0.2, 0.7, [0, 1, 3, 6, 7, 8, 9]), (0.7, 0.2, list(range(10))), (1.0, 1.0, list(range(10))),
+    (0.0, 0.0, list(range(10))),
+])
+def test_outside_of_start_and_end_every_step_is_whole(start: float, end: float, expected: list[int]) -> None:
+    assert whole(DeepCacheChoice(3, start=start, end=end), 10) == expected
+
+
+# What the authors' sample_from_quad_center gives for these (steps, interval, center, power).
+PUBLISHED = {
+    (50, 5, 15, 1.4): [0, 5, 9, 13, 17, 21, 26, 31, 37, 43], (50, 10, 15, 1.2): [0, 10, 18, 27, 38],
+    (30, 3, 9, 1.4): [0, 3, 6, 8, 10, 12, 15, 19, 22, 26], (20, 3, 6, 1.4): [0, 3, 5, 7, 10, 13, 16],
+    (50, 5, 0, 1.4): [0, 1, 5, 9, 13, 18, 24, 30, 36, 43], (50, 5, 50, 1.4): [0, 7, 14, 20, 26, 32, 37, 41, 45, 49],
+}
+
+
+@pytest.mark.parametrize("case", PUBLISHED)
+def test_the_uneven_schedule_is_the_authors(case: tuple[int, int, int, float]) -> None:
+    total, interval, center, power = case
+    assert sorted(uneven(total, interval, center / total, power)) == PUBLISHED[case]
+    found = whole(DeepCacheChoice(interval, schedule=UNEVEN, center=center / total, power=power), total)
+    assert found == sorted({*PUBLISHED[case], total - 1})
+
+
+def test_an_uneven_schedule_always_has_a_first_step_and_no_more_than_the_even_one() -> None:
+    for total in range(1, 61):
+        for interval in range(2, 21):
+            for center in (0.0, 0.3, 0.5, 1.0):
+                for power in (1.01, 1.4, 3.0):
+                    chosen = uneven(total, interval, center, power)
+                    assert 0 in chosen and min(chosen) >= 0 and max(chosen) < total
+                    assert len(chosen) <= math.ceil(total / interval)
+
+
+def test_where_the_number_of_steps_is_unknown_uneven_is_uniform() -> None:
+    found = [step.index for step in steps_of([1000 - 50 * index for index in range(19)])
+             if is_whole(DeepCacheChoice(4, schedule=UNEVEN), step)]
+    assert found[:5] == [0, 4, 8, 12, 16]
+
+
+def test_a_feature_is_too_old_when_a_whole_step_has_come_between() -> None:
+    choice = DeepCacheChoice(3)
+    steps = steps_of(list(range(10, 0, -1)), list(range(10, 0, -1)))
+    assert [last_whole(choice, step) for step in steps] == [0, 0, 0, 3, 3, 3, 6, 6, 6, 9]
+
+
+# --- steps by timesteps -------------------------------------------------------------------------------------------
+
+
+def test_heun_ends_a_step_where_the_next_one_begins() -> None:
+    times = [900.0, 600.0, 600.0, 300.0, 300.0, 0.0, 0.0]
+    for known in (None, sorted(set(times))):
+        assert [step.index for step in steps_of(times, known)] == [0, 1, 1, 2, 2, 3, 3]
+
+
+def test_a_call_between_two_steps_belongs_to_the_earlier_one() -> None:
+    """DPM2 and DPM++ SDE call once more half way."""
+    known = [900.0, 600.0, 300.0, 0.0]
+    times = [900.0, 750.0, 600.0, 440.0, 300.0, 120.0, 0.0]
+    steps = steps_of(times, known)
+    assert [step.index for step in steps] == [0, 0, 1, 1, 2, 2, 3]
+    assert [step.is_last for step in steps] == [False] * 6 + [True]
+    assert {step.total for step in steps} == {4}
+
+
+@pytest.mark.parametrize("half", [900.0 + 1e-4, 900.0 - 1e-4, 899.5, 900.5])
+def test_rounding_does_not_move_a_step(half: float) -> None:
+    steps = steps_of([999.0, half, 800.0, 0.0], [999.0, 900.0, 800.0, 0.0])
+    assert [step.index for step in steps] == [0, 1, 2, 3]
+
+
+def test_img2img_begins_with_the_step_that_comes_first() -> None:
+    known = [float(time) for time in range(950, -1, -50)]
+    steps = steps_of(known[12:], known)
+    assert [step.index for step in steps] == list(range(8))
+    assert {step.total for step in steps} == {8}
+    assert steps[0].fraction == 0 and steps[-1].is_last
+
+
+def test_time_that_jumps_back_is_told() -> None:
+    for known in (None, [900.0, 600.0, 300.0, 0.0]):
+        timeline = timeline_of(known)
+        jumps = [timeline.step(time)[1] for time in (900.0, 600.0, 600.0, 300.0, 900.0, 600.0)]
+        assert jumps == [False, False, False, False, True, False]
+
+
+@pytest.mark.parametrize("times", [
+    [float(time) for time in range(951, 0, -50)],                      # leading
+    [float(time) for time in range(999, 0, -50)],                      # trailing
+    [999 - index * 999 / 19 for index in range(20)],                   # linspace
+    [999.0, 949.0, 868.0, 740.0, 570.0, 380.0, 205.0, 80.0, 20.0, 0],  # Karras
+    [max(0.0, 250 * math.log(sigma / KARRAS[-1])) / 1.55 for sigma in KARRAS],
+], ids=["leading", "trailing", "linspace", "karras", "log"])
+def test_the_last_step_is_never_missed_without_a_hosts_help(times: list[float]) -> None:
+    steps = steps_of(times)
+    assert steps[-1].is_last
+    assert sum(step.is_last for step in steps) <= 4
+
+
+def test_a_count_tells_the_last_step() -> None:
+    steps = steps_of([999.0, 749.25, 499.5, 249.75], count=4)
+    assert [step.is_last for step in steps] == [False, False, False, True]
+    assert [step.fraction for step in steps] == [0, 0.25, 0.5, 0.75]
+
+
+# --- depth --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("layer", "block", "layers", "depth"), [
+    (0, 0, 2, 2), (0, 1, 2, 3), (0, 2, 2, 4), (1, 0, 2, 5), (2, 1, 2, 9), (0, 0, 1, 2), (0, 1, 1, 3), (1, 0, 1, 4),
+])
+def test_onediffs_layer_and_block_as_a_depth(layer: int, block: int, layers: int, depth: int) -> None:
+    assert depth_of(layer, block, layers) == depth
+
+
+@pytest.mark.parametrize(("layer", "block"), [(-1, 0), (0, -1), (0, 3)])
+def test_a_layer_that_is_none_is_refused(layer: int, block: int) -> None:
+    with pytest.raises(ValueError, match="cache_layer_id is 0 or more and cache_block_id 0 to 2"):
+        depth_of(layer, block)

@@ -1,0 +1,144 @@
+"""What a WebUI's sampler is overheard to say of its steps. The samplers here have the methods and attributes of A1111's
+and Forge's; how those really answer, tests/webui sees."""
+from __future__ import annotations
+
+import gc
+import sys
+import types
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lib_onediff.deepcache.timeline import timeline_of
+from lib_onediff.hosts.sampler_schedule import sampling_of
+
+
+class Wrapped:
+    """The schedule of Stable Diffusion, as k-diffusion's DiscreteSchedule keeps it."""
+
+    def __init__(self) -> None:
+        betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
+        alphas = (1 - betas).cumprod(0)
+        self.sigmas = ((1 - alphas) / alphas).sqrt().float()
+        self.log_sigmas = self.sigmas.log()
+
+    def sigma_to_t(self, sigma: Tensor) -> Tensor:
+        distances = sigma.log() - self.log_sigmas[:, None]
+        low = distances.ge(0).cumsum(0).argmax(0).clamp(max=998)
+        weight = ((self.log_sigmas[low] - sigma.log()) / (self.log_sigmas[low] - self.log_sigmas[low + 1])).clamp(0, 1)
+        return (1 - weight) * low + weight * (low + 1)
+
+
+def euler(model: Any, x: Any, sigmas: Any, s_churn: float = 0.0) -> None:
+    """A sampler's signature."""
+
+
+def dpm_fast(model: Any, x: Any, sigma_min: float, sigma_max: float, n: int) -> None:
+    """A sampler's signature."""
+
+
+def ddim(model: Any, x: Any, timesteps: Any) -> None:
+    """A sampler's signature."""
+
+
+def unipc(model: Any, x: Any, timesteps: Any, is_img2img: bool = False) -> None:
+    """A sampler's signature."""
+
+
+
+
+class BySigmas:
+    def __init__(self, func: Any) -> None:
+        self.func, self.model_wrap = func, Wrapped()
+
+    def get_sigmas(self, p: Any, steps: int) -> Tensor:
+        low, high = (self.model_wrap.sigmas[place] ** (1 / 7) for place in (0, -1))
+        return torch.cat([(high + torch.linspace(0, 1, steps) * (low - high)) ** 7, torch.zeros(1)])
+
+
+class ByTimesteps:
+    def __init__(self, func: Any) -> None:
+        self.func = func
+        self.model_wrap_cfg = types.SimpleNamespace(steps=0, init_latent=None)
+
+    def get_timesteps(self, p: Any, steps: int) -> Tensor:
+        return torch.arange(0, 1000, 1000 // steps) + 1
+
+
+class Generation:
+    def __init__(self, sampler: Any, is_hr_pass: bool = False) -> None:
+        self.sampler, self.is_hr_pass = sampler, is_hr_pass
+
+
+@pytest.fixture(autouse=True)
+def webui(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    opts = types.SimpleNamespace()
+    package, shared = types.ModuleType("modules"), types.ModuleType("modules.shared")
+    shared.opts = package.shared = opts
+    package.shared = shared
+    monkeypatch.setitem(sys.modules, "modules", package)
+    monkeypatch.setitem(sys.modules, "modules.shared", shared)
+    return opts
+
+
+@pytest.mark.parametrize("steps", [1, 4, 20])
+def test_noise_levels_are_overheard_and_become_timesteps(steps: int) -> None:
+    sampler = BySigmas(euler)
+    sampling = sampling_of(Generation(sampler, is_hr_pass=True))
+    assert sampling.second_pass and sampling.times() is None
+    sigmas = sampler.get_sigmas(None, steps)
+    times = sampling.times()
+    assert len(times) == steps and times == sorted(times, reverse=True)
+    assert times[0] == pytest.approx(999, abs=0.01)
+    assert times == [pytest.approx(float(sampler.model_wrap.sigma_to_t(sigma[None]))) for sigma in sigmas[:-1]]
+    # img2img takes the lower part of them.
+    timeline = timeline_of(times)
+    begun = [timeline.step(time)[0] for time in times[steps // 2:]]
+    assert begun[0].index == 0 and [step.is_last for step in begun] == [False] * (len(begun) - 1) + [True]
+
+
+def test_the_sampler_is_left_as_it_was_once_it_was_heard() -> None:
+    sampler = BySigmas(euler)
+    for _ in range(2):
+        # Forge announces the second pass of hires fix twice.
+        sampling_of(Generation(sampler))
+    sampler.get_sigmas(None, 5)
+    assert "get_sigmas" not in sampler.__dict__
+
+
+def test_what_was_heard_keeps_no_sampler_alive() -> None:
+    sampler = BySigmas(euler)
+    alive, sampling = weakref.ref(sampler), sampling_of(Generation(sampler))
+    sampler.get_sigmas(None, 5)
+    del sampler
+    gc.collect()
+    assert alive() is None and sampling.times() is None
+
+
+def test_ddim_never_calls_at_its_lowest_timestep() -> None:
+    sampler = ByTimesteps(ddim)
+    sampling = sampling_of(Generation(sampler))
+    sampler.get_timesteps(None, 20)
+    assert sampling.times() == [float(time) for time in range(51, 1000, 50)]
+
+
+@pytest.mark.parametrize(("from_image", "steps", "count"), [(False, 20, 20), (True, 12, 11)])
+def test_unipc_only_says_how_many_timesteps_come(from_image: bool, steps: int, count: int) -> None:
+    sampler = ByTimesteps(unipc)
+    sampling = sampling_of(Generation(sampler))
+    sampler.get_timesteps(None, 20)
+    sampler.model_wrap_cfg = types.SimpleNamespace(steps=steps, init_latent=torch.zeros(1) if from_image else None)
+    assert (sampling.times(), sampling.count()) == (None, count)
+
+
+def test_samplers_that_choose_their_steps_as_they_go_are_named() -> None:
+    assert "chooses its steps" in sampling_of(Generation(BySigmas(dpm_fast))).why_not
+    assert sampling_of(Generation(None)).why_not == ""
+
+
+def test_churn_moves_the_steps(webui: types.SimpleNamespace) -> None:
+    webui.s_churn = 5.0
+    assert "churn" in sampling_of(Generation(BySigmas(euler))).why_not

@@ -1,0 +1,83 @@
+"""DeepCache in a WebUI: the deep part is computed exactly as scheduled, and nothing of it stays behind."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from webui_client import PICTURE, Pictures, WebUI, gradient, largest_difference, one_run, start_from
+from webui_models import Models
+
+pytestmark = pytest.mark.usefixtures("sd15")
+EVERY_THIRD = {"deepcache_interval": 3}
+SEVEN = {"steps": 7, "sampler_name": "Euler", "negative_prompt": "snow"}
+LONG = "a red fox in the snow and " * 20
+
+
+def halves(webui: WebUI) -> tuple[int, int]:
+    counted = webui.status()["deepcache"]
+    return counted["full"], counted["shallow"]
+
+
+def made(webui: WebUI, options: dict[str, Any], **request: Any) -> tuple[Pictures, tuple[int, int]]:
+    """Pictures, and how many full and shallow halves they took."""
+    before = halves(webui)
+    pictures = webui.make({**PICTURE, **SEVEN, **request, **one_run(**options)})
+    return pictures, tuple(after - then for after, then in zip(halves(webui), before, strict=True))
+
+
+@pytest.mark.parametrize(("interval", "expected"), [(1, (0, 0)), (2, (4, 3)), (3, (3, 4)), (5, (3, 4)), (20, (2, 5))])
+def test_the_deep_part_is_computed_as_scheduled(webui: WebUI, interval: int, expected: tuple[int, int]) -> None:
+    exact, _ = made(webui, {})
+    pictures, counted = made(webui, {"deepcache_interval": interval})
+    assert counted == expected
+    assert (largest_difference(pictures, exact) > 0) is (interval > 1)
+    again, _ = made(webui, {"deepcache_interval": interval})
+    assert largest_difference(again, pictures) == 0
+
+
+# The steps of these are the host's own business: A1111's DDIM makes one less than it is asked for.
+@pytest.mark.parametrize(("sampler", "whole", "twice"), [
+    ("Euler a", 3, False), ("DPM++ 2M", 3, False), ("UniPC", 3, False), ("Heun", 3, True), ("DDIM", 3, False),
+])
+def test_every_sampler_keeps_to_the_schedule(webui: WebUI, sampler: str, whole: int, twice: bool) -> None:
+    _, (full, shallow) = made(webui, EVERY_THIRD, sampler_name=sampler)
+    steps = (full + shallow + 1) // 2 if twice else full + shallow
+    assert steps in (6, 7)
+    assert full == (2 * whole - 1 if twice else whole)
+
+
+@pytest.mark.parametrize("request_of", [
+    {"prompt": LONG}, {"batch_size": 2}, {"cfg_scale": 1.0}, {"prompt": "a fox AND a hill"},
+    {"width": 72, "height": 88},
+], ids=str)
+def test_batches_and_prompts_of_every_kind(webui: WebUI, request_of: dict[str, Any]) -> None:
+    _, (full, shallow) = made(webui, EVERY_THIRD, **request_of)
+    # A host may call once for the prompt and once for the negative prompt.
+    assert (full, shallow) in ((3, 4), (6, 8))
+
+
+def test_img2img_counts_its_own_steps(webui: WebUI) -> None:
+    start = webui.img2img(gradient(64, 64)).image
+    _, (full, shallow) = made(webui, EVERY_THIRD, **{**start_from(start), "steps": 12})
+    steps = full + shallow
+    assert 6 <= steps <= 9
+    assert full == len({*range(0, steps, 3), steps - 1})
+
+
+def test_nothing_stays_behind(webui: WebUI, models: Models) -> None:
+    exact, _ = made(webui, {})
+    pictures, _ = made(webui, {**EVERY_THIRD, "deepcache_depth": 3})
+    after, counted = made(webui, {})
+    assert counted == (0, 0) and largest_difference(after, exact) == 0
+    assert largest_difference(pictures, exact) > 0
+    assert "deepcache_interval 3" in pictures.info["infotexts"][0]
+    assert "deepcache" not in after.info["infotexts"][0]
+
+
+@pytest.mark.parametrize("options", [
+    {"deepcache_interval": 0}, {"deepcache_depth": 12}, {"deepcache_start": 1.5}, {"deepcache_schedule": "sometimes"},
+], ids=str)
+def test_a_value_that_makes_no_sense_is_told(webui: WebUI, options: dict[str, Any]) -> None:
+    pictures, counted = made(webui, options)
+    assert counted == (0, 0)
+    assert "OneDiff is off for this run" in str(pictures.info)
