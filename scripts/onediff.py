@@ -17,7 +17,7 @@ from lib_onediff.shapes.idle import IdleWarmUp
 from lib_onediff.shapes.most_used import Wanted, most_used
 from lib_onediff.shapes.sizes import parse_sizes
 from lib_onediff.shapes.warmup import WarmUp
-from lib_onediff.ui import accordion, cache_panel, run_settings, settings_tab, status
+from lib_onediff.ui import accordion, onediff_tab, run_settings, settings_tab, status
 
 CACHE_FOLDER = Path("cache", "onediff")
 SECONDS_FOR_THE_LAST_CALL = 5
@@ -123,7 +123,11 @@ def add_options() -> None:
 
 
 def tabs() -> list[tuple[Any, str, str]]:
-    return [(cache_panel.build_cache_tab(runtime, warmup, webui.exclusively), cache_panel.TITLE, cache_panel.ELEM_ID)]
+    tab = onediff_tab.build_onediff_tab(
+        runtime, warmup, webui, OneDiffScript, lambda: settings_tab.settings_from(shared.opts),
+        own_presets=lambda: runtime.settings.own_presets,
+    )
+    return [(tab, onediff_tab.TITLE, onediff_tab.ELEM_ID)]
 
 
 def start(demo: Any, app: Any) -> None:

@@ -1,0 +1,8 @@
+"""Why the same seed gives another picture on another machine: everything that pixels depend on, as text."""
+from __future__ import annotations
+
+from .machine import machine_facts
+from .onediff import onediff_facts
+from .report import Facts, differences, parse, report
+
+__all__ = ["Facts", "differences", "machine_facts", "onediff_facts", "parse", "report"]

@@ -1,0 +1,35 @@
+"""What of OneDiff decides about the last digits of a picture."""
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from ..settings import Settings
+from .report import Facts, as_fact
+
+DIGITS = 12
+
+
+def onediff_facts(settings: Settings, status: Mapping[str, Any], tuned: Mapping[str, Any]) -> Facts:
+    """Our settings, how the last picture was made (runtime.status()), and what was tuned on this machine."""
+    return {
+        "OneDiff": {
+            "Backend in use": as_fact(status.get("backend")), "Route of the last call": as_fact(status.get("route")),
+            "Tuned choices": digest(tuned),
+        },
+        "OneDiff settings": {
+            option.name: as_fact(getattr(settings, option.name))
+            for option in fields(Settings) if not option.metadata["restrict_api"]
+        },
+    }
+
+
+def digest(choices: Mapping[str, Any]) -> str:
+    """How many choices there are, and a hash that is equal where all of them are."""
+    if not choices:
+        return "none"
+    text = json.dumps(dict(choices), sort_keys=True, default=str)
+    return f"{len(choices)}, {hashlib.sha256(text.encode()).hexdigest()[:DIGITS]}"

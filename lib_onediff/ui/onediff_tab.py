@@ -1,0 +1,53 @@
+"""The OneDiff tab: the per-resolution cache, comparing settings, comparing machines."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gradio as gr
+
+from ..accelerator import Accelerator
+from ..consistency import Facts, machine_facts, onediff_facts
+from ..hosts.host_facts import checkpoint_name, host_facts
+from ..hosts.text_to_image import TextToImage, output_folder
+from ..hosts.webui import WebUI
+from ..presets import all_presets
+from ..settings import Settings
+from ..shapes.warmup import WarmUp
+from .cache_panel import build_cache_tab
+from .compare_handlers import ComparePanel
+from .compare_tab import build_compare_page, build_facts_page
+
+TITLE, ELEM_ID = "OneDiff", "onediff"
+CACHE, COMPARE, CONSISTENCY = "Cache", "Compare", "Consistency"
+
+
+def build_onediff_tab(
+    runtime: Accelerator, warmup: WarmUp, webui: WebUI, make_script: Callable[[], Any],
+    standing: Callable[[], Settings], own_presets: Callable[[], str] = str,
+) -> gr.Blocks:
+    """The tab's content, for on_ui_tabs: (build_onediff_tab(...), TITLE, ELEM_ID).
+
+    make_script: our script's class. standing: the settings tab's settings. own_presets: the user's own, in words
+    (see presets.py); none by default.
+    """
+
+    def facts() -> Facts:
+        tuned = runtime.history.tuned()
+        return {
+            **machine_facts(), **host_facts(webui.name), **onediff_facts(standing(), runtime.status(), tuned),
+        }
+
+    def presets() -> dict[str, dict[str, Any]]:
+        return all_presets(standing(), own_presets(), checkpoint_name())
+
+    maker = TextToImage(make_script, runtime.status)
+    panel = ComparePanel(maker, webui.exclusively, standing, presets, facts, output_folder)
+    with gr.Blocks(analytics_enabled=False) as tab, gr.Tabs(elem_id="onediff_pages"):
+        with gr.Tab(CACHE, elem_id="onediff_page_cache"):
+            build_cache_tab(runtime, warmup, webui.exclusively)
+        with gr.Tab(COMPARE, elem_id="onediff_page_compare") as page:
+            build_compare_page(panel, page.select)
+        with gr.Tab(CONSISTENCY, elem_id="onediff_page_consistency") as page:
+            build_facts_page(panel, page.select)
+    return tab

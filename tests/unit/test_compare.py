@@ -1,0 +1,241 @@
+"""Comparing two settings: what is asked for, making it, showing it, keeping it."""
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("gradio")
+pytest.importorskip("PIL")
+
+import gradio
+from compare_builders import ORDER, SECONDS, SIDES, Painter, a_pair, a_request, exclusively
+from PIL import Image
+
+from lib_onediff.settings import Settings
+from lib_onediff.ui import compare_tab
+from lib_onediff.ui.compare_handlers import ComparePanel
+from lib_onediff.ui.compare_job import STEPS_TO_WARM_UP, Comparison
+from lib_onediff.ui.compare_markup import numbers_html, pictures_html, summary_html, verdict
+from lib_onediff.ui.compare_report import page_html, save
+from lib_onediff.ui.compare_request import request_of
+from lib_onediff.ui.compare_sides import CURRENT, OFF, choices, read_changes, side_of
+
+PRESETS = {"Careful": {"backend": "eager", "verify": True}}
+FIELDS = ("a fox", "", 160, 128, 20, 7, "Euler a", 7, 2, True)
+
+
+# --- the two settings ---------------------------------------------------------------------------------------------
+
+
+def test_sides_by_name() -> None:
+    standing = Settings(backend="cudagraph", memory_budget=5)
+    presets = lambda: PRESETS  # noqa: E731
+    assert choices(presets) == [CURRENT, OFF, "Careful"]
+    assert side_of(CURRENT, "", standing, presets).settings == standing
+    assert side_of(OFF, "", standing, presets).settings == Settings(False, "cudagraph", memory_budget=5)
+    assert side_of("Careful", None, standing, presets).settings == Settings(backend="eager", memory_budget=5)
+    changed = side_of("Careful", " verify off ", standing, presets)
+    assert changed.settings.verify is False and changed.name == "Careful + verify off"
+    with pytest.raises(ValueError, match="no settings called 'Fast'"):
+        side_of("Fast", "", standing, presets)
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("", {}), ("off", {"enabled": False}), ("backend eager", {"backend": "eager"}),
+    ("OneDiff: on; backend eager; verify off", {"enabled": True, "backend": "eager", "verify": False}),
+    ("backend = eager\nverify=off;", {"backend": "eager", "verify": False}),
+])
+def test_changes_as_infotext_has_them(text: str, expected: dict[str, Any]) -> None:
+    assert read_changes(text) == expected
+
+
+@pytest.mark.parametrize("text, part", [
+    ("speed 9", "'speed' is no option"), ("backend warp", "backend does not take 'warp'; it takes auto, native"),
+    ("verify maybe", "it takes on or off"), ("cache_folder /tmp", "is no option of a picture"),
+])
+def test_wrong_changes_get_a_sentence(text: str, part: str) -> None:
+    with pytest.raises(ValueError, match=part):
+        read_changes(text)
+
+
+# --- the request --------------------------------------------------------------------------------------------------
+
+
+def test_request_of_the_fields() -> None:
+    request = request_of(SIDES, *FIELDS)
+    assert (request.order.width, request.order.seed, request.pictures, request.warm_up) == (160, 7, 2, True)
+    seeds = {request_of(SIDES, *FIELDS[:7], -1, 2, True).order.seed for _ in range(3)}
+    assert len(seeds) == 3 and all(0 <= seed < 2**32 for seed in seeds)
+
+
+@pytest.mark.parametrize("place, value, part", [
+    (2, 65, "multiple of 8"), (3, None, "The height must be a whole number"), (4, 0, "number of steps is from 1"),
+    (5, "x", "CFG scale must be a number"), (5, 99, "CFG scale is from 1 to 30, not 99"),
+    (5, float("nan"), "CFG scale is from"), (7, -2, "The seed is from 0"), (8, 9, "number of pictures is from 1 to 8"),
+])
+def test_wrong_fields_get_a_sentence(place: int, value: Any, part: str) -> None:
+    fields = [*FIELDS]
+    fields[place] = value
+    with pytest.raises(ValueError, match=part):
+        request_of(SIDES, *fields)
+
+
+# --- making the pictures ------------------------------------------------------------------------------------------
+
+
+def test_pictures_are_made_in_turn_and_compared() -> None:
+    painter = Painter(lambda settings: 0.5 if settings.enabled else 1.0)
+    job = Comparison(a_request(), painter, exclusively)
+    assert job.wait(SECONDS) and job.state == "done"
+    made = [(order.seed, order.steps, settings.enabled) for order, settings in painter.orders]
+    warm = STEPS_TO_WARM_UP
+    assert made == [(7, warm, False), (7, warm, True), (7, 20, False), (7, 20, True), (8, 20, True), (8, 20, False)]
+    assert [pair.seed for pair in job.pairs] == [7, 8]
+    assert all(pair.comparison.washed_out and pair.first.status["route"] == "host" for pair in job.pairs)
+    assert job.progress()[0] == 1.0
+
+
+def test_failure_is_a_sentence_and_keeps_what_there_is() -> None:
+    job = Comparison(a_request(order=type(ORDER)(**{**vars(ORDER), "prompt": "fail"})), Painter(), exclusively)
+    assert job.wait(SECONDS) and (job.state, job.pairs) == ("failed", ())
+    assert job.problem == "The picture could not be made: no memory"
+
+
+def test_cancelled_comparison_stops_the_picture_and_makes_no_more() -> None:
+    painter = Painter()
+    painter.hold.clear()
+    job = Comparison(a_request(), painter, exclusively)
+    while not painter.orders:
+        pass
+    assert job.progress() == (0.5 / 6, "warming up 1 of 2")
+    job.cancel()
+    assert job.wait(SECONDS) and job.state == "cancelled" and len(painter.orders) == 1
+
+
+def test_same_settings_give_the_same_picture() -> None:
+    job = Comparison(a_request(sides=(SIDES[1], SIDES[1]), pictures=1, warm_up=False), Painter(), exclusively)
+    assert job.wait(SECONDS) and job.pairs[0].comparison.identical
+
+
+# --- showing them -------------------------------------------------------------------------------------------------
+
+
+def test_markup_has_pictures_numbers_and_no_markup_of_others() -> None:
+    pair = a_pair(kept=0.5)
+    markup = pictures_html(pair, SIDES) + summary_html([pair], SIDES) + numbers_html([pair])
+    assert markup.count('src="data:image/png;base64,') == 3
+    assert 'type="range"' in markup and "aria-label" in markup
+    assert "Washed out: saturation -4" in markup and 'class="onediff-pale"' in markup
+    assert "The right side is 2.00 times as fast as the left." in markup
+    assert "Off: the WebUI&#x27;s own" in markup
+
+
+def test_verdict_over_several_seeds() -> None:
+    assert "washed out in 1 of 2 pictures" in verdict([a_pair(7), a_pair(8, 0.5)])
+    assert verdict([a_pair(7), a_pair(8)]).startswith("Identical: every pixel of every picture")
+    assert verdict([a_pair(7, 0.995), a_pair(8)]).startswith("Seed 7 differs most: ")
+
+
+# --- keeping them -------------------------------------------------------------------------------------------------
+
+
+def test_report_needs_nothing_else(tmp_path: Path) -> None:
+    pairs = [a_pair(7), a_pair(8, 0.5)]
+    files = save(a_request(), pairs, "the <machine>", tmp_path / "new")
+    again = save(a_request(), pairs, "the <machine>", tmp_path / "new")
+    assert len({*files, *again}) == 6 and sorted(tmp_path.glob("new/*")) == sorted([*files, *again])
+    text = files[0].read_text(encoding="utf-8")
+    assert "a &lt;b&gt;fox&lt;/b&gt;" in text and "<b>fox" not in text and "the &lt;machine&gt;" in text
+    assert text.count('src="data:') == 6 and "http" not in text.replace("http-equiv", "")
+    assert text.count("<style>") == 2 and "onediff-frame" in text and "@media" not in text
+    image = Image.open(files[2])
+    assert image.size == (3 * 160 + 2 * 8, 128)
+    told = json.loads(image.info["OneDiff comparison"])
+    assert told["washed_out"] is True and told["seed"] == 8 and told["order"]["seed"] == 8
+    assert [side["settings"] for side in told["sides"]] == ["off", "on"]
+    assert image.info["OneDiff consistency"] == "the <machine>"
+    assert "Seed: 8" in image.info["parameters"]
+
+
+def test_pictures_in_the_report_are_the_pictures() -> None:
+    import base64
+
+    pair = a_pair()
+    text = page_html(a_request(), [pair], "")
+    data = base64.b64decode(text.split('src="data:image/png;base64,')[1].split('"')[0])
+    assert Image.open(io.BytesIO(data)).tobytes() == pair.first.image.tobytes()
+
+
+# --- the page -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def panel(tmp_path: Path) -> Iterator[ComparePanel]:
+    yield ComparePanel(
+        Painter(), exclusively, Settings, dict, lambda: {"Machine": {"GPU": "none"}}, lambda: tmp_path / "out"
+    )
+
+
+def test_following_shows_all_of_it(panel: ComparePanel) -> None:
+    shown: list[Any] = [None] * 7
+    for values in panel.follow(OFF, "", CURRENT, "", *FIELDS):
+        shown = [old if new == gradio.update() else new for old, new in zip(shown, values, strict=True)]
+    told, summary, seeds, pictures, numbers, saving, job = shown
+    assert told == "" and "Identical" in summary and pictures.count("<img") == 3 and numbers.count("<tr") == 3
+    assert seeds["choices"] == ["Seed 7", "Seed 8"] and seeds["visible"] is True and saving["visible"] is True
+    assert panel.choose("Seed 8", job) != pictures and panel.choose("Seed 9", job) == gradio.update()
+    assert "Saved out/" in panel.save(job) and "2 PNGs" in panel.save(job)
+    assert "Nothing is being compared" in panel.cancel(job)
+
+
+def test_lists_offer_presets_that_were_made_since(panel: ComparePanel) -> None:
+    panel.presets = lambda: PRESETS
+    assert [offered["choices"] for offered in panel.refresh()] == [[CURRENT, OFF, "Careful"]] * 2
+    *_, last = panel.follow("Careful", "", OFF, "", *FIELDS)
+    assert [side.described for side in last[-1].request.sides] == ["on; backend eager", "off"]
+
+
+def test_wrong_input_is_said_at_once(panel: ComparePanel) -> None:
+    (values,) = panel.follow(OFF, "", CURRENT, "warp 9", *FIELDS)
+    assert "no option" in values[0] and all(value == gradio.update() for value in values[1:])
+    panel.standing = lambda: Settings(enabled=False)
+    (values,) = panel.follow(OFF, "", CURRENT, "", *FIELDS)
+    assert "switched off in the settings tab" in values[0]
+    assert "nothing to save" in panel.save(None)
+
+
+def test_folder_that_cannot_be_used_gets_a_sentence(panel: ComparePanel, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a file")
+    *_, last = panel.follow(OFF, "", CURRENT, "", *FIELDS)
+    told = panel.save(last[-1])
+    assert "could not be saved" in told and str(tmp_path) not in told
+
+
+def test_other_machine_is_compared(panel: ComparePanel) -> None:
+    assert panel.differences("") == ""
+    assert "Nothing differs" in panel.differences(panel.report())
+    told = panel.differences(panel.report().replace("none", "<b>RTX</b>"))
+    assert "1 fact differs." in told and "there &lt;b&gt;RTX&lt;/b&gt;" in told
+    assert "no consistency report" in panel.differences("hello")
+
+
+def test_pages_are_built_for_every_page_anew(panel: ComparePanel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare_tab.Tab, "samplers", lambda self: ["Euler a"])
+    with gradio.Blocks() as page:
+        for _ in range(2):
+            with gradio.Tab("Compare") as tab:
+                compare_tab.build_compare_page(panel, tab.select)
+            with gradio.Tab("Consistency") as tab:
+                compare_tab.build_facts_page(panel, tab.select)
+    handlers = page.get_config_file()["dependencies"]
+    saved = (gradio.Textbox, gradio.Dropdown, gradio.Button, gradio.Number, gradio.Checkbox, gradio.Radio)
+    ours = [block for block in page.blocks.values() if isinstance(block, saved)]
+    assert ours and all(block.do_not_save_to_config for block in ours)
+    assert len(handlers) == 2 * 11
+    assert all(handler["api_name"] is False and handler["queue"] is False for handler in handlers)
+    assert not any(handler["types"]["generator"] for handler in handlers)

@@ -1,0 +1,101 @@
+"""Single pictures through a WebUI's own txt2img: the standalone host's, with the product's own script."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+
+pytest.importorskip("gradio")
+pytest.importorskip("diffusers")
+
+from lib_onediff.accelerator import runtime
+from lib_onediff.hosts.standalone.loaded_model import LoadedModel
+from lib_onediff.hosts.standalone.modules import paths, script_callbacks, script_loading, sd_models, shared
+from lib_onediff.hosts.standalone.registration import modules_importable
+from lib_onediff.hosts.standalone.tiny_model import tiny_sd15_pipeline
+from lib_onediff.hosts.text_to_image import (
+    FOLDER,
+    Interrupted,
+    Order,
+    TextToImage,
+    of_a_run,
+    output_folder,
+    sampler_names,
+)
+from lib_onediff.settings import Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+ORDER = Order("a fox", "", 5, 64, 64, 2, 7.0, "Euler a")
+
+
+@pytest.fixture
+def maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TextToImage]:
+    """Makes pictures with a tiny model and scripts/onediff.py."""
+    script_callbacks.clear_callbacks()
+    monkeypatch.setattr(paths, "data_path", str(tmp_path))
+    with modules_importable():
+        script = script_loading.load_module(str(ROOT / "scripts" / "onediff.py"))
+        try:
+            sd_models.use_model(LoadedModel(tiny_sd15_pipeline(), "tiny"))
+            yield TextToImage(script.OneDiffScript, runtime.status)
+            script_callbacks.script_unloaded_callback()
+        finally:
+            sd_models.use_model(None)
+            script_callbacks.clear_callbacks()
+
+
+def pixels(image: Any) -> numpy.ndarray:
+    return numpy.asarray(image, dtype=numpy.int16)
+
+
+def test_pictures_are_made_with_the_settings_asked_for(maker: TextToImage) -> None:
+    standing = runtime.settings
+    off, on = maker.make(ORDER, Settings(enabled=False)), maker.make(ORDER, Settings(backend="eager"))
+    assert (off.status["route"], on.status["route"]) == ("host", "plain")
+    assert "OneDiff: off" in off.infotext and "OneDiff: on; backend eager" in on.infotext
+    assert "Seed: 5," in on.infotext and "Size: 64x64" in on.infotext
+    assert pixels(off.image).shape == (64, 64, 3) and abs(pixels(off.image) - pixels(on.image)).max() <= 1
+    assert pixels(off.image).std() > 5 and off.seconds > 0
+    assert runtime.settings == standing and shared.state.job == "" and maker.share_done() == 0
+
+
+def test_interrupted_picture_is_none(maker: TextToImage, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lib_onediff.hosts.standalone.modules import processing
+
+    made = processing.process_images
+
+    def while_it_is_made(p: Any) -> Any:
+        maker.interrupt()
+        return made(p)
+
+    maker.interrupt()
+    assert not shared.state.interrupted
+    monkeypatch.setattr(processing, "process_images", while_it_is_made)
+    with pytest.raises(Interrupted):
+        maker.make(ORDER, Settings())
+    monkeypatch.undo()
+    assert maker.make(ORDER, Settings()).image.size == (64, 64)
+
+
+def test_only_what_a_picture_may_be_given_is_handed_over() -> None:
+    assert of_a_run(Settings(memory_budget=5, backend="eager"))["backend"] == "eager"
+    assert Settings().for_run(of_a_run(Settings(verify=False))) == Settings(verify=False)
+
+
+@pytest.mark.parametrize("options, expected", [
+    ({}, Path("data", FOLDER)), ({"outdir_txt2img_samples": "outputs/txt2img-images"}, Path("outputs", FOLDER)),
+    ({"outdir_samples": "all", "outdir_txt2img_samples": "outputs/x"}, Path("all", FOLDER)),
+    ({"outdir_samples": "", "outdir_txt2img_samples": ""}, Path("data", FOLDER)),
+])
+def test_reports_go_beside_the_pictures(
+    options: dict[str, str], expected: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with modules_importable():
+        monkeypatch.setattr(shared, "opts", SimpleNamespace(**options))
+        monkeypatch.setattr(paths, "data_path", "data")
+        assert output_folder() == expected
+        assert "Euler a" in sampler_names()

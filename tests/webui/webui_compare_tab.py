@@ -1,0 +1,73 @@
+"""The Compare and Consistency pages of the OneDiff tab as a user sees and uses them."""
+from __future__ import annotations
+
+from typing import Any
+
+from webui_page import TAB, TAB_TITLE
+from webui_panel import Panel
+
+LEFT, RIGHT = "onediff_compare_left", "onediff_compare_right"
+START, CANCEL, SAVE, COPY = (f"onediff_compare_{name}" for name in ("start", "cancel", "save", "copy"))
+TOLD, SUMMARY, PICTURES, NUMBERS, SEEDS, SAVED = (
+    f"onediff_compare_{name}" for name in ("told", "summary", "pictures", "numbers", "seeds", "saved")
+)
+FACTS, OTHER_FACTS, FACTS_COPY, COPIED, DIFFERENCES = (
+    "onediff_facts", "onediff_other_facts", "onediff_facts_copy", "onediff_compare_copied",
+    "onediff_compare_differences",
+)
+HANDLE = f"#{PICTURES} .onediff-handle"
+OFF, CURRENT = "Off: the WebUI's own", "Current settings"
+SMALL = {"prompt": "a lighthouse at dusk", "width": 64, "height": 64, "steps": 3, "seed": 21}
+SECONDS = 300
+
+
+class Compare(Panel):
+    """The Compare page of an open page."""
+
+    def show(self, inner: str = "Compare") -> None:
+        self.page.choose_tab(TAB_TITLE)
+        self.page.wait(lambda: self.page.driver.find_element("id", TAB).is_displayed(), "the OneDiff tab", 20)
+        tabs = self.page.driver.find_elements("css selector", "#onediff_pages button")
+        next(tab for tab in tabs if tab.text.strip() == inner).click()
+        elem_id = {"Compare": START, "Consistency": FACTS_COPY}[inner]
+        self.page.wait(lambda: self.page.driver.find_element("id", elem_id).is_displayed(), f"the page {inner}", 20)
+
+    def choose(self, elem_id: str, choice: str) -> None:
+        """Choose from a list when no other list is closing any more."""
+        lists = "return document.querySelectorAll('ul.options').length"
+        self.page.wait(lambda: self.page.run(lists) == 0, "the end of other lists", 10)
+        super().choose(elem_id, choice)
+
+    def ask(self, **values: Any) -> None:
+        """Fill in the fields of a small picture; values: other than in SMALL, left_changes and right_changes too."""
+        for name, value in {**SMALL, **values}.items():
+            field = f"#onediff_compare_{name}"
+            self.page.type(f"{field} textarea, {field} input", value)
+
+    def start(self, **values: Any) -> None:
+        self.ask(**values)
+        self.click(START)
+
+    def finished(self, verdict: str = "") -> str:
+        """Wait for the numbers of a comparison that is over, and return what it says of all pictures."""
+        shown = f"return document.querySelector('#{SAVE}')?.offsetParent != null"
+        self.page.wait(lambda: self.page.run(shown), "the end of the comparison", SECONDS)
+        return self.page.wait_for_text(SUMMARY, verdict, 10)
+
+    def made(self, **values: Any) -> str:
+        """Compare and wait; returns what the numbers say."""
+        self.start(**values)
+        self.told("%", TOLD)
+        return self.finished()
+
+    def images(self) -> list[str]:
+        """The addresses of the three pictures that are shown: left, right, difference."""
+        selector = f"#{PICTURES} .onediff-frame img"
+        return self.page.run("return [...document.querySelectorAll(arguments[0])].map(image => image.src)", selector)
+
+    def rows(self) -> list[list[str]]:
+        """The table of numbers, a list of cells for each seed."""
+        return self.page.run(
+            f"return [...document.querySelectorAll('#{NUMBERS} tbody tr')].map("
+            "row => [...row.cells].map(cell => cell.innerText.trim()))"
+        )
