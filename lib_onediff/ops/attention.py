@@ -201,10 +201,15 @@ def gemm_attention(query: Tensor, key: Tensor, value: Tensor, scores_bytes: int 
     return output
 
 
+def sums_in_half() -> bool:
+    """Whether products of float16 are summed in float16: then torch has none with an output in float32."""
+    return bool(getattr(switches.matmul, "allow_fp16_accumulation", False))
+
+
 def score(query: Tensor, key: Tensor, scale: float, scores: Tensor) -> Tensor:
     """scale * query @ key^T, summed and kept in float32: in half precision a large score would be far off, or
     infinite."""
-    if query.device.type == "cuda" and query.dtype != torch.float32 and GEMM_WIDENS:
+    if query.device.type == "cuda" and query.dtype != torch.float32 and GEMM_WIDENS and not sums_in_half():
         return torch.baddbmm(
             scores, query, key.transpose(1, 2), out_dtype=torch.float32, beta=0, alpha=scale, out=scores
         )

@@ -255,7 +255,7 @@ def test_a_graph_that_cannot_be_captured_leaves_the_plain_route(tiny: nn.Module,
 def test_a_really_failing_capture_leaves_the_gpu_usable(tiny: nn.Module, monkeypatch: Any) -> None:
     from lib_onediff.backends import cudagraph
 
-    original = cudagraph.forward
+    original = cudagraph.compute
 
     def waits_for_the_gpu(*args: Any) -> Tensor:
         output = original(*args)
@@ -263,7 +263,7 @@ def test_a_really_failing_capture_leaves_the_gpu_usable(tiny: nn.Module, monkeyp
             torch.cuda.synchronize()
         return output
 
-    monkeypatch.setattr(cudagraph, "forward", waits_for_the_gpu)
+    monkeypatch.setattr(cudagraph, "compute", waits_for_the_gpu)
     given = arguments(tiny)
     expected = host(tiny, given)
     compile_unet(tiny)
