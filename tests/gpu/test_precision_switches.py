@@ -37,7 +37,6 @@ pytestmark = [
 ]
 GPU = torch.device("cuda")
 STEP = 1 / 255
-# What the watch may cost of a decode of 1024x1024 pixels.
 
 
 @pytest.fixture(autouse=True)
