@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import cold, decode, first_calls, memory, models, profile, report, webui
+from . import cold, decode, first_calls, memory, models, pictures, profile, report, webui
 from .children import Task
 from .clock import give_back_memory
 from .measure import Plan, measure
@@ -29,7 +29,7 @@ class Report:
     def __init__(self, options: argparse.Namespace, facts: dict[str, Any]) -> None:
         self._options = options
         self._facts = facts
-        names = ("rows", "cold", "new_sizes", "memory", "decode", "profile")
+        names = ("rows", "cold", "new_sizes", "memory", "pictures", "decode", "profile")
         self.sections: dict[str, list[Any]] = {name: [] for name in names}
         self.complete = True
 
@@ -89,6 +89,9 @@ def measure_model(name: str, options: argparse.Namespace, device: torch.device, 
                 unet = unet_for(name, options, device).to(DTYPES[options.dtype])
                 done.add_rows("profile", profile, profile.profile(unet, plan_for(name, options), variant))
                 del unet
+    if options.pictures:
+        with done.part(f"{name}, pictures"):
+            done.add_rows("pictures", pictures, pictures.pictures(name, options, device))
     # From here on other processes measure, and they need the GPU's memory.
     give_back_memory()
     if options.new_sizes is not None:
@@ -106,7 +109,7 @@ def measure_vae(options: argparse.Namespace, device: torch.device, done: Report)
             done.add_rows("profile", profile, decode.profile(options, device))
 
 
-def pictures(options: argparse.Namespace) -> int:
+def pictures_of_webui(options: argparse.Namespace) -> int:
     """Print how long pictures take in a running WebUI, with OneDiff on and off."""
     running, rows = webui.RunningWebUI(options.webui), []
     try:
@@ -135,7 +138,7 @@ def work_for_parent(text: str, device: torch.device) -> int:
 def main() -> int:
     options = parse()
     if options.webui:
-        return pictures(options)
+        return pictures_of_webui(options)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")

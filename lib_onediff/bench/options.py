@@ -68,12 +68,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     sections.add_argument("--memory", action="store_true",
                           help="GPU memory with these sizes (or twelve) ready, over the host's peak")
     sections.add_argument("--vae", action="store_true", help="decode pictures of 1024x1024 and of --sizes")
+    sections.add_argument("--pictures", action="store_true",
+                          help="whole pictures of the first size through a pipeline, with --steps steps")
     sections.add_argument("--profile", nargs="*", choices=list(VARIANTS), metavar="NAME",
                           help="kernel times of one call at the first size; without names: of our first variant")
     parser.add_argument("--json", type=Path, default=Path("onediff-bench.json"))
     parser.add_argument("--plot", type=Path, default=Path("onediff-bench.png"))
     parser.add_argument("--webui", metavar="URL", help="time the pictures of a running WebUI instead")
-    parser.add_argument("--steps", type=int, default=20, help="steps of a picture with --webui")
+    parser.add_argument("--steps", type=int, default=20, help="steps of a picture with --webui or --pictures")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 

@@ -1,0 +1,134 @@
+"""Measure whole pictures through a pipeline of diffusers, sampler and decode included."""
+from __future__ import annotations
+
+import argparse
+import statistics
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..accelerator import runtime
+from ..public import compile_pipe, uncompile_pipe
+from .clock import give_back_memory, seconds
+from .models import random_unet, random_vae
+from .options import DTYPES, Size, kind_of, name_of, sizes_for
+
+HOST = "host eager"
+# Compiling, checking and capturing are over after so many pictures that wait for kernels, and so many that do not.
+PATIENT_PICTURES, PICTURES_TO_SETTLE = 2, 1
+MOST_RUNS = 5
+VARIANTS: dict[str, dict[str, Any]] = {
+    "onediff": {},
+    "onediff + DeepCache 3, depth 1": {"deepcache_interval": 3, "deepcache_depth": 1},
+    "onediff + DeepCache 3, depth 3": {"deepcache_interval": 3, "deepcache_depth": 3},
+    "onediff, half sums": {"matmul_accumulation": "half"},
+}
+HEADINGS = ("model", "size", "pipeline", "s a picture", "x host", "mean difference", "largest", "route")
+# A prompt's embedding is quieter than an image's noise.
+PROMPT_NOISE = 0.1
+
+
+@dataclass
+class PictureRow:
+    """One pipeline at one size. seconds: the median; differences: from the host's picture, of a range of 1."""
+
+    model: str
+    size: str
+    pipeline: str
+    seconds: float
+    ratio: float
+    mean_difference: float = 0.0
+    largest_difference: float = 0.0
+    route: str = ""
+    times: list[float] = field(default_factory=list, repr=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def cells(self) -> list[str]:
+        difference = ["", ""] if self.pipeline == HOST else [
+            f"{self.mean_difference:.4f}", f"{self.largest_difference:.3f}"
+        ]
+        times = [f"{self.seconds:.3f}", f"{self.ratio:.2f}"]
+        return [self.model, self.size, self.pipeline, *times, *difference, self.route]
+
+
+class Pictures:
+    """A pipeline with random weights that draws one picture of a size, from the same numbers every time."""
+
+    def __init__(self, model: str, options: argparse.Namespace, device: torch.device) -> None:
+        self.device, self.dtype, self.steps = device, DTYPES[options.dtype], options.steps
+        unet = random_unet(model, device).to(self.dtype)
+        self.pipe = pipeline(unet, random_vae(kind_of(model) == "tiny", device).to(self.dtype))
+        self._prompt = self._random_prompt(unet)
+
+    def draw(self, size: Size) -> Tensor:
+        """(1, 3, height, width), from 0 to 1."""
+        return self.pipe(
+            **self._prompt, width=size[0], height=size[1], num_inference_steps=self.steps, guidance_scale=5.0,
+            generator=torch.Generator("cpu").manual_seed(0), output_type="pt",
+        ).images
+
+    def timed(self, size: Size, runs: int) -> tuple[list[float], Tensor]:
+        """Seconds of each of some pictures, and the last."""
+        drawn: list[Tensor] = []
+        times = [seconds(lambda: drawn.append(self.draw(size)), self.device) for _ in range(runs)]
+        return times, drawn[-1]
+
+    def _random_prompt(self, unet: nn.Module) -> dict[str, Tensor]:
+        noise = lambda *shape: PROMPT_NOISE * torch.randn(shape, device=self.device, dtype=self.dtype)  # noqa: E731
+        names = ("prompt_embeds", "negative_prompt_embeds")
+        prompt = {name: noise(1, 77, unet.config.cross_attention_dim) for name in names}
+        if unet.config.addition_embed_type == "text_time":
+            numbers = 6 * unet.config.addition_time_embed_dim
+            width = unet.config.projection_class_embeddings_input_dim - numbers
+            prompt |= {name.replace("prompt", "pooled_prompt"): noise(1, width) for name in names}
+        return prompt
+
+
+def pipeline(unet: nn.Module, vae: nn.Module) -> Any:
+    """A text-to-image pipeline of these, which takes embeddings in place of a prompt."""
+    from diffusers import EulerDiscreteScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline
+
+    scheduler = EulerDiscreteScheduler(
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1, timestep_spacing="leading"
+    )
+    parts: dict[str, Any] = {"unet": unet, "vae": vae, "scheduler": scheduler, "text_encoder": None, "tokenizer": None}
+    if unet.config.addition_embed_type == "text_time":
+        vae.config.force_upcast = False
+        pipe = StableDiffusionXLPipeline(**parts, text_encoder_2=None, tokenizer_2=None, add_watermarker=False)
+    else:
+        pipe = StableDiffusionPipeline(
+            **parts, safety_checker=None, feature_extractor=None, requires_safety_checker=False
+        )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def pictures(model: str, options: argparse.Namespace, device: torch.device) -> list[PictureRow]:
+    """Medians of up to MOST_RUNS pictures at the first size, one pipeline after the other on the same weights."""
+    size = sizes_for(model, options.sizes)[0]
+    runs = max(1, min(options.runs or MOST_RUNS, MOST_RUNS))
+    drawing = Pictures(model, options, device)
+    drawing.draw(size)
+    times, expected = drawing.timed(size, runs)
+    host = statistics.median(times)
+    rows = [PictureRow(model, name_of(size), HOST, host, 1.0, times=times)]
+    for name, choices in VARIANTS.items():
+        compile_pipe(drawing.pipe, **choices)
+        with runtime.patience():
+            for _ in range(PATIENT_PICTURES):
+                drawing.draw(size)
+        for _ in range(PICTURES_TO_SETTLE):
+            drawing.draw(size)
+        times, output = drawing.timed(size, runs)
+        difference = (output - expected).abs().float()
+        rows.append(PictureRow(
+            model, name_of(size), name, statistics.median(times), host / statistics.median(times),
+            float(difference.mean()), float(difference.max()), runtime.status()["route"] or "", times,
+        ))
+        uncompile_pipe(drawing.pipe)
+    give_back_memory()
+    return rows
