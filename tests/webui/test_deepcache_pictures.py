@@ -35,14 +35,16 @@ def test_the_deep_part_is_computed_as_scheduled(webui: WebUI, interval: int, exp
     assert largest_difference(again, pictures) == 0
 
 
-# The steps of these are the host's own business: A1111's DDIM makes one less than it is asked for.
-@pytest.mark.parametrize(("sampler", "whole", "twice"), [
-    ("Euler a", 3, False), ("DPM++ 2M", 3, False), ("UniPC", 3, False), ("Heun", 3, True), ("DDIM", 3, False),
+# How often a sampler calls the UNet is the host's own business: A1111's DDIM does once less than it is asked for, and
+# its UniPC once more, after the last step.
+@pytest.mark.parametrize(("sampler", "twice"), [
+    ("Euler a", False), ("DPM++ 2M", False), ("UniPC", False), ("Heun", True), ("DDIM", False),
 ])
-def test_every_sampler_keeps_to_the_schedule(webui: WebUI, sampler: str, whole: int, twice: bool) -> None:
+def test_every_sampler_keeps_to_the_schedule(webui: WebUI, sampler: str, twice: bool) -> None:
     _, (full, shallow) = made(webui, EVERY_THIRD, sampler_name=sampler)
     steps = (full + shallow + 1) // 2 if twice else full + shallow
-    assert steps in (6, 7)
+    assert steps in (6, 7, 8)
+    whole = len({*range(0, steps, 3), steps - 1})
     assert full == (2 * whole - 1 if twice else whole)
 
 
@@ -78,6 +80,7 @@ def test_nothing_stays_behind(webui: WebUI, models: Models) -> None:
     {"deepcache_interval": 0}, {"deepcache_depth": 12}, {"deepcache_start": 1.5}, {"deepcache_schedule": "sometimes"},
 ], ids=str)
 def test_a_value_that_makes_no_sense_is_told(webui: WebUI, options: dict[str, Any]) -> None:
-    pictures, counted = made(webui, options)
+    _, counted = made(webui, options)
     assert counted == (0, 0)
-    assert "OneDiff is off for this run" in str(pictures.info)
+    # Not every host hands a script's comment on to the API.
+    assert "OneDiff is off for this run" in webui.status()["reason"]
