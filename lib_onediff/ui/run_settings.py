@@ -1,23 +1,27 @@
 """Other settings for one generation: from the accordion's checkbox, from the API, or from overridden options."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..accelerator import runtime
 from ..settings import Settings
 
+# What of a generation runs the model: init encodes the picture that img2img begins with.
+STEPS_OF_A_RUN = ("init", "sample")
 
-class SamplingWithSettings:
-    """Stands in for p.sample and runs it with the generation's own settings, also when it fails."""
 
-    def __init__(self, p: Any, settings: Settings, why_off: str) -> None:
-        self.host_sample = p.sample
+class StepWithSettings:
+    """Stands in for a step of a generation and runs it with the generation's own settings, also when it fails."""
+
+    def __init__(self, step: Callable[..., Any], settings: Settings, why_off: str) -> None:
+        self.host_step = step
         self.settings = settings
         self.why_off = why_off
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with runtime.settings_for_run(self.settings, self.why_off):
-            return self.host_sample(*args, **kwargs)
+            return self.host_step(*args, **kwargs)
 
 
 def settings_of_run(argument: Any, standing: Settings) -> Settings:
@@ -38,10 +42,13 @@ def use_for_sampling(p: Any, settings: Settings, why_off: str = "") -> None:
     """
     restore_sampling(p)
     if settings != runtime.settings:
-        p.sample = SamplingWithSettings(p, settings, why_off)
+        for name in STEPS_OF_A_RUN:
+            if hasattr(p, name):
+                setattr(p, name, StepWithSettings(getattr(p, name), settings, why_off))
 
 
 def restore_sampling(p: Any) -> None:
-    """Undo use_for_sampling, unless somebody has wrapped p.sample since."""
-    if isinstance(p.__dict__.get("sample"), SamplingWithSettings):
-        del p.sample
+    """Undo use_for_sampling, but for what somebody has wrapped since."""
+    for name in STEPS_OF_A_RUN:
+        if isinstance(p.__dict__.get(name), StepWithSettings):
+            delattr(p, name)

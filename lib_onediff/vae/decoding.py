@@ -87,7 +87,7 @@ class DecoderRoute:
         the host's own, so that the host finds what it would have found without us.
         """
         outcome = self._attempt(decoder, latent, lambda: self._serve(decoder, latent, host, upcast_attention))
-        self.journal.note(outcome.route, outcome.reason, outcome.entry)
+        self.journal.note(outcome.route, outcome.reason, outcome.entry, counted=not is_encoded(latent))
         if outcome.picture is not None:
             return outcome.picture
         return self._by_host(decoder, latent, host, upcast_attention, outcome)
@@ -96,7 +96,7 @@ class DecoderRoute:
         self, decoder: nn.Module, latent: Tensor, host: HostDecode, reason: str, upcast_attention: bool = False
     ) -> Tensor:
         """The host's own decode, for a reason that its adapter knows; its picture is looked at as decode() does."""
-        self.note_host(reason)
+        self.journal.note(HOST, reason, None, counted=not is_encoded(latent))
         return self._by_host(decoder, latent, host, upcast_attention, Outcome(None, HOST, reason))
 
     def _attempt(self, decoder: nn.Module, latent: Tensor, work: Callable[[], Outcome]) -> Outcome:
@@ -168,6 +168,11 @@ class DecoderRoute:
             self.journal.correct(HOST, both, outcome.entry)
         log.warning("VAE: the %s is %s, and OneDiff could not help: %s.", made, saw, reason)
         return picture
+
+
+def is_encoded(latent: Any) -> bool:
+    """Whether what was handed over is a picture, to be encoded, and no latent."""
+    return isinstance(latent, Tensor) and latent.dim() == 4 and latent.shape[1] == COLOURS
 
 
 def is_picture(decoded: Any) -> bool:

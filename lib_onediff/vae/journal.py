@@ -22,11 +22,14 @@ class DecodeJournal:
         self.reason = ""
         self.entry: Entry | None = None
         self.calls: Counter[str] = Counter()
+        self._counted = True
         self._told: dict[tuple[str, str], float] = {}
 
-    def note(self, route: str, reason: str, entry: Entry | None) -> None:
-        """A decode went by this route; reason: why it was not ours, or not faster."""
-        self.calls[route] += 1
+    def note(self, route: str, reason: str, entry: Entry | None, counted: bool = True) -> None:
+        """A decode went by this route; reason: why it was not ours, or not faster. An encode is told, but not counted.
+        """
+        self.calls[route] += counted
+        self._counted = counted
         changed = (route, reason) != (self.route, self.reason)
         self.route, self.reason, self.entry = route, reason, entry
         if not changed:
@@ -39,8 +42,8 @@ class DecodeJournal:
     def correct(self, route: str, reason: str, entry: Entry | None) -> None:
         """The decode that was noted last went by another route in the end."""
         if self.route is not None:
-            self.calls[self.route] -= 1
-        self.note(route, reason, entry)
+            self.calls[self.route] -= self._counted
+        self.note(route, reason, entry, self._counted)
 
     def status(self) -> dict[str, Any]:
         """As plain values. Times are medians in milliseconds at the last decode's size."""

@@ -192,3 +192,22 @@ def test_script_serves_diffusers_models_only(tmp_path: Path, monkeypatch: pytest
         finally:
             sd_models.use_model(None)
             script_callbacks.clear_callbacks()
+
+
+def test_a_run_switched_off_is_off_when_its_first_picture_is_encoded() -> None:
+    seen: list[tuple[str, bool]] = []
+
+    def step(name: str) -> Any:
+        return lambda: seen.append((name, (runtime.run_settings or (runtime.settings,))[0].enabled))
+
+    class Run:
+        def __init__(self) -> None:
+            self.__class__.init, self.__class__.sample = staticmethod(step("init")), staticmethod(step("sample"))
+
+    p = Run()
+    run_settings.use_for_sampling(p, Settings(enabled=False))
+    p.init()
+    p.sample()
+    run_settings.restore_sampling(p)
+    p.init()
+    assert seen == [("init", False), ("sample", False), ("init", True)] and not p.__dict__
