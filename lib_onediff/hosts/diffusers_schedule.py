@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +14,7 @@ class PipelineSchedule:
     """Follows the scheduler of a pipeline without keeping the pipeline alive. Every set_timesteps is a new sampling."""
 
     def __init__(self, pipe: Any) -> None:
-        self._pipe = weakref.ref(pipe)
+        self._pipe = reference_to(pipe)
         self._timesteps: weakref.ref[Tensor] | None = None
         self._sampling = Sampling()
 
@@ -25,6 +26,14 @@ class PipelineSchedule:
             self._timesteps = weakref.ref(timesteps)
             self._sampling = sampling_of(scheduler)
         return self._sampling
+
+
+def reference_to(pipe: Any) -> Callable[[], Any]:
+    """A weak reference; to nothing where there can be none, as to what only stands for a pipe."""
+    try:
+        return weakref.ref(pipe)
+    except TypeError:
+        return lambda: None
 
 
 def sampling_of(scheduler: Any) -> Sampling:

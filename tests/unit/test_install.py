@@ -252,7 +252,7 @@ def test_ctrl_c_is_the_hosts_own(installed):
     try:
         assert any(line == "ready\n" for line in process.stdout)
         os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(timeout=30) == 5
+        assert process.wait(timeout=120) == 5
     finally:
         process.kill()
         process.stdout.close()
