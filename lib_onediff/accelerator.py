@@ -223,7 +223,9 @@ class Accelerator(UserRequests):
         device, by_host = call.latent.device, call.upcast_attention
         overflows = self.attention_overflows.seen(architecture, dtype)
         while True:
-            call = replace(call, upcast_attention=upcasts_attention(settings, by_host, overflows))
+            upcast = upcasts_attention(settings, by_host, overflows)
+            if upcast != call.upcast_attention:
+                call = replace(call, upcast_attention=upcast)
             flags = flags_for(settings, dtype, device, call.upcast_attention)
             with our_modes(device, flags):
                 turn = self._turn(care, settings, call, flags)
@@ -243,9 +245,12 @@ class Accelerator(UserRequests):
         """What DeepCache says of a call."""
         # What is called to be made ready is no picture.
         sampling = Sampling() if self.patient else care.sampling or self._sampling
-        bound = care.bound
+        choice, bound = DeepCacheChoice.of(settings, sampling.second_pass), care.bound
+        if choice.interval <= 1:
+            care.course.rest(care.held_features)
+            return None
         return care.course.turn(
-            DeepCacheChoice.of(settings, sampling.second_pass), sampling, bound.layout, call,
+            choice, sampling, bound.layout, call,
             ShapeKey.of(bound.architecture, bound.binding.dtype, call, precision=flags), care.by_content,
             care.held_features,
         )

@@ -244,10 +244,14 @@ class Ladder:
 
 def attempts(steps: backends.Steps, call: UNetCall, turn: Turn | None) -> Iterator[tuple[str, UNetCall]]:
     """What to try for a call, the best first: backends and, of each, the half that DeepCache wants before the full."""
-    halves = [None] if turn is None else [turn.full] if turn.is_whole else [turn.shallow, turn.full]
+    if turn is None:
+        wanted = [call]
+    else:
+        halves = [turn.full] if turn.is_whole else [turn.shallow, turn.full]
+        wanted = [replace(call, half=half) for half in halves]
     for backend in steps.backends:
-        for half in halves:
-            yield backend, replace(call, half=half)
+        for one in wanted:
+            yield backend, one
 
 
 def network_of(care: Care, call: UNetCall) -> Network:

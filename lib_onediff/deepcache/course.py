@@ -73,13 +73,13 @@ class Course:
         self, choice: DeepCacheChoice, sampling: Sampling, layout: UNetLayout, call: UNetCall, shape: Hashable,
         by_content: bool, held: Held,
     ) -> Turn | None:
-        """What to do with a call; None where DeepCache is off or cannot be for this call, and reason says why.
+        """What to do with a call; None where DeepCache cannot be for this call, and reason says why.
 
         shape: two calls of the same shape have deep features of the same shape. by_content: see PromptNumbers. held:
         the features that graphs write and read.
         """
-        if choice.interval <= 1 or sampling.why_not:
-            self._stop(sampling.why_not, held)
+        if sampling.why_not:
+            self.rest(held, sampling.why_not)
             return None
         time = sampling.read(call.timestep)
         if time is None:
@@ -108,7 +108,8 @@ class Course:
         """GPU memory of all deep features."""
         return self._features.bytes()
 
-    def _stop(self, reason: str, held: Held) -> None:
+    def rest(self, held: Held, reason: str = "") -> None:
+        """DeepCache is off, or rests for a reason: what it knew of a sampling is over."""
         if self._sampling is not None:
             self._sampling = None
             self._begin_again(held())
