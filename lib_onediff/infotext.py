@@ -6,17 +6,19 @@ semicolons between: "on; backend eager; verify off". It has neither comma nor co
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import Field, fields
+from dataclasses import Field, fields, replace
 from typing import Any
 
+from .option import SWITCHED, SWITCHES, word_of
+from .presets import AS_IN_SETTINGS, name_of, understood, with_preset
 from .settings import Settings
 
 KEY = "OneDiff"
 SWITCH = "enabled"
 SEPARATOR = ";"
-SWITCHES = {True: "on", False: "off"}
-SWITCHED = {word: value for value, word in SWITCHES.items()}
-PasteFunction = Callable[[dict[str, Any]], "bool | None"]
+# What hosts call the checkpoint in infotext.
+CHECKPOINT = "Model"
+PasteFunction = Callable[[dict[str, Any]], "bool | str | None"]
 
 
 def options_of_a_run() -> dict[str, Field]:
@@ -26,12 +28,15 @@ def options_of_a_run() -> dict[str, Field]:
 
 def describe(settings: Settings) -> str:
     """The infotext of a generation that was made with these settings."""
-    parts = [SWITCHES[settings.enabled]]
-    for name, option in options_of_a_run().items():
-        value = getattr(settings, name)
-        if name != SWITCH and value != option.default:
-            parts.append(f"{name} {SWITCHES[value] if isinstance(value, bool) else value}")
-    return f"{SEPARATOR} ".join(parts)
+    return f"{SEPARATOR} ".join([SWITCHES[settings.enabled], *differences(settings, Settings())])
+
+
+def differences(settings: Settings, others: Settings) -> list[str]:
+    """Every option of a run but the switch that has another value in others, with its value in settings, in words."""
+    return [
+        f"{name} {word_of(getattr(settings, name))}" for name in options_of_a_run()
+        if name != SWITCH and getattr(settings, name) != getattr(others, name)
+    ]
 
 
 def parse(text: str) -> dict[str, Any]:
@@ -43,33 +48,59 @@ def parse(text: str) -> dict[str, Any]:
     switch, *parts = (part.strip() for part in str(text).split(SEPARATOR))
     if switch not in SWITCHED:
         return {}
-    found = {SWITCH: SWITCHED[switch]}
-    options = options_of_a_run()
-    for name, _, written in (part.partition(" ") for part in parts):
-        if name in options and name != SWITCH:
-            found.update(value_of(options[name], written.strip()))
-    return found
+    options = {name: option for name, option in options_of_a_run().items() if name != SWITCH}
+    words = {name: word.strip() for name, _, word in (part.partition(" ") for part in parts)}
+    return {SWITCH: SWITCHED[switch], **understood(words, options)}
 
 
-def value_of(option: Field, written: str) -> dict[str, Any]:
-    """{name: value} for a value as describe writes it; empty for one that the option does not take."""
-    kind = type(option.default)
-    try:
-        value = SWITCHED[written] if kind is bool else kind(written)
-        Settings.from_mapping({option.name: value})
-    except (KeyError, ValueError):
-        return {}
-    return {option.name: value}
+class Pasting:
+    """What pasting an infotext does to the accordion: the run then has the settings of the infotext, whatever the
+    settings tab says.
 
-
-def pasted_switch(parameters: dict[str, Any]) -> bool | None:
-    """What pasting an infotext does to the accordion's checkbox; None leaves it as it is.
-
-    parameters: the pasted infotext as the host has read it.
+    Its methods take the pasted infotext as the host has read it, and return what a component is set to; None leaves it
+    as it is.
     """
-    return parse(parameters.get(KEY, "")).get(SWITCH)
+
+    def __init__(self, standing: Callable[[], Settings], checkpoint: Callable[[], str]) -> None:
+        """standing: the settings tab's settings. checkpoint: the name of the loaded one."""
+        self._standing, self._checkpoint = standing, checkpoint
+
+    def switch(self, parameters: dict[str, Any]) -> bool | None:
+        """The checkbox."""
+        wanted = wanted_by(parameters)
+        return None if wanted is None else wanted.enabled
+
+    def preset(self, parameters: dict[str, Any]) -> str | None:
+        """The preset: the one that the settings are exactly, if any."""
+        wanted = wanted_by(parameters)
+        return None if wanted is None else self._preset_of(wanted, parameters) or AS_IN_SETTINGS
+
+    def changes(self, parameters: dict[str, Any]) -> str | None:
+        """The changed options: all that the settings tab and the preset have otherwise."""
+        wanted = wanted_by(parameters)
+        if wanted is None:
+            return None
+        base, preset = self._standing(), self._preset_of(wanted, parameters)
+        if preset is not None:
+            base = with_preset(base, preset, base.own_presets, self._checkpoint())
+        return f"{SEPARATOR} ".join(differences(wanted, base))
+
+    def _preset_of(self, wanted: Settings, parameters: dict[str, Any]) -> str | None:
+        """A preset adapts to the checkpoint, and the host may load the infotext's: it has to be the same for both."""
+        own, loaded = self._standing().own_presets, self._checkpoint()
+        names = {name_of(wanted, own, checkpoint) for checkpoint in (loaded, parameters.get(CHECKPOINT, loaded))}
+        return names.pop() if len(names) == 1 else None
+
+    def fields(self, enabled: Any, preset: Any, changes: Any) -> list[tuple[Any, PasteFunction]]:
+        """What a script puts into infotext_fields: the accordion's components, and what fills each.
+
+        The functions are equal in all tabs: given as paste_field_names too, they have hosts hand these components'
+        values on when a picture is sent from one tab to another.
+        """
+        return [(enabled, self.switch), (preset, self.preset), (changes, self.changes)]
 
 
-def paste_fields(enabled: Any) -> list[tuple[Any, PasteFunction]]:
-    """What a script puts into infotext_fields; enabled is the accordion's checkbox."""
-    return [(enabled, pasted_switch)]
+def wanted_by(parameters: dict[str, Any]) -> Settings | None:
+    """The settings of a pasted infotext; None where it says nothing of OneDiff."""
+    found = parse(parameters.get(KEY, ""))
+    return replace(Settings(), **found) if found else None

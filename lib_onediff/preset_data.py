@@ -41,8 +41,8 @@ PRESETS = (
     ),
     Preset(
         SPEED,
-        "Two of three steps compute a small part of the UNet only, matrix products are summed in half precision, and "
-        "the VAE is decoded in fp16: fast drafts. Pictures lose detail.",
+        "Two of three steps compute a small part of the UNet only, matrix products are in FP8 where the GPU has it and "
+        "summed in half precision, and the VAE is decoded in fp16: fast drafts. Pictures lose detail.",
         {
             "deepcache_interval": 3, "matmul_accumulation": "half", "convolution_accumulation": "half",
             "reduced_precision_reduction": "on", "tf32": "on", "vae_precision": "fp16", "fp8": True,

@@ -8,18 +8,20 @@ off".
 """
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import Field, fields, replace
 from typing import Any, TypeVar
 
+from .option import check_value, value_of, word_of
 from .preset_data import PRESETS, PROFILES, Preset, Profile
 
 SettingsLike = TypeVar("SettingsLike")
+# Where a preset can be chosen: none.
+AS_IN_SETTINGS = "As in the settings"
 # Who computes, and whether it is checked, changes no picture.
 NOT_OF_PRESETS = frozenset({"enabled", "backend", "verify"})
 BETWEEN_PRESETS, AFTER_NAME, BETWEEN_VALUES = ",", ":", ";"
-SWITCHES = {True: "on", False: "off"}
-SWITCHED = {word: value for value, word in SWITCHES.items()}
 LONGEST_NAME = 60
 
 
@@ -47,15 +49,20 @@ def complete(values: Mapping[str, Any], settings: Any) -> dict[str, Any]:
 
 def fits(option: Field, value: Any) -> bool:
     """Whether an option takes a value."""
-    choices = option.metadata["choices"]
-    if type(value) is not type(option.default) or (choices and value not in choices):
-        return False
     try:
-        if option.metadata["check"] is not None:
-            option.metadata["check"](value)
+        check_value(option, value)
     except ValueError:
         return False
     return True
+
+
+def understood(words: Mapping[str, str], options: Mapping[str, Field]) -> dict[str, Any]:
+    """The values that words mean; what is no option, or no value of it, is left out."""
+    values: dict[str, Any] = {}
+    for name in options.keys() & words.keys():
+        with contextlib.suppress(ValueError):
+            values[name] = value_of(options[name], words[name])
+    return values
 
 
 def with_preset(settings: SettingsLike, name: str, own: str = "", checkpoint: str = "") -> SettingsLike:
@@ -77,9 +84,8 @@ def all_presets(settings: Any, own: str = "", checkpoint: str = "") -> dict[str,
     except ValueError:
         written = {}
     options = preset_options(settings)
-    for name, values in written.items():
-        read = {option: value_of(options[option], word) for option, word in values.items() if option in options}
-        known[name] = complete({option: value for option, value in read.items() if value is not None}, settings)
+    for name, words in written.items():
+        known[name] = complete(understood(words, options), settings)
     return known
 
 
@@ -130,42 +136,31 @@ def check_name(name: str) -> None:
         raise ValueError(
             f"A preset's name has up to {LONGEST_NAME} characters and none of , : ; among them, unlike {name[:80]!r}."
         )
-    if name in {preset.name for preset in PRESETS}:
-        raise ValueError(f"{name!r} is a preset of OneDiff's; take another name.")
+    if name in {AS_IN_SETTINGS, *(preset.name for preset in PRESETS)}:
+        raise ValueError(f"{name!r} is a name of OneDiff's own; take another one.")
 
 
 def written(presets: Mapping[str, Mapping[str, str]]) -> str:
     """What parse() reads."""
     return f"{BETWEEN_PRESETS} ".join(
-        f"{name}{AFTER_NAME} " + f"{BETWEEN_VALUES} ".join(f"{option} {value}" for option, value in values.items())
-        for name, values in presets.items()
+        f"{name}{AFTER_NAME} {f'{BETWEEN_VALUES} '.join(f'{option} {word}' for option, word in words.items())}".rstrip()
+        for name, words in presets.items()
     )
 
 
 def with_own(own: str, name: str, settings: Any) -> str:
     """own, with these settings as the preset of this name; one of the same name goes. Raises ValueError."""
     check_name(name)
-    differing = {
-        option.name: word_of(getattr(settings, option.name)) for option in preset_options(settings).values()
-        if getattr(settings, option.name) != option.default
-    }
-    return written({**parse(own), name: differing})
+    values = {option: getattr(settings, option) for option in preset_options(settings)}
+    return written({**parse(own), name: differing(values, settings)})
+
+
+def differing(values: Mapping[str, Any], settings: Any) -> dict[str, str]:
+    """In words, the values that are not the defaults. settings: a settings.Settings, or its class."""
+    options = preset_options(settings)
+    return {name: word_of(value) for name, value in values.items() if value != options[name].default}
 
 
 def without_own(own: str, name: str) -> str:
     """own, without the preset of this name."""
     return written({other: values for other, values in parse(own).items() if other != name})
-
-
-def word_of(value: Any) -> str:
-    return SWITCHES[value] if isinstance(value, bool) else str(value)
-
-
-def value_of(option: Field, word: str) -> Any | None:
-    """The value that a word means for an option; None if it takes none such."""
-    kind = type(option.default)
-    try:
-        value = SWITCHED[word] if kind is bool else kind(word)
-    except (KeyError, ValueError):
-        return None
-    return value if fits(option, value) else None

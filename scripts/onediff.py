@@ -7,11 +7,13 @@ from typing import Any
 
 from modules import script_callbacks, scripts, shared
 
-from lib_onediff import api, infotext
+from lib_onediff import api, infotext, xyz
 from lib_onediff.accelerator import runtime
 from lib_onediff.freed_memory import give_back_freed_memory
 from lib_onediff.hosts import this_webui
+from lib_onediff.hosts.host_facts import checkpoint_name
 from lib_onediff.logs import show_on_console
+from lib_onediff.presets import all_presets
 from lib_onediff.settings import Settings
 from lib_onediff.shapes.idle import IdleWarmUp
 from lib_onediff.shapes.most_used import Wanted, most_used
@@ -61,6 +63,7 @@ def model_loaded(sd_model: Any) -> None:
 
 
 def stop() -> None:
+    xyz.remove_axes(scripts.scripts_data)
     idle.stop()
     warmup.stop(SECONDS_FOR_THE_LAST_CALL)
     webui.stop()
@@ -74,6 +77,23 @@ def status_line() -> str:
     return status.status_html(current_status())
 
 
+def standing_settings() -> Settings:
+    """The settings tab's, a generation's overrides included."""
+    return settings_tab.settings_from(shared.opts)
+
+
+def preset_names() -> list[str]:
+    return list(all_presets(Settings, runtime.settings.own_presets))
+
+
+def settings_of_run(*arguments: Any) -> Settings:
+    """The settings of a run with these script arguments. Raises ValueError with a sentence."""
+    return run_settings.settings_of_run(arguments, standing_settings(), checkpoint_name())
+
+
+pasting = infotext.Pasting(lambda: runtime.settings, checkpoint_name)
+
+
 class OneDiffScript(scripts.Script):
     def title(self) -> str:
         return "OneDiff"
@@ -85,20 +105,22 @@ class OneDiffScript(scripts.Script):
         return "img2img" if self.is_img2img else "txt2img"
 
     def ui(self, is_img2img: bool) -> list[Any]:
-        (enabled,) = accordion.build_accordion("img2img" if is_img2img else "txt2img", status_line)
-        self.infotext_fields, self.paste_field_names = infotext.paste_fields(enabled), [infotext.KEY]
-        return [enabled]
+        tab = "img2img" if is_img2img else "txt2img"
+        arguments = accordion.build_accordion(tab, status_line, preset_names, settings_of_run)
+        self.infotext_fields = pasting.fields(*arguments)
+        self.paste_field_names = [target for _, target in self.infotext_fields]
+        return arguments
 
     def after_component(self, component: Any, **kwargs: Any) -> None:
         accordion.connect(component, self.tab(), status_line, warmup)
 
-    def process(self, p: Any, argument: Any = True, *args: Any) -> None:
+    def process(self, p: Any, *arguments: Any) -> None:
         if not runtime.settings.enabled:
             return
         idle.disturb()
         why_off = ""
         try:
-            settings = run_settings.settings_of_run(argument, settings_tab.settings_from(shared.opts))
+            settings = xyz.settings_of_cell(p, settings_of_run(*arguments), checkpoint_name())
         except ValueError as problem:
             settings, why_off = Settings(enabled=False), f"{problem} OneDiff is off for this run."
             log.warning(why_off)
@@ -118,14 +140,18 @@ class OneDiffScript(scripts.Script):
             runtime.keep_history()
 
 
+def add_axes() -> None:
+    xyz.add_axes(scripts.scripts_data, lambda: runtime.settings)
+
+
 def add_options() -> None:
     settings_tab.add_options(shared.opts, shared.OptionInfo, follow_settings)
 
 
 def tabs() -> list[tuple[Any, str, str]]:
     tab = onediff_tab.build_onediff_tab(
-        runtime, warmup, webui, OneDiffScript, lambda: settings_tab.settings_from(shared.opts),
-        own_presets=lambda: runtime.settings.own_presets,
+        runtime, warmup, webui, OneDiffScript, standing_settings,
+        lambda values: settings_tab.store(shared.opts, values, shared.config_filename),
     )
     return [(tab, onediff_tab.TITLE, onediff_tab.ELEM_ID)]
 
@@ -142,6 +168,7 @@ runtime.choices.attach(runtime.history.tuned, runtime.history.tune)
 follow_settings()
 script_callbacks.on_model_loaded(model_loaded)
 script_callbacks.on_script_unloaded(stop)
+script_callbacks.on_before_ui(add_axes)
 script_callbacks.on_ui_settings(add_options)
 script_callbacks.on_ui_tabs(tabs)
 script_callbacks.on_app_started(start)

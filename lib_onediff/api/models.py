@@ -103,6 +103,8 @@ class ShapeAnswer(Answer):
     last_used: float = Field(..., description="Seconds since 1970.")
     relative_error: float | None = Field(None, description="Distance from the WebUI's own output.")
     control: bool = Field(..., description="Whether a ControlNet or an adapter adds to the call.")
+    part: str = Field("", description="DeepCache's half of the UNet: full or shallow; empty for the whole.")
+    backend: str = Field("", description="Who computes it; empty where that is not known.")
 
 
 class ResolutionAnswer(Answer):
@@ -133,6 +135,7 @@ class TotalsAnswer(Answer):
     disk: int = Field(..., description="Bytes on the disk.")
     calls: dict[str, int] = Field(..., description="UNet calls by route.")
     hit_rate: float | None = Field(None, description="The share of calls that a ready entry served.")
+    float8: int = Field(0, description="Bytes of GPU memory of the weights in FP8, beside the WebUI's own.")
 
 
 class ShapesAnswer(Answer):

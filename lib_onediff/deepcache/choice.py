@@ -9,7 +9,8 @@ AS_FIRST, OFF, OWN = HIRES = ("as the first pass", "off", "own values")
 MOST_INTERVAL, MOST_DEPTH = 20, 11
 # The values of the DeepCache authors' examples: 15 of 50 steps, and 1.4.
 CENTER, POWER = 0.3, 1.4
-LEAST_POWER, MOST_POWER = 1.0, 3.0
+# At 1 the distances would be those of the uniform schedule.
+POWERS = (1.05, 3.0)
 
 
 @dataclass(frozen=True)
@@ -52,23 +53,3 @@ def depth_of(cache_layer_id: int, cache_block_id: int, layers_per_block: int = 2
         )
     # The first input stage is the convolution before all blocks.
     return 1 + cache_layer_id * (layers_per_block + 1) + cache_block_id + 1
-
-
-def check_interval(interval: int) -> None:
-    if not 1 <= interval <= MOST_INTERVAL:
-        raise ValueError(f"The DeepCache interval is from 1 (off) to {MOST_INTERVAL}, not {interval}.")
-
-
-def check_depth(depth: int) -> None:
-    if not 1 <= depth <= MOST_DEPTH:
-        raise ValueError(f"The DeepCache depth is from 1 to {MOST_DEPTH}, not {depth}.")
-
-
-def check_fraction(fraction: float) -> None:
-    if not 0 <= fraction <= 1:
-        raise ValueError(f"A place in the DeepCache schedule is a fraction from 0 to 1, not {fraction}.")
-
-
-def check_power(power: float) -> None:
-    if not LEAST_POWER < power <= MOST_POWER:
-        raise ValueError(f"The DeepCache power is above {LEAST_POWER:g} and at most {MOST_POWER:g}, not {power}.")

@@ -22,7 +22,7 @@ class Totals:
 
     vram: bytes of GPU memory that all graphs hold; budget: bytes that they may hold, 0 without a GPU. disk: bytes of
     the cache folder. calls: how many UNet calls went by each route. hit_rate: the share of them that a graph served,
-    None before the first.
+    None before the first. float8: bytes of the weights in FP8, which lie beside the WebUI's own.
     """
 
     vram: int
@@ -30,6 +30,7 @@ class Totals:
     disk: int
     calls: dict[str, int]
     hit_rate: float | None
+    float8: int = 0
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class ShapeRow:
     or ON_DISK; reason says why it is not a better one. Times are medians in milliseconds. bytes is the GPU memory that
     comes back when this graph alone goes, needs what it takes of the memory that all graphs share; last_used is a
     time.time(), relative_error the distance from the host's own output, control whether a ControlNet or an adapter
-    adds to the call. part is DeepCache's half of the UNet, "" for the whole. A decode of the VAE takes no tokens: 0.
+    adds to the call. part is DeepCache's half of the UNet, "" for the whole; backend who computes it, "" where that is
+    not known. A decode of the VAE takes no tokens: 0.
     """
 
     batch: int
@@ -59,6 +61,7 @@ class ShapeRow:
     needs: int = 0
     pinned: bool = False
     part: str = ""
+    backend: str = ""
 
 
 @dataclass(frozen=True)
@@ -171,4 +174,5 @@ def shape_row(entry: Entry) -> ShapeRow:
         step_ms=entry.own.median_ms, host_ms=entry.host.median_ms, ratio=entry.ratio,
         bytes=entry.bytes, uses=entry.uses, last_used=entry.last_used, relative_error=entry.relative_error,
         control=bool(entry.key.control), needs=entry.needs, part=entry.key.part,
+        backend=entry.key.backend,
     )

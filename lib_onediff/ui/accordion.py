@@ -6,10 +6,14 @@ from typing import Any
 
 import gradio as gr
 
+from ..infotext import describe
+from ..presets import AS_IN_SETTINGS
+from ..settings import Settings
 from ..shapes.sizes import Size
 from ..shapes.warmup import WarmUp
-from .events import LIVE, QUIET, kept_out_of_defaults
+from .events import HIDDEN, LIVE, QUIET, kept_out_of_defaults
 from .progress import jobs_html, sentence, watch
+from .run_settings import AS_AT_FIRST, EXAMPLE
 from .stream import UNCHANGED, show_stream
 
 SOURCE = "accordion"
@@ -19,20 +23,62 @@ CHANGES_AFTER_GENERATION = "generation_info_{tab}"
 SIZE_COMPONENTS = ("{tab}_width", "{tab}_height", "{tab}_batch_size")
 
 
-def build_accordion(tab: str, status_line: Callable[[], str]) -> list[Any]:
+def build_accordion(
+    tab: str, status_line: Callable[[], str], presets: Callable[[], list[str]], settings_of: Callable[..., Settings],
+) -> list[Any]:
     """Create the accordion of a tab ("txt2img" or "img2img") and return the components that are script arguments.
 
-    status_line: makes the status line's markup; called when the page loads and after each generation.
+    status_line: makes the status line's markup; called when the page loads and after each generation. presets: their
+    names. settings_of: a run's settings by the values of the script arguments; raises ValueError with a sentence.
     """
+    used, preset_at_first, changes_at_first = AS_AT_FIRST
     with gr.Accordion("OneDiff", open=True, elem_id=f"onediff_{tab}_accordion"):
-        enabled = gr.Checkbox(True, label="Use OneDiff for this run", elem_id=f"onediff_{tab}_enabled")
+        enabled = gr.Checkbox(used, label="Use OneDiff for this run", elem_id=f"onediff_{tab}_enabled")
+        with gr.Row(elem_classes="onediff-run"):
+            preset = gr.Dropdown(
+                choices=[AS_IN_SETTINGS, *presets()], value=preset_at_first, label="Preset", min_width=160,
+                elem_id=f"onediff_{tab}_preset",
+            )
+            changes = gr.Textbox(
+                changes_at_first, label="Changed options for this run", placeholder=EXAMPLE, scale=2, min_width=240,
+                lines=1, max_lines=1, elem_id=f"onediff_{tab}_changes",
+            )
+        told = gr.HTML(elem_id=f"onediff_{tab}_told", elem_classes=LIVE)
+        connect_choices([enabled, preset, changes], told, presets, settings_of)
         gr.HTML(status_line, elem_id=status_id(tab), elem_classes=LIVE)
         with gr.Row(elem_classes="onediff-controls"):
             kept_out_of_defaults(gr.Button(
                 "Pre-warm this size", size="sm", scale=0, min_width=170, elem_id=prewarm_id(tab),
             ))
             gr.HTML(elem_id=prewarm_result_id(tab), elem_classes=["onediff-beside", LIVE])
-    return [enabled]
+    return [enabled, preset, changes]
+
+
+def connect_choices(
+    arguments: list[Any], told: Any, presets: Callable[[], list[str]], settings_of: Callable[..., Settings],
+) -> None:
+    """Say what the run will be, and keep the list of presets as it is now: the user's own come and go."""
+    enabled, preset, changes = arguments
+    shown = gr.State([])
+    # javascript/onediff_settings.js clicks it when somebody comes to the accordion: an update closes an open list.
+    ask = kept_out_of_defaults(gr.Button("", elem_id=f"{preset.elem_id}_ask", elem_classes=HIDDEN))
+
+    def offer(shown: list[str]) -> tuple[Any, Any]:
+        now = [AS_IN_SETTINGS, *presets()]
+        return (UNCHANGED, shown) if now == shown else (gr.update(choices=now), now)
+
+    def tell(*values: Any) -> str:
+        try:
+            settings = settings_of(*values)
+        except ValueError as problem:
+            return sentence(f"{problem} OneDiff would be off for this run.", wrong=True)
+        return "" if values == AS_AT_FIRST else sentence(f"This run: {describe(settings)}.")
+
+    # Pasting can set the list to a preset that is younger than the page.
+    for event in (ask.click, preset.change):
+        event(offer, inputs=[shown], outputs=[preset, shown], queue=False, **QUIET)
+    for event in (enabled.change, preset.change, changes.submit, changes.blur):
+        event(tell, inputs=arguments, outputs=[told], queue=False, **QUIET)
 
 
 def connect(component: Any, tab: str, status_line: Callable[[], str], warmup: WarmUp) -> None:

@@ -9,7 +9,9 @@ from .amounts import NOTHING, ago, counted, memory, milliseconds
 
 ROWS_AT_FIRST = 40
 COLUMNS = ("Resolution", "State", "Model", "Step", "WebUI's own", "Ratio", "Memory", "Uses", "Last used")
-SHAPE_COLUMNS = ("Batch", "Tokens", "Type", "State", "Step", "WebUI's own", "Ratio", "Memory", "Uses", "Error")
+SHAPE_COLUMNS = (
+    "Batch", "Tokens", "Type", "Computed by", "State", "Step", "WebUI's own", "Ratio", "Memory", "Uses", "Error",
+)
 STATES = {
     "cold": "seen, not checked yet",
     "proved": "agrees with the WebUI's own; runs with plain launches",
@@ -20,6 +22,7 @@ STATES = {
     "warming": "is being made ready now",
 }
 WORDS = {
+    "Computed by": "the backend and, with DeepCache, the half of the UNet: full, or shallow between two full ones",
     "pinned": "its graph stays when memory runs short",
     "Memory": "what its graphs need, and below that what comes back when this row alone is purged, if anything does: "
               "all graphs share one pool, which shrinks only when the largest of them goes",
@@ -102,6 +105,7 @@ def shape_html(shape: ShapeRow) -> str:
     tokens = str(shape.tokens) if shape.tokens else "VAE"
     cells = (
         f"{shape.batch}{' with control' if shape.control else ''}", tokens, html.escape(shape.dtype),
+        html.escape(", ".join(filter(None, (shape.backend, shape.part)))) or NOTHING,
         state_html(shape.state), milliseconds(shape.step_ms), milliseconds(shape.host_ms), ratio(shape),
         memory_html(shape), str(shape.uses), error,
     )

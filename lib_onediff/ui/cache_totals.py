@@ -12,6 +12,7 @@ from .status import ROUTES
 
 MEANINGS = {
     "Graph memory": "GPU memory that the graphs of all resolutions hold, of what they may hold (see the settings)",
+    "FP8 weights": "GPU memory of the weights in FP8, which lie beside the WebUI's own while FP8 is on",
     "Disk": "history, verdicts, measured choices and compiled kernels in the cache folder",
     "Served by a graph": "share of the UNet calls of this process that replayed a graph",
     "Queue": "sizes that are being pre-warmed, or wait for it",
@@ -28,6 +29,7 @@ def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job]) 
     facts = (
         fact("Graph memory", memory_held(totals), bar(totals)), fact("Disk", memory(totals.disk)),
         fact("Served by a graph", hits), fact("Queue", queue_sentence(jobs)),
+        *([fact("FP8 weights", memory(totals.float8))] if totals.float8 else []),
         fact("Resolutions", f"{len(rows)}{f' ({kinds})' if kinds else ''}"), fact("Calls", calls or "none yet"),
     )
     return f'<div class="onediff-status onediff-totals"><div class="onediff-facts">{"".join(facts)}</div></div>'

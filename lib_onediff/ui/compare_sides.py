@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import infotext
+from ..option import SWITCHED, value_of, values_of
 from ..settings import Settings
 
 CURRENT, OFF = "Current settings", "Off: the WebUI's own"
@@ -57,25 +58,16 @@ def read_changes(text: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     text = text.strip().removeprefix(f"{infotext.KEY}:").strip().strip('"')
     for part in filter(None, map(str.strip, PARTS.split(text))):
-        if part in infotext.SWITCHED:
-            found[infotext.SWITCH] = infotext.SWITCHED[part]
+        if part in SWITCHED:
+            found[infotext.SWITCH] = SWITCHED[part]
             continue
         name, _, value = part.replace("=", " ").partition(" ")
         options = infotext.options_of_a_run()
         if name not in options:
             raise ValueError(f"{name!r} is no option of a picture; there are {', '.join(options)}.")
-        read = infotext.value_of(options[name], value.strip())
-        if not read:
-            raise ValueError(f"{name} does not take {value.strip()!r}; it takes {values_of(options[name])}.")
-        found.update(read)
+        try:
+            found[name] = value_of(options[name], value.strip())
+        except ValueError:
+            takes = values_of(options[name])
+            raise ValueError(f"{name} does not take {value.strip()!r}; it takes {takes}.") from None
     return found
-
-
-def values_of(option: Any) -> str:
-    """What may be written for an option."""
-    named = option.metadata["choices"]
-    if named:
-        return ", ".join(named)
-    if isinstance(option.default, bool):
-        return "on or off"
-    return {int: "a whole number", float: "a number"}.get(type(option.default), "a text")

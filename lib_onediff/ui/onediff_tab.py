@@ -1,4 +1,4 @@
-"""The OneDiff tab: the per-resolution cache, comparing settings, comparing machines."""
+"""The OneDiff tab: the per-resolution cache, presets, comparing settings, comparing machines."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -17,19 +17,21 @@ from ..shapes.warmup import WarmUp
 from .cache_panel import build_cache_tab
 from .compare_handlers import ComparePanel
 from .compare_tab import build_compare_page, build_facts_page
+from .presets_panel import PresetsPanel, Store
+from .presets_tab import build_presets_page
 
 TITLE, ELEM_ID = "OneDiff", "onediff"
-CACHE, COMPARE, CONSISTENCY = "Cache", "Compare", "Consistency"
+CACHE, PRESETS, COMPARE, CONSISTENCY = "Cache", "Presets", "Compare", "Consistency"
 
 
 def build_onediff_tab(
     runtime: Accelerator, warmup: WarmUp, webui: WebUI, make_script: Callable[[], Any],
-    standing: Callable[[], Settings], own_presets: Callable[[], str] = str,
+    standing: Callable[[], Settings], store: Store,
 ) -> gr.Blocks:
     """The tab's content, for on_ui_tabs: (build_onediff_tab(...), TITLE, ELEM_ID).
 
-    make_script: our script's class. standing: the settings tab's settings. own_presets: the user's own, in words
-    (see presets.py); none by default.
+    make_script: our script's class. standing: the settings tab's settings. store: sets and keeps options of the
+    settings tab; see presets_panel.py.
     """
 
     def facts() -> Facts:
@@ -39,13 +41,15 @@ def build_onediff_tab(
         }
 
     def presets() -> dict[str, dict[str, Any]]:
-        return all_presets(standing(), own_presets(), checkpoint_name())
+        return all_presets(standing(), standing().own_presets, checkpoint_name())
 
     maker = TextToImage(make_script, runtime.status)
     panel = ComparePanel(maker, webui.exclusively, standing, presets, facts, output_folder)
     with gr.Blocks(analytics_enabled=False) as tab, gr.Tabs(elem_id="onediff_pages"):
         with gr.Tab(CACHE, elem_id="onediff_page_cache"):
             build_cache_tab(runtime, warmup, webui.exclusively)
+        with gr.Tab(PRESETS, elem_id="onediff_page_presets") as page:
+            build_presets_page(PresetsPanel(lambda: runtime.settings, checkpoint_name, store), page.select)
         with gr.Tab(COMPARE, elem_id="onediff_page_compare") as page:
             build_compare_page(panel, page.select)
         with gr.Tab(CONSISTENCY, elem_id="onediff_page_consistency") as page:

@@ -1,14 +1,20 @@
-"""Other settings for one generation: from the accordion's checkbox, from the API, or from overridden options."""
+"""Other settings for one generation: from the accordion, from the API, or from overridden options."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..accelerator import runtime
+from ..presets import AS_IN_SETTINGS, with_preset
 from ..settings import Settings
+from .compare_sides import read_changes
 
 # What of a generation runs the model: init encodes the picture that img2img begins with.
 STEPS_OF_A_RUN = ("init", "sample")
+EXAMPLE = "deepcache_interval 3; vae_precision fp16"
+# What the accordion's checkbox, preset and changes are.
+AS_AT_FIRST = (True, AS_IN_SETTINGS, "")
 
 
 class StepWithSettings:
@@ -24,23 +30,45 @@ class StepWithSettings:
             return self.host_step(*args, **kwargs)
 
 
-def settings_of_run(argument: Any, standing: Settings) -> Settings:
-    """The settings for a generation.
+def settings_of_run(arguments: Sequence[Any], standing: Settings, checkpoint: str = "") -> Settings:
+    """The settings for a generation: standing, then a preset, then changes.
 
-    argument: True or False (the checkbox: False switches OneDiff off, True leaves it as the settings tab says), or a
-    mapping of option names to values from the API. Raises ValueError with a sentence for anything else.
+    arguments: of our script; what is missing is as the accordion has it at first. The first is True or False
+    (the checkbox: False switches OneDiff off, True leaves it as the settings tab says), or a mapping of option names to
+    values from the API, which counts more than the others. The second is a preset by name, the third changes as
+    read_changes takes them. checkpoint: the name of the loaded one, to which presets adapt. Raises ValueError with a
+    sentence for anything else.
     """
+    used, preset, changes = (*arguments, *AS_AT_FIRST[len(arguments):])[:3]
+    settings = standing
+    if not isinstance(preset, str | None):
+        raise ValueError(f"OneDiff's second script argument is the name of a preset, not {preset!r}.")
+    if preset and preset != AS_IN_SETTINGS:
+        settings = with_preset(settings, preset, standing.own_presets, checkpoint)
+    if not isinstance(changes, str | None):
+        raise ValueError(f"OneDiff's third script argument is a text such as {EXAMPLE!r}, not {changes!r}.")
+    changed = [read_changes(changes or ""), options_in(used)]
+    for values in changed:
+        settings = settings.for_run(values)
+    # Who is not switched off at one of these places is on; a run cannot switch on what the settings tab has off.
+    return replace(settings, enabled=standing.enabled and all(values.get("enabled", True) for values in changed))
+
+
+def options_in(argument: Any) -> dict[str, Any]:
+    """The options that our first script argument sets."""
     if isinstance(argument, dict):
-        return standing.for_run({**argument, "enabled": standing.enabled and argument.get("enabled", True)})
+        return argument
     if not isinstance(argument, bool):
         raise ValueError(f"OneDiff's script argument is true, false or a mapping of its options, not {argument!r}.")
-    return Settings.from_mapping({"enabled": standing.enabled and argument}, standing)
+    return {"enabled": argument}
 
 
 def use_for_sampling(p: Any, settings: Settings, why_off: str = "") -> None:
     """Have the generation p sample with settings. why_off: why they switch OneDiff off, if the user did not ask for it.
     """
     restore_sampling(p)
+    # A generation that failed has told nobody that it is over.
+    runtime.vae.end_run()
     if settings != runtime.settings:
         for name in STEPS_OF_A_RUN:
             if hasattr(p, name):

@@ -4,13 +4,14 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from typing import Any
 
 import gradio as gr
 
 from ..accelerator import runtime
+from ..option import word_of
 from ..precision_effects import described, note
 from ..settings import Settings, host_key
 
@@ -46,19 +47,26 @@ def add_options(opts: Any, option_info: Callable[..., Any], changed: Callable[[]
             onchange=apply,
             **limits_of(option, option_info),
         )
-        said = f'{option.metadata["explanation"]} {note(option.name, option.metadata["choices"])}'
+        said = f'{option.metadata["explanation"]} {effect_of(option)}'
         opts.add_option(host_key(option.name), info.info(said.strip()))
     apply()
+
+
+def effect_of(option: Field) -> str:
+    """What of an option changes nothing on this machine, and why."""
+    if isinstance(option.default, bool):
+        return described({option.name: True}).get(option.name, "")
+    return note(option.name, option.metadata["choices"])
 
 
 def tell_effects(before: Settings) -> None:
     """Say of every choice that was just made and that changes nothing on this machine, why."""
     made = {
         option.name: getattr(runtime.settings, option.name) for option in fields(Settings)
-        if option.metadata["choices"] and getattr(runtime.settings, option.name) != getattr(before, option.name)
+        if getattr(runtime.settings, option.name) != getattr(before, option.name)
     }
     for name, said in (described(made) if made else {}).items():
-        tell(f"{Settings.__dataclass_fields__[name].metadata['label']}, {made[name]}: {said}")
+        tell(f"{label_of(name)}, {word_of(made[name])}: {said}")
 
 
 def refuse_clients(opts: Any) -> None:
@@ -103,9 +111,40 @@ def component_of(option: Field) -> tuple[type, dict[str, Any]]:
         return gr.Radio, {"choices": list(choices)}
     if isinstance(option.default, bool):
         return gr.Checkbox, {}
+    if option.metadata["bounds"] is not None:
+        least, most = option.metadata["bounds"]
+        return gr.Slider, {"minimum": least, "maximum": most, "step": option.metadata["step"]}
     if isinstance(option.default, (int, float)):
         return gr.Number, {"precision": 0} if isinstance(option.default, int) else {}
     return gr.Textbox, {}
+
+
+def store(opts: Any, values: Mapping[str, Any], file: str) -> list[str]:
+    """Set options, by name, as applying the settings tab does, and keep them. file: where the WebUI keeps its options.
+
+    Returns the names of those that have changed. Raises ValueError with a sentence where the WebUI lets nobody change
+    them, or cannot write them down.
+    """
+    before = {name: getattr(opts, host_key(name)) for name in values}
+    try:
+        for name, value in values.items():
+            opts.set(host_key(name), value)
+    except AssertionError as refusal:
+        raise ValueError(f"The WebUI does not let its settings be changed: {refusal}.") from None
+    refused = [name for name, value in values.items() if getattr(opts, host_key(name)) != value]
+    if refused:
+        raise ValueError(f"The WebUI did not take {label_of(refused[0])}.")
+    try:
+        opts.save(file)
+    except (AssertionError, RuntimeError, OSError) as problem:
+        reason = getattr(problem, "strerror", None) or problem
+        raise ValueError(f"The settings hold until the WebUI ends; they could not be saved: {reason}.") from None
+    return [name for name, value in values.items() if value != before[name]]
+
+
+def label_of(name: str) -> str:
+    """What people read of the option called name."""
+    return Settings.__dataclass_fields__[name].metadata["label"]
 
 
 def settings_from(opts: Any) -> Settings:

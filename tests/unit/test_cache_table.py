@@ -57,7 +57,7 @@ def test_table_has_a_row_per_resolution_with_its_shapes_below() -> None:
     text = text_of(markup)
     assert "512x768 ready SD1 12.3 ms 24.7 ms 2.00 x 5 MiB frees 3 MiB 7" in text
     assert "1 shape" in text and "2 shapes" in text
-    assert "2 77 float16 ready 12.3 ms 24.7 ms 2.00 x 5 MiB frees 3 MiB 7 1.5e-03" in text
+    assert "2 77 float16 – ready 12.3 ms 24.7 ms 2.00 x 5 MiB frees 3 MiB 7 1.5e-03" in text
     assert markup.count("<details data-onediff-key=") == 2 and 'tabindex="0"' in markup
     assert 'value="512x768 SD1" aria-label="Select 512x768 of SD1"' in markup
 
@@ -161,3 +161,10 @@ def test_memory(size: int, text: str) -> None:
 ])
 def test_ago(seconds: float, text: str) -> None:
     assert amounts.ago(time.time() - seconds) == text
+
+
+def test_who_computes_a_shape_and_which_half() -> None:
+    shape = changed(SHAPE, backend="native fp8", part="shallow")
+    text = text_of(cache_table.table_html([changed(ROW, shapes=(shape, changed(SHAPE, backend="", part="")))]))
+    assert "native fp8, shallow" in text
+    assert text.count("native fp8") == 1

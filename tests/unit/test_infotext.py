@@ -9,7 +9,10 @@ import pytest
 
 from lib_onediff import infotext
 from lib_onediff.hosts.standalone.modules import infotext_utils
+from lib_onediff.preset_data import BALANCED, QUALITY, SPEED
+from lib_onediff.presets import AS_IN_SETTINGS, with_preset
 from lib_onediff.settings import Settings
+from lib_onediff.ui.run_settings import settings_of_run
 
 
 def every_setting() -> list[Settings]:
@@ -57,7 +60,7 @@ def test_round_trip_through_the_standalone_hosts_infotext(switched_on: bool) -> 
     line = ", ".join(f"{name}: {infotext_utils.quote(value)}" for name, value in written.items())
     read = infotext_utils.parse_generation_parameters(f"a fox: on, a hill\nNegative prompt: rain\n{line}")
     assert Settings.from_mapping(infotext.parse(read[infotext.KEY])) == settings
-    assert infotext.pasted_switch(read) is switched_on
+    assert pasting().switch(read) is switched_on
 
 
 @pytest.mark.parametrize("text, expected", [
@@ -79,24 +82,94 @@ def test_what_others_have_written(text: str, expected: dict[str, Any]) -> None:
     Settings.from_mapping(infotext.parse(text))
 
 
-def test_pasting_something_else_leaves_the_checkbox_alone() -> None:
+def pasting(standing: Settings | None = None, checkpoint: str = "") -> infotext.Pasting:
+    return infotext.Pasting(lambda: standing or Settings(), lambda: checkpoint)
+
+
+def read_by_the_accordion(
+    parameters: dict[str, Any], standing: Settings, checkpoint: str = "", used_with: str | None = None
+) -> tuple[list[Any], Settings]:
+    """What pasting puts into the accordion, and the settings of a run with that. used_with: another checkpoint."""
+    found = pasting(standing, checkpoint)
+    arguments = [found.switch(parameters), found.preset(parameters), found.changes(parameters)]
+    return arguments, settings_of_run(arguments, standing, checkpoint if used_with is None else used_with)
+
+
+def per_run(settings: Settings) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in infotext.options_of_a_run()}
+
+
+TABS = [
+    Settings(), Settings(backend="eager", verify=False, deepcache_interval=5, deepcache_hires="own values", tf32="on"),
+    with_preset(Settings(), SPEED), Settings(own_presets="mine: tf32 on; deepcache_interval 4", vae_precision="bf16"),
+]
+
+
+@pytest.mark.parametrize("standing", TABS, ids=infotext.describe)
+def test_a_run_has_exactly_the_settings_of_the_infotext_that_was_pasted(standing: Settings) -> None:
+    for settings in every_setting():
+        _, run = read_by_the_accordion({infotext.KEY: infotext.describe(settings)}, standing)
+        assert per_run(run) == per_run(settings)
+        assert run.own_presets == standing.own_presets
+
+
+@pytest.mark.parametrize(("text", "standing", "arguments"), [
+    ("on", Settings(), [True, QUALITY, ""]),
+    ("off", Settings(), [False, QUALITY, ""]),
+    ("on", Settings(deepcache_interval=3), [True, QUALITY, ""]),
+    ("on; deepcache_interval 2", Settings(backend="eager"), [True, BALANCED, "backend auto"]),
+    ("on; backend eager; deepcache_interval 2", Settings(), [True, BALANCED, "backend eager"]),
+    ("on; deepcache_interval 4", Settings(), [True, AS_IN_SETTINGS, "deepcache_interval 4"]),
+    ("on; deepcache_interval 4", Settings(tf32="on", deepcache_interval=4), [True, AS_IN_SETTINGS, "tf32 auto"]),
+    ("on; deepcache_interval 4", Settings(own_presets="mine: deepcache_interval 4"), [True, "mine", ""]),
+    ("on; from_the_future 3; tf32 on", Settings(), [True, AS_IN_SETTINGS, "tf32 on"]),
+    ("on; fp8 perhaps; deepcache_interval 99", Settings(), [True, QUALITY, ""]),
+])
+def test_what_pasting_shows(text: str, standing: Settings, arguments: list[Any]) -> None:
+    assert read_by_the_accordion({infotext.KEY: text}, standing)[0] == arguments
+
+
+@pytest.mark.parametrize(("model", "loaded", "run_with"), [
+    ("sd_xl_turbo", "sd_xl_turbo", "sd_xl_turbo"), ("playground-v2.5", "v1-5", "playground-v2.5"),
+    ("playground-v2.5", "v1-5", "v1-5"), ("v1-5", "playground-v2.5", "v1-5"),
+    (None, "sd_xl_base_1.0", "sd_xl_base_1.0"),
+])
+@pytest.mark.parametrize("preset", [QUALITY, BALANCED, SPEED])
+def test_a_preset_that_adapts_is_pasted_only_where_it_means_the_same(
+    preset: str, model: str | None, loaded: str, run_with: str
+) -> None:
+    """The host may load the infotext's checkpoint for the run, or not."""
+    for checkpoint in (loaded, model or loaded):
+        settings = with_preset(Settings(), preset, checkpoint=checkpoint)
+        parameters = {infotext.KEY: infotext.describe(settings), **({"Model": model} if model else {})}
+        arguments, run = read_by_the_accordion(parameters, Settings(), loaded, run_with)
+        assert per_run(run) == per_run(settings), arguments
+    assert read_by_the_accordion({infotext.KEY: "on", "Model": loaded}, Settings(), loaded)[0][1] == QUALITY
+
+
+def test_pasting_something_else_leaves_the_accordion_alone() -> None:
     for parameters in ({}, {"Steps": "20"}, {"OneDiff": "maybe"}, {"OneDiff": ""}):
-        assert infotext.pasted_switch(parameters) is None
+        found = pasting(Settings(deepcache_interval=3))
+        assert [found.switch(parameters), found.preset(parameters), found.changes(parameters)] == [None] * 3
 
 
-def test_paste_fields() -> None:
-    checkbox = object()
-    ((component, function),) = infotext.paste_fields(checkbox)
-    assert component is checkbox and function({"OneDiff": "off; verify off"}) is False
+def test_paste_fields_are_the_same_in_both_tabs() -> None:
+    """Hosts hand components on from tab to tab whose infotext field is among a script's paste_field_names."""
+    found = pasting()
+    one, other = (found.fields(*components) for components in ("abc", "xyz"))
+    assert [component for component, _ in one] == ["a", "b", "c"]
+    names = [target for _, target in one]
+    assert all(target in names for _, target in other) and len(set(names)) == 3
 
 
-def pasted(text: str, checked: bool) -> list[Any]:
-    """What the standalone host's button puts into prompt, width, sampler and the accordion's checkbox."""
+def pasted(text: str, checked: bool, standing: Settings) -> list[Any]:
+    """What the standalone host's button puts into prompt, width, sampler and the accordion."""
     gradio = pytest.importorskip("gradio")
     with gradio.Blocks() as page:
         prompt, width = gradio.Textbox(), gradio.Slider(64, 2048, value=512)
         sampler, enabled = gradio.Dropdown(["Euler", "Heun"], value="Euler"), gradio.Checkbox(checked)
-        fields = [(prompt, "Prompt"), (width, "Size-1"), (sampler, "Sampler"), *infotext.paste_fields(enabled)]
+        accordion = enabled, gradio.Dropdown([AS_IN_SETTINGS], value=AS_IN_SETTINGS), gradio.Textbox("")
+        fields = [(prompt, "Prompt"), (width, "Size-1"), (sampler, "Sampler"), *pasting(standing).fields(*accordion)]
         infotext_utils.connect_paste(gradio.Button("Read infotext"), fields, prompt)
     functions = page.fns.values() if isinstance(page.fns, dict) else page.fns
     (paste,) = (function.fn for function in functions)
@@ -104,13 +177,16 @@ def pasted(text: str, checked: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("text, expected", [
-    ("a fox\nSteps: 3, Sampler: Heun, Size: 64x72, OneDiff: off; verify off", ["a fox", 64.0, "Heun", False]),
-    ("a fox\nSteps: 3, Sampler: Heun, Size: 64x72, OneDiff: on", ["a fox", 64.0, "Heun", True]),
-    ("a fox\nSteps: 3, Sampler: Heun, Size: 64x72", ["a fox", 64.0, "Heun", "unchanged"]),
-    ("a fox\nSteps: 3, Sampler: Heun, Size-1: wide, OneDiff: maybe", ["a fox", "unchanged", "Heun", "unchanged"]),
-    ("a fox", ["a fox", *["unchanged"] * 3]),
-    ("", ["", *["unchanged"] * 3]),
+    ("a fox\nSteps: 3, Sampler: Heun, Size: 64x72, OneDiff: off; verify off",
+     ["a fox", 64.0, "Heun", False, QUALITY, "verify off"]),
+    ("a fox\nSteps: 3, Sampler: Heun, OneDiff: on; deepcache_interval 3; deepcache_hires own values, Size: 64x72",
+     ["a fox", 64.0, "Heun", True, AS_IN_SETTINGS, "tf32 auto; deepcache_interval 3; deepcache_hires own values"]),
+    ("a fox\nSteps: 3, Sampler: Heun, Size: 64x72", ["a fox", 64.0, "Heun", *["unchanged"] * 3]),
+    ("a fox\nSteps: 3, Sampler: Heun, Size-1: wide, OneDiff: maybe",
+     ["a fox", "unchanged", "Heun", *["unchanged"] * 3]),
+    ("a fox", ["a fox", *["unchanged"] * 5]),
+    ("", ["", *["unchanged"] * 5]),
 ])
 @pytest.mark.parametrize("checked", [True, False])
 def test_pasting_on_the_standalone_hosts_page(text: str, expected: list[Any], checked: bool) -> None:
-    assert pasted(text, checked) == expected
+    assert pasted(text, checked, Settings(tf32="on")) == expected

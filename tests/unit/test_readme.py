@@ -4,6 +4,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from lib_onediff.infotext import options_of_a_run
 from lib_onediff.settings import markdown_table
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
@@ -23,3 +24,10 @@ def test_the_python_in_it_compiles() -> None:
     assert blocks
     for block in blocks:
         compile(block, "README.md", "exec")
+
+
+def test_the_black_box_test_of_options_knows_every_one() -> None:
+    """tests/webui imports nothing of ours, so what it knows of options is held here to settings.py."""
+    source = (Path(__file__).parents[1] / "webui" / "test_every_option.py").read_text()
+    known = re.findall(r'^    "(\w+)": \(', source, re.M)
+    assert sorted(known) == sorted(options_of_a_run())

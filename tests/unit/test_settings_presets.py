@@ -9,6 +9,7 @@ import pytest
 from lib_onediff import presets
 from lib_onediff.preset_data import BALANCED, PRESETS, PROFILES, QUALITY, SPEED
 from lib_onediff.presets import (
+    AS_IN_SETTINGS,
     all_presets,
     complete,
     name_of,
@@ -141,7 +142,7 @@ def test_a_profile_changes_its_presets() -> None:
 def test_own_presets_are_read_as_they_were_written() -> None:
     drafts = More(deepcache_interval=4, fp8=True, share=0.25, backend="eager")
     own = with_own("", "my drafts", drafts)
-    assert own == "my drafts: deepcache_interval 4; fp8 on; share 0.25"
+    assert parse(own) == {"my drafts": {"deepcache_interval": "4", "fp8": "on", "share": "0.25"}}
     own = with_own(own, "careful (tf32 = off)", More(tf32="off"))
     assert list(all_presets(More(), own)) == [QUALITY, BALANCED, SPEED, "my drafts", "careful (tf32 = off)"]
     assert with_preset(More(even=4), "my drafts", own) == replace(drafts, backend="auto")
@@ -162,7 +163,7 @@ def test_own_presets_of_another_version() -> None:
 
 @pytest.mark.parametrize(("own", "says"), [
     ("drafts", "a colon"), (": tf32 on", "up to 60 characters"), ("x: tf32", "'tf32' has no value"),
-    ("x: tf32 on, x: tf32 off", "two presets called 'x'"), (f"{SPEED}: tf32 on", "a preset of OneDiff's"),
+    ("x: tf32 on, x: tf32 off", "two presets called 'x'"), (f"{SPEED}: tf32 on", "a name of OneDiff's own"),
     ("y" * 61 + ": tf32 on", "up to 60 characters"), ("a;b: tf32 on", "none of"),
 ])
 def test_what_cannot_be_read_is_said(own: str, says: str) -> None:
@@ -176,7 +177,7 @@ def test_what_can_be_read(own: str) -> None:
     assert set(parse(own)) <= {"x"}
 
 
-@pytest.mark.parametrize("name", ["", "a,b", "a:b", "a;b", QUALITY, "n" * 61])
+@pytest.mark.parametrize("name", ["", "a,b", "a:b", "a;b", QUALITY, AS_IN_SETTINGS, "n" * 61])
 def test_names_that_cannot_be(name: str) -> None:
     with pytest.raises(ValueError):
         with_own("", name, More())

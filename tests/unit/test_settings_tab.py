@@ -1,6 +1,8 @@
 """OneDiff's section in the WebUI's settings, with the standalone host's options."""
 from __future__ import annotations
 
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import gradio
 
 from lib_onediff.accelerator import runtime
 from lib_onediff.hosts.standalone.modules.options import OptionInfo, Options
-from lib_onediff.settings import Settings
+from lib_onediff.settings import Settings, host_key
 from lib_onediff.ui import settings_tab
 
 
@@ -36,6 +38,11 @@ def test_kinds_of_components() -> None:
     assert kinds["onediff_memory_budget"] is gradio.Number
     assert opts.data_labels["onediff_memory_budget"].component_args == {"precision": 0}
     assert kinds["onediff_prewarm"] is kinds["onediff_cache_folder"] is gradio.Textbox
+    for option in fields(Settings):
+        number = type(option.default) in (int, float) and option.name != "memory_budget"
+        assert (kinds[host_key(option.name)] is gradio.Slider) == number, "a range that is known is a slider's"
+    power = opts.data_labels["onediff_deepcache_power"].component_args
+    assert power == {"minimum": 1.05, "maximum": 3.0, "step": 0.05}
 
 
 def test_every_option_can_be_shown() -> None:
@@ -63,6 +70,10 @@ def test_a_host_that_cannot_restrict_the_api() -> None:
     ("onediff_memory_budget", -1, "MiB"),
     ("onediff_prewarm_most_used", -1, "from 0 to 100, not -1"),
     ("onediff_prewarm_most_used", 101, "from 0 to 100"),
+    ("onediff_deepcache_interval", 21, "from 1 to 20, not 21"),
+    ("onediff_deepcache_hires_depth", 12, "from 1 to 11"),
+    ("onediff_deepcache_end", 1.01, "from 0 to 1"),
+    ("onediff_deepcache_power", 1, "from 1.05 to 3"),
     ("onediff_idle_prewarm", 1, "takes a bool"),
     ("onediff_backend", "warp", "is one of"),
 ])
@@ -106,3 +117,42 @@ def test_a_folder_set_on_the_page_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(settings_tab, "somebody_is_at_the_page", lambda: True)
     opts.set("onediff_cache_folder", "/somewhere/else")
     assert runtime.settings.cache_folder == "/somewhere/else"
+
+
+# --- set by our own pages ---------------------------------------------------------------------------------------------
+
+
+def test_options_are_stored_as_applying_the_tab_does(tmp_path: Path) -> None:
+    opts, told = the_options()
+    file = tmp_path / "config.json"
+    wanted = {"deepcache_interval": 3, "tf32": "auto", "vae_precision": "fp32"}
+    assert settings_tab.store(opts, wanted, str(file)) == ["deepcache_interval", "vae_precision"]
+    assert runtime.settings == told[-1] == Settings(deepcache_interval=3, vae_precision="fp32")
+    again = Options({})
+    again.load(str(file))
+    assert again.data["onediff_deepcache_interval"] == 3
+    assert settings_tab.store(opts, wanted, str(file)) == []
+
+
+def test_what_cannot_be_stored_is_said(tmp_path: Path) -> None:
+    class Frozen(Options):
+        """As A1111 with --freeze-settings, or with an option that it restricts."""
+
+        refusal: AssertionError | None = AssertionError("changing settings is disabled")
+
+        def set(self, key: str, value: Any, is_api: bool = False, run_callbacks: bool = True) -> bool:
+            if self.refusal:
+                raise self.refusal
+            return False
+
+    opts = Frozen({})
+    settings_tab.add_options(opts, OptionInfo, lambda: None)
+    with pytest.raises(ValueError, match="does not let its settings be changed: changing settings is disabled"):
+        settings_tab.store(opts, {"tf32": "on"}, str(tmp_path / "config.json"))
+    object.__setattr__(opts, "refusal", None)
+    with pytest.raises(ValueError, match="did not take TF32"):
+        settings_tab.store(opts, {"tf32": "on"}, str(tmp_path / "config.json"))
+    opts, _ = the_options()
+    with pytest.raises(ValueError, match="hold until the WebUI ends; they could not be saved"):
+        settings_tab.store(opts, {"tf32": "on"}, str(tmp_path))
+    assert runtime.settings.tf32 == "on"

@@ -81,25 +81,6 @@ def test_unusable_stored_settings_give_way_to_the_defaults() -> None:
     assert runtime.settings == Settings()
 
 
-@pytest.mark.parametrize("argument, standing, expected", [
-    (True, Settings(), Settings()),
-    (False, Settings(), Settings(enabled=False)),
-    (True, Settings(enabled=False), Settings(enabled=False)),
-    ({"enabled": True}, Settings(enabled=False, backend="eager"), Settings(enabled=False, backend="eager")),
-    ({"backend": "eager"}, Settings(memory_budget=500), Settings(backend="eager", memory_budget=500)),
-    ({}, Settings(verify=False), Settings(verify=False)),
-])
-def test_settings_of_a_run(argument: Any, standing: Settings, expected: Settings) -> None:
-    assert run_settings.settings_of_run(argument, standing) == expected
-
-
-@pytest.mark.parametrize("argument", [None, "yes", 1, [], {"speed": 9}, {"enabled": "x"}, {"backend": "warp"},
-                                      {"cache_folder": "/tmp"}, {"prewarm": "512x512"}, {"memory_budget": 1}])
-def test_wrong_settings_of_a_run(argument: Any) -> None:
-    with pytest.raises(ValueError, match="OneDiff"):
-        run_settings.settings_of_run(argument, Settings())
-
-
 class Generation:
     """A stand-in for StableDiffusionProcessing that notes the settings in force while it samples."""
 
@@ -144,13 +125,36 @@ def test_somebody_elses_wrapper_stays() -> None:
     assert p.sample() == "latents" and p.seen == [False]
 
 
+def build_accordion(tab: str) -> list[Any]:
+    return accordion.build_accordion(
+        tab, lambda: "status", lambda: ["Balanced"], lambda *values: run_settings.settings_of_run(values, Settings()),
+    )
+
+
 def test_accordion_has_no_effect_beside_its_components() -> None:
     before = runtime.status(), runtime.settings
     with gradio.Blocks():
-        controls = [accordion.build_accordion("txt2img", lambda: "status") for _ in range(2)]
-    assert [len(found) for found in controls] == [1, 1]
-    assert controls[0][0].value is True and controls[0][0].elem_id == "onediff_txt2img_enabled"
+        controls = [build_accordion("txt2img") for _ in range(2)]
+    for found in controls:
+        assert tuple(component.value for component in found) == run_settings.AS_AT_FIRST
+        assert [component.elem_id for component in found] == [
+            "onediff_txt2img_enabled", "onediff_txt2img_preset", "onediff_txt2img_changes",
+        ]
     assert (runtime.status(), runtime.settings) == before
+
+
+@pytest.mark.parametrize(("values", "said"), [
+    ((True, "As in the settings", ""), ""), ((False, "As in the settings", ""), "This run: off."),
+    ((True, "Balanced", "vae_precision fp16"), "This run: on; vae_precision fp16; deepcache_interval 2."),
+    ((True, "Gone", ""), "no preset"), ((True, "Balanced", "speed 9"), "would be off for this run"),
+])
+def test_accordion_says_what_the_run_will_be(values: tuple[Any, ...], said: str) -> None:
+    with gradio.Blocks() as page:
+        build_accordion("img2img")
+    tells = [function.fn for function in page.fns.values() if function.fn and function.fn.__name__ == "tell"]
+    told = tells[0](*values)
+    assert said in told and bool(told) == bool(said)
+    assert ("onediff-wrong" in told) == (bool(told) and "This run:" not in told)
 
 
 class NoWebUI:
@@ -159,7 +163,7 @@ class NoWebUI:
 
 def test_status_line_is_renewed_by_the_hosts_description_of_a_generation() -> None:
     with gradio.Blocks() as page:
-        accordion.build_accordion("img2img", lambda: "status")
+        build_accordion("img2img")
         already = len(page.get_config_file()["dependencies"])
         for elem_id, added in (("generation_info_txt2img", 0), ("generation_info_img2img", 1)):
             box = gradio.Textbox(elem_id=elem_id)

@@ -1,6 +1,7 @@
 """Script arguments over the API, and the infotext that tells of them."""
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,8 +21,12 @@ WRONG = {
 }
 
 
+def with_arguments(*arguments: Any) -> dict[str, Any]:
+    return {"alwayson_scripts": {"OneDiff": {"args": list(arguments)}}}
+
+
 def with_argument(argument: Any) -> dict[str, Any]:
-    return {"alwayson_scripts": {"OneDiff": {"args": [argument]}}}
+    return with_arguments(argument)
 
 
 @pytest.mark.parametrize("argument, part", WRONG.values(), ids=WRONG.keys())
@@ -63,6 +68,45 @@ def test_backend_of_one_run(webui: WebUI, sd15: Models) -> None:
     after = webui.status()
     assert after["calls"]["graph"] == before["calls"]["graph"]
     assert after["calls"]["plain"] >= before["calls"]["plain"] + 3
+
+
+@pytest.mark.parametrize("arguments, expected", [
+    ((True, "Balanced"), "on; deepcache_interval 2"),
+    ((True, "Balanced", "deepcache_interval 3; vae_precision fp32"), "on; vae_precision fp32; deepcache_interval 3"),
+    ((True, "As in the settings", "verify off"), "on; verify off"),
+    (({"deepcache_interval": 4}, "Balanced", "deepcache_interval 3"), "on; deepcache_interval 4"),
+    ((False, "Balanced"), "off; deepcache_interval 2"),
+    ((True, "Quality first", "off"), "off"),
+], ids=str)
+def test_preset_and_changes_of_one_run(webui: WebUI, sd15: Models, arguments: tuple[Any, ...], expected: str) -> None:
+    with webui.options(onediff_deepcache_depth=2) if arguments[1] != "As in the settings" else nullcontext():
+        infotext = webui.txt2img(**with_arguments(*arguments)).info["infotexts"][0]
+    assert infotext.partition("OneDiff: ")[2].partition(",")[0].strip() == expected
+
+
+@pytest.mark.parametrize("arguments, part", [
+    ((True, "Fastest"), "no preset 'Fastest'"), ((True, 3), "second script argument"),
+    ((True, "Balanced", "speed 9"), "'speed' is no option"), ((True, "Balanced", ["tf32 on"]), "third script argument"),
+], ids=str)
+def test_wrong_preset_or_changes_are_told_and_cost_no_picture(
+    webui: WebUI, sd15: Models, arguments: tuple[Any, ...], part: str
+) -> None:
+    before = webui.calls()
+    made = webui.txt2img(**with_arguments(*arguments))
+    after = webui.calls()
+    assert part in f"{made.info} {webui.status()['reason']}"
+    assert after["host"] > before["host"] and (after["plain"], after["graph"]) == (before["plain"], before["graph"])
+
+
+def test_infotext_of_a_request_sets_the_run(webui: WebUI, sd15: Models) -> None:
+    if webui.is_standalone:
+        pytest.skip("the standalone host's API takes no infotext")
+    for options in ({"deepcache_interval": 2}, {"deepcache_interval": 3, "tf32": "on", "verify": False}):
+        infotext = webui.txt2img(**with_argument(options)).info["infotexts"][0]
+        said = infotext.partition("OneDiff: ")[2].partition(",")[0].strip()
+        with webui.options(onediff_deepcache_depth=2):
+            again = webui.txt2img(infotext=infotext).info["infotexts"][0]
+        assert again.partition("OneDiff: ")[2].partition(",")[0].strip() == said
 
 
 def test_disabled_in_the_settings(webui: WebUI, sd15: Models) -> None:

@@ -1,10 +1,25 @@
 """OneDiff on the page of a WebUI: the accordion and the settings, used as a user does."""
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from webui_client import WebUI, gradient
+from selenium.webdriver.common.keys import Keys
+from webui_client import WebUI, gradient, one_run
 from webui_models import Models
-from webui_page import SMALL, accordion, enabled_checkbox, make_picture, open_page, show_settings, status_line
+from webui_page import (
+    SMALL,
+    accordion,
+    accordion_values,
+    changed_options,
+    choose_preset,
+    enabled_checkbox,
+    make_picture,
+    open_page,
+    show_settings,
+    status_line,
+    told,
+)
 
 
 @pytest.fixture
@@ -90,28 +105,74 @@ def test_settings_refuse_nonsense(page, webui: WebUI) -> None:
     assert make.image.size == (64, 64)
 
 
-def test_infotext_pastes_back(page, webui: WebUI) -> None:
-    """The accordion takes what the picture says, whatever it showed before."""
-    button = page.driver.find_elements("css selector", "#tab_txt2img #paste, #txt2img_tools #paste")
-    if not button:
-        pytest.skip(f"the {webui.kind} host has no button that pastes an infotext: --webui URL")
-    infotext = webui.txt2img().info["infotexts"][0]
+def test_preset_and_changes_hold_for_the_run(page, webui: WebUI) -> None:
+    page.open_accordion(accordion("txt2img"))
+    choose_preset(page, "txt2img", "Balanced")
+    page.wait_for_text(told("txt2img"), "This run: on; deepcache_interval 2.", 30)
+    page.type(changed_options("txt2img"), "deepcache_interval 3; vae_precision fp32")
+    page.find(changed_options("txt2img")).send_keys(Keys.TAB)
+    page.wait_for_text(told("txt2img"), "This run: on; vae_precision fp32; deepcache_interval 3.", 30)
+    assert "OneDiff: on; vae_precision fp32; deepcache_interval 3" in make_picture(page)
+    other = webui.txt2img().info["infotexts"][0]
+    assert "OneDiff: on" in other and "deepcache" not in other, "another user's run is as the settings tab says"
+
+
+def test_wrong_changes_are_told_before_and_after(page, webui: WebUI) -> None:
+    page.open_accordion(accordion("txt2img"))
+    page.type(changed_options("txt2img"), "deepcache_interval 99")
+    page.find(changed_options("txt2img")).send_keys(Keys.TAB)
+    page.wait_for_text(told("txt2img"), "it takes 1 to 20. OneDiff would be off for this run.", 30)
+    before = webui.calls()
+    make_picture(page)
+    assert webui.calls()["host"] >= before["host"] + 3
+    assert "it takes 1 to 20" in page.wait_for_text(status_line("txt2img"), "OneDiff is off for this run.", 30)
+
+
+# --- pasting ----------------------------------------------------------------------------------------------------------
+
+
+def paste(page: Any, tab: str, infotext: str) -> None:
+    """Put a text into the prompt and have the WebUI read it."""
+    buttons = f"#{tab}_paste, #tab_{tab} #paste, #{tab}_tools #paste"
+    page.type(f"#{tab}_prompt textarea", infotext)
+    page.find(buttons).click()
+
+
+PASTED = [
+    ({}, {}, (True, "Quality first", "")),
+    ({"enabled": False}, {}, (False, "Quality first", "")),
+    ({"deepcache_interval": 2}, {}, (True, "Balanced", "")),
+    ({"deepcache_interval": 2, "backend": "eager"}, {}, (True, "Balanced", "backend eager")),
+    ({"deepcache_interval": 3}, {"onediff_tf32": "on", "onediff_deepcache_start": 0.25},
+     (True, "As in the settings", "tf32 auto; deepcache_interval 3; deepcache_start 0.0")),
+]
+
+
+@pytest.mark.parametrize("tab", ["txt2img", "img2img"])
+@pytest.mark.parametrize(("made_with", "options", "expected"), PASTED)
+def test_infotext_pastes_back(
+    page, webui: WebUI, tab: str, made_with: dict[str, Any], options: dict[str, Any], expected: tuple[bool, str, str]
+) -> None:
+    """The accordion takes what the picture says, whatever it showed before and whatever the settings tab says."""
+    infotext = webui.txt2img(**one_run(**made_with)).info["infotexts"][0]
     assert "OneDiff: " in infotext
+    page.choose_tab(tab)
+    page.open_accordion(accordion(tab))
+    page.find(enabled_checkbox(tab)).click()
+    page.type(changed_options(tab), "verify off")
+    with webui.options(**options):
+        paste(page, tab, infotext)
+        page.wait(lambda: accordion_values(page, tab) == expected, f"{expected}, not {accordion_values(page, tab)}", 30)
+        if tab == "txt2img":
+            said = infotext.partition("OneDiff: ")[2].partition(",")[0].strip()
+            again = make_picture(page, seed=7)
+            assert f"OneDiff: {said}" in again, "the run is another one than that of the infotext"
+
+
+def test_infotext_of_a_picture_without_onediff_leaves_the_accordion_alone(page, webui: WebUI) -> None:
     page.open_accordion(accordion("txt2img"))
     page.find(enabled_checkbox("txt2img")).click()
-    assert not page.find(enabled_checkbox("txt2img")).is_selected()
-    page.type("#txt2img_prompt textarea", infotext)
-    page.find("#tab_txt2img #paste, #txt2img_tools #paste").click()
-    page.wait(lambda: page.find(enabled_checkbox("txt2img")).is_selected(), "the accordion's tick", 30)
-
-
-def test_infotext_of_a_run_without_onediff_pastes_back(page, webui: WebUI) -> None:
-    button = page.driver.find_elements("css selector", "#tab_txt2img #paste, #txt2img_tools #paste")
-    if not button:
-        pytest.skip(f"the {webui.kind} host has no button that pastes an infotext: --webui URL")
-    infotext = webui.txt2img(alwayson_scripts={"OneDiff": {"args": [False]}}).info["infotexts"][0]
-    page.open_accordion(accordion("txt2img"))
-    assert page.find(enabled_checkbox("txt2img")).is_selected()
-    page.type("#txt2img_prompt textarea", infotext)
-    page.find("#tab_txt2img #paste, #txt2img_tools #paste").click()
-    page.wait(lambda: not page.find(enabled_checkbox("txt2img")).is_selected(), "the accordion without a tick", 30)
+    page.type(changed_options("txt2img"), "verify off")
+    paste(page, "txt2img", "a fox\nSteps: 5, Sampler: Euler a, CFG scale: 7, Seed: 31, Size: 64x64")
+    page.wait(lambda: page.run("return document.querySelector('#txt2img_seed input').value") == "31", "the seed", 30)
+    assert accordion_values(page, "txt2img") == (False, "As in the settings", "verify off")

@@ -1,7 +1,10 @@
 """What a user does on the page, and the ids of OneDiff's elements on it."""
 from __future__ import annotations
 
+import time
 from typing import Any
+
+from selenium.webdriver.common.action_chains import ActionChains
 
 TAB, TAB_TITLE = "tab_onediff", "OneDiff"
 SMALL = {"steps": 3, "width": 64, "height": 64, "seed": 11}
@@ -13,6 +16,36 @@ def accordion(tab: str) -> str:
 
 def enabled_checkbox(tab: str) -> str:
     return f"#onediff_{tab}_enabled input"
+
+
+def preset_list(tab: str) -> str:
+    return f"onediff_{tab}_preset"
+
+
+def changed_options(tab: str) -> str:
+    return f"#onediff_{tab}_changes textarea, #onediff_{tab}_changes input"
+
+
+def accordion_values(page: Any, tab: str) -> tuple[bool, str, str]:
+    """The checkbox, the preset and the changed options that the accordion shows."""
+    value = "return document.querySelector(arguments[0]).value"
+    checked = page.driver.find_element("css selector", enabled_checkbox(tab)).is_selected()
+    return checked, page.run(value, f"#{preset_list(tab)} input"), page.run(value, changed_options(tab))
+
+
+def choose_preset(page: Any, tab: str, name: str) -> None:
+    """Choose from the accordion's list, which is brought up to date when the pointer comes to the accordion."""
+    ActionChains(page.driver).move_to_element(page.find(f"#{tab}_prompt")).perform()
+    ActionChains(page.driver).move_to_element(page.find(f"#{accordion(tab)} .label-wrap")).perform()
+    time.sleep(1)
+    option = "return [...document.querySelectorAll('ul.options li')].find(at => at.innerText.includes(arguments[0]))"
+    page.find(f"#{preset_list(tab)} input").click()
+    page.wait(lambda: page.run(option, name), f"{name} in the list", 20)
+    page.run(option, name).click()
+
+
+def told(tab: str) -> str:
+    return f"onediff_{tab}_told"
 
 
 def status_line(tab: str) -> str:

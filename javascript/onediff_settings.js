@@ -1,0 +1,46 @@
+/* What parts of the page show that options have changed elsewhere.
+
+   The settings tab shows what it was given when the page was opened: when OneDiff's Presets page has changed options,
+   they are brought up to date there, as applying the tab would bring the old values back. The accordion's list of
+   presets is asked for anew when somebody comes to the accordion. */
+"use strict";
+
+window.onediffSettings = (() => {
+    function type(field, value) {
+        field.value = value;
+        field.dispatchEvent(new Event("input", {bubbles: true}));
+    }
+
+    function show(key, value) {
+        const setting = document.getElementById(`setting_${key}`);
+        if (!setting) return;
+        const radios = [...setting.querySelectorAll("input[type=radio]")];
+        const box = setting.querySelector("input[type=checkbox]");
+        const field = setting.querySelector("textarea, input[type=number], input[type=text]");
+        if (radios.length) {
+            const chosen = radios.find((radio) => radio.value === value);
+            if (chosen && !chosen.checked) chosen.click();
+        } else if (box) {
+            if (box.checked !== value) box.click();
+        } else if (field) {
+            type(field, value);
+        }
+    }
+
+    let visited = null;
+    function visit(event) {
+        const accordion = event.target.closest && event.target.closest("[id^=onediff_][id$=_accordion]");
+        if (accordion && accordion !== visited) {
+            const ask = accordion.querySelector("[id$=_preset_ask]");
+            if (ask) ask.click();
+        }
+        visited = accordion;
+    }
+
+    for (const coming of ["pointerover", "focusin"]) document.addEventListener(coming, visit);
+
+    return {
+        // values: JSON of option keys to values, or nothing.
+        show: (values) => { for (const [key, value] of Object.entries(JSON.parse(values || "{}"))) show(key, value); },
+    };
+})();

@@ -1,0 +1,71 @@
+"""What an option is: a field of settings.Settings with what an interface needs to show it, its values, its words."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import Field, field
+from typing import Any
+
+SWITCHES = {True: "on", False: "off"}
+SWITCHED = {word: value for value, word in SWITCHES.items()}
+
+
+def option(
+    default: Any, label: str, explanation: str, choices: tuple[str, ...] = (), *,
+    bounds: tuple[float, float] | None = None, step: float | None = None,
+    per_run: bool = False, restrict_api: bool = False, check: Callable[[Any], object] | None = None,
+) -> Any:
+    """A dataclass field that carries what a user interface needs to show it.
+
+    bounds: the least and the most that a number may be. step: what a slider between them moves by; 1 by default.
+    per_run: one generation may be given another value. restrict_api: a client of the WebUI's API cannot set it.
+    check: raises ValueError with a sentence for a value that is of the right kind but makes no sense.
+    """
+    return field(default=default, metadata={
+        "label": label, "explanation": explanation, "choices": choices, "bounds": bounds, "step": step or 1,
+        "per_run": per_run, "restrict_api": restrict_api, "check": check,
+    })
+
+
+def again(first: Field, label: str, explanation: str) -> Any:
+    """An option that takes what the first one takes, with the same default."""
+    return field(default=first.default, metadata={**first.metadata, "label": label, "explanation": explanation})
+
+
+def check_value(option_field: Field, value: Any) -> None:
+    """Raise ValueError with a sentence for the user if value does not fit the option."""
+    name, kind, metadata = option_field.name, type(option_field.default), option_field.metadata
+    if type(value) is not kind:
+        raise ValueError(f"OneDiff option {name} takes a {kind.__name__}, not {value!r}.")
+    if metadata["choices"] and value not in metadata["choices"]:
+        raise ValueError(f"OneDiff option {name} is one of {', '.join(metadata['choices'])}, not {value!r}.")
+    if metadata["bounds"] is not None:
+        least, most = metadata["bounds"]
+        if not least <= value <= most:
+            raise ValueError(f"OneDiff option {name} is from {least:g} to {most:g}, not {value!r}.")
+    if metadata["check"] is not None:
+        metadata["check"](value)
+
+
+def word_of(value: Any) -> str:
+    """How a value is written in infotext and in presets."""
+    return SWITCHES[value] if isinstance(value, bool) else str(value)
+
+
+def value_of(option_field: Field, word: str) -> Any:
+    """The value that a word means for an option. Raises ValueError for one that it does not take."""
+    kind = type(option_field.default)
+    if kind is bool and word not in SWITCHED:
+        raise ValueError(f"OneDiff option {option_field.name} is on or off, not {word!r}.")
+    value = SWITCHED[word] if kind is bool else kind(word)
+    check_value(option_field, value)
+    return value
+
+
+def values_of(option_field: Field) -> str:
+    """For people, what an option takes; nothing where it is any text."""
+    metadata = option_field.metadata
+    if metadata["choices"]:
+        return ", ".join(metadata["choices"])
+    if metadata["bounds"] is not None:
+        return "{:g} to {:g}".format(*metadata["bounds"])
+    return "on, off" if isinstance(option_field.default, bool) else ""

@@ -1,0 +1,250 @@
+"""The axes of the X/Y/Z plot: one for every option of a run, values that hold for their cell alone, wrong ones told."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, field, fields, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lib_onediff import xyz
+from lib_onediff.preset_data import BALANCED, PRESETS, SPEED
+from lib_onediff.presets import all_presets, preset_options
+from lib_onediff.settings import Settings
+
+OWN = Settings(own_presets="drafts: deepcache_interval 4; tf32 on, Off: tf32 on")
+
+
+@dataclass
+class AxisOption:
+    """An axis as A1111 and Forge take it."""
+
+    label: str
+    type: Callable[[Any], Any]
+    apply: Callable[[Any, Any, list[Any]], None]
+    format_value: Callable[[Any, Any, Any], Any] | None = None
+    confirm: Callable[[Any, list[Any]], None] | None = None
+    cost: float = 0.0
+    choices: Callable[[], list[str]] | None = None
+    prepare: Callable[[str], list[str]] | None = None
+
+
+@dataclass
+class Generation:
+    prompt: str = "a fox"
+    override_settings: dict[str, Any] = field(default_factory=dict)
+    comments: list[str] = field(default_factory=list)
+
+    def comment(self, text: str) -> None:
+        self.comments.append(text)
+
+
+def scripts_of(plot: Any) -> list[Any]:
+    """What a WebUI knows of its scripts: two of them in the plot's module, and one in another."""
+    return [SimpleNamespace(module=plot), SimpleNamespace(module=SimpleNamespace()), SimpleNamespace(module=plot)]
+
+
+def plot_of(standing: Settings = OWN) -> Any:
+    plot = SimpleNamespace(AxisOption=AxisOption, axis_options=[AxisOption("Seed", int, setattr)])
+    xyz.add_axes(scripts_of(plot), lambda: standing)
+    return plot
+
+
+def axis_of(name: str, standing: Settings = OWN) -> AxisOption:
+    """The axis of an option, or of presets."""
+    label = "Preset" if name == xyz.PRESET else Settings.__dataclass_fields__[name].metadata["label"]
+    (found,) = [axis for axis in plot_of(standing).axis_options if axis.label == f"[OneDiff] {label}"]
+    return found
+
+
+def values_on(axis: AxisOption, text: str) -> list[Any]:
+    """What a plot makes of what the user has typed or chosen, ranges apart."""
+    words = axis.prepare(text) if axis.prepare else [word.strip() for word in text.split(",")]
+    values = [axis.type(word) for word in words]
+    axis.confirm(Generation(), values)
+    return values
+
+
+def cell(p: Generation, **written: str) -> Generation:
+    """The generation of a cell; written: a value by option, in the order of the axes."""
+    made = copy(p)
+    for name, word in written.items():
+        axis = axis_of(name)
+        (value,) = values_on(axis, word)
+        axis.apply(made, value, [value])
+    return made
+
+
+def settings_with(standing: Settings = OWN, **written: str) -> Settings:
+    return xyz.settings_of_cell(cell(Generation(), **written), standing)
+
+
+# --- which axes there are ---------------------------------------------------------------------------------------------
+
+
+def test_every_option_of_a_run_has_an_axis() -> None:
+    labels = [axis.label for axis in plot_of().axis_options]
+    options = [option.metadata["label"] for option in fields(Settings) if option.metadata["per_run"]]
+    assert len(options) >= 20
+    assert labels == ["Seed", "[OneDiff] Preset", *(f"[OneDiff] {label}" for label in options)]
+    assert len(set(labels)) == len(labels)
+
+
+def test_registering_twice_adds_nothing_and_unloading_leaves_the_plot_as_found() -> None:
+    plot = plot_of()
+    others, before = plot.axis_options[:1], list(plot.axis_options)
+    xyz.add_axes(scripts_of(plot), lambda: OWN)
+    assert plot.axis_options == before
+    listed = plot.axis_options
+    xyz.remove_axes(scripts_of(plot))
+    assert plot.axis_options is listed and listed == others
+
+
+def test_a_webui_without_a_plot_is_left_alone() -> None:
+    scripts_data = [SimpleNamespace(module=SimpleNamespace(axis_options="none")), SimpleNamespace()]
+    xyz.add_axes(scripts_data, Settings)
+    xyz.remove_axes(scripts_data)
+    assert scripts_data == [SimpleNamespace(module=SimpleNamespace(axis_options="none")), SimpleNamespace()]
+
+
+def test_choices_are_offered_and_can_all_be_drawn() -> None:
+    for option in fields(Settings):
+        if not option.metadata["per_run"]:
+            continue
+        axis = axis_of(option.name)
+        assert axis.cost == 0
+        if option.metadata["choices"]:
+            assert axis.choices() == list(option.metadata["choices"])
+        elif isinstance(option.default, bool):
+            assert axis.choices() == ["on", "off"]
+        else:
+            assert axis.choices is None and axis.type is type(option.default)
+        for word in axis.choices() if axis.choices else [str(option.default)]:
+            meant = {"on": True, "off": False}[word] if isinstance(option.default, bool) else type(option.default)(word)
+            assert getattr(settings_with(**{option.name: word}), option.name) == meant
+
+
+def test_presets_are_offered_the_users_own_included() -> None:
+    names = [preset.name for preset in PRESETS]
+    assert axis_of(xyz.PRESET).choices() == ["Off", *names, "drafts"]
+    assert axis_of(xyz.PRESET, Settings()).choices() == ["Off", *names]
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), [
+    ("deepcache_interval", 3, "DeepCache interval: 3"), ("deepcache_start", 0.1 + 0.2, "DeepCache start: 0.3"),
+    ("vae_precision", "fp16", "VAE precision: fp16"), ("enabled", "off", "Use OneDiff: off"),
+    (xyz.PRESET, "Balanced", "Preset: Balanced"), (xyz.PRESET, "Off", "OneDiff off"),
+])
+def test_legends(name: str, value: Any, expected: str) -> None:
+    axis = axis_of(name)
+    assert axis.format_value(Generation(), axis, value) == expected
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_value_holds_for_its_cell_alone() -> None:
+    p = Generation()
+    before, overrides = dict(vars(p)), dict(p.override_settings)
+    first = cell(p, deepcache_interval="3", preset="Off")
+    second = cell(p, deepcache_interval="5")
+    assert xyz.settings_of_cell(cell(second, tf32="on"), OWN) == replace(OWN, deepcache_interval=5, tf32="on")
+    assert vars(p) == before and p.override_settings == overrides
+    assert xyz.settings_of_cell(first, OWN) == replace(OWN, enabled=False, deepcache_interval=3)
+    assert xyz.settings_of_cell(second, OWN) == replace(OWN, deepcache_interval=5)
+    assert xyz.settings_of_cell(p, OWN) == OWN
+
+
+def test_axes_win_over_what_the_run_was_given() -> None:
+    of_the_run = replace(OWN, enabled=False, deepcache_interval=7, tf32="off")
+    assert settings_with(of_the_run, enabled="on", deepcache_interval="2") == replace(
+        of_the_run, enabled=True, deepcache_interval=2
+    )
+    assert settings_with(of_the_run, preset="drafts") == replace(
+        of_the_run, enabled=True, **all_presets(OWN, OWN.own_presets)["drafts"]
+    )
+    assert settings_with(replace(OWN, enabled=True), preset="Off").enabled is False
+
+
+def test_a_preset_comes_first_whatever_the_order_of_the_axes() -> None:
+    one = settings_with(preset=SPEED, deepcache_interval="5")
+    other = settings_with(deepcache_interval="5", preset=SPEED)
+    assert one == other and one.deepcache_interval == 5
+    alone = settings_with(preset=SPEED)
+    assert replace(one, deepcache_interval=alone.deepcache_interval) == alone
+    assert settings_with(enabled="off", preset=BALANCED).enabled is False
+    assert settings_with(deepcache_interval="5", preset="Off").enabled is False
+
+
+def test_a_preset_is_that_of_the_loaded_checkpoint() -> None:
+    made = cell(Generation(), preset=BALANCED)
+    plain, turbo = (xyz.settings_of_cell(made, OWN, name) for name in ("dream", "dream-turbo"))
+    assert plain.deepcache_interval == 2 and turbo.deepcache_interval == 1
+    for settings, name in ((plain, "dream"), (turbo, "dream-turbo")):
+        expected = all_presets(OWN, OWN.own_presets, name)[BALANCED]
+        assert {option: getattr(settings, option) for option in preset_options(OWN)} == expected
+
+
+def test_a_preset_deleted_while_the_plot_is_drawn_is_told() -> None:
+    made = cell(Generation(), preset="drafts")
+    with pytest.raises(ValueError, match="no preset 'drafts'"):
+        xyz.settings_of_cell(made, Settings())
+
+
+def test_values_that_change_nothing_are_told() -> None:
+    off = replace(OWN, enabled=False)
+
+    def told(**written: str) -> list[str]:
+        p = cell(Generation(), **written)
+        xyz.settings_of_cell(p, off)
+        return p.comments
+
+    assert told(deepcache_interval="3") == [xyz.OFF_FOR_THIS_RUN]
+    assert told() == told(enabled="off") == told(preset="Off", deepcache_interval="3") == told(preset=SPEED) == []
+
+
+# --- wrong values -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "text", "told"), [
+    ("backend", "eager, warp", "not 'warp'"), ("backend", "", "not ''"),
+    ("verify", "on, maybe", "is on or off, not 'maybe'"),
+    ("deepcache_interval", "1, three", "not 'three'"), ("deepcache_interval", "1.5", "not '1.5'"),
+    ("deepcache_interval", "1, 0", "from 1"), ("deepcache_interval", "99", "99"),
+    ("deepcache_interval", " , ", "no values"), ("deepcache_interval", "1-", "not '1-'"),
+    ("deepcache_interval", "1-9 (+0)", "not '1-9 (+0)'"),
+    ("deepcache_interval", "1-9 (2)", "takes numbers such as 1, 2, 3 or 1-9 (+2)"),
+    ("deepcache_start", "half", "not 'half'"), ("deepcache_start", "1.5", "1.5"), ("deepcache_start", "nan", "nan"),
+    ("deepcache_start", "0-1 (+0.0)", "not '0-1 (+0.0)'"), (xyz.PRESET, "Balanced, Best", "no preset 'Best'"),
+])
+def test_a_wrong_value_is_refused_with_a_sentence(name: str, text: str, told: str) -> None:
+    axis = axis_of(name)
+    with pytest.raises(xyz.WrongAxisValue) as refusal:
+        values_on(axis, text)
+    said = str(refusal.value)
+    assert told in said and said.startswith(axis.label) and said.endswith(".")
+    assert (refusal.value.status_code, refusal.value.detail) == (422, said)
+
+
+@pytest.mark.parametrize(("name", "text", "parts"), [
+    ("deepcache_interval", "1, 3,,", ["1", "3"]), ("deepcache_interval", "1-9 (+2), 1-9 [3]", ["1-9 (+2)", "1-9 [3]"]),
+    ("deepcache_interval", "9 - 1 (-2)", ["9 - 1 (-2)"]), ("deepcache_start", "0, .5, 1", ["0", ".5", "1"]),
+    ("deepcache_start", "0-1 (+0.25), 0.1-0.9 [3]", ["0-1 (+0.25)", "0.1-0.9 [3]"]),
+])
+def test_numbers_and_ranges_are_handed_on(name: str, text: str, parts: list[str]) -> None:
+    assert axis_of(name).prepare(text) == parts
+
+
+def test_what_counting_adds_up_to_is_rounded() -> None:
+    axis, p = axis_of("deepcache_start"), Generation()
+    axis.confirm(p, [0.1 + 0.2, 1.0000000000000002])
+    axis.apply(p, 0.1 + 0.2, [])
+    assert xyz.settings_of_cell(p, OWN).deepcache_start == 0.3
+
+
+def test_while_onediff_is_switched_off_nothing_is_drawn() -> None:
+    axis = axis_of("deepcache_interval", replace(OWN, enabled=False))
+    with pytest.raises(xyz.WrongAxisValue, match="switched off in the settings tab"):
+        axis.confirm(Generation(), [3])

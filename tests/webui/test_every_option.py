@@ -1,0 +1,132 @@
+"""Every option of a generation by every way to give it: the same picture, the same infotext, and nothing left."""
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_xyz_grid import NOTHING, onediff_in, plotted
+from webui_client import PICTURE, Pictures, WebUI, largest_difference, one_run
+from webui_models import Models
+
+README = Path(__file__).parents[2] / "README.md"
+SIX_STEPS = {"steps": 6, "sampler_name": "Euler"}
+HIRES = {
+    "enable_hr": True, "hr_scale": 2, "hr_upscaler": "Latent", "denoising_strength": 0.7, "hr_second_pass_steps": 4,
+    "hr_sampler_name": "Euler",
+}
+CACHED, CACHED_TWICE = {"deepcache_interval": 3}, {"deepcache_hires": "own values", "deepcache_hires_interval": 2}
+# Each with a value that is not its default, what else it needs to count, and of the request.
+OPTIONS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "enabled": (False, {}, {}),
+    "backend": ("eager", {}, {}),
+    "verify": (False, {}, {}),
+    "vae_precision": ("bf16", {}, {}),
+    "matmul_accumulation": ("half", {}, {}),
+    "convolution_accumulation": ("half", {}, {}),
+    "reduced_precision_reduction": ("off", {}, {}),
+    "tf32": ("on", {}, {}),
+    "attention_upcast": ("on", {}, {}),
+    "fp8": (True, {}, {}),
+    "deepcache_interval": (2, {}, {}),
+    "deepcache_depth": (2, CACHED, {}),
+    "deepcache_start": (0.4, CACHED, {}),
+    "deepcache_end": (0.5, CACHED, {}),
+    "deepcache_schedule": ("uneven", CACHED, {}),
+    "deepcache_center": (0.6, {**CACHED, "deepcache_schedule": "uneven"}, {}),
+    "deepcache_power": (2.0, {**CACHED, "deepcache_schedule": "uneven"}, {}),
+    "deepcache_hires": ("off", CACHED, HIRES),
+    "deepcache_hires_interval": (3, {"deepcache_hires": "own values"}, HIRES),
+    "deepcache_hires_depth": (2, CACHED_TWICE, HIRES),
+    "deepcache_hires_start": (0.5, CACHED_TWICE, HIRES),
+    "deepcache_hires_end": (0.2, CACHED_TWICE, HIRES),
+    "deepcache_hires_schedule": ("uneven", CACHED_TWICE, HIRES),
+}
+# Those that change the picture of a small model on any machine.
+SEEN = ("vae_precision", "deepcache_interval", "deepcache_depth", "deepcache_start", "deepcache_end", "deepcache_hires",
+        "deepcache_hires_interval", "deepcache_hires_depth", "deepcache_hires_end")
+
+
+def table() -> dict[str, tuple[str, str]]:
+    """The label and the default of every option, from the README's table, which a unit test holds to settings.py."""
+    rows = re.findall(r"^\| ([^|`]+) \(`(\w+)`\) \|[^|]*\| ([^|]*?) ?\|", README.read_text(), re.M)
+    return {name: (label, default) for label, name, default in rows}
+
+
+def default_of(name: str) -> Any:
+    """An option's default, of the type of the value that it is given here."""
+    kind, written = type(OPTIONS[name][0]), table()[name][1]
+    return written == "on" if kind is bool else kind(written)
+
+
+def word(value: Any) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+def by_settings(webui: WebUI, options: dict[str, Any], request: dict[str, Any]) -> Pictures:
+    webui.set_options(**{f"onediff_{name}": value for name, value in options.items()})
+    try:
+        return webui.txt2img(**request)
+    finally:
+        webui.set_options(**{f"onediff_{name}": default_of(name) for name in options})
+
+
+def by_argument(webui: WebUI, options: dict[str, Any], request: dict[str, Any]) -> Pictures:
+    return webui.txt2img(**request, **one_run(**options))
+
+
+def by_changes(webui: WebUI, options: dict[str, Any], request: dict[str, Any]) -> Pictures:
+    words = "; ".join(f"{name} {word(value)}" for name, value in options.items() if name != "enabled")
+    given = [options.get("enabled", True), "As in the settings", words]
+    return webui.txt2img(**request, alwayson_scripts={"OneDiff": {"args": given}})
+
+
+def by_overrides(webui: WebUI, options: dict[str, Any], request: dict[str, Any]) -> Pictures:
+    overrides = {f"onediff_{name}": value for name, value in options.items()}
+    return webui.txt2img(**request, override_settings=overrides)
+
+
+def by_infotext(webui: WebUI, options: dict[str, Any], request: dict[str, Any]) -> Pictures:
+    if webui.is_standalone:
+        pytest.skip("the standalone host's API takes no infotext")
+    return webui.txt2img(**request, infotext=by_argument(webui, options, request).info["infotexts"][0])
+
+
+def by_plot(webui: WebUI, options: dict[str, Any], request: dict[str, Any]) -> Pictures:
+    """The last of the options is the axis."""
+    if webui.is_standalone:
+        pytest.skip("the standalone host has no X/Y/Z plot")
+    *others, (name, value) = options.items()
+    axis = f"[OneDiff] {table()[name][0]}", word(value)
+    whole = plotted(webui, axis, NOTHING, **{**PICTURE, **request}, **one_run(**dict(others)))
+    grid = webui.make(whole)
+    # The grid comes first, and then its one cell, where the host does not leave a grid of one away.
+    grid.images = grid.images[-1:]
+    grid.info["infotexts"] = grid.info["infotexts"][-1:]
+    return grid
+
+
+WAYS: dict[str, Callable[[WebUI, dict[str, Any], dict[str, Any]], Pictures]] = {
+    "settings": by_settings, "changes": by_changes, "overrides": by_overrides, "infotext": by_infotext, "plot": by_plot,
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_way_makes_the_same_picture_and_leaves_nothing(
+    webui: WebUI, sd15: Models, name: str, way: Callable[..., Pictures]
+) -> None:
+    value, others, changes = OPTIONS[name]
+    request, options = {**SIX_STEPS, **changes}, {**others, name: value}
+    before = by_argument(webui, {}, request)
+    expected = by_argument(webui, options, request)
+    made = way(webui, options, request)
+    after = by_argument(webui, {}, request)
+    assert largest_difference(made, expected) == 0
+    assert onediff_in(made) == onediff_in(expected)
+    assert word(value) in onediff_in(expected) and (name == "enabled" or name in onediff_in(expected))
+    assert largest_difference(after, before) == 0 and onediff_in(after) == onediff_in(before)
+    if name in SEEN:
+        assert largest_difference(expected, by_argument(webui, others, request)) > 0

@@ -1,0 +1,217 @@
+"""The axes in a real WebUI's X/Y/Z plot: every cell is the picture of its settings, and nothing is left of any."""
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+from typing import Any
+
+import numpy
+import pytest
+from test_in_progress import InBackground
+from test_reload import reload_ui
+from webui_client import PICTURE, Pictures, WebUI, gradient, largest_difference, one_run, start_from
+from webui_models import Models
+
+PLOT = "x/y/z plot"
+NOTHING = ("Nothing", "")
+INTERVAL, BACKEND, VAE = "[OneDiff] DeepCache interval", "[OneDiff] Backend", "[OneDiff] VAE precision"
+USE, PRESET = "[OneDiff] Use OneDiff", "[OneDiff] Preset"
+# Every option whose effect can be seen on any machine, two values each, and what they mean as script arguments.
+SEEN_ANYWHERE = {
+    VAE: {"auto": {}, "bf16": {"vae_precision": "bf16"}},
+    BACKEND: {"auto": {}, "eager": {"backend": "eager"}},
+    "[OneDiff] Accumulation in matrix products": {"full": {}, "half": {"matmul_accumulation": "half"}},
+    "[OneDiff] Accumulation in convolutions": {"full": {}, "half": {"convolution_accumulation": "half"}},
+    USE: {"on": {}, "off": {"enabled": False}},
+}
+Axis = tuple[str, str]
+SAMPLING = {"sampler_name": "Euler", "steps": 4}
+
+
+@pytest.fixture(autouse=True)
+def plotting(webui: WebUI, sd15: Models) -> None:
+    if webui.is_standalone:
+        pytest.skip("the standalone host has no X/Y/Z plot: give the address of another WebUI with --webui URL")
+
+
+def axes_of(webui: WebUI, tab: str) -> list[str]:
+    """The labels of all axes in the order in which script arguments count them."""
+    scripts = webui.get("/sdapi/v1/script-info")
+    (plot,) = [script for script in scripts if script["name"] == PLOT and script["is_img2img"] is (tab == "img2img")]
+    return plot["args"][0]["choices"]
+
+
+def plotted(webui: WebUI, x: Axis, y: Axis = NOTHING, z: Axis = NOTHING, **request: Any) -> dict[str, Any]:
+    """The request of a plot. An axis: its label, and its values with commas between."""
+    whole = {**PICTURE, **SAMPLING, **request}
+    labels = axes_of(webui, "img2img" if "init_images" in whole else "txt2img")
+    axes = [part for label, values in (x, y, z) for part in (labels.index(label), values, [])]
+    legend, lone_pictures, sub_grids, other_seeds, as_text = True, True, False, [False] * 4, True
+    return {
+        **whole, "script_name": PLOT,
+        "script_args": [*axes, legend, lone_pictures, sub_grids, *other_seeds, 0, as_text],
+    }
+
+
+def alone(webui: WebUI, options: dict[str, Any], **request: Any) -> Pictures:
+    """The picture of a cell, by script arguments."""
+    return webui.make({**PICTURE, **SAMPLING, **request, **one_run(**options)})
+
+
+def assert_cell(grid: Pictures, cell: int, expected: Pictures) -> None:
+    """That the picture and the infotext of a cell (the grid itself comes first) are those of a picture."""
+    assert numpy.array_equal(grid.arrays[1 + cell], expected.arrays[0]), f"cell {cell}"
+    assert onediff_in(grid, 1 + cell) == onediff_in(expected)
+
+
+def onediff_in(pictures: Pictures, number: int = 0) -> str:
+    """What a picture's infotext says of OneDiff."""
+    return pictures.info["infotexts"][number].partition("OneDiff: ")[2].partition(",")[0]
+
+
+@pytest.mark.parametrize("tab", ["txt2img", "img2img"])
+def test_the_axes_are_offered_once(webui: WebUI, tab: str) -> None:
+    counted = Counter(axes_of(webui, tab))
+    ours = [label for label in counted if label.startswith("[OneDiff] ")]
+    assert {
+        PRESET, INTERVAL, "[OneDiff] DeepCache depth", "[OneDiff] DeepCache start", *SEEN_ANYWHERE,
+    } <= set(ours)
+    assert all(counted[label] == 1 for label in ours) and "Seed" in counted
+
+
+def test_interval_and_preset(webui: WebUI) -> None:
+    """A preset on the last axis, and single options on top of it; the pictures before and after the plot are one."""
+    before, default = alone(webui, {}), onediff_in(alone(webui, {}))
+    intervals, presets = (1, 3), {"Quality first": {}, "Balanced": {"deepcache_interval": 2}, "Off": {"enabled": False}}
+    grid = webui.make(plotted(webui, (INTERVAL, "1, 3"), (PRESET, ", ".join(presets))))
+    assert len(grid.images) == 1 + len(intervals) * len(presets)
+    seen = set()
+    for cell, (options, interval) in enumerate(product(presets.values(), intervals)):
+        expected = alone(webui, {**options, "deepcache_interval": interval})
+        assert_cell(grid, cell, expected)
+        seen.add(onediff_in(expected))
+    assert seen == {"on", "on; deepcache_interval 3", "off", "off; deepcache_interval 3"}
+    assert not numpy.array_equal(grid.arrays[1], grid.arrays[2])
+    after = alone(webui, {})
+    assert largest_difference(after, before) == 0 and onediff_in(after) == default
+    assert largest_difference(webui.txt2img(**SAMPLING), before) == 0
+
+
+@pytest.mark.parametrize("preset", ["Balanced", "Speed first"])
+def test_a_preset_is_drawn_whatever_the_run_was_given(webui: WebUI, preset: str) -> None:
+    """Over another preset, changes of it and options of the run; what "Balanced" does not name is set back as well."""
+    given = [{"deepcache_interval": 5}, "Speed first", "deepcache_depth 4; vae_precision bf16"]
+    grid = webui.make(plotted(webui, (PRESET, preset), alwayson_scripts={"OneDiff": {"args": given}}))
+    (told,) = {onediff_in(grid, cell) for cell in (0, 1)}
+    assert "deepcache_depth" not in told and "deepcache_interval 5" not in told
+    options = dict(part.split(" ", 1) for part in told.split("; ")[1:])
+    assert options.pop("deepcache_interval") == {"Balanced": "2", "Speed first": "3"}[preset]
+    assert bool(options) is (preset == "Speed first")
+    switches = {"on": True, "off": False}
+    drawn = {name: switches[word] if name == "fp8" else word for name, word in options.items()}
+    assert_cell(grid, 0, alone(webui, {**drawn, "deepcache_interval": int(told.split("deepcache_interval ")[1][0])}))
+
+
+@pytest.mark.parametrize("label", SEEN_ANYWHERE)
+def test_a_plot_is_its_pictures_one_by_one(webui: WebUI, label: str) -> None:
+    values = SEEN_ANYWHERE[label]
+    grid = webui.make(plotted(webui, (label, ", ".join(values))))
+    for cell, options in enumerate(values.values()):
+        assert_cell(grid, cell, alone(webui, options))
+    assert onediff_in(grid, 1) != onediff_in(grid, 2)
+
+
+def test_ranges_of_numbers(webui: WebUI) -> None:
+    grid = webui.make(plotted(
+        webui, ("[OneDiff] DeepCache start", "0-0.6 (+0.3)"), ("[OneDiff] DeepCache depth", "1-5 [2]"),
+        **one_run(deepcache_interval=3),
+    ))
+    on = "on; deepcache_interval 3"
+    assert [onediff_in(grid, 1 + cell) for cell in range(6)] == [
+        on, f"{on}; deepcache_start 0.3", f"{on}; deepcache_start 0.6",
+        f"{on}; deepcache_depth 5", f"{on}; deepcache_depth 5; deepcache_start 0.3",
+        f"{on}; deepcache_depth 5; deepcache_start 0.6",
+    ]
+    options = {"deepcache_interval": 3, "deepcache_start": 0.3, "deepcache_depth": 5}
+    assert_cell(grid, 4, alone(webui, options))
+
+
+def test_img2img(webui: WebUI) -> None:
+    request = {**start_from(gradient(64, 64)), "steps": 6}
+    alone(webui, {}, **request)  # Forge's first img2img after another request differs from its later ones.
+    before = alone(webui, {}, **request)
+    grid = webui.make(plotted(webui, (INTERVAL, "1, 3"), (VAE, "auto, bf16"), **request))
+    for cell, (vae, interval) in enumerate(product(("auto", "bf16"), (1, 3))):
+        assert_cell(grid, cell, alone(webui, {"deepcache_interval": interval, "vae_precision": vae}, **request))
+    assert len({grid.arrays[cell].tobytes() for cell in range(1, 5)}) == 4
+    assert largest_difference(alone(webui, {}, **request), before) == 0
+
+
+def test_axes_win_over_the_checkbox(webui: WebUI) -> None:
+    unticked = {"alwayson_scripts": {"OneDiff": {"args": [False]}}}
+    grid = webui.make(plotted(webui, (USE, "on, off"), (INTERVAL, "1, 3"), **unticked))
+    assert [onediff_in(grid, 1 + cell) for cell in range(4)] == [
+        "on", "off", "on; deepcache_interval 3", "off; deepcache_interval 3",
+    ]
+    assert_cell(grid, 2, alone(webui, {"deepcache_interval": 3}))
+    assert onediff_in(webui.make(plotted(webui, (INTERVAL, "3"), **unticked)), 1) == "off; deepcache_interval 3"
+
+
+@pytest.mark.parametrize(("axis", "told"), [
+    ((INTERVAL, "1, 0"), "to 20, not 0"), ((INTERVAL, "1, three"), "not 'three'"),
+    ((INTERVAL, " "), "no values"), ((BACKEND, "eager, warp"), "not 'warp'"), ((USE, "maybe"), "on or off"),
+    (("[OneDiff] DeepCache start", "0.2, 1.5"), "1.5"), ((PRESET, "Balanced, Best"), "no preset 'Best'"),
+], ids=str)
+def test_a_wrong_value_is_told_before_anything_is_drawn(webui: WebUI, axis: Axis, told: str) -> None:
+    before = webui.calls()
+    answer = webui.post("/sdapi/v1/txt2img", plotted(webui, ("[OneDiff] DeepCache depth", "1, 2"), axis))
+    assert answer.status_code == 422
+    assert told in answer.json()["detail"] and answer.json()["detail"].startswith(axis[0])
+    assert webui.calls() == before
+
+
+def test_while_switched_off_it_is_told(webui: WebUI) -> None:
+    with webui.options(onediff_enabled=False):
+        answer = webui.post("/sdapi/v1/txt2img", plotted(webui, (INTERVAL, "1, 3")))
+        assert answer.status_code == 422 and "switched off in the settings tab" in answer.json()["detail"]
+    assert len(webui.make(plotted(webui, (INTERVAL, "1, 3"))).images) == 3
+
+
+def test_nothing_is_left_of_an_interrupted_plot(webui: WebUI) -> None:
+    before = alone(webui, {})
+    long = {"steps": 12 if webui.kind == "forge" else 60, "width": 128, "height": 128}
+    plot = InBackground(webui, plotted(webui, (INTERVAL, "3, 4, 5, 6"), (VAE, "bf16"), **long))
+    plot.wait_until(lambda progress: "2 out of 4" in progress["state"]["job"], "the second picture")
+    plot.wait_for_step(2)
+    assert webui.post("/sdapi/v1/interrupt").status_code == 200
+    assert onediff_in(plot.pictures(), 1) == "on; vae_precision bf16; deepcache_interval 3"
+    assert_untouched(webui, before)
+
+
+def test_nothing_is_left_of_a_plot_that_fails(webui: WebUI) -> None:
+    """The last picture fails in its first step, for it has no width. What img2img begins with is encoded before any
+    sampling: by its own settings, not by the failed picture's."""
+    start = {**start_from(gradient(64, 64)), "steps": 6}
+    alone(webui, {}, **start)  # Forge's first img2img after another request differs from its later ones.
+    before, begun = alone(webui, {}), alone(webui, {}, **start)
+    grid = webui.make(plotted(webui, (INTERVAL, "3"), ("Size", "64x64, 0x64"), (VAE, "bf16")))
+    assert onediff_in(grid, 1) == "on; vae_precision bf16; deepcache_interval 3"
+    assert not grid.arrays[2].any(), "the second picture did not fail"
+    assert largest_difference(alone(webui, {}, **start), begun) == 0
+    assert_untouched(webui, before)
+
+
+def assert_untouched(webui: WebUI, before: Pictures) -> None:
+    """That the first picture after a plot is the one before it, whatever it is asked with."""
+    after = webui.txt2img(**SAMPLING)
+    assert largest_difference(after, before) == 0 and onediff_in(after) == onediff_in(before) == "on"
+    assert largest_difference(alone(webui, {}), before) == 0
+    assert webui.status()["enabled"] is True
+
+
+def test_a_reload_registers_them_anew(webui: WebUI, browser: Any) -> None:
+    before = {tab: axes_of(webui, tab) for tab in ("txt2img", "img2img")}
+    reload_ui(browser, webui)
+    assert {tab: axes_of(webui, tab) for tab in ("txt2img", "img2img")} == before
+    grid = webui.make(plotted(webui, (INTERVAL, "1, 3")))
+    assert [onediff_in(grid, cell) for cell in (1, 2)] == ["on", "on; deepcache_interval 3"]
