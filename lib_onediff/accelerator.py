@@ -160,7 +160,7 @@ class Accelerator(UserRequests):
         care = self._care.get(unet)
         if care is not None:
             care.by_content = True
-            care.served_in_sampling = False
+            care.served_in_sampling = care.no_room_for_float8 = False
             care.bound.begin_sampling()
             budget = (care.settings or self.settings).memory_budget
             self.pressure.before_sampling(care.architecture, budget)

@@ -125,7 +125,10 @@ class BlockRoute:
         care.served_in_sampling = True
         if settings.deepcache_interval > 1:
             journal.note_half("", f"DeepCache rests: {owner} runs the UNet's loop itself")
-        journal.note(BLOCKS, "; ".join(filter(None, (f"{owner} runs the UNet's loop itself", why_not_faster))))
+        no_float8 = "FP8 is for the whole UNet alone" if settings.fp8 else ""
+        journal.note(
+            BLOCKS, "; ".join(filter(None, (f"{owner} runs the UNet's loop itself", why_not_faster, no_float8)))
+        )
         layout = care.bound.layout
         stages = (*layout.input_stages, layout.middle_stage, *layout.output_stages)
         return LoopPass(entry, settings, layers, stages, weakref.ref(embedding), weakref.ref(context))

@@ -6,16 +6,19 @@ from typing import NamedTuple
 
 from torch import nn
 
+from .backends import FLOAT8
 from .backends.base import Memory, Runner
 from .deepcache.course import Course
 from .deepcache.sampling import Sampling
 from .settings import Settings
 from .shapes.key import ShapeKey
 from .unet.bound import BoundUNet
+from .unet.float8 import Float8Binding, Float8Weights, Round
 from .unet.foreign import Habits
 from .unet.forward import Conditioning
 from .unet.half import DeepFeature, Half
 from .unet.layout import UnsupportedUNet
+from .unet.weights import Binding
 
 
 class Kept(NamedTuple):
@@ -30,6 +33,7 @@ class Care:
     """The bound module, its own settings, and its graphs.
 
     course: its DeepCache. sampling: what its own host says of the sampling that it is in, where that host says it.
+    float8: the weights in float8, while they are used. no_room_for_float8: in this sampling.
     """
 
     def __init__(self, unet: nn.Module, settings: Settings | None, habits: Habits) -> None:
@@ -39,6 +43,8 @@ class Care:
         self.served_in_sampling = False
         self.course = Course()
         self.sampling: Sampling | None = None
+        self.float8: Float8Weights | None = None
+        self.no_room_for_float8 = False
         self._kept: dict[ShapeKey, Kept] = {}
         # The graphs come and go with weights and prompts; their memory stays for the next ones.
         self._memory: Memory | None = None
@@ -50,6 +56,18 @@ class Care:
             return self.bound.architecture
         except UnsupportedUNet:
             return None
+
+    def fit_float8(self, round_rows: Round) -> None:
+        """Have the weights in float8, as they are now. Raises torch.cuda.OutOfMemoryError."""
+        if self.float8 is None or self.float8.layout is not self.bound.layout:
+            self.float8 = Float8Weights(self.bound.layout, round_rows)
+        self.float8.fit(self.bound.weights_in_sampling(), self.bound.binding.weights)
+
+    def binding_for(self, backend: str) -> Binding | Float8Binding:
+        """The weights as a backend wants them."""
+        if backend == FLOAT8 and self.float8 is not None:
+            return Float8Binding(self.bound.binding, self.float8)
+        return self.bound.binding
 
     def runner(self, key: ShapeKey, conditioning: Conditioning, half: Half | None = None) -> Runner | None:
         """The runner for a shape, unless weights, conditioning or deep feature have moved since it was made."""
@@ -93,6 +111,7 @@ class Care:
         }
         if keys is None:
             self.course.forget()
+            self.float8 = None
         if not self._kept:
             self._memory = None
 
@@ -103,7 +122,8 @@ class Care:
     def let_go_if_moved(self) -> None:
         """Drop graphs and their memory where the weights are elsewhere by now, as when the host has taken the UNet off
         the GPU: half a millisecond."""
-        if (self._memory is not None or self.course.bytes()) and not self.bound.unmoved():
+        holds = self._memory is not None or self.float8 is not None or self.course.bytes()
+        if holds and not self.bound.unmoved():
             self.drop_runners()
 
 

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from .backends import FLOAT8
 from .backends.graph_inputs import own_inputs
 from .captured_again import Wanted, capture_again, in_time
 from .care import Care
@@ -89,7 +90,7 @@ class GraphCache(HeldGraphs):
         entry, key = wanted.entry, wanted.entry.key
         before = self._graphs.bytes(key.device, key.architecture)
         runner = self._graphs.prepare(
-            key.architecture, wanted.care.bound.binding, self._operators_of(key.backend), wanted.inputs,
+            key.architecture, wanted.care.binding_for(key.backend), self._operators_of(key.backend), wanted.inputs,
             wanted.conditioning, entry.needs,
         )
         log.debug("captured %s in %.0f ms", key, runner.seconds * 1e3)
@@ -143,11 +144,13 @@ class GraphCache(HeldGraphs):
     def capture_again(self, wanted: Collection[Wanted], allowed: int = 0) -> None:
         """Capture what was dropped a moment ago; see captured_again.capture_again."""
         capture_again(
-            wanted, self._make, lambda one: self._graphs.rehearse(
-                one.care.bound.binding, self._operators_of(one.entry.key.backend), one.inputs, one.conditioning
-            ),
-            lambda device: fits(self.held(device), allowed), self.card.empty_cache,
+            wanted, self._make, self._rehearse, lambda device: fits(self.held(device), allowed),
+            self.card.empty_cache,
         )
+
+    def _rehearse(self, one: Wanted) -> None:
+        backend = one.entry.key.backend
+        self._graphs.rehearse(one.care.binding_for(backend), self._operators_of(backend), one.inputs, one.conditioning)
 
     # --- to throw away --------------------------------------------------------------------------------------------
 
@@ -174,8 +177,24 @@ class GraphCache(HeldGraphs):
         reserved = self.card.reserved()
         for care in list(self._cares.values()):
             care.course.forget()
+            self._drop_float8_weights(care)
         self._drop({*self.keys(), *(entry.key for entry in self._table.entries() if entry.state is State.READY)})
         return max(0, reserved - self.card.reserved())
+
+    def drop_float8(self, care: Care) -> None:
+        """Drop what a UNet's calls in float8 need, and give the memory back."""
+        if care.float8 is not None:
+            self._drop_float8_weights(care)
+            self.card.empty_cache()
+
+    def _drop_float8_weights(self, care: Care) -> None:
+        # Their graphs know where they lie.
+        self._drop({key for key in care.ready_keys() if key.backend == FLOAT8})
+        care.float8 = None
+
+    def float8_bytes(self) -> int:
+        """GPU memory of all weights in float8, which lie beside the hosts' own."""
+        return sum(care.float8.bytes for care in list(self._cares.values()) if care.float8 is not None)
 
     def note_lost(self) -> None:
         """Graphs go with their UNet when a host unloads it, and are of no use when it was taken off the GPU: let the

@@ -30,6 +30,7 @@ from .unet.forward import Conditioning
 from .verify import CannotJudge, Disagreement, first_line, judge, judge_shallow, recall
 
 log = logging.getLogger("onediff")
+NO_ROOM = "there is no GPU memory for the weights in FP8"
 COMPILING = "OneDiff's kernels are being compiled, in the background; on this machine it is done once"
 
 
@@ -39,6 +40,10 @@ class Declined(Exception):
 
 class Stale(Exception):
     """The deep feature is not one of these weights."""
+
+
+class NoRoom(Exception):
+    """The weights in float8 do not fit; the message says so, in one line for the user."""
 
 
 class Served(NamedTuple):
@@ -80,7 +85,16 @@ class Ladder:
         steps = backends.steps(settings.backend, call.latent.device, self._operators.why_not_native)
         care.bound.refresh(call, care.by_content, channels_last=steps.backends[0] == backends.NATIVE)
         refuse_inputs(care.bound, call)
+        if settings.fp8:
+            return backends.with_float8(steps, lambda: self._why_not_float8(care, call))
+        self._graphs.drop_float8(care)
         return steps
+
+    def _why_not_float8(self, care: Care, call: UNetCall) -> str | None:
+        if care.no_room_for_float8:
+            return NO_ROOM
+        lack = self._operators.why_not_float8(call.latent.device, call.latent.dtype)
+        return lack or self._operators.why_no_float8_here(care.bound.layout, call)
 
     def serve(
         self, care: Care, steps: backends.Steps, call: UNetCall, notice: Callable[[Entry], None], flags: Flags = (),
@@ -102,9 +116,13 @@ class Ladder:
             if entry.state is not State.FAILED:
                 try:
                     self._have_kernels(care, backend, call)
+                    self._have_weights(care, backend)
                     return self._run(care, entry, wanted, reason, turn)
                 except (torch.cuda.OutOfMemoryError, Declined):
                     raise
+                except NoRoom as lack:
+                    reason = str(lack)
+                    continue
                 except Stale:
                     continue
                 except Exception as error:
@@ -165,8 +183,8 @@ class Ladder:
         if backend not in backends.WITH_GRAPHS or entry.no_graph:
             return
         try:
-            if backend == backends.NATIVE and self._operators.tune(care.bound.layout, call):
-                # Another implementation of attention was chosen: let it do its first work outside the capture.
+            if backend in backends.OUR_KERNELS and self._tune(care, backend, call):
+                # Something else was chosen: let it do its first work outside the capture.
                 self._plainly(care, entry, call, conditioning)
             self._graphs.capture(care, entry, settings.memory_budget, call, conditioning)
         except torch.cuda.OutOfMemoryError:
@@ -176,20 +194,36 @@ class Ladder:
             entry.no_graph = f"the graph could not be captured: {first_line(error)}"
             log.exception("%s (%s)", entry.no_graph, entry.key)
 
+    def _tune(self, care: Care, backend: str, call: UNetCall) -> bool:
+        """Measure what is the fastest for this call, where that is not known; whether it was so."""
+        layout = care.bound.layout
+        measured = self._operators.tune(layout, call)
+        return (backend == backends.FLOAT8 and self._operators.tune_float8(layout, call)) or measured
+
     def _entry(self, care: Care, call: UNetCall, backend: str, flags: Flags) -> Entry:
         bound = care.bound
         key = ShapeKey.of(bound.architecture, bound.binding.dtype, call, backend, flags)
         return self._table.entry(key, bound.layout.model_name)
 
     def _have_kernels(self, care: Care, backend: str, call: UNetCall) -> None:
-        if backend != backends.NATIVE:
+        if backend not in backends.OUR_KERNELS:
             return
-        network = network_of(care, call)
+        network = network_of(care, call, float8=backend == backends.FLOAT8)
         if not self._operators.prepare(network, self.patient):
             raise Declined(COMPILING)
         if self.patient:
             # Before the first use is checked, so that what is checked is what will run.
             self._operators.tune_kernels(network)
+
+    def _have_weights(self, care: Care, backend: str) -> None:
+        if backend != backends.FLOAT8:
+            return
+        try:
+            care.fit_float8(self._operators.round_to_float8())
+        except torch.cuda.OutOfMemoryError as full:
+            self._graphs.drop_float8(care)
+            care.no_room_for_float8 = True
+            raise NoRoom(NO_ROOM) from full
 
     def _run(self, care: Care, entry: Entry, call: UNetCall, reason: str, turn: Turn | None) -> Served:
         backend, device = entry.key.backend, call.latent.device
@@ -239,7 +273,8 @@ class Ladder:
                 log.exception("%s (%s)", shallow.reason, shallow.key)
 
     def _plainly(self, care: Care, entry: Entry, call: UNetCall, conditioning: Conditioning) -> Tensor:
-        return eager.run(care.bound.binding, self._operators.of(entry.key.backend), call, conditioning)
+        backend = entry.key.backend
+        return eager.run(care.binding_for(backend), self._operators.of(backend), call, conditioning)
 
 
 def attempts(steps: backends.Steps, call: UNetCall, turn: Turn | None) -> Iterator[tuple[str, UNetCall]]:
@@ -254,8 +289,10 @@ def attempts(steps: backends.Steps, call: UNetCall, turn: Turn | None) -> Iterat
             yield backend, one
 
 
-def network_of(care: Care, call: UNetCall) -> Network:
-    return Network(care.bound.architecture, care.bound.kernel_users, call.latent.dtype, call.latent.device)
+def network_of(care: Care, call: UNetCall, float8: bool = False) -> Network:
+    return Network(
+        care.bound.architecture, care.bound.kernel_users, call.latent.dtype, call.latent.device, float8
+    )
 
 
 def blame(backend: str, what: str) -> str:

@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -19,9 +20,12 @@ from .ops.attention import Attention
 from .ops.attention_tuning import attention_shapes, time_on_gpu
 from .ops.availability import why_no_triton
 from .ops.choices import Choices
+from .ops.float8 import Float8Support, support
+from .ops.float8_choice import Float8Choice, Product, products
 from .ops.launches import Launches
 from .settings import Settings
 from .unet.call import UNetCall
+from .unet.float8 import Round
 from .unet.layout import UNetLayout, UnsupportedUNet
 from .unet.read import read_layout
 
@@ -29,12 +33,18 @@ log = logging.getLogger("onediff")
 
 
 class Network(NamedTuple):
-    """What decides which kernels are needed. users: descriptions of its layout."""
+    """What decides which kernels are needed. users: descriptions of its layout. float8: see unet.float8."""
 
     architecture: str
     users: Sequence[Any]
     dtype: torch.dtype
     device: torch.device
+    float8: bool = False
+
+    @property
+    def kind(self) -> Hashable:
+        """Networks of the same kind need the same kernels."""
+        return self.architecture, self.dtype, self.device, self.float8
 
 
 class OperatorSets:
@@ -42,13 +52,17 @@ class OperatorSets:
 
     def __init__(self, choices: Choices) -> None:
         self.attention = Attention(choices)
+        self.float8 = Float8Choice(choices)
         self._launches = Launches(choices)
-        self._native: Operators | None = None
+        self._made: dict[str, Operators] = {}
         self._why_not: dict[torch.device, str | None] = {}
-        self._compiled: set[tuple] = set()
-        self._pending: set[tuple] = set()
-        self._tuned: set[tuple] = set()
-        self._failed: dict[tuple, Exception] = {}
+        self._supports_float8: dict[tuple[torch.device, torch.dtype], Float8Support] = {}
+        self._float8_looked_at: tuple[Any, ...] = ()
+        self._float8_products: Counter[Product] = Counter()
+        self._compiled: set[Hashable] = set()
+        self._pending: set[Hashable] = set()
+        self._tuned: set[Hashable] = set()
+        self._failed: dict[Hashable, Exception] = {}
         self._worker = ThreadPoolExecutor(1, "onediff-kernels")
         self._lock = threading.Lock()
 
@@ -58,24 +72,51 @@ class OperatorSets:
             self._why_not[device] = why_no_triton(device)
         return self._why_not[device]
 
+    def why_not_float8(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Why products in float8 cannot be had on a device for a model of this dtype, in one sentence; None if they
+        can."""
+        return self._float8_support(device, dtype).reason
+
+    def _float8_support(self, device: torch.device, dtype: torch.dtype) -> Float8Support:
+        found = self._supports_float8.get((device, dtype))
+        if found is None:
+            found = self._supports_float8[device, dtype] = support(device, dtype)
+        return found
+
+    def round_to_float8(self) -> Round:
+        """By what weights become float8."""
+        from .ops.triton_float8 import rounded_rows
+
+        return rounded_rows
+
     def of(self, backend: str) -> Operators:
         """The operators by which a backend computes."""
-        if backend != backends.NATIVE:
+        if backend not in backends.OUR_KERNELS:
             return torch_ops
         with self._lock:
-            if self._native is None:
-                # Triton is not there on every machine.
-                from .ops.triton_ops import TritonOperators
+            if backend not in self._made:
+                self._made[backend] = self._make(backend)
+        return self._made[backend]
 
-                self._native = TritonOperators(self._launches, self.attention)
-        return self._native
+    def _make(self, backend: str) -> Operators:
+        # Triton is not there on every machine.
+        if backend == backends.NATIVE:
+            from .ops.triton_ops import TritonOperators
+
+            return TritonOperators(self._launches, self.attention)
+        from .ops.float8_ops import Float8Operators
+
+        return Float8Operators(self._launches, self.attention, self._float8_result, pays=self.float8.pays)
+
+    def _float8_result(self, device: torch.device, dtype: torch.dtype) -> torch.dtype:
+        return self._float8_support(device, dtype).result
 
     def prepare(self, network: Network, patient: bool) -> bool:
         """Whether the native kernels that a network needs are compiled; if not, they soon will be, in a thread.
 
         patient: wait until they are. Raises what Triton raised.
         """
-        kind = network.architecture, network.dtype, network.device
+        kind = network.kind
         if kind in self._compiled:
             return True
         if kind in self._failed:
@@ -109,10 +150,11 @@ class OperatorSets:
             return
         with contextlib.suppress(UnsupportedUNet):
             layout = read_layout(unet())
-            self._compile(Network(layout.architecture, layout.kernel_users(), dtype, device))
+            float8 = settings.fp8 and self.why_not_float8(device, dtype) is None
+            self._compile(Network(layout.architecture, layout.kernel_users(), dtype, device, float8))
 
     def _compile(self, network: Network) -> None:
-        kind = network.architecture, network.dtype, network.device
+        kind = network.kind
         if kind in self._compiled or kind in self._failed:
             return
         began = time.perf_counter()
@@ -121,7 +163,7 @@ class OperatorSets:
             self.of(backends.NATIVE)
             from .ops.triton_warm import compile_kernels
 
-            compile_kernels(network.users, network.dtype, network.device, self._launches)
+            compile_kernels(network.users, network.dtype, network.device, self._launches, network.float8)
         except ImportError as error:
             # A half-removed Triton.
             self._failed[kind] = RuntimeError(f"Triton cannot be imported ({error})")
@@ -141,10 +183,33 @@ class OperatorSets:
             self.attention.measure(query, key, dtype, call.latent.device)
         return bool(unknown)
 
+    def why_no_float8_here(self, layout: UNetLayout, call: UNetCall) -> str | None:
+        """Why this call gains nothing by float8, in one sentence; None where it does, or may."""
+        batch, _, height, width = call.latent.shape
+        kind = layout, height, width, batch
+        if kind != self._float8_looked_at:
+            self._float8_products, self._float8_looked_at = Counter(products(*kind)), kind
+        return self.float8.why_none(self._float8_products, call.latent.dtype)
+
+    def tune_float8(self, layout: UNetLayout, call: UNetCall) -> bool:
+        """Measure which of this call's matrix products gain by float8, where that is not known; whether it was so."""
+        from .ops.float8_ops import Float8Operators
+        from .ops.float8_tuning import both_ways
+
+        batch, _, height, width = call.latent.shape
+        dtype, device = call.latent.dtype, call.latent.device
+        unknown = [one for one in set(products(layout, height, width, batch)) if self.float8.gains(one, dtype) is None]
+        always = Float8Operators(self._launches, self.attention, self._float8_result, pays=lambda *given: True)
+        for one in unknown:
+            ways = both_ways(one, dtype, device, self.of(backends.NATIVE), always)
+            self.float8.measure(one, dtype, *ways, time_on_gpu)
+        return bool(unknown)
+
     def measure_anew(self) -> None:
         """Trust no choice that was made before: those that are still there are read again, the others measured."""
         self._tuned.clear()
         self.attention.forget()
+        self.float8.forget()
         self._launches.forget()
 
     def tune_kernels(self, network: Network) -> None:
@@ -152,7 +217,7 @@ class OperatorSets:
 
         Where that fails, they stay as they are cut.
         """
-        kind = network.architecture, network.dtype, network.device
+        kind = network.kind
         if kind in self._tuned:
             return
         self._tuned.add(kind)

@@ -20,8 +20,6 @@ from .precision import (
     HALF,
     HALF_SUMS,
     ON,
-    ONEFLOW_CONVOLUTION,
-    ONEFLOW_MATMUL,
     SWITCHES,
     TF32_MATMUL,
 )
@@ -29,9 +27,7 @@ from .precision import (
 CUDNN_V8_DISABLED = "TORCH_CUDNN_V8_API_DISABLED"
 ONEFLOW_CUTLASS = "ONEFLOW_KERENL_CONV_ENABLE_CUTLASS_IMPL"
 AMD_TF32 = "HIPBLASLT_ALLOW_TF32"
-TF32_OVERRIDES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", AMD_TF32)
-ENVIRONMENT = (CUDNN_V8_DISABLED, ONEFLOW_MATMUL, ONEFLOW_CONVOLUTION, ONEFLOW_CUTLASS, *TF32_OVERRIDES)
-HALF_SUMS_FROM, TF32_FROM, BF16_FROM = (7, 0), (8, 0), (8, 0)
+HALF_SUMS_FROM, TF32_FROM, BF16_FROM, FLOAT8_FROM = (7, 0), (8, 0), (8, 0), (8, 9)
 # GPUs whose tensor cores sum float16 products in float32 at half their speed: the GeForce and workstation ones.
 HALF_RATE = {(7, 5), (8, 6), (8, 9), (12, 0)}
 
@@ -141,10 +137,21 @@ def of_vae(value: str, machine: Machine, dtype: torch.dtype | None) -> str | Non
     return too_old(machine, BF16_FROM, "bfloat16 exists")
 
 
+def of_float8(value: bool, machine: Machine, dtype: torch.dtype | None) -> str | None:
+    if not value:
+        return None
+    if machine.amd or machine.capability is None:
+        return "FP8 needs OneDiff's own kernels, and those an NVIDIA GPU."
+    lack = too_old(machine, FLOAT8_FROM, "FP8 exists")
+    if lack is None and dtype == torch.float32:
+        return "FP8 is for models in float16 or bfloat16; this model is in float32."
+    return lack
+
+
 JUDGES = {
     "matmul_accumulation": of_matmul, "convolution_accumulation": of_convolution,
     "reduced_precision_reduction": of_reduction, "tf32": of_tf32, "attention_upcast": of_upcast,
-    "vae_precision": of_vae,
+    "vae_precision": of_vae, "fp8": of_float8,
 }
 
 
@@ -211,25 +218,3 @@ def note(option: str, choices: Sequence[str], machine: Machine | None = None) ->
         f"Here {' and '.join(same)} {'change' if len(same) > 1 else 'changes'} nothing: {reason}"
         for reason, same in reasons.items()
     )
-
-
-def facts(machine: Machine | None = None) -> dict[str, str]:
-    """Everything of torch that decides how precisely it computes, as it stands now; for a consistency report.
-
-    Never raises: what this torch does not have is said so.
-    """
-    machine = machine or Machine.now()
-    cudnn = torch.backends.cudnn.version() if machine.capability is not None else None
-    capability = "none" if machine.capability is None else ".".join(map(str, machine.capability))
-    found = {
-        "torch": machine.torch, "CUDA": str(torch.version.cuda), "HIP": str(torch.version.hip), "cuDNN": str(cudnn),
-        "GPU": machine.gpu or "none", "compute capability": capability,
-    }
-    for name, switch in SWITCHES.items():
-        standing = switch.read()
-        found[name] = "not in this PyTorch" if standing is None else "on" if standing else "off"
-    found["cuDNN benchmark"] = str(torch.backends.cudnn.benchmark)
-    found["cuDNN deterministic"] = str(torch.backends.cudnn.deterministic)
-    found["deterministic algorithms"] = str(torch.are_deterministic_algorithms_enabled())
-    found.update({name: os.environ.get(name, "not set") for name in ENVIRONMENT})
-    return found

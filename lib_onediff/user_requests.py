@@ -56,6 +56,7 @@ class UserRequests:
         return Totals(
             vram=self._look().vram, budget=self._graphs.allowed(self.settings.memory_budget),
             disk=self.history.size_bytes(), calls=calls, hit_rate=calls[GRAPH] / count if count else None,
+            float8=self._graphs.float8_bytes(),
         )
 
     def status(self) -> dict[str, Any]:

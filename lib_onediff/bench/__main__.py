@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import cold, decode, first_calls, memory, models, pictures, profile, report, webui
+from . import cold, decode, first_calls, float8, memory, models, pictures, profile, report, webui
 from .children import Task
 from .clock import give_back_memory
 from .measure import Plan, measure
@@ -29,7 +29,7 @@ class Report:
     def __init__(self, options: argparse.Namespace, facts: dict[str, Any]) -> None:
         self._options = options
         self._facts = facts
-        names = ("rows", "cold", "new_sizes", "memory", "pictures", "decode", "profile")
+        names = ("rows", "cold", "new_sizes", "memory", "pictures", "float8", "decode", "profile")
         self.sections: dict[str, list[Any]] = {name: [] for name in names}
         self.complete = True
 
@@ -89,6 +89,9 @@ def measure_model(name: str, options: argparse.Namespace, device: torch.device, 
                 unet = unet_for(name, options, device).to(DTYPES[options.dtype])
                 done.add_rows("profile", profile, profile.profile(unet, plan_for(name, options), variant))
                 del unet
+    if options.float8:
+        with done.part(f"{name}, products in float8"):
+            done.add_rows("float8", float8, float8.float8(name, options, device))
     if options.pictures:
         with done.part(f"{name}, pictures"):
             done.add_rows("pictures", pictures, pictures.pictures(name, options, device))

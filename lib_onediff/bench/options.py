@@ -70,6 +70,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     sections.add_argument("--vae", action="store_true", help="decode pictures of 1024x1024 and of --sizes")
     sections.add_argument("--pictures", action="store_true",
                           help="whole pictures of the first size through a pipeline, with --steps steps")
+    sections.add_argument("--float8", action="store_true",
+                          help="the matrix products that FP8 replaces, at the first size, in --dtype and in float8")
     sections.add_argument("--profile", nargs="*", choices=list(VARIANTS), metavar="NAME",
                           help="kernel times of one call at the first size; without names: of our first variant")
     parser.add_argument("--json", type=Path, default=Path("onediff-bench.json"))

@@ -24,6 +24,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "onediff + DeepCache 3, depth 1": {"deepcache_interval": 3, "deepcache_depth": 1},
     "onediff + DeepCache 3, depth 3": {"deepcache_interval": 3, "deepcache_depth": 3},
     "onediff, half sums": {"matmul_accumulation": "half"},
+    "onediff + fp8": {"fp8": True},
+    "onediff + fp8 + DeepCache 3, depth 1": {"fp8": True, "deepcache_interval": 3, "deepcache_depth": 1},
 }
 HEADINGS = ("model", "size", "pipeline", "s a picture", "x host", "mean difference", "largest", "route")
 # A prompt's embedding is quieter than an image's noise.

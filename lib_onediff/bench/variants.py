@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..accelerator import runtime
+from ..backends import FLOAT8, NATIVE, OUR_KERNELS
 from ..hosts import diffusers
 from ..journal import GRAPH, HOST
 from ..settings import Settings
@@ -64,11 +65,12 @@ class Own:
     """
 
     def __init__(self, unet: nn.Module, backend: str, verify: bool = False, patient: bool = True) -> None:
-        if backend == "native" and not torch.cuda.is_available():
+        if backend in OUR_KERNELS and not torch.cuda.is_available():
             raise Unavailable("the native backend needs an NVIDIA GPU")
         self._unet = unet
         self._backend = backend
-        self._settings = Settings(backend=backend, verify=verify)
+        float8 = backend == FLOAT8
+        self._settings = Settings(backend=NATIVE if float8 else backend, fp8=float8, verify=verify)
         self._patient = patient
         self._reason = ""
         self.served: Counter[tuple[str, str]] = Counter()
@@ -161,7 +163,8 @@ VARIANTS: dict[str, Variant] = {
     "host eager + CUDA graph": Variant(host_graph),
     "torch.compile(host)": Variant(compiled),
     "torch.compile(host) + CUDA graph": Variant(compiled_graph),
-    "onediff native": own("native"),
+    "onediff native": own(NATIVE),
+    "onediff native fp8": own(FLOAT8),
     "onediff cudagraph": own("cudagraph"),
     "onediff eager": own("eager"),
 }

@@ -14,19 +14,36 @@ from ..unet.weights import Affine
 
 
 class Stream(NamedTuple):
-    """The residual stream of a transformer: tokens, and what is still to be added to each of them.
+    """The residual stream of a transformer: tokens, and what is still to be added to them.
 
-    owed, bias: (width,) each, or None. Two vectors cost less when the next norm adds them than when every linear layer
-    does.
+    owed, bias: (width,) each, or None: for every token the same. Two vectors cost less when the next norm adds them
+    than when every linear layer does. update: of the shape of tokens, or None.
     """
 
     tokens: Tensor
     owed: Tensor | None = None
     bias: Tensor | None = None
+    update: Tensor | None = None
+
+
+class Float8Tokens(NamedTuple):
+    """Tokens in float8 (e4m3), as a matrix product wants them.
+
+    values: (rows, width). scales: (rows, 1) in float32, by which they are multiplied. shape: what the rows are without
+    their width, such as (batch, tokens).
+    """
+
+    values: Tensor
+    scales: Tensor
+    shape: tuple[int, ...]
+
+
+# What an implementation hands from one of its operators to the next.
+Rows = Tensor | Float8Tokens
 
 
 class Operators(Protocol):
-    def linear(self, x: Tensor, affine: Affine) -> Tensor:
+    def linear(self, x: Rows, affine: Affine) -> Tensor:
         """(..., in) -> (..., out). A weight of (out, in, 1, 1) is a 1x1 convolution's and means the same."""
 
     def pointwise(self, image: Tensor, affine: Affine) -> Tensor:
@@ -40,10 +57,10 @@ class Operators(Protocol):
     ) -> Tensor:
         """Group norm of image + shift (batch, channels), followed by SiLU if silu."""
 
-    def layer_norm(self, stream: Stream, affine: Affine, norm: LayerNorm) -> tuple[Stream, Tensor]:
-        """The same stream, and its layer norm."""
+    def layer_norm(self, stream: Stream, affine: Affine, norm: LayerNorm, reader: Affine) -> tuple[Stream, Rows]:
+        """The same stream, and its layer norm. reader: the linear layer that it is for."""
 
-    def add_linear(self, stream: Stream, x: Tensor, affine: Affine) -> Stream:
+    def add_linear(self, stream: Stream, x: Rows, affine: Affine) -> Stream:
         """stream + linear(x). May write into the stream that it was given, which nobody uses afterwards."""
 
     def settle(self, stream: Stream) -> Tensor:
@@ -52,8 +69,8 @@ class Operators(Protocol):
     def attention(self, query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:
         """Softmax attention over (batch, heads, tokens, width), scores in float32 if upcast."""
 
-    def geglu(self, tokens: Tensor) -> Tensor:
-        """(..., 2 n) -> (..., n): the first half times the GELU (erf form) of the second."""
+    def geglu(self, tokens: Tensor, reader: Affine) -> Rows:
+        """(..., 2 n) -> (..., n): the first half times the GELU (erf form) of the second. reader: as in layer_norm."""
 
     def silu(self, x: Tensor) -> Tensor:
         """x * sigmoid(x)."""

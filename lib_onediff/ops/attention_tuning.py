@@ -10,16 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..unet.layout import (
-    Convolution,
-    CrossAttention,
-    Downsample,
-    Layer,
-    SelfAttention,
-    UNetLayout,
-    Upsample,
-    descriptions,
-)
+from ..unet.layout import UNetLayout
+from ..unet.sizes import transformer_blocks
 
 Shape = tuple[int, int, int, int]
 TimeMs = Callable[[Callable[[], Tensor]], float]
@@ -110,31 +102,11 @@ def attention_shapes(
     height, width: of the latent. tokens: of the context. The sizes are those that forward.Pass gives the images.
     """
     found: dict[tuple[Shape, Shape], None] = {}
-    size, skips = (height, width), []
-    for stage in layout.input_stages:
-        size = through(stage, size, None, batch, tokens, found)
-        skips.append(size)
-    size = through(layout.middle_stage, size, None, batch, tokens, found)
-    for stage in layout.output_stages:
-        size = skips.pop()
-        size = through(stage, size, skips[-1] if skips else None, batch, tokens, found)
+    for block, pixels in transformer_blocks(layout, height, width):
+        heads = block.self_attention.heads
+        own = (batch, heads, pixels, block.self_attention.query_key_value.out_features // 3 // heads)
+        found[own, own] = None
+        features, heads = block.cross_attention.query.out_features, block.cross_attention.heads
+        query = (batch, heads, pixels, features // heads)
+        found[query, (batch, heads, tokens, features // heads)] = None
     return list(found)
-
-
-def through(
-    stage: tuple[Layer, ...], size: tuple[int, int], following: tuple[int, int] | None, batch: int, tokens: int,
-    found: dict[tuple[Shape, Shape], None],
-) -> tuple[int, int]:
-    """The size of an image after a stage; notes the stage's attentions. following: the size of the next skip."""
-    for layer in stage:
-        for attention in descriptions(layer, (SelfAttention, CrossAttention)):
-            own = isinstance(attention, SelfAttention)
-            features = attention.query_key_value.out_features // 3 if own else attention.query.out_features
-            query = (batch, attention.heads, size[0] * size[1], features // attention.heads)
-            found[query, query if own else (batch, attention.heads, tokens, features // attention.heads)] = None
-        if isinstance(layer, Upsample):
-            size = following if layer.resize_before and following else (size[0] * 2, size[1] * 2)
-        shape = layer.convolution if isinstance(layer, (Upsample, Downsample)) else layer
-        if isinstance(shape, Convolution):
-            size = tuple((side + 2 * shape.padding - shape.kernel) // shape.stride + 1 for side in size)
-    return size

@@ -40,7 +40,7 @@ def group_norm(image: Tensor, affine: Affine, norm: GroupNorm, silu: bool, shift
     return functional.silu(normed, inplace=True) if silu else normed
 
 
-def layer_norm(stream: Stream, affine: Affine, norm: LayerNorm) -> tuple[Stream, Tensor]:
+def layer_norm(stream: Stream, affine: Affine, norm: LayerNorm, reader: Affine) -> tuple[Stream, Tensor]:
     tokens = settle(stream)
     return Stream(tokens), functional.layer_norm(tokens, (norm.width,), affine.weight, affine.bias, norm.eps)
 
@@ -50,9 +50,9 @@ def add_linear(stream: Stream, x: Tensor, affine: Affine) -> Stream:
 
 
 def settle(stream: Stream) -> Tensor:
-    tokens, *vectors = stream
-    for vector in vectors:
-        tokens = tokens if vector is None else tokens + vector.to(tokens.dtype)
+    tokens, *addends = stream
+    for addend in addends:
+        tokens = tokens if addend is None else tokens + addend.to(tokens.dtype)
     return tokens
 
 
@@ -63,7 +63,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor
     return wide.to(query.dtype)
 
 
-def geglu(tokens: Tensor) -> Tensor:
+def geglu(tokens: Tensor, reader: Affine) -> Tensor:
     value, gate = tokens.chunk(2, dim=-1)
     return value * functional.gelu(gate)
 

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..unet.layout import Convolution, GroupNorm, LayerNorm
 from ..unet.weights import Affine
-from . import Stream, torch_ops, triton_attention, triton_group_norm, triton_images, triton_strips, triton_tokens
+from . import Rows, Stream, torch_ops, triton_attention, triton_group_norm, triton_images, triton_strips, triton_tokens
 from .choices import Choices
 from .launches import (
     ADDITION,
@@ -95,7 +95,7 @@ class TritonOperators:
             statistics_cut=self._cut(STATISTICS, first), application_cut=self._cut(APPLICATION, first),
         )
 
-    def layer_norm(self, stream: Stream, affine: Affine, norm: LayerNorm) -> tuple[Stream, Tensor]:
+    def layer_norm(self, stream: Stream, affine: Affine, norm: LayerNorm, reader: Affine) -> tuple[Stream, Rows]:
         cut = self._launches.of(LAYER_NORM, row_class(norm.width), stream.tokens.dtype)
         stream = stream._replace(tokens=stream.tokens.contiguous())
         return triton_tokens.layer_norm(stream, affine.weight, affine.bias, norm.eps, cut)
@@ -121,7 +121,7 @@ class TritonOperators:
                 return triton_attention.attention(*given, cut)
         return self._attention(query, key, value, upcast)
 
-    def geglu(self, tokens: Tensor) -> Tensor:
+    def geglu(self, tokens: Tensor, reader: Affine) -> Rows:
         cut = self._launches.of(GEGLU, row_class(tokens.shape[-1] // 2), tokens.dtype)
         return triton_tokens.geglu(tokens.contiguous(), cut)
 

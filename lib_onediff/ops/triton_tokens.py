@@ -75,7 +75,7 @@ def layer_norm(
 
     What is owed is added in float32, and is not rounded on the way.
     """
-    tokens, owed, addend = stream
+    tokens, owed, addend = stream[:3]
     width, (rows_together, warps) = tokens.shape[-1], cut
     rows = tokens.numel() // width
     output = torch.empty_like(tokens)
@@ -92,7 +92,7 @@ def layer_norm(
 
 def settle(stream: Stream, cut: Cut = LAYER_NORM.candidates[0]) -> Tensor:
     """The tokens with what they are owed; the very tokens where that is nothing."""
-    tokens, owed, addend = stream
+    tokens, owed, addend = stream[:3]
     if owed is None:
         return tokens if addend is None else tokens + addend
     width, (rows_together, warps) = tokens.shape[-1], cut

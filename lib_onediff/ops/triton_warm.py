@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..unet.layout import CrossAttention, GroupNorm, LayerNorm
-from . import Stream, triton_attention, triton_group_norm, triton_images, triton_strips, triton_tokens
+from . import Stream, triton_attention, triton_float8, triton_group_norm, triton_images, triton_strips, triton_tokens
 from .choices import Choices
 from .launches import (
     ADDITION,
@@ -32,14 +32,18 @@ SIDE = 4
 
 
 def compile_kernels(
-    users: Iterable[Any], dtype: torch.dtype, device: torch.device, cuts: Launches | None = None
+    users: Iterable[Any], dtype: torch.dtype, device: torch.device, cuts: Launches | None = None,
+    float8: bool = False,
 ) -> None:
     """Launch every kernel that a network with these layers (unet.layout) needs once, on a few numbers.
 
-    cuts: how they are cut, None for their first choice. What was compiled before costs a millisecond. Raises what
-    Triton raises.
+    cuts: how they are cut, None for their first choice. float8: also those of ops.float8_ops. What was compiled before
+    costs a millisecond. Raises what Triton raises.
     """
-    first, *others = launches(list(users), dtype, device, cuts or Launches(Choices()))
+    network, chosen = list(users), cuts or Launches(Choices())
+    first, *others = launches(network, dtype, device, chosen)
+    if float8:
+        others += float8_launches(network, dtype, device, chosen)
     # Triton sets itself up in the first launch of all, and not for several threads at once.
     launch(first, device)
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "onediff-kernels") as pool:
@@ -117,3 +121,24 @@ def launches(
         *(lambda width=width: geglu(FEED_FORWARD * width) for width in widths.values()),
         *(lambda width=width: attend(width) for width in sorted(heads) if dtype in triton_attention.DTYPES),
     ]
+
+
+def float8_launches(
+    users: list[Any], dtype: torch.dtype, device: torch.device, cuts: Launches
+) -> list[Callable[[], object]]:
+    """As launches, for what the operators in float8 have besides."""
+
+    def of_width(width: int) -> object:
+        tokens, weight = (torch.zeros(shape, dtype=dtype, device=device) for shape in ((SIDE, width), (width,)))
+        cut = cuts.of(LAYER_NORM, row_class(width), dtype)
+        triton_float8.layer_norm(Stream(tokens, None, weight, tokens.clone()), weight, weight, 1e-5, cut)
+        return rounded(torch.zeros((SIDE, 2 * FEED_FORWARD * width), dtype=dtype, device=device), width)
+
+    def rounded(hidden: torch.Tensor, width: int) -> object:
+        gated = triton_float8.geglu(hidden)
+        triton_float8.rounded_rows(hidden[:, :FEED_FORWARD * width].contiguous(), *gated[:2])
+        narrow = triton_float8.empty_rows(hidden, width)
+        return triton_float8.rounded_rows(hidden[:, :width].contiguous(), *narrow[:2])
+
+    widths = {row_class(leaf.width): leaf.width for leaf in users if isinstance(leaf, LayerNorm)}
+    return [lambda width=width: of_width(width) for width in widths.values()]

@@ -48,6 +48,7 @@ class BoundUNet:
         self._last_prompt = Sighting()
         self._prompts = PromptMemory()
         self.generation = 0
+        self._samplings = 0
 
     @property
     def layout(self) -> UNetLayout:
@@ -80,9 +81,15 @@ class BoundUNet:
             self._all_edits = self.binding.all_edits()
         return self.generation, self._all_edits
 
+    def weights_in_sampling(self) -> tuple[int, Edits, int]:
+        """As weights_now; where edits cannot be seen, also another at every sampling."""
+        generation, edits = self.weights_now()
+        return generation, edits, self._samplings if UNCOUNTED in edits.counts else 0
+
     def begin_sampling(self) -> None:
         """The host says that a new sampling starts: look at everything again at the next call."""
         self._sampling_began = True
+        self._samplings += 1
         self._prompts.forget()
 
     def rest(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..ops import Operators, Stream
+from ..ops import Operators, Rows, Stream
 from .layout import (
     Convolution,
     CrossAttention,
@@ -59,11 +59,11 @@ class Layers:
     def _residual_block(self, block: ResidualBlock, image: Tensor) -> Tensor:
         weights, ops = self.weights, self.ops
         hidden = ops.group_norm(image, weights[block.in_norm.path], block.in_norm, silu=True)
-        in_weight, in_bias = weights[block.in_convolution.path]
+        in_weight = weights[block.in_convolution.path].weight
         hidden = ops.convolution(hidden, Affine(in_weight, None), block.in_convolution)
         shift = self.shifts[block.embedding.path]
         hidden = ops.group_norm(hidden, weights[block.out_norm.path], block.out_norm, silu=True, shift=shift)
-        out_weight, out_bias = weights[block.out_convolution.path]
+        out_weight, out_bias = weights[block.out_convolution.path][:2]
         hidden = ops.convolution(hidden, Affine(out_weight, None), block.out_convolution)
         skip = image if block.skip is None else ops.pointwise(image, weights[block.skip.path])
         return ops.residual_add(skip, hidden, out_bias)
@@ -81,22 +81,24 @@ class Layers:
 
     def _transformer_block(self, block: TransformerBlock, stream: Stream) -> Stream:
         weights, ops = self.weights, self.ops
-        stream, normed = ops.layer_norm(stream, weights[block.self_norm.path], block.self_norm)
+        query_key_value = weights[block.self_attention.query_key_value.name]
+        stream, normed = ops.layer_norm(stream, weights[block.self_norm.path], block.self_norm, query_key_value)
         mixed = self._self_attention(block.self_attention, normed)
         stream = ops.add_linear(stream, mixed, weights[block.self_attention.out.path])
-        stream, normed = ops.layer_norm(stream, weights[block.cross_norm.path], block.cross_norm)
+        query = weights[block.cross_attention.query.path]
+        stream, normed = ops.layer_norm(stream, weights[block.cross_norm.path], block.cross_norm, query)
         mixed = self._cross_attention(block.cross_attention, normed)
         stream = ops.add_linear(stream, mixed, weights[block.cross_attention.out.path])
-        stream, normed = ops.layer_norm(stream, weights[block.feed_forward_norm.path], block.feed_forward_norm)
-        hidden = ops.geglu(ops.linear(normed, weights[block.feed_forward_in.path]))
-        return ops.add_linear(stream, hidden, weights[block.feed_forward_out.path])
+        into, out = weights[block.feed_forward_in.path], weights[block.feed_forward_out.path]
+        stream, normed = ops.layer_norm(stream, weights[block.feed_forward_norm.path], block.feed_forward_norm, into)
+        return ops.add_linear(stream, ops.geglu(ops.linear(normed, into), out), out)
 
-    def _self_attention(self, attention: SelfAttention, tokens: Tensor) -> Tensor:
+    def _self_attention(self, attention: SelfAttention, tokens: Rows) -> Tensor:
         fused = self.ops.linear(tokens, self.weights[attention.query_key_value.name])
         query, key, value = (split_heads(part, attention.heads) for part in fused.chunk(3, dim=-1))
         return join_heads(self.ops.attention(query, key, value, self.upcast_attention))
 
-    def _cross_attention(self, attention: CrossAttention, tokens: Tensor) -> Tensor:
+    def _cross_attention(self, attention: CrossAttention, tokens: Rows) -> Tensor:
         query = split_heads(self.ops.linear(tokens, self.weights[attention.query.path]), attention.heads)
         key, value = (
             split_heads(part, attention.heads)

@@ -19,11 +19,19 @@ from .layout import Convolution, FusedLinear, UnsupportedUNet
 BOUND_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+class Float8Weight(NamedTuple):
+    """The weight of a linear layer in float8 (e4m3): values (out, in), and scales (1, out) in float32."""
+
+    values: Tensor
+    scales: Tensor
+
+
 class Affine(NamedTuple):
-    """A weight and its bias, or None where the layer has no bias."""
+    """A weight and its bias, or None where the layer has no bias; and the weight in float8, where it is wanted so."""
 
     weight: Tensor
     bias: Tensor | None
+    float8: Float8Weight | None = None
 
 
 Weights = dict[str, Affine]

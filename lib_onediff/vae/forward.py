@@ -86,5 +86,5 @@ class Decoding:
         """A convolution, and the bias that is still to be added to it."""
         if not self.fold_biases:
             return self._convolution(image, shape), None
-        weight, bias = self.weights[shape.path]
+        weight, bias = self.weights[shape.path][:2]
         return self.ops.convolution(image, Affine(weight, None), shape), bias

@@ -62,7 +62,7 @@ class CastWeights(Mapping[str, Affine]):
         self._weights, self._dtype = weights, dtype
 
     def __getitem__(self, path: str) -> Affine:
-        weight, bias = self._weights[path]
+        weight, bias = self._weights[path][:2]
         return Affine(weight.to(self._dtype), None if bias is None else bias.to(self._dtype))
 
     def __iter__(self) -> Iterator[str]:

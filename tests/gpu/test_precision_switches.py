@@ -18,8 +18,6 @@ from lib_onediff.accelerator import runtime
 from lib_onediff.bench.models import random_vae
 from lib_onediff.hosts import diffusers_decoder
 from lib_onediff.precision import (
-    BF16_REDUCTION,
-    FP16_REDUCTION,
     HALF_SUMS,
     SWITCHES,
     TF32_CONVOLUTION,
@@ -27,7 +25,7 @@ from lib_onediff.precision import (
     Flags,
     applied,
 )
-from lib_onediff.precision_effects import Machine, facts, why_no_effect
+from lib_onediff.precision_effects import Machine, why_no_effect
 from lib_onediff.settings import Settings
 from lib_onediff.vae.watch import WatchedOperators
 
@@ -135,12 +133,6 @@ def test_the_newer_way_to_set_tf32_is_put_back() -> None:
         assert error(lambda: a @ b.t(), exact, ()) > 1e-5
     finally:
         SWITCHES[TF32_MATMUL].restore(found)
-
-
-def test_facts_name_this_gpu() -> None:
-    said = facts()
-    assert said["GPU"] == torch.cuda.get_device_name() and said["cuDNN"] != "None"
-    assert {said[name] for name in (FP16_REDUCTION, BF16_REDUCTION)} <= {"on", "off"}
 
 
 @pytest.mark.skipif(

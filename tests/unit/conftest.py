@@ -51,7 +51,7 @@ def weather(monkeypatch: pytest.MonkeyPatch) -> Weather:
     """The operators of the native backend, on a machine that seems to have a GPU and Triton."""
     operators = Weather()
     monkeypatch.setattr(backends, "steps", steps_of_a_gpu)
-    monkeypatch.setattr(runtime.operators, "_native", operators)
+    monkeypatch.setitem(runtime.operators._made, backends.NATIVE, operators)
     monkeypatch.setattr(runtime.operators, "prepare", lambda network, patient: True)
     return operators
 

@@ -14,24 +14,25 @@ from lib_onediff.backends import CUDAGRAPH, EAGER, NATIVE, Steps
 from lib_onediff.ops import torch_ops
 from lib_onediff.shapes.table import Entry
 from lib_onediff.unet.call import UNetCall
+from lib_onediff.unet.weights import Affine
 
 
 class Weather:
     """torch's operators, with geglu replaced, in the place of our kernels; counts how often geglu is called."""
 
     def __init__(self) -> None:
-        self.geglu_by: Callable[[Tensor], Tensor] = torch_ops.geglu
+        self.geglu_by: Callable[[Tensor, Affine], Tensor] = torch_ops.geglu
         self.calls = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch_ops, name)
 
-    def geglu(self, tokens: Tensor) -> Tensor:
+    def geglu(self, tokens: Tensor, reader: Affine) -> Tensor:
         self.calls += 1
-        return self.geglu_by(tokens)
+        return self.geglu_by(tokens, reader)
 
     def raises(self, error: BaseException) -> None:
-        def broken(tokens: Tensor) -> Tensor:
+        def broken(tokens: Tensor, reader: Affine) -> Tensor:
             raise error
 
         self.geglu_by = broken

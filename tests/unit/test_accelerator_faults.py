@@ -52,7 +52,7 @@ def test_damaged_weights_condemn_no_shape(value: float) -> None:
 
 @pytest.mark.parametrize("kind", [RuntimeError, NotImplementedError, TypeError, ValueError, IndexError])
 def test_an_error_of_ours_costs_no_picture(monkeypatch: pytest.MonkeyPatch, kind: type[Exception]) -> None:
-    def broken(tokens: Tensor) -> Tensor:
+    def broken(*given: Any) -> Tensor:
         raise kind("first line\nsecond line")
 
     unet = lib_onediff.compile_unet(diffusers_unet())
@@ -62,7 +62,7 @@ def test_an_error_of_ours_costs_no_picture(monkeypatch: pytest.MonkeyPatch, kind
 
 
 def test_running_out_of_memory_costs_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hungry(tokens: Tensor) -> Tensor:
+    def hungry(*given: Any) -> Tensor:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
     unet = lib_onediff.compile_unet(diffusers_unet())
@@ -77,7 +77,7 @@ def test_running_out_of_memory_costs_no_picture(monkeypatch: pytest.MonkeyPatch)
 def test_a_forward_that_disagrees_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
     unet = lib_onediff.compile_unet(diffusers_unet())
     with monkeypatch.context() as patch:
-        patch.setattr(torch_ops, "geglu", lambda tokens: tokens.chunk(2, dim=-1)[0])
+        patch.setattr(torch_ops, "geglu", lambda tokens, reader: tokens.chunk(2, dim=-1)[0])
         assert torch.equal(served(unet, a_call(unet)), diffusers_output(unet, a_call(unet)))
         assert route() == "host" and reason().startswith("it differs from the model's own forward by ")
     [entry] = runtime.table.entries()

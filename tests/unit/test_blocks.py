@@ -100,7 +100,7 @@ def test_a_stage_that_differs_is_left_to_the_host(unet: Any, loop: HostLoop, mon
     with runtime.settings_for_run(Settings(enabled=False)):
         expected = controlled(unet)
     real = torch_ops.geglu
-    monkeypatch.setattr(torch_ops, "geglu", lambda tokens: real(tokens) * 1.01)
+    monkeypatch.setattr(torch_ops, "geglu", lambda tokens, reader: real(tokens, reader) * 1.01)
     for _ in range(2):
         assert torch.equal(controlled(unet), expected)
         assert runtime.status()["route"] == "host"

@@ -67,7 +67,7 @@ def test_what_failed_at_one_shape_lives_on_at_the_others(unet: nn.Module, weathe
 def test_where_every_backend_fails_the_host_serves(
     unet: nn.Module, weather: Weather, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(tokens: Tensor) -> Tensor:
+    def broken(*given: Any) -> Tensor:
         raise RuntimeError("torch is broken too")
 
     weather.raises(RuntimeError("a kernel is broken"))
@@ -80,7 +80,7 @@ def test_where_every_backend_fails_the_host_serves(
 
 
 def test_a_backend_that_disagrees_with_the_host_is_left_for_the_next(unet: nn.Module, weather: Weather) -> None:
-    weather.geglu_by = lambda tokens: tokens.chunk(2, dim=-1)[0]
+    weather.geglu_by = lambda tokens, reader: tokens.chunk(2, dim=-1)[0]
     call = a_call(unet)
     assert torch.equal(served(unet, call), diffusers_output(unet, call)), "the host's output is there anyway"
     assert now()[1] == "host" and reason().startswith("it differs from the model's own forward by ")

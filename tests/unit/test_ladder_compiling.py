@@ -41,7 +41,7 @@ class Compiler:
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     compiler, operators = Compiler(), OperatorSets(runtime.choices)
-    monkeypatch.setattr(operators, "_native", Weather())
+    monkeypatch.setitem(operators._made, NATIVE, Weather())
     monkeypatch.setattr(backends, "steps", steps_of_a_gpu)
     monkeypatch.setattr(runtime, "operators", operators)
     monkeypatch.setattr(runtime._ladder, "_operators", operators)
@@ -106,7 +106,7 @@ def test_what_does_not_compile_is_served_by_the_next_backend(compiler: Compiler)
 
 
 def test_a_triton_that_cannot_be_imported(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime.operators, "_native", None)
+    monkeypatch.delitem(runtime.operators._made, NATIVE, raising=False)
     monkeypatch.setitem(sys.modules, "lib_onediff.ops.triton_ops", None)
     compiler.may_end.set()
     unet = small_xl()

@@ -32,7 +32,7 @@ from lib_onediff.precision import (
     tf32_is_on,
     upcasts_attention,
 )
-from lib_onediff.precision_effects import Machine, described, facts, note, remark, why_no_effect
+from lib_onediff.precision_effects import Machine, described, note, remark, why_no_effect
 
 GPU = torch.device("cuda", 0)
 HALF = types.SimpleNamespace(matmul_accumulation="half")
@@ -138,7 +138,6 @@ def test_a_host_that_uses_the_newer_tf32_switch_breaks_nothing() -> None:
     with pytest.raises(RuntimeError):
         _ = torch.backends.cuda.matmul.allow_tf32
     assert tf32_is_on() and SWITCHES[TF32_MATMUL].read() is True
-    assert facts()[TF32_MATMUL] == "on"
 
 
 @pytest.mark.skipif(not HAS_NEWER_TF32, reason="PyTorch has fp32_precision from 2.9 on")
@@ -344,8 +343,6 @@ def test_every_combination_of_switches_that_torch_lacks(
         with applied(flags):
             assert all(SWITCHES[name].read() is value for name, value in flags)
         assert {name: SWITCHES[name].state() for name in has} == before
-    said = facts(machine)
-    assert all(said[name] == "not in this PyTorch" for name in missing)
 
 
 @pytest.mark.parametrize(("option", "dtype"), [
@@ -419,9 +416,3 @@ def test_an_overflow_is_remembered() -> None:
     again.attach(lambda: stored, lambda *given: None)
     assert AttentionOverflows(again).seen("abc", torch.float16)
     assert not AttentionOverflows(again).seen("abc", torch.bfloat16) and not seen.seen("other", torch.float16)
-
-
-def test_facts_are_text() -> None:
-    said = facts()
-    assert said["torch"] == torch.__version__ and all(isinstance(value, str) for value in said.values())
-    assert set(SWITCHES) < set(said) and said["TORCH_CUDNN_V8_API_DISABLED"] in ("not set", "0", "1")

@@ -20,6 +20,7 @@ from lib_onediff.settings import Settings
 from lib_onediff.shapes.history import verdict_name
 from lib_onediff.shapes.key import ShapeKey
 from lib_onediff.shapes.table import State
+from lib_onediff.unet.weights import Affine
 
 REDUCED, FULL = ((FP16_REDUCTION, True),), ((FP16_REDUCTION, False),)
 
@@ -43,9 +44,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     stood: list[bool] = []
     geglu = torch_ops.geglu
 
-    def watched(tokens: Tensor) -> Tensor:
+    def watched(tokens: Tensor, reader: Affine) -> Tensor:
         stood.append(SWITCHES[FP16_REDUCTION].read())
-        return geglu(tokens)
+        return geglu(tokens, reader)
 
     for module in ("accelerator", "blocks", "vae.serving"):
         monkeypatch.setattr(f"lib_onediff.{module}.flags_for", as_on_a_gpu)

@@ -101,11 +101,11 @@ def test_tokens_may_be_slices_and_transposed(native: TritonOperators) -> None:
     norm, parameters, out = LayerNorm("norm", 24, 1e-5), affine(24), affine(24, 48)
     outputs = []
     for ops in (native, torch_ops):
-        stream, first = ops.layer_norm(Stream(tokens.clone()), parameters, norm)
+        stream, first = ops.layer_norm(Stream(tokens.clone()), parameters, norm, out)
         # Two additions between the norms, and one after the last.
         stream = ops.add_linear(ops.add_linear(stream, hidden, out), hidden, out)
-        stream, second = ops.layer_norm(stream, parameters, norm)
-        outputs.append((first, second, ops.settle(ops.add_linear(stream, hidden, out)), ops.geglu(tokens)))
+        stream, second = ops.layer_norm(stream, parameters, norm, out)
+        outputs.append((first, second, ops.settle(ops.add_linear(stream, hidden, out)), ops.geglu(tokens, out)))
     for ours, expected in zip(*outputs, strict=True):
         assert relative_error(ours, expected) < CLOSE
 

@@ -157,7 +157,7 @@ def test_a_plain_latent_is_no_black_picture() -> None:
 
 def test_native_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lib_onediff.vae.serving.decoder_steps", lambda *given: Steps((NATIVE, EAGER), ""))
-    monkeypatch.setattr(runtime.operators, "_native", torch_ops)
+    monkeypatch.setitem(runtime.operators._made, NATIVE, torch_ops)
     monkeypatch.setattr(runtime.operators, "prepare", lambda network, patient: True)
     encoder = diffusers_vae(**SD).encoder
     picture = a_picture(encoder)

@@ -49,7 +49,7 @@ class Stand:
 def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
     stand = Stand()
     monkeypatch.setattr("lib_onediff.vae.serving.decoder_steps", lambda *given: Steps((NATIVE, EAGER), ""))
-    monkeypatch.setattr(runtime.operators, "_native", stand)
+    monkeypatch.setitem(runtime.operators._made, NATIVE, stand)
     monkeypatch.setattr(runtime.operators, "prepare", lambda network, patient: stand.ready())
     return stand
 
