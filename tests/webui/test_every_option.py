@@ -91,6 +91,8 @@ def by_overrides(webui: WebUI, options: dict[str, Any], request: dict[str, Any])
 def by_infotext(webui: WebUI, options: dict[str, Any], request: dict[str, Any]) -> Pictures:
     if webui.is_standalone:
         pytest.skip("the standalone host's API takes no infotext")
+    if webui.kind == "forge":
+        pytest.skip("Forge's API answers every infotext with a TypeError of its own; test_page.py pastes one")
     return webui.txt2img(**request, infotext=by_argument(webui, options, request).info["infotexts"][0])
 
 
@@ -125,7 +127,8 @@ def test_every_way_makes_the_same_picture_and_leaves_nothing(
     made = way(webui, options, request)
     after = by_argument(webui, {}, request)
     assert largest_difference(made, expected) == 0
-    assert onediff_in(made) == onediff_in(expected)
+    # Switched off in the settings tab, OneDiff is not there at all and says nothing.
+    assert onediff_in(made) == ("" if (name, way) == ("enabled", by_settings) else onediff_in(expected))
     assert word(value) in onediff_in(expected) and (name == "enabled" or name in onediff_in(expected))
     assert largest_difference(after, before) == 0 and onediff_in(after) == onediff_in(before)
     if name in SEEN:
