@@ -46,6 +46,8 @@ class Care:
         self.float8: Float8Weights | None = None
         self.no_room_for_float8 = False
         self._kept: dict[ShapeKey, Kept] = {}
+        # Beside the graphs that are torch's: OneFlow's memory is no part of any budget.
+        self.oneflow: dict[ShapeKey, Kept] = {}
         # The graphs come and go with weights and prompts; their memory stays for the next ones.
         self._memory: Memory | None = None
 
@@ -74,13 +76,16 @@ class Care:
         kept = self._kept.get(key)
         if kept is None:
             return None
-        feature = half and half.feature
-        if kept.generation == self.bound.generation and kept.conditioning is conditioning and (
-            feature_of(kept.runner) is feature
-        ):
+        if self.serves(kept, conditioning, half):
             return kept.runner
         del self._kept[key]
         return None
+
+    def serves(self, kept: Kept, conditioning: Conditioning, half: Half | None) -> bool:
+        """Whether a runner is still good for these."""
+        return kept.generation == self.bound.generation and kept.conditioning is conditioning and (
+            feature_of(kept.runner) is (half and half.feature)
+        )
 
     def keep(self, key: ShapeKey, conditioning: Conditioning, runner: Runner) -> None:
         """Keep a runner that was made just now; those that weights have moved away from go."""
@@ -110,6 +115,7 @@ class Care:
             key: kept for key, kept in self._kept.items() if key not in keys
         }
         if keys is None:
+            self.oneflow = {}
             self.course.forget()
             self.float8 = None
         if not self._kept:

@@ -17,6 +17,7 @@ from .deepcache.course import Turn
 from .graph_cache import GraphCache
 from .journal import GRAPH, PLAIN
 from .modes import autocast_dtype
+from .oneflow_route import NotYet, OneFlowRoute
 from .operators import Network, OperatorSets
 from .precision import Flags
 from .settings import Settings
@@ -66,6 +67,7 @@ class Ladder:
         self._table = table
         self._graphs = graphs
         self._operators = operators
+        self._oneflow = OneFlowRoute()
         self._patience = threading.local()
 
     @property
@@ -82,13 +84,22 @@ class Ladder:
 
         Raises Declined, and UnsupportedUNet. To be called in the host's modes: they decide what can be served.
         """
-        steps = backends.steps(settings.backend, call.latent.device, self._operators.why_not_native)
+        steps = self._steps(settings, call)
         care.bound.refresh(call, care.by_content, channels_last=steps.backends[0] == backends.NATIVE)
         refuse_inputs(care.bound, call)
         if settings.fp8:
             return backends.with_float8(steps, lambda: self._why_not_float8(care, call))
         self._graphs.drop_float8(care)
         return steps
+
+    def _steps(self, settings: Settings, call: UNetCall) -> backends.Steps:
+        device = call.latent.device
+        steps = backends.steps(settings.backend, device, self._operators.why_not_native)
+        if settings.backend != backends.ONEFLOW:
+            return steps
+        # They serve while OneFlow compiles. Our own kernels want their weights in another order.
+        others = backends.steps(backends.CUDAGRAPH, device, self._operators.why_not_native)
+        return self._oneflow.steps(settings, others, steps, call, self.patient)
 
     def _why_not_float8(self, care: Care, call: UNetCall) -> str | None:
         if care.no_room_for_float8:
@@ -120,7 +131,7 @@ class Ladder:
                     return self._run(care, entry, wanted, reason, turn)
                 except (torch.cuda.OutOfMemoryError, Declined):
                     raise
-                except NoRoom as lack:
+                except (NoRoom, NotYet) as lack:
                     reason = str(lack)
                     continue
                 except Stale:
@@ -235,8 +246,12 @@ class Ladder:
             if entry.key.is_shallow and not turn.may_be_shallow(care.bound.weights_now()):
                 raise Stale
             turn.prepare(call.half)
-        runner = care.runner(entry.key, conditioning, call.half)
-        if runner is not None and entry.state is not State.COLD:
+        if backend == backends.ONEFLOW:
+            runner = self._oneflow.runner(care, entry.key, call, conditioning, self.patient)
+        else:
+            # What a graph replays was launched and judged before.
+            runner = None if entry.state is State.COLD else care.runner(entry.key, conditioning, call.half)
+        if runner is not None:
             output = entry.own.time(device, lambda: runner.run(call))
             self._note_full(care, entry, call, conditioning, turn, output)
             return Served(output, entry, GRAPH, reason, conditioning, call, turn)

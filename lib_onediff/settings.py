@@ -37,8 +37,9 @@ class Settings:
         "auto",
         "Backend",
         "auto: the fastest that this machine can run. native: OneDiff's own kernels (Triton), one CUDA graph per "
-        "resolution, replayed. cudagraph: the same with PyTorch's operators. eager: PyTorch's operators, no graphs.",
-        choices=("auto", "native", "cudagraph", "eager"),
+        "resolution, replayed. cudagraph: the same with PyTorch's operators. oneflow: OneFlow's compiler, where it is "
+        "installed; it takes seconds for every resolution, in the background. eager: PyTorch's operators, no graphs.",
+        choices=("auto", "native", "cudagraph", "oneflow", "eager"),
         per_run=True,
     )
     verify: bool = option(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-NATIVE, CUDAGRAPH, EAGER = "native", "cudagraph", "eager"
+NATIVE, CUDAGRAPH, EAGER, ONEFLOW = "native", "cudagraph", "eager", "oneflow"
 # native, with the largest matrix products in float8: a backend of its own, so that where it fails native serves.
 FLOAT8 = "native fp8"
 OUR_KERNELS = (FLOAT8, NATIVE)

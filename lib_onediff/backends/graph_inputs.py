@@ -1,22 +1,35 @@
 """What a graph reads: tensors of its own, into which each call's are copied."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from ..unet.call import Control, UNetCall
 
 
-def own_inputs(call: UNetCall) -> UNetCall:
+def own_inputs(call: UNetCall, memory_format: torch.memory_format = torch.preserve_format) -> UNetCall:
     """The call with inputs that belong to the graph. The context is not among them: the conditioning stands for it.
 
     The timestep becomes a float, whole or not, so that samplers of either kind share a graph.
     """
-    copy = lambda tensor: None if tensor is None else tensor.detach().clone()  # noqa: E731
+    own = mapped(call, lambda tensor: tensor.detach().clone(memory_format=memory_format))
+    return replace(own, timestep=own.timestep.float())
+
+
+def mapped(call: UNetCall, of: Callable[[Tensor], Any]) -> UNetCall:
+    """The call with of(tensor) in the place of every tensor that a graph reads, in an order that depends on the shape
+    alone; without context and y."""
+    change = lambda tensor: None if tensor is None else of(tensor)  # noqa: E731
+    latent, timestep, condition = map(change, (call.latent, call.timestep, call.timestep_condition))
     parts = (getattr(call.control, part.name) for part in fields(Control)) if call.control else ()
-    control = Control(*(tuple(map(copy, part)) for part in parts)) if call.control else None
+    control = Control(*(tuple(map(change, part)) for part in parts)) if call.control else None
     return replace(
-        call, latent=copy(call.latent), timestep=copy(call.timestep).float(),
-        timestep_condition=copy(call.timestep_condition), control=control, context=call.context.new_empty(0), y=None,
+        call, latent=latent, timestep=timestep, timestep_condition=condition, control=control,
+        context=call.context.new_empty(0), y=None,
     )
 
 

@@ -5,11 +5,12 @@ Images are (batch, channels, height, width) in whatever memory format the implem
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..unet.layout import Convolution, GroupNorm, LayerNorm
+from ..unet.layout import Convolution, GroupNorm, LayerNorm, TimeEmbedding
 from ..unet.weights import Affine
 
 
@@ -43,6 +44,12 @@ Rows = Tensor | Float8Tokens
 
 
 class Operators(Protocol):
+    def sinusoids(self, timestep: Tensor, time: TimeEmbedding) -> Tensor:
+        """(batch,) -> (batch, channels) in float32: cosines and sines of the timestep at falling frequencies."""
+
+    def join(self, vectors: Sequence[Tensor]) -> Tensor:
+        """Vectors, one after the other in one."""
+
     def linear(self, x: Rows, affine: Affine) -> Tensor:
         """(..., in) -> (..., out). A weight of (out, in, 1, 1) is a 1x1 convolution's and means the same."""
 

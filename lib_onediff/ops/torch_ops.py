@@ -1,13 +1,35 @@
 """The reference operators: plain torch, any device, any dtype. Images stay in the format they come in."""
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from ..unet.layout import Convolution, GroupNorm, LayerNorm
+from ..unet.layout import Convolution, GroupNorm, LayerNorm, TimeEmbedding
 from ..unet.weights import Affine
 from . import Stream
+
+
+def sinusoids(timestep: Tensor, time: TimeEmbedding) -> Tensor:
+    """As ldm's timestep_embedding and diffusers' get_timestep_embedding (frequency_shift is the latter's
+    downscale_freq_shift; ldm's is 0). Channels are even in every known model."""
+    angles = timestep[:, None].float() * frequencies(time, timestep.device)[None] * time.scale
+    waves = (angles.cos(), angles.sin())
+    return torch.cat(waves if time.cosine_first else waves[::-1], dim=-1)
+
+
+def frequencies(time: TimeEmbedding, device: torch.device) -> Tensor:
+    """Those of the sinusoids, (channels / 2,) in float32."""
+    half = time.channels // 2
+    exponents = torch.arange(half, dtype=torch.float32, device=device) / (half - time.frequency_shift)
+    return torch.exp(-math.log(10000) * exponents)
+
+
+def join(vectors: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(vectors))
 
 
 def linear(x: Tensor, affine: Affine) -> Tensor:

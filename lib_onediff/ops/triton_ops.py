@@ -2,7 +2,7 @@
 twice."""
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..unet.layout import Convolution, GroupNorm, LayerNorm
+from ..unet.layout import Convolution, GroupNorm, LayerNorm, TimeEmbedding
 from ..unet.weights import Affine
 from . import Rows, Stream, torch_ops, triton_attention, triton_group_norm, triton_images, triton_strips, triton_tokens
 from .choices import Choices
@@ -62,6 +62,12 @@ class TritonOperators:
         self._attention = attention
         # Of images that were made by an addition, as long as they live.
         self._strips: MutableMapping[Tensor, triton_strips.Strips] = WeakIdKeyDictionary()
+
+    def sinusoids(self, timestep: Tensor, time: TimeEmbedding) -> Tensor:
+        return torch_ops.sinusoids(timestep, time)
+
+    def join(self, vectors: Sequence[Tensor]) -> Tensor:
+        return torch_ops.join(vectors)
 
     def linear(self, x: Tensor, affine: Affine) -> Tensor:
         return torch_ops.linear(x, affine)

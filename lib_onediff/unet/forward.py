@@ -6,17 +6,15 @@ the context and the label embedding once per prompt (condition), all time embedd
 """
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..ops import Operators
 from .call import Control, UNetCall
 from .layers import Layers
-from .layout import TimeEmbedding, UNetLayout
+from .layout import UNetLayout
 from .weights import Weights
 
 
@@ -49,25 +47,12 @@ def condition(layout: UNetLayout, weights: Weights, ops: Operators, context: Ten
     return Conditioning(key_values, label)
 
 
-def sinusoids(timestep: Tensor, time: TimeEmbedding) -> Tensor:
-    """(batch,) -> (batch, channels) in float32: cosines and sines of the timestep at falling frequencies.
-
-    As ldm's timestep_embedding and diffusers' get_timestep_embedding (frequency_shift is the latter's
-    downscale_freq_shift; ldm's is 0). Channels are even in every known model.
-    """
-    half = time.channels // 2
-    exponents = torch.arange(half, dtype=torch.float32, device=timestep.device) / (half - time.frequency_shift)
-    angles = timestep[:, None].float() * torch.exp(-math.log(10000) * exponents)[None] * time.scale
-    waves = (angles.cos(), angles.sin())
-    return torch.cat(waves if time.cosine_first else waves[::-1], dim=-1)
-
-
 def time_embedding(
     layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, label: Tensor | None
 ) -> Tensor:
     """The embedding of the timestep, with the guidance and label embeddings where there are any: (batch, width)."""
     time = layout.time
-    waves = sinusoids(call.timestep, time).to(weights[time.first.path].weight.dtype)
+    waves = ops.sinusoids(call.timestep, time).to(weights[time.first.path].weight.dtype)
     if time.condition is not None and call.timestep_condition is not None:
         waves = waves + ops.linear(call.timestep_condition.to(waves.dtype), weights[time.condition.path])
     embedding = ops.linear(ops.silu(ops.linear(waves, weights[time.first.path])), weights[time.second.path])
@@ -81,7 +66,7 @@ def block_shifts(layout: UNetLayout, weights: Weights, ops: Operators, embedding
     blocks = layout.residual_blocks
     biases = [weights[block.in_convolution.path].bias for block in blocks]
     if all(bias is not None for bias in biases):
-        projected = projected + torch.cat([bias for bias in biases if bias is not None])
+        projected = projected + ops.join([bias for bias in biases if bias is not None])
     shifts = projected.split([block.embedding.out_features for block in blocks], dim=1)
     return {block.embedding.path: shift for block, shift in zip(blocks, shifts, strict=True)}
 

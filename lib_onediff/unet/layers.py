@@ -109,7 +109,7 @@ class Layers:
 
 def split_heads(tokens: Tensor, heads: int) -> Tensor:
     """(batch, tokens, heads * width) -> (batch, heads, tokens, width)."""
-    return tokens.unflatten(-1, (heads, -1)).transpose(1, 2)
+    return tokens.view(*tokens.shape[:-1], heads, -1).transpose(1, 2)
 
 
 def join_heads(tokens: Tensor) -> Tensor:

@@ -137,7 +137,7 @@ Stage = tuple[Layer, ...]
 
 @dataclass(frozen=True)
 class TimeEmbedding:
-    """Sinusoids of the timestep, then two linear layers. See forward.sinusoids for the parameters' meaning."""
+    """Sinusoids of the timestep, then two linear layers. See ops.torch_ops.sinusoids for the parameters' meaning."""
 
     channels: int
     cosine_first: bool

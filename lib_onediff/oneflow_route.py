@@ -1,0 +1,65 @@
+"""How calls come to OneFlow: whether it can be used, the graph of a shape, and what it is told of precision."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from .backends import ONEFLOW, Steps
+from .backends.oneflow import OneFlowGraphs, OneFlowRefusal, OneFlowRunner
+from .backends.oneflow_gate import OneFlowGate, Verdict
+from .care import Care, Kept
+from .precision import oneflow_variables
+from .settings import Settings
+from .shapes.key import ShapeKey
+from .unet.call import UNetCall
+from .unet.forward import Conditioning
+
+TRYING = "OneFlow is being tried, in the background"
+COMPILING = "OneFlow is compiling for this shape, in the background"
+
+
+class NotYet(Exception):
+    """A backend does not serve this call; the message says why, in one line for the user."""
+
+
+class OneFlowRoute:
+    """One for the process: OneFlow's graphs outlive models. Whoever calls holds the runtime's lock."""
+
+    def __init__(self, gate: OneFlowGate | None = None, graphs: OneFlowGraphs | None = None) -> None:
+        self._gate = gate or OneFlowGate()
+        self._graphs = graphs or OneFlowGraphs()
+        self._variables: Mapping[str, str] = {}
+        self._fused_attention: dict[tuple[torch.device, torch.dtype], bool] = {}
+
+    def steps(self, settings: Settings, others: Steps, without: Steps, call: UNetCall, patient: bool) -> Steps:
+        """OneFlow before the others, or what serves without it, and why. For calls by these settings."""
+        device, dtype = call.latent.device, call.latent.dtype
+        verdict = self._gate.verdict(device, dtype) if patient else self._gate.verdict_soon(device, dtype)
+        verdict = verdict or Verdict(TRYING)
+        if verdict.reason is not None:
+            return Steps(without.backends, verdict.reason)
+        self._variables = oneflow_variables(settings)
+        self._fused_attention[device, dtype] = verdict.fused_attention
+        return Steps((ONEFLOW, *others.backends), "")
+
+    def runner(
+        self, care: Care, key: ShapeKey, call: UNetCall, conditioning: Conditioning, patient: bool
+    ) -> OneFlowRunner:
+        """What runs a call. Raises NotYet."""
+        kept = care.oneflow.get(key)
+        if kept is not None and care.serves(kept, conditioning, call.half):
+            # Settings change, and graphs do not know them.
+            return replace(kept.runner, variables=self._variables)
+        try:
+            runner = self._graphs.runner(
+                replace(key, precision=()), care.bound.binding, call, conditioning, self._variables,
+                self._fused_attention.get((call.latent.device, call.latent.dtype), False), patient,
+            )
+        except OneFlowRefusal as refusal:
+            raise NotYet(str(refusal)) from refusal
+        if runner is None:
+            raise NotYet(COMPILING)
+        care.oneflow[key] = Kept(care.bound.generation, conditioning, runner)
+        return runner

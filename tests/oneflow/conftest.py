@@ -1,0 +1,35 @@
+"""Tests of OneFlow have an environment of their own: Python 3.10, oneflow 0.9.0, torch 2.4.1 (.ci/run makes it).
+
+Anywhere else each of them is skipped, with the sentence that a user would read.
+"""
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lib_onediff.accelerator import runtime
+from lib_onediff.backends.oneflow_gate import OneFlowGate
+
+HERE = Path(__file__).parent
+# Theirs are the small UNets.
+sys.path.append(str(HERE.with_name("unit")))
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ours = [item for item in items if HERE in item.path.parents]
+    reason = OneFlowGate().verdict(torch.device("cpu"), torch.float32).reason if ours else None
+    for item in ours if reason else []:
+        item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def gradients_are_off() -> Iterator[None]:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+    runtime.purge()

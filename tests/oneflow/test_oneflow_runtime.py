@@ -1,0 +1,71 @@
+"""The backend oneflow, as a user chooses it."""
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("diffusers")
+
+from builders import SMALL, SMALL_XL, a_call, diffusers_output, diffusers_unet, served
+from oneflow_builders import agree
+
+from lib_onediff import compile_unet, status, uncompile_unet
+from lib_onediff.accelerator import runtime
+from lib_onediff.backends.oneflow_gate import OneFlowGate, Verdict
+
+
+def now() -> tuple[str, str]:
+    return status()["backend"], status()["route"]
+
+
+def test_it_serves_once_it_is_ready() -> None:
+    unet = compile_unet(diffusers_unet(**SMALL_XL), backend="oneflow")
+    call, seen, until = a_call(unet), [], time.monotonic() + 240
+    while now() != ("oneflow", "graph") and time.monotonic() < until:
+        assert agree(served(unet, call), diffusers_output(unet, call))
+        seen.append((*now(), status()["reason"]))
+    assert seen[0][:2] == ("eager", "plain") and "OneFlow" in seen[0][2]
+    assert seen[-1] == ("oneflow", "graph", "")
+    # It was checked against the host.
+    [entry] = [entry for entry in runtime.table.entries() if entry.key.backend == "oneflow"]
+    assert 0 < entry.relative_error < 1e-5
+    uncompile_unet(unet)
+    assert torch.equal(served(unet, call), diffusers_output(unet, call))
+
+
+def test_patience_edits_and_exchanges() -> None:
+    unet = compile_unet(diffusers_unet(**SMALL), backend="oneflow")
+    with runtime.patience():
+        for seed, size in enumerate([(8, 8), (16, 8), (8, 8)]):
+            call = a_call(unet, *size, seed=seed)
+            assert agree(served(unet, call), diffusers_output(unet, call))
+            assert now() == ("oneflow", "graph")
+        for parameter in unet.parameters():
+            parameter.mul_(1.05)
+        assert agree(served(unet, call), diffusers_output(unet, call))
+        unet.conv_in.weight = nn.Parameter(torch.randn_like(unet.conv_in.weight) * 0.1)
+        call = a_call(unet, seed=9)
+        assert agree(served(unet, call), diffusers_output(unet, call))
+        assert now() == ("oneflow", "graph")
+
+
+def test_backends_back_and_forth() -> None:
+    unet = diffusers_unet(**SMALL)
+    call = a_call(unet)
+    with runtime.patience():
+        for backend in ("oneflow", "eager", "oneflow"):
+            compile_unet(unet, backend=backend)
+            assert agree(served(unet, call), diffusers_output(unet, call))
+            assert status()["backend"] == backend
+            uncompile_unet(unet)
+
+
+def test_where_it_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OneFlowGate, "verdict_soon", lambda *given: Verdict("OneFlow has no luck today"))
+    unet = compile_unet(diffusers_unet(**SMALL), backend="oneflow")
+    call = a_call(unet)
+    assert agree(served(unet, call), diffusers_output(unet, call))
+    assert (*now(), status()["reason"]) == ("eager", "plain", "OneFlow has no luck today")

@@ -1,0 +1,139 @@
+"""Small UNets, computed by OneFlow on the CPU in float32, against their hosts' own forward."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("diffusers")
+
+import builders
+from builders import a_call, diffusers_output, diffusers_unet, ldm_output, ldm_unet
+from oneflow_builders import GRAPHS, Ours, agree
+
+from lib_onediff.ops import torch_ops
+from lib_onediff.unet import deepcache
+from lib_onediff.unet.call import Control
+from lib_onediff.unet.half import DeepFeature, Half
+from lib_onediff.unet.layout import TimeEmbedding
+
+
+@pytest.mark.parametrize("layout", ["SD1", "SDXL"])
+def test_two_shapes_and_back(layout: str) -> None:
+    unet = diffusers_unet(**getattr(builders, layout))
+    ours, before = Ours(unet), len(GRAPHS)
+    for size, graphs in (((8, 8), 1), ((16, 8), 2), ((8, 8), 2)):
+        call = a_call(unet, *size)
+        assert agree(ours.output(call), diffusers_output(unet, call))
+        assert len(GRAPHS) - before == graphs
+
+
+def test_the_refiner() -> None:
+    unet = diffusers_unet(**builders.REFINER)
+    call = a_call(unet, 8, 8)
+    assert agree(Ours(unet).output(call), diffusers_output(unet, call))
+
+
+def test_sizes_that_do_not_halve() -> None:
+    unet = diffusers_unet(**builders.SMALL)
+    call = a_call(unet, 9, 13, batch=1)
+    assert agree(Ours(unet).output(call), diffusers_output(unet, call))
+
+
+def test_sizes_that_do_not_halve_in_ldm() -> None:
+    pytest.importorskip("ldm")
+    unet = ldm_unet(**builders.LDM_LAYOUTS["SD1"])
+    call = a_call(unet, 9, 13, batch=1)
+    assert agree(Ours(unet).output(call), ldm_output(unet, call))
+
+
+def test_guidance_embedding() -> None:
+    unet = diffusers_unet(**{**builders.SMALL, "time_cond_proj_dim": 24})
+    call = a_call(unet)
+    assert agree(Ours(unet).output(call), diffusers_output(unet, call))
+
+
+def test_tiling() -> None:
+    unet = diffusers_unet(**builders.SMALL)
+    call = a_call(unet)
+    ours, plain = Ours(unet), diffusers_output(unet, call)
+    for module in unet.modules():
+        if isinstance(module, nn.Conv2d):
+            module.padding_mode, module._reversed_padding_repeated_twice = "circular", [module.padding[0]] * 4
+    tiled = diffusers_output(unet, call)
+    assert agree(ours.output(call), tiled) and not agree(tiled, plain)
+
+
+def test_attention_in_float32() -> None:
+    unet = diffusers_unet(**builders.SMALL)
+    call = replace(a_call(unet), upcast_attention=True)
+    assert agree(Ours(unet).output(call), diffusers_output(unet, call))
+
+
+def test_control() -> None:
+    unet = diffusers_unet(**builders.SMALL)
+    call = a_call(unet)
+    ours = Ours(unet)
+    ours.bound.refresh(call, by_content=False)
+    layout, weights = ours.bound.layout, ours.bound.binding.weights()
+    conditioning = ours.bound.conditioning(torch_ops, call, by_content=False)
+    residual = torch.randn(2, 16, 8, 8)
+    call = replace(call, control=Control(input=(None, residual), output=(None, None, None, residual)))
+    expected = deepcache.full(layout, weights, torch_ops, call, conditioning, 1)[0]
+    assert agree(ours.output(call), expected)
+    # Other residuals, by the same graph.
+    other = replace(call, control=Control(input=(None, residual * 2), output=(None, None, None, residual * 3)))
+    assert agree(ours.output(other), deepcache.full(layout, weights, torch_ops, other, conditioning, 1)[0])
+
+
+def test_both_halves_of_deepcache() -> None:
+    unet = diffusers_unet(**builders.SMALL)
+    call, feature = a_call(unet), DeepFeature()
+    ours, expected = Ours(unet), diffusers_output(unet, call)
+    full, shallow = (replace(call, half=Half(1, is_shallow, feature)) for is_shallow in (False, True))
+    runner = ours.runner(full)
+    feature.write(torch.zeros(2, 16, 8, 8))
+    assert agree(runner.run(full), expected)
+    assert float(feature.read().abs().max()) > 0
+    halved = ours.runner(shallow)
+    assert agree(halved.run(shallow), expected)
+    # It is the feature that it reads, where the full half writes it.
+    feature.write(torch.zeros(2, 16, 8, 8))
+    assert not agree(halved.run(shallow), expected)
+
+
+def test_another_prompt_and_another_step_need_no_other_graph() -> None:
+    unet = diffusers_unet(**builders.SMALL_XL)
+    ours, call = Ours(unet), a_call(unet)
+    first = ours.output(call)
+    kept, graphs = first.clone(), len(GRAPHS)
+    for seed in (1, 2):
+        other = a_call(unet, seed=seed)
+        assert agree(ours.output(other), diffusers_output(unet, other))
+    whole = replace(call, timestep=torch.tensor([500, 20]))
+    assert agree(ours.output(whole), diffusers_output(unet, whole))
+    assert len(GRAPHS) == graphs
+    # An output belongs to whoever asked for it.
+    assert torch.equal(first, kept)
+
+
+@pytest.mark.parametrize("time", [
+    TimeEmbedding(320, True, 0.0, 1.0, None, None, None), TimeEmbedding(32, False, 1.0, 0.5, None, None, None),
+])
+def test_sinusoids(time: TimeEmbedding) -> None:
+    from oneflow.utils.tensor import from_torch, to_torch
+
+    from lib_onediff.ops.oneflow_ops import OneFlowOperators
+
+    timestep = torch.tensor([999.75, 0.0, 3.5, 417.0])
+    output = to_torch(OneFlowOperators().sinusoids(from_torch(timestep), time))
+    assert float((output - torch_ops.sinusoids(timestep, time)).abs().max()) < 1e-6
+
+
+def test_an_image_in_another_order() -> None:
+    unet = diffusers_unet(**builders.SMALL)
+    call = a_call(unet)
+    turned = replace(call, latent=call.latent.to(memory_format=torch.channels_last))
+    assert agree(Ours(unet).output(turned), diffusers_output(unet, call))

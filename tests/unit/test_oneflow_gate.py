@@ -1,0 +1,169 @@
+"""Why OneFlow cannot be used: what can be said without it, and what is read from the process in which it is tried."""
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lib_onediff.backends import oneflow_gate
+from lib_onediff.backends.oneflow_gate import OneFlowGate, Verdict, brief, read, said, why_no_package, why_not_for
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def a_sentence(text: str | None) -> bool:
+    return text is not None and text[0].isupper() and "\n" not in text and not text.endswith(".") and len(text) < 300
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine that OneFlow is made for, and a folder in which a test can install one."""
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(oneflow_gate, "PYTHON", sys.version_info[:2])
+    monkeypatch.syspath_prepend(tmp_path)
+    # Another test may have imported the real one.
+    monkeypatch.delitem(sys.modules, "oneflow", raising=False)
+    return tmp_path
+
+
+def install(folder: Path, version: str = "0.9.0", source: str = "raise SystemExit('it was imported')") -> None:
+    (folder / "oneflow").mkdir()
+    (folder / "oneflow" / "__init__.py").write_text(source)
+    info = folder / f"oneflow-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: oneflow\nVersion: {version}\n")
+
+
+def tried(folder: Path, seconds: float = 120.0) -> str | None:
+    """What a gate says, whose other process finds this folder's packages first."""
+    gate = OneFlowGate(seconds, {**os.environ, "PYTHONPATH": str(folder)})
+    return gate.verdict(CPU, torch.float32).reason
+
+
+@pytest.mark.parametrize("version", [(3, 11), (3, 13)])
+def test_other_pythons(monkeypatch: pytest.MonkeyPatch, machine: Path, version: tuple[int, int]) -> None:
+    install(machine)
+    monkeypatch.setattr(oneflow_gate, "PYTHON", (3, 10))
+    monkeypatch.setattr(sys, "version_info", (*version, 1))
+    why = why_no_package()
+    assert a_sentence(why) and "needs Python 3.10" in why and "{}.{}".format(*version) in why
+
+
+@pytest.mark.parametrize(("system", "processor"), [("win32", "AMD64"), ("darwin", "arm64"), ("linux", "aarch64")])
+def test_other_systems(monkeypatch: pytest.MonkeyPatch, machine: Path, system: str, processor: str) -> None:
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(platform, "machine", lambda: processor)
+    why = why_no_package()
+    assert a_sentence(why) and "Linux" in why and processor in why
+
+
+def test_none_is_installed(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if not Path(folder, "oneflow").is_dir()])
+    why = why_no_package()
+    assert a_sentence(why) and "not installed" in why and "README" in why
+
+
+@pytest.mark.parametrize(("version", "can"), [("0.9.0", True), ("0.9.1.dev20240515", True), ("0.7.0", False),
+                                              ("1.0.0", False)])
+def test_its_version(machine: Path, version: str, can: bool) -> None:
+    install(machine, version)
+    why = why_no_package()
+    assert (why is None) == can
+    assert can or (a_sentence(why) and version in why and "pip install oneflow==0.9.0" in why)
+    assert "oneflow" not in sys.modules
+
+
+@pytest.mark.parametrize(("capability", "can"), [
+    ((5, 2), False), ((6, 1), True), ((7, 5), True), ((8, 6), True), ((8, 9), True), ((9, 0), False), ((12, 0), False),
+])
+def test_generations_of_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], can: bool) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    why = why_not_for(GPU, torch.float16)
+    assert (why is None) == can
+    assert can or (a_sentence(why) and "NVIDIA H200 has {}.{}".format(*capability) in why)
+
+
+def test_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert a_sentence(why_not_for(torch.device("mps"), torch.float16))
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    assert "AMD" in why_not_for(GPU, torch.float16)
+
+
+@pytest.mark.parametrize(("device", "dtype"), [(CPU, torch.float16), (CPU, torch.bfloat16), (GPU, torch.bfloat16)])
+def test_types_that_it_does_not_compute(device: torch.device, dtype: torch.dtype) -> None:
+    why = why_not_for(device, dtype)
+    assert a_sentence(why) and str(dtype).removeprefix("torch.") in why
+    assert why_not_for(CPU, torch.float32) is None
+
+
+@pytest.mark.parametrize(("source", "words"), [
+    ("raise ImportError('libcublas.so.11: cannot open shared object file: No such file or directory')",
+     ["libcublas.so.11", "pip install --no-deps nvidia-cublas-cu11"]),
+    ("raise ImportError('Unable to import Numpy array, try to upgrade Numpy version!')", ["NumPy 1"]),
+    ("raise TypeError('Descriptors cannot be created directly.')", ["protobuf 3"]),
+    ("import google_weather", ["cannot be imported: ModuleNotFoundError"]),
+    ("raise ImportError(\"No module named 'google.protobuf'\")", ["protobuf 3"]),
+    ("raise RuntimeError('\\x1b[1mtoo\\x1b[0m hot\\nand more')", ["cannot be imported: RuntimeError: too hot"]),
+    ("import os; os.abort()", ["ended its process when it was imported"]),
+])
+def test_imports_that_fail(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, source: str, words: list[str]
+) -> None:
+    install(machine, source=source)
+    monkeypatch.setattr(oneflow_gate, "installed", lambda name: "9.1.0.70" if "cudnn" in name else "0.9.0")
+    why = tried(machine)
+    assert a_sentence(why) and all(word in why for word in words), why
+    assert "oneflow" not in sys.modules
+
+
+def test_one_that_never_ends(machine: Path) -> None:
+    install(machine, source="import time; time.sleep(1000)")
+    began = time.monotonic()
+    why = tried(machine, seconds=1)
+    assert a_sentence(why) and "within 1 s" in why
+    assert time.monotonic() - began < 60
+
+
+def test_no_other_python_can_be_started(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(machine)
+    monkeypatch.setattr(sys, "executable", str(machine / "none"))
+    assert "no other Python can be started" in tried(machine)
+
+
+def test_it_is_tried_once_and_not_waited_for(machine: Path) -> None:
+    install(machine, source="open(__file__ + '.tried', 'a').write('x'); raise ImportError('bad weather')")
+    gate = OneFlowGate(environment={**os.environ, "PYTHONPATH": str(machine)})
+    assert gate.verdict_soon(CPU, torch.float32) is None
+    until = time.monotonic() + 120
+    while (found := gate.verdict_soon(CPU, torch.float32)) is None and time.monotonic() < until:
+        time.sleep(0.05)
+    assert found == gate.verdict(CPU, torch.float32) == Verdict("OneFlow cannot be imported: ImportError: bad weather")
+    assert (machine / "oneflow" / "__init__.py.tried").read_text() == "x"
+
+
+def test_what_the_other_process_says() -> None:
+    noise = ["W2026 cuda", '{"at": "sharing"}', "[1, 2]", '{"at": "done", "fused_attention": true}', "{not there}"]
+    assert read(said("\n".join(noise)), 0) == Verdict(None, True)
+    # What it says last counts, and not how it ends: OneFlow may fall over when it is put away.
+    assert read({"at": "done"}, -6) == Verdict(None)
+    for stage in ("importing", "sharing", "computing"):
+        assert a_sentence(read({"at": stage}, -6).reason)
+        assert a_sentence(read({"at": stage, "error": "RuntimeError: it is too hot."}, 0).reason)
+    assert a_sentence(read({}, 1).reason)
+    assert brief("\x1b[1m\n\n first: \n second") == "first"
+
+
+def test_cudnn_8_beside_cudnn_8(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = "ImportError: libcudnn.so.8: cannot open shared object file"
+    monkeypatch.setattr(oneflow_gate, "installed", lambda name: "8.9.2.26" if name == "nvidia-cudnn-cu12" else None)
+    assert "torch 2.4" in read({"at": "importing", "error": error}, 0).reason
+    monkeypatch.setattr(oneflow_gate, "installed", lambda name: "9.1.0.70")
+    assert "nvidia-cudnn-cu11==8.5.0.96" in read({"at": "importing", "error": error}, 0).reason
