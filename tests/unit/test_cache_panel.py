@@ -5,8 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import gradio
 import pytest
+
+pytest.importorskip("gradio")
+
+import gradio
 from panel_builders import Seen, keys, used
 from test_warmup import wait_until_idle
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import gradio
 import pytest
+
+pytest.importorskip("gradio")
+
+import gradio
 from panel_builders import Seen, text_of
 
 from lib_onediff.accelerator import runtime

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("fastapi")
+
 from lib_onediff import xyz
 from lib_onediff.preset_data import BALANCED, PRESETS, SPEED
 from lib_onediff.presets import all_presets, preset_options
