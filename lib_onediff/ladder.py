@@ -34,6 +34,8 @@ log = logging.getLogger("onediff")
 NO_ROOM = "there is no GPU memory for the weights in FP8"
 COMPILING = "OneDiff's kernels are being compiled, in the background; on this machine it is done once"
 
+INDUCTOR_COMPILES = "Inductor compiles this model's blocks, in the background; on this machine it is done once"
+
 
 class Declined(Exception):
     """We do not serve this call; the message is the reason, in one line for the user."""
@@ -85,7 +87,7 @@ class Ladder:
         Raises Declined, and UnsupportedUNet. To be called in the host's modes: they decide what can be served.
         """
         steps = self._steps(settings, call)
-        care.bound.refresh(call, care.by_content, channels_last=steps.backends[0] == backends.NATIVE)
+        care.bound.refresh(call, care.by_content, self._wants_channels_last(care, steps.backends[0], call))
         refuse_inputs(care.bound, call)
         if settings.fp8:
             return backends.with_float8(steps, lambda: self._why_not_float8(care, call))
@@ -93,13 +95,19 @@ class Ladder:
         return steps
 
     def _steps(self, settings: Settings, call: UNetCall) -> backends.Steps:
-        device = call.latent.device
-        steps = backends.steps(settings.backend, device, self._operators.why_not_native)
+        device, operators = call.latent.device, self._operators
+        steps = backends.steps(settings.backend, device, operators.why_not_native, operators.inductor.why_not)
         if settings.backend != backends.ONEFLOW:
             return steps
         # They serve while OneFlow compiles. Our own kernels want their weights in another order.
-        others = backends.steps(backends.CUDAGRAPH, device, self._operators.why_not_native)
+        others = backends.steps(backends.CUDAGRAPH, device, operators.why_not_native)
         return self._oneflow.steps(settings, others, steps, call, self.patient)
+
+    def _wants_channels_last(self, care: Care, backend: str, call: UNetCall) -> bool:
+        if backend == backends.INDUCTOR:
+            # Until its code is there the host serves, which would turn the weights back at every call.
+            return self._operators.inductor.is_ready(care.bound, call.latent)
+        return backend == backends.NATIVE
 
     def _why_not_float8(self, care: Care, call: UNetCall) -> str | None:
         if care.no_room_for_float8:
@@ -191,10 +199,10 @@ class Ladder:
         self, care: Care, settings: Settings, entry: Entry, call: UNetCall, conditioning: Conditioning
     ) -> None:
         backend = entry.key.backend
-        if backend not in backends.WITH_GRAPHS or entry.no_graph:
+        if not backends.has_graphs(backend, entry.key.device) or entry.no_graph:
             return
         try:
-            if backend in backends.OUR_KERNELS and self._tune(care, backend, call):
+            if backend in backends.TUNED and self._tune(care, backend, call):
                 # Something else was chosen: let it do its first work outside the capture.
                 self._plainly(care, entry, call, conditioning)
             self._graphs.capture(care, entry, settings.memory_budget, call, conditioning)
@@ -217,6 +225,11 @@ class Ladder:
         return self._table.entry(key, bound.layout.model_name)
 
     def _have_kernels(self, care: Care, backend: str, call: UNetCall) -> None:
+        if backend == backends.INDUCTOR:
+            if not self._operators.inductor.prepare(care.bound, call.latent, self.patient):
+                raise Declined(INDUCTOR_COMPILES)
+            if not care.bound.channels_last:
+                care.bound.refresh(call, care.by_content, channels_last=True)
         if backend not in backends.OUR_KERNELS:
             return
         network = network_of(care, call, float8=backend == backends.FLOAT8)
@@ -258,10 +271,11 @@ class Ladder:
         stopwatch = Stopwatch() if entry.state is State.COLD else entry.own
         plainly = lambda: self._plainly(care, entry, call, conditioning)  # noqa: E731
         # A first call of all chooses algorithms, and takes more memory for that than any later one.
-        measures = backend in backends.WITH_GRAPHS and entry.state is not State.COLD
+        has_graphs = backends.has_graphs(backend, device)
+        measures = has_graphs and entry.state is not State.COLD
         output = stopwatch.time(device, lambda: self._graphs.measured(entry, plainly) if measures else plainly())
         self._note_full(care, entry, call, conditioning, turn, output)
-        if backend in backends.WITH_GRAPHS:
+        if has_graphs:
             reason = reason or entry.no_graph or entry.waits or (
                 "first call at this shape" if entry.state is State.COLD else "its graph is captured after this step"
             )

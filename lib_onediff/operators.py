@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from . import backends
+from .backends.inductor import Inductor
 from .ops import Operators, torch_ops
 from .ops.attention import Attention
 from .ops.attention_tuning import attention_shapes, time_on_gpu
@@ -53,6 +54,7 @@ class OperatorSets:
     def __init__(self, choices: Choices) -> None:
         self.attention = Attention(choices)
         self.float8 = Float8Choice(choices)
+        self.inductor = Inductor(self.attention)
         self._launches = Launches(choices)
         self._made: dict[str, Operators] = {}
         self._why_not: dict[torch.device, str | None] = {}
@@ -91,6 +93,8 @@ class OperatorSets:
 
     def of(self, backend: str) -> Operators:
         """The operators by which a backend computes."""
+        if backend == backends.INDUCTOR:
+            return self.inductor.operators
         if backend not in backends.OUR_KERNELS:
             return torch_ops
         with self._lock:
@@ -142,6 +146,7 @@ class OperatorSets:
     def finish(self) -> None:
         """Wait for what was begun."""
         self._worker.submit(lambda: None).result()
+        self.inductor.finish()
 
     def _prepare_early(
         self, unet: weakref.ref[nn.Module], settings: Settings, dtype: torch.dtype, device: torch.device

@@ -65,7 +65,7 @@ class UserRequests:
         status = self.journal.status()
         return {
             "enabled": settings.enabled, **status, "backend": status["backend"] or settings.backend,
-            "vae": self.vae.status(),
+            "vae": self.vae.status(), "inductor": self.operators.inductor.status(),
         }
 
     # --- to keep --------------------------------------------------------------------------------------------------

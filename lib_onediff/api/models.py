@@ -209,6 +209,7 @@ class StatusAnswer(Answer):
     ratio: float | None = None
     calls: dict[str, int] = Field(..., description="UNet calls by route.")
     vae: dict[str, Any] = Field(..., description="The same of the last decode.")
+    inductor: dict[str, int] = Field(..., description="How many graphs Inductor has compiled, and how many again.")
 
 
 class Problem(BaseModel):

@@ -6,11 +6,13 @@ from typing import NamedTuple
 
 import torch
 
-NATIVE, CUDAGRAPH, EAGER, ONEFLOW = "native", "cudagraph", "eager", "oneflow"
+NATIVE, INDUCTOR, CUDAGRAPH, EAGER, ONEFLOW = "native", "inductor", "cudagraph", "eager", "oneflow"
 # native, with the largest matrix products in float8: a backend of its own, so that where it fails native serves.
 FLOAT8 = "native fp8"
 OUR_KERNELS = (FLOAT8, NATIVE)
-WITH_GRAPHS = (FLOAT8, NATIVE, CUDAGRAPH)
+WITH_GRAPHS = (FLOAT8, NATIVE, INDUCTOR, CUDAGRAPH)
+# Attention is computed by what was measured to be the fastest.
+TUNED = (*OUR_KERNELS, INDUCTOR)
 
 
 class Steps(NamedTuple):
@@ -20,8 +22,20 @@ class Steps(NamedTuple):
     reason: str
 
 
-def steps(wanted: str, device: torch.device, why_not_native: Callable[[torch.device], str | None]) -> Steps:
-    """What to try on a device. wanted: as settings.Settings.backend. why_not_native: what our kernels lack there."""
+def has_graphs(backend: str, device: torch.device) -> bool:
+    """Whether a backend replays graphs on a device. Of those that do, only Inductor serves without a GPU too."""
+    return backend in WITH_GRAPHS and (backend != INDUCTOR or device.type == "cuda")
+
+
+def steps(
+    wanted: str, device: torch.device, why_not_native: Callable[[torch.device], str | None],
+    why_not_inductor: Callable[[torch.device], str | None] = lambda device: "Inductor is for the whole UNet alone",
+) -> Steps:
+    """What to try on a device. wanted: as settings.Settings.backend. why_not_native, why_not_inductor: what our
+    kernels lack there, and what Inductor does."""
+    if wanted == INDUCTOR:
+        lack, plain = why_not_inductor(device), CUDAGRAPH if device.type == "cuda" else EAGER
+        return Steps((INDUCTOR, plain), "") if lack is None else Steps((plain,), lack)
     if wanted == EAGER:
         return Steps((EAGER,), "")
     if device.type != "cuda":

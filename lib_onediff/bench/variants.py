@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..accelerator import runtime
-from ..backends import FLOAT8, NATIVE, OUR_KERNELS
+from ..backends import EAGER, FLOAT8, INDUCTOR, NATIVE, OUR_KERNELS, has_graphs
 from ..hosts import diffusers
-from ..journal import GRAPH, HOST
+from ..journal import GRAPH, HOST, PLAIN
 from ..settings import Settings
 
 Arguments = dict[str, Any]
@@ -149,7 +149,9 @@ class Variant:
         calls = 0
         while True:
             output, calls = run(arguments), calls + 1
-            fast = self.backend in ("", "eager") or runtime.journal.route == GRAPH
+            journal = runtime.journal
+            launched = journal.entry is not None and not has_graphs(self.backend, journal.entry.key.device)
+            fast = self.backend in ("", EAGER) or journal.route == (PLAIN if launched else GRAPH)
             if fast or calls == most:
                 return output, calls
 
@@ -165,9 +167,10 @@ VARIANTS: dict[str, Variant] = {
     "torch.compile(host) + CUDA graph": Variant(compiled_graph),
     "onediff native": own(NATIVE),
     "onediff native fp8": own(FLOAT8),
+    "onediff inductor": own(INDUCTOR),
     "onediff cudagraph": own("cudagraph"),
     "onediff eager": own("eager"),
 }
 BASELINE = "host eager"
 COMPILED = "torch.compile(host) + CUDA graph"
-WITHOUT_GPU = (BASELINE, "onediff eager")
+WITHOUT_GPU = (BASELINE, "onediff inductor", "onediff eager")

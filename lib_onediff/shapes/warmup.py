@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..backends import EAGER
+from ..backends import has_graphs
 from .estimates import known_times
 from .job import (
     CALLS_PER_SHAPE,
@@ -193,7 +193,7 @@ class WarmUp:
     def _what(self, call: Call) -> str:
         if call.number == 0:
             return CHECKING
-        return CAPTURING if call.number == 1 and self._runtime.status()["backend"] != EAGER else MEASURING
+        return CAPTURING if call.number == 1 and replays(self._runtime.status()["backend"]) else MEASURING
 
     def _shapes(self, size: Size, tokens: int, unbatched: bool | None) -> tuple[Shape, ...]:
         shapes = tuple(Shape(*shape) for shape in self._webui.call_shapes(size.batch, tokens))
@@ -211,7 +211,12 @@ class Made(NamedTuple):
     def why_no_graph(self, call: Call) -> str:
         """Why the last call of a shape was not replayed, where graphs are what makes it fast."""
         is_last = call.number == CALLS_PER_SHAPE - 1
-        return self.reason if is_last and self.route != "graph" and self.backend != EAGER else ""
+        return self.reason if is_last and self.route != "graph" and replays(self.backend) else ""
+
+
+def replays(backend: str) -> bool:
+    """Whether a backend that has served makes graphs."""
+    return has_graphs(backend, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def first_line(error: Exception) -> str:

@@ -68,6 +68,11 @@ class BoundUNet:
         return self._architecture
 
     @property
+    def channels_last(self) -> bool:
+        """Whether the weights of convolutions were made to lie so."""
+        return self._channels_last
+
+    @property
     def binding(self) -> Binding:
         if self._binding is None:
             raise UnsupportedUNet("this UNet has not been bound yet")

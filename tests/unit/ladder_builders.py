@@ -41,7 +41,9 @@ class Weather:
         self.geglu_by = torch_ops.geglu
 
 
-def steps_of_a_gpu(wanted: str, device: torch.device, why_not_native: Callable[..., str | None]) -> Steps:
+def steps_of_a_gpu(
+    wanted: str, device: torch.device, why_not_native: Callable[..., str | None], *others: Callable[..., str | None]
+) -> Steps:
     if wanted == EAGER:
         return Steps((EAGER,), "")
     return Steps((CUDAGRAPH,) if wanted == CUDAGRAPH else (NATIVE, CUDAGRAPH), "")

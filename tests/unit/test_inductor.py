@@ -1,0 +1,252 @@
+"""The inductor backend, really compiled for the CPU: each part once, for every size, LoRA and checkpoint."""
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import (
+    ATTENTION_DOWN,
+    ATTENTION_UP,
+    SD1,
+    SDXL,
+    a_call,
+    diffusers_output,
+    diffusers_unet,
+    relative_error,
+    served,
+)
+from torch import nn
+
+import lib_onediff
+from lib_onediff.accelerator import runtime
+from lib_onediff.backends.inductor import Inductor
+from lib_onediff.ops import inductor_availability
+from lib_onediff.ops.inductor_availability import why_no_inductor
+from lib_onediff.ops.inductor_ops import channels_last
+from lib_onediff.unet.call import UNetCall
+
+CLOSE = 1e-5
+LACK = why_no_inductor(torch.device("cpu"))
+needs_inductor = pytest.mark.skipif(LACK is not None, reason=LACK or "")
+
+ONE_LEVEL = {
+    "block_out_channels": (16,), "layers_per_block": 1, "down_block_types": (ATTENTION_DOWN,),
+    "up_block_types": (ATTENTION_UP,), "attention_head_dim": 2,
+}
+SMALL_SD1 = {**SD1, **ONE_LEVEL}
+SMALL_SDXL = {**SDXL, **ONE_LEVEL, "transformer_layers_per_block": 2}
+# Height, width, batch and tokens: never seen before, odd, and square.
+LATER = [(8, 16, 2, 77), (45, 23, 2, 154), (8, 8, 3, 77), (23, 12, 1, 77), (9, 9, 1, 231)]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache folder, and a runtime whose Inductor has compiled nothing yet."""
+    folder = tmp_path_factory.mktemp("inductor")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        patch.setattr(runtime.operators, "inductor", Inductor(runtime.operators.attention, helpers=0))
+        yield folder
+        runtime.operators.inductor.finish()
+
+
+@pytest.fixture
+def graphs(cache: Path) -> Iterator[dict[Any, int]]:
+    """How often each part had been compiled before the test; afterwards, none was compiled twice."""
+    compiled = runtime.operators.inductor.operators.compiled
+    yield {region: one.graphs for region, one in compiled.items()}
+    assert runtime.operators.inductor.operators.recompiled() == 0
+
+
+def ours(config: dict[str, Any], seed: int = 0) -> nn.Module:
+    return lib_onediff.compile_unet(diffusers_unet(seed, **config), backend="inductor")
+
+
+def check(unet: nn.Module, call: UNetCall) -> None:
+    with runtime.patience():
+        output = served(unet, call)
+    assert relative_error(output, diffusers_output(unet, call)) < CLOSE
+    status = lib_onediff.status()
+    assert (status["backend"], status["route"], status["reason"]) == ("inductor", "plain", "")
+
+
+def count() -> int:
+    runtime.operators.inductor.finish()
+    return runtime.operators.inductor.operators.graphs()
+
+
+@needs_inductor
+def test_the_host_serves_until_it_is_compiled_and_nothing_is_compiled_for_later_sizes(graphs: dict[Any, int]) -> None:
+    unet = ours(SMALL_SD1)
+    call = a_call(unet, 12, 10)
+    assert torch.equal(served(unet, call), diffusers_output(unet, call))
+    assert lib_onediff.status()["route"] == "host"
+    assert "in the background" in lib_onediff.status()["reason"]
+    check(unet, call)
+    # Those for batches of one follow by themselves.
+    before = count()
+    assert before == 2 * len({kind for kind in map(without_batch, runtime.operators.inductor.operators.compiled)})
+    for number, (height, width, batch, tokens) in enumerate(LATER):
+        check(unet, a_call(unet, height, width, batch, tokens, seed=number))
+    assert count() == before
+
+
+def without_batch(region: Any) -> tuple[Any, ...]:
+    return region.kind, region.node, region.weights
+
+
+@needs_inductor
+def test_a_lora_and_another_checkpoint_compile_nothing(graphs: dict[Any, int]) -> None:
+    unet, other = ours(SMALL_SD1), ours(SMALL_SD1, seed=7)
+    check(unet, a_call(unet))
+    before = count()
+    with torch.no_grad():
+        for module in unet.modules():
+            if isinstance(module, nn.Linear | nn.Conv2d):
+                module.weight += 0.1 * torch.randn_like(module.weight)
+    check(unet, a_call(unet, seed=1))
+    for module in unet.modules():
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            module.weight = nn.Parameter(module.weight.detach() * 1.1)
+    check(unet, a_call(unet, seed=2))
+    check(other, a_call(other, seed=3))
+    assert count() == before
+
+
+@needs_inductor
+def test_a_network_of_another_layout_shares_what_it_has_alike(graphs: dict[Any, int]) -> None:
+    unet = ours(SMALL_SD1)
+    check(unet, a_call(unet))
+    before = count()
+    sdxl = ours(SMALL_SDXL)
+    for height, width, batch, tokens in LATER:
+        check(sdxl, a_call(sdxl, height, width, batch, tokens))
+    assert count() == before
+
+
+@needs_inductor
+def test_tensors_of_inference_mode(graphs: dict[Any, int]) -> None:
+    with torch.inference_mode():
+        unet = diffusers_unet(**SMALL_SD1)
+        for parameter in unet.parameters():
+            parameter.data = parameter.data.clone()
+    lib_onediff.compile_unet(unet, backend="inductor")
+    ordinary = ours(SMALL_SD1)
+    check(ordinary, a_call(ordinary))
+    before = count()
+    with torch.inference_mode():
+        check(unet, a_call(unet))
+    assert count() == before
+
+
+@needs_inductor
+def test_a_size_that_would_be_compiled_anew_says_which_guard_and_is_served_otherwise(graphs: dict[Any, int]) -> None:
+    unet = ours(SMALL_SD1)
+    check(unet, a_call(unet))
+    before = count()
+    call = a_call(unet, 1, 8)
+    output = served(unet, call)
+    assert relative_error(output, diffusers_output(unet, call)) < CLOSE
+    status = lib_onediff.status()
+    assert status["backend"] == "eager"
+    assert "anew" in status["reason"] and "size()[2]" in status["reason"], status["reason"]
+    assert count() == before
+
+
+@needs_inductor
+def test_what_cannot_be_compiled_is_served_by_the_next_backend(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inductor = Inductor(runtime.operators.attention, helpers=0)
+
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise OSError("No space left on device\nand more")
+
+    monkeypatch.setattr(inductor.operators.compiler, "compile", broken)
+    monkeypatch.setattr(runtime.operators, "inductor", inductor)
+    unet = ours(SMALL_SD1)
+    for size in (8, 16):
+        call = a_call(unet, size)
+        with runtime.patience():
+            assert relative_error(served(unet, call), diffusers_output(unet, call)) < CLOSE
+        status = lib_onediff.status()
+        assert (status["backend"], status["route"]) == ("eager", "plain")
+        assert "Inductor could not compile its group norm: No space left on device" in status["reason"]
+
+
+NEXT_PROCESS = """
+import json, sys
+sys.path[:0] = json.loads(sys.argv[1])
+import lib_onediff, torch
+assert "torch._dynamo" not in sys.modules, "importing OneDiff is slow"
+torch.set_num_threads(1)
+from test_inductor import SMALL_SD1, a_call, check, ours
+unet = ours(SMALL_SD1, seed=5)
+check(unet, a_call(unet, 10, 11))
+from torch._dynamo.utils import counters
+from lib_onediff.accelerator import runtime
+runtime.operators.inductor.finish()
+print(json.dumps([runtime.operators.inductor.operators.graphs(), dict(counters["inductor"])]))
+"""
+
+
+@needs_inductor
+def test_the_next_process_reads_what_this_one_has_compiled(graphs: dict[Any, int], cache: Path) -> None:
+    unet = ours(SMALL_SD1)
+    check(unet, a_call(unet))
+    here = Path(__file__).parent
+    folders = json.dumps([str(here.parents[1]), str(here)])
+    finished = subprocess.run(
+        [sys.executable, "-c", NEXT_PROCESS, folders], env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
+        capture_output=True, text=True, timeout=300,
+    )
+    assert finished.returncode == 0, finished.stderr
+    number, counters = json.loads(finished.stdout.splitlines()[-1])
+    assert number == count()
+    assert counters["fxgraph_cache_hit"] == number and not counters.get("fxgraph_cache_miss"), counters
+
+
+@pytest.mark.parametrize(
+    ("version", "device", "sentence"),
+    [
+        ("2.3.1+cu121", "cpu", "Inductor needs torch 2.4 or newer, and this is torch 2.3.1+cu121"),
+        (None, "mps", "OneDiff uses Inductor on CUDA and the CPU only, and this UNet is on the mps"),
+    ],
+)
+def test_why_not(monkeypatch: pytest.MonkeyPatch, version: str | None, device: str, sentence: str) -> None:
+    if version:
+        monkeypatch.setattr(inductor_availability.torch, "__version__", version)
+    assert why_no_inductor(torch.device(device)) == sentence
+
+
+def test_why_not_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "CXX names 'no-such-compiler', which is not there" in str(why_no_inductor(torch.device("cpu")))
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "")
+    assert "C++ compiler on the CPU" in str(why_no_inductor(torch.device("cpu")))
+
+
+def test_a_machine_without_a_compiler_is_served_eagerly_and_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime.operators, "inductor", Inductor(helpers=0))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    unet = ours(SMALL_SD1)
+    call = a_call(unet)
+    assert relative_error(served(unet, call), diffusers_output(unet, call)) < CLOSE
+    assert lib_onediff.status()["backend"] == "eager"
+    assert "no-such-compiler" in lib_onediff.status()["reason"]
+
+
+@pytest.mark.parametrize("shape", [(2, 16, 9, 5), (1, 16, 9, 5), (1, 16, 1, 1), (3, 16, 1, 4)])
+def test_images_lie_as_compiled_code_was_told(shape: tuple[int, ...]) -> None:
+    image = torch.randn(shape)
+    again = channels_last(image)
+    assert again.stride() == (16 * shape[2] * shape[3], 1, 16 * shape[3], 16)
+    assert torch.equal(again, image)
