@@ -74,7 +74,10 @@ def test_the_last_options_count() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"backend": "nonsense"}, "OneDiff option backend is one of auto, native, cudagraph, eager, not 'nonsense'."),
+        (
+            {"backend": "nonsense"},
+            "OneDiff option backend is one of auto, native, cudagraph, oneflow, eager, not 'nonsense'.",
+        ),
         ({"backend": None}, "OneDiff option backend takes a str, not None."),
         ({"verify": "yes"}, "OneDiff option verify takes a bool, not 'yes'."),
         ({"verify": 1}, "OneDiff option verify takes a bool, not 1."),

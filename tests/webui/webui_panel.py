@@ -98,9 +98,14 @@ class Panel:
         """Choose from a list of either gradio version."""
         self.page.find(f"#{elem_id} input").click()
         options = f"#{elem_id} ul.options li, ul.options li"
-        self.page.wait(lambda: self.page.driver.find_elements("css selector", options), "the list's choices", 10)
-        found = self.page.driver.find_elements("css selector", options)
-        next(option for option in found if choice in option.text.split("\n")[-1]).click()
+
+        def wanted() -> list:
+            found = self.page.driver.find_elements("css selector", options)
+            return [option for option in found if choice in option.text.split("\n")[-1]]
+
+        # Another list may still be closing.
+        self.page.wait(wanted, f"the list's choice {choice!r}", 10)
+        wanted()[0].click()
 
     # --- the queue ------------------------------------------------------------------------------------------------
 
