@@ -135,11 +135,11 @@ class OperatorSets:
 
     def prepare_early(self, unet: nn.Module, settings: Settings) -> None:
         """Begin what the first calls of this UNet would have to do without."""
-        if not settings.enabled or not torch.cuda.is_available():
+        if not settings.enabled:
             return
         parameter = next(unet.parameters(), None)
         # A UNet that waits in the computer's memory goes to the GPU when it is used.
-        device = torch.device("cuda", torch.cuda.current_device())
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         if parameter is not None and parameter.device.type in ("cpu", device.type):
             self._worker.submit(self._prepare_early, weakref.ref(unet), settings, parameter.dtype, device)
 
@@ -151,10 +151,16 @@ class OperatorSets:
     def _prepare_early(
         self, unet: weakref.ref[nn.Module], settings: Settings, dtype: torch.dtype, device: torch.device
     ) -> None:
-        if backends.steps(settings.backend, device, self.why_not_native).backends[0] != backends.NATIVE:
+        backend = backends.steps(
+            settings.backend, device, self.why_not_native, self.inductor.why_not
+        ).backends[0]
+        if backend not in (backends.NATIVE, backends.INDUCTOR):
             return
         with contextlib.suppress(UnsupportedUNet):
             layout = read_layout(unet())
+            if backend == backends.INDUCTOR:
+                self.inductor.prepare_early(unet(), layout, dtype, device)
+                return
             float8 = settings.fp8 and self.why_not_float8(device, dtype) is None
             self._compile(Network(layout.architecture, layout.kernel_users(), dtype, device, float8))
 

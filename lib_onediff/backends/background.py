@@ -13,15 +13,15 @@ class Background:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._waiting: queue.SimpleQueue[tuple[Future[None], Callable[..., None], tuple[Any, ...]]] = (
+        self._waiting: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = (
             queue.SimpleQueue()
         )
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
-    def submit(self, work: Callable[..., None], *given: Any) -> Future[None]:
+    def submit(self, work: Callable[..., Any], *given: Any) -> Future[Any]:
         """Begin work(*given) when all that came before it is done; what ends with it."""
-        future: Future[None] = Future()
+        future: Future[Any] = Future()
         self._waiting.put((future, work, given))
         with self._lock:
             if self._thread is None:
@@ -33,8 +33,8 @@ class Background:
         while True:
             future, work, given = self._waiting.get()
             try:
-                work(*given)
+                result = work(*given)
             except BaseException as error:
                 future.set_exception(error)
             else:
-                future.set_result(None)
+                future.set_result(result)

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import cold, decode, first_calls, float8, memory, models, pictures, profile, report, webui
+from . import cold, decode, first_calls, float8, meanwhile, memory, models, pictures, profile, report, webui
 from .children import Task
 from .clock import give_back_memory
 from .measure import Plan, measure
 from .options import DTYPES, ours_among, parse, sizes_for
 from .variants import Unavailable
 
-JOBS = {"cold": cold.child, "first calls": first_calls.child, "memory": memory.child}
+JOBS = {"cold": cold.child, "first calls": first_calls.child, "memory": memory.child, "meanwhile": meanwhile.child}
 
 
 class Report:
@@ -29,7 +29,7 @@ class Report:
     def __init__(self, options: argparse.Namespace, facts: dict[str, Any]) -> None:
         self._options = options
         self._facts = facts
-        names = ("rows", "cold", "new_sizes", "memory", "pictures", "float8", "decode", "profile")
+        names = ("rows", "cold", "meanwhile", "new_sizes", "memory", "pictures", "float8", "decode", "profile")
         self.sections: dict[str, list[Any]] = {name: [] for name in names}
         self.complete = True
 
@@ -103,6 +103,8 @@ def measure_model(name: str, options: argparse.Namespace, device: torch.device, 
         done.add_rows("memory", memory, memory.memory(name, options))
     if options.cold:
         done.add_rows("cold", cold, [cold.start_of(name, variant, options) for variant in options.variants])
+    if options.meanwhile:
+        done.add_rows("meanwhile", meanwhile, meanwhile.meanwhile(name, options))
 
 
 def measure_vae(options: argparse.Namespace, device: torch.device, done: Report) -> None:

@@ -63,6 +63,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     sections = parser.add_argument_group("what else to measure")
     sections.add_argument("--cold", action="store_true",
                           help="each variant's first calls in a fresh process with empty caches, and in the next one")
+    sections.add_argument("--meanwhile", action="store_true",
+                          help="the model's own forward while Inductor compiles")
     sections.add_argument("--new-sizes", nargs="*", type=size_of, metavar="WxH",
                           help="first calls at sizes never seen, the host's and ours; without sizes: twelve")
     sections.add_argument("--memory", action="store_true",

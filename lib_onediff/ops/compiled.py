@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .regions import Region, example, function_of
+from .regions import Region, Shapes, function_of
 
 
 class CompiledAnew(RuntimeError):
@@ -53,32 +53,32 @@ def autograd_cache(config: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 class CompiledRegion:
-    """One region. graphs: how often it was compiled, which ought to be once. failure: why it cannot be."""
+    """One region. graphs: how often it was compiled, which ought to be once."""
 
     def __init__(self, region: Region, compiler: Compiler) -> None:
         self.region = region
         self.graphs = 0
         self.is_ready = False
-        self.failure: str | None = None
         self._compiler = compiler
         self._function: Callable[..., Any] | None = None
 
-    def compile(self, size: tuple[int, int]) -> None:
-        """Compile it, with images of this (height, width) in mind; what was compiled before, on this machine, is read.
+    def compile(self, shapes: Shapes) -> None:
+        """Compile it, with inputs of these shapes in mind; what was compiled before, on this machine, is read.
 
         Raises what Inductor raises.
         """
+        region = self.region
         if self._function is None:
             self._function = torch.compile(
-                renamed(function_of(self.region), f"{self.region.kind} {self.region.digest[:6]}"),
+                renamed(function_of(region), f"{region.kind} {region.digest[:6]}"),
                 fullgraph=True, dynamic=False, backend=self._backend, **without_global_guards(),
             )
-        inputs, weights = example(self.region, size)
-        for sized in inputs:
-            for dimension in sized.free:
-                torch._dynamo.mark_dynamic(sized.tensor, dimension)
+        inputs = [torch.zeros(shape, dtype=region.dtype, device=region.device) for shape in shapes]
+        for tensor, free in zip(inputs, region.free, strict=True):
+            for dimension in free:
+                torch._dynamo.mark_dynamic(tensor, dimension)
         with self._compiler.at_work():
-            self._function(*(sized.tensor for sized in inputs), *weights)
+            self._function(*inputs)
         self.is_ready = True
 
     def _backend(self, graph: Any, inputs: Any) -> Callable[..., Any]:

@@ -1,177 +1,175 @@
-"""The operators of the inductor backend: PyTorch's, and whole regions compiled between the attentions."""
+"""The operators of the inductor backend: PyTorch's for what its libraries compute, and what lies between compiled."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-from ..unet.layers import Layers
-from ..unet.layout import Convolution, GroupNorm, ResidualBlock, SpatialTransformer, TransformerBlock, UNetLayout
-from ..unet.weights import Affine, Weights
+from ..unet.layout import Convolution, GroupNorm, LayerNorm
+from ..unet.weights import Affine
 from . import Stream, torch_ops
 from .compiled import CompiledRegion, Compiler
-from .regions import (
-    ADD,
-    ENTER,
-    LEAVE,
-    NORM,
-    SHIFTED_NORM,
-    TO_CROSS,
-    TO_NEXT,
-    TO_SELF,
-    Region,
-    Site,
-    name_of,
-    parts,
-    region_of,
-    sites,
-    size_to_think_of,
-    tensors_of,
-)
+from .regions import ADDITION, GEGLU, GROUP_NORM, LAYER_NORM, Region, Shapes, function_of, region_for
+
+Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 
-class Placed(NamedTuple):
-    """A region at its place in a network."""
+class RegionOperators:
+    """See ops.Operators. Images are made channels-last, and what a region computes goes through one method."""
 
-    compiled: CompiledRegion
-    site: Site
-
-    def run(self, weights: Weights, *inputs: Tensor) -> Any:
-        kind, _, node, _ = self.site
-        tensors = [as_compiled(tensor) for tensor in inputs]
-        for part in parts(kind, node):
-            affine = tensors_of(weights[name_of(part)], kind)
-            tensors += [as_compiled(tensor) for tensor in affine if tensor is not None]
-        return self.compiled(*tensors)
-
-
-class Plan(NamedTuple):
-    """The regions of one network for one kind of batch: each with the (height, width) to compile it for."""
-
-    regions: dict[Region, tuple[int, int]]
-
-
-class InductorOperators:
-    """See ops.Operators. What was planned for a network computes it; the rest is launched as it is."""
-
-    def __init__(self, attention: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = torch_ops.attention) -> None:
+    def __init__(self, attention: Attention = torch_ops.attention) -> None:
         """attention: as Operators.attention."""
         self.attention = attention
-        self.compiler = Compiler()
-        self.compiled: dict[Region, CompiledRegion] = {}
-        self._places: MutableMapping[Any, dict[tuple[str, bool], Placed]] = WeakIdKeyDictionary()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch_ops, name)
 
+    def compute(self, region: Region, tensors: list[Tensor]) -> Any:
+        """What a region makes of its inputs."""
+        raise NotImplementedError
+
+    def _compute(self, kind: str, inputs: tuple[Tensor | None, ...], constants: tuple[Any, ...] = ()) -> Any:
+        region = region_for(kind, inputs, constants)
+        tensors = [tensor for tensor in inputs if tensor is not None]
+        return self.compute(region, tensors)
+
     def convolution(self, image: Tensor, affine: Affine, shape: Convolution) -> Tensor:
-        return channels_last(torch_ops.convolution(channels_last(image), affine, shape))
+        image = channels_last(torch_ops.convolution(channels_last(image), Affine(affine.weight, None), shape))
+        # torch's own way to add a bias is slower.
+        return image if affine.bias is None else image.add_(affine.bias[:, None, None])
 
-    def plan(self, layout: UNetLayout, weights: Weights, single: bool) -> Plan:
-        """Place the regions of a network for batches of one, or of more."""
-        regions: dict[Region, tuple[int, int]] = {}
-        for site in sites(layout):
-            region = region_of(site, weights, single)
-            regions[region] = max(regions.get(region, (0, 0)), size_to_think_of(layout, site.level))
-            compiled = self.compiled.setdefault(region, CompiledRegion(region, self.compiler))
-            self._places.setdefault(site.key, {})[site.kind, single] = Placed(compiled, site)
-        return Plan(regions)
+    def group_norm(
+        self, image: Tensor, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None
+    ) -> Tensor:
+        image = channels_last(image)
+        shift = None if shift is None else shift.to(image.dtype).contiguous()
+        inputs = pixels(image), shift, affine.weight, affine.bias
+        return image_of(self._compute(GROUP_NORM, inputs, (norm.groups, norm.eps, silu)), image)
 
-    def placed(self, kind: str, key: Any, single: bool) -> Placed:
-        return self._places[key][kind, single]
+    def layer_norm(self, stream: Stream, affine: Affine, norm: LayerNorm, reader: Affine) -> tuple[Stream, Tensor]:
+        tokens, owed = stream.tokens.contiguous(), stream.owed
+        # Only the first norm of a transformer is owed nothing: a region of its own would not pay.
+        owed = torch.zeros_like(affine.weight) if owed is None else owed
+        inputs = tokens.flatten(0, -2), owed, affine.weight, affine.bias
+        settled, normed = self._compute(LAYER_NORM, inputs, (norm.eps,))
+        return Stream(settled.view(tokens.shape)), normed.view(tokens.shape)
 
-    def layers(self, *given: Any) -> Layers:
-        """The layers of a pass, with compiled regions."""
-        return CompiledLayers(*given)
+    def add_linear(self, stream: Stream, x: Tensor, affine: Affine) -> Stream:
+        # A GEMM adds to its output for nothing; with a bias too it would need another pass.
+        tokens = torch_ops.settle(stream).contiguous()
+        tokens.view(-1, tokens.shape[-1]).addmm_(x.flatten(0, -2), affine.weight.t())
+        return Stream(tokens, affine.bias)
+
+    def geglu(self, tokens: Tensor, reader: Affine) -> Tensor:
+        return self._compute(GEGLU, (tokens.contiguous().flatten(0, -2),)).unflatten(0, tokens.shape[:-1])
+
+    def residual_add(self, image: Tensor, update: Tensor, bias: Tensor | None) -> Tensor:
+        image, update = channels_last(image), channels_last(update)
+        if bias is None:
+            return image + update
+        return image_of(self._compute(ADDITION, (rows(update), rows(image), bias)), image)
+
+    def resize(self, image: Tensor, height: int, width: int) -> Tensor:
+        if (height, width) != (2 * image.shape[2], 2 * image.shape[3]):
+            return torch_ops.resize(image, height, width)
+        # torch takes ten times as long for a channels-last image as for a copy.
+        each = channels_last(image).permute(0, 2, 3, 1)[:, :, None, :, None]
+        return each.expand(-1, -1, 2, -1, 2, -1).flatten(1, 2).flatten(2, 3).permute(0, 3, 1, 2)
+
+
+class InductorOperators(RegionOperators):
+    """Regions as Inductor has compiled them.
+
+    Raises CompiledAnew for what would have to be compiled first.
+    """
+
+    def __init__(self, attention: Attention = torch_ops.attention) -> None:
+        super().__init__(attention)
+        self.compiler = Compiler()
+        self._regions: dict[Region, CompiledRegion] = {}
+
+    def region(self, region: Region) -> CompiledRegion:
+        """It, compiled or not."""
+        return self._regions.setdefault(region, CompiledRegion(region, self.compiler))
+
+    def compute(self, region: Region, tensors: list[Tensor]) -> Any:
+        if too_small(region, tensors):
+            return function_of(region)(*tensors)
+        return self.region(region)(*map(as_compiled, tensors))
 
     def graphs(self) -> int:
         """How many graphs were compiled."""
-        return sum(one.graphs for one in list(self.compiled.values()))
+        return sum(one.graphs for one in list(self._regions.values()))
 
     def recompiled(self) -> int:
         """How many of them for a second time, which ought to be none."""
-        return sum(max(0, one.graphs - 1) for one in list(self.compiled.values()))
+        return sum(max(0, one.graphs - 1) for one in list(self._regions.values()))
 
 
-@dataclass(frozen=True)
-class CompiledLayers(Layers):
-    """Layers that call regions of InductorOperators."""
+class Recorder(RegionOperators):
+    """Notes which regions a forward needs, and with inputs of which shapes, and computes no numbers (device "meta").
 
-    def __post_init__(self) -> None:
-        # One copy instead of one for each block: a compiled region wants its shift to lie in one piece.
-        object.__setattr__(self, "shifts", transposed(self.shifts))
+    device: where the numbers will be.
+    """
 
-    def _run(self, kind: str, key: Any, *inputs: Tensor) -> Any:
-        return self.ops.placed(kind, key, inputs[0].shape[0] == 1).run(self.weights, *inputs)
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.needed: dict[Region, Shapes] = {}
+        self._device = device
 
-    def _residual_block(self, block: ResidualBlock, image: Tensor) -> Tensor:
-        weights, ops = self.weights, self.ops
-        hidden = self._run(NORM, block.in_norm, channels_last(image))
-        hidden = ops.convolution(hidden, Affine(weights[block.in_convolution.path].weight, None), block.in_convolution)
-        hidden = self._run(SHIFTED_NORM, block.out_norm, hidden, self.shifts[block.embedding.path])
-        out_weight = weights[block.out_convolution.path].weight
-        hidden = ops.convolution(hidden, Affine(out_weight, None), block.out_convolution)
-        skip = image if block.skip is None else ops.pointwise(image, weights[block.skip.path])
-        return self._run(ADD, block.out_convolution, channels_last(skip), hidden)
-
-    def _enter(self, transformer: SpatialTransformer, image: Tensor) -> Tensor:
-        return self._run(ENTER, transformer, channels_last(image))
-
-    def _leave(self, transformer: SpatialTransformer, image: Tensor, stream: Stream) -> Tensor:
-        return self._run(LEAVE, transformer, channels_last(image), stream.tokens)
-
-    def _before_self_attention(self, block: TransformerBlock, stream: Stream) -> tuple[Stream, Tensor]:
-        return stream, self._run(TO_SELF, block, stream.tokens)
-
-    def _before_cross_attention(
-        self, block: TransformerBlock, stream: Stream, mixed: Tensor
-    ) -> tuple[Stream, Tensor]:
-        tokens, query = self._run(TO_CROSS, block, stream.tokens, mixed.contiguous())
-        return Stream(tokens), query
-
-    def _after_cross_attention(self, block: TransformerBlock, stream: Stream, mixed: Tensor) -> Stream:
-        return Stream(self._run(TO_NEXT, block, stream.tokens, mixed.contiguous()))
-
-    def finish(self, norm: GroupNorm, convolution: Convolution, image: Tensor) -> Tensor:
-        image = self._run(NORM, norm, channels_last(image))
-        return self.ops.convolution(image, self.weights[convolution.path], convolution)
+    def compute(self, region: Region, tensors: list[Tensor]) -> Any:
+        if not too_small(region, tensors):
+            there = replace(region, device=self._device)
+            self.needed.setdefault(there, tuple(tuple(tensor.shape) for tensor in tensors))
+        return function_of(region)(*tensors)
 
 
-def transposed(shifts: Any) -> dict[str, Tensor]:
-    """Vectors (batch, channels) each as (channels, batch), in one piece of memory."""
-    together = torch.cat(list(shifts.values()), dim=1)
-    # Of a batch of one, torch would leave the other dimension's stride as it is.
-    together = together.t().contiguous().as_strided(together.shape[::-1], (together.shape[0], 1))
-    pieces: Iterable[Tensor] = together.split([shift.shape[1] for shift in shifts.values()])
-    return dict(zip(shifts, pieces, strict=True))
+def too_small(region: Region, tensors: list[Tensor]) -> bool:
+    """Whether a dimension of any size is one, which compilers take for a constant."""
+    return any(tensor.shape[index] < 2 for tensor, free in zip(tensors, region.free, strict=True) for index in free)
 
 
 def channels_last(image: Tensor) -> Tensor:
-    """The same image with the strides that a compiled region was told."""
+    """The same image with its pixels' channels side by side in memory; itself if it is so already."""
+    return image.contiguous(memory_format=torch.channels_last)
+
+
+def pixels(image: Tensor) -> Tensor:
+    """(batch, channels, height, width) -> (batch, height * width, channels) of a channels-last image."""
+    return in_order(image.permute(0, 2, 3, 1).flatten(1, 2))
+
+
+def rows(image: Tensor) -> Tensor:
+    """(batch, channels, height, width) -> (batch * height * width, channels) of a channels-last image."""
+    return in_order(image.permute(0, 2, 3, 1).flatten(0, 2))
+
+
+def image_of(computed: Tensor, image: Tensor) -> Tensor:
+    """Rows or pixels as an image of this one's size."""
     batch, channels, height, width = image.shape
-    wanted = (channels * height * width, 1, channels * width, channels)
-    if image.stride() == wanted:
-        return image
-    image = image.contiguous(memory_format=torch.channels_last)
-    # torch finds any stride right for a size of one; a compiler's guard does not.
-    return image if image.stride() == wanted else image.as_strided(image.shape, wanted)
+    return computed.view(batch, height, width, channels).permute(0, 3, 1, 2)
+
+
+def in_order(tensor: Tensor) -> Tensor:
+    """The same memory with the strides that compiled code was told: torch finds any right for a size of one."""
+    strides, step = [], 1
+    for size in reversed(tensor.shape):
+        strides.append(step)
+        step *= size
+    wanted = tuple(reversed(strides))
+    if tensor.stride() == wanted:
+        return tensor
+    tensor = tensor.contiguous()
+    return tensor if tensor.stride() == wanted else tensor.as_strided(tensor.shape, wanted)
 
 
 def as_compiled(tensor: Tensor) -> Tensor:
     """The same memory as a tensor of the kind that was compiled for: no parameter, none of inference mode."""
+    tensor = in_order(tensor)
     if tensor.is_inference():
         plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return plain.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
     return tensor.detach() if tensor.requires_grad or type(tensor) is not Tensor else tensor
-
-
-def unready(operators: InductorOperators, plan: Plan) -> Iterator[tuple[CompiledRegion, tuple[int, int]]]:
-    """What of a plan is not compiled yet."""
-    for region, size in plan.regions.items():
-        compiled = operators.compiled[region]
-        if not compiled.is_ready:
-            yield compiled, size

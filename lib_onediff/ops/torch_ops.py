@@ -68,7 +68,7 @@ def layer_norm(stream: Stream, affine: Affine, norm: LayerNorm, reader: Affine) 
 
 
 def add_linear(stream: Stream, x: Tensor, affine: Affine) -> Stream:
-    return Stream(stream.tokens + linear(x, affine), stream.owed, stream.bias, stream.update)
+    return stream._replace(tokens=stream.tokens + linear(x, affine))
 
 
 def settle(stream: Stream) -> Tensor:

@@ -17,7 +17,7 @@ from .forward import Conditioning, condition
 from .layout import UNetLayout, UnsupportedUNet
 from .prompts import PromptMemory, Sighting
 from .read import read_layout
-from .weights import Binding
+from .weights import LAYERS_GONE, Binding
 
 log = logging.getLogger("onediff")
 
@@ -66,6 +66,13 @@ class BoundUNet:
         if self._architecture is None:
             self._architecture = self.layout.architecture
         return self._architecture
+
+    @property
+    def module(self) -> nn.Module:
+        unet = self._unet()
+        if unet is None:
+            raise UnsupportedUNet(LAYERS_GONE)
+        return unet
 
     @property
     def channels_last(self) -> bool:

@@ -85,9 +85,7 @@ class Pass:
         self.layout, self.weights, self.ops, self.call = layout, weights, ops, call
         self.control = call.control or Control()
         embedding = time_embedding(layout, weights, ops, call, conditioning.label)
-        # Operators may compute whole layers in a way of their own.
-        layers = getattr(ops, "layers", Layers)
-        self.layers: Layers = layers(
+        self.layers = Layers(
             weights, ops, block_shifts(layout, weights, ops, embedding), key_values_by_name(layout, conditioning),
             call.upcast_attention,
         )
@@ -123,9 +121,10 @@ class Pass:
 
     def finish(self, image: Tensor) -> Tensor:
         """The output norm and convolution: (batch, out channels, height, width) in the latent's dtype."""
-        image = self.layers.finish(self.layout.out_norm, self.layout.out_convolution, image)
+        layout, weights = self.layout, self.weights
+        image = self.ops.group_norm(image, weights[layout.out_norm.path], layout.out_norm, silu=True)
+        image = self.ops.convolution(image, weights[layout.out_convolution.path], layout.out_convolution)
         return image.to(self.call.latent.dtype)
-
 
 def forward(
     layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, conditioning: Conditioning

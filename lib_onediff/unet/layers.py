@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..ops import Operators, Stream
+from ..ops import Operators, Rows, Stream
 from .layout import (
     Convolution,
     CrossAttention,
     Downsample,
-    GroupNorm,
     ResidualBlock,
     SelfAttention,
     SpatialTransformer,
@@ -70,70 +69,42 @@ class Layers:
         return ops.residual_add(skip, hidden, out_bias)
 
     def _spatial_transformer(self, transformer: SpatialTransformer, image: Tensor) -> Tensor:
-        stream = Stream(self._enter(transformer, image))
+        weights, ops = self.weights, self.ops
+        height, width = image.shape[-2:]
+        hidden = ops.group_norm(image, weights[transformer.norm.path], transformer.norm, silu=False)
+        tokens = ops.linear(ops.image_to_tokens(hidden), weights[transformer.project_in.path])
+        stream = Stream(tokens)
         for block in transformer.blocks:
             stream = self._transformer_block(block, stream)
-        return self._leave(transformer, image, stream)
-
-    def _enter(self, transformer: SpatialTransformer, image: Tensor) -> Tensor:
-        weights, ops = self.weights, self.ops
-        hidden = ops.group_norm(image, weights[transformer.norm.path], transformer.norm, silu=False)
-        return ops.linear(ops.image_to_tokens(hidden), weights[transformer.project_in.path])
-
-    def _leave(self, transformer: SpatialTransformer, image: Tensor, stream: Stream) -> Tensor:
-        height, width = image.shape[-2:]
-        tokens = self.ops.linear(self.ops.settle(stream), self.weights[transformer.project_out.path])
-        return self.ops.residual_add(image, self.ops.tokens_to_image(tokens, height, width), None)
+        tokens = ops.linear(ops.settle(stream), weights[transformer.project_out.path])
+        return ops.residual_add(image, ops.tokens_to_image(tokens, height, width), None)
 
     def _transformer_block(self, block: TransformerBlock, stream: Stream) -> Stream:
-        stream, fused = self._before_self_attention(block, stream)
-        mixed = self._self_attention(block.self_attention, fused)
-        stream, query = self._before_cross_attention(block, stream, mixed)
-        mixed = self._cross_attention(block.cross_attention, query)
-        return self._after_cross_attention(block, stream, mixed)
-
-    def _before_self_attention(self, block: TransformerBlock, stream: Stream) -> tuple[Stream, Tensor]:
-        """The same stream, and queries, keys and values beside each other."""
-        query_key_value = self.weights[block.self_attention.query_key_value.name]
-        stream, normed = self.ops.layer_norm(
-            stream, self.weights[block.self_norm.path], block.self_norm, query_key_value
-        )
-        return stream, self.ops.linear(normed, query_key_value)
-
-    def _before_cross_attention(
-        self, block: TransformerBlock, stream: Stream, mixed: Tensor
-    ) -> tuple[Stream, Tensor]:
-        """The stream with what self attention has mixed, and the queries of the cross attention."""
         weights, ops = self.weights, self.ops
+        query_key_value = weights[block.self_attention.query_key_value.name]
+        stream, normed = ops.layer_norm(stream, weights[block.self_norm.path], block.self_norm, query_key_value)
+        mixed = self._self_attention(block.self_attention, normed)
         stream = ops.add_linear(stream, mixed, weights[block.self_attention.out.path])
         query = weights[block.cross_attention.query.path]
         stream, normed = ops.layer_norm(stream, weights[block.cross_norm.path], block.cross_norm, query)
-        return stream, ops.linear(normed, query)
-
-    def _after_cross_attention(self, block: TransformerBlock, stream: Stream, mixed: Tensor) -> Stream:
-        weights, ops = self.weights, self.ops
+        mixed = self._cross_attention(block.cross_attention, normed)
         stream = ops.add_linear(stream, mixed, weights[block.cross_attention.out.path])
         into, out = weights[block.feed_forward_in.path], weights[block.feed_forward_out.path]
         stream, normed = ops.layer_norm(stream, weights[block.feed_forward_norm.path], block.feed_forward_norm, into)
         return ops.add_linear(stream, ops.geglu(ops.linear(normed, into), out), out)
 
-    def _self_attention(self, attention: SelfAttention, fused: Tensor) -> Tensor:
+    def _self_attention(self, attention: SelfAttention, tokens: Rows) -> Tensor:
+        fused = self.ops.linear(tokens, self.weights[attention.query_key_value.name])
         query, key, value = (split_heads(part, attention.heads) for part in fused.chunk(3, dim=-1))
         return join_heads(self.ops.attention(query, key, value, self.upcast_attention))
 
-    def _cross_attention(self, attention: CrossAttention, query: Tensor) -> Tensor:
+    def _cross_attention(self, attention: CrossAttention, tokens: Rows) -> Tensor:
+        query = split_heads(self.ops.linear(tokens, self.weights[attention.query.path]), attention.heads)
         key, value = (
             split_heads(part, attention.heads)
             for part in self.key_values[attention.key_value.name].chunk(2, dim=-1)
         )
-        return join_heads(
-            self.ops.attention(split_heads(query, attention.heads), key, value, self.upcast_attention)
-        )
-
-    def finish(self, norm: GroupNorm, convolution: Convolution, image: Tensor) -> Tensor:
-        """The output norm and convolution."""
-        image = self.ops.group_norm(image, self.weights[norm.path], norm, silu=True)
-        return self.ops.convolution(image, self.weights[convolution.path], convolution)
+        return join_heads(self.ops.attention(query, key, value, self.upcast_attention))
 
 
 def split_heads(tokens: Tensor, heads: int) -> Tensor:

@@ -1,0 +1,81 @@
+"""How much slower the model's own forward is while Inductor compiles beside it."""
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ..accelerator import runtime
+from ..backends import INDUCTOR
+from ..journal import HOST
+from .children import ChildFailed, Task, ask
+from .clock import seconds
+from .options import sizes_for
+from .variants import Own, host
+
+CALLS_ALONE, MOST_CALLS = 30, 3000
+HEADINGS = (
+    "model", "alone: ms a call", "meanwhile: ms a call", "x alone", "calls meanwhile", "s until ready",
+)
+
+
+@dataclass
+class Meanwhile:
+    """Milliseconds of the model's own forward: before anything is compiled, and while it is. Means: a picture is the
+    sum of its calls."""
+
+    model: str
+    alone_ms: float = 0.0
+    meanwhile_ms: float = 0.0
+    calls: int = 0
+    ready_s: float = 0.0
+    problem: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def cells(self) -> list[str]:
+        if self.problem:
+            return [self.model, f"failed: {self.problem}", *[""] * 4]
+        return [
+            self.model, f"{self.alone_ms:.1f}", f"{self.meanwhile_ms:.1f}",
+            f"{self.meanwhile_ms / self.alone_ms:.2f}", str(self.calls), f"{self.ready_s:.1f}",
+        ]
+
+
+def meanwhile(model: str, options: argparse.Namespace) -> list[Meanwhile]:
+    """One row, measured in a fresh process with empty caches."""
+    with tempfile.TemporaryDirectory() as empty:
+        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{empty}/inductor", "TRITON_CACHE_DIR": f"{empty}/triton"}
+        task = Task.of("meanwhile", model, INDUCTOR, sizes_for(model, options.sizes)[:1], options)
+        try:
+            return [Meanwhile(model, **ask(task, caches))]
+        except ChildFailed as reason:
+            return [Meanwhile(model, problem=str(reason))]
+
+
+def child(task: Task, device: torch.device) -> dict[str, Any]:
+    """Times of the calls that the model's own forward makes until Inductor's code is there."""
+    unet = task.unet(device)
+    arguments = task.inputs(unet, task.sizes[0])
+    alone = host(unet)
+    for _ in range(3):
+        alone(arguments)
+    alone_s = [seconds(lambda: alone(arguments), device) for _ in range(CALLS_ALONE)]
+    own = Own(unet, INDUCTOR, patient=False)
+    taken: list[float] = []
+    while len(taken) < MOST_CALLS:
+        taken.append(seconds(lambda: own(arguments), device))
+        if runtime.journal.route != HOST:
+            break
+    # The first one attaches and plans, the last is ours.
+    own.how_served()
+    between = taken[1:-1]
+    return {
+        "alone_ms": statistics.mean(alone_s) * 1e3, "meanwhile_ms": statistics.mean(between) * 1e3,
+        "calls": len(between), "ready_s": sum(taken[:-1]),
+    }
