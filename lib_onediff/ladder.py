@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import backends
 from .backends import eager
+from .backends.inductor import CannotCompile
 from .care import Care
 from .deepcache.course import Turn
 from .graph_cache import GraphCache
@@ -89,6 +90,8 @@ class Ladder:
         steps = self._steps(settings, call)
         care.bound.refresh(call, care.by_content, self._wants_channels_last(care, steps.backends[0], call))
         refuse_inputs(care.bound, call)
+        if settings.backend == backends.AUTO and steps.backends[0] == backends.INDUCTOR:
+            steps = self._when_compiled(care, steps, call)
         if settings.fp8:
             return backends.with_float8(steps, lambda: self._why_not_float8(care, call))
         self._graphs.drop_float8(care)
@@ -97,11 +100,22 @@ class Ladder:
     def _steps(self, settings: Settings, call: UNetCall) -> backends.Steps:
         device, operators = call.latent.device, self._operators
         steps = backends.steps(settings.backend, device, operators.why_not_native, operators.inductor.why_not)
+        if settings.backend == backends.AUTO and operators.inductor.why_not(device) is None:
+            return operators.auto.steps(steps, call)
         if settings.backend != backends.ONEFLOW:
             return steps
         # They serve while OneFlow compiles. Our own kernels want their weights in another order.
         others = backends.steps(backends.CUDAGRAPH, device, operators.why_not_native)
         return self._oneflow.steps(settings, others, steps, call, self.patient)
+
+    def _when_compiled(self, care: Care, steps: backends.Steps, call: UNetCall) -> backends.Steps:
+        """The same steps, or those after Inductor until it has compiled: nobody has asked for it."""
+        try:
+            if self._operators.inductor.prepare(care.bound, call.latent, self.patient):
+                return steps
+        except CannotCompile as failure:
+            self._operators.auto.fail(str(failure))
+        return backends.Steps(steps.backends[1:], INDUCTOR_COMPILES)
 
     def _wants_channels_last(self, care: Care, backend: str, call: UNetCall) -> bool:
         if backend == backends.INDUCTOR:
@@ -181,6 +195,8 @@ class Ladder:
         Raises nothing: what stands in the way is noted in the entry.
         """
         entry = served.entry
+        if settings.backend == backends.AUTO and entry.state is not State.COLD:
+            self._operators.auto.note(entry, served.call)
         if served.route != PLAIN or entry.state is State.COLD:
             return
         self._capture(care, settings, entry, served.call, served.conditioning)

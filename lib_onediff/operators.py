@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from . import backends
+from .auto_choice import AutoChoice
 from .backends.inductor import Inductor
 from .ops import Operators, torch_ops
 from .ops.attention import Attention
@@ -55,6 +56,7 @@ class OperatorSets:
         self.attention = Attention(choices)
         self.float8 = Float8Choice(choices)
         self.inductor = Inductor(self.attention)
+        self.auto = AutoChoice(choices)
         self._launches = Launches(choices)
         self._made: dict[str, Operators] = {}
         self._why_not: dict[torch.device, str | None] = {}
@@ -151,9 +153,10 @@ class OperatorSets:
     def _prepare_early(
         self, unet: weakref.ref[nn.Module], settings: Settings, dtype: torch.dtype, device: torch.device
     ) -> None:
-        backend = backends.steps(
-            settings.backend, device, self.why_not_native, self.inductor.why_not
-        ).backends[0]
+        found = backends.steps(settings.backend, device, self.why_not_native, self.inductor.why_not)
+        backend = found.backends[0]
+        if settings.backend == backends.AUTO and backend != backends.NATIVE and self.auto.is_inductor(device):
+            backend = backends.INDUCTOR
         if backend not in (backends.NATIVE, backends.INDUCTOR):
             return
         with contextlib.suppress(UnsupportedUNet):

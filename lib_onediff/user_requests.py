@@ -5,6 +5,7 @@ import threading
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+from .backends import AUTO
 from .graph_cache import GraphCache
 from .graph_holdings import Holdings
 from .journal import GRAPH, Journal
@@ -66,6 +67,7 @@ class UserRequests:
         return {
             "enabled": settings.enabled, **status, "backend": status["backend"] or settings.backend,
             "vae": self.vae.status(), "inductor": self.operators.inductor.status(),
+            "auto": self.operators.auto.sentence() if settings.backend == AUTO else "",
         }
 
     # --- to keep --------------------------------------------------------------------------------------------------

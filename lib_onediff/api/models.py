@@ -209,6 +209,7 @@ class StatusAnswer(Answer):
     ratio: float | None = None
     calls: dict[str, int] = Field(..., description="UNet calls by route.")
     vae: dict[str, Any] = Field(..., description="The same of the last decode.")
+    auto: str = Field(..., description='What "auto" means on this machine and why, where that had to be measured.')
     inductor: dict[str, int] = Field(..., description="How many graphs Inductor has compiled, and how many again.")
 
 

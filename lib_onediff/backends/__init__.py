@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+AUTO = "auto"
 NATIVE, INDUCTOR, CUDAGRAPH, EAGER, ONEFLOW = "native", "inductor", "cudagraph", "eager", "oneflow"
 # native, with the largest matrix products in float8: a backend of its own, so that where it fails native serves.
 FLOAT8 = "native fp8"

@@ -1,0 +1,96 @@
+"""What "auto" means where OneDiff's own kernels cannot run: measured with real calls, and kept."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import a_call, diffusers_output, diffusers_unet, relative_error, served
+from test_inductor import LACK, SMALL_SD1
+
+import lib_onediff
+from lib_onediff import auto_choice
+from lib_onediff.accelerator import runtime
+from lib_onediff.auto_choice import ENOUGH_CALLS, AutoChoice, name_for
+from lib_onediff.backends import EAGER, INDUCTOR, Steps
+from lib_onediff.backends.inductor import Inductor
+from lib_onediff.ops.choices import Choices
+
+CPU = torch.device("cpu")
+PLAIN = Steps((EAGER,), "there is no GPU")
+
+
+@pytest.fixture
+def choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Choices]:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    choices = Choices()
+    monkeypatch.setattr(runtime.operators, "auto", AutoChoice(choices))
+    monkeypatch.setattr(runtime.operators, "inductor", Inductor(runtime.operators.attention, helpers=0))
+    yield choices
+    runtime.operators.inductor.finish()
+
+
+def backends_of(count: int, unet: Any) -> list[str]:
+    used = []
+    for seed in range(count):
+        call = a_call(unet, seed=seed)
+        with runtime.patience():
+            assert relative_error(served(unet, call), diffusers_output(unet, call)) < 1e-5
+        used.append(str(lib_onediff.status()["backend"]))
+    return used
+
+
+@pytest.mark.skipif(LACK is not None, reason=LACK or "")
+def test_both_make_some_calls_and_the_faster_one_makes_the_rest(
+    choices: Choices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto_choice, "WORTH_LOOKING_MS", 0.0)
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_SD1), backend="auto")
+    # The first call of a shape is checked, and not timed.
+    used = backends_of(3 * ENOUGH_CALLS + 4, unet)
+    changed = used.index(INDUCTOR)
+    assert ENOUGH_CALLS <= changed <= ENOUGH_CALLS + 2 and set(used[:changed]) == {EAGER}
+    kept = choices.get(name_for(CPU))
+    faster = INDUCTOR if kept["times"][INDUCTOR] < 0.95 * kept["times"][EAGER] else EAGER
+    assert kept["backend"] == faster == used[-1]
+    sentence = lib_onediff.status()["auto"]
+    assert sentence.startswith(f"auto is {faster} here: ") and sentence.endswith("measured once on this machine")
+    # Another process of this machine begins with it.
+    monkeypatch.setattr(runtime.operators, "auto", AutoChoice(choices))
+    assert backends_of(1, unet) == [faster]
+
+
+def test_calls_that_take_no_time_are_not_worth_a_compiler(choices: Choices) -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_SD1), backend="auto")
+    assert set(backends_of(ENOUGH_CALLS + 3, unet)) == {EAGER}
+    assert runtime.operators.inductor.status()["graphs"] == 0
+    assert lib_onediff.status()["auto"] == ""
+
+
+def test_where_inductor_cannot_compile_it_is_done_without(choices: Choices, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_choice, "WORTH_LOOKING_MS", 0.0)
+    inductor = runtime.operators.inductor
+
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(inductor, "why_not", lambda device: None)
+    monkeypatch.setattr(inductor.operators.compiler, "compile", broken)
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_SD1), backend="auto")
+    assert set(backends_of(ENOUGH_CALLS + 4, unet)) == {EAGER}
+    assert "No space left on device" in lib_onediff.status()["auto"]
+
+
+@pytest.mark.parametrize(
+    "nonsense", [None, 7, "inductor", {}, {"backend": INDUCTOR}, {"backend": "x", "times": {INDUCTOR: 1, EAGER: 2}},
+                 {"backend": INDUCTOR, "times": {INDUCTOR: "1", EAGER: 2}}, {"backend": INDUCTOR, "times": [1, 2]}],
+)
+def test_a_store_that_anybody_may_have_written(nonsense: Any) -> None:
+    choices = Choices()
+    choices.set(name_for(CPU), nonsense)
+    auto = AutoChoice(choices)
+    unet = diffusers_unet(**SMALL_SD1)
+    assert auto.steps(PLAIN, a_call(unet)) == PLAIN
+    assert auto.sentence() == "" and not auto.is_inductor(CPU)
