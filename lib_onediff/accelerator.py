@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from .backend_choice import Declined
 from .backends import Steps
 from .care import Care
 from .deepcache.choice import DeepCacheChoice
@@ -20,7 +21,7 @@ from .deepcache.sampling import Sampling
 from .graph_cache import GraphCache
 from .graph_holdings import Holdings
 from .journal import HOST, PLAIN, Journal
-from .ladder import Declined, Ladder, Served
+from .ladder import Ladder, Served
 from .modes import our_modes
 from .operators import OperatorSets
 from .ops.choices import Choices

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from .accelerator import OUT_OF_MEMORY, Accelerator
+from .backend_choice import Declined, refuse_inputs
 from .backends import NATIVE, launched_steps
 from .care import Care
 from .journal import BLOCKS
-from .ladder import COMPILING, Declined, blame, network_of, refuse_inputs
+from .ladder import COMPILING, blame, network_of
 from .modes import our_modes
 from .ops import Operators, torch_ops
 from .precision import Flags, flags_for

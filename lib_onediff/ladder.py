@@ -11,35 +11,26 @@ import torch
 from torch import Tensor
 
 from . import backends
+from .backend_choice import INDUCTOR_COMPILES, NO_ROOM, BackendChoice, Declined
 from .backends import eager
-from .backends.inductor import CannotCompile
 from .care import Care
 from .deepcache.course import Turn
 from .graph_cache import GraphCache
 from .journal import GRAPH, PLAIN
-from .modes import autocast_dtype
 from .oneflow_route import NotYet, OneFlowRoute
 from .operators import Network, OperatorSets
 from .precision import Flags
 from .settings import Settings
 from .shapes.history import History
-from .shapes.key import ShapeKey, layout_fits
+from .shapes.key import ShapeKey
 from .shapes.table import Entry, ShapeTable, State
 from .shapes.timing import Stopwatch
-from .unet.bound import BoundUNet
 from .unet.call import UNetCall
 from .unet.forward import Conditioning
 from .verify import CannotJudge, Disagreement, first_line, judge, judge_shallow, recall
 
 log = logging.getLogger("onediff")
-NO_ROOM = "there is no GPU memory for the weights in FP8"
 COMPILING = "OneDiff's kernels are being compiled, in the background; on this machine it is done once"
-
-INDUCTOR_COMPILES = "Inductor compiles this model's blocks, in the background; on this machine it is done once"
-
-
-class Declined(Exception):
-    """We do not serve this call; the message is the reason, in one line for the user."""
 
 
 class Stale(Exception):
@@ -71,6 +62,7 @@ class Ladder:
         self._graphs = graphs
         self._operators = operators
         self._oneflow = OneFlowRoute()
+        self._choice = BackendChoice(graphs, operators, self._oneflow)
         self._patience = threading.local()
 
     @property
@@ -82,52 +74,14 @@ class Ladder:
     def patient(self, is_on: bool) -> None:
         self._patience.is_on = is_on
 
+    @property
+    def oneflow_graphs(self) -> tuple[int, int]:
+        """How many graphs OneFlow has in this process, and may have."""
+        return self._oneflow.count
+
     def begin(self, care: Care, settings: Settings, call: UNetCall) -> backends.Steps:
-        """The backends to try for a call, with the binding made true for it.
-
-        Raises Declined, and UnsupportedUNet. To be called in the host's modes: they decide what can be served.
-        """
-        steps = self._steps(settings, call)
-        care.bound.refresh(call, care.by_content, self._wants_channels_last(care, steps.backends[0], call))
-        refuse_inputs(care.bound, call)
-        if settings.backend == backends.AUTO and steps.backends[0] == backends.INDUCTOR:
-            steps = self._when_compiled(care, steps, call)
-        if settings.fp8:
-            return backends.with_float8(steps, lambda: self._why_not_float8(care, call))
-        self._graphs.drop_float8(care)
-        return steps
-
-    def _steps(self, settings: Settings, call: UNetCall) -> backends.Steps:
-        device, operators = call.latent.device, self._operators
-        steps = backends.steps(settings.backend, device, operators.why_not_native, operators.inductor.why_not)
-        if settings.backend == backends.AUTO and operators.inductor.why_not(device) is None:
-            return operators.auto.steps(steps, call)
-        if settings.backend != backends.ONEFLOW:
-            return steps
-        # They serve while OneFlow compiles. Our own kernels want their weights in another order.
-        others = backends.steps(backends.CUDAGRAPH, device, operators.why_not_native)
-        return self._oneflow.steps(settings, others, steps, call, self.patient)
-
-    def _when_compiled(self, care: Care, steps: backends.Steps, call: UNetCall) -> backends.Steps:
-        """The same steps, or those after Inductor until it has compiled: nobody has asked for it."""
-        try:
-            if self._operators.inductor.prepare(care.bound, call.latent, self.patient):
-                return steps
-        except CannotCompile as failure:
-            self._operators.auto.fail(str(failure))
-        return backends.Steps(steps.backends[1:], INDUCTOR_COMPILES)
-
-    def _wants_channels_last(self, care: Care, backend: str, call: UNetCall) -> bool:
-        if backend == backends.INDUCTOR:
-            # Until its code is there the host serves, which would turn the weights back at every call.
-            return self._operators.inductor.is_ready(care.bound, call.latent)
-        return backend == backends.NATIVE
-
-    def _why_not_float8(self, care: Care, call: UNetCall) -> str | None:
-        if care.no_room_for_float8:
-            return NO_ROOM
-        lack = self._operators.why_not_float8(call.latent.device, call.latent.dtype)
-        return lack or self._operators.why_no_float8_here(care.bound.layout, call)
+        """See BackendChoice.begin."""
+        return self._choice.begin(care, settings, call, self.patient)
 
     def serve(
         self, care: Care, steps: backends.Steps, call: UNetCall, notice: Callable[[Entry], None], flags: Flags = (),
@@ -343,18 +297,3 @@ def network_of(care: Care, call: UNetCall, float8: bool = False) -> Network:
 def blame(backend: str, what: str) -> str:
     """What went wrong, with the backend's name where another one may do better."""
     return what if backend == backends.EAGER else f"{what} (backend {backend})"
-
-
-def refuse_inputs(bound: BoundUNet, call: UNetCall, y_is_embedded: bool = False) -> None:
-    """Raise Declined for inputs that do not fit the bound UNet. y_is_embedded: see layout_fits."""
-    binding = bound.binding
-    misfit = layout_fits(bound.layout, call, y_is_embedded)
-    if misfit:
-        raise Declined(misfit)
-    if call.latent.device != binding.device:
-        raise Declined(f"the UNet's weights are on {binding.device}, the latent is on {call.latent.device}")
-    if call.latent.dtype != binding.dtype:
-        raise Declined(f"the UNet's weights are {binding.dtype}, the latent is {call.latent.dtype}")
-    autocast = autocast_dtype(call.latent.device.type)
-    if autocast not in (None, binding.dtype):
-        raise Declined(f"autocast to {autocast} is on, but the UNet's weights are {binding.dtype}")

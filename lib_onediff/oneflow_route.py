@@ -33,6 +33,11 @@ class OneFlowRoute:
         self._variables: Mapping[str, str] = {}
         self._fused_attention: dict[tuple[torch.device, torch.dtype], bool] = {}
 
+    @property
+    def count(self) -> tuple[int, int]:
+        """How many graphs there are, and how many there may be."""
+        return len(self._graphs), self._graphs.most
+
     def steps(self, settings: Settings, others: Steps, without: Steps, call: UNetCall, patient: bool) -> Steps:
         """OneFlow before the others, or what serves without it, and why. For calls by these settings."""
         device, dtype = call.latent.device, call.latent.dtype

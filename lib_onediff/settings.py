@@ -36,11 +36,13 @@ class Settings:
     backend: str = option(
         "auto",
         "Backend",
-        "auto: the fastest that this machine can run. native: OneDiff's own kernels (Triton), one CUDA graph per "
-        "resolution, replayed. inductor: PyTorch's own compiler for the blocks of the UNet, with graphs on a GPU; it "
-        "needs torch 2.4, works on the CPU too, and compiles in the background when a model is used for the first "
-        "time. cudagraph: graphs of PyTorch's operators. oneflow: OneFlow's compiler, where it is installed; it takes "
-        "seconds for every resolution, in the background. eager: PyTorch's operators, no graphs.",
+        "auto: OneDiff's own kernels where they run, else PyTorch's operators or its compiler, whichever makes the "
+        "faster calls when it is measured, once on a machine. native: OneDiff's own kernels (Triton), one CUDA "
+        "graph per resolution, replayed. inductor: PyTorch's own compiler for what lies between matrix products, "
+        "convolutions and attentions, with graphs on a GPU; it needs torch 2.4, works on the CPU too, and compiles "
+        "in the background when a model is used for the first time. cudagraph: graphs of PyTorch's operators. "
+        "oneflow: OneFlow's compiler, where it is installed; it takes seconds for every resolution, in the "
+        "background. eager: PyTorch's operators, no graphs.",
         choices=("auto", "native", "inductor", "cudagraph", "oneflow", "eager"),
         per_run=True,
     )

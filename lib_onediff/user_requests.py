@@ -18,6 +18,7 @@ from .shapes.rows import ResolutionRow, Totals, rows_of
 from .shapes.table import ShapeTable
 
 if TYPE_CHECKING:
+    from .ladder import Ladder
     from .pressure import MemoryPressure
     from .vae.decoding import DecoderRoute
 
@@ -37,6 +38,7 @@ class UserRequests:
     vae: DecoderRoute
     pressure: MemoryPressure
     _graphs: GraphCache
+    _ladder: Ladder
     _lock: threading.RLock
     _run_settings: Settings | None
     _seen: Holdings
@@ -57,16 +59,18 @@ class UserRequests:
         return Totals(
             vram=self._look().vram, budget=self._graphs.allowed(self.settings.memory_budget),
             disk=self.history.size_bytes(), calls=calls, hit_rate=calls[GRAPH] / count if count else None,
-            float8=self._graphs.float8_bytes(),
+            float8=self._graphs.float8_bytes(), inductor=self.operators.inductor.counts(),
+            oneflow=self._ladder.oneflow_graphs,
         )
 
     def status(self) -> dict[str, Any]:
         """What the last call was, by which route it went and why, as plain values for a page or JSON; see Journal."""
         settings = self._run_settings or self.settings
         status = self.journal.status()
+        graphs, again = self.operators.inductor.counts()
         return {
             "enabled": settings.enabled, **status, "backend": status["backend"] or settings.backend,
-            "vae": self.vae.status(), "inductor": self.operators.inductor.status(),
+            "vae": self.vae.status(), "inductor": {"graphs": graphs, "recompiled": again},
             "auto": self.operators.auto.sentence() if settings.backend == AUTO else "",
         }
 

@@ -69,7 +69,7 @@ class OneFlowGraphs:
 
     def __init__(self, most: int = MOST_GRAPHS) -> None:
         self.failure = ""
-        self._most = most
+        self.most = most
         self._compiled: dict[Hashable, Compiled] = {}
         self._pending: dict[Hashable, Future[None]] = {}
         self._worker = ThreadPoolExecutor(1, "onediff-oneflow")
@@ -115,7 +115,7 @@ class OneFlowGraphs:
     def _refuse_another(self, weights: Weights) -> None:
         if self.failure:
             raise OneFlowRefusal(FAILED.format(self.failure))
-        if len(self) >= self._most:
+        if len(self) >= self.most:
             raise OneFlowRefusal(TOO_MANY.format(len(self)))
         for path, affine in weights.items():
             # A graph would read its numbers in the wrong order, without an error.

@@ -22,7 +22,9 @@ class Totals:
 
     vram: bytes of GPU memory that all graphs hold; budget: bytes that they may hold, 0 without a GPU. disk: bytes of
     the cache folder. calls: how many UNet calls went by each route. hit_rate: the share of them that a graph served,
-    None before the first. float8: bytes of the weights in FP8, which lie beside the WebUI's own.
+    None before the first. float8: bytes of the weights in FP8, which lie beside the WebUI's own. inductor: how many
+    graphs Inductor has compiled, and how many of them again, which ought to be none. oneflow: how many OneFlow has, and
+    may have.
     """
 
     vram: int
@@ -31,6 +33,8 @@ class Totals:
     calls: dict[str, int]
     hit_rate: float | None
     float8: int = 0
+    inductor: tuple[int, int] = (0, 0)
+    oneflow: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)

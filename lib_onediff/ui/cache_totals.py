@@ -13,6 +13,8 @@ from .status import ROUTES
 MEANINGS = {
     "Graph memory": "GPU memory that the graphs of all resolutions hold, of what they may hold (see the settings)",
     "FP8 weights": "GPU memory of the weights in FP8, which lie beside the WebUI's own while FP8 is on",
+    "Inductor": "graphs that PyTorch's compiler has made, each for all sizes; none ought to be compiled again",
+    "OneFlow": "graphs that OneFlow has compiled in this process, one for every size, of those that it may",
     "Disk": "history, verdicts, measured choices and compiled kernels in the cache folder",
     "Served by a graph": "share of the UNet calls of this process that replayed a graph",
     "Queue": "sizes that are being pre-warmed, or wait for it",
@@ -30,6 +32,8 @@ def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job]) 
         fact("Graph memory", memory_held(totals), bar(totals)), fact("Disk", memory(totals.disk)),
         fact("Served by a graph", hits), fact("Queue", queue_sentence(jobs)),
         *([fact("FP8 weights", memory(totals.float8))] if totals.float8 else []),
+        *([fact("Inductor", compiled_sentence(*totals.inductor))] if totals.inductor[0] else []),
+        *([fact("OneFlow", "{} of {}".format(*totals.oneflow))] if totals.oneflow[0] else []),
         fact("Resolutions", f"{len(rows)}{f' ({kinds})' if kinds else ''}"), fact("Calls", calls or "none yet"),
     )
     return f'<div class="onediff-status onediff-totals"><div class="onediff-facts">{"".join(facts)}</div></div>'
@@ -49,6 +53,10 @@ def memory_held(totals: Totals) -> str:
     if not totals.budget and not totals.vram:
         return "none (no GPU)"
     return f"{memory(totals.vram)} of {memory(totals.budget)}" if totals.budget else memory(totals.vram)
+
+
+def compiled_sentence(graphs: int, again: int) -> str:
+    return f"{counted(graphs, 'graph')}, {again or 'none'} compiled again"
 
 
 def bar(totals: Totals) -> str:

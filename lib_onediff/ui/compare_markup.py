@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..backends import ONEFLOW
 from ..infotext import options_of_a_run
-from ..precision_effects import described
+from ..precision_effects import Machine, described
 from ..quality.comparison import percent, signed
 from .amounts import NOTHING, counted, milliseconds, seconds
 from .compare_job import Made, Pair
@@ -124,7 +125,8 @@ def remarks(side: Side) -> list[tuple[str, str]]:
     if not side.settings.enabled:
         return []
     names = options_of_a_run()
-    return list(described({name: getattr(side.settings, name) for name in names}).items())
+    machine = Machine.now(side.settings.backend == ONEFLOW)
+    return list(described({name: getattr(side.settings, name) for name in names}, machine).items())
 
 
 def verdict(pairs: Sequence[Pair]) -> str:

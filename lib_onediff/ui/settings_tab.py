@@ -11,8 +11,9 @@ from typing import Any
 import gradio as gr
 
 from ..accelerator import runtime
+from ..backends import ONEFLOW
 from ..option import word_of
-from ..precision_effects import described, note
+from ..precision_effects import Machine, described, note
 from ..settings import Settings, host_key
 
 SECTION = ("onediff", "OneDiff")
@@ -65,7 +66,7 @@ def tell_effects(before: Settings) -> None:
         option.name: getattr(runtime.settings, option.name) for option in fields(Settings)
         if getattr(runtime.settings, option.name) != getattr(before, option.name)
     }
-    for name, said in (described(made) if made else {}).items():
+    for name, said in (described(made, Machine.now(runtime.settings.backend == ONEFLOW)) if made else {}).items():
         tell(f"{label_of(name)}, {word_of(made[name])}: {said}")
 
 

@@ -76,7 +76,7 @@ def test_the_last_options_count() -> None:
     [
         (
             {"backend": "nonsense"},
-            "OneDiff option backend is one of auto, native, cudagraph, oneflow, eager, not 'nonsense'.",
+            "OneDiff option backend is one of auto, native, inductor, cudagraph, oneflow, eager, not 'nonsense'.",
         ),
         ({"backend": None}, "OneDiff option backend takes a str, not None."),
         ({"verify": "yes"}, "OneDiff option verify takes a bool, not 'yes'."),
