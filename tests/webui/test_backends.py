@@ -1,0 +1,67 @@
+"""Switching backends between pictures: right pictures without a restart, and nothing that grows."""
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from webui_client import Pictures, WebUI, largest_difference, one_run
+from webui_models import Models
+
+BACKENDS = ("inductor", "cudagraph", "oneflow", "eager", "native", "auto")
+SECONDS_TO_COMPILE = 1200
+ROUNDS = 3
+MIB = 2**20
+
+
+def made(webui: WebUI, backend: str) -> Pictures:
+    """A picture by the settings tab's way: the choice is saved, and the next picture is made with it."""
+    webui.set_options(onediff_backend=backend)
+    return webui.txt2img()
+
+
+@pytest.fixture
+def compiled(webui: WebUI, sd15: Models) -> None:
+    """Inductor has compiled for the checkpoint; until then the WebUI's own UNet serves."""
+    if webui.is_standalone:
+        pytest.skip("Inductor compiles for minutes on two cores; the unit tests do it with a smaller UNet")
+    with webui.options(onediff_backend="inductor"):
+        until = time.monotonic() + SECONDS_TO_COMPILE
+        while time.monotonic() < until:
+            webui.txt2img()
+            status = webui.status()
+            if status["backend"] == "inductor" and status["route"] != "host":
+                return
+            assert "in the background" in status["reason"], status
+    pytest.fail("Inductor was not ready in time")
+
+
+def test_back_and_forth(webui: WebUI, compiled: None) -> None:
+    host = webui.txt2img(**one_run(enabled=False))
+    with webui.options(onediff_backend="auto"):
+        graphs, memory = webui.status()["inductor"], []
+        for _ in range(ROUNDS):
+            for backend in BACKENDS:
+                picture = made(webui, backend)
+                assert largest_difference(picture, host) <= 3, backend
+                status = webui.status()
+                served = status["backend"]
+                # What cannot run here says why, and the next best serves.
+                assert status["route"] != "host", status
+                assert served == backend or backend == "auto" or status["reason"], status
+                assert f"backend {backend}" in infotext(picture) or backend == "auto"
+            memory.append(used(webui))
+        assert webui.status()["inductor"] == graphs and graphs["recompiled"] == 0
+    # The first round fills what is kept.
+    assert memory[-1] - memory[1] < 64 * MIB, memory
+    assert largest_difference(webui.txt2img(**one_run(enabled=False)), host) == 0
+
+
+def infotext(picture: Pictures) -> str:
+    return picture.info["infotexts"][0]
+
+
+def used(webui: WebUI) -> float:
+    """Bytes that the WebUI's process has."""
+    answer: dict[str, Any] = webui.get("/sdapi/v1/memory")
+    return answer["ram"]["used"]
