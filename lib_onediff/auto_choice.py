@@ -15,8 +15,8 @@ from .unet.call import UNetCall
 PLAIN = (EAGER, CUDAGRAPH)
 # Of each backend, at one shape.
 ENOUGH_CALLS = 3
-# Inductor compiles for a minute, and for minutes on a CPU: nobody waits for calls that take less than this.
-WORTH_LOOKING_MS = 100.0
+# Inductor compiles for a minute, and for minutes on a CPU, whose cores it takes: faster calls are let alone.
+WORTH_LOOKING_MS = {"cuda": 20.0, "cpu": 500.0}
 WORTH_HAVING = 0.95
 
 
@@ -93,7 +93,7 @@ class AutoChoice:
         """Whether the plain backend has made enough calls of this shape, and they are worth a compiler."""
         seen = self._calls.get(shape_of(call), {}).get(plain)
         time = seen.entry.own.median_ms if seen and seen.count > ENOUGH_CALLS else None
-        return time is not None and time >= WORTH_LOOKING_MS
+        return time is not None and time >= WORTH_LOOKING_MS[call.latent.device.type]
 
     def _chosen(self, device: torch.device) -> dict[str, Any] | None:
         """A choice that was made before, if it makes sense: anybody may have written it."""

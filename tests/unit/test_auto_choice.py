@@ -46,7 +46,7 @@ def backends_of(count: int, unet: Any) -> list[str]:
 def test_both_make_some_calls_and_the_faster_one_makes_the_rest(
     choices: Choices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto_choice, "WORTH_LOOKING_MS", 0.0)
+    monkeypatch.setitem(auto_choice.WORTH_LOOKING_MS, "cpu", 0.0)
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_SD1), backend="auto")
     # The first call of a shape is checked, and not timed.
     used = backends_of(3 * ENOUGH_CALLS + 4, unet)
@@ -70,7 +70,7 @@ def test_calls_that_take_no_time_are_not_worth_a_compiler(choices: Choices) -> N
 
 
 def test_where_inductor_cannot_compile_it_is_done_without(choices: Choices, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto_choice, "WORTH_LOOKING_MS", 0.0)
+    monkeypatch.setitem(auto_choice.WORTH_LOOKING_MS, "cpu", 0.0)
     inductor = runtime.operators.inductor
 
     def broken(graph: Any, inputs: Any) -> Any:
