@@ -10,6 +10,7 @@ from torch import nn
 pytest.importorskip("diffusers")
 
 from builders import SMALL, SMALL_XL, a_call, diffusers_output, diffusers_unet, served
+from deepcache_builders import STEPS, Rig, call_of, halves
 from oneflow_builders import agree
 
 from lib_onediff import compile_unet, status, uncompile_unet
@@ -69,3 +70,22 @@ def test_where_it_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     call = a_call(unet)
     assert agree(served(unet, call), diffusers_output(unet, call))
     assert (*now(), status()["reason"]) == ("eager", "plain", "OneFlow has no luck today")
+
+
+def test_deepcache_has_a_graph_for_each_half() -> None:
+    rig, times, until = Rig.of(SMALL, backend="oneflow"), STEPS[:7], time.monotonic() + 240
+    wanted, served_by = halves([0, 3, 6], 7), []
+    while (rig.log, set(served_by)) != (wanted, {("oneflow", "graph")}) and time.monotonic() < until:
+        rig.log.clear()
+        served_by.clear()
+        rig.begin(times)
+        for step in times:
+            rig.run(call_of(rig.unet, step))
+            status_now = rig.runtime.status()
+            served_by.append((status_now["backend"], status_now["route"]))
+    rig.log.clear()
+    rig.begin(times)
+    for step, half in zip(times, wanted, strict=True):
+        rig.check(call_of(rig.unet, step), "a", half)
+        status_now = rig.runtime.status()
+        assert (status_now["backend"], status_now["route"]) == ("oneflow", "graph"), status_now["reason"]
