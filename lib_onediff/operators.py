@@ -146,9 +146,8 @@ class OperatorSets:
             self._worker.submit(self._prepare_early, weakref.ref(unet), settings, parameter.dtype, device)
 
     def finish(self) -> None:
-        """Wait for what was begun."""
+        """Wait for what was begun, but for Inductor: whoever needs that waits for it."""
         self._worker.submit(lambda: None).result()
-        self.inductor.finish()
 
     def _prepare_early(
         self, unet: weakref.ref[nn.Module], settings: Settings, dtype: torch.dtype, device: torch.device
