@@ -1,0 +1,157 @@
+"""Choices of precision that change nothing on a machine, and the sentences that say so."""
+from __future__ import annotations
+
+import itertools
+import types
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lib_onediff import precision
+from lib_onediff.precision import (
+    BF16_REDUCTION,
+    FP16_REDUCTION,
+    HALF_SUMS,
+    SWITCHES,
+    TF32_CONVOLUTION,
+    TF32_MATMUL,
+    Precision,
+    applied,
+    flags_for,
+)
+from lib_onediff.precision_effects import Machine, described, note, remark, why_no_effect
+
+GPU = torch.device("cuda", 0)
+HALF = types.SimpleNamespace(matmul_accumulation="half")
+H200 = Machine("2.13.0", "NVIDIA H200", (9, 0), False, frozenset(SWITCHES))
+HAS_NEWER_TF32 = hasattr(torch.backends.cuda.matmul, "fp32_precision")
+
+
+NOTHING_CHOSEN = {
+    "matmul_accumulation": "full", "convolution_accumulation": "full", "reduced_precision_reduction": "auto",
+    "tf32": "auto", "attention_upcast": "auto", "vae_precision": "auto",
+}
+CHOSEN = {
+    "matmul_accumulation": "half", "reduced_precision_reduction": "off", "tf32": "on", "attention_upcast": "on",
+    "vae_precision": "bf16",
+}
+OF_NVIDIA = ("matmul_accumulation", "reduced_precision_reduction", "tf32")
+
+
+@pytest.mark.parametrize("machine", [H200, replace(H200, capability=None, gpu=""), replace(H200, amd=True)])
+def test_defaults_need_no_reason(machine: Machine) -> None:
+    assert described(NOTHING_CHOSEN, machine) == {}
+
+
+def test_on_a_new_gpu_and_torch_everything_but_convolutions_has_an_effect() -> None:
+    assert {option: why_no_effect(option, value, H200) for option, value in CHOSEN.items()} == dict.fromkeys(CHOSEN)
+    reason = why_no_effect("convolution_accumulation", "half", H200)
+    assert reason is not None and "float32 sums" in reason and "TORCH_CUDNN_V8_API_DISABLED" in reason
+
+
+@pytest.mark.parametrize("option", OF_NVIDIA)
+def test_without_an_nvidia_gpu(option: str) -> None:
+    none = replace(H200, capability=None, gpu="")
+    assert "can use none here" in why_no_effect(option, CHOSEN[option], none)
+    assert "AMD" in why_no_effect(option, CHOSEN[option], replace(H200, amd=True))
+
+
+@pytest.mark.parametrize(("option", "capability"), [
+    ("matmul_accumulation", (6, 1)), ("tf32", (7, 5)), ("vae_precision", (7, 5)),
+])
+def test_an_old_gpu(option: str, capability: tuple[int, int]) -> None:
+    reason = why_no_effect(option, CHOSEN[option], replace(H200, gpu="Old Card", capability=capability))
+    assert reason is not None and reason.endswith(f"this Old Card has {capability[0]}.{capability[1]}.")
+
+
+@pytest.mark.parametrize("missing", [
+    frozenset(some) for size in range(len(SWITCHES) + 1) for some in itertools.combinations(SWITCHES, size)
+])
+def test_every_combination_of_switches_that_torch_lacks(
+    missing: frozenset[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch 2.3 lacks float16 sums: what is missing is said so, and never touched; the rest works."""
+    class Lacking:
+        """torch.backends.cuda.matmul or cudnn, without some of its attributes."""
+
+        def __init__(self, real: Any, hidden: set[str]) -> None:
+            self.__dict__.update(real=real, hidden=hidden)
+
+        def __getattr__(self, name: str) -> Any:
+            if name in self.hidden:
+                raise AttributeError("Unknown attribute " + name)
+            return getattr(self.real, name)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            assert name not in self.hidden, f"{name} was set, which this torch does not have"
+            setattr(self.real, name, value)
+
+    tf32 = {"allow_tf32", "fp32_precision"}
+    hidden = {switch.attribute for name, switch in SWITCHES.items() if name in missing and hasattr(switch, "attribute")}
+    monkeypatch.setattr(
+        torch.backends.cuda, "matmul",
+        Lacking(torch.backends.cuda.matmul, hidden | (tf32 if TF32_MATMUL in missing else set())),
+    )
+    if TF32_CONVOLUTION in missing:
+        monkeypatch.setattr(torch.backends, "cudnn", Lacking(torch.backends.cudnn, {*tf32, "conv"}))
+    has = Machine.now().switches
+    assert has.isdisjoint(missing)
+    machine = replace(H200, torch="1.2.3", switches=has)
+    for option, dtype, name in (
+        ("matmul_accumulation", torch.float16, HALF_SUMS),
+        ("reduced_precision_reduction", torch.float16, FP16_REDUCTION),
+        ("reduced_precision_reduction", torch.bfloat16, BF16_REDUCTION), ("tf32", torch.float32, TF32_MATMUL),
+    ):
+        reason = why_no_effect(option, CHOSEN[option], machine, dtype)
+        assert (reason is None) == (name in has)
+        assert reason is None or reason.endswith("here it is 1.2.3.")
+    everything = Precision("half", "half", "off", "on", "on")
+    for dtype in precision.OF_DTYPE:
+        flags = flags_for(everything, dtype, GPU, upcast_attention=True)
+        assert {name for name, _ in flags} <= has
+        before = {name: SWITCHES[name].state() for name in has}
+        with applied(flags):
+            assert all(SWITCHES[name].read() is value for name, value in flags)
+        assert {name: SWITCHES[name].state() for name in has} == before
+
+
+@pytest.mark.parametrize(("option", "dtype"), [
+    ("matmul_accumulation", torch.bfloat16), ("matmul_accumulation", torch.float32),
+    ("reduced_precision_reduction", torch.float32), ("tf32", torch.float16), ("attention_upcast", torch.float32),
+])
+def test_a_model_of_another_dtype(option: str, dtype: torch.dtype) -> None:
+    reason = why_no_effect(option, CHOSEN[option], H200, dtype)
+    assert reason is not None and str(dtype).removeprefix("torch.") in reason
+
+
+def test_with_oneflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    oneflow = replace(H200, oneflow=True, capability=(8, 6))
+    assert why_no_effect("matmul_accumulation", "half", oneflow) is None
+    monkeypatch.delenv("ONEFLOW_KERENL_CONV_ENABLE_CUTLASS_IMPL", raising=False)
+    assert "CUTLASS" in why_no_effect("convolution_accumulation", "half", oneflow)
+    monkeypatch.setenv("ONEFLOW_KERENL_CONV_ENABLE_CUTLASS_IMPL", "1")
+    assert why_no_effect("convolution_accumulation", "half", oneflow) is None
+
+
+def test_a_gain_that_is_not_to_be_had_is_said() -> None:
+    assert "full speed" in remark("matmul_accumulation", "half", H200)
+    assert remark("matmul_accumulation", "half", replace(H200, capability=(8, 9))) is None
+    assert described({"matmul_accumulation": "half"}, H200)["matmul_accumulation"].startswith("This GPU sums")
+    said = described({"convolution_accumulation": "half"}, H200)
+    assert said["convolution_accumulation"].startswith("No effect here")
+
+
+def test_what_the_settings_tab_adds() -> None:
+    assert note("tf32", ("auto", "on", "off"), H200) == "" and note("backend", ("auto", "native"), H200) == ""
+    none = replace(H200, capability=None, gpu="")
+    assert note("tf32", ("auto", "on", "off"), none) == (
+        "Here on and off change nothing: PyTorch looks at this on NVIDIA's GPUs alone, and can use none here."
+    )
+    said = note("convolution_accumulation", ("full", "half"), H200)
+    assert said.startswith("Here half changes nothing: PyTorch asks")
+
+
+def test_other_options_have_no_reason() -> None:
+    assert why_no_effect("backend", "native", H200) is None and why_no_effect("enabled", "off") is None
