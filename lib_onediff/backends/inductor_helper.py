@@ -22,6 +22,8 @@ REGIONS_FOR_A_HELPER = 4
 HELPER_LIMIT_S = 600
 PACKAGE_FOLDER = Path(__file__).resolve().parents[2]
 LOW_PRIORITY = 10
+# Or each would start a pool of processes when it imports Inductor, as many as there are cores.
+ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 SWITCHES = ("allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
 
 
@@ -45,7 +47,7 @@ def start(share: Share) -> subprocess.Popen[bytes] | None:
     folders = [str(PACKAGE_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
     try:
         helper = subprocess.Popen(
-            command, env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)}, stdin=subprocess.PIPE,
+            command, env={**os.environ, **ALONE, "PYTHONPATH": os.pathsep.join(folders)}, stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )
         helper.stdin.write(pickle.dumps((switches(), share)))

@@ -40,7 +40,8 @@ class Compiler:
         from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx
 
-        with config.patch(fx_graph_cache=True), autograd_cache(autograd_config):
+        # Its own pool of processes, as many as there are cores, would take them from the picture.
+        with config.patch(fx_graph_cache=True, compile_threads=1), autograd_cache(autograd_config):
             return compile_fx(graph, inputs)
 
 
