@@ -75,7 +75,7 @@ class Ladder:
         self._patience.is_on = is_on
 
     @property
-    def oneflow_graphs(self) -> tuple[int, int]:
+    def oneflow_graphs(self) -> dict[str, int]:
         """How many graphs OneFlow has in this process, and may have."""
         return self._oneflow.count
 

@@ -34,9 +34,9 @@ class OneFlowRoute:
         self._fused_attention: dict[tuple[torch.device, torch.dtype], bool] = {}
 
     @property
-    def count(self) -> tuple[int, int]:
+    def count(self) -> dict[str, int]:
         """How many graphs there are, and how many there may be."""
-        return len(self._graphs), self._graphs.most
+        return {"graphs": len(self._graphs), "most": self._graphs.most}
 
     def steps(self, settings: Settings, others: Steps, without: Steps, call: UNetCall, patient: bool) -> Steps:
         """OneFlow before the others, or what serves without it, and why. For calls by these settings."""

@@ -59,7 +59,7 @@ class UserRequests:
         return Totals(
             vram=self._look().vram, budget=self._graphs.allowed(self.settings.memory_budget),
             disk=self.history.size_bytes(), calls=calls, hit_rate=calls[GRAPH] / count if count else None,
-            float8=self._graphs.float8_bytes(), inductor=self.operators.inductor.counts(),
+            float8=self._graphs.float8_bytes(), inductor=self.operators.inductor.status(),
             oneflow=self._ladder.oneflow_graphs,
         )
 
@@ -67,10 +67,9 @@ class UserRequests:
         """What the last call was, by which route it went and why, as plain values for a page or JSON; see Journal."""
         settings = self._run_settings or self.settings
         status = self.journal.status()
-        graphs, again = self.operators.inductor.counts()
         return {
             "enabled": settings.enabled, **status, "backend": status["backend"] or settings.backend,
-            "vae": self.vae.status(), "inductor": {"graphs": graphs, "recompiled": again},
+            "vae": self.vae.status(), "inductor": self.operators.inductor.status(),
             "auto": self.operators.auto.sentence() if settings.backend == AUTO else "",
         }
 

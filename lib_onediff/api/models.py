@@ -136,6 +136,8 @@ class TotalsAnswer(Answer):
     calls: dict[str, int] = Field(..., description="UNet calls by route.")
     hit_rate: float | None = Field(None, description="The share of calls that a ready entry served.")
     float8: int = Field(0, description="Bytes of GPU memory of the weights in FP8, beside the WebUI's own.")
+    inductor: dict[str, int] = Field({}, description="How many graphs Inductor has made, and how many again.")
+    oneflow: dict[str, int] = Field({}, description="How many graphs OneFlow has compiled, and the most that it may.")
 
 
 class ShapesAnswer(Answer):

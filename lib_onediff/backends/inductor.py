@@ -116,9 +116,9 @@ class Inductor:
         except UnsupportedUNet:
             return False
 
-    def counts(self) -> tuple[int, int]:
+    def status(self) -> dict[str, int]:
         """How many graphs this process has, and how many of them for a second time, which ought to be none."""
-        return self.operators.graphs(), self.operators.recompiled()
+        return {"graphs": self.operators.graphs(), "recompiled": self.operators.recompiled()}
 
     def finish(self) -> None:
         """Wait for what was begun."""

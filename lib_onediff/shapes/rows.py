@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ..unet.half import SHALLOW
 from .key import ShapeKey
@@ -23,8 +23,8 @@ class Totals:
     vram: bytes of GPU memory that all graphs hold; budget: bytes that they may hold, 0 without a GPU. disk: bytes of
     the cache folder. calls: how many UNet calls went by each route. hit_rate: the share of them that a graph served,
     None before the first. float8: bytes of the weights in FP8, which lie beside the WebUI's own. inductor: how many
-    graphs Inductor has compiled, and how many of them again, which ought to be none. oneflow: how many OneFlow has, and
-    may have.
+    "graphs" Inductor has made, and how many of them were "recompiled", which ought to be none. oneflow: how many
+    "graphs" it has compiled, and the "most" that it may.
     """
 
     vram: int
@@ -33,8 +33,8 @@ class Totals:
     calls: dict[str, int]
     hit_rate: float | None
     float8: int = 0
-    inductor: tuple[int, int] = (0, 0)
-    oneflow: tuple[int, int] = (0, 0)
+    inductor: dict[str, int] = field(default_factory=dict)
+    oneflow: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job]) 
         fact("Graph memory", memory_held(totals), bar(totals)), fact("Disk", memory(totals.disk)),
         fact("Served by a graph", hits), fact("Queue", queue_sentence(jobs)),
         *([fact("FP8 weights", memory(totals.float8))] if totals.float8 else []),
-        *([fact("Inductor", compiled_sentence(*totals.inductor))] if totals.inductor[0] else []),
-        *([fact("OneFlow", "{} of {}".format(*totals.oneflow))] if totals.oneflow[0] else []),
+        *([fact("Inductor", compiled_sentence(**totals.inductor))] if totals.inductor.get("graphs") else []),
+        *([fact("OneFlow", "{graphs} of {most}".format(**totals.oneflow))] if totals.oneflow.get("graphs") else []),
         fact("Resolutions", f"{len(rows)}{f' ({kinds})' if kinds else ''}"), fact("Calls", calls or "none yet"),
     )
     return f'<div class="onediff-status onediff-totals"><div class="onediff-facts">{"".join(facts)}</div></div>'
@@ -55,8 +55,8 @@ def memory_held(totals: Totals) -> str:
     return f"{memory(totals.vram)} of {memory(totals.budget)}" if totals.budget else memory(totals.vram)
 
 
-def compiled_sentence(graphs: int, again: int) -> str:
-    return f"{counted(graphs, 'graph')}, {again or 'none'} compiled again"
+def compiled_sentence(graphs: int, recompiled: int) -> str:
+    return f"{counted(graphs, 'graph')}, {recompiled or 'none'} compiled again"
 
 
 def bar(totals: Totals) -> str:

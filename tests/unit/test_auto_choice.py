@@ -65,7 +65,7 @@ def test_both_make_some_calls_and_the_faster_one_makes_the_rest(
 def test_calls_that_take_no_time_are_not_worth_a_compiler(choices: Choices) -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_SD1), backend="auto")
     assert set(backends_of(ENOUGH_CALLS + 3, unet)) == {EAGER}
-    assert runtime.operators.inductor.counts() == (0, 0)
+    assert runtime.operators.inductor.status()["graphs"] == 0
     assert lib_onediff.status()["auto"] == ""
 
 

@@ -193,7 +193,7 @@ def test_what_cannot_be_compiled_is_served_by_the_next_backend(
         assert "Inductor could not compile its group norm: No space left on device" in status["reason"]
 
 
-NEXT_PROCESS = """
+A_PROCESS = """
 import json, sys
 sys.path[:0] = json.loads(sys.argv[1])
 import lib_onediff, torch
@@ -210,18 +210,19 @@ print(json.dumps([runtime.operators.inductor.operators.graphs(), {**counters["in
 
 
 @needs_inductor
-def test_the_next_process_reads_what_this_one_has_compiled(graphs: None, cache: Path) -> None:
-    unet = ours(SMALL_SD1)
-    check(unet, a_call(unet))
+def test_the_next_process_reads_what_one_has_compiled(tmp_path: Path) -> None:
     here = Path(__file__).parent
     folders = json.dumps([str(here.parents[1]), str(here)])
-    finished = subprocess.run(
-        [sys.executable, "-c", NEXT_PROCESS, folders], env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
-        capture_output=True, text=True, timeout=300,
-    )
-    assert finished.returncode == 0, finished.stderr
-    number, counters = json.loads(finished.stdout.splitlines()[-1])
-    assert number > 0
+    told = []
+    for _ in range(2):
+        finished = subprocess.run(
+            [sys.executable, "-c", A_PROCESS, folders], capture_output=True, text=True, timeout=300,
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+        )
+        assert finished.returncode == 0, finished.stderr
+        told.append(json.loads(finished.stdout.splitlines()[-1]))
+    (compiled, at_first), (number, counters) = told
+    assert number == compiled > 0, told
     read = max(counters.get("fxgraph_cache_hit", 0), counters.get("autograd_cache_hit", 0))
     assert read == number and not counters.get("fxgraph_cache_miss"), counters
 
