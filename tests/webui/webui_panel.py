@@ -99,13 +99,18 @@ class Panel:
         self.page.find(f"#{elem_id} input").click()
         options = f"#{elem_id} ul.options li, ul.options li"
 
-        def wanted() -> list:
-            found = self.page.driver.find_elements("css selector", options)
-            return [option for option in found if choice in option.text.split("\n")[-1]]
+        def chosen() -> bool:
+            try:
+                for option in self.page.driver.find_elements("css selector", options):
+                    if choice in option.text.split("\n")[-1]:
+                        option.click()
+                        return True
+            except StaleElementReferenceException:
+                # Another list was still closing, or this one is drawn anew.
+                pass
+            return False
 
-        # Another list may still be closing.
-        self.page.wait(wanted, f"the list's choice {choice!r}", 10)
-        wanted()[0].click()
+        self.page.wait(chosen, f"the list's choice {choice!r}", 10)
 
     # --- the queue ------------------------------------------------------------------------------------------------
 
