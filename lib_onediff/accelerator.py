@@ -208,9 +208,12 @@ class Accelerator(UserRequests):
         if served.entry.state is State.COLD:
             # Outside our modes: the host's forward must run exactly as the host would run it.
             self._ladder.prove(served, settings, self.history, host)
-        elif served.route == PLAIN:
-            with self._lock, our_modes(call.latent.device, served.entry.key.precision):
-                self._ladder.make_ready(care, settings, served)
+        else:
+            with self._lock:
+                self._ladder.note(settings, served)
+                if served.route == PLAIN:
+                    with our_modes(call.latent.device, served.entry.key.precision):
+                        self._ladder.make_ready(care, settings, served)
         care.served_in_sampling = True
         return served
 

@@ -42,15 +42,17 @@ class AutoChoice:
     def steps(self, plain: Steps, call: UNetCall) -> Steps:
         """The backends to try for a call, where these would serve without Inductor."""
         backend = plain.backends[0]
+        if backend not in PLAIN or self._failure:
+            return plain
         chosen = self._chosen(call.latent.device)
-        if backend not in PLAIN or self._failure or (chosen and chosen["backend"] != INDUCTOR):
+        if chosen and chosen["backend"] != INDUCTOR:
             return plain
         if chosen or self._is_next(backend, call):
             return Steps((INDUCTOR, *plain.backends), "")
         return plain
 
     def note(self, entry: Entry, call: UNetCall) -> None:
-        """A call was served; when enough were by both, choose."""
+        """A call was served, by a graph or without one; when enough were by both, choose."""
         device, served_by = call.latent.device, entry.key.backend
         if served_by not in (*PLAIN, INDUCTOR) or self._chosen(device):
             return

@@ -143,14 +143,17 @@ class Ladder:
             history.keep_verdict(backend, entry.key, entry.relative_error)
         entry.state = State.PROVED
 
+    def note(self, settings: Settings, served: Served) -> None:
+        """A call of a shape that was proved before was served."""
+        if settings.backend == backends.AUTO:
+            self._operators.auto.note(served.entry, served.call)
+
     def make_ready(self, care: Care, settings: Settings, served: Served) -> None:
         """Capture the graph of a shape that was just served without one; the call itself has been answered.
 
         Raises nothing: what stands in the way is noted in the entry.
         """
         entry = served.entry
-        if settings.backend == backends.AUTO and entry.state is not State.COLD:
-            self._operators.auto.note(entry, served.call)
         if served.route != PLAIN or entry.state is State.COLD:
             return
         self._capture(care, settings, entry, served.call, served.conditioning)

@@ -16,7 +16,7 @@ from ..settings import Settings
 from .children import ChildFailed, Task, ask
 from .clock import synchronize
 from .options import sizes_for
-from .variants import VARIANTS, Own
+from .variants import VARIANTS, Own, Unavailable
 
 # While kernels are compiled, the model's own forward makes the calls.
 MOST_CALLS = 1000
@@ -98,6 +98,8 @@ def child(task: Task, device: torch.device) -> dict[str, Any]:
     synchronize(device)
     first_s = time.perf_counter() - began
     _, more = variant.make_ready(run, arguments, MOST_CALLS)
+    if more == MOST_CALLS:
+        raise Unavailable(f"not at full speed after {MOST_CALLS} calls")
     synchronize(device)
     ready_s = time.perf_counter() - began
     if isinstance(run, Own):

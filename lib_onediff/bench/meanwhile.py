@@ -15,7 +15,7 @@ from ..journal import HOST
 from .children import ChildFailed, Task, ask
 from .clock import seconds
 from .options import sizes_for
-from .variants import Own, host
+from .variants import Own, Unavailable, host
 
 CALLS_ALONE, MOST_CALLS = 30, 3000
 HEADINGS = (
@@ -72,6 +72,8 @@ def child(task: Task, device: torch.device) -> dict[str, Any]:
         taken.append(seconds(lambda: own(arguments), device))
         if runtime.journal.route != HOST:
             break
+    else:
+        raise Unavailable(f"Inductor was not ready after {MOST_CALLS} calls ({sum(taken):.0f} s)")
     # The first one attaches and plans, the last is ours.
     own.how_served()
     between = taken[1:-1]

@@ -89,6 +89,8 @@ class CompiledRegion:
 
     def __call__(self, *tensors: Tensor) -> Any:
         """Raises CompiledAnew for tensors that what was compiled does not serve."""
+        if self._function is None:
+            raise CompiledAnew(f"Inductor has not compiled this {self.region.kind}: it was not known to be needed")
         try:
             return self._function(*tensors)
         except Exception as error:

@@ -1,6 +1,7 @@
 """The operators of the inductor backend: PyTorch's for what its libraries compute, and what lies between compiled."""
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,11 +14,12 @@ from ..unet.weights import Affine
 from . import Stream, torch_ops
 from .compiled import CompiledRegion, Compiler
 from .regions import ADDITION, GEGLU, GROUP_NORM, LAYER_NORM, Region, Shapes, function_of, region_for
+from .torch_ops import channels_last
 
 Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 
-class RegionOperators:
+class RegionOperators(ABC):
     """See ops.Operators. Images are made channels-last, and what a region computes goes through one method."""
 
     def __init__(self, attention: Attention = torch_ops.attention) -> None:
@@ -27,9 +29,9 @@ class RegionOperators:
     def __getattr__(self, name: str) -> Any:
         return getattr(torch_ops, name)
 
+    @abstractmethod
     def compute(self, region: Region, tensors: list[Tensor]) -> Any:
-        """What a region makes of its inputs."""
-        raise NotImplementedError
+        """What a region makes of its inputs: see regions' functions for shapes. Raises CompiledAnew."""
 
     def _compute(self, kind: str, inputs: tuple[Tensor | None, ...], constants: tuple[Any, ...] = ()) -> Any:
         region = region_for(kind, inputs, constants)
@@ -130,11 +132,6 @@ class Recorder(RegionOperators):
 def too_small(region: Region, tensors: list[Tensor]) -> bool:
     """Whether a dimension of any size is one, which compilers take for a constant."""
     return any(tensor.shape[index] < 2 for tensor, free in zip(tensors, region.free, strict=True) for index in free)
-
-
-def channels_last(image: Tensor) -> Tensor:
-    """The same image with its pixels' channels side by side in memory; itself if it is so already."""
-    return image.contiguous(memory_format=torch.channels_last)
 
 
 def pixels(image: Tensor) -> Tensor:

@@ -112,3 +112,8 @@ def image_to_tokens(image: Tensor) -> Tensor:
 
 def tokens_to_image(tokens: Tensor, height: int, width: int) -> Tensor:
     return tokens.unflatten(1, (height, width)).permute(0, 3, 1, 2)
+
+
+def channels_last(image: Tensor) -> Tensor:
+    """The same image with its pixels' channels side by side in memory; itself if it is so already."""
+    return image.contiguous(memory_format=torch.channels_last)

@@ -29,6 +29,7 @@ from .launches import (
     image_class,
     row_class,
 )
+from .torch_ops import channels_last
 
 # Triton compiles another kernel for a number of channels that is no multiple of this.
 ALIGNED_CHANNELS = 16
@@ -168,11 +169,6 @@ def halves(image: Image) -> tuple[Tensor, Tensor | None]:
     if isinstance(image, Beside):
         return channels_last(image.first), channels_last(image.second)
     return channels_last(image), None
-
-
-def channels_last(image: Tensor) -> Tensor:
-    """The same image with its pixels' channels side by side in memory; itself if it is so already."""
-    return image.contiguous(memory_format=torch.channels_last)
 
 
 def rows(image: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from lib_onediff.accelerator import runtime
 from lib_onediff.auto_choice import ENOUGH_CALLS, AutoChoice, name_for
 from lib_onediff.backends import EAGER, INDUCTOR, Steps
 from lib_onediff.backends.inductor import Inductor
+from lib_onediff.journal import GRAPH
+from lib_onediff.ladder import Ladder
 from lib_onediff.ops.choices import Choices
 
 CPU = torch.device("cpu")
@@ -67,6 +69,16 @@ def test_calls_that_take_no_time_are_not_worth_a_compiler(choices: Choices) -> N
     assert set(backends_of(ENOUGH_CALLS + 3, unet)) == {EAGER}
     assert runtime.operators.inductor.status()["graphs"] == 0
     assert lib_onediff.status()["auto"] == ""
+
+
+def test_calls_that_a_graph_serves_count_too(choices: Choices, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve, noted = Ladder.serve, []
+    monkeypatch.setattr(Ladder, "serve", lambda self, *given: serve(self, *given)._replace(route=GRAPH))
+    monkeypatch.setattr(runtime.operators.auto, "note", lambda entry, call: noted.append(entry))
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_SD1), backend="auto")
+    backends_of(3, unet)
+    # The first is the one that is checked.
+    assert len(noted) == 2
 
 
 def test_where_inductor_cannot_compile_it_is_done_without(choices: Choices, monkeypatch: pytest.MonkeyPatch) -> None:

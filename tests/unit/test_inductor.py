@@ -121,7 +121,8 @@ def test_a_lora_and_another_checkpoint_compile_nothing(graphs: None) -> None:
 @needs_inductor
 def test_a_network_of_another_layout_shares_what_it_has_alike(graphs: None) -> None:
     unet = ours(SMALL_SD1)
-    check(unet, a_call(unet))
+    for batch in (2, 1):
+        check(unet, a_call(unet, batch=batch))
     before = count()
     sdxl = ours(SMALL_SDXL)
     for height, width, batch, tokens in LATER:
