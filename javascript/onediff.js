@@ -9,7 +9,7 @@ window.onediff = (() => {
 
     const selectedKeys = new Set(), openKeys = new Set();
     let focused = null, scrolled = [0, 0], asking = null, observed = null;
-    let number = 0, actions = [], sent = null, asked = 0, looking = false, fresh = true, wasSeen = false, server;
+    let number = 0, actions = [], sent = null, asked = 0, looking = false, wasSeen = false, server;
 
     // --- what is kept when a part is drawn anew ---
 
@@ -97,11 +97,12 @@ window.onediff = (() => {
         }
     }
 
-    function answered() {
-        const beat = find("[data-onediff-beat]");
-        return beat ? Number(beat.dataset.onediffBeat) : 0;
+    function beat(name) {
+        const shown = find("[data-onediff-beat]");
+        return shown ? Number(shown.dataset[name]) : 0;
     }
 
+    const answered = () => beat("onediffBeat");
     const isBusy = () => Boolean(find("[data-onediff-busy='true']"));
     const isWaiting = () => number > answered() && performance.now() - asked < LONGEST_ANSWER;
 
@@ -128,7 +129,6 @@ window.onediff = (() => {
 
     setInterval(() => {
         const seen = isSeen();
-        if (seen && !wasSeen) fresh = true;
         const since = performance.now() - asked;
         if (seen && (!wasSeen || actions.length || since > (isBusy() ? WHILE_BUSY : OTHERWISE))) look();
         wasSeen = seen;
@@ -137,12 +137,11 @@ window.onediff = (() => {
     return {
         // What the two events of the tab ask for; values: of all inputs, and then of all outputs.
         message: (values, count) => {
-            if (sent !== null && sent.number === number) {
-                sent.fresh = true;
-            } else {
-                sent = {number, fresh, actions};
-                [fresh, actions] = [false, []];
+            if (sent === null || sent.number !== number) {
+                sent = {number, actions};
+                actions = [];
             }
+            sent.turn = beat("onediffTurn");
             return [JSON.stringify(sent), ...values.slice(1, count)];
         },
         selected: (values, count) => [JSON.stringify([...selectedKeys]), ...values.slice(1, count)],

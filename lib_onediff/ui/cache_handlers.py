@@ -1,6 +1,8 @@
 """What the OneDiff tab does when somebody uses it. No handler waits for a picture that is being made."""
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -46,6 +48,9 @@ class Panel:
         self.runtime = runtime
         self.warmup = warmup
         self.exclusively = exclusively
+        # Numbers of the answers of all pages.
+        self._turns = itertools.count(1)
+        self._answering = threading.Lock()
 
     # --- the pre-warm queue ---------------------------------------------------------------------------------------
 
@@ -173,7 +178,8 @@ class Panel:
     def tick(self, message: str, model: str, order: str, page: Page | None) -> Shown:
         """What javascript/onediff.js asks while the tab can be seen: do this, and tell me what is new."""
         page, asked = page or Page(), read_message(message)
-        if asked.fresh:
+        if asked.turn != page.turn:
+            # Of two answers at a time the older one may come last, and any may be lost: the page shows what was so.
             page.shown.clear()
         if asked.number != page.answered:
             for action in asked.actions:
@@ -194,7 +200,12 @@ class Panel:
         chore_told = page.chore.told() if page.chore else None
         if page.chore and chore_told is not None:
             below, page.chore = sentence(chore_told, wrong=page.chore.failed), None
-        return (beat_html(page), told, below, *page.changes(self._parts(model, order, page, jobs)), page)
+        parts = self._parts(model, order, page, jobs)
+        with self._answering:
+            changes = page.changes(parts)
+            page.turn = next(self._turns)
+            beat = beat_html(page)
+        return (beat, told, below, *changes, page)
 
     def _parts(self, model: str, order: str, page: Page, jobs: list[Job]) -> dict[str, Any]:
         """The value of every component that shows what is so."""
@@ -238,8 +249,10 @@ def more_button(rows: list[ResolutionRow], limit: int) -> Any:
 
 
 def beat_html(page: Page) -> str:
-    """Tells javascript/onediff.js that its message was answered, and whether there will soon be more to tell."""
+    """Tells javascript/onediff.js which answer this is, to which message, and whether there will soon be more."""
     busy = "true" if page.busy or page.chore else "false"
-    return f'<span data-onediff-beat="{page.answered}" data-onediff-busy="{busy}"></span>'
+    return (
+        f'<span data-onediff-beat="{page.answered}" data-onediff-turn="{page.turn}" data-onediff-busy="{busy}"></span>'
+    )
 
 

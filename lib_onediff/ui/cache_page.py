@@ -16,7 +16,8 @@ from .stream import UNCHANGED
 class Page:
     """All that the server keeps of a page. shown: a digest of each part as it was sent last. limit: rows of the table.
     purge: what waits for the user's word. chore: what is being done for the page. followed: the ids of the jobs that it
-    shows. busy: whether it has to be told what came of them. answered: the number of the last message.
+    shows. busy: whether it has to be told what came of them. answered: the number of the last message. turn: the last
+    answer's.
     """
 
     shown: dict[str, int] = field(default_factory=dict)
@@ -26,6 +27,7 @@ class Page:
     followed: set[int] = field(default_factory=set)
     busy: bool = False
     answered: int = 0
+    turn: int = 0
 
     def changes(self, parts: dict[str, Any]) -> list[Any]:
         """The values of the parts that the page does not show yet; UNCHANGED for the others."""
@@ -51,12 +53,12 @@ class Page:
 @dataclass(frozen=True)
 class Message:
     """What javascript/onediff.js asks. number: counts up from 1 on a page, and stays the same when it asks again
-    because no answer came. fresh: everything is to be sent, for an answer may have been lost. actions: such as
+    because no answer came. turn: that of the answer that the page has shown last, 0 before the first. actions: such as
     ("cancel", 5), of a job.
     """
 
     number: int = 0
-    fresh: bool = False
+    turn: int = 0
     actions: tuple[tuple[str, int], ...] = ()
 
 
@@ -65,7 +67,7 @@ def read_message(text: Any) -> Message:
     try:
         values = json.loads(text)
         actions = tuple((str(action), int(number)) for action, number in values.get("actions", ()))
-        return Message(int(values["number"]), bool(values.get("fresh")), actions)
+        return Message(int(values["number"]), int(values.get("turn", 0)), actions)
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError):
         return Message()
 

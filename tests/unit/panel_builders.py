@@ -65,16 +65,24 @@ class Seen:
 
     def do(self, handler: Any, *own: Any) -> None:
         """Call a handler as gradio does, and show what it returns. sent: the parts that it returned."""
+        self.show(self.ask(handler, *own))
+
+    def ask(self, handler: Any, *own: Any) -> tuple[Any, ...]:
+        """Call a handler, and leave its answer on the way."""
         answer = handler(*own, self.model, self.order, self.page)
-        names = ("beat", "told", "below", *PARTS)
         self.page = answer[-1]
+        return answer
+
+    def show(self, answer: tuple[Any, ...]) -> None:
+        names = ("beat", "told", "below", *PARTS)
         values = dict(zip(names, answer, strict=False))
         self.sent = {name for name, value in values.items() if value != gradio.update()}
         self.parts.update({name: value for name, value in values.items() if name in self.sent})
 
-    def look(self, *actions: tuple[str, int], fresh: bool = False) -> None:
+    def look(self, *actions: tuple[str, int]) -> None:
         self.number += 1
-        message = json.dumps({"number": self.number, "fresh": fresh, "actions": actions})
+        turn = re.search(r'data-onediff-turn="(\d+)"', self.parts.get("beat", ""))
+        message = json.dumps({"number": self.number, "turn": int(turn[1]) if turn else 0, "actions": actions})
         self.do(self.panel.tick, message)
 
     def look_until_idle(self) -> None:

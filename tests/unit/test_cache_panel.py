@@ -139,22 +139,44 @@ def test_only_what_has_changed_is_sent(seen: Seen) -> None:
     used(seen.webui, 64)
     seen.look()
     assert {"beat", "totals", "table", "models"} <= seen.sent and "question" not in seen.sent
-    seen.look(fresh=True)
+
+
+def test_an_answer_that_is_lost_is_made_up_for(seen: Seen) -> None:
+    seen.look()
+    used(seen.webui, 64)
+    seen.ask(seen.panel.look)
+    seen.look()
     assert {"beat", "totals", "table", "chart", "models", "confirm"} <= seen.sent
+    seen.look()
+    assert seen.sent == {"beat"}
+
+
+def test_an_old_answer_that_comes_last_is_not_left_on_the_page(seen: Seen) -> None:
+    with seen.webui.lock:
+        seen.do(seen.panel.prewarm, "64x64, 72x64, 80x64", 1, "77")
+        wait_until_running(seen)
+        waiting = seen.ask(seen.panel.look)
+        seen.do(seen.panel.cancel_all)
+        assert "queued" not in seen.text("jobs")
+        seen.show(waiting)
+        assert "queued" in seen.text("jobs")
+    seen.look()
+    assert seen.text("jobs").count("cancelled") == 3 and "queued" not in seen.text("jobs") + seen.text("table")
 
 
 def test_the_beat_answers_the_message(seen: Seen) -> None:
     seen.look()
-    assert 'data-onediff-beat="1" data-onediff-busy="false"' in seen.parts["beat"]
+    assert 'data-onediff-beat="1"' in seen.parts["beat"] and 'data-onediff-busy="false"' in seen.parts["beat"]
     with seen.webui.lock:
         seen.do(seen.panel.prewarm, "64x64", 1, "77")
         seen.look()
-        assert 'data-onediff-beat="2" data-onediff-busy="true"' in seen.parts["beat"]
+        assert 'data-onediff-beat="2"' in seen.parts["beat"] and 'data-onediff-busy="true"' in seen.parts["beat"]
 
 
 @pytest.mark.parametrize("text", [
     "", None, "null", "3", "[]", '"x"', "{", '{"number": "x"}', '{"number": 1, "actions": [1]}',
     '{"number": 1, "actions": [["cancel", "x"]]}', '{"number": 1e999}', '{"number": 1, "actions": {"a": 1}}',
+    '{"number": 1, "turn": "x"}',
     '{"number": 1, "actions": [["a", 1, 2]]}',
 ])
 def test_what_is_no_message_does_nothing(seen: Seen, text: Any) -> None:

@@ -74,6 +74,7 @@ def test_presets_of_the_loaded_model(panel: Panel, webui: WebUI) -> None:
     panel.click("onediff_preset_SD1_4")
     panel.told("4 sizes in the queue.", RESULT)
     panel.click(CANCEL)
+    panel.told("cancelled", RESULT)
     panel.page.wait(lambda: len(panel.jobs()) == 4, "four jobs", 30)
     assert sorted(line.split(" ")[0] for line in panel.jobs()) == ["512x512", "512x768", "768x512", "768x768"]
     panel.page.wait(lambda: "queued" not in panel.page.text(JOBS), "an empty queue", 120)
