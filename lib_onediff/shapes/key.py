@@ -109,6 +109,8 @@ def layout_fits(layout: UNetLayout, call: UNetCall, y_is_embedded: bool = False)
     latent, context = call.latent, call.context
     if latent.dim() != 4 or latent.shape[1] != layout.in_channels:
         return f"the latent is {tuple(latent.shape)}, but this UNet takes {layout.in_channels} channels"
+    if not latent.numel():
+        return "the latent is empty"
     if context.dim() != 3 or context.shape[2] != layout.context_width:
         return f"the context is {tuple(context.shape)}, but this UNet takes a width of {layout.context_width}"
     if context.shape[0] != latent.shape[0] or call.timestep.shape != latent.shape[:1]:

@@ -1,6 +1,7 @@
 """A fault of ours, a doubt or a damaged model never costs the host's output, and condemns no more than it must."""
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -125,6 +126,15 @@ def test_inputs_that_do_not_fit_get_the_hosts_own_error(misfit: Callable[[UNetCa
     assert str(error.value) == str(expected.value)
     served(unet, a_call(unet))
     assert route() == "plain", reason()
+
+
+def test_an_empty_latent_is_the_hosts_affair() -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet())
+    # Whether that is an error is for the host to say, too.
+    with contextlib.suppress(RuntimeError):
+        served(unet, a_call(unet, 8, 0))
+    assert (route(), reason()) == ("host", "the latent is empty")
+    assert runtime.rows() == []
 
 
 def test_two_unets_in_two_threads_get_their_own_pictures() -> None:
