@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 from selenium.common.exceptions import StaleElementReferenceException
@@ -23,6 +24,7 @@ PURGE, PURGE_MODEL, PURGE_ALL, PURGE_DISK = (
 ROWS = f"return [...document.querySelectorAll('#{TABLE} .onediff-table > table > tbody')]"
 SECONDS_TO_WARM = 240
 SECONDS_TO_TELL = 30
+SECONDS_FOR_A_LIST = 5
 TRIES = 20
 
 
@@ -96,7 +98,8 @@ class Panel:
 
     def choose(self, elem_id: str, choice: str) -> None:
         """Choose from a list of either gradio version."""
-        self.page.find(f"#{elem_id} input").click()
+        self.open_list(elem_id)
+        opened = time.monotonic()
         options = f"#{elem_id} ul.options li, ul.options li"
 
         def chosen() -> bool:
@@ -108,9 +111,20 @@ class Panel:
             except StaleElementReferenceException:
                 # Another list was still closing, or this one is drawn anew.
                 pass
+            nonlocal opened
+            if time.monotonic() - opened > SECONDS_FOR_A_LIST:
+                # Seen twice, on machines that were very busy: the choice never came. Why is not known.
+                self.open_list(elem_id)
+                opened = time.monotonic()
             return False
 
-        self.page.wait(chosen, f"the list's choice {choice!r}", 10)
+        self.page.wait(chosen, f"the list's choice {choice!r}", 30)
+
+    def open_list(self, elem_id: str) -> None:
+        field = self.page.find(f"#{elem_id} input")
+        # It opens for who comes to it, and not for who is there.
+        self.page.run("arguments[0].blur()", field)
+        field.click()
 
     # --- the queue ------------------------------------------------------------------------------------------------
 
