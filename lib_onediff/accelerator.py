@@ -6,8 +6,9 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -98,9 +99,15 @@ class Accelerator(UserRequests):
             known = self._care.get(unet)
             if known is None:
                 self._care[unet] = Care(unet, settings, habits)
-                self.operators.prepare_early(unet, settings or self.settings)
             else:
                 known.settings = settings
+        if known is None:
+            self.operators.prepare_early(unet, settings or self.settings)
+
+    def compiling(self) -> Iterator[Future[Any]]:
+        """Begin what the UNets in care still lack; one after the other what has to end until nothing is lacking."""
+        for unet, care in list(self._care.items()):
+            yield from self.operators.compiling(unet, care.settings or self.settings)
 
     def layout_of(self, unet: nn.Module) -> UNetLayout:
         """The layout of a UNet in our care. Raises UnsupportedUNet with the reason."""

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from . import backends
-from .backends.inductor import CannotCompile
+from .backends.inductor_region import CannotCompile
 from .care import Care
 from .graph_cache import GraphCache
 from .modes import autocast_dtype
@@ -38,7 +38,7 @@ class BackendChoice:
         care.bound.refresh(call, care.by_content, self._wants_channels_last(care, steps.backends[0], call))
         refuse_inputs(care.bound, call)
         if settings.backend == backends.AUTO and steps.backends[0] == backends.INDUCTOR:
-            steps = self._when_compiled(care, steps, call, patient)
+            steps = self._when_compiled(care, steps, call)
         if settings.fp8:
             return backends.with_float8(steps, lambda: self._why_not_float8(care, call))
         self._graphs.drop_float8(care)
@@ -55,10 +55,10 @@ class BackendChoice:
         others = backends.steps(backends.CUDAGRAPH, device, operators.why_not_native)
         return self._oneflow.steps(settings, others, steps, call, patient)
 
-    def _when_compiled(self, care: Care, steps: backends.Steps, call: UNetCall, patient: bool) -> backends.Steps:
-        """The same steps, or those after Inductor until it has compiled: nobody has asked for it."""
+    def _when_compiled(self, care: Care, steps: backends.Steps, call: UNetCall) -> backends.Steps:
+        """The same steps, or those after Inductor until it has compiled: nobody has asked for it, and nobody waits."""
         try:
-            if self._operators.inductor.prepare(care.bound, call.latent, patient):
+            if self._operators.inductor.prepare(care.bound, call.latent, patient=False):
                 return steps
         except CannotCompile as failure:
             self._operators.auto.fail(str(failure))

@@ -7,8 +7,8 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Hashable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import torch
@@ -135,15 +135,29 @@ class OperatorSets:
                 return self.prepare(network, patient=False)
         return False
 
-    def prepare_early(self, unet: nn.Module, settings: Settings) -> None:
-        """Begin what the first calls of this UNet would have to do without."""
+    def prepare_early(self, unet: nn.Module, settings: Settings) -> Future[list[Future[Any]]] | None:
+        """Begin what the first calls of this UNet would have to do without. Returns what ends with that, and tells what
+        else has begun then; None where there is nothing to do."""
         if not settings.enabled:
-            return
+            return None
         parameter = next(unet.parameters(), None)
         # A UNet that waits in the computer's memory goes to the GPU when it is used.
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        if parameter is not None and parameter.device.type in ("cpu", device.type):
-            self._worker.submit(self._prepare_early, weakref.ref(unet), settings, parameter.dtype, device)
+        if parameter is None or parameter.device.type not in ("cpu", device.type):
+            return None
+        begun = self._worker.submit(self._prepare_early, weakref.ref(unet), settings, parameter.dtype, device)
+        if settings.backend == backends.INDUCTOR:
+            # What it does itself is Python, which would take the time from the first pictures.
+            wait([begun])
+        return begun
+
+    def compiling(self, unet: nn.Module, settings: Settings) -> Iterator[Future[Any]]:
+        """As prepare_early; one after the other what has to end until nothing is lacking."""
+        begun = self.prepare_early(unet, settings)
+        if begun is not None:
+            yield begun
+            if begun.done() and begun.exception() is None:
+                yield from begun.result()
 
     def finish(self) -> None:
         """Wait for what was begun, but for Inductor: whoever needs that waits for it."""
@@ -151,20 +165,20 @@ class OperatorSets:
 
     def _prepare_early(
         self, unet: weakref.ref[nn.Module], settings: Settings, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    ) -> list[Future[Any]]:
         found = backends.steps(settings.backend, device, self.why_not_native, self.inductor.why_not)
         backend = found.backends[0]
         if settings.backend == backends.AUTO and backend != backends.NATIVE and self.auto.is_inductor(device):
             backend = backends.INDUCTOR
         if backend not in (backends.NATIVE, backends.INDUCTOR):
-            return
+            return []
         with contextlib.suppress(UnsupportedUNet):
             layout = read_layout(unet())
             if backend == backends.INDUCTOR:
-                self.inductor.prepare_early(unet(), layout, dtype, device)
-                return
+                return self.inductor.prepare_early(unet(), layout, dtype, device)
             float8 = settings.fp8 and self.why_not_float8(device, dtype) is None
             self._compile(Network(layout.architecture, layout.kernel_users(), dtype, device, float8))
+        return []
 
     def _compile(self, network: Network) -> None:
         kind = network.kind

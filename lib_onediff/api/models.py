@@ -136,7 +136,7 @@ class TotalsAnswer(Answer):
     calls: dict[str, int] = Field(..., description="UNet calls by route.")
     hit_rate: float | None = Field(None, description="The share of calls that a ready entry served.")
     float8: int = Field(0, description="Bytes of GPU memory of the weights in FP8, beside the WebUI's own.")
-    inductor: dict[str, int] = Field({}, description="How many graphs Inductor has made, and how many again.")
+    inductor: dict[str, int] = Field({}, description="Graphs that Inductor has made, and calls that they did not fit.")
     oneflow: dict[str, int] = Field({}, description="How many graphs OneFlow has compiled, and the most that it may.")
 
 
@@ -212,7 +212,7 @@ class StatusAnswer(Answer):
     calls: dict[str, int] = Field(..., description="UNet calls by route.")
     vae: dict[str, Any] = Field(..., description="The same of the last decode.")
     auto: str = Field(..., description='What "auto" means on this machine and why, where that had to be measured.')
-    inductor: dict[str, int] = Field(..., description="How many graphs Inductor has compiled, and how many again.")
+    inductor: dict[str, int] = Field(..., description="Graphs that Inductor has made, and calls that they did not fit.")
 
 
 class Problem(BaseModel):

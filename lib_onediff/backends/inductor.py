@@ -1,47 +1,43 @@
-"""Compiles a network's regions: in processes beside this one, whose work this one reads from Inductor's caches.
+"""Compiles a network's regions: in processes beside this one, whose work this one reads from the disk.
 
 Inductor is Python and would take the interpreter from the picture that is being made: compiling in a thread, the host's
 own steps took four times as long, and failed when torch.fx replaced torch.nn.Module.__call__ for all threads while it
-traced. So what has to be read is read by the thread that makes the picture, a little before each step.
+traced. So this process imports Inductor when a model is loaded, and reads in the thread that makes the picture, a
+little before each step.
 """
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..modes import our_modes
 from ..ops import torch_ops
-from ..ops.compiled import CompiledRegion, said_by
+from ..ops.compiled import CompiledRegion
 from ..ops.inductor_availability import why_no_inductor
 from ..ops.inductor_ops import Attention, InductorOperators
+from ..ops.regions import Region, Shapes
 from ..unet.bound import BoundUNet
 from ..unet.layout import UNetLayout, UnsupportedUNet
-from ..unet.weights import Weights
 from .background import Background
-from .inductor_cache import Work, import_compiler, is_noted, note
+from .inductor_cache import import_compiler, look_around, note_modules, path_of
 from .inductor_helper import compile_in_processes
 from .inductor_plan import regions_of, weights_without_numbers
+from .inductor_region import CannotCompile, compile_region
 
 log = logging.getLogger("onediff")
 
-# A process of its own costs seconds before it begins, and half a gigabyte of GPU memory.
+# A process costs half a gigabyte of GPU memory, and all of them slow the picture down a little, two no less than four.
 MOST_HELPERS, CORES_FOR_A_HELPER = 4, 4
 # How much time reading may take between steps, of the time that these take, and how long a pause counts as a step.
-# With half of it an H200 took a minute until SDXL was compiled, and pictures were a quarter slower all the same.
+# All regions of SDXL take a second from torch 2.8 on, and four before.
 SHARE, LONGEST_STEP_S = 0.25, 5.0
-
-
-class CannotCompile(RuntimeError):
-    """Inductor has failed on a region; the message says how, in one line for the user."""
 
 
 class Compilable(NamedTuple):
@@ -56,7 +52,7 @@ class Compilable(NamedTuple):
 class Planned(NamedTuple):
     """The regions of a network. at_once: they were on the disk already, and are worth a pause."""
 
-    work: list[Work]
+    regions: dict[CompiledRegion, Shapes]
     at_once: bool
 
 
@@ -70,6 +66,7 @@ class Inductor:
         self.operators = InductorOperators(attention)
         self.helpers = helpers_for(os.cpu_count() or 1) if helpers is None else helpers
         self._why_not: dict[torch.device, str | None] = {}
+        self._shapes: dict[Region, Shapes] = {}
         self._begun: dict[Compilable, Future[Planned]] = {}
         self._failures: dict[Compilable, str] = {}
         self._ready: set[Compilable] = set()
@@ -100,14 +97,19 @@ class Inductor:
         if not self._read(network, planning.result(), patient):
             return False
         self._ready.add(network)
+        note_modules()
         # Or the first batch of another kind would wait.
         self._begin(network._replace(single=not network.single), bound.module, bound.layout)
         return True
 
-    def prepare_early(self, unet: nn.Module, layout: UNetLayout, dtype: torch.dtype, device: torch.device) -> None:
-        """Begin what the first calls of this UNet would have to do without."""
-        for single in (False, True):
-            self._begin(Compilable(layout.architecture, dtype, device, single), unet, layout)
+    def prepare_early(
+        self, unet: nn.Module, layout: UNetLayout, dtype: torch.dtype, device: torch.device
+    ) -> list[Future[Planned]]:
+        """Begin what the first calls of this UNet would have to do without; what ends with it. Takes seconds, once in a
+        process: what is Python would take them from a picture."""
+        import_compiler()
+        kinds = [Compilable(layout.architecture, dtype, device, single) for single in (False, True)]
+        return [self._begin(kind, unet, layout) for kind in kinds]
 
     def is_ready(self, bound: BoundUNet, latent: Tensor) -> bool:
         """Whether a call of this UNet finds everything compiled."""
@@ -117,8 +119,8 @@ class Inductor:
             return False
 
     def status(self) -> dict[str, int]:
-        """How many graphs this process has, and how many of them for a second time, which ought to be none."""
-        return {"graphs": self.operators.graphs(), "recompiled": self.operators.recompiled()}
+        """How many graphs this process has, and how many calls they did not fit, which ought to be none."""
+        return {"graphs": self.operators.graphs(), "refused": self.operators.refused()}
 
     def finish(self) -> None:
         """Wait for what was begun."""
@@ -128,27 +130,30 @@ class Inductor:
         with self._lock:
             if network not in self._begun:
                 absent = weights_without_numbers(unet, layout, network.dtype)
-                self._begun[network] = self._worker.submit(self._plan, network, layout, absent)
+                needed = regions_of(layout, absent, network.device, network.single)
+                # Of what two kinds of batches have alike, the first decides what it is tuned for.
+                regions = {self.operators.region(one): self._shapes.setdefault(one, at) for one, at in needed.items()}
+                self._begun[network] = self._worker.submit(self._compile, regions, network.device)
             return self._begun[network]
 
-    def _plan(self, network: Compilable, layout: UNetLayout, absent: Weights) -> Planned:
-        """Everything that another thread can do."""
-        began = time.perf_counter()
-        needed = regions_of(layout, absent, network.device, network.single)
-        work = [(self.operators.region(region), shapes) for region, shapes in needed.items()]
-        missing = [one for one in work if not one[0].is_ready and not is_noted(*one)]
+    def _compile(self, regions: dict[CompiledRegion, Shapes], device: torch.device) -> Planned:
+        """Have other processes do everything that they can."""
+        missing = [
+            (compiled.region, shapes) for compiled, shapes in regions.items()
+            if not compiled.is_ready and not path_of(compiled.region, shapes).exists()
+        ]
         if self.helpers:
-            compile_in_processes([(one.region, shapes) for one, shapes in missing], self.helpers, import_compiler)
-            # Now they have told what else it imports.
-            import_compiler()
-        log.debug("Inductor: %d of %d regions compiled in %.1f s", len(missing), len(work), time.perf_counter() - began)
-        return Planned(work, not missing)
+            compile_in_processes(missing, self.helpers)
+        import_compiler()
+        look_around(device)
+        log.debug("Inductor: %d of %d regions were not on the disk", len(missing), len(regions))
+        return Planned(regions, not missing)
 
     def _read(self, network: Compilable, planned: Planned, patient: bool) -> bool:
         """Read what was compiled; whether nothing is left."""
         at_once = patient or planned.at_once
         self._allowance.step()
-        for compiled, shapes in planned.work:
+        for compiled, shapes in planned.regions.items():
             if compiled.is_ready:
                 continue
             if not at_once and self._allowance.is_spent:
@@ -192,18 +197,3 @@ def network_of(bound: BoundUNet, latent: Tensor) -> Compilable:
 
 def helpers_for(cores: int) -> int:
     return max(1, min(MOST_HELPERS, cores // CORES_FOR_A_HELPER))
-
-
-def compile_region(compiled: CompiledRegion, shapes: Any) -> None:
-    """Compile a region, or read it. Raises CannotCompile."""
-    try:
-        with our_modes(compiled.region.device), on(compiled.region.device):
-            compiled.compile(shapes)
-    except Exception as error:
-        log.debug("Inductor failed", exc_info=True)
-        raise CannotCompile(f"Inductor could not compile its {compiled.region.kind}: {said_by(error)}") from error
-    note(compiled, shapes)
-
-
-def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

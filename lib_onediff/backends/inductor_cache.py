@@ -1,43 +1,36 @@
-"""What lies beside Inductor's caches on the disk: which regions are in them, and what it takes to read them."""
+"""Where compiled regions are on the disk, and what it takes to read them."""
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import importlib
-import logging
 import os
+import platform
 import sys
 from pathlib import Path
 
 import torch
 
+from ..ops import artifact, regions, torch_ops
+from ..ops.artifact import write
 from ..ops.availability import triton_version
-from ..ops.compiled import CompiledRegion
-from ..ops.regions import Shapes
+from ..ops.regions import Region, Shapes
 
-log = logging.getLogger("onediff")
-
-Work = tuple[CompiledRegion, Shapes]
 NOTES, MODULES = "onediff-regions", "modules"
+# What is kept is the arithmetic of these: a newer OneDiff must not read what an older one has compiled.
+SOURCES = b"".join(Path(module.__file__).read_bytes() for module in (artifact, regions, torch_ops))
 COMPILERS = ("torch.", "triton.", "sympy.", "mpmath.")
 
 
-def is_noted(compiled: CompiledRegion, shapes: Shapes) -> bool:
-    """Whether a region was compiled on this machine before, so that it can be read."""
-    return note_of(compiled, shapes).exists()
-
-
-def note(compiled: CompiledRegion, shapes: Shapes) -> None:
-    write(note_of(compiled, shapes), "")
-
-
 def note_modules() -> None:
-    """Remember what this process, which has compiled, has imported for it."""
-    write(folder() / MODULES, "\n".join(name for name in sorted(sys.modules) if name.startswith(COMPILERS)))
+    """Remember what this process has imported to read what was compiled."""
+    path = folder() / MODULES
+    if not path.exists():
+        write(path, "\n".join(name for name in sorted(sys.modules) if name.startswith(COMPILERS)))
 
 
 def import_compiler() -> None:
-    """Import Inductor, and what it imports when it first works on this machine, which takes more than a second each."""
+    """Import Inductor, with what reading took the last time on this machine: seconds, once in a process."""
     import torch._inductor.compile_fx  # noqa: F401
 
     with contextlib.suppress(OSError):
@@ -48,13 +41,43 @@ def import_compiler() -> None:
                     importlib.import_module(name)
 
 
-def note_of(compiled: CompiledRegion, shapes: Shapes) -> Path:
-    sizes = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
-    return folder() / f"{compiled.region.digest}-{sizes}"
+def look_around(device: torch.device) -> None:
+    """Find out what Inductor asks once in a process before it reads anything, where that is not Python's own work."""
+    from torch._inductor.codecache import torch_key
+
+    torch_key()
+    if device.type == "cpu":
+        # torch 2.4 has it elsewhere.
+        with contextlib.suppress(ImportError):
+            from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+            pick_vec_isa()
+
+
+def path_of(region: Region, shapes: Shapes) -> Path:
+    """Where a region is kept that was compiled with inputs of these shapes in mind."""
+    exact = f"{shapes} {processor(region.device)}"
+    return folder() / f"{region.digest}-{short(exact.encode())}"
+
+
+def processor(device: torch.device) -> str:
+    """For which processor code is made, and on a CPU for how many threads."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"
+    threads = str(torch.get_num_threads())
+    with contextlib.suppress(OSError):
+        # Linux only tells it here. One line for each thing that a kind of processor can do.
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+        return "\n".join([*(line for line in lines if line.startswith(("model name", "flags", "Features"))), threads])
+    return f"{platform.processor()}\n{threads}"
 
 
 def folder() -> Path:
-    return Path(caches(), NOTES, f"{torch.__version__}-{triton_version()}".replace("+", "-"))
+    return Path(caches(), NOTES, f"{torch.__version__}-{triton_version()}-{short(SOURCES)}".replace("+", "-"))
+
+
+def short(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:8]
 
 
 def caches() -> str:
@@ -65,11 +88,3 @@ def caches() -> str:
     from torch._inductor.codecache import cache_dir
 
     return cache_dir()
-
-
-def write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    except OSError as error:
-        log.debug("the caches of Inductor cannot be noted: %s", error)

@@ -1,19 +1,23 @@
 """Compile regions in processes of their own, for Inductor's caches on the disk."""
 from __future__ import annotations
 
+import contextlib
 import logging
+import multiprocessing
 import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..ops.compiled import CompiledRegion, Compiler
+from ..ops.compiled import CompiledRegion
 from ..ops.regions import Region, Shapes
+from .inductor_cache import import_compiler
+from .inductor_region import CannotCompile, compile_region
 
 log = logging.getLogger("onediff")
 
@@ -22,35 +26,37 @@ REGIONS_FOR_A_HELPER = 4
 HELPER_LIMIT_S = 600
 PACKAGE_FOLDER = Path(__file__).resolve().parents[2]
 LOW_PRIORITY = 10
+LOOK_S = 0.2
 # Or each would start a pool of processes when it imports Inductor, as many as there are cores.
 ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+# Or torch, asked whether there is a GPU, uses it, and cannot be copied any more.
+UNUSED_GPU = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 SWITCHES = ("allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
 
 
-def compile_in_processes(regions: Share, most: int, meanwhile: Callable[[], object]) -> None:
-    """Have regions compiled, in at most so many processes; what they leave undone, the calls do.
-
-    meanwhile: is called while they work.
-    """
+def compile_in_processes(regions: Share, most: int) -> None:
+    """Have regions compiled, in at most so many processes; what they leave undone, the calls do."""
     count = min(most, -(-len(regions) // REGIONS_FOR_A_HELPER))
-    # Neighbours are alike: dealt out in turns, each helper has as much to do.
-    helpers = [start(regions[index::count]) for index in range(count)]
-    meanwhile()
+    # Neighbours are alike: dealt out in turns, each process has as much to do.
+    shares = [regions[index::count] for index in range(count)]
+    # To import a compiler takes as long as to compile three regions: where a process can be copied, one does that.
+    helpers = [start(shares)] if hasattr(os, "fork") and shares else [start([share]) for share in shares]
     for helper in helpers:
         if helper is not None:
             wait_for(helper)
 
 
-def start(share: Share) -> subprocess.Popen[bytes] | None:
-    """A process that compiles a share, or None where none can be started."""
-    command = [sys.executable, "-m", __name__]
+def start(shares: list[Share]) -> subprocess.Popen[bytes] | None:
+    """A process that compiles shares at the same time, or None where none can be started."""
+    # __name__ is another one in the process that this starts.
+    command = [sys.executable, "-m", f"{__package__}.{Path(__file__).stem}"]
     folders = [str(PACKAGE_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
     try:
         helper = subprocess.Popen(
-            command, env={**os.environ, **ALONE, "PYTHONPATH": os.pathsep.join(folders)}, stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            command, env={**os.environ, **ALONE, **UNUSED_GPU, "PYTHONPATH": os.pathsep.join(folders)},
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )
-        helper.stdin.write(pickle.dumps((switches(), share)))
+        helper.stdin.write(pickle.dumps((switches(), shares)))
         helper.stdin.close()
     except OSError as error:
         log.debug("no process to compile in: %s", error)
@@ -86,24 +92,47 @@ def wait_for(helper: subprocess.Popen[bytes]) -> None:
 def main() -> int:
     """Compile what comes pickled by the standard input, from start() and nobody else; 0 if that was done.
 
-    Raises CannotCompile, which nobody reads: who has started this will find out.
+    What cannot be compiled is left undone, and told by the call that tries again.
     """
-    from .inductor import compile_region
-    from .inductor_cache import note_modules
-
     if hasattr(os, "nice"):
         os.nice(LOW_PRIORITY)
-    compiler = Compiler()
-    values, share = pickle.load(sys.stdin.buffer)
-    switch(values)
+    values, shares = pickle.load(sys.stdin.buffer)
+    import_compiler()
     parent = os.getppid()
-    for region, shapes in share:
+    if len(shares) == 1:
+        switch(values)
+        compile_share(shares[0], parent)
+        return 0
+    copied = multiprocessing.get_context("fork")
+    copies = [copied.Process(target=compile_as_copy, args=(one, values, os.getpid()), daemon=True) for one in shares]
+    for copy in copies:
+        copy.start()
+    while any(copy.is_alive() for copy in copies):
+        time.sleep(LOOK_S)
         if os.getppid() != parent:
             # Nobody waits for this any more, and the next process starts helpers of its own.
             return 1
-        compile_region(CompiledRegion(region, compiler), shapes)
-    note_modules()
     return 0
+
+
+def compile_as_copy(share: Share, values: dict[str, Any], parent: int) -> None:
+    """In a copy of a process that has not used its GPU; where torch takes it for one that has, in a process anew."""
+    switch(values)
+    if torch.cuda._is_in_bad_fork():
+        helper = start([share])
+        if helper is not None:
+            wait_for(helper)
+        return
+    compile_share(share, parent)
+
+
+def compile_share(share: Share, parent: int) -> None:
+    """parent: the process without which nobody waits for it."""
+    for region, shapes in share:
+        if os.getppid() != parent:
+            return
+        with contextlib.suppress(CannotCompile):
+            compile_region(CompiledRegion(region), shapes)
 
 
 if __name__ == "__main__":

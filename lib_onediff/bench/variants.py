@@ -75,8 +75,11 @@ class Own:
         self._reason = ""
         self.served: Counter[tuple[str, str]] = Counter()
 
-    def __call__(self, arguments: Arguments) -> Tensor:
+    def attach(self) -> None:
         diffusers.attach(self._unet, self._settings)
+
+    def __call__(self, arguments: Arguments) -> Tensor:
+        self.attach()
         with runtime.patience() if self._patient else contextlib.nullcontext():
             output = self._unet(**arguments, return_dict=False)[0]
         journal = runtime.journal

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..unet.layout import Convolution, GroupNorm, LayerNorm
 from ..unet.weights import Affine
 from . import Stream, torch_ops
-from .compiled import CompiledRegion, Compiler
+from .compiled import CompiledRegion
 from .regions import ADDITION, GEGLU, GROUP_NORM, LAYER_NORM, Region, Shapes, function_of, region_for
 from .torch_ops import channels_last
 
@@ -33,10 +33,8 @@ class RegionOperators(ABC):
     def compute(self, region: Region, tensors: list[Tensor]) -> Any:
         """What a region makes of its inputs: see regions' functions for shapes. Raises CompiledAnew."""
 
-    def _compute(self, kind: str, inputs: tuple[Tensor | None, ...], constants: tuple[Any, ...] = ()) -> Any:
-        region = region_for(kind, inputs, constants)
-        tensors = [tensor for tensor in inputs if tensor is not None]
-        return self.compute(region, tensors)
+    def _compute(self, kind: str, inputs: tuple[Tensor, ...], constants: tuple[Any, ...] = ()) -> Any:
+        return self.compute(region_for(kind, inputs, constants), list(inputs))
 
     def convolution(self, image: Tensor, affine: Affine, shape: Convolution) -> Tensor:
         image = channels_last(torch_ops.convolution(channels_last(image), Affine(affine.weight, None), shape))
@@ -47,7 +45,8 @@ class RegionOperators(ABC):
         self, image: Tensor, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None
     ) -> Tensor:
         image = channels_last(image)
-        shift = None if shift is None else shift.to(image.dtype).contiguous()
+        # Without a shift, a region of its own would take longer to compile than it ever saves.
+        shift = image.new_zeros(image.shape[:2]) if shift is None else shift.to(image.dtype).contiguous()
         inputs = pixels(image), shift, affine.weight, affine.bias
         return image_of(self._compute(GROUP_NORM, inputs, (norm.groups, norm.eps, silu)), image)
 
@@ -90,12 +89,11 @@ class InductorOperators(RegionOperators):
 
     def __init__(self, attention: Attention = torch_ops.attention) -> None:
         super().__init__(attention)
-        self.compiler = Compiler()
         self._regions: dict[Region, CompiledRegion] = {}
 
     def region(self, region: Region) -> CompiledRegion:
         """It, compiled or not."""
-        return self._regions.setdefault(region, CompiledRegion(region, self.compiler))
+        return self._regions.setdefault(region, CompiledRegion(region))
 
     def compute(self, region: Region, tensors: list[Tensor]) -> Any:
         if too_small(region, tensors):
@@ -103,12 +101,12 @@ class InductorOperators(RegionOperators):
         return self.region(region)(*map(as_compiled, tensors))
 
     def graphs(self) -> int:
-        """How many graphs were compiled."""
-        return sum(one.graphs for one in list(self._regions.values()))
+        """How many graphs were compiled or read."""
+        return sum(one.is_ready for one in list(self._regions.values()))
 
-    def recompiled(self) -> int:
-        """How many of them for a second time, which ought to be none."""
-        return sum(max(0, one.graphs - 1) for one in list(self._regions.values()))
+    def refused(self) -> int:
+        """How many calls would have needed another graph, which ought to be none."""
+        return sum(one.refused for one in list(self._regions.values()))
 
 
 class Recorder(RegionOperators):

@@ -27,16 +27,20 @@ HAS_BATCH = (GROUP_NORM,)
 Shapes = tuple[tuple[int, ...], ...]
 
 
+class NotServed(RuntimeError):
+    """Tensors for which a region was not compiled; the message is the guard that they do not pass."""
+
+
 @dataclass(frozen=True)
 class Region:
     """Everything that decides what is compiled.
 
-    shapes: those of the inputs, with 0 where a dimension is of any size; None for an input that there is not.
+    shapes: those of the inputs, with 0 where a dimension is of any size.
     constants: what the function takes besides. single: for a batch of one.
     """
 
     kind: str
-    shapes: tuple[tuple[int, ...] | None, ...]
+    shapes: Shapes
     constants: tuple[Any, ...]
     dtype: torch.dtype
     device: torch.device
@@ -49,43 +53,34 @@ class Region:
 
     @property
     def free(self) -> list[tuple[int, ...]]:
-        """Which dimensions are of any size, of every input that there is."""
-        return [
-            tuple(index for index, size in enumerate(shape) if size == 0) for shape in self.shapes if shape is not None
-        ]
+        """Which dimensions are of any size, of every input."""
+        return [tuple(index for index, size in enumerate(shape) if size == 0) for shape in self.shapes]
 
 
-def region_for(kind: str, inputs: tuple[Tensor | None, ...], constants: tuple[Any, ...] = ()) -> Region:
+def region_for(kind: str, inputs: tuple[Tensor, ...], constants: tuple[Any, ...] = ()) -> Region:
     """The region that computes these inputs; all of one dtype and on one device."""
-    first = next(tensor for tensor in inputs if tensor is not None)
+    first = inputs[0]
     single = kind in HAS_BATCH and first.shape[0] == 1
     shapes = tuple(
-        None if tensor is None else tuple(
-            0 if index in free and not (single and index == 0) else size for index, size in enumerate(tensor.shape)
-        )
+        tuple(0 if index in free and not (single and index == 0) else size for index, size in enumerate(tensor.shape))
         for tensor, free in zip(inputs, FREE[kind], strict=True)
     )
     return Region(kind, shapes, constants, first.dtype, first.device, single)
 
 
 def function_of(region: Region) -> Callable[..., Any]:
-    """The region's arithmetic; it takes the inputs that there are."""
+    """The region's arithmetic, as a function of its inputs."""
     compute = {GROUP_NORM: group_norm, LAYER_NORM: layer_norm, GEGLU: geglu, ADDITION: addition}[region.kind]
-    places: list[int | None] = []
-    count = 0
-    for shape in region.shapes:
-        places.append(None if shape is None else count)
-        count += shape is not None
     constants = region.constants
 
     def function(*tensors: Tensor) -> Any:
-        return compute(*[None if place is None else tensors[place] for place in places], *constants)
+        return compute(*tensors, *constants)
 
     return function
 
 
 def group_norm(
-    pixels: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
+    pixels: Tensor, shift: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
 ) -> Tensor:
     """Group norm of pixels (batch, pixels, channels) + shift (batch, channels), followed by SiLU if silu.
 
@@ -94,7 +89,7 @@ def group_norm(
     """
     wide = pixels.float()
     variances, means = torch.var_mean(wide, 1, correction=0)
-    added = torch.zeros_like(means) if shift is None else shift.float()
+    added = shift.float()
     means = (means + added).unflatten(1, (groups, -1))
     mean = means.mean(2, keepdim=True)
     spread = variances.unflatten(1, (groups, -1)).mean(2, keepdim=True) + (means - mean).square().mean(2, keepdim=True)

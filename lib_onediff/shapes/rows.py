@@ -23,7 +23,7 @@ class Totals:
     vram: bytes of GPU memory that all graphs hold; budget: bytes that they may hold, 0 without a GPU. disk: bytes of
     the cache folder. calls: how many UNet calls went by each route. hit_rate: the share of them that a graph served,
     None before the first. float8: bytes of the weights in FP8, which lie beside the WebUI's own. inductor: how many
-    "graphs" Inductor has made, and how many of them were "recompiled", which ought to be none. oneflow: how many
+    "graphs" Inductor has made, and how many calls were "refused" because they fit none of them. oneflow: how many
     "graphs" it has compiled, and the "most" that it may.
     """
 

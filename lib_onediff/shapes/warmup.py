@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable
+from concurrent.futures import wait
 from typing import NamedTuple
 
 import torch
@@ -39,8 +40,9 @@ log = logging.getLogger("onediff")
 SECONDS_AT_EXIT = 20.0
 # The hosts' queue lock goes to whoever is there first when it is released, and a thread that has just waited is not.
 SECONDS_LEFT_TO_PICTURES = 0.02
+SECONDS_BETWEEN_LOOKS = 0.2
 WAITING = "waiting for the picture that is being made"
-COMPILING = "compiling OneDiff's kernels"
+COMPILING = "compiling"
 DECODING = "checking the VAE's decode"
 CHECKING, CAPTURING, MEASURING = "checking against the WebUI's own", "capturing a graph", "measuring"
 
@@ -133,9 +135,7 @@ class WarmUp:
             return job
 
     def _run(self, job: Job) -> None:
-        # Meanwhile pictures can be made, by the host's own UNet.
-        self._queue.say(job, COMPILING)
-        self._runtime.operators.finish()
+        self._compile(job)
         no_graph = ""
         while self._queue.is_running(job) and (calls := self._queue.get(job).calls_left()):
             call = calls[0]
@@ -150,6 +150,13 @@ class WarmUp:
             time.sleep(SECONDS_LEFT_TO_PICTURES)
         self._webui.exclusively(lambda: self._decode(job))
         self._queue.end(job, DONE, no_graph)
+
+    def _compile(self, job: Job) -> None:
+        """Meanwhile pictures can be made, by the host's own UNet."""
+        self._queue.say(job, COMPILING)
+        for compiling in self._runtime.compiling():
+            while self._queue.is_running(job) and not compiling.done():
+                wait([compiling], SECONDS_BETWEEN_LOOKS)
 
     def _decode(self, job: Job) -> None:
         """Let the first decode at a size be checked now. Nothing depends on it: the first picture would do it too."""

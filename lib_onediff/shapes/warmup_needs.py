@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from .history import History
@@ -31,23 +32,20 @@ class Warms(Protocol):
         """Run work() while no picture is being made, and return what it returns."""
 
 
-class Compiles(Protocol):
-    def finish(self) -> None:
-        """Wait for the kernels that are being compiled."""
-
-
 class Reports(Protocol):
     """What the queue asks of the runtime."""
 
     history: History
     table: ShapeTable
-    operators: Compiles
 
     def status(self) -> dict[str, Any]:
         """What the last UNet call was; "route", "reason" and "backend" among it."""
 
     def rows(self) -> list[ResolutionRow]:
         """What is known about every resolution."""
+
+    def compiling(self) -> Iterable[Future[Any]]:
+        """Begin what the model still lacks; one after the other what has to end until nothing is lacking."""
 
     def patience(self) -> contextlib.AbstractContextManager[None]:
         """Inside, a UNet call waits for what is being compiled."""

@@ -13,7 +13,7 @@ from .status import ROUTES
 MEANINGS = {
     "Graph memory": "GPU memory that the graphs of all resolutions hold, of what they may hold (see the settings)",
     "FP8 weights": "GPU memory of the weights in FP8, which lie beside the WebUI's own while FP8 is on",
-    "Inductor": "graphs that PyTorch's compiler has made, each for all sizes; none ought to be compiled again",
+    "Inductor": "graphs that PyTorch's compiler has made, each for all sizes; a shape that they do not fit says why",
     "OneFlow": "graphs that OneFlow has compiled in this process, one for every size, of those that it may",
     "Disk": "history, verdicts, measured choices and compiled kernels in the cache folder",
     "Served by a graph": "share of the UNet calls of this process that replayed a graph",
@@ -55,8 +55,9 @@ def memory_held(totals: Totals) -> str:
     return f"{memory(totals.vram)} of {memory(totals.budget)}" if totals.budget else memory(totals.vram)
 
 
-def compiled_sentence(graphs: int, recompiled: int) -> str:
-    return f"{counted(graphs, 'graph')}, {recompiled or 'none'} compiled again"
+def compiled_sentence(graphs: int, refused: int) -> str:
+    fits = f"{counted(refused, 'call')} did not fit" if refused else "fit for every call"
+    return f"{counted(graphs, 'graph')}, {fits}"
 
 
 def bar(totals: Totals) -> str:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from graph_builders import PretendedGraphs
 from ladder_builders import Weather, steps_of_a_gpu
 
-from lib_onediff import backends
+from lib_onediff import auto_choice, backends
 from lib_onediff.accelerator import runtime
 from lib_onediff.settings import Settings
 from lib_onediff.shapes.history import History
@@ -33,6 +34,15 @@ def fresh_runtime() -> Iterator[None]:
     runtime.purge()
     runtime.configure(Settings())
     log.handlers, log.level, log.propagate = before
+
+
+@pytest.fixture(autouse=True)
+def no_machine_is_too_slow() -> Iterator[None]:
+    """Or "auto" would have Inductor compile for minutes, in whichever test a busy machine makes its calls slow."""
+    # Not the tests' own monkeypatch: asked for here, it would undo theirs after all of their fixtures.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(auto_choice.WORTH_LOOKING_MS, "cpu", math.inf)
+        yield
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from lib_onediff.backends.inductor import Inductor
 from lib_onediff.journal import GRAPH
 from lib_onediff.ladder import Ladder
 from lib_onediff.ops.choices import Choices
+from lib_onediff.ops.compiled import CompiledRegion
 
 CPU = torch.device("cpu")
 PLAIN = Steps((EAGER,), "there is no GPU")
@@ -38,6 +39,7 @@ def backends_of(count: int, unet: Any) -> list[str]:
     used = []
     for seed in range(count):
         call = a_call(unet, seed=seed)
+        runtime.operators.inductor.finish()
         with runtime.patience():
             assert relative_error(served(unet, call), diffusers_output(unet, call)) < 1e-5
         used.append(str(lib_onediff.status()["backend"]))
@@ -49,6 +51,8 @@ def test_both_make_some_calls_and_the_faster_one_makes_the_rest(
     choices: Choices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(auto_choice.WORTH_LOOKING_MS, "cpu", 0.0)
+    # Compiled for another, so that auto need not wait, which it never does.
+    assert backends_of(1, lib_onediff.compile_unet(diffusers_unet(**SMALL_SD1), backend=INDUCTOR)) == [INDUCTOR]
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_SD1), backend="auto")
     # The first call of a shape is checked, and not timed.
     used = backends_of(3 * ENOUGH_CALLS + 4, unet)
@@ -64,7 +68,10 @@ def test_both_make_some_calls_and_the_faster_one_makes_the_rest(
     assert backends_of(1, unet) == [faster]
 
 
-def test_calls_that_take_no_time_are_not_worth_a_compiler(choices: Choices) -> None:
+def test_calls_that_take_no_time_are_not_worth_a_compiler(
+    choices: Choices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(auto_choice.WORTH_LOOKING_MS, "cpu", 60_000.0)
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_SD1), backend="auto")
     assert set(backends_of(ENOUGH_CALLS + 3, unet)) == {EAGER}
     assert runtime.operators.inductor.status()["graphs"] == 0
@@ -83,13 +90,12 @@ def test_calls_that_a_graph_serves_count_too(choices: Choices, monkeypatch: pyte
 
 def test_where_inductor_cannot_compile_it_is_done_without(choices: Choices, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(auto_choice.WORTH_LOOKING_MS, "cpu", 0.0)
-    inductor = runtime.operators.inductor
 
-    def broken(graph: Any, inputs: Any) -> Any:
+    def broken(region: CompiledRegion, shapes: Any, path: Path) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(inductor, "why_not", lambda device: None)
-    monkeypatch.setattr(inductor.operators.compiler, "compile", broken)
+    monkeypatch.setattr(runtime.operators.inductor, "why_not", lambda device: None)
+    monkeypatch.setattr(CompiledRegion, "compile", broken)
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_SD1), backend="auto")
     assert set(backends_of(ENOUGH_CALLS + 4, unet)) == {EAGER}
     assert "No space left on device" in lib_onediff.status()["auto"]

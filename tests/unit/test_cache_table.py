@@ -37,6 +37,15 @@ def test_totals_of_a_process_that_has_done_nothing() -> None:
         assert part in line
 
 
+@pytest.mark.parametrize(
+    "refused, sentence", [(0, "fit for every call"), (1, "1 call did not fit"), (3, "3 calls did not fit")]
+)
+def test_graphs_of_inductor_and_what_they_do_not_fit(refused: int, sentence: str) -> None:
+    compiled = changed(TOTALS, inductor={"graphs": 18, "refused": refused})
+    assert f"Inductor 18 graphs, {sentence}" in text_of(cache_totals.totals_html(compiled, [], []))
+    assert "Inductor" not in text_of(cache_totals.totals_html(TOTALS, [], []))
+
+
 @pytest.mark.parametrize("vram, share, full", [(0, 0, False), (128, 25, False), (512, 100, False), (600, 100, True)])
 def test_the_budget_has_a_bar(vram: int, share: int, full: bool) -> None:
     held = changed(TOTALS, vram=vram * MEBIBYTE, budget=512 * MEBIBYTE)

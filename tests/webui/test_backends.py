@@ -10,7 +10,7 @@ from webui_models import Models
 
 BACKENDS = ("inductor", "cudagraph", "oneflow", "eager", "native", "auto")
 SECONDS_TO_COMPILE = 1200
-ROUNDS = 3
+LEAST_ROUNDS, MOST_ROUNDS = 3, 8
 MIB = 2**20
 
 
@@ -40,7 +40,7 @@ def test_back_and_forth(webui: WebUI, compiled: None) -> None:
     host = webui.txt2img(**one_run(enabled=False))
     with webui.options(onediff_backend="auto"):
         graphs, memory = webui.status()["inductor"], []
-        for _ in range(ROUNDS):
+        while not has_settled(memory) and len(memory) < MOST_ROUNDS:
             for backend in BACKENDS:
                 picture = made(webui, backend)
                 assert largest_difference(picture, host) <= 3, backend
@@ -51,10 +51,15 @@ def test_back_and_forth(webui: WebUI, compiled: None) -> None:
                 assert served == backend or backend == "auto" or status["reason"], status
                 assert f"backend {backend}" in infotext(picture) or backend == "auto"
             memory.append(used(webui))
-        assert webui.status()["inductor"] == graphs and graphs["recompiled"] == 0
-    # The first round fills what is kept.
-    assert memory[-1] - memory[1] < 64 * MIB, memory
+        assert webui.status()["inductor"] == graphs and graphs["refused"] == 0
+    assert has_settled(memory), memory
     assert largest_difference(webui.txt2img(**one_run(enabled=False)), host) == 0
+
+
+def has_settled(memory: list[float]) -> bool:
+    """Whether the last of a few rounds has taken next to nothing. The first ones fill what is kept; a full-size model
+    has taken 106 MiB more in its third, and levelled off within ten."""
+    return len(memory) >= LEAST_ROUNDS and memory[-1] - memory[-2] < 16 * MIB
 
 
 def infotext(picture: Pictures) -> str:
