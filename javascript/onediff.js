@@ -9,7 +9,7 @@ window.onediff = (() => {
 
     const selectedKeys = new Set(), openKeys = new Set();
     let focused = null, scrolled = [0, 0], asking = null, observed = null;
-    let number = 0, actions = [], sent = null, asked = 0, looking = false, wasSeen = false, server;
+    let number = 0, actions = [], sent = null, asked = 0, looking = false, wasSeen = false, heard = 0, server;
 
     // --- what is kept when a part is drawn anew ---
 
@@ -102,7 +102,8 @@ window.onediff = (() => {
         return shown ? Number(shown.dataset[name]) : 0;
     }
 
-    const answered = () => beat("onediffBeat");
+    // An older answer may come after a newer one.
+    const answered = () => (heard = Math.max(heard, beat("onediffBeat")));
     const isBusy = () => Boolean(find("[data-onediff-busy='true']"));
     const isWaiting = () => number > answered() && performance.now() - asked < LONGEST_ANSWER;
 
