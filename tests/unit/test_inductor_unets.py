@@ -1,0 +1,132 @@
+"""Whole UNets by the inductor backend's operators against the hosts' own forwards, compiled for the CPU, in float32."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from builders import (
+    ATTENTION_DOWN,
+    ATTENTION_UP,
+    GROUPS,
+    SD1,
+    SDXL,
+    a1111_sizes,
+    a_call,
+    diffusers_output,
+    diffusers_unet,
+    ldm_output,
+    ldm_unet,
+    our_output,
+    relative_error,
+)
+from test_unet_control import ldm_with_control, residuals, skip_shapes
+from torch import Tensor, nn
+
+from lib_onediff.backends.inductor_plan import regions_of, weights_without_numbers
+from lib_onediff.backends.inductor_region import compile_region
+from lib_onediff.ops.inductor_availability import why_no_inductor
+from lib_onediff.ops.inductor_ops import InductorOperators
+from lib_onediff.unet.call import Control, UNetCall
+from lib_onediff.unet.read import read_layout
+
+CPU = torch.device("cpu")
+LACK = why_no_inductor(CPU)
+pytestmark = pytest.mark.skipif(LACK is not None, reason=LACK or "")
+
+CLOSE = 1e-5
+# All layers as wide: what one of these UNets needs serves the others.
+TWO_LEVELS = {
+    "block_out_channels": (32, 32), "layers_per_block": 1, "down_block_types": (ATTENTION_DOWN, ATTENTION_DOWN),
+    "up_block_types": (ATTENTION_UP, ATTENTION_UP), "norm_num_groups": GROUPS, "attention_head_dim": 4,
+}
+TWO_LDM_LEVELS = {"num_res_blocks": 1, "channel_mult": [1, 1], "attention_resolutions": [1, 2]}
+UNETS: dict[str, Callable[[], nn.Module]] = {
+    "SD1": lambda: diffusers_unet(**{**SD1, **TWO_LEVELS}),
+    "SD2": lambda: diffusers_unet(**{**SD1, **TWO_LEVELS, "use_linear_projection": True, "upcast_attention": True}),
+    "SDXL": lambda: diffusers_unet(**{**SDXL, **TWO_LEVELS, "transformer_layers_per_block": (1, 2)}),
+    "ldm SD1": lambda: ldm_unet(**TWO_LDM_LEVELS),
+    "ldm SD2": lambda: ldm_unet(
+        **{**TWO_LDM_LEVELS, "num_heads": -1}, num_head_channels=8, use_linear_in_transformer=True
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def operators(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InductorOperators]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield InductorOperators()
+
+
+def host_output(unet: nn.Module, call: UNetCall) -> Tensor:
+    if hasattr(unet, "config"):
+        return diffusers_output(unet, call)
+    with a1111_sizes():
+        return ldm_output(unet, call)
+
+
+def compiled_output(unet: nn.Module, call: UNetCall, operators: InductorOperators) -> Tensor:
+    layout = read_layout(unet)
+    absent = weights_without_numbers(unet, layout, torch.float32)
+    for region, shapes in regions_of(layout, absent, CPU, single=call.latent.shape[0] == 1).items():
+        if not operators.region(region).is_ready:
+            compile_region(operators.region(region), shapes)
+    output = our_output(unet, call, operators)
+    assert operators.refused() == 0
+    return output
+
+
+def error(unet: nn.Module, call: UNetCall, operators: InductorOperators) -> float:
+    return relative_error(compiled_output(unet, call, operators), host_output(unet, call))
+
+
+@pytest.mark.parametrize("name", UNETS)
+def test_a_whole_unet_is_the_hosts(name: str, operators: InductorOperators) -> None:
+    unet = UNETS[name]()
+    # Two pictures or the two halves of the guidance, one with an odd side, and one picture alone.
+    for shape in ((8, 12, 2), (9, 6, 2), (7, 5, 1)):
+        assert error(unet, a_call(unet, *shape), operators) < CLOSE, shape
+
+
+def test_what_one_layout_needs_serves_the_others(operators: InductorOperators) -> None:
+    counts = []
+    for name in UNETS:
+        unet = UNETS[name]()
+        compiled_output(unet, a_call(unet), operators)
+        counts.append(operators.graphs())
+    assert counts[-1] <= counts[0] + 2, counts
+
+
+def test_weights_and_a_latent_in_channels_last_give_the_same(operators: InductorOperators) -> None:
+    unet = UNETS["SDXL"]()
+    call = a_call(unet, 9, 6)
+    expected = host_output(unet, call)
+    call = replace(call, latent=call.latent.to(memory_format=torch.channels_last))
+    assert relative_error(compiled_output(unet, call, operators), expected) < CLOSE
+    unet.to(memory_format=torch.channels_last)
+    assert relative_error(compiled_output(unet, call, operators), expected) < CLOSE
+
+
+def test_tiling_wraps_round_the_edges(operators: InductorOperators) -> None:
+    unet = UNETS["SD1"]()
+    call = a_call(unet, 8, 6)
+    flat = host_output(unet, call)
+    for module in unet.modules():
+        if isinstance(module, nn.Conv2d):
+            module.padding_mode = "circular"
+    assert error(unet, call, operators) < CLOSE
+    assert relative_error(host_output(unet, call), flat) > 1e-3
+
+
+def test_residuals_of_a_control_are_added(operators: InductorOperators) -> None:
+    unet = UNETS["ldm SD1"]()
+    call = a_call(unet, 8, 6)
+    shapes = skip_shapes(unet, call)
+    everywhere = set(range(len(shapes)))
+    control = Control(residuals(shapes, everywhere), (torch.randn(shapes[-1]),), residuals(shapes[::-1], everywhere))
+    controlled = replace(call, control=control)
+    expected = ldm_with_control(unet, controlled)
+    assert relative_error(compiled_output(unet, controlled, operators), expected) < CLOSE
+    assert relative_error(expected, host_output(unet, call)) > 1e-2
