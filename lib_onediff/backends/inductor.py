@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -50,10 +51,17 @@ class Compilable(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """The regions of a network. at_once: they were on the disk already, and are worth a pause."""
+    """The regions of a network. at_once: they were on the disk already, and are worth a pause. paths: of those that
+    are there now; what other processes have left undone is in none."""
 
     regions: dict[CompiledRegion, Shapes]
     at_once: bool
+    paths: dict[CompiledRegion, Path]
+
+    @property
+    def has_gone(self) -> bool:
+        """Whether something that was to be read was deleted since."""
+        return any(not compiled.is_ready and not path.exists() for compiled, path in self.paths.items())
 
 
 class Inductor:
@@ -94,7 +102,13 @@ class Inductor:
         if not patient and not planning.done():
             self._allowance.step()
             return False
-        if not self._read(network, planning.result(), patient):
+        planned = planning.result()
+        if planned.has_gone:
+            # Or the calls would compile it.
+            with self._lock:
+                self._begun.pop(network, None)
+            return self.prepare(bound, latent, patient)
+        if not self._read(network, planned, patient):
             return False
         self._ready.add(network)
         note_modules()
@@ -138,16 +152,16 @@ class Inductor:
 
     def _compile(self, regions: dict[CompiledRegion, Shapes], device: torch.device) -> Planned:
         """Have other processes do everything that they can."""
-        missing = [
-            (compiled.region, shapes) for compiled, shapes in regions.items()
-            if not compiled.is_ready and not path_of(compiled.region, shapes).exists()
-        ]
+        paths = {
+            compiled: path_of(compiled.region, shapes) for compiled, shapes in regions.items() if not compiled.is_ready
+        }
+        missing = [(compiled.region, regions[compiled]) for compiled, path in paths.items() if not path.exists()]
         if self.helpers:
             compile_in_processes(missing, self.helpers)
         import_compiler()
         look_around(device)
         log.debug("Inductor: %d of %d regions were not on the disk", len(missing), len(regions))
-        return Planned(regions, not missing)
+        return Planned(regions, not missing, {compiled: path for compiled, path in paths.items() if path.exists()})
 
     def _read(self, network: Compilable, planned: Planned, patient: bool) -> bool:
         """Read what was compiled; whether nothing is left."""

@@ -329,6 +329,39 @@ def test_work_between_steps_takes_its_share_of_the_time_and_no_more(monkeypatch:
     assert allowance.is_spent
 
 
+@needs_inductor
+def test_what_was_deleted_before_it_was_read_is_compiled_by_others_again(
+    empty: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def compile_elsewhere(missing: inductor_helper.Share, most: int) -> None:
+        asked.append(len(missing))
+        for region, shapes in missing:
+            artifact.write(path_of(region, shapes), "")
+
+    def compile_here(compiled: CompiledRegion, shapes: Shapes) -> None:
+        pytest.fail("a call has compiled")
+
+    monkeypatch.setattr(backend_module, "compile_in_processes", compile_elsewhere)
+    monkeypatch.setattr(backend_module, "compile_region", compile_here)
+    inductor = Inductor(runtime.operators.attention, helpers=1)
+    monkeypatch.setattr(runtime.operators, "inductor", inductor)
+    monkeypatch.setattr(inductor, "_allowance", Allowance(0.0))
+    unet = ours(SMALL_SD1)
+    for purged in (False, True):
+        served(unet, a_call(unet))
+        inductor.finish()
+        if purged:
+            for file in inductor_cache.folder().iterdir():
+                file.unlink()
+        assert lib_onediff.status()["route"] == "host"
+    served(unet, a_call(unet))
+    inductor.finish()
+    batches, singles, again = asked
+    assert again == batches > singles
+
+
 Addition = tuple[Region, Shapes, tuple[torch.Tensor, ...]]
 
 

@@ -30,7 +30,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
     def compile_slowly(self: Inductor, regions: Any, device: torch.device) -> Planned:
         done.wait(SECONDS)
-        return Planned({}, at_once=True)
+        return Planned({}, at_once=True, paths={})
 
     monkeypatch.setattr(Inductor, "_compile", compile_slowly)
     monkeypatch.setattr(runtime.operators, "inductor", Inductor(runtime.operators.attention, helpers=0))
