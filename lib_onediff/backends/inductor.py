@@ -147,8 +147,15 @@ class Inductor:
                 needed = regions_of(layout, absent, network.device, network.single)
                 # Of what two kinds of batches have alike, the first decides what it is tuned for.
                 regions = {self.operators.region(one): self._shapes.setdefault(one, at) for one, at in needed.items()}
-                self._begun[network] = self._worker.submit(self._compile, regions, network.device)
+                self._begun[network] = self._plan(regions, network.device)
             return self._begun[network]
+
+    def _plan(self, regions: dict[CompiledRegion, Shapes], device: torch.device) -> Future[Planned]:
+        if not all(compiled.is_ready for compiled in regions):
+            return self._worker.submit(self._compile, regions, device)
+        planned: Future[Planned] = Future()
+        planned.set_result(Planned(regions, at_once=True, paths={}))
+        return planned
 
     def _compile(self, regions: dict[CompiledRegion, Shapes], device: torch.device) -> Planned:
         """Have other processes do everything that they can."""

@@ -128,6 +128,20 @@ def test_a_lora_and_another_checkpoint_compile_nothing(graphs: None) -> None:
 
 
 @needs_inductor
+def test_no_call_is_the_hosts_where_another_network_has_left_nothing_to_do(graphs: None) -> None:
+    unet = ours(SMALL_SD1)
+    for batch in (2, 1):
+        check(unet, a_call(unet, batch=batch))
+    for module in unet.modules():
+        if isinstance(module, nn.Conv2d):
+            module.padding_mode = "circular"
+    call = a_call(unet)
+    assert relative_error(served(unet, call), diffusers_output(unet, call)) < CLOSE
+    status = lib_onediff.status()
+    assert (status["backend"], status["route"], status["reason"]) == ("inductor", "plain", "")
+
+
+@needs_inductor
 def test_a_network_of_another_layout_shares_what_it_has_alike(graphs: None) -> None:
     unet = ours(SMALL_SD1)
     for batch in (2, 1):
