@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as functional
 from builders import (
     ATTENTION_DOWN,
     ATTENTION_UP,
@@ -28,15 +27,10 @@ from torch import nn
 import lib_onediff
 from lib_onediff.accelerator import runtime
 from lib_onediff.backends import inductor as backend_module
-from lib_onediff.backends import inductor_cache, inductor_helper
 from lib_onediff.backends.inductor import Allowance, Inductor
-from lib_onediff.backends.inductor_cache import path_of
-from lib_onediff.backends.inductor_helper import compile_in_processes
 from lib_onediff.ops import artifact, inductor_availability, inductor_ops
 from lib_onediff.ops.compiled import CompiledRegion
 from lib_onediff.ops.inductor_availability import why_no_inductor
-from lib_onediff.ops.inductor_ops import InductorOperators, channels_last, image_of, pixels
-from lib_onediff.ops.regions import ADDITION, Region, Shapes, group_norm, layer_norm, region_for
 from lib_onediff.unet.call import UNetCall
 
 CLOSE = 1e-5
@@ -283,40 +277,6 @@ def test_a_machine_without_a_compiler_is_served_eagerly_and_told_why(monkeypatch
     assert "no-such-compiler" in lib_onediff.status()["reason"]
 
 
-@pytest.mark.parametrize("shape", [(2, 16, 9, 5), (1, 16, 9, 5), (1, 16, 1, 1), (3, 16, 1, 4)])
-def test_pixels_lie_as_compiled_code_was_told(shape: tuple[int, ...]) -> None:
-    image = torch.randn(shape)
-    batch, channels, height, width = shape
-    again = pixels(channels_last(image))
-    assert again.stride() == (channels * height * width, channels, 1)
-    assert torch.equal(image_of(again, image), image)
-
-
-@pytest.mark.parametrize("width", [320, 1031])
-def test_a_layer_norm_with_what_is_owed(width: int) -> None:
-    tokens, owed, weight, bias = torch.randn(7, width), torch.randn(width), torch.randn(width), torch.randn(width)
-    settled, normed = layer_norm(tokens, owed, weight, bias, 1e-5)
-    expected = functional.layer_norm((tokens + owed).double(), (width,), weight.double(), bias.double(), 1e-5)
-    assert torch.equal(settled, tokens + owed)
-    assert relative_error(normed, expected.float()) < 1e-6
-
-
-@pytest.mark.parametrize("shifted", [False, True])
-def test_a_group_norm_by_channels_keeps_its_digits_far_from_zero(shifted: bool) -> None:
-    pixel, weight, bias = torch.randn(2, 35, 64) + 1000, torch.randn(64), torch.randn(64)
-    shift = torch.randn(2, 64) * 10 * shifted
-    image = pixel.double() + shift.double()[:, None]
-    expected = functional.group_norm(image.transpose(1, 2), 32, weight.double(), bias.double(), 1e-5).transpose(1, 2)
-    normed = group_norm(pixel, shift, weight, bias, 32, 1e-5, False)
-    assert relative_error(normed, expected.float()) < 1e-3
-
-
-@pytest.mark.parametrize(("size", "wanted"), [((3, 5), (6, 10)), ((3, 5), (5, 9)), ((3, 5), (6, 9)), ((1, 4), (2, 8))])
-def test_resize(size: tuple[int, int], wanted: tuple[int, int]) -> None:
-    image = torch.randn(2, 7, *size)
-    assert torch.equal(InductorOperators().resize(image, *wanted), functional.interpolate(image, wanted))
-
-
 def test_work_between_steps_takes_its_share_of_the_time_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(backend_module.time, "perf_counter", lambda: now)
@@ -341,87 +301,3 @@ def test_work_between_steps_takes_its_share_of_the_time_and_no_more(monkeypatch:
     allowance.spend(work)
     allowance.spend(work)
     assert allowance.is_spent
-
-
-@needs_inductor
-def test_what_was_deleted_before_it_was_read_is_compiled_by_others_again(
-    empty: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[int] = []
-
-    def compile_elsewhere(missing: inductor_helper.Share, most: int) -> None:
-        asked.append(len(missing))
-        for region, shapes in missing:
-            artifact.write(path_of(region, shapes), "")
-
-    def compile_here(compiled: CompiledRegion, shapes: Shapes) -> None:
-        pytest.fail("a call has compiled")
-
-    monkeypatch.setattr(backend_module, "compile_in_processes", compile_elsewhere)
-    monkeypatch.setattr(backend_module, "compile_region", compile_here)
-    inductor = Inductor(runtime.operators.attention, helpers=1)
-    monkeypatch.setattr(runtime.operators, "inductor", inductor)
-    monkeypatch.setattr(inductor, "_allowance", Allowance(0.0))
-    unet = ours(SMALL_SD1)
-    for purged in (False, True):
-        served(unet, a_call(unet))
-        inductor.finish()
-        if purged:
-            for file in inductor_cache.folder().iterdir():
-                file.unlink()
-        assert lib_onediff.status()["route"] == "host"
-    served(unet, a_call(unet))
-    inductor.finish()
-    batches, singles, again = asked
-    assert again == batches > singles
-
-
-Addition = tuple[Region, Shapes, tuple[torch.Tensor, ...]]
-
-
-def an_addition(width: int = 16) -> Addition:
-    """A small region, and inputs for it."""
-    inputs = torch.randn(6, width), torch.randn(6, width), torch.randn(width)
-    return region_for(ADDITION, inputs), tuple(tuple(tensor.shape) for tensor in inputs), inputs
-
-
-def check_what_is_compiled(region: Region, shapes: Shapes, inputs: tuple[torch.Tensor, ...]) -> None:
-    compiled = CompiledRegion(region)
-    compiled.compile(shapes, path_of(region, shapes))
-    assert relative_error(compiled(*inputs), sum(inputs)) < CLOSE
-
-
-@pytest.fixture
-def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is on the disk yet."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-
-
-@needs_inductor
-def test_copies_of_a_process_compile_what_this_one_reads(empty: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inductor_helper, "REGIONS_FOR_A_HELPER", 1)
-    additions = [an_addition(width) for width in (16, 24)]
-    compile_in_processes([(region, shapes) for region, shapes, _ in additions], most=2)
-    for addition in additions:
-        assert path_of(*addition[:2]).exists()
-        check_what_is_compiled(*addition)
-
-
-def test_what_another_version_has_compiled_is_not_read(empty: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    region, shapes, _ = an_addition()
-    before = path_of(region, shapes)
-    monkeypatch.setattr(inductor_cache, "SOURCES", inductor_cache.SOURCES + b"# changed")
-    after = path_of(region, shapes)
-    assert before.name == after.name and before != after
-
-
-@needs_inductor
-def test_code_on_the_disk_that_is_damaged_is_compiled_anew(empty: None) -> None:
-    addition = an_addition()
-    path = path_of(*addition[:2])
-    check_what_is_compiled(*addition)
-    files = list(path.parent.iterdir())
-    assert path in files and {file.name for file in files} <= {path.name, path.name + artifact.CODE}, "one is not whole"
-    for file in files:
-        file.write_bytes(b"{}")
-    check_what_is_compiled(*addition)

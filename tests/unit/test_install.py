@@ -248,7 +248,11 @@ def test_ctrl_c_is_the_hosts_own(installed):
     run_install(checkout, "--test", **environment)
     command = [sys.executable, checkout / "install.py", "--demo"]
     environment = {**os.environ, **environment}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        # Who was started in the background by a shell does not hear it otherwise.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         assert any(line == "ready\n" for line in process.stdout)
         os.killpg(process.pid, signal.SIGINT)
