@@ -82,7 +82,7 @@ class Artifact:
 
 
 def write(path: Path, text: str) -> None:
-    """Mark a region as compiled."""
+    """A small file, whole or not at all: without it, what it tells is found out again."""
     try:
         with at_once(path) as unfinished:
             unfinished.write_text(text)
