@@ -21,6 +21,7 @@ from .deepcache.course import Turn
 from .deepcache.sampling import Sampling
 from .graph_cache import GraphCache
 from .graph_holdings import Holdings
+from .guard import Guard
 from .journal import HOST, PLAIN, Journal
 from .ladder import Ladder, Served
 from .modes import our_modes
@@ -38,7 +39,7 @@ from .unet.foreign import Habits
 from .unet.layout import UNetLayout, UnsupportedUNet
 from .user_requests import UserRequests
 from .vae.decoding import DecoderRoute
-from .verify import CannotJudge, first_line
+from .verify import CannotJudge
 
 if TYPE_CHECKING:
     from .hosts.webui import WebUI
@@ -53,6 +54,8 @@ class Accelerator(UserRequests):
     """Routes the calls of every UNet that a host has handed over."""
 
     def __init__(self) -> None:
+        # Stands around every hook of ours.
+        self.guard = Guard()
         self.settings = Settings()
         self.table = ShapeTable()
         self.journal = Journal()
@@ -72,7 +75,7 @@ class Accelerator(UserRequests):
         self._lock = threading.RLock()
         self._seen = Holdings()
         # Who needs GPU memory besides us asks here.
-        self.pressure = MemoryPressure(self._graphs, self._lock)
+        self.pressure = MemoryPressure(self._graphs, self._lock, self.guard)
         self.vae = DecoderRoute(self)
         # The adapter of the WebUI that we run in: it must outlive a reload of the scripts.
         self.webui: WebUI | None = None
@@ -196,9 +199,7 @@ class Accelerator(UserRequests):
         except torch.cuda.OutOfMemoryError:
             reason = OUT_OF_MEMORY
         except Exception as error:
-            # A fault of ours must not cost the user a picture.
-            log.exception("a fault of ours")
-            reason = f"a fault of ours, please report it: {first_line(error)}"
+            reason = self.guard.note("the UNet's forward", error)
         else:
             self.journal.note(served.route, served.reason)
             return served.output
@@ -214,7 +215,7 @@ class Accelerator(UserRequests):
             served = self._compute(care, settings, steps, call)
         if served.entry.state is State.COLD:
             # Outside our modes: the host's forward must run exactly as the host would run it.
-            self._ladder.prove(served, settings, self.history, host)
+            self._ladder.prove(served, settings, self.history, host, care.bound.habits.approximates())
         else:
             with self._lock:
                 self._ladder.note(settings, served)

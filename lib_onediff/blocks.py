@@ -13,6 +13,7 @@ from .accelerator import OUT_OF_MEMORY, Accelerator
 from .backend_choice import Declined, refuse_inputs
 from .backends import NATIVE, launched_steps
 from .care import Care
+from .guard import first_line
 from .journal import BLOCKS
 from .ladder import COMPILING, blame, network_of
 from .modes import our_modes
@@ -25,7 +26,7 @@ from .unet.call import UNetCall
 from .unet.forward import block_shifts, key_values_by_name
 from .unet.layers import Layers
 from .unet.layout import Stage, UnsupportedUNet
-from .verify import first_line, relative_error, rounding_limit
+from .verify import relative_error, rounding_limit
 
 log = logging.getLogger("onediff")
 HostBlock = Callable[[], Tensor]
@@ -99,8 +100,7 @@ class BlockRoute:
         except torch.cuda.OutOfMemoryError:
             reason = OUT_OF_MEMORY
         except Exception as error:
-            log.exception("a fault of ours")
-            reason = f"a fault of ours, please report it: {first_line(error)}"
+            reason = self._accelerator.guard.note("the UNet's blocks", error)
             if loop.running is not None:
                 entry = loop.running.entry
                 entry.fail(blame(entry.key.backend, f"our blocks failed: {first_line(error)}"))

@@ -16,6 +16,7 @@ from .backends import eager
 from .care import Care
 from .deepcache.course import Turn
 from .graph_cache import GraphCache
+from .guard import first_line
 from .journal import GRAPH, PLAIN
 from .oneflow_route import NotYet, OneFlowRoute
 from .operators import Network, OperatorSets
@@ -27,7 +28,7 @@ from .shapes.table import Entry, ShapeTable, State
 from .shapes.timing import Stopwatch
 from .unet.call import UNetCall
 from .unet.forward import Conditioning
-from .verify import CannotJudge, Disagreement, first_line, judge, judge_shallow, recall
+from .verify import CannotJudge, Disagreement, judge, judge_shallow, recall
 
 log = logging.getLogger("onediff")
 COMPILING = "OneDiff's kernels are being compiled, in the background; on this machine it is done once"
@@ -120,15 +121,18 @@ class Ladder:
                 care.course.failure = reason
         raise Declined(reason)
 
-    def prove(self, served: Served, settings: Settings, history: History, host: Callable[[], Tensor]) -> None:
-        """Compare a first output with the host's, unless that was done on this machine before.
+    def prove(
+        self, served: Served, settings: Settings, history: History, host: Callable[[], Tensor],
+        approximates: bool = False,
+    ) -> None:
+        """Compare a first output with the host's, unless that was done on this machine before. approximates: see judge.
 
         Raises Declined if they differ, and CannotJudge.
         """
         entry, backend = served.entry, served.entry.key.backend
         if not recall(entry, history) and settings.verify:
             try:
-                judge(entry, served.output, host)
+                judge(entry, served.output, host, approximates)
             except CannotJudge as reason:
                 if not bool(torch.isfinite(served.output).all()):
                     raise

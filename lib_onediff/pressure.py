@@ -11,6 +11,7 @@ import torch
 
 from .graph_cache import GraphCache
 from .graph_holdings import Place
+from .guard import Guard
 
 log = logging.getLogger("onediff")
 Result = TypeVar("Result")
@@ -24,8 +25,9 @@ SECONDS_BETWEEN_LOOKS = 2.0
 class MemoryPressure:
     """Asked wherever somebody else is about to need GPU memory; nothing of it is asked at every step."""
 
-    def __init__(self, graphs: GraphCache, lock: threading.RLock) -> None:
+    def __init__(self, graphs: GraphCache, lock: threading.RLock, guard: Guard) -> None:
         self._graphs = graphs
+        self._guard = guard
         self._lock = lock
         self._watcher: threading.Thread | None = None
 
@@ -68,8 +70,11 @@ class MemoryPressure:
     def _watch(self) -> None:
         while self._graphs.devices():
             time.sleep(SECONDS_BETWEEN_LOOKS)
-            with self._lock:
-                self._graphs.note_lost()
+            self._guard.attempt("watching the GPU's memory", self._note_lost)
+
+    def _note_lost(self) -> None:
+        with self._lock:
+            self._graphs.note_lost()
 
     def _relieve(self, place: Place, wanted: int = 0) -> None:
         """Where less than wanted bytes and some to spare are left of a card, drop graphs: those of other architectures,

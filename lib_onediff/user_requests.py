@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .backends import AUTO
 from .graph_cache import GraphCache
 from .graph_holdings import Holdings
+from .guard import Guard
 from .journal import GRAPH, Journal
 from .operators import OperatorSets
 from .ops.choices import Choices
@@ -37,6 +38,7 @@ class UserRequests:
     pins: Pins
     vae: DecoderRoute
     pressure: MemoryPressure
+    guard: Guard
     _graphs: GraphCache
     _ladder: Ladder
     _lock: threading.RLock
@@ -69,7 +71,7 @@ class UserRequests:
         status = self.journal.status()
         return {
             "enabled": settings.enabled, **status, "backend": status["backend"] or settings.backend,
-            "vae": self.vae.status(), "inductor": self.operators.inductor.status(),
+            "vae": self.vae.status(), "faults": self.guard.faults, "inductor": self.operators.inductor.status(),
             "auto": self.operators.auto.sentence() if settings.backend == AUTO else "",
         }
 

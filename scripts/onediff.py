@@ -28,6 +28,9 @@ MOST_WHILE_IDLE = 8
 
 log = logging.getLogger("onediff")
 show_on_console()
+# Stands around everything that the WebUI calls.
+guard = runtime.guard
+guard.forget()
 webui = this_webui()
 warmup = WarmUp(webui, runtime)
 
@@ -41,16 +44,19 @@ def most_used_now() -> list[Wanted]:
 idle = IdleWarmUp(warmup, runtime.rows, most_used_now)
 
 
+@guard.hook("following the settings")
 def follow_settings() -> None:
     """Hook in or out, as the settings tab says."""
-    idle.follow(runtime.settings.enabled and runtime.settings.idle_prewarm)
     if runtime.settings.enabled:
         webui.serve()
     else:
-        warmup.stop()
+        # First of all, so that whatever follows leaves nothing of ours behind.
         webui.stop()
+        warmup.stop()
+    idle.follow(runtime.settings.enabled and runtime.settings.idle_prewarm)
 
 
+@guard.hook("looking at a loaded checkpoint")
 def model_loaded(sd_model: Any) -> None:
     if runtime.settings.enabled:
         webui.model_loaded(sd_model)
@@ -63,16 +69,16 @@ def model_loaded(sd_model: Any) -> None:
 
 
 def stop() -> None:
-    xyz.remove_axes(scripts.scripts_data)
-    idle.stop()
-    warmup.stop(SECONDS_FOR_THE_LAST_CALL)
-    webui.stop()
+    last = (lambda: xyz.remove_axes(scripts.scripts_data), idle.stop, lambda: warmup.stop(SECONDS_FOR_THE_LAST_CALL))
+    for step in (webui.stop, *last):
+        guard.attempt("unloading the script", step)
 
 
 def current_status() -> dict[str, Any]:
-    return {"host": webui.name, "hooks": webui.hooks(), **status.current_status(webui.why_not_served)}
+    return status.current_status(webui)
 
 
+@guard.hook("the status line", otherwise=status.UNREADABLE)
 def status_line() -> str:
     return status.status_html(current_status())
 
@@ -104,6 +110,7 @@ class OneDiffScript(scripts.Script):
     def tab(self) -> str:
         return "img2img" if self.is_img2img else "txt2img"
 
+    @guard.hook("building the accordion", otherwise=[])
     def ui(self, is_img2img: bool) -> list[Any]:
         tab = "img2img" if is_img2img else "txt2img"
         arguments = accordion.build_accordion(tab, status_line, preset_names, settings_of_run)
@@ -111,10 +118,13 @@ class OneDiffScript(scripts.Script):
         self.paste_field_names = [target for _, target in self.infotext_fields]
         return arguments
 
+    @guard.hook("connecting the accordion")
     def after_component(self, component: Any, **kwargs: Any) -> None:
         accordion.connect(component, self.tab(), status_line, warmup)
 
+    @guard.hook("the settings of this generation", in_generation=True)
     def process(self, p: Any, *arguments: Any) -> None:
+        guard.resume()
         if not runtime.settings.enabled:
             return
         idle.disturb()
@@ -128,10 +138,12 @@ class OneDiffScript(scripts.Script):
         p.extra_generation_params[infotext.KEY] = infotext.describe(settings)
         run_settings.use_for_sampling(p, settings, why_off)
 
+    @guard.hook("the beginning of a sampling", in_generation=True)
     def process_before_every_sampling(self, p: Any, *args: Any, **kwargs: Any) -> None:
         if runtime.settings.enabled:
             webui.before_sampling(p)
 
+    @guard.hook("the end of a generation")
     def postprocess(self, p: Any, processed: Any, *args: Any) -> None:
         run_settings.restore_sampling(p)
         idle.disturb()
@@ -140,14 +152,17 @@ class OneDiffScript(scripts.Script):
             runtime.keep_history()
 
 
+@guard.hook("adding axes to the X/Y/Z plot")
 def add_axes() -> None:
     xyz.add_axes(scripts.scripts_data, lambda: runtime.settings)
 
 
+@guard.hook("adding options to the settings tab")
 def add_options() -> None:
     settings_tab.add_options(shared.opts, shared.OptionInfo, follow_settings)
 
 
+@guard.hook("building the OneDiff tab", otherwise=[])
 def tabs() -> list[tuple[Any, str, str]]:
     tab = onediff_tab.build_onediff_tab(
         runtime, warmup, webui, OneDiffScript, standing_settings,
@@ -156,15 +171,21 @@ def tabs() -> list[tuple[Any, str, str]]:
     return [(tab, onediff_tab.TITLE, onediff_tab.ELEM_ID)]
 
 
+@guard.hook("adding routes to the API")
 def start(demo: Any, app: Any) -> None:
     api.add_routes(app, shared.cmd_opts, runtime, warmup, webui, current_status)
 
 
+@guard.hook("opening the cache")
+def open_cache() -> None:
+    runtime.history.open(Path(runtime.settings.cache_folder or webui.data_folder() / CACHE_FOLDER))
+    runtime.history.keep_compiled()
+    runtime.choices.attach(runtime.history.tuned, runtime.history.tune)
+
+
 # The page comes later, and with --nowebui never; a model may be loaded before it.
-runtime.configure(settings_tab.stored_settings(shared.opts))
-runtime.history.open(Path(runtime.settings.cache_folder or webui.data_folder() / CACHE_FOLDER))
-runtime.history.keep_compiled()
-runtime.choices.attach(runtime.history.tuned, runtime.history.tune)
+guard.attempt("reading the settings", lambda: runtime.configure(settings_tab.stored_settings(shared.opts)))
+open_cache()
 follow_settings()
 script_callbacks.on_model_loaded(model_loaded)
 script_callbacks.on_script_unloaded(stop)

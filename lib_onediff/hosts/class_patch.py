@@ -2,11 +2,18 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from ..guard import Guard
+
 # replacement(original, self, *args, **kwargs) -> what the method returns
 Replacement = Callable[..., Any]
+# declined(self, reason): the original runs in place of the replacement.
+Declined = Callable[[Any, str], object]
 
 
 def active_patches(owner: type, method: str) -> list[ClassPatch]:
@@ -19,21 +26,38 @@ def active_patches(owner: type, method: str) -> list[ClassPatch]:
     return [patch for patch in found if patch.active]
 
 
-class ClassPatch:
-    """One replaced method. Where somebody has patched over ours since, ours stays in the chain but does nothing."""
+def nobody_is_told(module: Any, reason: str) -> None:
+    pass
 
-    def __init__(self, owner: type, method: str, replacement: Replacement) -> None:
+
+class ClassPatch:
+    """One replaced method. Where somebody has patched over ours since, ours stays in the chain but does nothing.
+
+    An error of the replacement's is the guard's affair: the original runs. hook: what the method is, in words for the
+    user.
+    """
+
+    def __init__(
+        self, owner: type, method: str, replacement: Replacement, guard: Guard, hook: str,
+        declined: Declined = nobody_is_told,
+    ) -> None:
         self.owner, self.method = owner, method
         self.original = owner.__dict__[method]
         self.active = False
         self._in_chain = False
 
+        def guarded(module: Any, *args: Any, **kwargs: Any) -> Any:
+            tell = lambda reason: declined(module, reason)  # noqa: E731
+            return guard.serve(hook, replacement, self.original, tell, module, *args, **kwargs)
+
         @functools.wraps(self.original)
         def patched(module: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.active:
                 return self.original(module, *args, **kwargs)
-            return replacement(self.original, module, *args, **kwargs)
+            return self._guarded(module, *args, **kwargs)
 
+        self._guarded = guarded
+        self._is_traced = True
         patched.patch = self
         self.function = patched
 
@@ -44,6 +68,15 @@ class ClassPatch:
             setattr(self.owner, self.method, self.function)
             self._in_chain = True
         self.active = True
+
+    def keep_out_of_traces(self) -> None:
+        """Let torch.compile step over the replacement instead of tracing it, which would take minutes.
+
+        Does nothing until somebody has imported the compiler: the import alone takes seconds.
+        """
+        if self._is_traced and "torch._dynamo" in sys.modules:
+            self._guarded = torch.compiler.disable(self._guarded)
+            self._is_traced = False
 
     def undo(self) -> None:
         """Take the replacement off; safe to call twice."""

@@ -22,7 +22,7 @@ NUMBERS_OF_A_LABEL = {False: 6, True: 5}
 class Standalone:
     """The adapter; see webui.WebUI."""
 
-    name = "standalone"
+    name, release = "standalone", "OneDiff's own WebUI"
 
     def __init__(self) -> None:
         self._serving = False
@@ -72,6 +72,9 @@ class Standalone:
         if model is None or unet_of(model) is not None:
             return None
         return f"{type(model).__name__} has no UNet2DConditionModel"
+
+    def notes(self) -> list[str]:
+        return []
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
         unet = unet_of(loaded_model())

@@ -15,7 +15,7 @@ from ..unet.foreign import Habits, origin, package
 from .class_patch import ClassPatch
 
 
-def nothing_against_it() -> str | None:
+def nothing_against_it(decoder: nn.Module) -> str | None:
     return None
 
 
@@ -26,15 +26,22 @@ def never_upcasts() -> bool:
 class DecoderPatches:
     """Patches of these Decoder and Encoder classes.
 
-    why_host: why a decode is not ours, in one line, from what the adapter knows of its host; upcasts: whether the host
-    computes attention scores in float32 whatever the type of its inputs.
+    why_host: why a decode by this decoder is not ours, in one line, from what the adapter knows of its host. upcasts:
+    whether the host computes attention scores in float32 whatever the type of its inputs.
     """
 
     def __init__(
-        self, decoder_classes: Iterable[type], habits: Habits, why_host: Callable[[], str | None] = nothing_against_it,
+        self, decoder_classes: Iterable[type], habits: Habits,
+        why_host: Callable[[nn.Module], str | None] = nothing_against_it,
         upcasts: Callable[[], bool] = never_upcasts,
     ) -> None:
-        self.patches = [ClassPatch(kind, "forward", self._forward) for kind in decoder_classes]
+        self.patches = [
+            ClassPatch(
+                kind, "forward", self._forward, runtime.guard, "the VAE's forward",
+                lambda decoder, reason: runtime.vae.note_host(reason),
+            )
+            for kind in decoder_classes
+        ]
         self._habits, self._why_host, self._upcasts = habits, why_host, upcasts
 
     def serve(self) -> None:
@@ -72,4 +79,4 @@ class DecoderPatches:
             return f"{type(decoder).__name__}.forward was replaced by {source}"
         if kwargs:
             return f"the VAE is called with more than we know ({', '.join(sorted(kwargs))})"
-        return self._why_host()
+        return self._why_host(decoder)

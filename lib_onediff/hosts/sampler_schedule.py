@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..accelerator import runtime
 from ..deepcache.sampling import Sampling
 
 # These call the UNet at every timestep but the lowest.
@@ -37,8 +38,11 @@ class Listener:
         if self._sampler.__dict__.get(self._method) is self:
             delattr(self._sampler, self._method)
         answer = self._below(*args, **kwargs)
-        self.heard[:] = [float(value) for value in answer.flatten().tolist()]
+        runtime.guard.attempt("reading the sampler's schedule", lambda: self._hear(answer))
         return answer
+
+    def _hear(self, answer: Tensor) -> None:
+        self.heard[:] = [float(value) for value in answer.flatten().tolist()]
 
 
 def sampling_of(p: Any) -> Sampling:

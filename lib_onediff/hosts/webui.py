@@ -23,6 +23,8 @@ class WebUI(Protocol):
     """A running WebUI. Nothing of it is changed but by serve(), and stop() undoes all of that."""
 
     name: str
+    # The host's own name and release, for people: "Forge Neo 2.26".
+    release: str
 
     def serve(self) -> None:
         """Put our forward into every UNet call. Safe to call twice."""
@@ -47,6 +49,9 @@ class WebUI(Protocol):
 
     def why_not_served(self) -> str | None:
         """One line about the loaded model when its UNet cannot be ours; None when it is, or none is loaded."""
+
+    def notes(self) -> list[str]:
+        """What users should know of the host's own settings while OneDiff is in use, one sentence each."""
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
         """Make one UNet call as the host itself would, at a size in pixels; batch counts the latents of the call.

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ..verify import first_line
+from ..guard import first_line
 
 log = logging.getLogger("onediff")
 

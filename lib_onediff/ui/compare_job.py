@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from ..guard import first_line
 from ..hosts.text_to_image import Interrupted, Made, Order
 from ..quality import Difference, PictureComparison, compare, difference_map
 from ..settings import Settings
-from ..verify import first_line
 from .compare_sides import Side
 
 # Enough for a graph to be recorded, and for what is only computed every few steps.

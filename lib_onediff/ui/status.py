@@ -2,33 +2,38 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable
 from typing import Any
 
 from ..accelerator import runtime
+from ..hosts.webui import WebUI
 from ..vae.journal import described as decode_described
 from .amounts import NOTHING, milliseconds
 
+# In place of the status line where a fault of ours keeps it from being made.
+UNREADABLE = '<p class="onediff-reason">OneDiff cannot show its status: see the console.</p>'
 ROUTES = {
     "graph": "CUDA graph", "plain": "plain launches", "blocks": "blocks inside the host's loop",
     "host": "the WebUI's own UNet",
 }
 
 
-def current_status(why_not_served: Callable[[], str | None]) -> dict[str, Any]:
-    """runtime.status(); for a model that OneDiff does not serve, with the reason in place of the last call's.
-
-    why_not_served: one line about the model that the WebUI has loaded now, or None when it is served.
-    """
-    status = runtime.status()
-    reason = why_not_served()
+def current_status(webui: WebUI) -> dict[str, Any]:
+    """runtime.status() with what the WebUI's adapter adds: who the host is, how many hooks are in place, and notes on
+    its settings. For a model that OneDiff does not serve, with the reason in place of the last call's."""
+    status = {
+        "host": webui.name, "release": webui.release, "hooks": webui.hooks(), "notes": webui.notes(), **runtime.status()
+    }
+    reason = webui.why_not_served()
     return {**status, "route": "host", "reason": reason} if reason else status
 
 
 def status_html(status: dict[str, Any]) -> str:
     """The status line: what was made last, by which route and why, and how fast."""
     decode = status.get("vae") or {}
-    lines = (status.get("reason"), status.get("auto"), decode_described(decode.get("route"), decode.get("reason", "")))
+    lines = dict.fromkeys((
+        status.get("reason"), *status.get("notes", ()), *status.get("faults", ()), status.get("auto"),
+        decode_described(decode.get("route"), decode.get("reason", "")),
+    ))
     reason = "".join(f'<p class="onediff-reason">{html.escape(line)}</p>' for line in lines if line)
     route = status["route"] or "none"
     return f'<div class="onediff-status onediff-route-{route}">{facts_html(described(status))}{reason}</div>'

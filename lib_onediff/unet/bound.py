@@ -124,7 +124,9 @@ class BoundUNet:
         that was not there at the last call, or, where every call brings a new one (by_content), by a pause. Then every
         layer is asked for its parameters; at every other call those that were found are asked where they lie.
         """
-        goes_on = self._goes_on(call, by_content)
+        # Parameters that have moved within a sampling come with other changes: a LoRA that is applied at every call
+        # from now on, say, because the host has put a part of the weights aside.
+        goes_on = self._goes_on(call, by_content) and self.unmoved()
         if not goes_on:
             self._refusal = self._look()
             self._sampling_began = False
@@ -135,7 +137,12 @@ class BoundUNet:
             self.habits.settle(self.binding.layers())
         if not (self._stands(goes_on) and channels_last == self._channels_last):
             began = time.perf_counter()
-            copied = self.binding.bind(channels_last)
+            try:
+                copied = self.binding.bind(channels_last)
+            except UnsupportedUNet as reason:
+                # It stands for as long as they stay where they are.
+                self._refusal, self._signature = str(reason), self.binding.signature()
+                raise
             self._signature, self._channels_last = self.binding.signature(), channels_last
             self.generation += 1
             milliseconds = (time.perf_counter() - began) * 1e3
@@ -157,9 +164,11 @@ class BoundUNet:
         """Whether every parameter lies where it lay. Within a sampling, parameters move but are not exchanged."""
         if self._signature is None:
             return False
-        if not goes_on:
-            self._edits = self._all_edits = None
-        return self._signature.still_true() if goes_on else self._signature == self.binding.signature()
+        if goes_on:
+            # What settles a layer may have given it another parameter.
+            return self.habits.settle is None or self._signature.still_true()
+        self._edits = self._all_edits = None
+        return self._signature == self.binding.signature()
 
     def _look(self) -> str | None:
         """Look through the module tree, and read it again if it has changed. Returns why it cannot be run, or None."""

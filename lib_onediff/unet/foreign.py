@@ -9,6 +9,8 @@ from torch import nn
 
 # What hosts change on a module without changing its class: Tiling, and FreeU's factors.
 SWITCHES = ("padding_mode", "s1", "s2", "b1", "b2")
+# Where the Forge family keeps what it adds to a layer's weights at every call: a LoRA that is not merged.
+APPLIED_AT_CALL = ("weight_function", "bias_function", "forge_online_loras")
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,10 @@ def never(unet: nn.Module, module: nn.Module) -> bool:
     return False
 
 
+def is_exact() -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Habits:
     """What a host adapter knows of its host's ways with a UNet.
@@ -35,21 +41,23 @@ class Habits:
     inert: whether the forwards set on a module's instance (unet, module) do now just what its class's would.
     settle: brings the parameters of these layers up to date, where the host does that lazily in each one's forward.
     by_content: every call brings new tensors, so that a prompt is known by its content only.
+    approximates: whether the host's own output is farther from exact than rounding explains (8-bit attention).
     """
 
     trusted: Collection[str] = ()
     inert: Callable[[nn.Module, nn.Module], bool] = never
     settle: Callable[[Iterable[nn.Module]], None] | None = None
     by_content: bool = False
+    approximates: Callable[[], bool] = is_exact
 
 
 def scan(unet: nn.Module, habits: Habits = Habits()) -> Structure:
     """Look through every module below unet, in a millisecond or two per thousand.
 
     foreign is None, or one line that names the first thing that makes a module compute something other than its
-    class says: a forward set on the instance, a hook, dropout at work, or a class whose forward was replaced by code
-    from a Python module that is neither the class's own nor in habits.trusted. unet itself is the caller's to judge:
-    its hooks run around any forward.
+    class says: a forward set on the instance, a hook, a LoRA that is not merged, dropout at work, or a class whose
+    forward was replaced by code from a Python module that is neither the class's own nor in habits.trusted. unet itself
+    is the caller's to judge: its hooks run around any forward.
     """
     members: list[tuple[weakref.ref[nn.Module], type]] = []
     switches: list[tuple[weakref.ref[nn.Module], object]] = []
@@ -72,6 +80,8 @@ def scan(unet: nn.Module, habits: Habits = Habits()) -> Structure:
             foreign = f"{name} has a forward of its own, set by {origin(replaced)}"
         elif state["_forward_hooks"] or state["_forward_pre_hooks"]:
             foreign = f"{name} has a forward hook"
+        elif any(state.get(name) for name in APPLIED_AT_CALL):
+            foreign = "a LoRA is applied at every call, not merged (fp16 LoRA in Diffusion in Low Bits, or low VRAM)"
         elif isinstance(module, nn.Dropout) and module.training and module.p > 0:
             foreign = f"{name} drops values (the UNet is in training mode)"
     if foreign is None:
@@ -110,10 +120,16 @@ def replaced_by(kind: type, method: str = "forward") -> str | None:
 def origin(function: object) -> str:
     """The Python module whose code a function, method or callable object runs.
 
-    Not function.__module__, which functools.wraps copies from the function that is being replaced.
+    Not function.__module__, which functools.wraps copies from the function that is being replaced. A decorator of
+    torch's (inference_mode, compiler.disable) runs what it decorates.
     """
     inner = getattr(function, "__func__", function)
     module_globals = getattr(inner, "__globals__", None)
+    while module_globals is not None and package(module_globals.get("__name__", "")) == "torch" and (
+        hasattr(inner, "__wrapped__")
+    ):
+        inner = inner.__wrapped__
+        module_globals = getattr(inner, "__globals__", None)
     return type(inner).__module__ if module_globals is None else module_globals.get("__name__", "?")
 
 

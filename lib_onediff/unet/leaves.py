@@ -15,6 +15,7 @@ KNOWN_FORWARDS = {
     "ldm": {"GroupNorm32"},
     "sgm": {"GroupNorm32"},
     "backend": {f"ForgeOperations.{layer}" for layer in ("Linear", "Conv2d", "GroupNorm", "LayerNorm")},
+    "ldm_patched": {f"disable_weight_init.{layer}" for layer in ("Linear", "Conv2d", "GroupNorm", "LayerNorm")},
     "diffusers": {"LoRACompatibleLinear", "LoRACompatibleConv"},
 }
 

@@ -1,4 +1,4 @@
-"""Read the ldm family: CompVis' and Stability's ldm (A1111's SD1/SD2), sgm (SDXL), Forge's integrated UNet."""
+"""Read the ldm family: CompVis' and Stability's ldm (A1111's SD1/SD2), sgm (SDXL), Forge's UNet, ldm_patched's."""
 from __future__ import annotations
 
 from typing import Any
@@ -23,8 +23,8 @@ from .layout import (
 from .leaves import LeafReader
 
 UNET_CLASSES = {"UNetModel", "IntegratedUNet2DConditionModel"}
-# Only Forge tells an Upsample the size of the skip that it will meet; A1111 resizes afterwards.
-FAMILIES_THAT_RESIZE_BEFORE = {"forge"}
+# The Forge family tells an Upsample the size of the skip that it will meet; A1111 resizes afterwards.
+FAMILIES_THAT_RESIZE_BEFORE = {"forge", "ldm_patched"}
 
 
 def is_ldm_unet(unet: nn.Module) -> bool:

@@ -35,6 +35,9 @@ class Affine(NamedTuple):
 
 
 Weights = dict[str, Affine]
+PARTLY_LOADED = (
+    "a part of the UNet's weights is not on the GPU (low VRAM): the WebUI moves it there at every call"
+)
 LAYERS_GONE = "the host has replaced or unloaded layers of this UNet"
 
 
@@ -182,10 +185,11 @@ class Binding:
                     continue
                 if type(parameter.data) is not Tensor or parameter.dtype not in BOUND_DTYPES:
                     raise UnsupportedUNet(f"{path} is stored as {describe_storage(parameter)}, which we do not run")
-                if (parameter.device, parameter.dtype) != (self.device, self.dtype):
+                if parameter.device != self.device:
+                    raise UnsupportedUNet(PARTLY_LOADED)
+                if parameter.dtype != self.dtype:
                     raise UnsupportedUNet(
-                        f"its parameters are mixed: {self.dtype} on {self.device}, "
-                        f"but {path} is {parameter.dtype} on {parameter.device}"
+                        f"its parameters are of different types: {self.dtype}, but {path} is {parameter.dtype}"
                     )
         if self.device.type == "meta":
             raise UnsupportedUNet("its parameters are not loaded (they are on the meta device)")

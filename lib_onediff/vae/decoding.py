@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from ..settings import Settings
 from ..unet.foreign import Habits
 from ..unet.layout import UnsupportedUNet
-from ..verify import first_line
 from .bound import BoundDecoder
 from .checks import HostDecode, NotServed, Outcome, refuse_latent, refuse_modes
 from .journal import HOST, OURS, DecodeJournal
@@ -108,9 +107,7 @@ class DecoderRoute:
         except torch.cuda.OutOfMemoryError:
             outcome = Outcome(None, HOST, "out of GPU memory: the graphs were freed")
         except Exception as error:
-            # A fault of ours must not cost the user a picture.
-            log.exception("a fault of ours")
-            return Outcome(None, HOST, f"a fault of ours, please report it: {first_line(error)}")
+            return Outcome(None, HOST, self._accelerator.guard.note("the VAE's forward", error))
         # Only now is everything gone that our forward had computed before it failed.
         self._accelerator.free_graphs()
         return outcome

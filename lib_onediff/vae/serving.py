@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import backends
+from ..guard import first_line
 from ..ladder import COMPILING, blame
 from ..modes import our_modes
 from ..precision import applied, flags_for
@@ -18,7 +19,7 @@ from ..shapes.key import ShapeKey
 from ..shapes.table import Entry, State
 from ..shapes.timing import Stopwatch
 from ..unet.weights import Weights
-from ..verify import first_line, recall
+from ..verify import recall
 from .checks import HostDecode, Outcome, check, short_name
 from .forward import Decoding
 from .journal import HOST, OURS

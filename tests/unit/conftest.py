@@ -33,6 +33,7 @@ def fresh_runtime() -> Iterator[None]:
     runtime.choices.attach(runtime.history.tuned, runtime.history.tune)
     runtime.purge()
     runtime.configure(Settings())
+    runtime.guard.forget()
     log.handlers, log.level, log.propagate = before
 
 

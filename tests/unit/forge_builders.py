@@ -20,7 +20,7 @@ from test_real_host_unets import FORGE, SD1, Y_WIDTH, forge_unet
 from torch import Tensor, nn
 
 from lib_onediff.accelerator import runtime
-from lib_onediff.hosts.forge import Forge
+from lib_onediff.hosts.forge.adapter import Forge
 
 FORWARD_PATCH = "diffusion_model.forward"
 ATTENTION = "diffusion_model.input_blocks.1.1.transformer_blocks.0.attn1.to_q.weight"
@@ -132,7 +132,7 @@ def forge_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForgeHost]:
     modules.sd_models = SimpleNamespace(
         model_data=made.model_data, forge_model_reload=lambda: (made.model_data.sd_model, False)
     )
-    modules.shared = SimpleNamespace(state=made.state)
+    modules.shared = SimpleNamespace(state=made.state, opts=SimpleNamespace())
     modules.call_queue = SimpleNamespace(queue_lock=forge_file("modules/fifo_lock.py").FIFOLock())
     for name in ("sd_models", "shared", "call_queue"):
         monkeypatch.setitem(sys.modules, f"modules.{name}", getattr(modules, name))

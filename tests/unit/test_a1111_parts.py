@@ -13,8 +13,8 @@ from builders import a_call, ldm_output, ldm_unet, relative_error
 from torch import Tensor, nn
 
 from lib_onediff.accelerator import runtime
-from lib_onediff.hosts.a1111 import does_nothing_now
-from lib_onediff.hosts.a1111_lora import apply_wanted_networks, lora_module, wanted_names
+from lib_onediff.hosts.a1111.adapter import does_nothing_now
+from lib_onediff.hosts.a1111.lora import apply_wanted_networks, lora_module, wanted_names
 from lib_onediff.unet.foreign import Habits
 
 CLOSE = 1e-5

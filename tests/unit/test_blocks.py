@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lib_onediff import blocks
 from lib_onediff.accelerator import runtime
 from lib_onediff.backends import EAGER, NATIVE, Steps
-from lib_onediff.hosts.a1111_blocks import HostLoop
+from lib_onediff.hosts.a1111.controlnet_loop import HostLoop
 from lib_onediff.settings import Settings
 from lib_onediff.shapes.table import State
 from lib_onediff.unet.foreign import Habits

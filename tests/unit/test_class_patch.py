@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from lib_onediff.guard import Guard
 from lib_onediff.hosts.class_patch import ClassPatch, active_patches
 
 
@@ -24,7 +25,7 @@ def doubled(original: Any, module: Any, x: int) -> int:
 
 def test_a_replacement_gets_the_original_and_is_taken_off_again(owner: type) -> None:
     before = owner.__dict__["forward"]
-    patch = ClassPatch(owner, "forward", doubled)
+    patch = ClassPatch(owner, "forward", doubled, Guard(), "a method")
     patch.apply()
     assert owner().forward(3) == 8
     assert owner.forward.__doc__ == "Adds one."
@@ -34,7 +35,7 @@ def test_a_replacement_gets_the_original_and_is_taken_off_again(owner: type) -> 
 
 
 def test_applying_twice_replaces_once(owner: type) -> None:
-    patch = ClassPatch(owner, "forward", doubled)
+    patch = ClassPatch(owner, "forward", doubled, Guard(), "a method")
     for _ in range(3):
         patch.apply()
     assert owner().forward(3) == 8
@@ -44,7 +45,7 @@ def test_applying_twice_replaces_once(owner: type) -> None:
 
 
 def test_somebody_elses_later_patch_survives_and_ours_sleeps_below_it(owner: type) -> None:
-    patch = ClassPatch(owner, "forward", doubled)
+    patch = ClassPatch(owner, "forward", doubled, Guard(), "a method")
     patch.apply()
     ours = owner.__dict__["forward"]
 
@@ -62,7 +63,7 @@ def test_somebody_elses_later_patch_survives_and_ours_sleeps_below_it(owner: typ
 
 def test_after_the_other_has_gone_too_ours_can_be_taken_off(owner: type) -> None:
     before = owner.__dict__["forward"]
-    patch = ClassPatch(owner, "forward", doubled)
+    patch = ClassPatch(owner, "forward", doubled, Guard(), "a method")
     patch.apply()
     ours = owner.__dict__["forward"]
     owner.forward = lambda self, x: ours(self, x) + 100
@@ -74,7 +75,7 @@ def test_after_the_other_has_gone_too_ours_can_be_taken_off(owner: type) -> None
 
 
 def test_every_patch_in_place_is_counted(owner: type) -> None:
-    patches = [ClassPatch(owner, "forward", doubled) for _ in range(3)]
+    patches = [ClassPatch(owner, "forward", doubled, Guard(), "a method") for _ in range(3)]
     for number, patch in enumerate(patches, 1):
         patch.apply()
         assert len(active_patches(owner, "forward")) == number

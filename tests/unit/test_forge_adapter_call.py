@@ -1,7 +1,7 @@
 """What a call of Forge's UNet asks for: residuals in Forge's order, and options that only Forge understands."""
 from __future__ import annotations
 
-import copy
+import uuid
 from typing import Any
 
 import pytest
@@ -9,8 +9,7 @@ import torch
 from builders import a_call, our_output, relative_error, shared_ldm_unet
 from torch import Tensor, nn
 
-from lib_onediff.hosts.forge_call import NotOurs, control_of, copied_lists, foreign_options, unet_call
-from lib_onediff.hosts.forge_hook import ForgeForward, Service
+from lib_onediff.hosts.forge.call import NotOurs, control_of, copied_lists, foreign_options, unet_call
 from lib_onediff.unet.call import UNetCall
 
 STAGES = 12
@@ -120,8 +119,17 @@ HARMLESS: dict[str, Any] = {
 }
 
 
+# By which the forward of Forge's UNet asks for options and arguments.
+READ = {"patches", "patches_replace", "block_modifiers", "block_inner_modifiers", "group_norm_wrapper", "num_frames"}
+
+
 def test_what_forge_itself_writes_is_harmless() -> None:
-    assert foreign_options(HARMLESS) == []
+    assert foreign_options(HARMLESS, READ) == []
+
+
+@pytest.mark.parametrize("value", [torch.ones(20), 3, [0.5, None], {"start": 1}, uuid.uuid4()])
+def test_data_that_the_unet_never_asks_for_is_harmless(value: Any) -> None:
+    assert foreign_options({**HARMLESS, "sampling_sigmas": value}, READ) == []
 
 
 @pytest.mark.parametrize("empty", [
@@ -129,7 +137,7 @@ def test_what_forge_itself_writes_is_harmless() -> None:
     {"group_norm_wrapper": None},
 ])
 def test_what_is_empty_changes_nothing(empty: dict[str, Any]) -> None:
-    assert foreign_options({**HARMLESS, **empty}) == []
+    assert foreign_options({**HARMLESS, **empty}, READ) == []
 
 
 @pytest.mark.parametrize(("options", "names"), [
@@ -140,28 +148,24 @@ def test_what_is_empty_changes_nothing(empty: dict[str, Any]) -> None:
     ({"block_modifiers": [by_forge("hrfix.py")]}, ["block_modifiers by hrfix.py"]),
     ({"block_inner_modifiers": [by_forge("x.py")]}, ["block_inner_modifiers by x.py"]),
     ({"group_norm_wrapper": by_forge("iclight.py")}, ["group_norm_wrapper by iclight.py"]),
-    ({"of_tomorrow": 0}, ["of_tomorrow"]),
-    ({"patches": {"attn2_patch": [len]}, "of_tomorrow": {"strength": 0.5}},
-     ["patches[attn2_patch] by builtins", "of_tomorrow[strength]"]),
+    ({"of_tomorrow": [by_forge("new.py")]}, ["of_tomorrow by new.py"]),
+    ({"num_frames": 2}, ["num_frames"]),
+    ({"patches": {"attn2_patch": [len]}, "of_tomorrow": {"strength": len}},
+     ["patches[attn2_patch] by builtins", "of_tomorrow[strength] by builtins"]),
 ])
 def test_what_changes_the_unet_is_named(options: dict[str, Any], names: list[str]) -> None:
-    named = foreign_options({**HARMLESS, **options})
+    named = foreign_options({**HARMLESS, **options}, READ)
     assert [name.replace("builtin_function_or_method", "builtins") for name in named] == names
     with pytest.raises(NotOurs, match="another extension changes the UNet for this call"):
-        unet_call(torch.zeros(1), torch.zeros(1), torch.zeros(1), None, None, {**HARMLESS, **options}, False)
+        made(options={**HARMLESS, **options})
 
 
-def test_a_copied_unet_gets_its_own_forward_and_a_copied_hook_stays() -> None:
-    unet = nn.Linear(2, 2)
-    hook = unet.__dict__["forward"] = ForgeForward(unet, Service())
-    copied = copy.deepcopy(unet)
-    assert copied.forward.__func__ is nn.Linear.forward and copied.forward.__self__ is copied
-    assert copy.deepcopy({"patch": hook})["patch"] is hook
+def made(options: dict[str, Any] = HARMLESS, **others: Any) -> UNetCall:
+    one = torch.zeros(1)
+    return unet_call(one, one, one, None, None, options, False, READ, others)
 
 
-def test_the_hook_keeps_no_unet_alive() -> None:
-    unet = nn.Linear(2, 2)
-    hook = ForgeForward(unet, Service())
-    del unet
-    with pytest.raises(RuntimeError, match="unloaded"):
-        hook(torch.zeros(1, 2))
+def test_an_argument_that_the_unet_asks_for_is_for_the_host() -> None:
+    assert made(control_model=object(), num_frames=None).latent.shape == (1,)
+    with pytest.raises(NotOurs, match=r"called with more than we know \(num_frames\)"):
+        made(num_frames=2)

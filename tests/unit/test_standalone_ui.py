@@ -15,6 +15,7 @@ import gradio
 
 from lib_onediff.accelerator import runtime
 from lib_onediff.hosts.standalone.modules.options import OptionInfo, Options
+from lib_onediff.hosts.unknown import UnknownHost
 from lib_onediff.settings import Settings
 from lib_onediff.shapes.warmup import WarmUp
 from lib_onediff.ui import accordion, run_settings, settings_tab, status
@@ -39,9 +40,11 @@ def test_status_line_before_the_first_picture() -> None:
 
 
 def test_model_that_is_not_served_is_reported() -> None:
-    assert status.current_status(lambda: None) == runtime.status()
-    told = status.current_status(lambda: "not served yet")
+    told = status.current_status(UnknownHost("SomeUI 3", "not served yet"))
     assert told["route"] == "host" and told["reason"] == "not served yet"
+    assert (told["release"], told["hooks"], told["notes"]) == ("SomeUI 3", 0, [])
+    line = status.status_html({**told, "notes": ["Sage is not used."], "faults": ["a fault <of> ours"]})
+    assert "not served yet" in line and "Sage is not used." in line and "a fault &lt;of&gt; ours" in line
 
 
 def test_settings_become_options() -> None:
@@ -190,7 +193,9 @@ def test_script_serves_diffusers_models_only(tmp_path: Path, monkeypatch: pytest
             assert "has no UNet2DConditionModel" in script.current_status()["reason"]
             sd_models.use_model(SimpleNamespace(unet=unet))
             assert is_attached(unet)
-            assert script.current_status() == {"host": "standalone", "hooks": 1, **runtime.status()}
+            assert script.current_status() == {
+                "host": "standalone", "release": "OneDiff's own WebUI", "hooks": 1, "notes": [], **runtime.status()
+            }
             script_callbacks.script_unloaded_callback()
             assert not is_attached(unet)
         finally:

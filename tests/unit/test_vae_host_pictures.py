@@ -124,4 +124,4 @@ def test_a_fault_of_ours_costs_no_picture_of_the_hosts(monkeypatch: pytest.Monke
     host = Host(diffusers_vae().decoder.half(), lambda picture: picture * 0)
     monkeypatch.setattr(DecodeLadder, "repeat", broken)
     assert (foreign(host, a_latent(host.decoder)) == 0).all()
-    assert "a fault of ours, please report it: no such thing" in last()[1]
+    assert "a fault of OneDiff in the VAE's forward, please report it: no such thing" in last()[1]

@@ -28,7 +28,8 @@ from vae_builders import (
     with_small_groups,
 )
 
-from lib_onediff.hosts.forge_hook import replaced_vae_helper
+from lib_onediff.hosts.forge.checks import replaced_vae_helper
+from lib_onediff.hosts.forge.traits import FORGE as FORGE_TRAITS
 from lib_onediff.hosts.ldm_decoder import DecoderPatches
 from lib_onediff.unet.foreign import Habits
 from lib_onediff.vae.read import read_decoder
@@ -121,7 +122,9 @@ def test_forge_encodes_as_itself(forge_vae: Any, forge_layers: bool) -> None:
 def test_forge_with_another_attention_is_left_to_it(forge_vae: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = forge_decoder(forge_vae, forge_layers=True)
     own = forge_vae.Decoder.__dict__["forward"]
-    patches = DecoderPatches([forge_vae.Decoder], Habits(), replaced_vae_helper)
+    patches = DecoderPatches(
+        [forge_vae.Decoder], Habits(), lambda decoder: replaced_vae_helper(FORGE_TRAITS, decoder)
+    )
     patches.serve()
     try:
         latent = a_latent(decoder)
@@ -130,7 +133,7 @@ def test_forge_with_another_attention_is_left_to_it(forge_vae: Any, monkeypatch:
             assert last() == ("ours", "")
             monkeypatch.setattr(forge_vae, "attention_function_single_head_spatial", lambda q, k, v: v)
             assert torch.equal(decoder(latent), own(decoder, latent))
-        assert last() == ("host", f"the attention of Forge's VAE was replaced by {__name__}")
+        assert last() == ("host", f"the attention of the WebUI's VAE was replaced by {__name__}")
     finally:
         patches.stop()
     assert forge_vae.Decoder.__dict__["forward"] is own

@@ -28,7 +28,7 @@ from lib_onediff.shapes.key import ShapeKey
 from lib_onediff.shapes.rows import rows_of
 from lib_onediff.shapes.table import State
 from lib_onediff.ui.cache_table import table_html
-from lib_onediff.ui.status import current_status, status_html
+from lib_onediff.ui.status import status_html
 from lib_onediff.unet.call import UNetCall
 from lib_onediff.vae.decoding import DecoderRoute
 
@@ -165,7 +165,7 @@ def test_a_fault_around_the_forward_costs_no_picture(host: Host, monkeypatch: py
     monkeypatch.setattr("lib_onediff.vae.bound.scan", broken)
     latent = a_latent(host.decoder)
     assert torch.equal(decode(host, latent), host_picture(host.decoder, latent))
-    assert last() == ("host", "a fault of ours, please report it: no such thing")
+    assert last() == ("host", "a fault of OneDiff in the VAE's forward, please report it: no such thing")
 
 
 def test_out_of_memory_frees_the_graphs_and_what_we_held_before_the_host_decodes(
@@ -276,17 +276,17 @@ def test_status(host: Host) -> None:
     latent = a_latent(host.decoder, 4, 6)
     nothing = runtime.vae.status()
     assert nothing["route"] is None and nothing["calls"] == {"ours": 0, "host": 0}
-    assert "VAE" not in status_html(current_status(lambda: None))
+    assert "VAE" not in status_html(runtime.status())
     for _ in range(2):
         decode(host, latent)
-    status = current_status(lambda: None)
+    status = runtime.status()
     vae = status["vae"]
     assert (vae["route"], vae["reason"], vae["resolution"], vae["backend"]) == ("ours", "", "48x32", "eager")
     assert vae["decode_ms"] > 0 and vae["host_ms"] > 0 and vae["relative_error"] < 1e-5
     assert "VAE: ours" in status_html(status)
     runtime.configure(Settings(enabled=False))
     decode(host, latent)
-    assert "VAE: the WebUI&#x27;s own, because OneDiff is switched off" in status_html(current_status(lambda: None))
+    assert "VAE: the WebUI&#x27;s own, because OneDiff is switched off" in status_html(runtime.status())
 
 
 def unet_entry(width: int, height: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,18 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..accelerator import runtime
-from ..shapes.job import TOKENS
-from ..unet.call import UNetCall
-from ..unet.foreign import Habits
-from ..unet.layout import UnsupportedUNet
-from . import sampler_schedule
-from .a1111_blocks import HostLoop, foreign_forward
-from .a1111_lora import apply_wanted_networks, why_functional
-from .class_patch import ClassPatch, active_patches
-from .ldm_decoder import DecoderPatches
-from .webui import PROMPT_NOISE, CannotWarm, Result, network_name
+from ...accelerator import runtime
+from ...shapes.job import TOKENS
+from ...unet.call import UNetCall
+from ...unet.foreign import Habits
+from ...unet.layout import UnsupportedUNet
+from .. import sampler_schedule
+from ..class_patch import ClassPatch, active_patches
+from ..contract import Need, first_missing
+from ..ldm_decoder import DecoderPatches
+from ..webui import PROMPT_NOISE, CannotWarm, Result, network_name
+from .controlnet_loop import HostLoop, foreign_forward
+from .lora import apply_wanted_networks, why_functional
 
+log = logging.getLogger("onediff")
 UNET_MODULES = ("ldm.modules.diffusionmodules.openaimodel", "sgm.modules.diffusionmodules.openaimodel")
 VAE_MODULES = ("ldm.modules.diffusionmodules.model", "sgm.modules.diffusionmodules.model")
 # The WebUI's own patches of layer classes: lazy LoRA (settled by us before a call), attention and norm variants that
@@ -38,6 +41,24 @@ TRUSTED = (
 # Undoing an attention optimisation, the WebUI gives sgm's VAE the attention of ldm's: the same one.
 TRUSTED_IN_VAE = (*TRUSTED, "ldm.modules.diffusionmodules.model")
 MIDDLE_OF_THE_SCHEDULE = 500.0
+NEEDS = (
+    *(Need(module, "UNetModel.forward", ("x", "timesteps", "context", "y")) for module in UNET_MODULES),
+    *(Need(module, "TimestepEmbedSequential.forward", ("x", "emb", "context")) for module in UNET_MODULES),
+    *(Need(module, "Decoder.forward", ("z",)) for module in VAE_MODULES),
+    *(Need(module, "Encoder.forward", ("x",)) for module in VAE_MODULES),
+    Need("modules.sd_hijack_unet", "th"), Need("modules.sd_unet", "current_unet"),
+    Need("modules.shared", "loaded_hypernetworks"), Need("modules.sd_models", "model_data"),
+    Need("modules.call_queue", "queue_lock"), Need("modules.devices", "autocast"),
+)
+# What a loaded checkpoint must have; SD3 and others have it too, and are told apart by their network.
+MODEL_PATHS = ("model", "first_stage_model", "apply_model")
+
+
+def release() -> str:
+    """ "A1111 v1.10.1", as git or the changelog tells."""
+    launch = sys.modules.get("modules.launch_utils")
+    tag = launch.git_tag() if hasattr(launch, "git_tag") else ""
+    return f"A1111 {tag}".strip()
 
 
 class A1111:
@@ -47,13 +68,21 @@ class A1111:
 
     def __init__(self) -> None:
         self._unet_modules = [importlib.import_module(name) for name in UNET_MODULES]
-        self._patches = [ClassPatch(module.UNetModel, "forward", self._forward) for module in self._unet_modules]
+        self.release = release()
+        self._patches = [
+            ClassPatch(
+                module.UNetModel, "forward", self._forward, runtime.guard, "the UNet's forward",
+                lambda unet, reason: runtime.note_host(reason, unet),
+            )
+            for module in self._unet_modules
+        ]
         self._loop = HostLoop([module.TimestepEmbedSequential for module in self._unet_modules])
         self._habits = Habits(TRUSTED, does_nothing_now, apply_wanted_networks, by_content=True)
         modules = [importlib.import_module(name) for name in VAE_MODULES]
         halves = [half for module in modules for half in (module.Decoder, module.Encoder)]
         self._vae = DecoderPatches(halves, Habits(TRUSTED_IN_VAE), upcasts=upcasts_attention)
         self._calls_before: int | None = None
+        self._unmet: str | None = None
 
     def serve(self) -> None:
         for patch in self._patches:
@@ -65,8 +94,8 @@ class A1111:
         for patch in self._patches:
             patch.undo()
         self._loop.stop()
-        self._vae.stop()
-        runtime.release_all()
+        runtime.guard.attempt("switching the VAE off", self._vae.stop)
+        runtime.guard.attempt("giving the UNets back", runtime.release_all)
 
     def hooks(self) -> int:
         return max(
@@ -76,6 +105,12 @@ class A1111:
         )
 
     def model_loaded(self, sd_model: Any) -> None:
+        path = first_missing(sd_model, MODEL_PATHS)
+        self._unmet = None if path is None else (
+            f"{self.release} has loaded a checkpoint without {path}: OneDiff does not know this release"
+        )
+        if self._unmet is not None:
+            log.warning("%s.", self._unmet)
         unet = unet_of(sd_model)
         if unet is not None:
             runtime.adopt(unet, habits=self._habits)
@@ -108,9 +143,12 @@ class A1111:
         from modules import sd_models
 
         model = sd_models.model_data.sd_model
-        if model is None or unet_of(model) is not None:
-            return None
+        if self._unmet is not None or model is None or unet_of(model) is not None:
+            return self._unmet
         return f"{type(model).__name__} has no UNet of the Stable Diffusion 1, 2 or XL kind"
+
+    def notes(self) -> list[str]:
+        return []
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
         from modules import devices, sd_models
@@ -186,6 +224,8 @@ class A1111:
         """Why this call is not ours, in one line; None where nothing is known against it. Microseconds."""
         from modules import sd_hijack_unet, sd_unet, shared
 
+        if self._unmet is not None:
+            return self._unmet
         if not isinstance(timesteps, Tensor) or not isinstance(context, Tensor):
             return "the UNet is called without a timestep or a context"
         if len(args) > 1 or any(value is not None for name, value in kwargs.items() if name != "y"):

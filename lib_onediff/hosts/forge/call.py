@@ -1,18 +1,18 @@
-"""One call of Forge's UNet: put it into a UNetCall, or say what in it only Forge's own forward understands."""
+"""One call of the host's UNet: put it into a UNetCall, or say what in it only the host's own forward understands."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from ..unet.call import Control, UNetCall
-from ..unet.foreign import origin
+from ...unet.call import Control, UNetCall
+from ...unet.foreign import origin
 
-# What Forge's sampling and its UNet themselves write there, and what is for ControlNets alone.
+# What the UNet itself writes there while it runs, and what is for ControlNets alone.
 HARMLESS_OPTIONS = frozenset({
-    "cond_or_uncond", "sigmas", "cond_mark", "cond_indices", "uncond_indices", "original_shape", "transformer_index",
-    "block", "block_index", "controlnet_conditioning_modifiers", "controlnet_model_function_wrapper",
+    "original_shape", "transformer_index", "block", "block_index", "controlnet_conditioning_modifiers",
+    "controlnet_model_function_wrapper",
 })
 OptionalTensors = tuple[Tensor | None, ...]
 
@@ -23,26 +23,34 @@ class NotOurs(Exception):
 
 def unet_call(
     x: Tensor, timesteps: Tensor, context: Tensor, y: Tensor | None, control: Mapping[str, Any] | None,
-    transformer_options: Mapping[str, Any], upcast_attention: bool,
+    transformer_options: Mapping[str, Any], upcast_attention: bool, names_read: Collection[str],
+    others: Mapping[str, Any],
 ) -> UNetCall:
-    """The call as ours; the arguments are those of IntegratedUNet2DConditionModel.forward. Raises NotOurs."""
-    foreign = foreign_options(transformer_options)
+    """The call as ours; the arguments are those of the host's forward, others what it takes besides by name.
+
+    names_read: every name by which the host's UNet may ask for an option or another argument. Raises NotOurs.
+    """
+    foreign = foreign_options(transformer_options, names_read)
     if foreign:
         raise NotOurs(f"another extension changes the UNet for this call: {', '.join(foreign)}")
+    unknown = sorted(name for name, value in others.items() if value is not None and name in names_read)
+    if unknown:
+        raise NotOurs(f"the UNet is called with more than we know ({', '.join(unknown)})")
     return UNetCall(
         latent=x, timestep=timesteps, context=context, y=y, control=control_of(control),
         upcast_attention=upcast_attention,
     )
 
 
-def foreign_options(options: Mapping[str, Any]) -> list[str]:
-    """What an extension has put into transformer_options that changes what the UNet computes, each by its name.
+def foreign_options(options: Mapping[str, Any], names_read: Collection[str]) -> list[str]:
+    """What an extension has put into transformer_options that may change what the UNet computes, each by its name.
 
-    Such as "patches[output_block_patch] by forge_freeu.py". Empty entries change nothing.
+    Such as "patches[output_block_patch] by forge_freeu.py". Empty entries change nothing, and neither does plain data
+    (a tensor, a number) under a name that the host's UNet never asks for: hosts add such names with every release.
     """
     found: list[str] = []
     for name, value in options.items():
-        if name not in HARMLESS_OPTIONS and not is_empty(value):
+        if name not in HARMLESS_OPTIONS and not is_empty(value) and (name in names_read or not is_plain(value)):
             parts = value if isinstance(value, Mapping) else {"": value}
             found += [describe(name, part, inside) for part, inside in parts.items() if not is_empty(inside)]
     return found
@@ -52,6 +60,15 @@ def is_empty(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(is_empty(inside) for inside in value.values())
     return value is None or (isinstance(value, (list, tuple, set, frozenset, str)) and len(value) == 0)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether there is nothing in a value that could be called."""
+    if isinstance(value, Mapping):
+        return all(is_plain(inside) for inside in value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(is_plain(inside) for inside in value)
+    return not callable(value)
 
 
 def describe(name: str, part: Any, value: Any) -> str:

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..accelerator import runtime
-from ..blocks import BlockRoute
-from ..unet.foreign import origin
-from .class_patch import ClassPatch
+from ...accelerator import runtime
+from ...blocks import BlockRoute
+from ...unet.foreign import origin
+from ..class_patch import ClassPatch
 
 
 class HostLoop:
@@ -17,7 +17,13 @@ class HostLoop:
 
     def __init__(self, stage_classes: list[type]) -> None:
         self._route = BlockRoute(runtime)
-        self._patches = [ClassPatch(stage_class, "forward", self._forward) for stage_class in stage_classes]
+        self._patches = [
+            ClassPatch(
+                stage_class, "forward", self._forward, runtime.guard, "the UNet's blocks",
+                lambda block, reason: runtime.note_host(reason, self._route.unet_of(block)),
+            )
+            for stage_class in stage_classes
+        ]
 
     def serve(self) -> None:
         for patch in self._patches:

@@ -1,0 +1,124 @@
+"""The outermost line of every hook: an error of ours is noted, and the host goes on as if we were not there."""
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+log = logging.getLogger("onediff")
+Result = TypeVar("Result")
+# More different errors than this are no news to anybody.
+MOST_FAULTS = 50
+
+
+class HostFunction:
+    """The host's own function as a hook calls it. Remembers what it raised, which is not ours to catch."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.__func__ = function
+        # The identity alone: a kept exception keeps the tensors of every frame that it passed.
+        self.raised: int | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.__func__(*args, **kwargs)
+        except BaseException as error:
+            self.raised = id(error)
+            raise
+
+
+class Guard:
+    """Runs hooks and notes their faults: one traceback in the log for each, and a sentence for the user.
+
+    suspended: why nothing of ours runs until the next generation begins, or "" where it does. A fault in one hook of a
+    generation leaves the whole rest of it to the host, whose image is then its own to the bit.
+    """
+
+    def __init__(self) -> None:
+        self._faults: dict[str, str] = {}
+        self._told: set[str] = set()
+        self.suspended = ""
+
+    @property
+    def faults(self) -> list[str]:
+        """One sentence for each hook that has failed: the latest fault of each."""
+        return list(self._faults.values())
+
+    def note(self, hook: str, error: BaseException) -> str:
+        """Take a fault down. hook: what we were doing, in words that complete "a fault of OneDiff in ...".
+
+        Returns the sentence for the user. Must be called while the error is being handled.
+        """
+        sentence = f"a fault of OneDiff in {hook}, please report it: {first_line(error)}"
+        self._faults[hook] = sentence
+        if sentence not in self._told and len(self._told) < MOST_FAULTS:
+            self._told.add(sentence)
+            log.exception("%s", sentence)
+        return sentence
+
+    def forget(self) -> None:
+        """The page is made anew: old faults are no longer shown, and are logged again when they come again."""
+        self._faults.clear()
+        self._told.clear()
+        self.suspended = ""
+
+    def resume(self) -> None:
+        """A generation begins: what went wrong in the last one may go well now."""
+        self.suspended = ""
+
+    def serve(
+        self, hook: str, ours: Callable[..., Result], original: Callable[..., Result],
+        declined: Callable[[str], object], *args: Any, **kwargs: Any,
+    ) -> Result:
+        """What ours(host, *args, **kwargs) returns, or original(*args, **kwargs) where ours fails.
+
+        host is original; what it raises is the host's own and passes through. declined is told the reason whenever
+        original runs in place of ours.
+        """
+        if not self.suspended:
+            host = HostFunction(original)
+            try:
+                return ours(host, *args, **kwargs)
+            except Exception as error:
+                if id(error) == host.raised:
+                    raise
+                self.suspended = self.note(hook, error)
+        # Only now is everything gone that ours had computed before it failed.
+        self.attempt("the fallback to the host", lambda: declined(self.suspended))
+        return original(*args, **kwargs)
+
+    def attempt(self, hook: str, work: Callable[[], Result], otherwise: Result | None = None) -> Result | None:
+        """What work() returns, or otherwise where it fails."""
+        try:
+            return work()
+        except Exception as error:
+            self.note(hook, error)
+            return otherwise
+
+    def hook(self, name: str, otherwise: Any = None, in_generation: bool = False) -> Callable[[Callable], Callable]:
+        """Decorate a function that the host calls. It returns otherwise where it fails.
+
+        in_generation: a fault leaves the generation in progress to the host.
+        """
+
+        def decorate(function: Callable) -> Callable:
+            @functools.wraps(function)
+            def guarded(*args: Any, **kwargs: Any) -> Any:
+                try:
+                    return function(*args, **kwargs)
+                except Exception as error:
+                    sentence = self.note(name, error)
+                    if in_generation:
+                        self.suspended = sentence
+                    return otherwise
+
+            return guarded
+
+        return decorate
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, in one line. Triton's begins with a place in its source and ends with the reason."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[-1] if re.match(r"at \d+:\d+:$", lines[0]) else lines[0]

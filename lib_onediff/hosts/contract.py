@@ -1,0 +1,65 @@
+"""What an adapter needs of its host, asked for before anything is hooked."""
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Need:
+    """Something that a module of the host must have.
+
+    name: an attribute, with dots for one of a class. parameters: which a function must take by these names.
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...] = ()
+
+
+def offers(module: str) -> bool:
+    """Whether the host has this module. Imports the packages around it, and not the module itself."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, AttributeError, ValueError):
+        return False
+
+
+def first_unmet(needs: Iterable[Need]) -> str | None:
+    """The first need that is not met, as a sentence without a subject ("has no ..."); None where all are."""
+    for need in needs:
+        try:
+            found: Any = importlib.import_module(need.module)
+        except Exception as error:
+            return f"has no module {need.module} that can be imported ({type(error).__name__}: {error})"
+        for part in need.name.split("."):
+            if not hasattr(found, part):
+                return f"has no {need.name} in {need.module}"
+            found = getattr(found, part)
+        lacking = [name for name in need.parameters if not takes(found, name)]
+        if lacking:
+            return f"has a {need.name} in {need.module} that does not take {', '.join(lacking)}"
+    return None
+
+
+def takes(function: Any, parameter: str) -> bool:
+    """Whether a function has a parameter of this name, below any decorator that keeps its signature."""
+    try:
+        return parameter in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def first_missing(holder: Any, paths: Iterable[str]) -> str | None:
+    """The first of these dotted attribute paths that leads nowhere from holder; None where all lead somewhere."""
+    for path in paths:
+        found = holder
+        for part in path.split("."):
+            if not hasattr(found, part):
+                return path
+            found = getattr(found, part)
+    return None

@@ -1,0 +1,302 @@
+"""The Forge family: one class-level patch of the UNet's forward, and of the VAE's Decoder and Encoder.
+
+A class-level patch lies below whatever another extension sets on a UNet (an object patch, a forward of its own), serves
+every UNet (the refiner's too), and leaves no attribute on the host's objects.
+"""
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...accelerator import runtime
+from ...deepcache.sampling import Sampling
+from ...journal import HOST
+from ...unet.foreign import Habits, origin
+from ...unet.weights import shares_storage
+from .. import sampler_schedule
+from ..class_patch import ClassPatch, active_patches
+from ..contract import first_missing
+from ..ldm_decoder import DecoderPatches
+from ..webui import CannotWarm, Result, network_name
+from . import checks, warm
+from .call import NotOurs, copied_lists, unet_call
+from .traits import ENGINE_PATHS, FORGE, Traits
+
+log = logging.getLogger("onediff")
+
+
+class Announced(NamedTuple):
+    """A sampling that the host has announced: how many calls we had seen before it, and of which pass it is."""
+
+    calls: int
+    is_second_pass: bool
+
+
+class Look(NamedTuple):
+    """What was found out about a UNet in a sampling. refusal: why it is the host's, or None."""
+
+    sampling: int
+    refusal: str | None
+
+
+class Forge:
+    """hosts.webui.WebUI for Forge and Forge Neo."""
+
+    traits: Traits = FORGE
+
+    def __init__(self) -> None:
+        traits = self.traits
+        self.name, self.release = traits.name, traits.release()
+        unet_class = getattr(traits.module(traits.unet), traits.unet_class)
+        self._patch = ClassPatch(
+            unet_class, "forward", self._forward, runtime.guard, "the UNet's forward",
+            lambda unet, reason: runtime.note_host(reason, unet),
+        )
+        vae = traits.module(traits.vae)
+        self._vae = DecoderPatches(
+            [vae.Decoder, vae.Encoder], Habits(), lambda decoder: checks.replaced_vae_helper(traits, decoder)
+        )
+        self._habits = Habits(
+            by_content=True, approximates=lambda: checks.approximates_attention(traits)
+        )
+        self._names_read = checks.names_read_by(traits.module(traits.unet), traits.module(traits.attention))
+        self._looks: weakref.WeakKeyDictionary[nn.Module, Look] = weakref.WeakKeyDictionary()
+        self._calls = self._samplings = 0
+        self._sampling = Sampling()
+        self._announced: Announced | None = None
+        self._unmet: str | None = None
+        # Images are made on one thread, settings and reloads come on others.
+        self._lock = threading.RLock()
+
+    # --- in and out -----------------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        with self._lock:
+            self._patch.apply()
+            self._vae.serve()
+            if loaded_engine() is not None:
+                self.model_loaded(loaded_engine())
+
+    def stop(self) -> None:
+        with self._lock:
+            self._patch.undo()
+            self._announced = None
+            runtime.guard.attempt("switching the VAE off", self._vae.stop)
+            runtime.guard.attempt("giving the UNets back", runtime.release_all)
+            for parameter in originals_beneath_loras(loaded_engine()):
+                give_storage_of_its_own(parameter)
+            self._looks.clear()
+
+    def hooks(self) -> int:
+        # Below another extension's patch ours cannot be counted, but it knows that it is there.
+        return len(active_patches(self._patch.owner, "forward")) or int(self._patch.active)
+
+    def model_loaded(self, sd_model: Any) -> None:
+        path = first_missing(sd_model, ENGINE_PATHS)
+        self._unmet = None if path is None else (
+            f"{self.release} has loaded a checkpoint without {path}: OneDiff does not know this release"
+        )
+        if self._unmet is not None:
+            log.warning("%s.", self._unmet)
+        unet = unet_of(sd_model, self.traits)
+        if unet is not None and self._patch.active:
+            runtime.adopt(unet, habits=self._habits)
+
+    # --- a generation ---------------------------------------------------------------------------------------------
+
+    def before_sampling(self, p: Any) -> None:
+        if not self._patch.active:
+            return
+        self._patch.keep_out_of_traces()
+        self._vae.begin_run(decoder_of(p.sd_model))
+        is_second_pass = bool(getattr(p, "is_hr_pass", False))
+        # Forge announces the second pass of hires fix twice.
+        if not (self._announced and self._announced.is_second_pass and is_second_pass):
+            self._note_bypass()
+        self._samplings += 1
+        self._sampling = sampler_schedule.sampling_of(p)
+        unet = unet_of(p.sd_model, self.traits)
+        if unet is not None:
+            runtime.adopt(unet, habits=self._habits)
+            self._announced = Announced(self._calls, is_second_pass)
+
+    def after_run(self, p: Any) -> None:
+        self._vae.end_run()
+        self._note_bypass()
+
+    def _note_bypass(self) -> None:
+        """Say so if the sampling that was announced went past us."""
+        announced, self._announced = self._announced, None
+        bypassed = announced is not None and announced.calls == self._calls and not runtime.guard.suspended
+        if bypassed and not was_interrupted():
+            runtime.note_host(why_bypassed(loaded_engine(), self.traits))
+
+    # --- one call -------------------------------------------------------------------------------------------------
+
+    def _forward(
+        self, original: Callable[..., Tensor], unet: nn.Module, x: Tensor, timesteps: Any = None, context: Any = None,
+        y: Tensor | None = None, control: Any = None, transformer_options: Any = None, **others: Any,
+    ) -> Tensor:
+        """Stands in for the UNet's forward(self, x, timesteps, context, y, control, transformer_options, **others)."""
+        options = {} if transformer_options is None else transformer_options
+
+        def host() -> Tensor:
+            return original(
+                unet, x, timesteps, context=context, y=y, control=copied_lists(control), transformer_options=options,
+                **others,
+            )
+
+        self._calls += 1
+        try:
+            reason = self._look(unet) or checks.replaced_helper(self.traits)
+            if reason is not None:
+                raise NotOurs(reason)
+            call = unet_call(
+                x, timesteps, context, y, control, options, checks.upcasts_attention(self.traits, x.dtype),
+                self._names_read, others,
+            )
+        except NotOurs as refusal:
+            runtime.note_host(str(refusal), unet)
+            return runtime.pressure.run_host(host)
+        return runtime.run(unet, call, host)
+
+    def _look(self, unet: nn.Module) -> str | None:
+        """Why this UNet is the host's in this sampling, or None; looked at once a sampling."""
+        look = self._looks.get(unet)
+        if look is None or look.sampling != self._samplings:
+            refusal = self._unmet or checks.why_not_unet(unet, self._patch.original)
+            look = self._looks[unet] = Look(self._samplings, refusal)
+            runtime.adopt(unet, habits=self._habits)
+            runtime.begin_sampling(unet, self._sampling)
+        return look.refusal
+
+    # --- what users ask -------------------------------------------------------------------------------------------
+
+    def data_folder(self) -> Path:
+        from modules import paths
+
+        return Path(paths.data_path)
+
+    def why_not_served(self) -> str | None:
+        engine = loaded_engine()
+        if self._unmet is not None or engine is None or unet_of(engine, self.traits) is not None:
+            return self._unmet
+        kind = type(getattr(engine.forge_objects.unet.model, "diffusion_model", None)).__name__
+        return f"this checkpoint's network is a {kind}; OneDiff serves the UNets of SD1, SD2 and SDXL"
+
+    def notes(self) -> list[str]:
+        if not self._patch.active:
+            return []
+        unused = checks.unused_attention(self.traits)
+        said = [] if unused is None else [
+            f"{unused}, chosen for the WebUI, is not used where OneDiff runs the UNet: OneDiff uses the fastest exact "
+            "attention of this GPU."
+        ]
+        engine = loaded_engine()
+        model = None if engine is None else engine.forge_objects.unet.model
+        if getattr(model, "_torch_compile_config", None) is not None:
+            said.append("The WebUI's Torch Compile is on for this checkpoint: OneDiff runs the UNet instead of it.")
+        return said
+
+    def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
+        if not self._patch.active:
+            raise CannotWarm("OneDiff is not in use")
+        engine = warm.selected_engine(self.traits)
+        unet = unet_of(engine, self.traits)
+        if unet is None:
+            raise CannotWarm(self.why_not_served() or "no UNet is loaded")
+        runtime.adopt(unet, habits=self._habits)
+        self._samplings += 1
+        self._sampling = Sampling()
+        calls = self._calls
+        try:
+            warm.one_call(
+                self.traits, engine.forge_objects_after_applying_lora.unet, width, height, batch, tokens
+            )
+        except torch.cuda.OutOfMemoryError as error:
+            runtime.free_graphs()
+            raise CannotWarm(f"not enough GPU memory for {width}x{height} with {batch} latents") from error
+        if self._calls == calls:
+            raise CannotWarm(
+                why_bypassed(engine, self.traits) if self._patch.active else "OneDiff is not in use"
+            )
+        status = runtime.status()
+        if status["route"] == HOST:
+            raise CannotWarm(status["reason"])
+
+    def warm_decode(self, width: int, height: int, pictures: int) -> None:
+        warm.one_decode(self.traits, loaded_engine(), width, height, pictures)
+
+    def call_shapes(self, pictures: int, tokens: int) -> tuple[tuple[int, int], ...]:
+        # Prompts of different lengths are repeated to a common one; without guidance there is only the prompt's half.
+        return (2 * pictures, tokens), (pictures, tokens)
+
+    def model_name(self, sd_model: Any = None) -> str | None:
+        return network_name(unet_of(loaded_engine() if sd_model is None else sd_model, self.traits))
+
+    def exclusively(self, work: Callable[[], Result]) -> Result:
+        return warm.exclusively(work)
+
+
+def loaded_engine() -> Any:
+    """The loaded checkpoint; None before the first, for which Forge keeps a placeholder."""
+    from modules import sd_models
+
+    engine = sd_models.model_data.sd_model
+    return engine if getattr(engine, "forge_objects", None) is not None else None
+
+
+def unet_of(engine: Any, traits: Traits) -> nn.Module | None:
+    """The checkpoint's UNet if it is of the kind that we serve."""
+    patcher = getattr(getattr(engine, "forge_objects", None), "unet", None)
+    unet = getattr(getattr(patcher, "model", None), "diffusion_model", None)
+    return unet if type(unet).__name__ == traits.unet_class else None
+
+
+def decoder_of(engine: Any) -> nn.Module | None:
+    """The decoder of the checkpoint's VAE."""
+    vae = getattr(getattr(engine, "forge_objects", None), "vae", None)
+    return getattr(getattr(vae, "first_stage_model", None), "decoder", None)
+
+
+def originals_beneath_loras(engine: Any) -> Iterator[nn.Parameter]:
+    """The parameters that the host has put aside under a merged LoRA: Forge in its loader, others in the patcher."""
+    patcher = getattr(getattr(engine, "forge_objects", None), "unet", None)
+    for holder in (getattr(getattr(patcher, "model", None), "lora_loader", None), patcher):
+        backup = getattr(holder, "backup", None)
+        for kept in list(backup.values()) if isinstance(backup, dict) else ():
+            weight = getattr(kept, "weight", kept)
+            if isinstance(weight, nn.Parameter):
+                yield weight
+
+
+def give_storage_of_its_own(parameter: nn.Parameter) -> None:
+    """As runtime.release does for the parameters that stand in the UNet."""
+    if shares_storage(parameter):
+        with torch.inference_mode(parameter.is_inference()):
+            parameter.data = parameter.detach().clone()
+
+
+def was_interrupted() -> bool:
+    from modules.shared import state
+
+    return bool(state.interrupted or state.skipped or getattr(state, "stopping_generation", False))
+
+
+def why_bypassed(engine: Any, traits: Traits) -> str:
+    """Who made an image without our forward, in one line for the user."""
+    unet = unet_of(engine, traits)
+    standing = None if unet is None else unet.__dict__.get("forward")
+    if standing is not None and getattr(standing, "__func__", None) is not type(unet).forward:
+        return f"another extension has replaced the UNet's forward ({origin(standing)})"
+    wrapper = None if engine is None else engine.forge_objects.unet.model_options.get("model_function_wrapper")
+    if wrapper is not None:
+        return f"another extension runs the UNet in its own way ({origin(wrapper)})"
+    return "none of this generation's UNet calls came to OneDiff"

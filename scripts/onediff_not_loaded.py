@@ -1,0 +1,45 @@
+"""Says on the page why OneDiff could not be loaded: a script that fails to load shows nothing there."""
+from __future__ import annotations
+
+import html
+import logging
+from typing import Any
+
+import gradio as gr
+from modules import scripts
+
+log = logging.getLogger("onediff")
+
+
+def why_not_loaded() -> str | None:
+    """One sentence for the user; None where all of OneDiff can be imported."""
+    try:
+        from lib_onediff import api, hosts, ui, xyz  # noqa: F401
+        from lib_onediff.ui import accordion, onediff_tab  # noqa: F401
+    except Exception as error:
+        try:
+            import torch
+
+            installed = f"torch {torch.__version__}, gradio {gr.__version__}"
+        except Exception:
+            installed = "no usable torch"
+        lines = str(error).splitlines() or [type(error).__name__]
+        return f"OneDiff could not be loaded and changes nothing: {lines[0]} ({installed}; OneDiff needs torch 2.1.2)."
+    return None
+
+
+reason = why_not_loaded()
+if reason is not None:
+    log.warning(reason)
+
+    class OneDiffNotLoaded(scripts.Script):
+        def title(self) -> str:
+            return "OneDiff"
+
+        def show(self, is_img2img: bool) -> Any:
+            return scripts.AlwaysVisible
+
+        def ui(self, is_img2img: bool) -> list[Any]:
+            with gr.Accordion("OneDiff", open=True):
+                gr.HTML(f"<p>{html.escape(reason)}</p>")
+            return []

@@ -1,0 +1,134 @@
+"""The guard around every hook: what a fault of ours costs, what users read, and what is the host's own to raise."""
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from typing import Any
+
+import pytest
+
+from lib_onediff.guard import Guard
+from lib_onediff.hosts.class_patch import ClassPatch
+
+
+class Owner:
+    def forward(self, x: int) -> int:
+        if x < 0:
+            raise ValueError("the host's own")
+        return x + 1
+
+
+def patched(replacement: Any, guard: Guard, told: list[str]) -> ClassPatch:
+    owner = type("Patched", (Owner,), {"forward": Owner.forward})
+    patch = ClassPatch(owner, "forward", replacement, guard, "the test", lambda module, reason: told.append(reason))
+    patch.apply()
+    return patch
+
+
+def broken(original: Any, module: Any, x: int) -> int:
+    original(module, x)
+    raise IndexError("first line\nsecond line")
+
+
+@pytest.fixture
+def console(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Any:
+    # The script switches propagation off, and another test may have loaded it.
+    monkeypatch.setattr(logging.getLogger("onediff"), "propagate", True)
+    return caplog
+
+
+def test_a_fault_leaves_the_rest_of_the_generation_to_the_host(console: Any) -> None:
+    guard, told = Guard(), []
+    calls: list[int] = []
+
+    def fails_once(original: Any, module: Any, x: int) -> int:
+        calls.append(x)
+        return broken(original, module, x)
+
+    module = patched(fails_once, guard, told).owner()
+    assert [module.forward(x) for x in (1, 2, 3)] == [2, 3, 4]
+    sentence = "a fault of OneDiff in the test, please report it: first line"
+    assert calls == [1] and told == [sentence] * 3
+    assert guard.faults == [sentence]
+    assert [record.exc_info is not None for record in console.records] == [True], "one traceback"
+    guard.resume()
+    assert module.forward(5) == 6 and calls == [1, 5] and len(console.records) == 1
+
+
+def test_what_the_host_raises_is_its_own(console: Any) -> None:
+    guard, told = Guard(), []
+    module = patched(lambda original, module, x: original(module, x), guard, told).owner()
+    with pytest.raises(ValueError, match="the host's own"):
+        module.forward(-1)
+    assert told == [] and guard.faults == [] and not guard.suspended and console.records == []
+
+
+def test_a_fault_after_the_hosts_own_error_is_still_the_hosts_error() -> None:
+    def swallows(original: Any, module: Any, x: int) -> int:
+        try:
+            return original(module, x)
+        except ValueError as error:
+            raise KeyError("ours") from error
+
+    with pytest.raises(ValueError, match="the host's own"):
+        patched(swallows, Guard(), []).owner().forward(-1)
+
+
+def test_nothing_that_failed_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    # pytest keeps what was logged.
+    monkeypatch.setattr(logging.getLogger("onediff"), "disabled", True)
+
+    class Large:
+        pass
+
+    def fails(original: Any, module: Any, x: int) -> int:
+        large = Large()
+        kept.append(weakref.ref(large))
+        raise IndexError(str(x))
+
+    kept: list[Any] = []
+    guard = Guard()
+    patched(fails, guard, []).owner().forward(1)
+    gc.collect()
+    assert kept[0]() is None and guard.faults
+
+
+def test_a_fault_while_the_reason_is_told_costs_nothing() -> None:
+    patch = ClassPatch(type("P", (Owner,), {"forward": Owner.forward}), "forward", broken, Guard(), "the test",
+                       lambda module, reason: [][1])
+    patch.apply()
+    assert patch.owner().forward(1) == 2
+
+
+def test_hooks_return_what_the_host_can_go_on_with(console: Any) -> None:
+    guard = Guard()
+
+    @guard.hook("the page", otherwise=[])
+    def page() -> list[int]:
+        raise TypeError("no page")
+
+    @guard.hook("the settings", in_generation=True)
+    def settings() -> None:
+        raise TypeError("no settings")
+
+    assert page() == [] and not guard.suspended
+    assert settings() is None
+    assert guard.suspended == "a fault of OneDiff in the settings, please report it: no settings"
+    assert guard.attempt("watching", lambda: [][1], 7) == 7 and guard.attempt("watching", lambda: 3) == 3
+    assert len(guard.faults) == 3 and len(console.records) == 3
+    for _ in range(5):
+        page()
+    assert len(console.records) == 3, "the same fault is logged once"
+
+
+def test_an_end_of_the_process_is_nobodys_fault() -> None:
+    guard = Guard()
+
+    @guard.hook("the page")
+    def page() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        page()
+    assert guard.faults == []
