@@ -94,11 +94,14 @@ class WebUI:
 
 def kind_of(url: str) -> str:
     """Which WebUI answers at url, by what only that one has, and not by what the extension says."""
-    routes = {"forge": "/sdapi/v1/sd-modules", "a1111": "/sdapi/v1/sd-vae"}
-    for kind, route in routes.items():
-        if requests.get(url + route, timeout=60).status_code == 200:
-            return kind
-    return "standalone"
+    has = lambda route: requests.get(url + route, timeout=60).status_code == 200  # noqa: E731
+    if has("/sdapi/v1/sd-modules"):
+        return "forge"
+    if not has("/sdapi/v1/sd-vae"):
+        return "standalone"
+    # reForge takes A1111's routes and ComfyUI's flags.
+    flags = requests.get(url + "/sdapi/v1/cmd-flags", timeout=60).text
+    return "ldm_patched" if '"always_offload_from_vram"' in flags else "a1111"
 
 
 class Pictures:
