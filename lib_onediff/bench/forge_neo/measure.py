@@ -1,0 +1,163 @@
+"""What a user waits for with one variant: the first image and later ones, after changes too, and how exact they are."""
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..clock import MIB, give_back_memory
+from ..reference import without_tf32
+from .generation import Image, exact_call, generate, one_call, relative
+from .host import Checkpoint, Size
+from .time_limit import OutOfTime, time_limit
+from .variants import AGAIN, HOST, CannotRun, Variant, switched_on
+
+START, NEW_SIZE, LORA = CHANGES = ("start", "new size", "LoRA")
+MOST_UNSETTLED = 6
+WARM_UP_SIZE = (256, 256)
+
+
+@dataclass
+class After:
+    """The images after a change. Seconds are whole samplings, host_s of them in its loading.
+
+    unsettled: images between the first and the later ones, until nothing gets faster any more. error: of one UNet call
+    against the host's in float32. distance: of the final latent from the host's.
+    """
+
+    first_s: float
+    first_prepare_s: float
+    later_s: float | None = None
+    later_prepare_s: float | None = None
+    step_ms: float | None = None
+    first_step_ms: float | None = None
+    unsettled: list[float] = field(default_factory=list)
+    first_routes: dict[str, int] = field(default_factory=dict)
+    later_routes: dict[str, int] = field(default_factory=dict)
+    peak_mib: float | None = None
+    error: float | None = None
+    distance: float | None = None
+
+
+@dataclass
+class Row:
+    """One variant. problem: why something was not measured."""
+
+    model: str
+    variant: str
+    after: dict[str, After] = field(default_factory=dict)
+    seconds: float = 0.0
+    problem: str = ""
+    note: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Reference:
+    """What the host gave after each change: its own latents, and one UNet call's output in float32."""
+
+    def __init__(self) -> None:
+        self.latents: dict[str, Tensor] = {}
+        self.exact: dict[str, Tensor] = {}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """steps an image, later images after each change, and the seconds that a variant may take in all (0: any)."""
+
+    steps: int
+    later: int
+    limit_s: float
+
+
+def warm_up(checkpoint: Checkpoint) -> None:
+    """One step at a size that is not measured: the libraries are loaded, whichever variant comes first."""
+    host = Variant(HOST)
+    with switched_on(host, checkpoint):
+        generate(checkpoint, host, WARM_UP_SIZE, 1)
+
+
+def measure(checkpoint: Checkpoint, variant: Variant, plan: Plan, reference: Reference) -> Row:
+    row = Row(checkpoint.name, variant.name)
+    began = time.perf_counter()
+    change = START
+    try:
+        with switched_on(variant, checkpoint), time_limit(plan.limit_s):
+            for change, size, done in changes(checkpoint, variant):
+                measure_change(checkpoint, variant, plan, reference, row, change, size, done)
+    except OutOfTime:
+        row.problem = f"not done within {plan.limit_s:.0f} s ({change})"
+    except CannotRun as reason:
+        row.problem = str(reason)
+    except Exception as error:
+        row.problem = f"{change}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    row.note, row.seconds = variant.note(), time.perf_counter() - began
+    give_back_memory()
+    return row
+
+
+def changes(checkpoint: Checkpoint, variant: Variant) -> Iterator[tuple[str, Size, Callable[[], None] | None]]:
+    """What the user does, the size from then on, and how it is done."""
+    first, second = checkpoint.sizes
+    yield START, first, None
+    if variant.name == AGAIN:
+        return
+    yield NEW_SIZE, second, None
+    yield LORA, first, checkpoint.apply_lora
+
+
+def measure_change(
+    checkpoint: Checkpoint, variant: Variant, plan: Plan, reference: Reference, row: Row, change: str, size: Size,
+    done: Callable[[], None] | None,
+) -> None:
+    gpu = checkpoint.device.type == "cuda"
+    if gpu:
+        torch.cuda.reset_peak_memory_stats(checkpoint.device)
+
+    def image(first: Callable[[], None] | None = None) -> tuple[Image, Counter[str]]:
+        before = variant.routes()
+        made = generate(checkpoint, variant, size, plan.steps, first=first)
+        return made, variant.routes() - before
+
+    made, routes = image(done)
+    row.after[change] = after = After(made.seconds, made.prepare_s, first_routes=dict(routes))
+    while not variant.settled(routes) and len(after.unsettled) < MOST_UNSETTLED:
+        made, routes = image()
+        after.unsettled.append(made.seconds)
+    images, taken = [], Counter[str]()
+    for _ in range(plan.later):
+        made, routes = image()
+        images.append(made)
+        taken += routes
+    after.later_s = statistics.median(made.seconds for made in images)
+    after.later_prepare_s = statistics.median(made.prepare_s for made in images)
+    after.step_ms = statistics.median(step for made in images for step in made.step_ms)
+    after.first_step_ms = statistics.median(made.step_ms[0] for made in images)
+    after.later_routes = dict(taken)
+    if gpu:
+        after.peak_mib = torch.cuda.max_memory_allocated(checkpoint.device) / MIB
+    compare(checkpoint, variant, reference, after, change, size, made.latent)
+
+
+def compare(
+    checkpoint: Checkpoint, variant: Variant, reference: Reference, after: After, change: str, size: Size,
+    latent: Tensor,
+) -> None:
+    """The last image and one call more, against the host's; the host comes first."""
+    output = one_call(checkpoint, variant, size)
+    if variant.name == HOST:
+        reference.latents[change] = latent
+        with without_tf32():
+            reference.exact[change] = exact_call(checkpoint, size)
+        gc.collect()
+    if change in reference.exact:
+        after.error = relative(output, reference.exact[change])
+        after.distance = relative(latent, reference.latents[change])
