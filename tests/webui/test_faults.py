@@ -48,10 +48,11 @@ def test_each_hook_in_turn_costs_a_reason_and_no_image(webui: WebUI, sd15: Model
         with failing(webui, hook):
             made = [run(webui, {}, enabled=True) for _ in range(2)]
             faults = webui.status()["faults"]
-        assert any("onediff-faults made this hook fail" in fault for fault in faults) or hook in BESIDE_THE_IMAGE, hook
-        assert webui.get(ROUTE)["tracebacks"] - before in (0, 1) if hook in BESIDE_THE_IMAGE else (
-            webui.get(ROUTE)["tracebacks"] - before == 1
-        ), f"{hook}: one traceback, however many calls"
+        told = [fault for fault in faults if fault.endswith(f"onediff-faults made this fail: {hook}")]
+        # A sampler's schedule is only read where DeepCache wants it.
+        assert len(told) == 1 or hook in BESIDE_THE_IMAGE, f"{hook}: {faults}"
+        logged = webui.get(ROUTE)["tracebacks"] - before
+        assert logged == len(told), f"{hook}: {logged} tracebacks, however many calls"
         for run_ in made:
             if hook in AFTER_THE_IMAGE | BESIDE_THE_IMAGE:
                 assert exactly(run_, ours), hook

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import Body
 from modules import script_callbacks
 
-MESSAGE = "onediff-faults made this hook fail"
+MESSAGE = "onediff-faults made this fail:"
 # hook: what of ours is made to raise, as module and dotted name, for each kind of host that has it.
 ANY_HOST = {
     "begin of a generation": ("lib_onediff.ui.run_settings", "use_for_sampling"),
@@ -68,14 +69,17 @@ class Faults:
         for parent in parents:
             holder = getattr(holder, parent)
         self._undo = (holder, name, holder.__dict__[name])
-        setattr(holder, name, raising)
+        setattr(holder, name, raising(hook))
 
     def told(self) -> dict[str, Any]:
         return {"hooks": sorted(self.hooks()), "hook": self.hook, "tracebacks": self.tracebacks}
 
 
-def raising(*args: Any, **kwargs: Any) -> Any:
-    raise IndexError(MESSAGE)
+def raising(hook: str) -> Callable[..., Any]:
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise IndexError(f"{MESSAGE} {hook}")
+
+    return fails
 
 
 def add_routes(demo: Any, app: Any) -> None:
