@@ -215,7 +215,7 @@ class Accelerator(UserRequests):
             served = self._compute(care, settings, steps, call)
         if served.entry.state is State.COLD:
             # Outside our modes: the host's forward must run exactly as the host would run it.
-            self._ladder.prove(served, settings, self.history, host, care.bound.habits.approximates())
+            self._ladder.prove(served, settings, self.history, host, care.bound.habits.yardstick(host))
         else:
             with self._lock:
                 self._ladder.note(settings, served)

@@ -123,16 +123,16 @@ class Ladder:
 
     def prove(
         self, served: Served, settings: Settings, history: History, host: Callable[[], Tensor],
-        approximates: bool = False,
+        yardstick: Callable[[], Tensor] | None = None,
     ) -> None:
-        """Compare a first output with the host's, unless that was done on this machine before. approximates: see judge.
+        """Compare a first output with the host's, unless that was done on this machine before. yardstick: see judge.
 
         Raises Declined if they differ, and CannotJudge.
         """
         entry, backend = served.entry, served.entry.key.backend
         if not recall(entry, history) and settings.verify:
             try:
-                judge(entry, served.output, host, approximates)
+                judge(entry, served.output, host, yardstick)
             except CannotJudge as reason:
                 if not bool(torch.isfinite(served.output).all()):
                     raise

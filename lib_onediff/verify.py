@@ -20,8 +20,6 @@ ROUNDING_TF32 = 1e-2
 ROUNDING_HALF_SUMS = 6e-2
 # Three bits after the point in every factor. Seen: 2e-2 in SDXL, 7e-2 in very small networks. A wrong one is off by 1.
 ROUNDING_FLOAT8 = 0.12
-# A host that computes attention in 8 bits (SageAttention).
-ROUNDING_APPROXIMATE = 0.12
 
 
 class CannotJudge(Exception):
@@ -43,16 +41,18 @@ def recall(entry: Entry, history: History) -> bool:
     return True
 
 
-def judge(entry: Entry, output: Tensor, host: Callable[[], Tensor], approximates: bool = False) -> None:
-    """Compare our output with the host's, and time the host. Notes the error in the entry. approximates: the host's
-    own output is farther from exact than rounding explains.
+def judge(
+    entry: Entry, output: Tensor, host: Callable[[], Tensor], yardstick: Callable[[], Tensor] | None = None
+) -> None:
+    """Compare our output with the host's, and time the host. Notes the error in the entry. yardstick: the host's
+    forward as our output must be, where the host's own is farther from exact than rounding explains.
 
     Raises CannotJudge if the host's own output is not finite, and Disagreement if ours differs by more than rounding.
     """
     with torch.no_grad():
         # A GPU loads kernels and picks algorithms in the first run at a size; only the second is the host's speed.
         warm_up = Stopwatch() if output.device.type == "cuda" else entry.host
-        expected = warm_up.time(output.device, host)
+        expected = warm_up.time(output.device, yardstick or host)
         if not bool(torch.isfinite(expected).all()):
             raise CannotJudge(
                 "the model's own output has NaN or infinite values: its weights are damaged, or it needs a higher "
@@ -63,8 +63,6 @@ def judge(entry: Entry, output: Tensor, host: Callable[[], Tensor], approximates
     limit = rounding_limit(entry.key.dtype, output.device, entry.key.precision)
     if entry.key.backend == FLOAT8:
         limit = max(limit, ROUNDING_FLOAT8)
-    if approximates:
-        limit = max(limit, ROUNDING_APPROXIMATE)
     if entry.key.backend == ONEFLOW and entry.key.dtype == torch.float16:
         # What is checked once serves with sums in half precision too: it is told of them when it runs.
         limit = max(limit, ROUNDING_HALF_SUMS)

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 # What hosts change on a module without changing its class: Tiling, and FreeU's factors.
 SWITCHES = ("padding_mode", "s1", "s2", "b1", "b2")
@@ -29,8 +29,8 @@ def never(unet: nn.Module, module: nn.Module) -> bool:
     return False
 
 
-def is_exact() -> bool:
-    return False
+def as_it_is(host: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    return host
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Habits:
     inert: whether the forwards set on a module's instance (unet, module) do now just what its class's would.
     settle: brings the parameters of these layers up to date, where the host does that lazily in each one's forward.
     by_content: every call brings new tensors, so that a prompt is known by its content only.
-    approximates: whether the host's own output is farther from exact than rounding explains (8-bit attention).
+    yardstick: the host's forward, with what it only approximates (8-bit attention) computed exactly, to compare with.
     """
 
     trusted: Collection[str] = ()
     inert: Callable[[nn.Module, nn.Module], bool] = never
     settle: Callable[[Iterable[nn.Module]], None] | None = None
     by_content: bool = False
-    approximates: Callable[[], bool] = is_exact
+    yardstick: Callable[[Callable[[], Tensor]], Callable[[], Tensor]] = as_it_is
 
 
 def scan(unet: nn.Module, habits: Habits = Habits()) -> Structure:

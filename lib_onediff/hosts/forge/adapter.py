@@ -63,9 +63,7 @@ class Forge:
         self._vae = DecoderPatches(
             [vae.Decoder, vae.Encoder], Habits(), lambda decoder: checks.replaced_vae_helper(traits, decoder)
         )
-        self._habits = Habits(
-            by_content=True, approximates=lambda: checks.approximates_attention(traits)
-        )
+        self._habits = Habits(by_content=True, yardstick=lambda host: checks.with_exact_attention(traits, host))
         self._names_read = checks.names_read_by(traits.module(traits.unet), traits.module(traits.attention))
         self._looks: weakref.WeakKeyDictionary[nn.Module, Look] = weakref.WeakKeyDictionary()
         self._calls = self._samplings = 0

@@ -2,15 +2,16 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...unet.foreign import origin, package
 from .traits import APPROXIMATE_ATTENTIONS, ATTENTIONS, Traits
 
+EXACT_ATTENTION = "attention_pytorch"
 UPCASTING_ATTENTIONS = {"attention_basic", "attention_split", "attention_sub_quad"}
 
 
@@ -61,9 +62,22 @@ def unused_attention(traits: Traits) -> str | None:
     return ATTENTIONS.get(traits.attention_function().__name__)
 
 
-def approximates_attention(traits: Traits) -> bool:
-    """Whether the host's own attention rounds its inputs, so that its output is farther from exact than ours."""
-    return traits.attention_function().__name__ in APPROXIMATE_ATTENTIONS
+def with_exact_attention(traits: Traits, host: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The host's forward with PyTorch's attention in place of one that rounds its inputs to 8 bits."""
+    chosen = traits.attention_function()
+    exact = getattr(traits.module(traits.attention), EXACT_ATTENTION, None)
+    if chosen.__name__ not in APPROXIMATE_ATTENTIONS or exact is None:
+        return host
+
+    def exactly() -> Tensor:
+        user = traits.module(traits.attention_user)
+        setattr(user, traits.attention_name, exact)
+        try:
+            return host()
+        finally:
+            setattr(user, traits.attention_name, chosen)
+
+    return exactly
 
 
 def names_read_by(*modules: types.ModuleType) -> frozenset[str]:
