@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -103,18 +104,20 @@ def diffusers_unet(seed: int = 0, **config: Any) -> Any:
     return randomise(diffusers_structure(config or SMALL), seed)
 
 
-def ldm_structure(config: dict[str, Any]) -> Any:
-    """A UNetModel of stable-diffusion-sdkit without values; config as in LDM_LAYOUTS."""
-    openaimodel = pytest.importorskip(
-        "ldm.modules.diffusionmodules.openaimodel", reason="stable-diffusion-sdkit is not installed"
-    )
+LDM_UNET = "ldm.modules.diffusionmodules.openaimodel"
+
+
+def ldm_structure(config: dict[str, Any], module: str = LDM_UNET, kind: str = "UNetModel") -> Any:
+    """A UNetModel of stable-diffusion-sdkit without values, or one of another module with the same parameters; config
+    as in LDM_LAYOUTS."""
+    pytest.importorskip(LDM_UNET, reason="stable-diffusion-sdkit is not installed")
     layout: dict[str, Any] = {
         "image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 32, "num_res_blocks": 2,
         "attention_resolutions": [4, 2, 1], "channel_mult": [1, 2, 4, 4], "num_heads": 8, "transformer_depth": 1,
         "use_spatial_transformer": True, "context_dim": CONTEXT_WIDTH, "use_checkpoint": False, "legacy": False,
     }
     with without_initial_values():
-        unet = openaimodel.UNetModel(**{**layout, **config})
+        unet = getattr(importlib.import_module(module), kind)(**{**layout, **config})
     for module in unet.modules():
         if isinstance(module, nn.GroupNorm):
             module.num_groups = GROUPS

@@ -1,49 +1,16 @@
 """Every test of this folder starts with one thread, a fixed seed and a runtime that has seen nothing."""
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from graph_builders import PretendedGraphs
 from ladder_builders import Weather, steps_of_a_gpu
+from runtime_fixtures import fresh_runtime, no_machine_is_too_slow  # noqa: F401
 
-from lib_onediff import auto_choice, backends
+from lib_onediff import backends
 from lib_onediff.accelerator import runtime
-from lib_onediff.settings import Settings
-from lib_onediff.shapes.history import History
-
-# The networks are so small that threads cost more than they give, above all when several test runs share a machine.
-torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def fresh_runtime() -> Iterator[None]:
-    torch.manual_seed(0)
-    runtime.choices.clear()
-    runtime.purge()
-    runtime.configure(Settings())
-    log = logging.getLogger("onediff")
-    before = log.handlers, log.level, log.propagate
-    yield
-    runtime.history, runtime.webui = History(), None
-    runtime.choices.attach(runtime.history.tuned, runtime.history.tune)
-    runtime.purge()
-    runtime.configure(Settings())
-    runtime.guard.forget()
-    log.handlers, log.level, log.propagate = before
-
-
-@pytest.fixture(autouse=True)
-def no_machine_is_too_slow() -> Iterator[None]:
-    """Or "auto" would have Inductor compile for minutes, in whichever test a busy machine makes its calls slow."""
-    # Not the tests' own monkeypatch: asked for here, it would undo theirs after all of their fixtures.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(auto_choice.WORTH_LOOKING_MS, "cpu", math.inf)
-        yield
 
 
 @pytest.fixture

@@ -64,11 +64,13 @@ def diffusers_vae(seed: int = 0, **config: Any) -> Any:
     return randomise(vae, seed)
 
 
-def ldm_decoder(seed: int = 0, module: str = "ldm.modules.diffusionmodules.model", **config: Any) -> Any:
-    """A random Decoder of stable-diffusion-sdkit, or of another module with the same class."""
+def ldm_decoder(
+    seed: int = 0, module: str = "ldm.modules.diffusionmodules.model", kind: str = "Decoder", **config: Any
+) -> Any:
+    """A random Decoder (or Encoder) of stable-diffusion-sdkit, or of another module with the same class."""
     found = pytest.importorskip(module, reason=f"{module} is not installed")
     with without_initial_values(), contextlib.redirect_stdout(io.StringIO()):
-        decoder = found.Decoder(**{**LDM, **copy.deepcopy(config)})
+        decoder = getattr(found, kind)(**{**LDM, **copy.deepcopy(config)})
     return with_small_groups(decoder, seed)
 
 

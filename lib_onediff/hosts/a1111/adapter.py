@@ -42,7 +42,8 @@ TRUSTED = (
 TRUSTED_IN_VAE = (*TRUSTED, "ldm.modules.diffusionmodules.model")
 MIDDLE_OF_THE_SCHEDULE = 500.0
 NEEDS = (
-    *(Need(module, "UNetModel.forward", ("x", "timesteps", "context", "y")) for module in UNET_MODULES),
+    # The WebUI's own patch, modules.sd_unet's, stands there: it hands on what follows the context as it comes.
+    *(Need(module, "UNetModel.forward", ("x", "timesteps", "context")) for module in UNET_MODULES),
     *(Need(module, "TimestepEmbedSequential.forward", ("x", "emb", "context")) for module in UNET_MODULES),
     *(Need(module, "Decoder.forward", ("z",)) for module in VAE_MODULES),
     *(Need(module, "Encoder.forward", ("x",)) for module in VAE_MODULES),

@@ -19,8 +19,7 @@ class HostLoop:
         self._route = BlockRoute(runtime)
         self._patches = [
             ClassPatch(
-                stage_class, "forward", self._forward, runtime.guard, "the UNet's blocks",
-                lambda block, reason: runtime.note_host(reason, self._route.unet_of(block)),
+                stage_class, "forward", self._forward, runtime.guard, "the UNet's blocks", self._declined,
             )
             for stage_class in stage_classes
         ]
@@ -37,6 +36,12 @@ class HostLoop:
     def watch(self, unet: Any) -> None:
         """Look after the stages of this UNet from now on."""
         self._route.watch(unet, [*unet.input_blocks, unet.middle_block, *unet.output_blocks])
+
+    def _declined(self, block: Any, reason: str) -> None:
+        """Count a walk through the stages that is the host's once; the UNet's own forward has counted its own."""
+        unet: Any = self._route.unet_of(block)
+        if unet is not None and block is unet.input_blocks[0] and foreign_forward(unet) is not None:
+            runtime.note_host(reason, unet)
 
     def _forward(
         self, original: Callable[..., Tensor], block: nn.Module, x: Tensor, emb: Tensor, context: Any = None,

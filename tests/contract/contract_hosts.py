@@ -1,0 +1,295 @@
+"""The hosts as the contract tests see them: the stand-ins on disk, a checkpoint, and what a generation does."""
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from builders import CONTEXT_WIDTH, ldm_structure, randomise
+from torch import Tensor, nn
+from vae_builders import LDM_LAYOUTS, ldm_decoder
+
+from lib_onediff.accelerator import runtime
+from lib_onediff.hosts import this_webui
+from lib_onediff.hosts.webui import WebUI
+from lib_onediff.settings import Settings
+
+STAND_INS = Path(__file__).with_name("stand_ins")
+# Each host's own folder first: what is not in it is looked for in the next.
+FOLDERS = {
+    "a1111": ("a1111", "webui"), "forge": ("forge", "webui"), "neo": ("neo", "forge", "webui"),
+    # reForge carries A1111's modules besides its own.
+    "reforge": ("reforge", "a1111", "webui"), "classic": ("classic", "reforge", "webui"),
+}
+FAMILY = ("forge", "neo", "reforge", "classic")
+HOSTS = ("a1111", *FAMILY)
+TOP_NAMES = ("modules", "modules_forge", "backend", "ldm_patched", "sgm", "networks", "stand_in_engine")
+SMALL = {"channel_mult": [1, 2], "num_res_blocks": 1, "attention_resolutions": [2]}
+ATTENTION = "input_blocks.3.1.transformer_blocks.0.attn1.to_q"
+
+
+@contextlib.contextmanager
+def on_path(*folders: str) -> Iterator[None]:
+    """These stand-ins can be imported inside, and nothing of another host."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*(str(STAND_INS / folder) for folder in folders), *sys.path])
+        ours = lambda: [name for name in sys.modules if name.partition(".")[0] in TOP_NAMES]  # noqa: E731
+        for name in ours():
+            patch.delitem(sys.modules, name)
+        try:
+            yield
+        finally:
+            for name in ours():
+                del sys.modules[name]
+
+
+class Made(NamedTuple):
+    """What a generation has made: a latent by two UNet calls, an image of a latent, and a latent of an image."""
+
+    latent: Tensor
+    image: Tensor
+    encoded: Tensor
+
+
+class Sampler:
+    """A k-diffusion sampler, as far as its schedule goes."""
+
+    def __init__(self) -> None:
+        self.model_wrap = SimpleNamespace(log_sigmas=torch.zeros(1), sigma_to_t=lambda sigmas: 100 * sigmas)
+
+    def func(self, model: Any, x: Any, sigmas: Any) -> None:
+        """The sampling function; here its parameters are what counts."""
+
+    def get_sigmas(self) -> Tensor:
+        return torch.tensor([9.0, 1.5, 0.0])
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Host:
+    """A host with one checkpoint, driven as its own code and our script drive it."""
+
+    unet_module, unet_class, vae_module = "", "", ""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.module("modules.shared")
+        self.checkpoint = self.make()
+        self.module("modules.sd_models").model_data.sd_model = self.checkpoint
+        self.adapter: WebUI | None = None
+
+    def module(self, name: str) -> Any:
+        return importlib.import_module(name)
+
+    def make(self) -> Any:
+        """A checkpoint of this host's classes."""
+        raise NotImplementedError
+
+    @property
+    def unet(self) -> Any:
+        raise NotImplementedError
+
+    def sample(self, extension: Any, control: Any) -> Tensor:
+        """Two UNet calls. extension: may change the host's objects for this sampling."""
+        raise NotImplementedError
+
+    def set_lora(self, strength: float, online: bool = False) -> None:
+        """Choose a LoRA for the generations to come."""
+        raise NotImplementedError
+
+    def new_unet(self, **config: Any) -> Any:
+        return randomise(ldm_structure({**SMALL, **config}, self.unet_module, self.unet_class))
+
+    def new_vae(self) -> tuple[nn.Module, nn.Module]:
+        small = LDM_LAYOUTS["one layer"]
+        encoder, decoder = (ldm_decoder(module=self.vae_module, kind=kind, **small) for kind in ("Encoder", "Decoder"))
+        return encoder, decoder
+
+    # --- as scripts/onediff.py does --------------------------------------------------------------------------------
+
+    def start(self) -> WebUI:
+        self.adapter = this_webui()
+        self.switch(True)
+        self.announce()
+        return self.adapter
+
+    def switch(self, on: bool) -> None:
+        """As the settings tab does."""
+        runtime.configure(Settings(enabled=on))
+        (self.adapter.serve if on else self.adapter.stop)()
+
+    def announce(self) -> None:
+        runtime.guard.hook("looking at a loaded checkpoint")(self.adapter.model_loaded)(self.checkpoint)
+
+    def generate(self, extension: Any = None, control: Any = None) -> Made:
+        """One generation; before start() it is the host's own."""
+        guard, adapter = runtime.guard, self.adapter if runtime.settings.enabled else None
+        guard.resume()
+        p = SimpleNamespace(sd_model=self.checkpoint, sampler=Sampler(), is_hr_pass=False)
+        if adapter is not None:
+            guard.hook("the beginning of a sampling", in_generation=True)(lambda: adapter.before_sampling(p))()
+        p.sampler.get_sigmas()
+        with self.no_gradients():
+            made = Made(
+                self.sample(extension, control).clone(), self.checkpoint.decode_first_stage(random(1, 4, 6, 6)).clone(),
+                self.checkpoint.encode_first_stage(random(1, 3, 16, 16)).clone(),
+            )
+        if adapter is not None:
+            guard.hook("the end of a generation")(lambda: adapter.after_run(p))()
+        return made
+
+    def no_gradients(self) -> Any:
+        return torch.inference_mode()
+
+    def networks(self) -> list[nn.Module]:
+        """Everything that we could have left something on."""
+        raise NotImplementedError
+
+
+class FamilyHost(Host):
+    """A host of the Forge family."""
+
+    unet_module, unet_class, vae_module = "backend.nn.unet", "IntegratedUNet2DConditionModel", "backend.nn.vae"
+    patcher, layers = "backend.patcher.base", ("backend.operations", "ForgeOperations")
+    sampling = "backend.sampling.sampling_function"
+
+    def make(self) -> Any:
+        engine = self.module("stand_in_engine")
+        unet, (encoder, decoder) = self.new_unet(), self.new_vae()
+        for network in (unet, encoder, decoder):
+            self.in_own_layers(network)
+        model = engine.KModel(unet)
+        return engine.Engine(self.module(self.patcher).ModelPatcher(model), engine.VAE(encoder, decoder))
+
+    def in_own_layers(self, network: nn.Module) -> None:
+        """Give every layer the class that the host builds it with, the parameters staying."""
+        module, name = self.layers
+        classes = getattr(self.module(module), name)
+        for layer in network.modules():
+            kind = getattr(classes, type(layer).__name__.removesuffix("32"), None)
+            if kind is not None:
+                layer.__class__ = kind
+
+    @property
+    def unet(self) -> Any:
+        return self.checkpoint.forge_objects.unet.model.diffusion_model
+
+    def networks(self) -> list[nn.Module]:
+        return [self.checkpoint.forge_objects.unet.model, self.checkpoint.forge_objects.vae.first_stage_model]
+
+    def sample(self, extension: Any, control: Any) -> Tensor:
+        self.checkpoint.forge_objects = self.checkpoint.forge_objects_after_applying_lora.shallow_copy()
+        patcher = self.checkpoint.forge_objects.unet.clone()
+        if extension is not None:
+            extension(patcher)
+        sampling, image = self.module(self.sampling), random(1, 4, 8, 8, seed=1)
+        context = random(2, 77, CONTEXT_WIDTH, seed=2)
+        sampling.sampling_prepare(patcher, image)
+        for sigma in (9.0, 1.5):
+            options = {
+                **patcher.model_options["transformer_options"], "cond_or_uncond": [1, 0],
+                "sigmas": torch.tensor([sigma]), **self.options_of_a_call(),
+            }
+            lists = control and {part: list(values) for part, values in control.items()}
+            halves = patcher.model.apply_model(
+                image.repeat(2, 1, 1, 1), torch.full((2,), sigma), c_crossattn=context.clone(), control=lists,
+                transformer_options=options,
+            )
+            image = 0.5 * image + 0.5 * (halves[1:] + 3 * (halves[:1] - halves[1:]))
+        sampling.sampling_cleanup(patcher)
+        return image
+
+    def options_of_a_call(self) -> dict[str, Any]:
+        """What else this host writes into transformer_options."""
+        if self.name == "neo":
+            return {"sampling_sigmas": torch.tensor([9.0, 1.5, 0.0])}
+        return {"uuids": [1, 2]} if self.name == "reforge" else {}
+
+    def set_lora(self, strength: float, online: bool = False) -> None:
+        patcher = self.checkpoint.forge_objects_original.unet.clone()
+        if strength:
+            weight = self.unet.get_submodule(ATTENTION).weight
+            patcher.add_patches({f"diffusion_model.{ATTENTION}.weight": random(*weight.shape)}, strength, online)
+        self.checkpoint.forge_objects_after_applying_lora.unet = patcher
+
+
+class LdmPatchedHost(FamilyHost):
+    """reForge or Forge Classic."""
+
+    unet_module, unet_class = "ldm_patched.ldm.modules.diffusionmodules.openaimodel", "UNetModel"
+    vae_module = "ldm_patched.ldm.modules.diffusionmodules.model"
+    patcher, layers = "ldm_patched.modules.model_patcher", ("ldm_patched.modules.ops", "disable_weight_init")
+    sampling = "modules_forge.forge_sampler"
+
+
+class A1111Host(Host):
+    unet_module, unet_class = "ldm.modules.diffusionmodules.openaimodel", "UNetModel"
+    vae_module = "ldm.modules.diffusionmodules.model"
+
+    def make(self) -> Any:
+        self.module("modules.launch_utils")
+        checkpoint = self.module("modules.stand_in_checkpoint").LatentDiffusion(self.new_unet(), *self.new_vae())
+        for name, layer in checkpoint.model.diffusion_model.named_modules():
+            if isinstance(layer, (nn.Linear, nn.Conv2d)):
+                layer.network_layer_name = name
+        return checkpoint
+
+    @property
+    def unet(self) -> Any:
+        return self.checkpoint.model.diffusion_model
+
+    def networks(self) -> list[nn.Module]:
+        return [self.unet, self.checkpoint.first_stage_model.encoder, self.checkpoint.first_stage_model.decoder]
+
+    def no_gradients(self) -> Any:
+        return torch.no_grad()
+
+    def sample(self, extension: Any, control: Any) -> Tensor:
+        image, context = random(1, 4, 8, 8, seed=1), random(2, 77, CONTEXT_WIDTH, seed=2)
+        for time in (900.25, 150.5):
+            halves = self.checkpoint.apply_model(
+                image.repeat(2, 1, 1, 1), torch.full((2,), time), {"c_crossattn": [context.clone()]}
+            )
+            image = image - 0.1 * (halves[:1] + 3 * (halves[:1] - halves[1:]))
+        return image
+
+    def set_lora(self, strength: float, online: bool = False) -> None:
+        networks = self.module("networks")
+        self.module("modules.shared").opts.lora_functional = online
+        weight = self.unet.get_submodule(ATTENTION).weight
+        wanted = [networks.network("one", strength, {ATTENTION: random(*weight.shape)})] if strength else []
+        networks.loaded_networks[:] = wanted
+
+
+CLASSES = {
+    "a1111": A1111Host, "forge": FamilyHost, "neo": FamilyHost, "reforge": LdmPatchedHost, "classic": LdmPatchedHost,
+}
+
+
+@contextlib.contextmanager
+def running(name: str) -> Iterator[Host]:
+    """A host of this name with a checkpoint, before OneDiff has been loaded."""
+    with on_path(*FOLDERS[name]), pytest.MonkeyPatch.context() as patch:
+        host = CLASSES[name](name)
+        if name == "a1111":
+            for change in host.module("modules.sd_hijack").changes():
+                patch.setattr(*change)
+        yield host
+        if host.adapter is not None:
+            host.adapter.stop()
+
+
+def calls_of(work: Any) -> tuple[Any, dict[str, int]]:
+    """What work() returns, and how many UNet calls took each route meanwhile."""
+    before = runtime.status()["calls"]
+    result = work()
+    after = runtime.status()["calls"]
+    return result, {route: after[route] - before[route] for route in after if after[route] != before[route]}

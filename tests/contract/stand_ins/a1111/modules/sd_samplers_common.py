@@ -1,0 +1,8 @@
+"""How a sampling's result becomes an image."""
+from __future__ import annotations
+
+from typing import Any
+
+
+def decode_first_stage(model: Any, x: Any) -> Any:
+    return model.decode_first_stage(x)

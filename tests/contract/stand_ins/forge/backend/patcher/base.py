@@ -1,0 +1,24 @@
+"""Forge's model patcher: what it puts aside lies in the model's LoRA loader."""
+from __future__ import annotations
+
+from typing import Any
+
+import stand_in_engine
+from torch import Tensor, nn
+
+
+class LoraLoader:
+    def __init__(self) -> None:
+        self.backup: dict[str, nn.Parameter] = {}
+
+
+class ModelPatcher(stand_in_engine.ModelPatcher):
+    def __init__(self, model: Any) -> None:
+        model.lora_loader = self.lora_loader = LoraLoader()
+        super().__init__(model, self.lora_loader.backup)
+
+    def put_on(self, layer: Any, difference: Tensor) -> None:
+        layer.forge_online_loras = {"weight": [difference]}
+
+    def take_off(self, layer: Any) -> None:
+        layer.__dict__.pop("forge_online_loras", None)

@@ -1,0 +1,36 @@
+"""Neo's VAE, over ldm's: every forward is decorated."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from backend.attention import attention_function_vae
+from ldm.modules.diffusionmodules import model
+from torch import Tensor
+
+
+class AttnBlock(model.AttnBlock):
+    @torch.inference_mode()
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.proj_out(attention_function_vae(self.q(h), self.k(h), self.v(h)))
+
+
+class Encoder(model.Encoder):
+    def __init__(self, **config: Any) -> None:
+        super().__init__(**config)
+        self.mid.attn_1.__class__ = AttnBlock
+
+    @torch.inference_mode()
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class Decoder(model.Decoder):
+    def __init__(self, **config: Any) -> None:
+        super().__init__(**config)
+        self.mid.attn_1.__class__ = AttnBlock
+
+    @torch.inference_mode()
+    def forward(self, z: Tensor, **kwargs: Any) -> Tensor:
+        return super().forward(z)

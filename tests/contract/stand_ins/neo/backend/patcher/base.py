@@ -1,0 +1,6 @@
+"""Neo's model patcher is ComfyUI's."""
+from __future__ import annotations
+
+from stand_in_engine import ComfyPatcher as ModelPatcher
+
+__all__ = ["ModelPatcher"]

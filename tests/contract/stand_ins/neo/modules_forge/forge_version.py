@@ -1,0 +1,2 @@
+version = "neo"
+release = "2.26"

@@ -1,0 +1,9 @@
+"""What the UNet asks for its embedding."""
+from __future__ import annotations
+
+from ldm.modules.diffusionmodules import util
+from torch import Tensor
+
+
+def timestep_embedding(timesteps: Tensor, dim: int) -> Tensor:
+    return util.timestep_embedding(timesteps, dim)

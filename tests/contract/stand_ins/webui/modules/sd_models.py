@@ -1,0 +1,14 @@
+"""Which checkpoint is loaded."""
+from __future__ import annotations
+
+from typing import Any
+
+
+class SdModelData:
+    sd_model: Any = None
+
+    def get_sd_model(self) -> Any:
+        return self.sd_model
+
+
+model_data = SdModelData()

@@ -1,0 +1,8 @@
+"""Here every thread is the main one."""
+from __future__ import annotations
+
+from typing import Any
+
+
+def run_and_wait_result(function: Any, *args: Any) -> Any:
+    return function(*args)

@@ -1,0 +1,160 @@
+"""Every hook made to fail in turn: the host's own image to the bit, one traceback, and the next generation is ours."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from contract_hosts import Host, calls_of
+from test_generations import OURS, close, same
+from torch import Tensor
+
+from lib_onediff.accelerator import runtime
+from lib_onediff.blocks import BlockRoute
+from lib_onediff.hosts import sampler_schedule
+from lib_onediff.hosts.a1111 import adapter as a1111
+from lib_onediff.hosts.a1111 import lora
+from lib_onediff.hosts.forge import adapter as forge
+from lib_onediff.hosts.ldm_decoder import DecoderPatches
+from lib_onediff.unet.weights import shares_storage
+
+# Classic's adapter is reForge's.
+FAMILY = ("forge", "neo", "reforge")
+HOSTS = ("a1111", *FAMILY)
+UNET, VAE, BEGINNING = "the UNet's forward", "the VAE's forward", "the beginning of a sampling"
+LATENT, IMAGES = ("latent",), ("image", "encoded")
+ALL = (*LATENT, *IMAGES)
+
+
+def broken(*args: Any, **kwargs: Any) -> Any:
+    raise IndexError("broken by a test")
+
+
+class Fault(NamedTuple):
+    """A function of ours that fails: (its owner, its name). hook: what users read. by_host: what of a generation must
+    be the host's to the bit."""
+
+    where: Callable[[Host], tuple[Any, str]]
+    hosts: tuple[str, ...]
+    hook: str
+    by_host: tuple[str, ...]
+
+
+FAULTS = {
+    "reading a call": Fault(lambda host: (forge, "unet_call"), FAMILY, UNET, ALL),
+    "looking at the UNet": Fault(lambda host: (host.adapter, "_look"), FAMILY, UNET, ALL),
+    "looking at a call": Fault(lambda host: (host.adapter, "_why_host"), ("a1111",), UNET, ALL),
+    "upcasting": Fault(lambda host: (a1111, "upcasts_attention"), ("a1111",), UNET, ALL),
+    "beginning a sampling": Fault(lambda host: (runtime, "begin_sampling"), FAMILY, UNET, ALL),
+    "beginning a sampling, A1111": Fault(lambda host: (runtime, "begin_sampling"), ("a1111",), BEGINNING, ALL),
+    "taking into care": Fault(lambda host: (runtime, "adopt"), HOSTS, BEGINNING, ALL),
+    "serving a call": Fault(lambda host: (runtime, "_serve"), HOSTS, UNET, LATENT),
+    "merging a LoRA": Fault(lambda host: (lora, "wanted_names"), ("a1111",), UNET, LATENT),
+    "looking at a decode": Fault(lambda host: (DecoderPatches, "_why"), HOSTS, VAE, IMAGES),
+    "serving a decode": Fault(lambda host: (runtime.vae, "_serve"), HOSTS, VAE, IMAGES),
+    "the schedule": Fault(lambda host: (sampler_schedule, "sampling_of"), HOSTS, BEGINNING, ALL),
+    "hearing the schedule": Fault(
+        lambda host: (sampler_schedule.Listener, "_hear"), HOSTS, "reading the sampler's schedule", ()
+    ),
+    "before a sampling": Fault(lambda host: (host.adapter, "before_sampling"), HOSTS, BEGINNING, ALL),
+    "after a run": Fault(lambda host: (host.adapter, "after_run"), HOSTS, "the end of a generation", ()),
+    "a loaded model": Fault(
+        lambda host: (host.adapter, "model_loaded"), HOSTS, "looking at a loaded checkpoint", ()
+    ),
+}
+CASES = [pytest.param(fault, host, id=f"{name}-{host}") for name, fault in FAULTS.items() for host in fault.hosts]
+
+
+@pytest.mark.parametrize(("fault", "host"), CASES, indirect=["host"])
+def test_a_fault_costs_no_image(fault: Fault, host: Host, tracebacks: Any) -> None:
+    expected = host.generate()
+    host.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*fault.where(host), broken)
+        host.announce()
+        made, calls = calls_of(host.generate)
+    sentence = f"a fault of OneDiff in {fault.hook}, please report it: broken by a test"
+    assert sentence in runtime.guard.faults and tracebacks() == len(runtime.guard.faults)
+    assert close(made, expected)
+    for part in fault.by_host:
+        assert torch.equal(getattr(made, part), getattr(expected, part)), part
+    if "latent" in fault.by_host:
+        status = runtime.status()
+        assert calls == {"host": 2} and (status["route"], status["reason"]) == ("host", sentence)
+    else:
+        assert calls == OURS
+    if "image" in fault.by_host:
+        assert runtime.vae.status()["route"] == "host" and runtime.vae.status()["reason"] == sentence
+    logged = tracebacks()
+    made, calls = calls_of(host.generate)
+    assert calls == OURS and close(made, expected) and runtime.vae.status()["route"] == "ours"
+    assert sentence in runtime.guard.faults and tracebacks() == logged
+
+
+# What follows the hooks themselves when OneDiff is switched off.
+ENDS = {
+    "the UNets": lambda host: (runtime, "release"), "the VAE": lambda host: (runtime.vae, "release"),
+    "the weights under a LoRA": lambda host: (forge, "originals_beneath_loras"),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("host", HOSTS, indirect=True)
+def test_a_fault_while_switching_off_leaves_no_hook(end: str, host: Host, tracebacks: Any) -> None:
+    expected = host.generate()
+    adapter = host.start()
+    host.generate()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*ENDS[end](host), broken)
+        runtime.guard.hook("following the settings")(lambda: host.switch(False))()
+    assert adapter.hooks() == 0 and tracebacks() == len(runtime.guard.faults)
+    # A1111 merges in place.
+    assert bool(runtime.guard.faults) == (host.name != "a1111" or end != "the weights under a LoRA")
+    made, calls = calls_of(host.generate)
+    assert calls == {} and same(made, expected)
+    host.switch(False)
+    assert not any(shares_storage(parameter) for parameter in host.unet.parameters())
+    host.switch(True)
+    assert calls_of(host.generate)[1] == OURS
+
+
+def walked_by_an_extension(host: Host) -> Any:
+    """A forward that walks the UNet's stages itself, as sd-webui-controlnet's."""
+    from ldm.modules.diffusionmodules.util import timestep_embedding
+
+    unet = host.unet
+
+    def forward(x: Tensor, timesteps: Any = None, context: Any = None, **others: Any) -> Tensor:
+        emb = unet.time_embed(timestep_embedding(timesteps, unet.model_channels))
+        skips, h = [], x
+        for module in unet.input_blocks:
+            h = module(h, emb, context)
+            skips.append(h)
+        h = unet.middle_block(h, emb, context)
+        for module in unet.output_blocks:
+            h = module(torch.cat([h, 0.5 * skips.pop()], dim=1), emb, context)
+        return unet.out(h)
+
+    return forward
+
+
+@pytest.mark.parametrize("host", ["a1111"], indirect=True)
+@pytest.mark.parametrize("where", ["run", "_begin"])
+def test_a_fault_inside_the_loop_of_a_controlnet(host: Host, where: str, tracebacks: Any) -> None:
+    host.unet.forward = walked_by_an_extension(host)
+    expected = host.generate()
+    host.start()
+    made, calls = calls_of(host.generate)
+    assert calls == {"blocks": 2} and close(made, expected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BlockRoute, where, broken)
+        made, calls = calls_of(host.generate)
+    assert calls == {"host": 2} and torch.equal(made.latent, expected.latent) and close(made, expected)
+    sentence = "a fault of OneDiff in the UNet's blocks, please report it: broken by a test"
+    assert runtime.guard.faults == [sentence] and tracebacks() == 1
+    assert (runtime.status()["route"], runtime.status()["reason"]) == ("host", sentence)
+    made, calls = calls_of(host.generate)
+    assert calls == {"blocks": 2} and close(made, expected)
+    del host.unet.forward
+    assert calls_of(host.generate)[1] == OURS

@@ -1,0 +1,190 @@
+"""What every adapter does for a generation of its host, and what is left when it is switched off."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from builders import relative_error
+from contract_hosts import ATTENTION, FAMILY, Host, Made, calls_of, random
+from torch import Tensor
+
+from lib_onediff.accelerator import runtime
+from lib_onediff.hosts import this_webui
+from lib_onediff.unet.weights import shares_storage
+
+RELEASES = {
+    "a1111": ("a1111", "A1111 v1.10.1"), "forge": ("forge", "Forge 2.0.1v1.10.1"), "neo": ("forge", "Forge Neo 2.26"),
+    "reforge": ("ldm_patched", "reForge 1.0.0v2-v1.10.1RC"), "classic": ("ldm_patched", "Forge Classic"),
+}
+OURS = {"plain": 2}
+BY_HOST = {"host": 2}
+
+
+def close(made: Made, expected: Made) -> bool:
+    return all(relative_error(ours, theirs) < 1e-5 for ours, theirs in zip(made, expected, strict=True))
+
+
+def same(made: Made, expected: Made) -> bool:
+    return all(torch.equal(ours, theirs) for ours, theirs in zip(made, expected, strict=True))
+
+
+def attributes(host: Host) -> list[set[str]]:
+    """The names on every object of the host's."""
+    modules = [set(vars(module)) for network in host.networks() for module in network.modules()]
+    objects = getattr(host.checkpoint, "forge_objects", host.checkpoint)
+    return [*modules, set(vars(host.checkpoint)), *(set(vars(part)) for part in vars(objects).values())]
+
+
+def test_a_generation_is_ours_and_the_hosts(host: Host) -> None:
+    expected = host.generate()
+    adapter, decodes = host.start(), runtime.status()["vae"]["calls"]["ours"]
+    assert (adapter.name, adapter.release) == RELEASES[host.name]
+    for _ in range(3):
+        made, calls = calls_of(host.generate)
+        assert calls == OURS and close(made, expected)
+        status = runtime.vae.status()
+        assert (status["route"], status["reason"]) == ("ours", "") and adapter.why_not_served() is None
+    assert runtime.status()["vae"]["calls"]["ours"] == decodes + 3 and runtime.guard.faults == []
+    assert not any(entry.relative_error and entry.relative_error > 1e-5 for entry in runtime.table.entries())
+
+
+def test_one_hook_however_often_and_nothing_afterwards(host: Host) -> None:
+    expected, before = host.generate(), attributes(host)
+    vae = host.module(host.vae_module)
+    owners = (getattr(host.module(host.unet_module), host.unet_class), vae.Decoder, vae.Encoder)
+    originals = [owner.__dict__["forward"] for owner in owners]
+    kept = [{name: value.clone() for name, value in network.named_parameters()} for network in host.networks()]
+    adapter = host.start()
+    for _ in range(3):
+        adapter.serve()
+        host.announce()
+        host.generate()
+        assert adapter.hooks() == 1
+    host.switch(False)
+    host.switch(False)
+    assert adapter.hooks() == 0
+    assert [owner.__dict__["forward"] for owner in owners] == originals
+    assert attributes(host) == before
+    for network, values in zip(host.networks(), kept, strict=True):
+        for name, parameter in network.named_parameters():
+            assert torch.equal(values[name], parameter) and not shares_storage(parameter), name
+    made, calls = calls_of(host.generate)
+    assert calls == {} and same(made, expected)
+    host.switch(True)
+    made, calls = calls_of(host.generate)
+    assert calls == OURS and close(made, expected)
+
+
+def test_scripts_that_are_loaded_again_find_the_same_adapter(host: Host) -> None:
+    expected, adapter = host.generate(), host.start()
+    host.generate()
+    for _ in range(2):
+        adapter.stop()
+        runtime.guard.forget()
+        assert this_webui() is adapter and host.start() is adapter
+        made, calls = calls_of(host.generate)
+        assert adapter.hooks() == 1 and calls == OURS and close(made, expected)
+
+
+def test_loras_are_merged_and_taken_out(host: Host) -> None:
+    sequence = (0.0, 0.5, 0.25, 0.0, 0.5)
+    expected = []
+    for strength in sequence:
+        host.set_lora(strength)
+        expected.append(host.generate())
+    assert not close(expected[0], expected[1]) and not close(expected[1], expected[2])
+    host.start()
+    for strength, hosts in zip(sequence, expected, strict=True):
+        host.set_lora(strength)
+        made, calls = calls_of(host.generate)
+        assert calls == OURS and close(made, hosts)
+    host.switch(False)  # with a LoRA merged, and the weights beneath it put aside
+    assert same(host.generate(), expected[-1])
+    host.set_lora(0.0)
+    assert same(host.generate(), expected[0])
+    assert not any(shares_storage(parameter) for parameter in host.unet.parameters())
+
+
+# Classic merges all of them.
+@pytest.mark.parametrize("host", ["a1111", "forge", "neo", "reforge"], indirect=True)
+def test_a_lora_on_the_fly_is_the_hosts(host: Host) -> None:
+    host.set_lora(0.5, online=True)
+    expected = host.generate()
+    host.start()
+    host.set_lora(0.0)
+    assert calls_of(host.generate)[1] == OURS
+    host.set_lora(0.5, online=True)
+    made, calls = calls_of(host.generate)
+    assert calls == BY_HOST and torch.equal(made.latent, expected.latent)
+    said = "LoRA is set to the old method" if host.name == "a1111" else "a LoRA is applied at every call"
+    assert runtime.status()["route"] == "host" and runtime.status()["reason"].startswith(said)
+    host.set_lora(0.0)
+    assert calls_of(host.generate)[1] == OURS
+
+
+@pytest.mark.parametrize("host", FAMILY, indirect=True)
+def test_a_patch_in_the_options_is_the_hosts(host: Host) -> None:
+    def extension(patcher: Any) -> None:
+        patcher.set_model_output_block_patch(lambda h, skip, options: (h * 0.5, skip))
+
+    expected, plain = host.generate(extension), host.generate()
+    assert not torch.equal(expected.latent, plain.latent)
+    host.start()
+    made, calls = calls_of(lambda: host.generate(extension))
+    assert calls == BY_HOST and torch.equal(made.latent, expected.latent)
+    assert f"patches[output_block_patch] by {__name__}" in runtime.status()["reason"]
+    assert calls_of(host.generate)[1] == OURS
+
+
+@pytest.mark.parametrize("host", FAMILY, indirect=True)
+def test_control_residuals_are_served(host: Host) -> None:
+    skips: list[Tensor] = []
+    blocks = (*host.unet.input_blocks, host.unet.middle_block)
+    hooks = [block.register_forward_hook(lambda *given: skips.append(given[-1].clone())) for block in blocks]
+    plain = host.generate()
+    for hook in hooks:
+        hook.remove()
+    *output, middle = (random(*skip.shape, seed=3) for skip in skips[:len(blocks)])
+    control = {"input": [], "middle": [middle], "output": output}
+    expected = host.generate(control=control)
+    assert relative_error(expected.latent, plain.latent) > 0.01
+    host.start()
+    made, calls = calls_of(lambda: host.generate(control=control))
+    assert calls == OURS and close(made, expected)
+
+
+def test_a_forward_on_the_instance_that_leads_to_the_classes(host: Host) -> None:
+    unet = host.unet
+    expected = host.generate()
+    host.start()
+    unet.forward = lambda *args, **kwargs: type(unet).forward(unet, *args, **kwargs)
+    try:
+        made, calls = calls_of(host.generate)
+    finally:
+        del unet.forward
+    # So does a ControlNet reference in A1111: there the host's own forward has to run, around blocks of ours.
+    assert calls == ({**BY_HOST, "blocks": 2} if host.name == "a1111" else OURS) and close(made, expected)
+    assert calls_of(host.generate)[1] == OURS
+
+
+def test_warming_makes_the_shape_of_a_generation_ready(host: Host) -> None:
+    adapter = host.start()
+    assert calls_of(lambda: adapter.exclusively(lambda: adapter.warm(64, 64, 2, 77)))[1] == {"plain": 1}
+    adapter.exclusively(lambda: adapter.warm_decode(48, 48, 1))
+    entries = len(runtime.table.entries())
+    assert calls_of(host.generate)[1] == OURS
+    # Only the encode was not warmed up.
+    assert len(runtime.table.entries()) == entries + 1 == 3
+    assert not host.module("modules.call_queue").queue_lock.locked()
+
+
+@pytest.mark.parametrize("host", ["a1111"], indirect=True)
+def test_sgms_unet_is_served_beside_ldms(host: Host) -> None:
+    host.unet_module = "sgm.modules.diffusionmodules.openaimodel"
+    host.checkpoint.model.diffusion_model = host.new_unet()
+    expected = host.generate()
+    adapter = host.start()
+    made, calls = calls_of(host.generate)
+    assert calls == OURS and adapter.hooks() == 1 and close(made, expected)
+    assert host.unet.get_submodule(ATTENTION) is not None and type(host.unet).__module__.startswith("sgm.")

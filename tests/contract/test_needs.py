@@ -1,0 +1,132 @@
+"""A host that lacks what OneDiff needs: nothing is hooked, people read what is missing, and the host goes on."""
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+from contract_hosts import FOLDERS, Host, calls_of, on_path, running
+from test_generations import BY_HOST, OURS, RELEASES, close, same
+
+from lib_onediff.accelerator import runtime
+from lib_onediff.hosts import this_webui
+from lib_onediff.hosts.unknown import UnknownHost
+from lib_onediff.hosts.webui import CannotWarm
+from lib_onediff.ui import status
+
+LDM = "ldm_patched.ldm.modules."
+# What the host's own generation does without.
+MISSING = [
+    ("a1111", "modules.sd_hijack_unet", "th"), ("a1111", "modules.devices", "autocast"),
+    ("forge", "backend.memory_management", "module_size"),
+    ("neo", "backend.memory_management", "get_free_memory"),
+    ("neo", "modules_forge.main_thread", "run_and_wait_result"),
+    ("reforge", "ldm_patched.modules.model_management", "module_size"), ("classic", "modules.shared", "state"),
+]
+# What it cannot do without, but under another name.
+RENAMED = [
+    ("a1111", "modules.sd_unet", "current_unet"), ("forge", "backend.nn.unet", "attention_function"),
+    ("neo", "backend.nn.unet", "apply_control"),
+    ("reforge", f"{LDM}attention", "optimized_attention"),
+    ("classic", f"{LDM}diffusionmodules.openaimodel", "forward_timestep_embed"),
+]
+
+
+def refuses(host: Host, said: str) -> None:
+    """Nothing is hooked for this reason."""
+    unet_class, vae = getattr(host.module(host.unet_module), host.unet_class), host.module(host.vae_module)
+    before = [owner.__dict__["forward"] for owner in (unet_class, vae.Decoder, vae.Encoder)]
+    adapter = host.start()
+    reason = f"{RELEASES[host.name][1]} {said}: OneDiff does not know this release, and changes nothing"
+    assert isinstance(adapter, UnknownHost) and adapter.why_not_served() == reason
+    assert [owner.__dict__["forward"] for owner in (unet_class, vae.Decoder, vae.Encoder)] == before
+    told = status.current_status(adapter)
+    assert (told["release"], told["hooks"]) == (RELEASES[host.name][1], 0)
+    assert (told["route"], told["reason"], told["faults"]) == ("host", reason, [])
+    with pytest.raises(CannotWarm, match="does not know this release"):
+        adapter.warm(64, 64, 2, 77)
+
+
+@pytest.mark.parametrize(("host", "module", "name"), MISSING, indirect=["host"])
+def test_what_is_missing_is_named(host: Host, module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = host.generate()
+    monkeypatch.delattr(host.module(module), name)
+    refuses(host, f"has no {name} in {module}")
+    made, calls = calls_of(host.generate)
+    assert calls == {} and same(made, expected)
+
+
+@pytest.mark.parametrize(("host", "module", "name"), RENAMED, indirect=["host"])
+def test_what_has_another_name_is_missing(host: Host, module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(host.module(module), name)
+    refuses(host, f"has no {name} in {module}")
+
+
+def test_a_parameter_of_another_name(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = host.generate()
+    kind = getattr(host.module(host.unet_module), host.unet_class)
+    original = kind.forward
+
+    def forward(self: Any, x: Any, timestep: Any = None, context: Any = None, y: Any = None, control: Any = None,
+                transformer_options: Any = None, **kwargs: Any) -> Any:
+        if transformer_options is not None:
+            kwargs = {**kwargs, "control": control, "transformer_options": transformer_options}
+        return original(self, x, timestep, context, **kwargs)
+
+    monkeypatch.setattr(kind, "forward", forward)
+    refuses(host, f"has a {host.unet_class}.forward in {host.unet_module} that does not take timesteps")
+    assert same(host.generate(), expected)
+
+
+def test_a_module_that_cannot_be_imported(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = host.generate()
+    monkeypatch.setitem(sys.modules, "modules.call_queue", None)
+    adapter = host.start()
+    assert "has no module modules.call_queue that can be imported (ModuleNotFoundError" in adapter.why_not_served()
+    assert adapter.hooks() == 0 and same(host.generate(), expected)
+
+
+def test_a_checkpoint_without_what_we_need(host: Host) -> None:
+    """Such a release is known by its first checkpoint only; then every call is the host's, until another is loaded."""
+    expected = host.generate()
+    path = "first_stage_model" if host.name == "a1111" else "forge_objects_after_applying_lora.unet"
+    whole, adapter = host.checkpoint, host.start()
+    host.checkpoint = Partial(whole, path.partition(".")[0])
+    host.announce()
+    reason = f"{adapter.release} has loaded a checkpoint without {path}: OneDiff does not know this release"
+    assert adapter.why_not_served() == reason and runtime.guard.faults == []
+    host.checkpoint = whole
+    made, calls = calls_of(host.generate)
+    assert calls == BY_HOST and runtime.status()["reason"] == reason and (made.latent == expected.latent).all()
+    host.announce()
+    made, calls = calls_of(host.generate)
+    assert adapter.why_not_served() is None and calls == OURS and close(made, expected)
+
+
+class Partial:
+    """A checkpoint without one of its attributes."""
+
+    def __init__(self, whole: Any, without: str) -> None:
+        vars(self).update({name: value for name, value in vars(whole).items() if name != without})
+
+
+@pytest.mark.parametrize("folders", [("webui",), ()], ids=["modules that we do not know", "no modules"])
+def test_an_unknown_host(folders: tuple[str, ...]) -> None:
+    with on_path(*folders):
+        adapter = this_webui()
+        assert isinstance(adapter, UnknownHost)
+        adapter.serve()
+        adapter.model_loaded(object())
+        adapter.before_sampling(object())
+        adapter.after_run(object())
+        assert adapter.hooks() == 0
+        assert adapter.why_not_served() == "OneDiff does not know this WebUI, and changes nothing in it"
+        adapter.stop()
+    assert runtime.guard.faults == []
+
+
+def test_each_host_is_told_from_the_others() -> None:
+    for name in FOLDERS:
+        with running(name) as host:
+            runtime.webui = None
+            assert (host.start().name, host.adapter.release) == RELEASES[name]

@@ -1,0 +1,54 @@
+"""Neo's Torch Compile around the UNet while OneDiff serves it: nothing of ours is traced."""
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from builders import CONTEXT_WIDTH, relative_error
+from contract_hosts import Host, Sampler, calls_of, random
+
+from lib_onediff.accelerator import runtime
+
+
+class Traced:
+    """A backend of torch.compile that runs what was traced as it is, and counts it."""
+
+    def __init__(self) -> None:
+        self.operators = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.operators += sum(node.op.startswith("call_") for node in graph.graph.nodes)
+        return graph.forward
+
+
+@pytest.mark.parametrize("host", ["neo"], indirect=True)
+def test_nothing_of_ours_is_traced(host: Host) -> None:
+    torch._dynamo.reset()
+    x, t, context = random(2, 4, 8, 8), torch.full((2,), 500.0), random(2, 77, CONTEXT_WIDTH)
+    arguments: Any = {"context": context, "control": None, "transformer_options": {}}
+    traced = Traced()
+    try:
+        with torch.inference_mode():
+            expected = host.unet(x, t, **arguments)
+            adapter = host.start()
+            adapter.before_sampling(SimpleNamespace(sd_model=host.checkpoint, sampler=Sampler(), is_hr_pass=False))
+            compiled = torch.compile(host.unet, backend=traced)
+            for _ in range(2):
+                output, calls = calls_of(lambda: compiled(x, t, **arguments))
+                assert calls == {"plain": 1} and relative_error(output, expected) < 1e-5
+            assert traced.operators == 0 and runtime.guard.faults == []
+            torch.compile(host.unet.time_embed, backend=traced)(random(2, 32))
+        assert traced.operators == 3, "or nothing would have been counted above"
+    finally:
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("host", ["neo"], indirect=True)
+def test_the_note_on_torch_compile(host: Host) -> None:
+    adapter = host.start()
+    assert adapter.notes() == []
+    host.checkpoint.forge_objects.unet.model._torch_compile_config = {}
+    assert len(adapter.notes()) == 1 and "Torch Compile" in adapter.notes()[0]

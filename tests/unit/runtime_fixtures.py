@@ -1,0 +1,44 @@
+"""A runtime that has seen nothing, for every test: for the conftest.py of a folder to import."""
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lib_onediff import auto_choice
+from lib_onediff.accelerator import runtime
+from lib_onediff.settings import Settings
+from lib_onediff.shapes.history import History
+
+__all__ = ["fresh_runtime", "no_machine_is_too_slow"]
+# The networks are so small that threads cost more than they give, above all when several test runs share a machine.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def fresh_runtime() -> Iterator[None]:
+    torch.manual_seed(0)
+    runtime.choices.clear()
+    runtime.purge()
+    runtime.configure(Settings())
+    log = logging.getLogger("onediff")
+    before = log.handlers, log.level, log.propagate
+    yield
+    runtime.history, runtime.webui = History(), None
+    runtime.choices.attach(runtime.history.tuned, runtime.history.tune)
+    runtime.purge()
+    runtime.configure(Settings())
+    runtime.guard.forget()
+    log.handlers, log.level, log.propagate = before
+
+
+@pytest.fixture(autouse=True)
+def no_machine_is_too_slow() -> Iterator[None]:
+    """Or "auto" would have Inductor compile for minutes, in whichever test a busy machine makes its calls slow."""
+    # Not the tests' own monkeypatch: asked for here, it would undo theirs after all of their fixtures.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(auto_choice.WORTH_LOOKING_MS, "cpu", math.inf)
+        yield
