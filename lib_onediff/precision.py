@@ -112,7 +112,7 @@ class Tf32Switch:
         if not self.convolutions:
             matmul = torch.backends.cuda.matmul
             return matmul, None if switch_of(matmul, "fp32_precision") is None else matmul
-        newer = getattr(torch.backends.cudnn, "conv", None)
+        newer = switch_of(torch.backends.cudnn, "conv")
         return torch.backends.cudnn, None if switch_of(newer, "fp32_precision") is None else newer
 
     def state(self) -> tuple[bool | None, str | None]:
