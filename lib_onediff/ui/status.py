@@ -28,7 +28,8 @@ def current_status(why_not_served: Callable[[], str | None]) -> dict[str, Any]:
 def status_html(status: dict[str, Any]) -> str:
     """The status line: what was made last, by which route and why, and how fast."""
     decode = status.get("vae") or {}
-    lines = (status.get("reason"), status.get("auto"), decode_described(decode.get("route"), decode.get("reason", "")))
+    decoded = decode_described(decode.get("route"), decode.get("reason", ""))
+    lines = (status.get("reason"), status.get("hint"), status.get("auto"), decoded)
     reason = "".join(f'<p class="onediff-reason">{html.escape(line)}</p>' for line in lines if line)
     route = status["route"] or "none"
     return f'<div class="onediff-status onediff-route-{route}">{facts_html(described(status))}{reason}</div>'
