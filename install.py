@@ -27,7 +27,7 @@ from pathlib import Path
 
 OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 1, 2)
-OLDEST_TRITON = (2, 2)
+OLDEST_TRITON = (3, 0)
 CUDA_ERROR_NO_DEVICE = 100
 COMPUTE_CAPABILITY = (75, 76)  # what cuDeviceGetAttribute calls its two numbers
 FULL_DISK_BYTES = 64 << 20
@@ -97,7 +97,7 @@ def how_to_be_fast(
     spec.loader.exec_module(requirements)
     if capability < requirements.OLDEST_CAPABILITY:
         return None
-    return requirements.how_to_be_fast(requirements.setup_here(torch, capability))
+    return requirements.how_to_be_fast(requirements.setup_here(torch))
 
 
 def find_torch() -> tuple[str | None, str | None]:

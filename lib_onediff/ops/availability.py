@@ -9,10 +9,10 @@ import torch
 
 from .requirements import (
     OLDEST_CAPABILITY,
+    OLDEST_TRITON,
     Setup,
     how_to_be_fast,
     install_triton,
-    oldest_triton,
     python_header,
     setup_here,
     triton_here,
@@ -26,10 +26,7 @@ def why_no_triton(device: torch.device) -> str | None:
 
     Triton itself is not imported. Takes up to a millisecond: ask once for a device.
     """
-    return (
-        why_no_triton_gpu(device) or why_no_triton_package(torch.cuda.get_device_capability(device))
-        or why_no_compiler()
-    )
+    return why_no_triton_gpu(device) or why_no_triton_package() or why_no_compiler()
 
 
 def why_no_triton_gpu(device: torch.device) -> str | None:
@@ -47,14 +44,14 @@ def why_no_triton_gpu(device: torch.device) -> str | None:
     return None
 
 
-def why_no_triton_package(capability: tuple[int, int]) -> str | None:
-    """Why this Python has no Triton that our kernels can use on a GPU; how_to_be_fast_here() says how to get it."""
+def why_no_triton_package() -> str | None:
+    """Why this Python has no Triton that our kernels can use; how_to_be_fast_here() says how to get it."""
     version = triton_here()
-    if triton_is_usable(version, capability):
+    if triton_is_usable(version):
         return None
     if version is None:
         return "OneDiff's kernels need Triton, which is not installed"
-    return f"OneDiff's kernels need Triton {written(oldest_triton(capability))} or newer, and {version} is installed"
+    return f"OneDiff's kernels need Triton {written(OLDEST_TRITON)} or newer, and {version} is installed"
 
 
 def how_to_be_fast_here() -> str | None:
@@ -63,12 +60,11 @@ def how_to_be_fast_here() -> str | None:
     if not torch.cuda.is_available():
         return None
     try:
-        device = torch.device("cuda", torch.cuda.current_device())
-        lack, capability = why_no_triton_gpu(device), torch.cuda.get_device_capability(device)
+        lack = why_no_triton_gpu(torch.device("cuda", torch.cuda.current_device()))
     except RuntimeError:
         # A GPU that does not start.
         return None
-    return None if lack else how_to_be_fast(setup_here(torch.__version__, capability))
+    return None if lack else how_to_be_fast(setup_here(torch.__version__))
 
 
 def why_no_compiler() -> str | None:

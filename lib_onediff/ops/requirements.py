@@ -13,23 +13,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 OLDEST_TORCH = (2, 1, 2)
-# Our kernels compile with this one and with those up to 3.8, for compute capability 7.0 to 9.0; only Triton's
-# interpreter, which the tests use, needs 3.2. What Triton 2.x cannot compile it does not refuse: it ends the process,
-# 2.1 over the joining of group norm statistics, 2.2 and 2.3 over attention for compute capability 7.0.
-OLDEST_TRITON = (2, 2)
-OLDEST_TRITON_FOR_VOLTA = (3, 0)
-TURING = (7, 5)
+# The first whose language has erf and rsqrt of its own. Our kernels compile with it for compute capability 7.0 to 9.0,
+# and so they do with 3.8; only Triton's interpreter, which the tests use, needs 3.2. What Triton 2.x cannot compile it
+# does not refuse, but ends the process: 2.1 over the joining of group norm statistics and over attention for compute
+# capability 7.5, 2.3 over attention for 7.0 and, cut in some ways, for 9.0.
+OLDEST_TRITON = (3, 0)
 # Triton has never served less. Since 3.3 its makers test 8.0 and newer, but what no tensor core does still compiles.
 OLDEST_CAPABILITY = (7, 0)
 # What each torch for Linux asks for in its metadata, where our kernels can use that; newer ones than these take the
 # newest. The fork for Windows begins with torch 2.4.
 TRITON_FOR_TORCH = {
-    (2, 2): "2.2", (2, 3): "2.3", (2, 4): "3.0", (2, 5): "3.1", (2, 6): "3.2", (2, 7): "3.3", (2, 8): "3.4",
-    (2, 9): "3.5", (2, 10): "3.6", (2, 11): "3.6", (2, 12): "3.7", (2, 13): "3.7",
+    (2, 4): "3.0", (2, 5): "3.1", (2, 6): "3.2", (2, 7): "3.3", (2, 8): "3.4", (2, 9): "3.5", (2, 10): "3.6",
+    (2, 11): "3.6", (2, 12): "3.7", (2, 13): "3.7",
 }
-TRITON_FOR_TORCH_ON_WINDOWS = {
-    (2, 4): "3.1", **{torch: triton for torch, triton in TRITON_FOR_TORCH.items() if torch > (2, 4)},
-}
+TRITON_FOR_TORCH_ON_WINDOWS = {**TRITON_FOR_TORCH, (2, 4): "3.1"}
 # For whoever needs a newer torch: its builds for CUDA 12 run on the drivers that served torch 2.1, and serve every GPU
 # that our kernels do but the RTX 50.
 NEW_TORCH, NEW_TORCHVISION, NEW_CUDA = "2.7.1", "0.22.1", "12.6"
@@ -42,8 +39,7 @@ class Setup(NamedTuple):
     """What is installed for this Python; None: it is not there.
 
     triton: "" where nobody knows the version, and then it is believed to be new enough. python: its path. webui: the
-    folder of the WebUI whose extension we are, if any. capability: the GPU's. headers: whether Python.h is where
-    Triton's compiler looks.
+    folder of the WebUI whose extension we are, if any. headers: whether Python.h is where Triton's compiler looks.
     """
 
     torch: str | None
@@ -52,16 +48,14 @@ class Setup(NamedTuple):
     python: str = sys.executable
     python_version: tuple[int, ...] = sys.version_info[:2]
     webui: Path | None = WEBUI_FOLDER
-    capability: tuple[int, int] = (9, 0)
     headers: bool = True
     xformers: bool = False
 
 
-def setup_here(torch: str | None, capability: tuple[int, int]) -> Setup:
+def setup_here(torch: str | None) -> Setup:
     """This machine's. torch: its version, which only an import of torch tells with its build tag."""
     return Setup(
-        torch, triton_here(), capability=capability, headers=python_header().exists(),
-        xformers=find_spec("xformers") is not None,
+        torch, triton_here(), headers=python_header().exists(), xformers=find_spec("xformers") is not None,
     )
 
 
@@ -84,7 +78,7 @@ def how_to_be_fast(setup: Setup) -> str | None:
     if not new_enough:
         steps.append(torch_step(setup))
     # A new torch for Linux brings its Triton.
-    if not triton_is_usable(setup.triton, setup.capability) if new_enough else windows:
+    if not triton_is_usable(setup.triton) if new_enough else windows:
         steps.append(f"run {install_triton(setup)}{' in a command prompt' if windows else ''}")
     if windows and not setup.headers:
         steps.append(headers_step(setup))
@@ -99,18 +93,11 @@ def how_to_be_fast(setup: Setup) -> str | None:
 
 def torch_has_triton(setup: Setup) -> bool:
     """Whether there is a Triton for this torch that our kernels can use."""
-    fitting = TRITON_FOR_TORCH_ON_WINDOWS if setup.platform == "win32" else TRITON_FOR_TORCH
-    usable = [torch for torch, triton in fitting.items() if triton_is_usable(triton, setup.capability)]
-    return release(setup.torch) >= min(usable)
+    return release(setup.torch) >= min(TRITON_FOR_TORCH)
 
 
-def triton_is_usable(version: str | None, capability: tuple[int, int]) -> bool:
-    return version is not None and not () < release(version) < oldest_triton(capability)
-
-
-def oldest_triton(capability: tuple[int, int]) -> tuple[int, int]:
-    """The oldest Triton that compiles our kernels for a GPU."""
-    return OLDEST_TRITON_FOR_VOLTA if capability < TURING else OLDEST_TRITON
+def triton_is_usable(version: str | None) -> bool:
+    return version is not None and not () < release(version) < OLDEST_TRITON
 
 
 def triton_for(torch: str | None, platform: str = sys.platform) -> str:

@@ -41,7 +41,7 @@ def layer_norm_rows(
     numbers += vector
     mean = tl.sum(numbers, 1) / width
     distance = tl.where(inside, numbers - mean[:, None], 0.0)
-    deviation = tl.math.rsqrt(tl.sum(distance * distance, 1) / width + eps)
+    deviation = tl.rsqrt(tl.sum(distance * distance, 1) / width + eps)
     factor = tl.load(weight + column, inside, 0.0).to(tl.float32)
     offset = tl.load(bias + column, inside & (has_bias != 0), 0.0).to(tl.float32)
     normed = distance * deviation[:, None] * factor + offset
@@ -54,7 +54,7 @@ def layer_norm_rows(
 def gated(source, width, column, inside):
     value = tl.load(source + column, inside, 0.0).to(tl.float32)
     gate = tl.load(source + width + column, inside, 0.0).to(tl.float32)
-    return value * 0.5 * gate * (1.0 + tl.math.erf(gate * 0.7071067811865476))
+    return value * 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
 
 
 @triton.jit

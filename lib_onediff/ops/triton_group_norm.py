@@ -92,7 +92,7 @@ def join_statistics(
     members = pixels.to(tl.float32) * width
     moved = tl.sum(tl.sum(total, 1), 0) / members
     variance = tl.sum(tl.sum(squares, 1), 0) / members - moved * moved
-    scale = tl.math.rsqrt(variance + eps) * factor
+    scale = tl.rsqrt(variance + eps) * factor
     target = scales + sample * 2 * channels + channel
     tl.store(target, scale, inside)
     tl.store(target + channels, addend + (added - centre - moved) * scale, inside)
@@ -147,7 +147,7 @@ def small_group_norm(
         distance = tl.where(valid, tl.load(place, valid, 0.0).to(tl.float32) + added - mean, 0.0)
         squares += distance * distance
     variance = tl.sum(tl.sum(squares, 1), 0) / members
-    scale = tl.math.rsqrt(variance + eps) * tl.load(weight + channel, inside, 0.0).to(tl.float32)
+    scale = tl.rsqrt(variance + eps) * tl.load(weight + channel, inside, 0.0).to(tl.float32)
     offset = tl.load(bias + channel, inside, 0.0).to(tl.float32) + (added - mean) * scale
     for start in range(0, pixels, ROWS):
         row = start + tl.arange(0, ROWS)[:, None]

@@ -33,7 +33,7 @@ def layer_norm_rows(
     values = tl.load(tokens + place, valid, 0.0).to(tl.float32) + vector
     mean = tl.sum(values, 1) / width
     distance = tl.where(inside, values - mean[:, None], 0.0)
-    scale = tl.math.rsqrt(tl.sum(distance * distance, 1) / width + eps)
+    scale = tl.rsqrt(tl.sum(distance * distance, 1) / width + eps)
     factor = tl.load(weight + column, inside, 0.0).to(tl.float32)
     offset = tl.load(bias + column, inside & (has_bias != 0), 0.0).to(tl.float32)
     normed = distance * scale[:, None] * factor + offset
@@ -64,7 +64,7 @@ def geglu_row(tokens, output, width, BLOCK: tl.constexpr):
     source = tokens + row * 2 * width + column
     value = tl.load(source, inside, 0.0).to(tl.float32)
     gate = tl.load(source + width, inside, 0.0).to(tl.float32)
-    gate = 0.5 * gate * (1.0 + tl.math.erf(gate * 0.7071067811865476))
+    gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
     tl.store(output + row * width + column, (value * gate).to(output.dtype.element_ty), inside)
 
 

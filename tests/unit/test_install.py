@@ -138,10 +138,10 @@ def test_line_survives_a_broken_torch(fake_torch):
     [
         ("2.7.1+cu128", "12.8", (12, 4), "3.3.1", "native, cudagraph, eager"),
         ("2.7.1+cu128", "12.8", (12, 4), "3.3.1.post21", "native, cudagraph, eager"),
-        ("2.7.1+cu128", "12.8", (12, 4), None, "cudagraph, eager (native needs triton 2.2 or newer)"),
-        ("2.3.1+cu121", "12.1", (12, 4), "2.3.1", "native, cudagraph, eager"),
-        ("2.1.2+cu121", "12.1", (12, 4), "2.1.0", "cudagraph, eager (native needs triton 2.2 or newer)"),
-        ("2.1.2", "12.1", (12, 4), None, "cudagraph, eager (native needs triton 2.2 or newer)"),
+        ("2.7.1+cu128", "12.8", (12, 4), None, "cudagraph, eager (native needs triton 3.0 or newer)"),
+        ("2.3.1+cu121", "12.1", (12, 4), "2.3.1", "cudagraph, eager (native needs triton 3.0 or newer)"),
+        ("2.1.2+cu121", "12.1", (12, 4), "2.1.0", "cudagraph, eager (native needs triton 3.0 or newer)"),
+        ("2.1.2", "12.1", (12, 4), None, "cudagraph, eager (native needs triton 3.0 or newer)"),
         (
             "2.13.0+cpu", None, None, None,
             "eager (native and cudagraph need an NVIDIA GPU and a CUDA build of torch)",
@@ -159,7 +159,7 @@ def test_line_survives_a_broken_torch(fake_torch):
 )
 def test_backends(torch_version, cuda_build, driver_cuda, triton_version, backends):
     found = install.describe_backends(torch_version, cuda_build, driver_cuda, triton_version)
-    assert found == backends.replace("triton 2", "triton-windows 2" if os.name == "nt" else "triton 2")
+    assert found == backends.replace("triton 3", "triton-windows 3" if os.name == "nt" else "triton 3")
 
 
 @pytest.mark.gpu
