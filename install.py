@@ -22,16 +22,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
 OLDEST_PYTHON = (3, 10)
-OLDEST_TORCH = (2, 3)
+OLDEST_TORCH = (2, 1, 2)
 OLDEST_TRITON = (3, 0)
 CUDA_ERROR_NO_DEVICE = 100
+COMPUTE_CAPABILITY = (75, 76)  # what cuDeviceGetAttribute calls its two numbers
 FULL_DISK_BYTES = 64 << 20
 
 REPOSITORY = Path(__file__).resolve().parent
+REQUIREMENTS = REPOSITORY / "lib_onediff" / "ops" / "requirements.py"
 VENV = REPOSITORY / ".venv"
 VENV_PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 STAMPS = VENV / "onediff-installed.json"
@@ -49,14 +51,15 @@ class CannotInstall(Exception):
 
 
 def describe_machine() -> str:
-    """One line: torch, GPU, Triton, the usable backends, and what the others lack."""
+    """One line: torch, GPU, Triton, the usable backends, what the others lack, and how to get that."""
     torch_version, cuda_build = find_torch()
-    gpu, driver_cuda = find_gpu()
+    gpu, driver_cuda, capability = find_gpu()
     triton_version = installed_version("triton", "triton-windows", "pytorch-triton")
     versions = {"torch": torch_version, "triton": triton_version}
     torch, triton = (f"{name} {version}" if version else f"no {name}" for name, version in versions.items())
     backends = describe_backends(torch_version, cuda_build, driver_cuda, triton_version)
-    return f"OneDiff: {torch}, {gpu or 'no NVIDIA GPU'}, {triton}; backends: {backends}."
+    hint = how_to_be_fast(torch_version, cuda_build, driver_cuda, capability)
+    return f"OneDiff: {torch}, {gpu or 'no NVIDIA GPU'}, {triton}; backends: {backends}.{' ' + hint if hint else ''}"
 
 
 def describe_backends(torch: str | None, cuda: str | None, driver: tuple[int, int] | None, triton: str | None) -> str:
@@ -66,7 +69,7 @@ def describe_backends(torch: str | None, cuda: str | None, driver: tuple[int, in
     """
     if release_of(torch) < OLDEST_TORCH:
         return f"none (OneDiff needs torch {written(OLDEST_TORCH)} or newer)"
-    driver_lags = driver is not None and cuda is not None and driver[0] < release_of(cuda)[0]
+    driver_lags = lags(driver, cuda)
     newer_driver = f"a newer NVIDIA driver: this one serves CUDA {written(driver or ())}, torch wants {cuda}"
     lacks = {"an NVIDIA GPU": driver is None, "a CUDA build of torch": cuda is None, newer_driver: driver_lags}
     if any(lacks.values()):
@@ -75,6 +78,26 @@ def describe_backends(torch: str | None, cuda: str | None, driver: tuple[int, in
         return "native, cudagraph, eager"
     package = "triton-windows" if os.name == "nt" else "triton"
     return f"cudagraph, eager (native needs {package} {written(OLDEST_TRITON)} or newer)"
+
+
+def lags(driver: tuple[int, int] | None, cuda: str | None) -> bool:
+    """Whether the NVIDIA driver is too old for the CUDA version that torch was built for."""
+    return driver is not None and cuda is not None and driver[0] < release_of(cuda)[0]
+
+
+def how_to_be_fast(
+    torch: str | None, cuda: str | None, driver: tuple[int, int] | None, capability: tuple[int, int] | None
+) -> str | None:
+    """How to get the torch and the Triton that our kernels lack; None where they are not what is missing."""
+    if torch is None or cuda is None or driver is None or capability is None or lags(driver, cuda):
+        return None
+    # The package that it lies in imports torch.
+    spec = spec_from_file_location("onediff_requirements", REQUIREMENTS)
+    requirements = module_from_spec(spec)
+    spec.loader.exec_module(requirements)
+    if capability < requirements.OLDEST_CAPABILITY:
+        return None
+    return requirements.how_to_be_fast(requirements.setup_here(torch))
 
 
 def find_torch() -> tuple[str | None, str | None]:
@@ -88,22 +111,27 @@ def find_torch() -> tuple[str | None, str | None]:
     return values.get("__version__", version), values.get("cuda")
 
 
-def find_gpu() -> tuple[str | None, tuple[int, int] | None]:
-    """The NVIDIA GPUs that this process may use, in words, and the newest CUDA version that their driver serves."""
+def find_gpu() -> tuple[str | None, tuple[int, int] | None, tuple[int, int] | None]:
+    """The NVIDIA GPUs that this process may use, in words; the newest CUDA version that their driver serves; and the
+    first one's compute capability."""
     try:
         driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
     except OSError:
-        return None, None
+        return None, None, None
     count, version, name = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(100)
+    capability = ctypes.c_int(), ctypes.c_int()
     result = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     if result == CUDA_ERROR_NO_DEVICE or (result == 0 and count.value == 0):
-        return None, None
+        return None, None, None
     result = result or driver.cuDriverGetVersion(ctypes.byref(version)) or driver.cuDeviceGetName(name, len(name), 0)
+    for number, attribute in zip(capability, COMPUTE_CAPABILITY, strict=True):
+        result = result or driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, 0)
     if result != 0:
-        return f"an NVIDIA driver that does not start (CUDA error {result})", None
+        return f"an NVIDIA driver that does not start (CUDA error {result})", None, None
     words = name.value.decode("ascii", "replace")
     more = f" and {count.value - 1} more" if count.value > 1 else ""
-    return f"{'' if words.startswith('NVIDIA') else 'NVIDIA '}{words}{more}", divmod(version.value // 10, 100)
+    gpu = f"{'' if words.startswith('NVIDIA') else 'NVIDIA '}{words}{more}"
+    return gpu, divmod(version.value // 10, 100), (capability[0].value, capability[1].value)
 
 
 def installed_version(*names: str) -> str | None:

@@ -20,7 +20,7 @@ from .backends.inductor import Inductor
 from .ops import Operators, torch_ops
 from .ops.attention import Attention
 from .ops.attention_tuning import attention_shapes, time_on_gpu
-from .ops.availability import why_no_triton
+from .ops.availability import how_to_be_fast_here, why_no_triton
 from .ops.choices import Choices
 from .ops.float8 import Float8Support, support
 from .ops.float8_choice import Float8Choice, Product, products
@@ -60,6 +60,7 @@ class OperatorSets:
         self._launches = Launches(choices)
         self._made: dict[str, Operators] = {}
         self._why_not: dict[torch.device, str | None] = {}
+        self._hint: str | None = None
         self._supports_float8: dict[tuple[torch.device, torch.dtype], Float8Support] = {}
         self._float8_looked_at: tuple[Any, ...] = ()
         self._float8_products: Counter[Product] = Counter()
@@ -75,6 +76,12 @@ class OperatorSets:
         if device not in self._why_not:
             self._why_not[device] = why_no_triton(device)
         return self._why_not[device]
+
+    def hint(self) -> str:
+        """How to get what makes OneDiff fast on this machine, in one or two sentences; "" where nothing is missing."""
+        if self._hint is None:
+            self._hint = how_to_be_fast_here() or ""
+        return self._hint
 
     def why_not_float8(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why products in float8 cannot be had on a device for a model of this dtype, in one sentence; None if they

@@ -62,6 +62,15 @@ class Precision:
         return None if chosen == AUTO else chosen == ON
 
 
+def switch_of(owner: Any, attribute: str) -> Any:
+    """What a switch of torch.backends says; None where this torch has none of that name."""
+    try:
+        return getattr(owner, attribute)
+    except (AttributeError, AssertionError):
+        # torch 2.1 says AssertionError for a name that it does not know.
+        return None
+
+
 @dataclass(frozen=True)
 class MatmulSwitch:
     """An attribute of torch.backends.cuda.matmul. companion: one that torch resets whenever it is set."""
@@ -71,12 +80,12 @@ class MatmulSwitch:
 
     def read(self) -> bool | None:
         """Whether it is on; None where this torch has no such switch."""
-        return getattr(torch.backends.cuda.matmul, self.attribute, None)
+        return switch_of(torch.backends.cuda.matmul, self.attribute)
 
     def state(self) -> Any:
         """What restore() takes."""
         matmul = torch.backends.cuda.matmul
-        beside = getattr(matmul, self.companion, None) if self.companion else None
+        beside = switch_of(matmul, self.companion) if self.companion else None
         return self.read() if beside is None else (self.read(), beside)
 
     def write(self, value: bool) -> None:
@@ -102,15 +111,15 @@ class Tf32Switch:
         """Who has allow_tf32, and who has fp32_precision (None where nobody has)."""
         if not self.convolutions:
             matmul = torch.backends.cuda.matmul
-            return matmul, matmul if hasattr(matmul, "fp32_precision") else None
-        newer = getattr(torch.backends.cudnn, "conv", None)
-        return torch.backends.cudnn, newer if hasattr(newer, "fp32_precision") else None
+            return matmul, None if switch_of(matmul, "fp32_precision") is None else matmul
+        newer = switch_of(torch.backends.cudnn, "conv")
+        return torch.backends.cudnn, None if switch_of(newer, "fp32_precision") is None else newer
 
     def state(self) -> tuple[bool | None, str | None]:
         """What restore() takes: allow_tf32 where it can be read, and fp32_precision where there is one."""
         older, newer = self._owners()
         try:
-            allowed = getattr(older, "allow_tf32", None)
+            allowed = switch_of(older, "allow_tf32")
         except RuntimeError:
             allowed = None
         return allowed, None if newer is None else newer.fp32_precision

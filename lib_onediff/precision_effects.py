@@ -2,7 +2,7 @@
 
 Read in torch's sources: cuBLAS sums in float16 where allow_fp16_accumulation is set (torch 2.7 and newer, compute
 capability 7.0 and newer, not on AMD). cuDNN is asked for float32 sums by every torch, through either of its interfaces;
-TORCH_CUDNN_V8_API_DISABLED, which every torch from 2.3 to 2.13 reads once, chooses the interface and so the kernels,
+TORCH_CUDNN_V8_API_DISABLED, which every torch from 2.1 to 2.13 reads once, chooses the interface and so the kernels,
 but not the sums.
 """
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .ops.requirements import release, written
 from .precision import (
     AUTO,
     BF16_REDUCTION,
@@ -24,6 +25,7 @@ from .precision import (
     TF32_MATMUL,
 )
 
+FLOAT8_TORCH = (2, 5)
 CUDNN_V8_DISABLED = "TORCH_CUDNN_V8_API_DISABLED"
 ONEFLOW_CUTLASS = "ONEFLOW_KERENL_CONV_ENABLE_CUTLASS_IMPL"
 AMD_TF32 = "HIPBLASLT_ALLOW_TF32"
@@ -142,6 +144,8 @@ def of_float8(value: bool, machine: Machine, dtype: torch.dtype | None) -> str |
         return None
     if machine.amd or machine.capability is None:
         return "FP8 needs OneDiff's own kernels, and those an NVIDIA GPU."
+    if release(machine.torch) < FLOAT8_TORCH:
+        return f"PyTorch has such products from {written(FLOAT8_TORCH)} on; here it is {machine.torch}."
     lack = too_old(machine, FLOAT8_FROM, "FP8 exists")
     if lack is None and dtype == torch.float32:
         return "FP8 is for models in float16 or bfloat16; this model is in float32."

@@ -73,6 +73,7 @@ class UserRequests:
             "enabled": settings.enabled, **status, "backend": status["backend"] or settings.backend,
             "vae": self.vae.status(), "faults": self.guard.faults, "inductor": self.operators.inductor.status(),
             "auto": self.operators.auto.sentence() if settings.backend == AUTO else "",
+            "hint": self.operators.hint() if settings.enabled else "",
         }
 
     # --- to keep --------------------------------------------------------------------------------------------------

@@ -212,6 +212,7 @@ class StatusAnswer(Answer):
     calls: dict[str, int] = Field(..., description="UNet calls by route.")
     vae: dict[str, Any] = Field(..., description="The same of the last decode.")
     auto: str = Field(..., description='What "auto" means on this machine and why, where that had to be measured.')
+    hint: str = Field("", description="How to get the torch and the Triton that OneDiff's kernels lack; empty: none.")
     inductor: dict[str, int] = Field(..., description="Graphs that Inductor has made, and calls that they did not fit.")
 
 

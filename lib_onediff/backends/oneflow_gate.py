@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..ops.availability import release, written
+from ..ops.requirements import release, written
 from .oneflow_probe import COMPUTING, DONE, IMPORTING, SHARING
 
 PYTHON = (3, 10)

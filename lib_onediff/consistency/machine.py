@@ -13,6 +13,7 @@ from ..shapes.fingerprint import Fingerprint
 from .report import Facts, as_fact
 
 NOT_KNOWN = "not known to this torch"
+NOT_READ = "not to be read"
 # Packages whose kernels take part in a picture.
 PACKAGES = ("xformers", "flash-attn", "sageattention", "oneflow", "bitsandbytes", "tomesd", "diffusers")
 # Variables that change how numbers are computed; their values are words and numbers.
@@ -97,7 +98,9 @@ def asked(read: Callable[[], Any]) -> str:
     """What a switch says. PyTorch raises where it has none of that name, and where newer switches contradict it."""
     try:
         return as_fact(read())
-    except AttributeError:
-        return NOT_KNOWN
-    except (RuntimeError, AssertionError):
-        return "not to be read"
+    except (AttributeError, AssertionError) as error:
+        # torch 2.1 asserts that it knows a name; an assertion of another kind is about the GPU.
+        unknown = isinstance(error, AttributeError) or str(error).startswith("Unknown attribute")
+        return NOT_KNOWN if unknown else NOT_READ
+    except RuntimeError:
+        return NOT_READ

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .availability import release
 from .regions import NotServed
+from .requirements import release
 
 log = logging.getLogger("onediff")
 

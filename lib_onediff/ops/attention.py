@@ -12,24 +12,28 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 from torch.backends import cuda as switches
-from torch.nn.attention import SDPBackend, sdpa_kernel
+
+try:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+except ImportError:
+    # torch 2.1 and 2.2.
+    SDPBackend = sdpa_kernel = None
 
 from ..modes import our_modes
+from ..precision import switch_of
 from .attention_tuning import Shape, TimeMs, fastest, random_inputs, time_on_gpu
 from .choices import Choices
 
 # torch: what torch picks by itself. gemm: ours, below.
 TORCH, CUDNN, FLASH, EFFICIENT, MATH, GEMM = "torch", "cudnn", "flash", "efficient", "math", "gemm"
-BACKENDS = {
-    CUDNN: SDPBackend.CUDNN_ATTENTION, FLASH: SDPBackend.FLASH_ATTENTION, EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
-    MATH: SDPBackend.MATH,
-}
-# The switches as torch.backends.cuda calls them: name_sdp_enabled() and enable_name_sdp(bool).
+# What torch chooses from, by the names of its SDPBackend.
+BACKENDS = {CUDNN: "CUDNN_ATTENTION", FLASH: "FLASH_ATTENTION", EFFICIENT: "EFFICIENT_ATTENTION", MATH: "MATH"}
+# The switches as torch.backends.cuda calls it: name_sdp_enabled() and enable_name_sdp(bool).
 SWITCHES = {CUDNN: "cudnn", FLASH: "flash", EFFICIENT: "mem_efficient", MATH: "math"}
 # In every version torch takes the first that it may: cuDNN at either end, and the others in this order.
 AHEAD = {FLASH: (CUDNN,), EFFICIENT: (CUDNN, FLASH), MATH: (CUDNN, FLASH, EFFICIENT)}
 # Before torch 2.6 nothing but switching all others off gives cuDNN the first place, and other threads use the switches.
-TAKES_PRIORITY = "set_priority" in inspect.signature(sdpa_kernel).parameters
+TAKES_PRIORITY = sdpa_kernel is not None and "set_priority" in inspect.signature(sdpa_kernel).parameters
 # torch 2.8 and newer, on an NVIDIA GPU: a GEMM of half precision tensors into float32.
 GEMM_WIDENS = "dtype_out" in torch.ops.aten.baddbmm.overloads() and torch.version.hip is None
 # No kernel but "efficient" takes wider heads; torch's last resort holds all scores at once, 4 GiB for 1024x1024 pixels.
@@ -134,7 +138,7 @@ class Attention:
 
     def _alone(self, backend: str, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         # Raises where this one cannot do it, instead of timing another.
-        with self._switching, sdpa_kernel(BACKENDS[backend]):
+        with self._switching, switched_off(tuple(other for other in BACKENDS if other != backend)):
             return functional.scaled_dot_product_attention(*inputs)
 
 
@@ -166,7 +170,8 @@ def first(backend: str) -> contextlib.AbstractContextManager[Any]:
     """Give an implementation the first place, and leave torch the others for what that one cannot do."""
     if backend != CUDNN:
         return switched_off(AHEAD[backend])
-    return sdpa_kernel([BACKENDS[name] for name in BACKENDS if name == CUDNN or is_on(name)], set_priority=True)
+    allowed = [getattr(SDPBackend, BACKENDS[name]) for name in BACKENDS if name == CUDNN or is_on(name)]
+    return sdpa_kernel(allowed, set_priority=True)
 
 
 @contextlib.contextmanager
@@ -203,7 +208,7 @@ def gemm_attention(query: Tensor, key: Tensor, value: Tensor, scores_bytes: int 
 
 def sums_in_half() -> bool:
     """Whether products of float16 are summed in float16: then torch has none with an output in float32."""
-    return bool(getattr(switches.matmul, "allow_fp16_accumulation", False))
+    return bool(switch_of(switches.matmul, "allow_fp16_accumulation"))
 
 
 def score(query: Tensor, key: Tensor, scale: float, scores: Tensor) -> Tensor:

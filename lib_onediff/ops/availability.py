@@ -2,27 +2,23 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
-import sysconfig
-from importlib import metadata
-from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 
-# The first whose language has erf and rsqrt of its own. Our kernels compile with it for compute capability 7.0 to 9.0,
-# and so they do with 3.7; only Triton's interpreter, which the tests use, needs 3.2.
-OLDEST_TRITON = (3, 0)
-# Triton has never served less. Since 3.3 its makers test 8.0 and newer, but what no tensor core does still compiles.
-OLDEST_CAPABILITY = (7, 0)
-# What goes with each torch. Newer ones than these take the newest.
-TRITON_FOR_TORCH = {
-    (2, 4): "3.1" if sys.platform == "win32" else "3.0", (2, 5): "3.1", (2, 6): "3.2", (2, 7): "3.3", (2, 8): "3.4",
-    (2, 9): "3.5", (2, 10): "3.6", (2, 11): "3.6", (2, 12): "3.7", (2, 13): "3.7",
-}
-OLDEST_TORCH_WITH_TRITON = min(TRITON_FOR_TORCH)
+from .requirements import (
+    OLDEST_CAPABILITY,
+    OLDEST_TRITON,
+    Setup,
+    how_to_be_fast,
+    install_triton,
+    python_header,
+    setup_here,
+    triton_here,
+    triton_is_usable,
+    written,
+)
 
 
 def why_no_triton(device: torch.device) -> str | None:
@@ -49,71 +45,51 @@ def why_no_triton_gpu(device: torch.device) -> str | None:
 
 
 def why_no_triton_package() -> str | None:
-    """Why this Python has no Triton that our kernels can use."""
-    installed = find_spec("triton") is not None
-    version = triton_version() if installed else ""
-    # A version that cannot be read is believed to be new enough.
-    if installed and not () < release(version) < OLDEST_TRITON:
+    """Why this Python has no Triton that our kernels can use; how_to_be_fast_here() says how to get it."""
+    version = triton_here()
+    if triton_is_usable(version):
         return None
-    if release(torch.__version__) < OLDEST_TORCH_WITH_TRITON:
-        return (
-            f"OneDiff's kernels need Triton {written(OLDEST_TRITON)}, which torch {torch.__version__} is too old for: "
-            f"install torch {written(OLDEST_TORCH_WITH_TRITON)} or newer"
-        )
-    if not installed:
-        return f"OneDiff is faster with Triton, which is not installed: {how_to_install()}"
-    return (
-        f"OneDiff's kernels need Triton {written(OLDEST_TRITON)} or newer, and {version} is installed: "
-        f"{how_to_install()}"
-    )
+    if version is None:
+        return "OneDiff's kernels need Triton, which is not installed"
+    return f"OneDiff's kernels need Triton {written(OLDEST_TRITON)} or newer, and {version} is installed"
+
+
+def how_to_be_fast_here() -> str | None:
+    """What would make OneDiff fast on this machine's GPU and how to get it, in one or two sentences; None where nothing
+    is missing, and where our kernels are not for this GPU."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        lack = why_no_triton_gpu(torch.device("cuda", torch.cuda.current_device()))
+    except RuntimeError:
+        # A GPU that does not start.
+        return None
+    return None if lack else how_to_be_fast(setup_here(torch.__version__))
 
 
 def why_no_compiler() -> str | None:
-    """What Triton's first launch would miss: on Linux it builds a small Python module in C."""
-    # triton-windows brings a compiler of its own, and Python's headers.
+    """What Triton's first launch would miss: it builds a small Python module in C."""
+    header = python_header()
     if sys.platform == "win32":
-        return None
+        # triton-windows brings a compiler of its own, but not Python's headers, which an embedded Python lacks.
+        return None if header.exists() else f"Triton needs this Python's {header}, which is not there"
     named = os.environ.get("CC")
     if named is not None:
         if shutil.which(named) is None:
             return f"Triton needs a C compiler, and CC names {named!r}, which is not there: correct CC or take it away"
     elif not (shutil.which("gcc") or shutil.which("clang")):
         return "Triton needs a C compiler, and there is no gcc or clang here. On Debian and Ubuntu: apt install gcc"
-    if not python_header().exists():
+    if not header.exists():
         python = f"python{written(sys.version_info[:2])}"
-        return f"Triton needs this Python's {python_header()}. On Debian and Ubuntu: apt install {python}-dev"
+        return f"Triton needs this Python's {header}. On Debian and Ubuntu: apt install {python}-dev"
     return None
 
 
-def python_header() -> Path:
-    """Where Triton's compiler looks for Python.h."""
-    scheme = sysconfig.get_default_scheme()
-    # Debian's own Python installs packages elsewhere, but not its headers.
-    return Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"], "Python.h")
-
-
 def how_to_install() -> str:
-    """The pip command for the Triton that goes with this torch."""
-    package = "triton-windows" if sys.platform == "win32" else "triton"
-    fitting = TRITON_FOR_TORCH.get(release(torch.__version__)[:2])
-    return f'pip install "{package}=={fitting}.*"' if fitting else f"pip install {package}"
-
-
-def release(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: (2, 7, 1) for 2.7.1+cu128, () where there are none."""
-    return tuple(int(number) for number in re.findall(r"\d+", (re.match(r"[\d.]*", version) or [""])[0]))
-
-
-def written(numbers: tuple[int, ...]) -> str:
-    """(3, 10) as 3.10."""
-    return ".".join(map(str, numbers))
+    """The command for the Triton that goes with this torch."""
+    return install_triton(Setup(torch.__version__, None))
 
 
 def triton_version() -> str:
     """Triton's version, or 'none'; it is not imported."""
-    for name in ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return "none"
+    return triton_here() or "none"

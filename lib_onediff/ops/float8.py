@@ -12,13 +12,15 @@ from torch import Tensor
 
 from ..unet.weights import Float8Weight
 from . import Float8Tokens
-from .availability import written
+from .requirements import release, written
 
 # Of float8 e4m3, which has no infinity.
 LARGEST = 448.0
 # A row of zeros has this for its largest value.
 SMALLEST_MAXIMUM = 1e-12
 OLDEST_CAPABILITY = (8, 9)
+# Older ones have no scales of rows, and answer with a pair.
+OLDEST_TORCH = (2, 5)
 # The two factors lie as multiples of 16 bytes, or no library multiplies them.
 ALIGNED = 16
 PROBE_ROWS = 64
@@ -76,6 +78,8 @@ def why_no_float8_gpu(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in (torch.float16, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         return f"FP8 is for models in float16 or bfloat16, and this one is in {name}"
+    if release(torch.__version__) < OLDEST_TORCH:
+        return f"FP8 needs torch {written(OLDEST_TORCH)} or newer, and this is torch {torch.__version__}"
     if device.type == "cuda" and not torch.version.hip:
         return too_old(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
     return None

@@ -9,7 +9,8 @@ from importlib.util import find_spec
 
 import torch
 
-from .availability import OLDEST_CAPABILITY, how_to_install, release, why_no_compiler, written
+from .availability import how_to_install, why_no_compiler
+from .requirements import OLDEST_CAPABILITY, release, written
 
 OLDEST_TORCH = (2, 4)
 # The first torch whose compiler runs in a Python; in newer ones than these none is known to.

@@ -24,6 +24,7 @@ from lib_onediff.precision import (
     TF32_MATMUL,
     Flags,
     applied,
+    switch_of,
 )
 from lib_onediff.precision_effects import Machine, why_no_effect
 from lib_onediff.settings import Settings
@@ -121,7 +122,7 @@ def test_tf32(switch: str, work: Any) -> None:
 def test_the_newer_way_to_set_tf32_is_put_back() -> None:
     since(8, 0)
     matmul = torch.backends.cuda.matmul
-    if not hasattr(matmul, "fp32_precision"):
+    if switch_of(matmul, "fp32_precision") is None:
         pytest.skip("PyTorch has it from 2.9 on")
     found = SWITCHES[TF32_MATMUL].state()
     a, b = (torch.randn(256, 512, device=GPU) for _ in range(2))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten
 
 MEBIBYTE = 2**20
 LEAST_BLOCK = 512
@@ -116,7 +116,7 @@ class Requests(TorchDispatchMode):
 
 
 def tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, Tensor)]
 
 
 def requests_of(work: Callable[[], Tensor], scale: int = 1) -> list[tuple[int, int]]:

@@ -181,9 +181,9 @@ def test_the_fastest_that_runs_here_is_chosen(best: str) -> None:
 def test_wide_heads_are_gemms_and_torchs_whole_scores_are_never_tried() -> None:
     choices = Choices()
     attention = timed({}, choices)
-    assert attention.pick(*SHAPES["VAE"], torch.float16) == GEMM
-    assert attention.time_all(*SHAPES["VAE"], torch.float16, CPU) == GEMM
-    assert set(choices.get(choice_name(*SHAPES["VAE"], torch.float16))["ms"]) == {GEMM}
+    assert attention.pick(*SHAPES["VAE"], torch.bfloat16) == GEMM
+    assert attention.time_all(*SHAPES["VAE"], torch.bfloat16, CPU) == GEMM
+    assert set(choices.get(choice_name(*SHAPES["VAE"], torch.bfloat16))["ms"]) == {GEMM}
 
 
 def test_math_is_not_tried_where_its_scores_are_large() -> None:
@@ -222,7 +222,7 @@ def test_torchs_own_pick_is_left_alone_unless_another_is_clearly_faster(torch_ms
 
 def test_measuring_touches_no_random_numbers_and_needs_no_modes_of_its_thread() -> None:
     before, found = torch.get_rng_state(), []
-    thread = threading.Thread(target=lambda: found.append(timed({}).time_all(*SHAPES["self"], torch.float16, CPU)))
+    thread = threading.Thread(target=lambda: found.append(timed({}).time_all(*SHAPES["self"], torch.bfloat16, CPU)))
     thread.start()
     thread.join()
     assert found == [TORCH]

@@ -88,6 +88,7 @@ def test_calls_that_a_graph_serves_count_too(choices: Choices, monkeypatch: pyte
     assert len(noted) == 2
 
 
+@pytest.mark.skipif(LACK is not None, reason=LACK or "")
 def test_where_inductor_cannot_compile_it_is_done_without(choices: Choices, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(auto_choice.WORTH_LOOKING_MS, "cpu", 0.0)
 

@@ -14,12 +14,12 @@ import lib_onediff
 from lib_onediff.ops import availability
 from lib_onediff.ops.availability import (
     how_to_install,
-    release,
     why_no_compiler,
     why_no_triton,
     why_no_triton_gpu,
     why_no_triton_package,
 )
+from lib_onediff.ops.requirements import release
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="Triton builds its launcher so on Linux only")
@@ -68,19 +68,10 @@ def test_amd_is_said_to_be_untried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert a_sentence(why) and "AMD" in why
 
 
-@pytest.mark.parametrize(("platform", "torch_version", "command"), [
-    ("linux", "2.7.1+cu128", 'pip install "triton==3.3.*"'), ("linux", "2.4.1", 'pip install "triton==3.0.*"'),
-    ("linux", "2.13.0", 'pip install "triton==3.7.*"'), ("linux", "2.99.0", "pip install triton"),
-    ("win32", "2.9.0", 'pip install "triton-windows==3.5.*"'), ("win32", "3.1.0", "pip install triton-windows"),
-])
-def test_no_triton(
-    triton: Path, monkeypatch: pytest.MonkeyPatch, platform: str, torch_version: str, command: str
-) -> None:
-    monkeypatch.setattr(sys, "platform", platform)
-    monkeypatch.setattr(torch, "__version__", torch_version)
-    assert how_to_install() == command
-    why = why_no_triton_package()
-    assert a_sentence(why) and why.endswith(command)
+def test_no_triton(triton: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert why_no_triton_package() == "OneDiff's kernels need Triton, which is not installed"
+    monkeypatch.setattr(torch, "__version__", "2.7.1+cu126")
+    assert f"{sys.executable} -m pip install" in how_to_install() and "==3.3.*" in how_to_install()
 
 
 @pytest.mark.parametrize("name", ["triton", "triton-windows", "pytorch-triton"])
@@ -95,14 +86,10 @@ def test_a_triton_whose_version_nobody_knows_is_believed(triton: Path) -> None:
     assert why_no_triton_package() is None
 
 
-def test_an_old_triton_and_an_old_torch(triton: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_triton(triton: Path) -> None:
     install(triton, "2.3.1")
-    monkeypatch.setattr(torch, "__version__", "2.6.0+cu124")
     why = why_no_triton_package()
-    assert a_sentence(why) and "2.3.1 is installed" in why and "3.2" in why
-    monkeypatch.setattr(torch, "__version__", "2.3.1+cu121")
-    why = why_no_triton_package()
-    assert a_sentence(why) and "torch 2.3.1+cu121 is too old" in why and "install torch 2.4" in why
+    assert a_sentence(why) and "Triton 3.0 or newer, and 2.3.1 is installed" in why
 
 
 @pytest.fixture
@@ -157,9 +144,12 @@ def test_no_headers(empty_path: Path, tmp_path: Path) -> None:
     assert str(tmp_path / "include" / "Python.h") in why and why.endswith("-dev")
 
 
-def test_nothing_of_it_is_asked_on_windows(empty_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_needs_headers_alone(empty_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "win32")
     assert why_no_compiler() is None
+    (tmp_path / "include" / "Python.h").unlink()
+    why = why_no_compiler()
+    assert why == f"Triton needs this Python's {tmp_path / 'include' / 'Python.h'}, which is not there"
 
 
 @on_linux
@@ -179,12 +169,6 @@ def test_where_nothing_is_missing_a_python_module_can_be_built(tmp_path: Path) -
 ])
 def test_releases(version: str, numbers: tuple[int, ...]) -> None:
     assert release(version) == numbers
-
-
-def test_install_py_says_the_same_of_triton() -> None:
-    import install as installer
-
-    assert installer.OLDEST_TRITON == availability.OLDEST_TRITON
 
 
 def test_asking_imports_no_triton() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lib_onediff import __version__
 from lib_onediff.consistency import differences, machine_facts, onediff_facts, parse, report
+from lib_onediff.consistency.machine import asked
 from lib_onediff.consistency.report import LONGEST_VALUE, as_fact
 from lib_onediff.hosts.host_facts import host_facts
 from lib_onediff.settings import Settings
@@ -31,6 +32,19 @@ def test_everything_of_this_machine_is_read_back() -> None:
     assert facts["OneDiff"]["Backend in use"] == "eager"
     quoted = "\n".join(f"> {line}" for line in report(facts).splitlines())
     assert parse(f"Hello,\nhere it is:\n{quoted}\n") == facts
+
+
+@pytest.mark.parametrize(("error", "said"), [
+    (AttributeError("Unknown attribute allow_fp16_accumulation"), "not known to this torch"),
+    (AssertionError("Unknown attribute allow_fp16_accumulation"), "not known to this torch"),
+    (AssertionError("Torch not compiled with CUDA enabled"), "not to be read"),
+    (RuntimeError("mixed"), "not to be read"),
+])
+def test_a_switch_that_cannot_be_read(error: Exception, said: str) -> None:
+    def read() -> None:
+        raise error
+
+    assert asked(read) == said
 
 
 @settings(max_examples=80, deadline=None)

@@ -28,6 +28,7 @@ from lib_onediff.precision import (
     flags_for,
     oneflow_variables,
     sums_in_half,
+    switch_of,
     tf32_is_on,
     upcasts_attention,
 )
@@ -36,7 +37,7 @@ from lib_onediff.precision_effects import Machine
 GPU = torch.device("cuda", 0)
 HALF = types.SimpleNamespace(matmul_accumulation="half")
 H200 = Machine("2.13.0", "NVIDIA H200", (9, 0), False, frozenset(SWITCHES))
-HAS_NEWER_TF32 = hasattr(torch.backends.cuda.matmul, "fp32_precision")
+HAS_NEWER_TF32 = switch_of(torch.backends.cuda.matmul, "fp32_precision") is not None
 
 
 def standing() -> dict[str, Any]:
@@ -51,7 +52,7 @@ def standing() -> dict[str, Any]:
     for name, way in ways.items():
         try:
             found[name] = way()
-        except (AttributeError, RuntimeError) as error:
+        except (AttributeError, AssertionError, RuntimeError) as error:
             found[name] = type(error)
     return found
 

@@ -1,0 +1,159 @@
+"""Which torch and which Triton OneDiff's kernels need, and how to get them on this system.
+
+Nothing here needs torch: install.py loads this file alone, by its path.
+"""
+from __future__ import annotations
+
+import re
+import sys
+import sysconfig
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+OLDEST_TORCH = (2, 1, 2)
+# The first whose language has erf and rsqrt of its own. Our kernels compile with it for compute capability 7.0 to 9.0,
+# and so they do with 3.8; only Triton's interpreter, which the tests use, needs 3.2. What Triton 2.x cannot compile it
+# does not refuse, but ends the process: 2.1 over the joining of group norm statistics and over attention for compute
+# capability 7.5, 2.3 over attention for 7.0 and, cut in some ways, for 9.0.
+OLDEST_TRITON = (3, 0)
+# Triton has never served less. Since 3.3 its makers test 8.0 and newer, but what no tensor core does still compiles.
+OLDEST_CAPABILITY = (7, 0)
+# What each torch for Linux asks for in its metadata, where our kernels can use that; newer ones than these take the
+# newest. The fork for Windows begins with torch 2.4.
+TRITON_FOR_TORCH = {
+    (2, 4): "3.0", (2, 5): "3.1", (2, 6): "3.2", (2, 7): "3.3", (2, 8): "3.4", (2, 9): "3.5", (2, 10): "3.6",
+    (2, 11): "3.6", (2, 12): "3.7", (2, 13): "3.7",
+}
+TRITON_FOR_TORCH_ON_WINDOWS = {**TRITON_FOR_TORCH, (2, 4): "3.1"}
+# For whoever needs a newer torch: its builds for CUDA 12 run on the drivers that served torch 2.1, and serve every GPU
+# that our kernels do but the RTX 50.
+NEW_TORCH, NEW_TORCHVISION, NEW_CUDA = "2.7.1", "0.22.1", "12.6"
+TRITON_PACKAGES = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm")
+# If we are in its folder of extensions.
+WEBUI_FOLDER = Path(__file__).resolve().parents[2].parent.parent
+
+
+class Setup(NamedTuple):
+    """What is installed for this Python; None: it is not there.
+
+    triton: "" where nobody knows the version, and then it is believed to be new enough. python: its path. webui: the
+    folder of the WebUI whose extension we are, if any. headers: whether Python.h is where Triton's compiler looks.
+    """
+
+    torch: str | None
+    triton: str | None
+    platform: str = sys.platform
+    python: str = sys.executable
+    python_version: tuple[int, ...] = sys.version_info[:2]
+    webui: Path | None = WEBUI_FOLDER
+    headers: bool = True
+    xformers: bool = False
+
+
+def setup_here(torch: str | None) -> Setup:
+    """This machine's. torch: its version, which only an import of torch tells with its build tag."""
+    return Setup(
+        torch, triton_here(), headers=python_header().exists(), xformers=find_spec("xformers") is not None,
+    )
+
+
+def triton_here() -> str | None:
+    """Triton's version, "" where nobody knows it; None: there is none. It is not imported."""
+    if find_spec("triton") is None:
+        return None
+    for name in TRITON_PACKAGES:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def how_to_be_fast(setup: Setup) -> str | None:
+    """What makes OneDiff fast on an NVIDIA GPU where its kernels cannot be used, and what is used until then, in one or
+    two sentences; None where nothing is missing. Only for GPUs of OLDEST_CAPABILITY and newer."""
+    windows, new_enough, steps = setup.platform == "win32", torch_has_triton(setup), []
+    if not new_enough:
+        steps.append(torch_step(setup))
+    # A new torch for Linux brings its Triton.
+    if not triton_is_usable(setup.triton) if new_enough else windows:
+        steps.append(f"run {install_triton(setup)}{' in a command prompt' if windows else ''}")
+    if windows and not setup.headers:
+        steps.append(headers_step(setup))
+    if not steps:
+        return None
+    torch = setup.torch if new_enough else NEW_TORCH
+    works = release(setup.torch) >= OLDEST_TORCH
+    until = "PyTorch's own operators are used, in CUDA graphs" if works else "it does nothing"
+    needs = f"OneDiff is fast on this GPU with torch {torch} and Triton {triton_for(torch, setup.platform)}"
+    return f"{needs}: {', then '.join(steps)}. Until then {until}."
+
+
+def torch_has_triton(setup: Setup) -> bool:
+    """Whether there is a Triton for this torch that our kernels can use."""
+    return release(setup.torch) >= min(TRITON_FOR_TORCH)
+
+
+def triton_is_usable(version: str | None) -> bool:
+    return version is not None and not () < release(version) < OLDEST_TRITON
+
+
+def triton_for(torch: str | None, platform: str = sys.platform) -> str:
+    """The Triton that goes with a torch: "3.3"."""
+    fitting = TRITON_FOR_TORCH_ON_WINDOWS if platform == "win32" else TRITON_FOR_TORCH
+    return fitting.get(release(torch)[:2], fitting[max(fitting)])
+
+
+def install_triton(setup: Setup) -> str:
+    """The command that installs the Triton that goes with this torch."""
+    torch = setup.torch if torch_has_triton(setup) else NEW_TORCH
+    package = "triton-windows" if setup.platform == "win32" else "triton"
+    return f'{quoted(setup.python)} -m pip install "{package}=={triton_for(torch, setup.platform)}.*"'
+
+
+def torch_step(setup: Setup) -> str:
+    """How this torch is exchanged for one that there is a Triton for."""
+    windows = setup.platform == "win32"
+    packages = f"torch=={NEW_TORCH} torchvision=={NEW_TORCHVISION}"
+    # Windows' package for pip's usual index is made for CPUs.
+    index = " --index-url URL" if windows else ""
+    where = f" (URL: PyTorch's index for CUDA {NEW_CUDA}, which its page Start Locally names)" if windows else ""
+    without = " and without --xformers, which belongs to the old torch" if setup.xformers else ""
+    settings = "webui-user.bat" if windows else "webui-user.sh"
+    if setup.webui is not None and (setup.webui / settings).exists():
+        command = f"pip install {packages}{index}"
+        setting = f"set TORCH_COMMAND={command}" if windows else f'export TORCH_COMMAND="{command}"'
+        return f"put {setting}{where} into {settings}, start the WebUI once with --reinstall-torch{without}"
+    return f"run {quoted(setup.python)} -m pip install --upgrade {packages}{index}{where}"
+
+
+def headers_step(setup: Setup) -> str:
+    """What the Python that comes with a WebUI for Windows lacks: Triton compiles a small module for it."""
+    version = written(setup.python_version)
+    # Not pathlib's: this may be asked for another system.
+    folder = re.split(r"[\\/][^\\/]*$", setup.python)[0]
+    return f'copy the folders "include" and "libs" of an ordinary Python {version} into {quoted(folder)}'
+
+
+def python_header() -> Path:
+    """Where Triton's compiler looks for Python.h."""
+    scheme = sysconfig.get_default_scheme()
+    # Debian's own Python installs packages elsewhere, but not its headers.
+    return Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"], "Python.h")
+
+
+def quoted(path: str) -> str:
+    """As one word of a command line."""
+    return f'"{path}"' if re.search(r"[^\w./\\:~+-]", path) else path
+
+
+def release(version: str | None) -> tuple[int, ...]:
+    """The leading numbers of a version: (2, 7, 1) for 2.7.1+cu128, () where there are none."""
+    return tuple(int(number) for number in re.findall(r"\d+", (re.match(r"[\d.]*", version or "") or [""])[0]))
+
+
+def written(numbers: tuple[int, ...]) -> str:
+    """(3, 10) as 3.10."""
+    return ".".join(map(str, numbers))
