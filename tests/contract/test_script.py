@@ -13,7 +13,7 @@ pytest.importorskip("gradio")
 pytest.importorskip("diffusers")
 
 from builders import a_call, diffusers_unet, relative_error, served
-from test_faults import broken
+from test_hook_faults import broken
 from torch import Tensor
 from vae_builders import diffusers_vae
 
