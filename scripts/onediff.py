@@ -51,8 +51,8 @@ def follow_settings() -> None:
         webui.serve()
     else:
         # First of all, so that whatever follows leaves nothing of ours behind.
-        webui.stop()
-        warmup.stop()
+        for step in (webui.stop, warmup.stop):
+            guard.attempt("switching OneDiff off", step)
     idle.follow(runtime.settings.enabled and runtime.settings.idle_prewarm)
 
 

@@ -35,10 +35,10 @@ class Standalone:
         self._serving = False
         unet = unet_of(loaded_model())
         if unet is not None:
-            diffusers_host.detach(unet)
+            runtime.guard.attempt("giving the UNet back", lambda: diffusers_host.detach(unet))
         for half in diffusers_decoder.halves_of(loaded_pipeline()):
-            diffusers_decoder.detach(half)
-        runtime.release_all()
+            runtime.guard.attempt("giving the VAE back", lambda half=half: diffusers_decoder.detach(half))
+        runtime.guard.attempt("giving the UNets back", runtime.release_all)
 
     def hooks(self) -> int:
         unet = unet_of(loaded_model())

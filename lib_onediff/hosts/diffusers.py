@@ -83,6 +83,8 @@ class DiffusersForward:
         down_block_additional_residuals: Any = None, mid_block_additional_residual: Tensor | None = None,
         down_intrablock_additional_residuals: Any = None, **others: Any,
     ) -> UNetCall:
+        if runtime.guard.suspended:
+            raise NotOurs(runtime.guard.suspended)
         replaced = replaced_by(type(unet))
         if replaced is not None:
             raise NotOurs(f"UNet2DConditionModel.forward was replaced by {replaced}")

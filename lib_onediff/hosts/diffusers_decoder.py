@@ -46,6 +46,8 @@ class DecoderForward:
 
 def why_host(decoder: nn.Module, latent: Any, others: dict[str, Any]) -> str | None:
     """Why a call of diffusers' Decoder.forward is not ours, in one line; None where nothing is known against it."""
+    if runtime.guard.suspended:
+        return runtime.guard.suspended
     source = replaced_by(type(decoder))
     if source is not None:
         return f"{type(decoder).__name__}.forward was replaced by {source}"

@@ -27,17 +27,24 @@ def add_options(opts: Any, option_info: Callable[..., Any], changed: Callable[[]
     """
 
     def apply() -> None:
+        # A WebUI takes an option back whose onchange raises, or prints a traceback.
+        runtime.guard.attempt("reading the settings", read)
+        changed()
+
+    def read() -> None:
         before = runtime.settings
         try:
             refuse_clients(opts)
             runtime.configure(settings_from(opts))
-            tell_effects(before)
-        except ValueError as problem:
-            # A WebUI prints a traceback for what an onchange raises; so the old values are put back here instead.
-            tell(f"{problem} The setting stays as it was.")
+        except Exception as error:
+            # What could not be looked at is not taken: a client may have set what is not its to set.
             for option in fields(Settings):
-                opts.data[host_key(option.name)] = getattr(runtime.settings, option.name)
-        changed()
+                opts.data[host_key(option.name)] = getattr(before, option.name)
+            if not isinstance(error, ValueError):
+                raise
+            tell(f"{error} The setting stays as it was.")
+        else:
+            tell_effects(before)
 
     for option in fields(Settings):
         info = option_info(

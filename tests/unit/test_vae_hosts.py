@@ -246,7 +246,7 @@ def test_arguments_that_we_do_not_know_are_the_hosts(decoder: Any, patches: Deco
 
 def test_what_the_adapter_knows_of_its_host(decoder: Any) -> None:
     reasons = ["the host said so", None]
-    patches = DecoderPatches([ldm_module().Decoder], Habits(), lambda: reasons.pop(0), lambda: True)
+    patches = DecoderPatches([ldm_module().Decoder], Habits(), lambda decoder: reasons.pop(0), lambda: True)
     patches.serve()
     try:
         latent = a_latent(decoder)

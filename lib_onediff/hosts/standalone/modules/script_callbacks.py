@@ -29,7 +29,7 @@ callback_map: dict[str, list[ScriptCallback]] = {
 
 
 def register(moment: str, callback: Callable[..., Any]) -> None:
-    callers = (frame.filename for frame in inspect.stack() if frame.filename != __file__)
+    callers = (frame.filename for frame in inspect.stack(0) if frame.filename != __file__)
     callback_map[f"callbacks_{moment}"].append(ScriptCallback(next(callers, "unknown file"), callback))
 
 

@@ -1,0 +1,223 @@
+"""scripts/onediff.py in the standalone host, each moment of it made to fail: nothing reaches the host, images go on."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("gradio")
+pytest.importorskip("diffusers")
+
+from builders import a_call, diffusers_unet, relative_error, served
+from test_hook_faults import broken
+from torch import Tensor
+from vae_builders import diffusers_vae
+
+from lib_onediff.accelerator import runtime
+from lib_onediff.hosts.diffusers_decoder import is_attached
+from lib_onediff.hosts.standalone.modules import paths, script_callbacks, script_loading, sd_models, shared
+from lib_onediff.hosts.standalone.registration import modules_importable
+from lib_onediff.ui import settings_tab
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "onediff.py"
+
+
+class Generation:
+    """What the host hands to a script, as far as ours asks."""
+
+    def __init__(self) -> None:
+        self.extra_generation_params: dict[str, Any] = {}
+        self.is_hr_pass = False
+
+    def comment(self, text: str) -> None:
+        raise AssertionError(text)
+
+
+class Standalone:
+    """The standalone host with our script and a small model."""
+
+    def __init__(self) -> None:
+        self.unet, self.vae = diffusers_unet(), diffusers_vae()
+        self.model = SimpleNamespace(unet=self.unet, pipeline=SimpleNamespace(unet=self.unet, vae=self.vae))
+        self.script = script_loading.load_module(str(SCRIPT))
+        self.page: Any = self.script.OneDiffScript()
+        self.page.is_img2img = False
+        self.callback("ui_settings")
+        sd_models.model_data.sd_model = shared.sd_model = self.model
+        self.callback("model_loaded", self.model)
+
+    def callback(self, moment: str, *arguments: Any) -> Any:
+        """What our function for this moment returns; what it raises, no host's callback catches here."""
+        (registered,) = script_callbacks.callback_map[f"callbacks_{moment}"]
+        return registered.callback(*arguments)
+
+    def generate(self) -> Tensor:
+        p = Generation()
+        self.page.process(p, True)
+        self.page.process_before_every_sampling(p)
+        output = served(self.unet, a_call(self.unet))
+        self.page.postprocess(p, SimpleNamespace())
+        return output
+
+    def switch(self, on: bool) -> None:
+        """As a click in the settings tab; raises what the option's onchange raises."""
+        shared.opts.data["onediff_enabled"] = on
+        shared.opts.data_labels["onediff_enabled"].onchange()
+
+
+@pytest.fixture
+def standalone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Standalone]:
+    script_callbacks.clear_callbacks()
+    monkeypatch.setattr(paths, "data_path", str(tmp_path))
+    for name in ("data", "data_labels"):
+        monkeypatch.setitem(vars(shared.opts), name, dict(vars(shared.opts)[name]))
+    with modules_importable():
+        host = Standalone()
+        yield host
+        host.script.stop()
+        sd_models.use_model(None)
+        script_callbacks.clear_callbacks()
+
+
+# The function of ours that fails, as (its owner, its name); the moment; what the host gets; and what users read.
+MOMENTS: dict[str, Any] = {
+    "a loaded model": (
+        lambda host: (host.script.webui, "model_loaded"), lambda host: host.callback("model_loaded", host.model), None,
+        "looking at a loaded checkpoint",
+    ),
+    "the accordion": (
+        lambda host: (host.script.accordion, "build_accordion"), lambda host: host.page.ui(False), [],
+        "building the accordion",
+    ),
+    "a component": (
+        lambda host: (host.script.accordion, "connect"), lambda host: host.page.after_component(object()), None,
+        "connecting the accordion",
+    ),
+    "the tab": (
+        lambda host: (host.script.onediff_tab, "build_onediff_tab"), lambda host: host.callback("ui_tabs"), [],
+        "building the OneDiff tab",
+    ),
+    "the options": (
+        lambda host: (host.script.settings_tab, "add_options"), lambda host: host.callback("ui_settings"), None,
+        "adding options to the settings tab",
+    ),
+    "the axes": (
+        lambda host: (host.script.xyz, "add_axes"), lambda host: host.callback("before_ui"), None,
+        "adding axes to the X/Y/Z plot",
+    ),
+    "the routes": (
+        lambda host: (host.script.api, "add_routes"), lambda host: host.callback("app_started", None, None), None,
+        "adding routes to the API",
+    ),
+    "the status line": (
+        lambda host: (host.script.webui, "notes"), lambda host: host.script.status_line(),
+        '<p class="onediff-reason">OneDiff cannot show its status: see the console.</p>', "the status line",
+    ),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_fault_in_a_moment_of_the_page(moment: str, standalone: Standalone, tracebacks: Any) -> None:
+    where, happens, returned, hook = MOMENTS[moment]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*where(standalone), broken)
+        assert happens(standalone) == returned
+    assert runtime.guard.faults == [f"a fault of OneDiff in {hook}, please report it: broken by a test"]
+    assert tracebacks() == 1
+    before = runtime.status()["calls"]["plain"]
+    standalone.generate()
+    assert runtime.status()["calls"]["plain"] == before + 1
+
+
+@pytest.mark.parametrize(("where", "hook"), [
+    (lambda host: (host.script.run_settings, "use_for_sampling"), "the settings of this generation"),
+    (lambda host: (host.script.webui, "before_sampling"), "the beginning of a sampling"),
+    (lambda host: (runtime, "keep_history"), "the end of a generation"),
+], ids=["process", "process_before_every_sampling", "postprocess"])
+def test_a_fault_in_a_moment_of_a_generation(where: Any, hook: str, standalone: Standalone, tracebacks: Any) -> None:
+    standalone.switch(False)
+    expected = standalone.generate()
+    standalone.switch(True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*where(standalone), broken)
+        output = standalone.generate()
+    sentence = f"a fault of OneDiff in {hook}, please report it: broken by a test"
+    assert runtime.guard.faults == [sentence] and tracebacks() == 1
+    if hook == "the end of a generation":
+        assert runtime.status()["route"] == "plain" and relative_error(output, expected) < 1e-5
+    else:
+        assert (runtime.status()["route"], runtime.status()["reason"]) == ("host", sentence)
+        assert torch.equal(output, expected)
+    output = standalone.generate()
+    assert runtime.status()["route"] == "plain" and relative_error(output, expected) < 1e-5 and tracebacks() == 1
+
+
+@pytest.mark.parametrize("where", [
+    lambda host: (host.script.warmup, "stop"), lambda host: (runtime, "release_all"), lambda host: (runtime, "release"),
+    lambda host: (runtime.vae, "release"), lambda host: (host.script.idle, "follow"),
+    lambda host: (settings_tab, "tell_effects"),
+], ids=["warmup.stop", "release_all", "release", "vae.release", "idle.follow", "tell_effects"])
+def test_switched_off_whatever_fails(where: Any, standalone: Standalone, tracebacks: Any) -> None:
+    standalone.switch(False)
+    expected = standalone.generate()
+    standalone.switch(True)
+    standalone.generate()
+    stopped: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(standalone.script.warmup, "stop", lambda *seconds: stopped.append("warm-up"))
+        patch.setattr(standalone.script.idle, "follow", lambda wanted: stopped.append("idle"))
+        owner, name = where(standalone)
+        patch.setattr(owner, name, broken)
+        standalone.switch(False)
+    others = {"stop": ["idle"], "follow": ["warm-up"]}
+    assert stopped == (others.get(name, ["warm-up", "idle"]))
+    assert runtime.settings.enabled is False and standalone.script.webui.hooks() == 0
+    assert not is_attached(standalone.vae.decoder) and "forward" not in standalone.unet.__dict__
+    assert len(runtime.guard.faults) >= 1 and tracebacks() == len(runtime.guard.faults)
+    assert relative_error(standalone.generate(), expected) == 0
+    standalone.switch(True)
+    standalone.generate()
+    assert runtime.status()["route"] == "plain" and standalone.script.webui.hooks() == 1
+
+
+def test_settings_that_cannot_be_looked_at_are_not_taken(standalone: Standalone) -> None:
+    """A client of the API may have set what is not its to set."""
+    before = runtime.settings
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settings_tab, "refuse_clients", broken)
+        standalone.switch(False)
+    assert runtime.settings == before and shared.opts.onediff_enabled is True
+    assert runtime.guard.faults == ["a fault of OneDiff in reading the settings, please report it: broken by a test"]
+
+
+@pytest.mark.parametrize("where", [
+    lambda host: (host.script.webui, "serve"), lambda host: (host.script.idle, "follow"),
+], ids=["serve", "idle.follow"])
+def test_a_fault_while_switching_on(where: Any, standalone: Standalone) -> None:
+    standalone.switch(False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*where(standalone), broken)
+        standalone.switch(True)
+    assert runtime.guard.faults and runtime.settings.enabled is True
+    standalone.generate()
+    # model_loaded, with which every sampling begins, says no more than serve.
+    standalone.switch(True)
+    standalone.generate()
+    assert runtime.status()["route"] == "plain"
+
+
+@pytest.mark.parametrize("where", [
+    lambda host: (host.script.warmup, "stop"), lambda host: (runtime, "release_all"),
+    lambda host: (host.script.xyz, "remove_axes"), lambda host: (host.script.idle, "stop"),
+], ids=["warmup.stop", "release_all", "remove_axes", "idle.stop"])
+def test_an_unloaded_script_leaves_no_hook(where: Any, standalone: Standalone) -> None:
+    standalone.generate()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*where(standalone), broken)
+        standalone.callback("script_unloaded")
+    assert standalone.script.webui.hooks() == 0 and len(runtime.guard.faults) == 1
+    assert "forward" not in standalone.unet.__dict__ and not is_attached(standalone.vae.decoder)
