@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..unet.foreign import origin, package
+
 
 @dataclass(frozen=True)
 class Need:
@@ -40,18 +42,23 @@ def first_unmet(needs: Iterable[Need]) -> str | None:
             if not hasattr(found, part):
                 return f"has no {need.name} in {need.module}"
             found = getattr(found, part)
-        lacking = [name for name in need.parameters if not takes(found, name)]
+        lacking = [name for name in need.parameters if not takes(found, name, need.module)]
         if lacking:
             return f"has a {need.name} in {need.module} that does not take {', '.join(lacking)}"
     return None
 
 
-def takes(function: Any, parameter: str) -> bool:
-    """Whether a function has a parameter of this name, below any decorator that keeps its signature."""
+def takes(function: Any, parameter: str, module: str) -> bool:
+    """Whether a function has a parameter of this name, below any decorator that keeps its signature.
+
+    What another package has put there and takes everything is believed: it hands it on to the module's own.
+    """
     try:
-        return parameter in inspect.signature(function).parameters
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return False
+    takes_all = any(kind.kind is inspect.Parameter.VAR_KEYWORD for kind in parameters.values())
+    return parameter in parameters or (takes_all and package(origin(function)) != package(module))
 
 
 def first_missing(holder: Any, paths: Iterable[str]) -> str | None:

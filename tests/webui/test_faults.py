@@ -68,7 +68,7 @@ def test_each_hook_in_turn_costs_a_reason_and_no_image(webui: WebUI, sd15: Model
 def test_a_failing_decode_and_encode_are_the_hosts(webui: WebUI, sd15: Models) -> None:
     hooks_of(webui)
     request = start_from(gradient_image(64, 64))
-    hosts = run_off(webui, request)
+    hosts = run_off(webui, request, 1)
     with failing(webui, "VAE, the route"):
         made = run(webui, request, enabled=True)
     assert largest_difference(made.pictures, hosts.pictures) <= 1

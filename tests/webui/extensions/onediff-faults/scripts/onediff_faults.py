@@ -24,13 +24,14 @@ ANY_HOST = {
     "UNet, the decision": ("lib_onediff.accelerator", "Accelerator.run"),
     "VAE, before the route": ("lib_onediff.hosts.ldm_decoder", "DecoderPatches._why"),
     "VAE, the route": ("lib_onediff.vae.decoding", "DecoderRoute.decode"),
-    "end of a generation": ("lib_onediff.vae.decoding", "DecoderRoute.end_run"),
 }
 FORGE_FAMILY = {
+    "end of a generation": ("lib_onediff.hosts.forge.adapter", "Forge.after_run"),
     "UNet, the call": ("lib_onediff.hosts.forge.adapter", "unet_call"),
     "UNet, once a sampling": ("lib_onediff.hosts.forge.checks", "why_not_unet"),
 }
 A1111 = {
+    "end of a generation": ("lib_onediff.hosts.a1111.adapter", "A1111.after_run"),
     "UNet, the call": ("lib_onediff.hosts.a1111.adapter", "foreign_forward"),
     "LoRA": ("lib_onediff.hosts.a1111.lora", "wanted_names"),
 }
