@@ -57,7 +57,8 @@ def takes(function: Any, parameter: str, module: str) -> bool:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return False
-    takes_all = any(kind.kind is inspect.Parameter.VAR_KEYWORD for kind in parameters.values())
+    kinds = {found.kind for found in parameters.values()}
+    takes_all = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
     return parameter in parameters or (takes_all and package(origin(function)) != package(module))
 
 

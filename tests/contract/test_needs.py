@@ -130,3 +130,11 @@ def test_each_host_is_told_from_the_others() -> None:
         with running(name) as host:
             runtime.webui = None
             assert (host.start().name, host.adapter.release) == RELEASES[name]
+
+
+def test_another_extension_s_patch_that_hands_everything_on(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = getattr(host.module(host.unet_module), host.unet_class)
+    original = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda *args, **kwargs: original(*args, **kwargs))
+    adapter = host.start()
+    assert adapter.hooks() == 1
