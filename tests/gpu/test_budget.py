@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -144,6 +145,30 @@ def test_many_sizes_within_a_budget(unet: nn.Module) -> None:
             model = row(size).model
             assert runtime.pin("512x512", model, True)
     assert states()["512x512"] == "ready" and row(SMALL).pinned
+
+
+@torch.no_grad()
+def test_a_hundred_crops_of_random_sizes(unet: nn.Module) -> None:
+    """As ADetailer inpaints faces: a new size for each, which is hardly ever met again."""
+    use(unet, LARGE)
+    needs = row(LARGE).needs
+    runtime.purge()
+    allowed = memory_of([needs]) // MIB + 4
+    runtime.configure(replace(Settings(), memory_budget=allowed))
+    use(unet, SMALL)
+    assert runtime.pin("512x512", row(SMALL).model, True)
+    before, chance = reserved(), random.Random(0)
+    for _ in range(100):
+        width, height = (8 * chance.randint(32, 90) for _ in range(2))
+        given = inputs(unet, width, height, 2, 77, torch.float16)
+        for _ in range(3):
+            unet(**given)
+        assert status()["route"] in ("graph", "plain"), status()["reason"]
+        assert runtime.totals().vram <= allowed * MIB
+    assert states()["512x512"] == "ready" and row(SMALL).pinned
+    assert reserved() - before <= (allowed + 64) * MIB
+    use(unet, SMALL, 1)
+    assert status()["route"] == "graph"
 
 
 @NEEDS_A_LIMIT
