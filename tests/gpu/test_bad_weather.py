@@ -18,7 +18,7 @@ from weather import arguments, entry_of, geglu_that, gpu_is_usable, now, use, wh
 from lib_onediff import compile_unet, status
 from lib_onediff.accelerator import runtime
 from lib_onediff.bench.models import random_unet
-from lib_onediff.ops import availability, triton_tokens
+from lib_onediff.ops import availability, requirements, triton_tokens
 from lib_onediff.shapes.table import State
 
 pytestmark = [
@@ -140,9 +140,12 @@ def test_an_old_gpu_is_served_by_the_next_backend(unet: nn.Module, monkeypatch: 
 
 def test_without_triton_the_next_backend_says_what_to_install(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime.operators, "_why_not", {})
-    monkeypatch.setattr(availability, "find_spec", lambda name: None)
+    monkeypatch.setattr(runtime.operators, "_hint", None)
+    monkeypatch.setattr(availability, "triton_here", lambda: None)
+    monkeypatch.setattr(requirements, "triton_here", lambda: None)
     use(unet, arguments(unet))
-    assert now() == ("cudagraph", "graph") and "pip install" in status()["reason"]
+    assert now() == ("cudagraph", "graph") and "need Triton, which is not installed" in status()["reason"]
+    assert "pip install" in status()["hint"] and "Until then PyTorch's own operators are used" in status()["hint"]
 
 
 def test_where_native_and_cudagraph_fail_the_host_serves(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
