@@ -21,7 +21,7 @@ from .deepcache.course import Turn
 from .deepcache.sampling import Sampling
 from .graph_cache import GraphCache
 from .graph_holdings import Holdings
-from .guard import Guard
+from .guard import Guard, HostFunction
 from .journal import HOST, PLAIN, Journal
 from .ladder import Ladder, Served
 from .modes import our_modes
@@ -192,6 +192,7 @@ class Accelerator(UserRequests):
 
     def _run(self, unet: nn.Module, call: UNetCall, host: HostForward) -> Tensor:
         self.journal.begin()
+        host = HostFunction(host)
         try:
             served = self._serve(unet, call, host)
         except (Declined, UnsupportedUNet, CannotJudge) as refusal:
@@ -199,6 +200,8 @@ class Accelerator(UserRequests):
         except torch.cuda.OutOfMemoryError:
             reason = OUT_OF_MEMORY
         except Exception as error:
+            if id(error) == host.raised:
+                raise
             reason = self.guard.note("the UNet's forward", error)
         else:
             self.journal.note(served.route, served.reason)

@@ -14,7 +14,7 @@ import torch
 from .generation import Hooks
 from .host import Checkpoint, torch_compile_script
 
-HOST, AGAIN, ONEDIFF, SAGE = "host", "host-again", "onediff", "sage"
+HOST, AGAIN, ONEDIFF, SAGE, OVER_SAGE = "host", "host-again", "onediff", "sage", "onediff-over-sage"
 COMPILE_PRESETS = ("guard_filter_fn", "dynamic")
 SAGE_HEADS = (64, 96, 128)
 
@@ -130,8 +130,8 @@ class Sage(Variant):
 class OneDiff(Variant):
     """Ours, with its default options."""
 
-    def __init__(self) -> None:
-        super().__init__(ONEDIFF)
+    def __init__(self, name: str = ONEDIFF) -> None:
+        super().__init__(name)
         self._adapter, self._runtime = onediff_adapter()
         self._reason = ""
 
@@ -164,6 +164,26 @@ class OneDiff(Variant):
 
     def note(self) -> str:
         return "; ".join(filter(None, dict.fromkeys([self._reason, *self._runtime.guard.faults])))
+
+
+class OneDiffOverSage(OneDiff):
+    """Ours for a user who has chosen SageAttention: it is not used, and is no yardstick for the first call."""
+
+    def __init__(self) -> None:
+        super().__init__(OVER_SAGE)
+
+    def enter(self, checkpoint: Checkpoint) -> None:
+        super().enter(checkpoint)
+        if checkpoint.device.type == "cpu":
+            raise CannotRun("not on a CPU")
+        use_attention("attention_sage")
+
+    def leave(self, checkpoint: Checkpoint) -> None:
+        super().leave(checkpoint)
+        use_attention("attention_pytorch")
+
+    def note(self) -> str:
+        return "; ".join(filter(None, [super().note(), *self._adapter.notes()]))
 
 
 def onediff_adapter() -> tuple[Any, Any]:
@@ -210,10 +230,11 @@ def switched_on(variant: Variant, checkpoint: Checkpoint) -> Iterator[None]:
 def variants_for(names: list[str], checkout: Path) -> list[Variant]:
     made = {
         HOST: lambda: Variant(HOST), AGAIN: lambda: Variant(AGAIN), ONEDIFF: OneDiff, SAGE: Sage,
+        OVER_SAGE: OneDiffOverSage,
         **{preset: lambda preset=preset: TorchCompile(preset, checkout) for preset in COMPILE_PRESETS},
     }
     return [made[name]() for name in names]
 
 
 # In this order: what may leave work behind in the process, stopped half-way, comes last.
-ALL = (HOST, ONEDIFF, SAGE, AGAIN, *COMPILE_PRESETS)
+ALL = (HOST, ONEDIFF, SAGE, OVER_SAGE, AGAIN, *COMPILE_PRESETS)
