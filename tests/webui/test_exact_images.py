@@ -16,6 +16,8 @@ def hires(webui: WebUI, upscaler: str, **changes: Any) -> dict[str, Any]:
         "enable_hr": True, "hr_upscaler": upscaler, "hr_scale": 1.5, "hr_second_pass_steps": 3,
         "denoising_strength": 0.7, "hr_cfg": 7,
     }
+    if webui.is_neo:
+        request["hr_upscaler"] = "None"  # Neo has no latent upscalers, and no others without a model of their own.
     if webui.kind == "forge":
         request["hr_additional_modules"] = ["Use same choices"]  # Without it the answer is an error 500.
     return {**request, **changes}

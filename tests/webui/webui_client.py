@@ -36,6 +36,11 @@ class WebUI:
         self.kind = kind_of(self.url)
 
     @property
+    def is_neo(self) -> bool:
+        """Whether this Forge is Neo, which has taken Forge's route for this away."""
+        return self.kind == "forge" and not self.has("/sdapi/v1/realesrgan-models")
+
+    @property
     def is_standalone(self) -> bool:
         """Whether it is this project's own small host."""
         return self.kind == "standalone"
