@@ -37,7 +37,11 @@ def test_hires_fix(webui: WebUI, sd15: Models, upscaler: str, changes: dict[str,
     batches = changes.get("n_iter", 1)
     on, _ = on_and_off(webui, hires(webui, upscaler, **changes), least_calls=6 * batches)
     expected = (changes["hr_resize_x"], changes["hr_resize_y"]) if "hr_resize_x" in changes else (96, 96)
-    assert on.pictures.image.size == expected
+    if webui.is_neo:
+        # Its copy with a translated page rounds to 64, others to 8.
+        assert all(abs(made - wanted) <= 32 for made, wanted in zip(on.pictures.image.size, expected, strict=True))
+    else:
+        assert on.pictures.image.size == expected
 
 
 def test_hires_prompt_shows_in_the_picture(webui: WebUI, sd15: Models) -> None:

@@ -11,6 +11,13 @@ from webui_models import Models
 OPTION = "forge_unet_storage_dtype"
 
 
+def choose(models: Models, kind: str) -> None:
+    """The list on the page loads the checkpoint anew; the API does so for another checkpoint alone."""
+    models.webui.set_options(**{OPTION: kind})
+    models.use("sd15-b")
+    models.use("sd15")
+
+
 @pytest.mark.parametrize(("kind", "reason"), [
     ("Automatic (fp16 LoRA)", "a LoRA is applied at every call"), ("float8-e4m3fn", "float8"),
 ])
@@ -19,12 +26,12 @@ def test_low_bits_are_the_hosts(webui: WebUI, sd15: Models, kind: str, reason: s
         pytest.skip("this is Forge's: give its address with --webui URL")
     request = {"prompt": with_lora(sd15.need("lora-a"), 1)}
     plain, merged = run_on(webui, {"prompt": PROMPT}), run_on(webui, request)
-    webui.set_options(**{OPTION: kind})
+    choose(sd15, kind)
     try:
         on, off = run(webui, request, enabled=True), run_off(webui, request)
         assert on.served(("graph", "plain", "blocks")) == 0 and reason in on.reason, on.reason
         assert_same(on, off)
         assert_different(on, plain, "the LoRA")
     finally:
-        webui.set_options(**{OPTION: "Automatic"})
+        choose(sd15, "Automatic")
     assert_same(run_on(webui, request), merged)
