@@ -118,6 +118,7 @@ class Guard:
 
         return decorate
 
+
 def first_line(error: BaseException) -> str:
     """What an exception says, in one line. Triton's begins with a place in its source and ends with the reason."""
     lines = str(error).splitlines() or [type(error).__name__]
