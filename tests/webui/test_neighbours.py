@@ -91,7 +91,7 @@ def test_a_hundred_crops_of_random_sizes(webui: WebUI, sd15: Models) -> None:
     draw = random.Random(100)
     crops = [[8 * draw.randint(8, 32), 8 * draw.randint(8, 32)] for _ in range(100)]
     ours = run_on(webui, {})
-    model = next(row for row in webui.get("/onediff/v1/cache")["rows"] if row["resolution"] == "64x64")["model"]
+    model = next(row for row in webui.get("/onediff/v1/shapes")["rows"] if row["resolution"] == "64x64")["model"]
     before = webui.get(f"{ROUTE}/table")
     request = planned(crops=crops)
     with pinned(webui, model, "64x64"):
@@ -100,7 +100,7 @@ def test_a_hundred_crops_of_random_sizes(webui: WebUI, sd15: Models) -> None:
             after = webui.get(f"{ROUTE}/table")
             # A crop's UNet, its encode and its decode; another prompt length there is none.
             assert after["entries"] - before["entries"] <= 3 * len({tuple(crop) for crop in crops})
-        rows = webui.get("/onediff/v1/cache")["rows"]
+        rows = webui.get("/onediff/v1/shapes")["rows"]
         kept = [row for row in rows if (row["model"], row["resolution"]) == (model, "64x64")]
         assert len(kept) == 1 and kept[0]["pinned"] and kept[0]["state"] in ("proved", "ready")
         assert [model, "64x64"] in after["pins"]
@@ -110,11 +110,11 @@ def test_a_hundred_crops_of_random_sizes(webui: WebUI, sd15: Models) -> None:
 @contextlib.contextmanager
 def pinned(webui: WebUI, model: str, resolution: str) -> Iterator[None]:
     key = {"model": model, "resolution": resolution}
-    assert webui.post("/onediff/v1/cache/pin", {**key, "pinned": True}).status_code == 200
+    assert webui.post("/onediff/v1/pin", {**key, "pinned": True}).status_code == 200
     try:
         yield
     finally:
-        webui.post("/onediff/v1/cache/pin", {**key, "pinned": False})
+        webui.post("/onediff/v1/pin", {**key, "pinned": False})
 
 
 def test_generations_from_another_thread(webui: WebUI, sd15: Models) -> None:
@@ -152,7 +152,7 @@ def test_weights_edited_between_generations(webui: WebUI, sd15: Models) -> None:
 def test_weights_edited_within_a_generation(webui: WebUI, sd15: Models) -> None:
     request = {"steps": 4}
     plain = run_on(webui, request)
-    changed, _ = on_and_off(webui, {**request, **planned(edit_at=2)})
+    changed, _ = on_and_off(webui, {**request, **planned(edit_at=1)})
     assert_different(plain, changed, "the edit")
     assert_same(run_on(webui, request), plain)
 
@@ -203,6 +203,7 @@ def test_sdxl_inpainting(webui: WebUI, sd15: Models, request_: dict[str, Any]) -
     """Nine channels."""
     sd15.use("sdxl-inpaint")
     on_and_off(webui, request_, least_calls=3)
+    run_on(webui, {})
     assert "inpainting" in webui.status()["model"]
 
 

@@ -12,7 +12,6 @@ import json
 import threading
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass, field, fields
 from typing import Any
 
 import gradio as gr
@@ -29,9 +28,8 @@ from torch import Tensor, nn
 EDITED = ("input_blocks.1.0.in_layers.2.weight", "input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight")
 
 
-@dataclass
 class Plan:
-    """What to do in one generation.
+    """What to do in one generation, from a JSON object.
 
     crops: a nested inpainting of each size, as ADetailer makes for each face. nested_scripts: whether those run all
     scripts, or none, as ADetailer's "Apply only selected scripts" says. edit_at: the step before which weights are
@@ -40,17 +38,14 @@ class Plan:
     instance.
     """
 
-    crops: list[list[int]] = field(default_factory=list)
-    nested_scripts: bool = False
-    edit_at: int | None = None
-    weight_of_lora: dict[str, float] = field(default_factory=dict)
-    motion: bool = False
-    tiled_vae: bool = False
-
-    @classmethod
-    def read(cls, text: Any) -> Plan:
+    def __init__(self, text: Any) -> None:
         told = json.loads(text or "{}")
-        return cls(**{each.name: told[each.name] for each in fields(cls) if each.name in told})
+        self.crops: list[list[int]] = told.get("crops", [])
+        self.nested_scripts: bool = told.get("nested_scripts", False)
+        self.edit_at: int | None = told.get("edit_at")
+        self.weight_of_lora: dict[str, float] = told.get("weight_of_lora", {})
+        self.motion: bool = told.get("motion", False)
+        self.tiled_vae: bool = told.get("tiled_vae", False)
 
 
 class MotionModule(nn.Module):
@@ -122,7 +117,7 @@ class Neighbours(scripts.Script):
         self._finish()
         if getattr(p, "nested_by_neighbours", False):
             return
-        plan = Plan.read(text)
+        plan = Plan(text)
         if plan.motion:
             self._insert()
         if plan.tiled_vae:
@@ -131,7 +126,7 @@ class Neighbours(scripts.Script):
             self._follow_steps(plan)
 
     def postprocess_image(self, p: Any, pp: Any, text: Any = "") -> None:
-        plan = Plan.read(text)
+        plan = Plan(text)
         if getattr(p, "nested_by_neighbours", False) or not plan.crops:
             return
         # As ADetailer: the other scripts are told that the generation is over, and afterwards that it goes on.
@@ -165,7 +160,7 @@ class Neighbours(scripts.Script):
                 return
             done.add(step)
             if step == plan.edit_at:
-                edit.make(1.5)
+                edit.make(3)
             if str(step) in plan.weight_of_lora:
                 import networks
 
@@ -188,7 +183,10 @@ def inpainted(p: Any, image: Image.Image, index: int, size: list[int], with_scri
     nested.cached_c, nested.cached_uc = [None, None], [None, None]
     nested.scripts, nested.script_args = copy(p.scripts), copy(p.script_args)
     if not with_scripts:
-        nested.scripts.alwayson_scripts = []
+        # The second is what the runner remembers of the first.
+        nested.scripts.alwayson_scripts, nested.scripts.callback_map = [], {}
+    # Otherwise the seed and the steps are those of the page.
+    nested.is_api = p.is_api
     nested.nested_by_neighbours = True
     nested.image_mask = Image.new("L", image.size, 0)
     corner = (index * 8) % max(8, image.width // 2)
