@@ -19,6 +19,7 @@ from .care import Care
 from .deepcache.choice import DeepCacheChoice
 from .deepcache.course import Turn
 from .deepcache.sampling import Sampling
+from .generations import Generations
 from .graph_cache import GraphCache
 from .graph_holdings import Holdings
 from .guard import Guard, HostFunction
@@ -68,6 +69,8 @@ class Accelerator(UserRequests):
         self._care: weakref.WeakKeyDictionary[nn.Module, Care] = weakref.WeakKeyDictionary()
         self._run_settings: Settings | None = None
         self._why_off = ""
+        # What a generation makes inside itself (a face's inpainting) has its settings.
+        self.generations = Generations()
         # What the host says of the sampling in progress.
         self._sampling = Sampling()
         self._graphs = GraphCache(self.table, self._care, self.pins, self.operators.of)
@@ -142,7 +145,10 @@ class Accelerator(UserRequests):
     @property
     def run_settings(self) -> tuple[Settings, str] | None:
         """The settings of the generation in progress and why they switch OneDiff off; None where it has none."""
-        return None if self._run_settings is None else (self._run_settings, self._why_off)
+        if self._run_settings is not None:
+            return self._run_settings, self._why_off
+        generation = None if self.patient else self.generations.innermost
+        return None if generation is None else (generation.settings, generation.why_off)
 
     @property
     def patient(self) -> bool:
@@ -202,7 +208,7 @@ class Accelerator(UserRequests):
         except Exception as error:
             if id(error) == host.raised:
                 raise
-            reason = self.guard.note("the UNet's forward", error)
+            reason = self.guard.give_up("the UNet's forward", error)
         else:
             self.journal.note(served.route, served.reason)
             return served.output
@@ -297,9 +303,9 @@ class Accelerator(UserRequests):
         care = self._care.get(unet)
         if care is None:
             raise Declined("this UNet was not handed to OneDiff")
-        settings = self._run_settings or care.settings or self.settings
+        settings, why_off = self.run_settings or (care.settings or self.settings, "")
         if not settings.enabled:
-            raise Declined(self._why_off or "OneDiff is switched off")
+            raise Declined(why_off or "OneDiff is switched off")
         if torch.is_grad_enabled():
             raise Declined("gradients are being recorded (training?)")
         return care, settings

@@ -39,6 +39,7 @@ class Guard:
     def __init__(self) -> None:
         self._faults: dict[str, str] = {}
         self._told: set[str] = set()
+        self._given_up = ""
         self.suspended = ""
 
     @property
@@ -58,15 +59,23 @@ class Guard:
             log.exception("%s", sentence)
         return sentence
 
+    def give_up(self, hook: str, error: BaseException) -> str:
+        """As note, where the host has answered in our place within a hook: it does so for the rest of the generation.
+
+        Where no hook of serve's stands around it, nothing else follows.
+        """
+        self._given_up = self.note(hook, error)
+        return self._given_up
+
     def forget(self) -> None:
         """The page is made anew: old faults are no longer shown, and are logged again when they come again."""
         self._faults.clear()
         self._told.clear()
-        self.suspended = ""
+        self.resume()
 
     def resume(self) -> None:
         """A generation begins: what went wrong in the last one may go well now."""
-        self.suspended = ""
+        self.suspended = self._given_up = ""
 
     def serve(
         self, hook: str, ours: Callable[..., Result], original: Callable[..., Result],
@@ -80,7 +89,10 @@ class Guard:
         if not self.suspended:
             host = HostFunction(original)
             try:
-                return ours(host, *args, **kwargs)
+                answer = ours(host, *args, **kwargs)
+                if self._given_up:
+                    self.suspended, self._given_up = self._given_up, ""
+                return answer
             except Exception as error:
                 if id(error) == host.raised:
                     raise

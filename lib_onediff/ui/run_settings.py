@@ -64,9 +64,10 @@ def options_in(argument: Any) -> dict[str, Any]:
 
 
 def use_for_sampling(p: Any, settings: Settings, why_off: str = "") -> None:
-    """Have the generation p sample with settings. why_off: why they switch OneDiff off, if the user did not ask for it.
-    """
-    restore_sampling(p)
+    """Have the generation p sample with settings, and what it generates inside itself. why_off: why they switch OneDiff
+    off, if the user did not ask for it."""
+    unwrap(p)
+    runtime.generations.begin(p, settings, why_off)
     # A generation that failed has told nobody that it is over.
     runtime.vae.end_run()
     if settings != runtime.settings:
@@ -77,6 +78,11 @@ def use_for_sampling(p: Any, settings: Settings, why_off: str = "") -> None:
 
 def restore_sampling(p: Any) -> None:
     """Undo use_for_sampling, but for what somebody has wrapped since."""
+    runtime.generations.end(p)
+    unwrap(p)
+
+
+def unwrap(p: Any) -> None:
     for name in STEPS_OF_A_RUN:
         if isinstance(p.__dict__.get(name), StepWithSettings):
             delattr(p, name)

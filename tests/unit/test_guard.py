@@ -132,3 +132,22 @@ def test_an_end_of_the_process_is_nobodys_fault() -> None:
     with pytest.raises(KeyboardInterrupt):
         page()
     assert guard.faults == []
+
+
+def test_a_fault_that_a_hook_has_answered_itself_leaves_the_rest_to_the_host(console: Any) -> None:
+    """The runtime runs the host where its route fails, and returns; the VAE's decode that follows is the host's too."""
+    guard, told = Guard(), []
+
+    def answers(original: Any, module: Any, x: int) -> int:
+        try:
+            return broken(original, module, x)
+        except IndexError as error:
+            guard.give_up("the route", error)
+            return original(module, x)
+
+    unet, vae = patched(answers, guard, told), patched(lambda original, module, x: -x, guard, told)
+    assert vae.owner().forward(1) == -1
+    assert unet.owner().forward(1) == 2 and told == []
+    assert vae.owner().forward(1) == 2 and told == guard.faults
+    guard.resume()
+    assert vae.owner().forward(1) == -1

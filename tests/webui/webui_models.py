@@ -17,6 +17,10 @@ ROLES = {
     "sd15": (CHECKPOINTS, r"(tiny|rand)[-_]sd15"),
     "sd15-b": (CHECKPOINTS, r"(tiny|rand)[-_]sd15[-_]b"),
     "inpaint": (CHECKPOINTS, r"(tiny|rand)[-_]sd15[-_]inpaint(ing)?"),
+    # v-prediction is in the checkpoint's .yaml.
+    "sd15-v": (CHECKPOINTS, r"(tiny|rand)[-_]sd15[-_]v"),
+    "sdxl-v": (CHECKPOINTS, r"(tiny|rand)[-_]sdxl[-_]v"),
+    "sdxl-inpaint": (CHECKPOINTS, r"(tiny|rand)[-_]sdxl[-_]inpaint(ing)?"),
     "twin": (CHECKPOINTS, r"twin[-_]sd15\.safetensors"),
     "twin-b": (CHECKPOINTS, r"twin[-_]sd15\.ckpt"),
     "sdxl": (CHECKPOINTS, r"(tiny|rand)[-_]sdxl"),

@@ -1,0 +1,69 @@
+"""Whose settings hold while one generation runs inside another."""
+from __future__ import annotations
+
+from copy import copy
+
+from lib_onediff.generations import Generations
+from lib_onediff.settings import Settings
+
+OFF = Settings(enabled=False)
+
+
+class P:
+    """A host's generation: anybody may set anything on it."""
+
+
+def on(generations: Generations) -> bool:
+    innermost = generations.innermost
+    return innermost is None or innermost.settings.enabled
+
+
+def test_settings_hold_from_begin_to_end() -> None:
+    generations, p = Generations(), P()
+    generations.begin(p, OFF, "Not today.")
+    assert not on(generations) and generations.innermost.why_off == "Not today."
+    generations.end(p)
+    assert on(generations) and not p.__dict__
+
+
+def test_one_inside_has_its_own_and_gives_them_back() -> None:
+    generations, outer, inner = Generations(), P(), P()
+    generations.begin(outer, OFF)
+    generations.begin(inner, Settings())
+    assert on(generations)
+    generations.end(inner)
+    assert not on(generations)
+
+
+def test_a_copy_neither_ends_it_nor_begins_another() -> None:
+    """ADetailer ends and begins copies of a generation around what it makes inside."""
+    generations, p = Generations(), P()
+    generations.begin(p, OFF)
+    generations.end(copy(p))
+    assert not on(generations)
+    generations.begin(copy(p), OFF)
+    assert not on(generations)
+    generations.end(p)
+    assert on(generations)
+
+
+def test_one_that_failed_is_over_when_the_host_lets_go_of_it() -> None:
+    generations, outer, inner = Generations(), P(), P()
+    generations.begin(outer, Settings())
+    generations.begin(inner, OFF)
+    assert not on(generations)
+    del inner
+    assert on(generations)
+    del outer
+    assert generations.innermost is None
+
+
+def test_a_copy_of_one_that_is_over_is_another() -> None:
+    generations, p = Generations(), P()
+    generations.begin(p, Settings())
+    other = copy(p)
+    generations.end(p)
+    generations.begin(other, OFF)
+    assert not on(generations)
+    generations.end(other)
+    assert on(generations)

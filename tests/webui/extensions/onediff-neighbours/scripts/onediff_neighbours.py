@@ -1,0 +1,234 @@
+"""What other extensions do around a generation, reproduced inside a real A1111: for tests/webui/test_neighbours.py.
+
+Link this folder's parent into the WebUI's extensions folder beside OneDiff. The script takes one argument, a JSON
+object: {"crops": [[width, height], ...]}, {"edit_at": step}, {"weight_of_lora": {step: weight}}, {"motion": true},
+{"tiled_vae": true}; see Plan. POST /onediff-neighbours/v1/queue runs requests in a thread of its own, as Agent
+Scheduler does; POST /onediff-neighbours/v1/edit changes weights in place, as SuperMerger does; GET
+/onediff-neighbours/v1/table tells what OneDiff keeps.
+"""
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from copy import copy
+from typing import Any
+
+import gradio as gr
+import torch
+from fastapi import Body, FastAPI
+from modules import call_queue, script_callbacks, scripts, shared
+from modules.api.api import Api
+from modules.api.models import StableDiffusionTxt2ImgProcessingAPI
+from modules.processing import Processed, StableDiffusionProcessingImg2Img, process_images
+from PIL import Image
+from torch import Tensor, nn
+
+# Read anew by every call, and read through what is remembered of a prompt.
+EDITED = ("input_blocks.1.0.in_layers.2.weight", "input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight")
+
+
+class Plan:
+    """What to do in one generation, from a JSON object.
+
+    crops: a nested inpainting of each size, as ADetailer makes for each face. nested_scripts: whether those run all
+    scripts, or none, as ADetailer's "Apply only selected scripts" says. edit_at: the step before which weights are
+    edited in place, until the end of the generation. weight_of_lora: what the LoRAs' weight becomes before a step.
+    motion: modules of an unknown class stand in the UNet's blocks. tiled_vae: the decoder's forward is replaced on its
+    instance.
+    """
+
+    def __init__(self, text: Any) -> None:
+        told = json.loads(text or "{}")
+        self.crops: list[list[int]] = told.get("crops", [])
+        self.nested_scripts: bool = told.get("nested_scripts", False)
+        self.edit_at: int | None = told.get("edit_at")
+        self.weight_of_lora: dict[str, float] = told.get("weight_of_lora", {})
+        self.motion: bool = told.get("motion", False)
+        self.tiled_vae: bool = told.get("tiled_vae", False)
+
+
+class MotionModule(nn.Module):
+    """Stands in for AnimateDiff's: it mixes the images of a batch, and has no place in a UNet that we know."""
+
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
+        return 0.9 * x + 0.1 * x.mean(dim=(2, 3), keepdim=True)
+
+
+def unet() -> Any:
+    return shared.sd_model.model.diffusion_model
+
+
+class Edit:
+    """Weights changed in place, and what they were."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def make(self, factor: float) -> None:
+        weights = dict(unet().named_parameters())
+        for name in EDITED:
+            self._before.setdefault(name, weights[name].detach().clone())
+            weights[name].mul_(factor)
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        weights = dict(unet().named_parameters())
+        for name, before in self._before.items():
+            weights[name].copy_(before)
+        self._before = {}
+
+
+class TiledDecoder:
+    """As Tiled VAE's hook: it stands in the decoder's forward, and calls what stood there for each tile."""
+
+    def __init__(self, decoder: Any) -> None:
+        self.decoder = decoder
+        if not hasattr(decoder, "original_forward"):
+            decoder.original_forward = decoder.forward
+        decoder.forward = self
+
+    def __call__(self, z: Tensor) -> Tensor:
+        half = z.shape[3] // 2
+        tiles = [self.decoder.original_forward(tile.contiguous()) for tile in (z[..., :half], z[..., half:])]
+        return torch.cat(tiles, dim=3)
+
+    def remove(self) -> None:
+        self.decoder.forward = self.decoder.original_forward
+
+
+class Neighbours(scripts.Script):
+    """Does in each generation what its argument says."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def title(self) -> str:
+        return "OneDiff neighbours"
+
+    def show(self, is_img2img: bool) -> Any:
+        return scripts.AlwaysVisible
+
+    def ui(self, is_img2img: bool) -> list[Any]:
+        return [gr.Textbox(value="", visible=False)]
+
+    def before_process(self, p: Any, text: Any = "") -> None:
+        self._finish()
+        if getattr(p, "nested_by_neighbours", False):
+            return
+        plan = Plan(text)
+        if plan.motion:
+            self._insert()
+        if plan.tiled_vae:
+            self._undo.append(TiledDecoder(p.sd_model.first_stage_model.decoder).remove)
+        if plan.edit_at is not None or plan.weight_of_lora:
+            self._follow_steps(plan)
+
+    def postprocess_image(self, p: Any, pp: Any, text: Any = "") -> None:
+        plan = Plan(text)
+        if getattr(p, "nested_by_neighbours", False) or not plan.crops:
+            return
+        # As ADetailer: the other scripts are told that the generation is over, and afterwards that it goes on.
+        p.scripts.postprocess(copy(p), Processed(p, [], p.seed, ""))
+        for index, size in enumerate(plan.crops):
+            pp.image = inpainted(p, pp.image.convert("RGB"), index, size, plan.nested_scripts)
+        again = copy(p)
+        p.scripts.before_process(again)
+        p.scripts.process(again)
+
+    def postprocess(self, p: Any, processed: Any, text: Any = "") -> None:
+        if not getattr(p, "nested_by_neighbours", False):
+            self._finish()
+
+    def _finish(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def _insert(self) -> None:
+        for blocks, index in ((unet().input_blocks, 1), (unet().output_blocks, 2)):
+            blocks[index].append(MotionModule())
+            self._undo.append(lambda block=blocks[index]: block.__delitem__(-1))
+
+    def _follow_steps(self, plan: Plan) -> None:
+        edit = Edit()
+        done: set[int] = set()
+
+        def before_step(params: Any) -> None:
+            step = params.sampling_step
+            if step in done:
+                return
+            done.add(step)
+            if step == plan.edit_at:
+                edit.make(3)
+            if str(step) in plan.weight_of_lora:
+                import networks
+
+                for network in networks.loaded_networks:
+                    network.unet_multiplier = plan.weight_of_lora[str(step)]
+
+        script_callbacks.on_cfg_denoiser(before_step)
+        self._undo += [edit.undo, lambda: script_callbacks.remove_callbacks_for_function(before_step)]
+
+
+def inpainted(p: Any, image: Image.Image, index: int, size: list[int], with_scripts: bool) -> Image.Image:
+    """The image, with a part of it made anew at this size by a generation inside the generation."""
+    nested = StableDiffusionProcessingImg2Img(
+        init_images=[image], resize_mode=0, denoising_strength=0.5, mask=None, mask_blur=4, inpainting_fill=1,
+        inpaint_full_res=True, inpaint_full_res_padding=8, inpainting_mask_invert=0, sd_model=p.sd_model,
+        outpath_samples=p.outpath_samples, outpath_grids=p.outpath_grids, prompt=f"a face {index}",
+        negative_prompt="rain", seed=p.seed + index, sampler_name=p.sampler_name, batch_size=1, n_iter=1, steps=2,
+        cfg_scale=p.cfg_scale, width=size[0], height=size[1], do_not_save_samples=True, do_not_save_grid=True,
+    )
+    nested.cached_c, nested.cached_uc = [None, None], [None, None]
+    nested.scripts, nested.script_args = copy(p.scripts), copy(p.script_args)
+    if not with_scripts:
+        # The second is what the runner remembers of the first.
+        nested.scripts.alwayson_scripts, nested.scripts.callback_map = [], {}
+    # Otherwise the seed and the steps are those of the page.
+    nested.is_api = p.is_api
+    nested.nested_by_neighbours = True
+    nested.image_mask = Image.new("L", image.size, 0)
+    corner = (index * 8) % max(8, image.width // 2)
+    nested.image_mask.paste(255, (corner, 8, corner + image.width // 2, image.height - 8))
+    try:
+        return process_images(nested).images[0]
+    finally:
+        nested.close()
+
+
+def add_routes(demo: Any, app: FastAPI) -> None:
+    # Agent Scheduler makes itself an API that no server serves.
+    own = Api(FastAPI(), call_queue.queue_lock)
+    edit = Edit()
+
+    @app.post("/onediff-neighbours/v1/queue")
+    def queue(requests: list[dict[str, Any]] = Body(embed=True)) -> list[Any]:  # noqa: B008
+        answers: list[Any] = []
+
+        def work() -> None:
+            for request in requests:
+                answer = own.text2imgapi(StableDiffusionTxt2ImgProcessingAPI(**request))
+                answers.append({"images": answer.images, "parameters": answer.parameters, "info": answer.info})
+
+        thread = threading.Thread(target=work, name="neighbours-queue")
+        thread.start()
+        thread.join()
+        return answers
+
+    @app.post("/onediff-neighbours/v1/edit")
+    def change(factor: float | None = Body(None, embed=True)) -> None:
+        with call_queue.queue_lock:
+            if factor is None:
+                edit.undo()
+            else:
+                edit.make(factor)
+
+    @app.get("/onediff-neighbours/v1/table")
+    def table() -> dict[str, Any]:
+        from lib_onediff.accelerator import runtime
+
+        return {"entries": len(runtime.table.by_key()), "pins": sorted(map(list, runtime.pins.all()))}
+
+
+script_callbacks.on_app_started(add_routes)

@@ -1,0 +1,225 @@
+"""What stands beside us in A1111: nested generations, other threads, edited weights, foreign modules, other schedules.
+
+What the extensions do is reproduced by tests/webui/extensions/onediff-neighbours, which must be linked into the
+extensions folder of the WebUI at --webui.
+"""
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from PIL import Image
+from test_exact_images import masked
+from test_foreign import assert_host_served
+from test_xyz_grid import axes_of
+from webui_client import PICTURE, WebUI, largest_difference, one_run, start_from
+from webui_client import gradient as gradient_image
+from webui_compare import (
+    LARGEST_DIFFERENCE,
+    WHOLE_UNET,
+    Run,
+    assert_different,
+    assert_same,
+    on_and_off,
+    run,
+    run_off,
+    run_on,
+)
+from webui_models import Models
+
+ROUTE = "/onediff-neighbours/v1"
+CROPS = [[64, 64], [72, 88], [128, 64]]
+PLOT = "x/y/z plot"
+
+
+@pytest.fixture(autouse=True)
+def beside_neighbours(webui: WebUI) -> None:
+    if not webui.has(f"{ROUTE}/table"):
+        pytest.skip("link tests/webui/extensions/onediff-neighbours into the extensions folder of an A1111")
+
+
+def planned(**plan: Any) -> dict[str, Any]:
+    return {"alwayson_scripts": {"OneDiff neighbours": {"args": [json.dumps(plan)]}}}
+
+
+def run_without(webui: WebUI, request: dict[str, Any]) -> Run:
+    """A run with OneDiff off in the settings: nothing of it is there."""
+    with webui.options(onediff_enabled=False):
+        made = run(webui, request)
+    assert sum(made.calls.values()) == 0
+    return made
+
+
+@contextlib.contextmanager
+def edited(webui: WebUI, factor: float) -> Iterator[None]:
+    assert webui.post(f"{ROUTE}/edit", {"factor": factor}).status_code == 200
+    try:
+        yield
+    finally:
+        webui.post(f"{ROUTE}/edit", {"factor": None})
+
+
+@pytest.mark.parametrize("nested_scripts", [False, True], ids=["scripts left out", "all scripts"])
+def test_nested_inpainting(webui: WebUI, sd15: Models, nested_scripts: bool) -> None:
+    """ADetailer: an inpainting of another size for each face, inside the generation."""
+    request = {"width": 128, "height": 128}
+    nested = {**request, **planned(crops=CROPS, nested_scripts=nested_scripts)}
+    plain, on = run_on(webui, request), run_on(webui, nested, least_calls=3 + len(CROPS))
+    assert_different(plain, on, "the nested inpainting")
+    assert_same(on, run_without(webui, nested))
+    assert_same(run_on(webui, request), plain)
+
+
+@pytest.mark.parametrize("nested_scripts", [False, True], ids=["scripts left out", "all scripts"])
+def test_nested_generation_has_the_settings_of_its_run(webui: WebUI, sd15: Models, nested_scripts: bool) -> None:
+    """Who switches OneDiff off for a run means all of it."""
+    nested = {"width": 128, "height": 128, **planned(crops=CROPS, nested_scripts=nested_scripts)}
+    off = run_off(webui, nested, least_calls=3 + len(CROPS))
+    assert largest_difference(off.pictures, run_without(webui, nested).pictures) == 0
+    run_on(webui, {"width": 72, "height": 88})
+
+
+def test_a_hundred_crops_of_random_sizes(webui: WebUI, sd15: Models) -> None:
+    """What is kept grows with the sizes that there were, not with the crops, and a pinned size stays."""
+    draw = random.Random(100)
+    crops = [[8 * draw.randint(8, 32), 8 * draw.randint(8, 32)] for _ in range(100)]
+    ours = run_on(webui, {})
+    model = next(row for row in webui.get("/onediff/v1/shapes")["rows"] if row["resolution"] == "64x64")["model"]
+    before = webui.get(f"{ROUTE}/table")
+    request = planned(crops=crops)
+    with pinned(webui, model, "64x64"):
+        for _ in range(2):
+            run_on(webui, request, least_calls=3 + len(crops))
+            after = webui.get(f"{ROUTE}/table")
+            # A crop's UNet, its encode and its decode; another prompt length there is none.
+            assert after["entries"] - before["entries"] <= 3 * len({tuple(crop) for crop in crops})
+        rows = webui.get("/onediff/v1/shapes")["rows"]
+        kept = [row for row in rows if (row["model"], row["resolution"]) == (model, "64x64")]
+        assert len(kept) == 1 and kept[0]["pinned"] and kept[0]["state"] in ("proved", "ready")
+        assert [model, "64x64"] in after["pins"]
+    assert_same(run_on(webui, {}), ours)
+
+
+@contextlib.contextmanager
+def pinned(webui: WebUI, model: str, resolution: str) -> Iterator[None]:
+    key = {"model": model, "resolution": resolution}
+    assert webui.post("/onediff/v1/pin", {**key, "pinned": True}).status_code == 200
+    try:
+        yield
+    finally:
+        webui.post("/onediff/v1/pin", {**key, "pinned": False})
+
+
+def test_generations_from_another_thread(webui: WebUI, sd15: Models) -> None:
+    """Agent Scheduler: two in a row, while the API does nothing."""
+    sizes = [{"width": 64, "height": 64}, {"width": 72, "height": 88}]
+    requests = [{**PICTURE, **size, **one_run(enabled=True)} for size in sizes]
+    ours = [run_on(webui, size) for size in sizes]
+    before = webui.calls()
+    answers = webui.post(f"{ROUTE}/queue", {"requests": requests})
+    assert answers.status_code == 200, answers.text[:500]
+    after = webui.calls()
+    assert sum(after[route] - before[route] for route in WHOLE_UNET) == 2 * PICTURE["steps"]
+    assert after["host"] == before["host"]
+    for answer, own in zip(answers.json(), ours, strict=True):
+        image = Image.open(io.BytesIO(base64.b64decode(answer["images"][0])))
+        queued = replace(own, pictures=with_images(own, [image]))
+        assert_same(queued, own)
+
+
+def with_images(made: Run, images: list[Image.Image]) -> Any:
+    pictures = object.__new__(type(made.pictures))
+    pictures.__dict__.update(made.pictures.__dict__, images=images)
+    return pictures
+
+
+def test_weights_edited_between_generations(webui: WebUI, sd15: Models) -> None:
+    """SuperMerger: the values change, the parameters stay."""
+    plain = run_on(webui, {})
+    with edited(webui, 1.5):
+        merged, _ = on_and_off(webui, {})
+    assert_different(plain, merged, "the edit")
+    assert_same(run_on(webui, {}), plain)
+
+
+def test_weights_edited_within_a_generation(webui: WebUI, sd15: Models) -> None:
+    request = {"steps": 4}
+    plain = run_on(webui, request)
+    changed, _ = on_and_off(webui, {**request, **planned(edit_at=1)})
+    assert_different(plain, changed, "the edit")
+    assert_same(run_on(webui, request), plain)
+
+
+@pytest.mark.parametrize("role", ["lora-a", "locon"])
+def test_lora_whose_weight_follows_the_steps(webui: WebUI, sd15: Models, role: str) -> None:
+    request = {"prompt": f"a red fox <lora:{sd15.need(role)}:1>", "steps": 4}
+    plain = run_on(webui, request)
+    scheduled, _ = on_and_off(webui, {**request, **planned(weight_of_lora={"1": 0.5, "3": 0.0})})
+    assert_different(plain, scheduled, "the schedule")
+    assert_same(run_on(webui, request), plain)
+
+
+def test_motion_modules_are_the_hosts(webui: WebUI, sd15: Models) -> None:
+    """AnimateDiff puts modules that we do not know into the blocks, for one generation."""
+    plain = run_on(webui, {"batch_size": 2})
+    made = assert_host_served(webui, {"batch_size": 2, **planned(motion=True)}, "MotionModule")
+    assert_different(plain, made, "the motion module")
+    assert_same(run_on(webui, {"batch_size": 2}), plain)
+
+
+@pytest.mark.parametrize("request_", [{}, start_from(gradient_image(128, 64))], ids=["txt2img", "img2img"])
+def test_tiles_of_the_vae(webui: WebUI, sd15: Models, request_: dict[str, Any]) -> None:
+    """Tiled VAE sets the decoder's forward on its instance, and puts a bound method back."""
+    request = {"width": 128, "height": 64, **request_}
+    steps = 2 if request_ else 3
+    plain = run_on(webui, request, steps)
+    tiled, _ = on_and_off(webui, {**request, **planned(tiled_vae=True)}, steps)
+    assert_different(plain, tiled, "the tiles")
+    again = run_on(webui, request, steps)
+    assert_same(again, plain)
+    assert webui.status()["vae"]["route"] != "host", webui.status()["vae"]
+
+
+@pytest.mark.parametrize("schedule", ["Default", "Zero Terminal SNR"])
+@pytest.mark.parametrize("role", ["sd15-v", "sdxl-v"])
+def test_v_prediction(webui: WebUI, sd15: Models, role: str, schedule: str) -> None:
+    name = sd15.use(role)
+    with webui.options(sd_noise_schedule=schedule):
+        made, _ = on_and_off(webui, {"sampler_name": "Euler", "width": 72, "height": 88})
+    infotext = made.pictures.info["infotexts"][0]
+    assert name.partition(".")[0] in infotext
+    assert ("Noise Schedule: Zero Terminal SNR" in infotext) == (schedule != "Default")
+
+
+@pytest.mark.parametrize("request_", [{}, masked()], ids=["txt2img", "inpainting"])
+def test_sdxl_inpainting(webui: WebUI, sd15: Models, request_: dict[str, Any]) -> None:
+    """Nine channels."""
+    sd15.use("sdxl-inpaint")
+    on_and_off(webui, request_, least_calls=3)
+    run_on(webui, {})
+    assert "inpainting" in webui.status()["model"]
+
+
+def test_plot_over_checkpoints(webui: WebUI, sd15: Models) -> None:
+    names = [sd15.need(role) for role in ("sd15", "sd15-b", "sdxl")]
+    axes = axes_of(webui, "txt2img")
+    nothing = [0, "", []]
+    request = {
+        "sampler_name": "Euler", "script_name": PLOT,
+        "script_args": [
+            axes.index("Checkpoint name"), ",".join(names), [], *nothing, *nothing, True, True, False, *[False] * 4, 0,
+            True,
+        ],
+    }
+    on, off = on_and_off(webui, request, least_calls=3 * len(names))
+    # The grid, then a picture for each.
+    cells = on.pictures.arrays[1:]
+    assert len(cells) == len(names)
+    assert all(abs(one - other).max() > LARGEST_DIFFERENCE for one, other in zip(cells, cells[1:], strict=False))
