@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-gradio = pytest.importorskip("gradio")
+pytest.importorskip("gradio")
+
+import gradio
 
 from lib_onediff.hosts.standalone.modules import script_loading
 from lib_onediff.hosts.standalone.registration import modules_importable
