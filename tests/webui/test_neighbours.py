@@ -143,7 +143,7 @@ def with_images(made: Run, images: list[Image.Image]) -> Any:
 def test_weights_edited_between_generations(webui: WebUI, sd15: Models) -> None:
     """SuperMerger: the values change, the parameters stay."""
     plain = run_on(webui, {})
-    with edited(webui, 1.5):
+    with edited(webui, 0.5):
         merged, _ = on_and_off(webui, {})
     assert_different(plain, merged, "the edit")
     assert_same(run_on(webui, {}), plain)
@@ -185,6 +185,16 @@ def test_tiles_of_the_vae(webui: WebUI, sd15: Models, request_: dict[str, Any]) 
     again = run_on(webui, request, steps)
     assert_same(again, plain)
     assert webui.status()["vae"]["route"] != "host", webui.status()["vae"]
+
+
+def test_a_foreign_walk_through_the_decoder_is_told(webui: WebUI, sd15: Models) -> None:
+    """Tiled VAE runs the decoder's layers itself and never calls what stands below it."""
+    plain = run_on(webui, {})
+    made = run_on(webui, planned(walked_vae=True))
+    assert "onediff_neighbours" in webui.status()["vae"]["reason"]
+    assert_same(made, plain)
+    assert_same(run_on(webui, {}), plain)
+    assert webui.status()["vae"]["route"] != "host"
 
 
 @pytest.mark.parametrize("schedule", ["Default", "Zero Terminal SNR"])
