@@ -146,8 +146,12 @@ class Neighbours(scripts.Script):
             return
         # As ADetailer: the other scripts are told that the generation is over, and afterwards that it goes on.
         p.scripts.postprocess(copy(p), Processed(p, [], p.seed, ""))
-        for index, size in enumerate(plan.crops):
-            pp.image = inpainted(p, pp.image.convert("RGB"), index, size, plan.nested_scripts)
+        # Each from the same image, with OneDiff and without: a difference of 1/255 in what they start from would grow.
+        start = Image.radial_gradient("L").resize(pp.image.size).convert("RGB")
+        made = [inpainted(p, start, index, size, plan.nested_scripts) for index, size in enumerate(plan.crops)]
+        pp.image = Image.new("RGB", (start.width * len(made), start.height))
+        for index, image in enumerate(made):
+            pp.image.paste(image, (start.width * index, 0))
         again = copy(p)
         p.scripts.before_process(again)
         p.scripts.process(again)
