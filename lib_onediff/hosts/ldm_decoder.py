@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..accelerator import runtime
-from ..unet.foreign import Habits, origin, package
+from ..unet.foreign import Habits, origin, own_method, package
 from .class_patch import ClassPatch
 
 
@@ -59,6 +59,10 @@ class DecoderPatches:
         runtime.vae.begin_run()
         if any(isinstance(decoder, patch.owner) for patch in self.patches):
             runtime.vae.adopt(decoder, habits=self._habits)
+            replaced = own_method(decoder, "forward")
+            if replaced is not None:
+                # It may decode without ours, and nobody would tell why. If it asks ours, that is told then.
+                runtime.vae.tell_host(f"the decoder has a forward of its own, set by {origin(replaced)} (tiles?)")
 
     def end_run(self) -> None:
         """The picture is done."""

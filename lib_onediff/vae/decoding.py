@@ -72,6 +72,10 @@ class DecoderRoute:
         """Take down that the host decodes a latent of which we know nothing, and why."""
         self.journal.note(HOST, reason, None)
 
+    def tell_host(self, reason: str) -> None:
+        """As note_host, before a decode that may never come to us: it is told, but not counted."""
+        self.journal.note(HOST, reason, None, counted=False)
+
     def status(self) -> dict[str, Any]:
         """What became of the last decode, as plain values; see DecodeJournal."""
         return self.journal.status()

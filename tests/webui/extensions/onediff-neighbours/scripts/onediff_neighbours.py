@@ -25,7 +25,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 # Read anew by every call, and read through what is remembered of a prompt.
-EDITED = ("input_blocks.1.0.in_layers.2.weight", "input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight")
+EDITED = (
+    "input_blocks.1.0.in_layers.2.weight", "input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight", "out.2.weight",
+)
 
 
 class Plan:
@@ -35,7 +37,7 @@ class Plan:
     scripts, or none, as ADetailer's "Apply only selected scripts" says. edit_at: the step before which weights are
     edited in place, until the end of the generation. weight_of_lora: what the LoRAs' weight becomes before a step.
     motion: modules of an unknown class stand in the UNet's blocks. tiled_vae: the decoder's forward is replaced on its
-    instance.
+    instance by one that calls it for each tile; walked_vae: by one that walks its layers itself.
     """
 
     def __init__(self, text: Any) -> None:
@@ -46,6 +48,7 @@ class Plan:
         self.weight_of_lora: dict[str, float] = told.get("weight_of_lora", {})
         self.motion: bool = told.get("motion", False)
         self.tiled_vae: bool = told.get("tiled_vae", False)
+        self.walked_vae: bool = told.get("walked_vae", False)
 
 
 class MotionModule(nn.Module):
@@ -83,16 +86,28 @@ class Edit:
 class TiledDecoder:
     """As Tiled VAE's hook: it stands in the decoder's forward, and calls what stood there for each tile."""
 
-    def __init__(self, decoder: Any) -> None:
-        self.decoder = decoder
+    def __init__(self, decoder: Any, walks: bool) -> None:
+        self.decoder, self.walks = decoder, walks
         if not hasattr(decoder, "original_forward"):
             decoder.original_forward = decoder.forward
         decoder.forward = self
 
     def __call__(self, z: Tensor) -> Tensor:
+        if self.walks:
+            return self.walk(z)
         half = z.shape[3] // 2
         tiles = [self.decoder.original_forward(tile.contiguous()) for tile in (z[..., :half], z[..., half:])]
         return torch.cat(tiles, dim=3)
+
+    def walk(self, z: Tensor) -> Tensor:
+        net = self.decoder
+        h = net.mid.block_2(net.mid.attn_1(net.mid.block_1(net.conv_in(z), None)), None)
+        for level in reversed(net.up):
+            for block in level.block:
+                h = block(h, None)
+            if hasattr(level, "upsample"):
+                h = level.upsample(h)
+        return net.conv_out(nn.functional.silu(net.norm_out(h)))
 
     def remove(self) -> None:
         self.decoder.forward = self.decoder.original_forward
@@ -120,8 +135,8 @@ class Neighbours(scripts.Script):
         plan = Plan(text)
         if plan.motion:
             self._insert()
-        if plan.tiled_vae:
-            self._undo.append(TiledDecoder(p.sd_model.first_stage_model.decoder).remove)
+        if plan.tiled_vae or plan.walked_vae:
+            self._undo.append(TiledDecoder(p.sd_model.first_stage_model.decoder, plan.walked_vae).remove)
         if plan.edit_at is not None or plan.weight_of_lora:
             self._follow_steps(plan)
 
@@ -131,8 +146,12 @@ class Neighbours(scripts.Script):
             return
         # As ADetailer: the other scripts are told that the generation is over, and afterwards that it goes on.
         p.scripts.postprocess(copy(p), Processed(p, [], p.seed, ""))
-        for index, size in enumerate(plan.crops):
-            pp.image = inpainted(p, pp.image.convert("RGB"), index, size, plan.nested_scripts)
+        # Each from the same image, with OneDiff and without: a difference of 1/255 in what they start from would grow.
+        start = Image.radial_gradient("L").resize(pp.image.size).convert("RGB")
+        made = [inpainted(p, start, index, size, plan.nested_scripts) for index, size in enumerate(plan.crops)]
+        pp.image = Image.new("RGB", (start.width * len(made), start.height))
+        for index, image in enumerate(made):
+            pp.image.paste(image, (start.width * index, 0))
         again = copy(p)
         p.scripts.before_process(again)
         p.scripts.process(again)
@@ -160,7 +179,7 @@ class Neighbours(scripts.Script):
                 return
             done.add(step)
             if step == plan.edit_at:
-                edit.make(3)
+                edit.make(0.5)
             if str(step) in plan.weight_of_lora:
                 import networks
 
@@ -181,12 +200,12 @@ def inpainted(p: Any, image: Image.Image, index: int, size: list[int], with_scri
         cfg_scale=p.cfg_scale, width=size[0], height=size[1], do_not_save_samples=True, do_not_save_grid=True,
     )
     nested.cached_c, nested.cached_uc = [None, None], [None, None]
+    # Before the scripts: they would set the seed and the steps to those of the page.
+    nested.is_api = p.is_api
     nested.scripts, nested.script_args = copy(p.scripts), copy(p.script_args)
     if not with_scripts:
         # The second is what the runner remembers of the first.
         nested.scripts.alwayson_scripts, nested.scripts.callback_map = [], {}
-    # Otherwise the seed and the steps are those of the page.
-    nested.is_api = p.is_api
     nested.nested_by_neighbours = True
     nested.image_mask = Image.new("L", image.size, 0)
     corner = (index * 8) % max(8, image.width // 2)
