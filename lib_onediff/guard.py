@@ -32,8 +32,8 @@ class HostFunction:
 class Guard:
     """Runs hooks and notes their faults: one traceback in the log for each, and a sentence for the user.
 
-    suspended: why nothing of ours runs until the next generation begins, or "" where it does. A fault in one hook of a
-    generation leaves the whole rest of it to the host, whose image is then its own to the bit.
+    suspended: why the host serves every call until the next generation begins; "" where OneDiff serves. A fault in one
+    hook leaves the rest of its generation to the host, whose image is then its own to the bit.
     """
 
     def __init__(self) -> None:
