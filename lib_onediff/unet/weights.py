@@ -185,11 +185,13 @@ class Binding:
                     continue
                 if type(parameter.data) is not Tensor or parameter.dtype not in BOUND_DTYPES:
                     raise UnsupportedUNet(f"{path} is stored as {describe_storage(parameter)}, which we do not run")
-                if parameter.device != self.device:
+                devices = {parameter.device.type, self.device.type}
+                if parameter.device != self.device and "meta" not in devices:
                     raise UnsupportedUNet(PARTLY_LOADED)
-                if parameter.dtype != self.dtype:
+                if (parameter.device, parameter.dtype) != (self.device, self.dtype):
                     raise UnsupportedUNet(
-                        f"its parameters are of different types: {self.dtype}, but {path} is {parameter.dtype}"
+                        f"its parameters are mixed: {self.dtype} on {self.device}, "
+                        f"but {path} is {parameter.dtype} on {parameter.device}"
                     )
         if self.device.type == "meta":
             raise UnsupportedUNet("its parameters are not loaded (they are on the meta device)")
