@@ -118,6 +118,7 @@ class Care:
             self.oneflow = {}
             self.course.forget()
             self.float8 = None
+            self.bound.drop_prompts()
         if not self._kept:
             self._memory = None
 
@@ -128,7 +129,9 @@ class Care:
     def let_go_if_moved(self) -> None:
         """Drop graphs and their memory where the weights are elsewhere by now, as when the host has taken the UNet off
         the GPU: half a millisecond."""
-        holds = self._memory is not None or self.float8 is not None or self.course.bytes()
+        holds = (
+            self._memory is not None or self.float8 is not None or self.course.bytes() or self.bound.prompt_bytes()
+        )
         if holds and not self.bound.unmoved():
             self.drop_runners()
 

@@ -167,6 +167,7 @@ class GraphCache(HeldGraphs):
         # What torch keeps unused would be counted as if these graphs had held it.
         self.card.empty_cache()
         reserved = self.card.reserved()
+        self._drop_prompts()
         self.drop(keys)
         self._table.forget(keys)
         return max(0, reserved - self.card.reserved())
@@ -178,6 +179,7 @@ class GraphCache(HeldGraphs):
         for care in list(self._cares.values()):
             care.course.forget()
             self._drop_float8_weights(care)
+        self._drop_prompts()
         self._drop({*self.keys(), *(entry.key for entry in self._table.entries() if entry.state is State.READY)})
         return max(0, reserved - self.card.reserved())
 
@@ -191,6 +193,11 @@ class GraphCache(HeldGraphs):
         # Their graphs know where they lie.
         self._drop({key for key in care.ready_keys() if key.backend == FLOAT8})
         care.float8 = None
+
+    def _drop_prompts(self) -> None:
+        """Give back what was computed of prompts that no graph reads. The others' goes with their graphs."""
+        for care in list(self._cares.values()):
+            care.bound.drop_prompts()
 
     def float8_bytes(self) -> int:
         """GPU memory of all weights in float8, which lie beside the hosts' own."""

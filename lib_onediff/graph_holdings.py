@@ -76,14 +76,23 @@ class HeldGraphs:
         return sum(map(self._graphs.bytes, self.devices()))
 
     def held(self, device: torch.device) -> int:
-        """Bytes that all graphs of a device hold."""
-        return self._graphs.bytes(device) + own_bytes(held for held in self.graphs() if held.key.device == device)
+        """Bytes that all graphs of a device hold, with the prompts that they read."""
+        own = own_bytes(held for held in self.graphs() if held.key.device == device)
+        return self._graphs.bytes(device) + own + self.prompt_bytes(device)
+
+    def prompt_bytes(self, device: torch.device | None = None, architecture: str | None = None) -> int:
+        """Bytes of what was computed of prompts alone: on a device, or on all; for an architecture, or for all."""
+        return sum(
+            care.bound.prompt_bytes(device) for care in list(self._cares.values())
+            if architecture in (None, care.architecture)
+        )
 
     def held_by(self, place: Place) -> int:
-        """Bytes that the graphs of an architecture hold."""
+        """Bytes that the graphs of an architecture hold, with the prompts that they read."""
         if place.architecture is None:
             return 0
-        return self._graphs.bytes(*place) + own_bytes(held for held in self.graphs() if Place.of(held.key) == place)
+        own = own_bytes(held for held in self.graphs() if Place.of(held.key) == place)
+        return self._graphs.bytes(*place) + own + self.prompt_bytes(*place)
 
     def left(self, device: torch.device) -> int:
         """Bytes of a card that anybody can have: what torch keeps unused is among it, but not in the graphs' memory."""

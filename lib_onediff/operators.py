@@ -17,6 +17,7 @@ from torch import nn
 from . import backends
 from .auto_choice import AutoChoice
 from .backends.inductor import Inductor
+from .guard import first_line
 from .ops import Operators, torch_ops
 from .ops.attention import Attention
 from .ops.attention_tuning import attention_shapes, time_on_gpu
@@ -67,7 +68,8 @@ class OperatorSets:
         self._compiled: set[Hashable] = set()
         self._pending: set[Hashable] = set()
         self._tuned: set[Hashable] = set()
-        self._failed: dict[Hashable, Exception] = {}
+        # What the compiler said. Not its exception: the traceback would keep the UNet that was being called.
+        self._failed: dict[Hashable, str] = {}
         self._worker = ThreadPoolExecutor(1, "onediff-kernels")
         self._lock = threading.Lock()
 
@@ -127,13 +129,13 @@ class OperatorSets:
     def prepare(self, network: Network, patient: bool) -> bool:
         """Whether the native kernels that a network needs are compiled; if not, they soon will be, in a thread.
 
-        patient: wait until they are. Raises what Triton raised.
+        patient: wait until they are. Raises RuntimeError with what the compiler said.
         """
         kind = network.kind
         if kind in self._compiled:
             return True
         if kind in self._failed:
-            raise self._failed[kind]
+            raise RuntimeError(self._failed[kind])
         if patient or kind not in self._pending:
             self._pending.add(kind)
             compiling = self._worker.submit(self._compile, network)
@@ -200,9 +202,11 @@ class OperatorSets:
             compile_kernels(network.users, network.dtype, network.device, self._launches, network.float8)
         except ImportError as error:
             # A half-removed Triton.
-            self._failed[kind] = RuntimeError(f"Triton cannot be imported ({error})")
+            self._failed[kind] = f"Triton cannot be imported ({error})"
+            log.debug("%s", self._failed[kind], exc_info=True)
         except Exception as error:
-            self._failed[kind] = error
+            self._failed[kind] = first_line(error)
+            log.exception("the kernels for %s do not compile", network.dtype)
         else:
             self._compiled.add(kind)
             log.debug("kernels for %s ready in %.1f s", network.dtype, time.perf_counter() - began)

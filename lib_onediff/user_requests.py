@@ -61,7 +61,7 @@ class UserRequests:
         return Totals(
             vram=self._look().vram, budget=self._graphs.allowed(self.settings.memory_budget),
             disk=self.history.size_bytes(), calls=calls, hit_rate=calls[GRAPH] / count if count else None,
-            float8=self._graphs.float8_bytes(), inductor=self.operators.inductor.status(),
+            prompts=self._graphs.prompt_bytes(), float8=self._graphs.float8_bytes(), inductor=self.operators.inductor.status(),
             oneflow=self._ladder.oneflow_graphs,
         )
 

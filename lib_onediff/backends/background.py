@@ -38,3 +38,6 @@ class Background:
                 future.set_exception(error)
             else:
                 future.set_result(result)
+                del result
+            # What is done is not kept until the next work comes.
+            del future, work, given

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..guard import first_line
 from ..ops import torch_ops
 from ..ops.compiled import CompiledRegion
 from ..ops.inductor_availability import why_no_inductor
@@ -52,11 +53,13 @@ class Compilable(NamedTuple):
 
 class Planned(NamedTuple):
     """The regions of a network. at_once: they were on the disk already, and are worth a pause. paths: of those that
-    are there now; what other processes have left undone is in none."""
+    are there now; what other processes have left undone is in none. failure: why there is no plan, in one line for the
+    user; "" where there is one."""
 
     regions: dict[CompiledRegion, Shapes]
     at_once: bool
     paths: dict[CompiledRegion, Path]
+    failure: str = ""
 
     @property
     def has_gone(self) -> bool:
@@ -103,6 +106,9 @@ class Inductor:
             self._allowance.step()
             return False
         planned = planning.result()
+        if planned.failure:
+            self._failures[network] = planned.failure
+            raise CannotCompile(planned.failure)
         if planned.has_gone:
             # Or the calls would compile it.
             with self._lock:
@@ -152,10 +158,19 @@ class Inductor:
 
     def _plan(self, regions: dict[CompiledRegion, Shapes], device: torch.device) -> Future[Planned]:
         if not all(compiled.is_ready for compiled in regions):
-            return self._worker.submit(self._compile, regions, device)
+            return self._worker.submit(self._compiled, regions, device)
         planned: Future[Planned] = Future()
         planned.set_result(Planned(regions, at_once=True, paths={}))
         return planned
+
+    def _compiled(self, regions: dict[CompiledRegion, Shapes], device: torch.device) -> Planned:
+        """What _compile returns. No exception: the future would keep it, and with it every frame that it was raised
+        in, a UNet's among them."""
+        try:
+            return self._compile(regions, device)
+        except Exception as error:
+            log.exception("Inductor cannot be prepared")
+            return Planned({}, False, {}, f"Inductor cannot be prepared: {first_line(error)}")
 
     def _compile(self, regions: dict[CompiledRegion, Shapes], device: torch.device) -> Planned:
         """Have other processes do everything that they can."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 import inspect
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from ..accelerator import runtime
 from ..settings import Settings
 from ..unet.call import Control, UNetCall
 from ..unet.foreign import replaced_by
-from ..unet.prompts import Sighting, returns_none
+from ..unet.prompts import MOST_ASIDE, Sighting, returns_none
 from ..unet.read_diffusers import is_diffusers_unet
 from .diffusers_schedule import PipelineSchedule
 
@@ -31,8 +32,8 @@ class DiffusersForward:
 
     def __init__(self, unet: nn.Module) -> None:
         self._unet = weakref.ref(unet)
-        self._embedded = Sighting()
-        self._y: Tensor | None = None
+        # The last labels: prompt and negative prompt may be called in turn.
+        self._labels: deque[tuple[Sighting, Tensor]] = deque(maxlen=MOST_ASIDE + 1)
         self._an_attention: Callable[[], Any] = returns_none
         self.schedule: PipelineSchedule | None = None
         self.__wrapped__ = type(unet).forward
@@ -122,11 +123,15 @@ class DiffusersForward:
         if not added or set(added) != {"text_embeds", "time_ids"}:
             raise NotOurs(f"added_cond_kwargs holds {', '.join(sorted(added or {})) or 'nothing'}")
         text, sizes = added["text_embeds"], added["time_ids"]
-        if self._y is None or not self._embedded.recognises((text, sizes)):
-            waves = unet.add_time_proj(sizes.flatten()).reshape(text.shape[0], -1)
-            self._y = torch.cat([text, waves.to(text.dtype)], dim=-1)
-            self._embedded.remember((text, sizes))
-        return self._y
+        for sighting, label in self._labels:
+            if sighting.recognises((text, sizes)):
+                return label
+        waves = unet.add_time_proj(sizes.flatten()).reshape(text.shape[0], -1)
+        label = torch.cat([text, waves.to(text.dtype)], dim=-1)
+        sighting = Sighting()
+        sighting.remember((text, sizes))
+        self._labels.append((sighting, label))
+        return label
 
 
 def own_forward(unet: nn.Module) -> types.MethodType:

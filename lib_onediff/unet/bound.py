@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Hashable
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..ops import Operators
@@ -103,6 +104,14 @@ class BoundUNet:
         self._sampling_began = True
         self._samplings += 1
         self._prompts.forget()
+
+    def prompt_bytes(self, device: torch.device | None = None) -> int:
+        """Memory of what was computed of prompts alone, on a device or on all."""
+        return self._prompts.bytes(device)
+
+    def drop_prompts(self) -> None:
+        """Give back the memory of prompts that no graph reads."""
+        self._prompts.drop()
 
     def rest(self) -> None:
         """A call has ended."""

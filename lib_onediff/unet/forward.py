@@ -6,7 +6,7 @@ the context and the label embedding once per prompt (condition), all time embedd
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -31,6 +31,10 @@ class Conditioning:
 
     def tensors(self) -> list[Tensor]:
         return [*self.key_values, *([] if self.label is None else [self.label])]
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Conditioning:
+        """The same with change(tensor) in the place of every tensor."""
+        return Conditioning(tuple(map(change, self.key_values)), None if self.label is None else change(self.label))
 
 
 def condition(layout: UNetLayout, weights: Weights, ops: Operators, context: Tensor, y: Tensor | None) -> Conditioning:

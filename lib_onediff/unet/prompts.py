@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,6 +10,11 @@ import torch
 from torch import Tensor
 
 from .forward import Conditioning
+
+# Prompt, negative prompt and a few regions, called one at a time. SDXL's take 25 MiB each at 77 tokens.
+MOST_ASIDE, MOST_ASIDE_BYTES = 4, 256 << 20
+# Of those that no graph reads.
+MOST_SIZES = 4
 
 
 class Sighting:
@@ -47,32 +53,111 @@ def edit_count(tensor: Tensor | None) -> int:
 
 @dataclass
 class HeldPrompt:
-    """The conditioning of one prompt, in tensors that keep their addresses when the prompt changes."""
+    """One prompt whose conditioning is known. edits: what the weights were. content: context and y, where the tensors
+    themselves tell nothing. aside: its conditioning while another prompt's lies at the address."""
 
-    context: Tensor
-    y: Tensor | None
     edits: tuple
-    conditioning: Conditioning
+    sighting: Sighting
+    content: tuple[Tensor, Tensor | None] | None = None
+    aside: Conditioning | None = None
+
+    def is_same(self, context: Tensor, y: Tensor | None, edits: tuple) -> bool:
+        return self.edits == edits and self.sighting.recognises((context, y))
+
+    def is_equal(self, context: Tensor, y: Tensor | None, edits: tuple) -> bool:
+        """As is_same, by the values; on a GPU this waits for the queue."""
+        return self.edits == edits and self.content is not None and same_content(self.content, (context, y))
+
+    def bytes(self) -> int:
+        content = [tensor for tensor in self.content or () if tensor is not None]
+        return sum(tensor.nbytes for tensor in (*content, *(self.aside.tensors() if self.aside else ())))
+
+
+class Place:
+    """The address of the conditioning of one (batch, tokens): which prompt lies there, and those that take turns with
+    it. Does not keep the conditioning alive."""
+
+    def __init__(self, conditioning: Conditioning, occupant: HeldPrompt) -> None:
+        self._conditioning = weakref.ref(conditioning)
+        self._occupant = occupant
+        # The least recently used first: where prompts take turns, the next one is likely the first of these.
+        self._others: list[HeldPrompt] = []
+
+    @property
+    def conditioning(self) -> Conditioning | None:
+        """None once nobody uses this address any more."""
+        return self._conditioning()
+
+    def finds(self, context: Tensor, y: Tensor | None, edits: tuple, by_content: bool) -> bool:
+        """Have this prompt's conditioning at the address if it is known."""
+        known = [*self._others, self._occupant]
+        found = next((held for held in known if held.is_same(context, y, edits)), None)
+        if found is None and by_content:
+            found = next((held for held in known if held.is_equal(context, y, edits)), None)
+            if found is not None:
+                found.sighting.remember((context, y))
+        if found is None:
+            return False
+        if found is not self._occupant:
+            self._others.remove(found)
+            self.write(found, found.aside)
+        return True
+
+    def write(self, prompt: HeldPrompt, fresh: Conditioning) -> None:
+        """Let another prompt lie here; the one that did is put aside, if it may come again."""
+        kept, other = self._conditioning(), self._occupant
+        if other.edits == prompt.edits and bytes_of(kept) <= MOST_ASIDE_BYTES:
+            if other.aside is None:
+                other.aside = kept.map(Tensor.clone)
+            self._others.append(other)
+            while len(self._others) > MOST_ASIDE or sum(held.bytes() for held in self._others) > MOST_ASIDE_BYTES:
+                del self._others[0]
+        for target, source in zip(kept.tensors(), fresh.tensors(), strict=True):
+            target.copy_(source)
+        self._occupant = prompt
+
+    def forget(self) -> None:
+        """Trust nothing at the next call; the address stays."""
+        self._occupant = HeldPrompt((), Sighting())
+        self.drop_others()
+
+    def drop_others(self) -> None:
+        """Keep no prompt but the one that lies here."""
+        self._occupant.aside, self._others = None, []
+
+    def bytes(self) -> int:
+        kept = self._conditioning()
+        return 0 if kept is None else bytes_of(kept) + sum(held.bytes() for held in [self._occupant, *self._others])
 
 
 class PromptMemory:
-    """The last prompt of every (batch, tokens). CUDA graphs read their conditioning from the tensors held here."""
+    """The conditioning of the last prompts of every (batch, tokens), at addresses that stay: CUDA graphs read it there.
+
+    An address lives as long as anybody else holds its conditioning, as a graph does, or it is among the last few that
+    were used in this sampling.
+    """
 
     def __init__(self) -> None:
-        self._held: dict[tuple, HeldPrompt] = {}
-        self._sightings: dict[tuple, Sighting] = {}
-
-    def recognises(self, context: Tensor, y: Tensor | None) -> bool:
-        """True if the host handed over the very tensors of its last call of this size."""
-        sighting = self._sightings.get(prompt_size(context, y))
-        return sighting is not None and sighting.recognises((context, y))
+        self._places: dict[tuple, Place] = {}
+        self._used: OrderedDict[tuple, Conditioning] = OrderedDict()
 
     def forget(self) -> None:
-        """Trust nothing at the next call; addresses stay."""
-        for sighting in self._sightings.values():
-            sighting.forget()
-        for held in self._held.values():
-            held.edits = ()
+        """A sampling begins: trust nothing at the next call, and keep only the addresses that others hold."""
+        self.drop()
+        for place in self._places.values():
+            place.forget()
+
+    def drop(self) -> None:
+        """Give back the memory of every prompt that nobody else holds, and of those that were put aside."""
+        self._used.clear()
+        # A new dictionary: another thread may be counting.
+        self._places = {size: place for size, place in self._places.items() if place.conditioning is not None}
+        for place in self._places.values():
+            place.drop_others()
+
+    def bytes(self, device: torch.device | None = None) -> int:
+        """Memory of all prompts, or of those on a device."""
+        return sum(place.bytes() for size, place in list(self._places.items()) if device in (None, size[-1]))
 
     def conditioning(
         self, context: Tensor, y: Tensor | None, edits: tuple, by_content: bool,
@@ -85,32 +170,40 @@ class PromptMemory:
         same batch and token count.
         """
         size = prompt_size(context, y)
-        held = self._held.get(size)
-        if held is not None and held.edits == edits and (
-            self.recognises(context, y) or (by_content and same_content(held, context, y))
-        ):
-            return held.conditioning
-        fresh = compute()
-        if held is None or not fits(held.conditioning, fresh):
-            held = self._held[size] = HeldPrompt(torch.empty(0), None, (), fresh)
-        else:
-            for kept, new in zip(held.conditioning.tensors(), fresh.tensors(), strict=True):
-                kept.copy_(new)
-        held.edits = edits
-        if by_content:
-            held.context, held.y = context.clone(), None if y is None else y.clone()
-        self._sightings.setdefault(size, Sighting()).remember((context, y))
-        return held.conditioning
+        place = self._places.get(size)
+        held = None if place is None else place.conditioning
+        if held is None or not place.finds(context, y, edits, by_content):
+            fresh = compute()
+            prompt = HeldPrompt(edits, Sighting())
+            prompt.sighting.remember((context, y))
+            if by_content:
+                prompt.content = context.clone(), None if y is None else y.clone()
+            if held is not None and fits(held, fresh):
+                place.write(prompt, fresh)
+            else:
+                held, self._places[size] = fresh, Place(fresh, prompt)
+        self._note_used(size, held)
+        return held
+
+    def _note_used(self, size: tuple, conditioning: Conditioning) -> None:
+        self._used[size] = conditioning
+        self._used.move_to_end(size)
+        while len(self._used) > MOST_SIZES:
+            self._used.popitem(last=False)
+
+
+def bytes_of(conditioning: Conditioning) -> int:
+    return sum(tensor.nbytes for tensor in conditioning.tensors())
 
 
 def prompt_size(context: Tensor, y: Tensor | None) -> tuple:
     return context.shape, None if y is None else y.shape, context.dtype, context.device
 
 
-def same_content(held: HeldPrompt, context: Tensor, y: Tensor | None) -> bool:
-    if not torch.equal(held.context, context):
+def same_content(one: tuple[Tensor, Tensor | None], other: tuple[Tensor, Tensor | None]) -> bool:
+    if not torch.equal(one[0], other[0]):
         return False
-    return held.y is y if y is None or held.y is None else torch.equal(held.y, y)
+    return one[1] is other[1] if one[1] is None or other[1] is None else torch.equal(one[1], other[1])
 
 
 def fits(kept: Conditioning, fresh: Conditioning) -> bool:

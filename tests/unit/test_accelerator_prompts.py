@@ -13,8 +13,9 @@ from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, relativ
 
 import lib_onediff
 from lib_onediff.accelerator import runtime
-from lib_onediff.unet import bound
+from lib_onediff.unet import bound, prompts
 from lib_onediff.unet.call import UNetCall
+from lib_onediff.unet.prompts import MOST_ASIDE, MOST_SIZES
 
 CROSS_ATTENTION = "mid_block.attentions.0.transformer_blocks.0.attn2"
 
@@ -221,3 +222,74 @@ def test_a_prompts_own_tensors_are_not_kept_alive(unet: Any) -> None:
     del sampling
     gc.collect()
     assert [reference() for reference in gone] == [None, None]
+
+
+def test_prompt_and_negative_prompt_called_alone_at_equal_length_are_computed_once_each(
+    unet: Any, computed: list
+) -> None:
+    """A WebUI that has little memory calls with one after the other."""
+    prompt, negative = Sampling(unet, a_call(unet, batch=1)), Sampling(unet, a_call(unet, batch=1, seed=1))
+    for step in range(10):
+        prompt.step(step)
+        negative.step(step)
+    assert len(computed) == 2
+
+
+def test_so_are_prompts_that_are_known_by_their_content_alone(unet: Any, computed: list) -> None:
+    runtime.begin_sampling(unet)
+    turns = [a_call(unet, batch=1, seed=seed) for seed in range(3)]
+    for step in range(4):
+        for prompt in turns:
+            must_be_right(unet, steps(copied(prompt), 4)[step])
+    assert len(computed) == 3
+
+
+def test_more_prompts_than_are_kept_are_computed_again(unet: Any, computed: list) -> None:
+    samplings = [Sampling(unet, a_call(unet, batch=1, seed=seed)) for seed in range(MOST_ASIDE + 2)]
+    for step in range(2):
+        for sampling in samplings:
+            sampling.step(step)
+    assert len(computed) == 2 * len(samplings)
+
+
+def test_prompts_that_take_turns_and_are_too_large_to_keep_are_computed_again(
+    unet: Any, computed: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = Sampling(unet, a_call(unet)), Sampling(unet, a_call(unet, seed=1))
+    one.step()
+    held = runtime.totals().prompts
+    monkeypatch.setattr(prompts, "MOST_ASIDE_BYTES", held - 1)
+    for step in range(2):
+        two.step(step)
+        one.step(step)
+    assert len(computed) == 5 and runtime.totals().prompts == held
+
+
+def test_prompts_are_counted_and_given_back(unet: Any) -> None:
+    before = runtime.totals().prompts
+    samplings = [Sampling(unet, a_call(unet, batch=batch, seed=seed)) for batch in (1, 2) for seed in (0, 1)]
+    for give_back in (runtime.purge, runtime.release_memory, runtime.free_graphs, lambda: runtime.release(unet)):
+        for sampling in samplings:
+            sampling.step()
+        # Two sizes, and in each one prompt beside another.
+        assert runtime.totals().prompts - before >= 2 * (1 + 2) * samplings[0].call.context.nbytes
+        give_back()
+        assert runtime.totals().prompts == before
+
+
+def test_many_sizes_of_prompts_do_not_pile_up(unet: Any) -> None:
+    for batch in range(1, MOST_SIZES + 1):
+        Sampling(unet, a_call(unet, batch=batch)).step()
+    held = runtime.totals().prompts
+    Sampling(unet, a_call(unet, batch=1, tokens=5)).step()
+    assert runtime.totals().prompts < held
+
+
+def test_the_prompts_of_a_unet_that_left_the_gpu_are_given_back(unet: Any) -> None:
+    before = runtime.totals().prompts
+    Sampling(unet, a_call(unet)).step()
+    assert runtime.totals().prompts > before
+    for parameter in unet.parameters():
+        parameter.data = parameter.data.clone()
+    runtime.rows()
+    assert runtime.totals().prompts == before

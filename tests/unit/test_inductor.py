@@ -1,10 +1,13 @@
 """The inductor backend, really compiled for the CPU: each part once, for every size, LoRA and checkpoint."""
 from __future__ import annotations
 
+import gc
 import json
+import logging
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -303,3 +306,25 @@ def test_work_between_steps_takes_its_share_of_the_time_and_no_more(monkeypatch:
     allowance.spend(work)
     allowance.spend(work)
     assert allowance.is_spent
+
+
+def full_disk() -> None:
+    raise OSError("the disk is full")
+
+
+def test_what_cannot_be_prepared_is_said_and_keeps_no_unet_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    # pytest keeps what was logged, tracebacks included.
+    monkeypatch.setattr(logging.getLogger("onediff"), "disabled", True)
+    monkeypatch.setattr(runtime.operators, "inductor", Inductor(runtime.operators.attention, helpers=0))
+    monkeypatch.setattr(backend_module, "why_no_inductor", lambda device: None)
+    monkeypatch.setattr(backend_module, "import_compiler", full_disk)
+    unet = ours(SMALL_SD1)
+    for _ in range(2):
+        with runtime.patience():
+            assert relative_error(served(unet, a_call(unet)), diffusers_output(unet, a_call(unet))) < CLOSE
+        assert "the disk is full" in lib_onediff.status()["reason"]
+    gone = weakref.ref(unet)
+    lib_onediff.uncompile_unet(unet)
+    del unet
+    gc.collect()
+    assert gone() is None

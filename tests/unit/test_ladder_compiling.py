@@ -1,8 +1,12 @@
 """Kernels are compiled in the background: the host serves meanwhile, and what does not compile is served otherwise."""
 from __future__ import annotations
 
+import contextlib
+import gc
+import logging
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -148,3 +152,20 @@ def test_two_threads_wait_for_one_compilation(compiler: Compiler) -> None:
             thread.join(SECONDS)
     assert len(errors) == 2 and max(errors) < CLOSE
     assert compiler.networks == 1
+
+
+def test_what_does_not_compile_keeps_no_unet_alive(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    # pytest keeps what was logged, tracebacks included.
+    monkeypatch.setattr(logging.getLogger("onediff"), "disabled", True)
+    compiler.fault = RuntimeError("ptxas died")
+    compiler.may_end.set()
+    unet = small_xl()
+    for patient in (True, False):
+        with runtime.patience() if patient else contextlib.nullcontext():
+            assert error(unet, a_call(unet)) < CLOSE
+        assert "ptxas died" in reason()
+    gone = weakref.ref(unet)
+    lib_onediff.uncompile_unet(unet)
+    del unet
+    gc.collect()
+    assert gone() is None
