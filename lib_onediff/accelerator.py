@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .backend_choice import Declined
 from .backends import Steps
+from .backends.stream_order import StreamOrder
 from .care import Care
 from .deepcache.choice import DeepCacheChoice
 from .deepcache.course import Turn
@@ -76,6 +77,7 @@ class Accelerator(UserRequests):
         self._graphs = GraphCache(self.table, self._care, self.pins, self.operators.of)
         self._ladder = Ladder(self.table, self._graphs, self.operators)
         self._lock = threading.RLock()
+        self._order = StreamOrder()
         self._seen = Holdings()
         # Who needs GPU memory besides us asks here.
         self.pressure = MemoryPressure(self._graphs, self._lock, self.guard)
@@ -182,6 +184,12 @@ class Accelerator(UserRequests):
             budget = (care.settings or self.settings).memory_budget
             self.pressure.before_sampling(care.architecture, budget)
 
+    @contextlib.contextmanager
+    def computing(self, device: torch.device) -> Iterator[None]:
+        """What is launched inside is alone: other threads wait to launch, and other streams wait for it."""
+        with self._lock, self._order.after_the_last(device):
+            yield
+
     # --- one call -------------------------------------------------------------------------------------------------
 
     def run(self, unet: nn.Module, call: UNetCall, host: HostForward) -> Tensor:
@@ -215,10 +223,10 @@ class Accelerator(UserRequests):
         # Only now is everything gone that our forward had computed before it failed.
         if reason is OUT_OF_MEMORY:
             self.free_graphs()
-        return self._decline(unet, reason, host)
+        return self._decline(unet, reason, host, call.context)
 
     def _serve(self, unet: nn.Module, call: UNetCall, host: HostForward) -> Served:
-        with self._lock:
+        with self.computing(call.latent.device):
             care, settings = self.care_for(unet)
             steps = self._ladder.begin(care, settings, call)
             served = self._compute(care, settings, steps, call)
@@ -226,12 +234,12 @@ class Accelerator(UserRequests):
             # Outside our modes: the host's forward must run exactly as the host would run it.
             self._ladder.prove(served, settings, self.history, host, care.bound.habits.yardstick(host))
         else:
-            with self._lock:
+            with self.computing(call.latent.device):
                 self._ladder.note(settings, served)
                 if served.route == PLAIN:
                     with our_modes(call.latent.device, served.entry.key.precision):
                         self._ladder.make_ready(care, settings, served)
-        care.served_in_sampling = True
+        care.note_served(call.context)
         return served
 
     def _compute(self, care: Care, settings: Settings, steps: Steps, call: UNetCall) -> Served:
@@ -276,25 +284,26 @@ class Accelerator(UserRequests):
             care.held_features,
         )
 
-    def _decline(self, unet: nn.Module, reason: str, host: HostForward) -> Tensor:
+    def _decline(self, unet: nn.Module, reason: str, host: HostForward, context: Tensor) -> Tensor:
         """Run the host's forward, with the reason for the user."""
         self.journal.note(HOST, reason)
-        self._leave_as_found(unet)
+        self._leave_as_found(unet, context)
         return self.pressure.run_host(host)
 
-    def note_host(self, reason: str, unet: nn.Module | None = None) -> None:
-        """Take down that a host runs a call of which we know nothing, and why. unet: the one that it runs."""
+    def note_host(self, reason: str, unet: nn.Module | None = None, context: Tensor | None = None) -> None:
+        """Take down that a host runs a call of which we know nothing, and why. unet: the one that it runs; context: the
+        call's, where the host does not announce its samplings."""
         self.journal.begin()
         self.journal.note(HOST, reason)
         if unet is not None:
-            self._leave_as_found(unet)
+            self._leave_as_found(unet, context)
 
-    def _leave_as_found(self, unet: nn.Module) -> None:
+    def _leave_as_found(self, unet: nn.Module, context: Tensor | None = None) -> None:
         """A sampling that begins with the host's own forward finds the weights laid out as the host had them, and so
-        makes the host's own picture to the bit. One that takes turns with us does not move them at every turn."""
+        makes the host's own image to the bit. One that takes turns with us does not move them at every turn."""
         care = self._care.get(unet)
-        if care is not None and not care.served_in_sampling:
-            with self._lock:
+        if care is not None and care.bound.channels_last and not care.takes_turns(context):
+            with self.computing(care.bound.binding.device):
                 if care.bound.undo_channels_last():
                     care.drop_runners()
 

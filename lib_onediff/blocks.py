@@ -36,7 +36,7 @@ class Skip(Exception):
     """This pass through the loop is the host's."""
 
 
-@dataclass
+@dataclass(eq=False)
 class LoopPass:
     """One walk through the stages, from the first input block to the last output block."""
 
@@ -49,12 +49,17 @@ class LoopPass:
     worst_error: float = 0.0
 
 
-@dataclass
+@dataclass(eq=False)
 class WatchedLoop:
     """A UNet whose blocks are looked after; running is the pass in progress, None where it is the host's."""
 
     unet: weakref.ref[nn.Module]
     running: LoopPass | None = field(default=None)
+
+    def note_gone(self, embedding: weakref.ref[Tensor]) -> None:
+        """An embedding, which its loop's owner has made, is gone: a pass that was given up keeps no weights alive."""
+        if self.running is not None and self.running.embedding is embedding:
+            self.running = None
 
 
 class BlockRoute:
@@ -91,7 +96,8 @@ class BlockRoute:
         try:
             if index == 0:
                 loop.running = None
-                loop.running = self._begin(loop, image, embedding, context, owner)
+                with self._accelerator.computing(image.device):
+                    loop.running = self._begin(loop, image, embedding, context, owner)
             return self._stage(loop, index, image, embedding, context, host)
         except Skip:
             return self._accelerator.pressure.run_host(host)
@@ -123,7 +129,7 @@ class BlockRoute:
         ops = self._accelerator.operators.of(entry.key.backend)
         with our_modes(image.device, entry.key.precision):
             layers = self._layers(care, ops, call, embedding, entry.key.precision)
-        care.served_in_sampling = True
+        care.note_served(context)
         if settings.deepcache_interval > 1:
             journal.note_half("", f"DeepCache rests: {owner} runs the UNet's loop itself")
         no_float8 = "FP8 is for the whole UNet alone" if settings.fp8 else ""
@@ -132,7 +138,8 @@ class BlockRoute:
         )
         layout = care.bound.layout
         stages = (*layout.input_stages, layout.middle_stage, *layout.output_stages)
-        return LoopPass(entry, settings, layers, stages, weakref.ref(embedding), weakref.ref(context))
+        made = weakref.ref(embedding, loop.note_gone)
+        return LoopPass(entry, settings, layers, stages, made, weakref.ref(context))
 
     def _entry(self, care: Care, settings: Settings, call: UNetCall) -> tuple[Entry, str]:
         """What is known of this shape by the best backend that has not failed, and why it is not a better one.
@@ -176,7 +183,7 @@ class BlockRoute:
             raise Skip
         if running.embedding() is not embedding or running.context() is not context:
             raise Declined("the loop's owner gives some stages another timestep or context")
-        with our_modes(image.device, running.entry.key.precision):
+        with self._accelerator.computing(image.device), our_modes(image.device, running.entry.key.precision):
             # Another tensor: what our operators know of an image, they must not know of one that the owner writes into.
             output = running.layers.stage(running.stages[index], image, None).detach()
         if running.entry.state is State.COLD and running.settings.verify:

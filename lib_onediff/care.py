@@ -1,10 +1,11 @@
 """What the runtime keeps for one UNet module."""
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from .backends import FLOAT8
 from .backends.base import Memory, Runner
@@ -18,6 +19,7 @@ from .unet.foreign import Habits
 from .unet.forward import Conditioning
 from .unet.half import DeepFeature, Half
 from .unet.layout import UnsupportedUNet
+from .unet.prompts import returns_none
 from .unet.weights import Binding
 
 
@@ -41,6 +43,7 @@ class Care:
         self.bound = BoundUNet(unet, habits)
         self.by_content = habits.by_content
         self.served_in_sampling = False
+        self._served_context: Callable[[], Tensor | None] = returns_none
         self.course = Course()
         self.sampling: Sampling | None = None
         self.float8: Float8Weights | None = None
@@ -58,6 +61,19 @@ class Care:
             return self.bound.architecture
         except UnsupportedUNet:
             return None
+
+    def note_served(self, context: Tensor) -> None:
+        """A call with this context was served."""
+        self.served_in_sampling, self._served_context = True, weakref.ref(context)
+
+    def takes_turns(self, context: Tensor | None) -> bool:
+        """Whether the sampling of a call with this context, which the host serves, was served by us before.
+
+        A host that does not announce its samplings, as diffusers, hands over the same context tensor in all of one.
+        """
+        if self.by_content:
+            return self.served_in_sampling
+        return context is not None and self._served_context() is context
 
     def fit_float8(self, round_rows: Round) -> None:
         """Have the weights in float8, as they are now. Raises torch.cuda.OutOfMemoryError."""

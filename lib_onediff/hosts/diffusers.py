@@ -58,11 +58,11 @@ class DiffusersForward:
         try:
             call = self._call(unet, **given)
         except NotOurs as reason:
-            runtime.note_host(str(reason), unet)
+            runtime.note_host(str(reason), unet, context_of(given))
             sample = runtime.pressure.run_host(host)
         except (RuntimeError, TypeError, KeyError, AttributeError) as fault:
             # Inputs that we cannot even read are the host's to judge.
-            runtime.note_host(f"the inputs of this call were not understood: {fault}", unet)
+            runtime.note_host(f"the inputs of this call were not understood: {fault}", unet, context_of(given))
             sample = runtime.pressure.run_host(host)
         else:
             if self.schedule is not None:
@@ -132,6 +132,12 @@ class DiffusersForward:
         sighting.remember((text, sizes))
         self._labels.append((sighting, label))
         return label
+
+
+def context_of(given: dict[str, Any]) -> Tensor | None:
+    """The context among a call's arguments, if it is one tensor."""
+    context = given.get("encoder_hidden_states")
+    return context if isinstance(context, Tensor) else None
 
 
 def own_forward(unet: nn.Module) -> types.MethodType:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import types
 import weakref
 from collections.abc import Iterator
@@ -227,3 +228,29 @@ def test_blocks_of_a_unet_that_nobody_watches_are_the_hosts(loop: HostLoop) -> N
     before = runtime.journal.total
     controlled(other)
     assert runtime.journal.total == before
+
+
+def test_a_pass_that_its_owner_gives_up_keeps_no_weights(unet: Any, loop: HostLoop) -> None:
+    own_loop(unet)
+    controlled(unet)
+    watched, _ = loop._route._places[unet.input_blocks[0]]
+    unet.middle_block.forward = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        controlled(unet)
+    assert watched.running is None
+
+
+def interrupted(*given: Any) -> Tensor:
+    raise KeyboardInterrupt
+
+
+def test_another_thread_waits_before_it_binds(unet: Any, loop: HostLoop) -> None:
+    """Weights must not be laid out anew under a call of another thread."""
+    own_loop(unet)
+    ended = threading.Event()
+    thread = threading.Thread(target=lambda: (controlled(unet), ended.set()))
+    with runtime.computing(torch.device("cpu")):
+        thread.start()
+        assert not ended.wait(0.5) and not runtime.care_of(unet).bound.channels_last
+        assert runtime.care_of(unet).architecture is None, "nothing is bound yet"
+    assert ended.wait(60)

@@ -9,6 +9,7 @@ from torch import nn
 import lib_onediff
 from lib_onediff.accelerator import runtime
 from lib_onediff.backends import CUDAGRAPH, EAGER, NATIVE
+from lib_onediff.unet.call import UNetCall
 
 CLOSE = 1e-5
 
@@ -48,3 +49,33 @@ def test_weights_may_change_between_calls_of_the_native_backend(weather: Weather
     unet.load_state_dict({name: 0.9 * value for name, value in unet.state_dict().items()})
     assert error(unet, call) < CLOSE
     assert now()[0] == "native" and convolutions_lie(unet, torch.channels_last)
+
+
+def test_a_sampling_that_the_host_serves_finds_its_own_layout_after_one_of_ours(weather: Weather) -> None:
+    """diffusers announces no sampling: another context tensor is another one."""
+    unet = diffusers_unet(**SMALL_XL)
+    first, second = a_call(unet), a_call(unet, seed=1)
+    lib_onediff.compile_unet(unet, backend=NATIVE)
+    served(unet, first)
+    assert now() == ("native", "plain") and convolutions_lie(unet, torch.channels_last)
+    for _ in range(2):
+        by_the_host(unet, second)
+        assert convolutions_lie(unet, torch.contiguous_format)
+
+
+def test_weights_do_not_move_where_we_and_the_host_take_turns_in_a_sampling(weather: Weather) -> None:
+    unet = small_xl()
+    call = a_call(unet)
+    given = call.latent, call.timestep, call.context
+    added = {"text_embeds": call.y, "time_ids": torch.empty(len(call.y), 0)}
+    for others in ({}, {"cross_attention_kwargs": {"scale": 1.0}}) * 2:
+        with torch.no_grad():
+            unet(*given, added_cond_kwargs=added, **others)
+        assert now()[1] == ("host" if others else "plain") and convolutions_lie(unet, torch.channels_last)
+
+
+def by_the_host(unet: nn.Module, call: UNetCall) -> None:
+    added = {"text_embeds": call.y, "time_ids": torch.empty(len(call.y), 0)}
+    with torch.no_grad():
+        unet(call.latent, call.timestep, call.context, added_cond_kwargs=added, cross_attention_kwargs={"scale": 1.0})
+    assert now()[1] == "host"
