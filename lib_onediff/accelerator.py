@@ -80,7 +80,9 @@ class Accelerator(UserRequests):
         self._order = StreamOrder()
         self._seen = Holdings()
         # Who needs GPU memory besides us asks here.
-        self.pressure = MemoryPressure(self._graphs, self._lock, self.guard)
+        self.pressure = MemoryPressure(
+            self._graphs, self._lock, self.guard, lambda: self.generations.innermost is not None
+        )
         self.vae = DecoderRoute(self)
         # The adapter of the WebUI that we run in: it must outlive a reload of the scripts.
         self.webui: WebUI | None = None

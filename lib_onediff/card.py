@@ -1,8 +1,11 @@
 """How much memory a GPU has, and how much of it anybody can still have."""
 from __future__ import annotations
 
+import logging
+
 import torch
 
+log = logging.getLogger("onediff")
 MEBIBYTE = 2**20
 UNLIMITED = 2**62
 # What must stay for whoever needs it next, as a share of the card, and within which limits.
@@ -45,10 +48,20 @@ class Card:
             torch.cuda.synchronize(device)
 
     def empty_cache(self) -> None:
-        """Give the driver back what torch keeps unused."""
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        """See empty_cache."""
+        empty_cache()
 
     def spare(self, device: torch.device) -> int:
         """What should be left of a card for others."""
         return min(MOST, max(LEAST, self.total(device) // LEAST_SHARE))
+
+
+def empty_cache() -> None:
+    """Give the driver back what torch keeps unused; nothing while anybody captures a graph, an extension say: torch
+    refuses that, and the next time will do."""
+    if not torch.cuda.is_available():
+        return
+    try:
+        torch.cuda.empty_cache()
+    except RuntimeError as refusal:
+        log.debug("torch's cache is not emptied now: %s", refusal)

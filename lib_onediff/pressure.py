@@ -25,8 +25,12 @@ SECONDS_BETWEEN_LOOKS = 2.0
 class MemoryPressure:
     """Asked wherever somebody else is about to need GPU memory; nothing of it is asked at every step."""
 
-    def __init__(self, graphs: GraphCache, lock: threading.RLock, guard: Guard) -> None:
+    def __init__(
+        self, graphs: GraphCache, lock: threading.RLock, guard: Guard, is_busy: Callable[[], bool] = lambda: False
+    ) -> None:
+        """is_busy: whether the host is making an image."""
         self._graphs = graphs
+        self._is_busy = is_busy
         self._guard = guard
         self._lock = lock
         self._watcher: threading.Thread | None = None
@@ -73,6 +77,9 @@ class MemoryPressure:
             self._guard.attempt("watching the GPU's memory", self._note_lost)
 
     def _note_lost(self) -> None:
+        if self._is_busy():
+            # The next sampling looks by itself. Nothing is freed from this thread while an extension may capture.
+            return
         with self._lock:
             self._graphs.note_lost()
 

@@ -61,8 +61,8 @@ class UserRequests:
         return Totals(
             vram=self._look().vram, budget=self._graphs.allowed(self.settings.memory_budget),
             disk=self.history.size_bytes(), calls=calls, hit_rate=calls[GRAPH] / count if count else None,
-            prompts=self._graphs.prompt_bytes(), float8=self._graphs.float8_bytes(), inductor=self.operators.inductor.status(),
-            oneflow=self._ladder.oneflow_graphs,
+            prompts=self._graphs.prompt_bytes(), float8=self._graphs.float8_bytes(),
+            inductor=self.operators.inductor.status(), oneflow=self._ladder.oneflow_graphs,
         )
 
     def status(self) -> dict[str, Any]:

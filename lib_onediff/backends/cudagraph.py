@@ -17,11 +17,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..card import empty_cache
 from ..ops import Operators
 from ..unet.call import UNetCall
 from ..unet.compute import compute
 from ..unet.forward import Conditioning
 from ..unet.weights import Binding
+from .allocations import peak
 from .graph_inputs import bytes_of, copy_inputs, rehearsal_of
 
 Result = TypeVar("Result")
@@ -133,16 +135,9 @@ class CudaGraphs:
         return device.type != "cuda" or torch.cuda.memory_stats(device).get("max_split_size") == UNLIMITED
 
     def peak(self, device: torch.device, work: Callable[[], Result]) -> tuple[Result, int]:
-        """What work() returns, and how much memory it had in use at most.
-
-        Begins torch's own peak anew: who reads that one later finds the peak since this call.
-        """
-        if device.type != "cuda":
-            return work(), 0
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        result = work()
-        return result, torch.cuda.max_memory_allocated(device) - before
+        """What work() returns, and how much memory it had in use at most. torch's own peak, which A1111 shows below
+        every image, is not begun anew for that."""
+        return peak(device, work) if device.type == "cuda" else (work(), 0)
 
     def _stream(self, device: torch.device, dtype: torch.dtype) -> torch.cuda.Stream:
         if device not in self._streams:
@@ -154,7 +149,7 @@ class CudaGraphs:
         pool = self._pools.get((device, architecture))
         if pool is None:
             # A pool that was given up may still be there, and a capture cannot ask torch for its memory.
-            torch.cuda.empty_cache()
+            empty_cache()
             pool = self._pools[device, architecture] = Pool(device, stream)
             self._alive.add(pool)
         return pool

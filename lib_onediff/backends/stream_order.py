@@ -1,7 +1,7 @@
 """Calls of several threads, each with a CUDA stream of its own, follow one another on the GPU.
 
-A graph's inputs, its memory and the prompts' keys and values are shared by all calls of a UNet. The runtime's lock keeps
-the launches apart; without this, the kernels of two streams would still overlap.
+A graph's inputs, its memory and the prompts' keys and values are shared by all calls of a UNet. The runtime's lock
+keeps the launches apart; without this, the kernels of two streams would still overlap.
 """
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 
 
 class StreamOrder:
-    """Remembers, for each GPU, the stream of the last work and the event at its end. Whoever uses it holds the runtime's
-    lock."""
+    """Remembers, for each GPU, the stream of the last work and the event at its end. Whoever uses it holds the
+    runtime's lock."""
 
     def __init__(self) -> None:
         self._last: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}

@@ -1,10 +1,8 @@
 """Attention by the implementation that was measured to be the fastest on this GPU."""
 from __future__ import annotations
 
-import contextlib
-import inspect
-import threading
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,32 +11,34 @@ import torch.nn.functional as functional
 from torch import Tensor
 from torch.backends import cuda as switches
 
-try:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-except ImportError:
-    # torch 2.1 and 2.2.
-    SDPBackend = sdpa_kernel = None
-
 from ..modes import our_modes
 from ..precision import switch_of
 from .attention_tuning import Shape, TimeMs, fastest, random_inputs, time_on_gpu
 from .choices import Choices
 
+log = logging.getLogger("onediff")
+
 # torch: what torch picks by itself. gemm: ours, below.
 TORCH, CUDNN, FLASH, EFFICIENT, MATH, GEMM = "torch", "cudnn", "flash", "efficient", "math", "gemm"
-# What torch chooses from, by the names of its SDPBackend.
-BACKENDS = {CUDNN: "CUDNN_ATTENTION", FLASH: "FLASH_ATTENTION", EFFICIENT: "EFFICIENT_ATTENTION", MATH: "MATH"}
-# The switches as torch.backends.cuda calls it: name_sdp_enabled() and enable_name_sdp(bool).
+# What torch chooses from. Each is called by itself: torch's switches are the whole process's, and a host's thread would
+# see them flipped.
+FUSED = {
+    CUDNN: "_scaled_dot_product_cudnn_attention", FLASH: "_scaled_dot_product_flash_attention",
+    EFFICIENT: "_scaled_dot_product_efficient_attention", MATH: "_scaled_dot_product_attention_math",
+}
+# What they are given after query, key and value: no mask, and nothing kept for gradients.
+GIVEN: dict[str, tuple[Any, ...]] = {CUDNN: (None, False), FLASH: (), EFFICIENT: (None, False), MATH: ()}
+# The switches as torch.backends.cuda calls it: name_sdp_enabled().
 SWITCHES = {CUDNN: "cudnn", FLASH: "flash", EFFICIENT: "mem_efficient", MATH: "math"}
-# In every version torch takes the first that it may: cuDNN at either end, and the others in this order.
-AHEAD = {FLASH: (CUDNN,), EFFICIENT: (CUDNN, FLASH), MATH: (CUDNN, FLASH, EFFICIENT)}
-# Before torch 2.6 nothing but switching all others off gives cuDNN the first place, and other threads use the switches.
-TAKES_PRIORITY = sdpa_kernel is not None and "set_priority" in inspect.signature(sdpa_kernel).parameters
+# Before torch 2.5, cuDNN's took other arguments, where it was there at all.
+HAS_CUDNN = hasattr(torch, FUSED[CUDNN]) and "attn_bias" in str(getattr(torch.ops.aten, FUSED[CUDNN]).default._schema)
 # torch 2.8 and newer, on an NVIDIA GPU: a GEMM of half precision tensors into float32.
 GEMM_WIDENS = "dtype_out" in torch.ops.aten.baddbmm.overloads() and torch.version.hip is None
 # No kernel but "efficient" takes wider heads; torch's last resort holds all scores at once, 4 GiB for 1024x1024 pixels.
 WIDEST_HEAD = 256
 FEW_KEYS = 256
+# torch itself pads other heads.
+FLASH_WIDTHS = 8
 SCORES_BYTES = 64 << 20
 # A class of shapes spans a factor of four in scores, and any batch.
 MATH_SCORES_BYTES = 4 << 20
@@ -55,8 +55,6 @@ class Attention:
         self._choices = choices
         self._time_ms = time_ms
         self._picks: dict[tuple[int, int, int, torch.dtype], str] = {}
-        # torch's switches are the whole process's: two of us that restore them must not overlap.
-        self._switching = threading.Lock()
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, upcast: bool = False) -> Tensor:
         """The mix of values, in query's dtype and shape. upcast: computed in float32."""
@@ -92,10 +90,15 @@ class Attention:
         """Attention by one of the implementations above, or by torch's next one where that cannot do it."""
         if backend == GEMM:
             return gemm_attention(query, key, value)
-        if backend == TORCH or not can_be_first(backend):
-            return functional.scaled_dot_product_attention(query, key, value)
-        with self._switching, first(backend):
-            return functional.scaled_dot_product_attention(query, key, value)
+        if backend != TORCH and may_use(backend):
+            try:
+                return alone(backend, query, key, value)
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except RuntimeError:
+                # Shapes of one class may differ in what an implementation wants of them.
+                log.debug("attention by %s cannot do %s", backend, tuple(query.shape), exc_info=True)
+        return functional.scaled_dot_product_attention(query, key, value)
 
     def measure(self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype, device: torch.device) -> str | None:
         """Time every implementation for shapes of this class, unless that was done, and choose; the choice.
@@ -129,17 +132,12 @@ class Attention:
         scores_bytes = query.shape[:3].numel() * key.shape[2] * 4
         names = [name for name in candidates(query.shape) if name != MATH or scores_bytes <= MATH_SCORES_BYTES]
         works: dict[str, Callable[[], Tensor]] = {
-            name: partial(self._alone, name, inputs) for name in names if name in BACKENDS and can_be_first(name)
+            name: partial(alone, name, *inputs) for name in names if name in FUSED and may_use(name)
         }
         works[GEMM] = partial(gemm_attention, *inputs)
         if TORCH in names:
             works[TORCH] = partial(functional.scaled_dot_product_attention, *inputs)
         return works
-
-    def _alone(self, backend: str, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        # Raises where this one cannot do it, instead of timing another.
-        with self._switching, switched_off(tuple(other for other in BACKENDS if other != backend)):
-            return functional.scaled_dot_product_attention(*inputs)
 
 
 def candidates(query_shape: Shape) -> tuple[str, ...]:
@@ -156,35 +154,18 @@ def choice_name(query_shape: Shape, key_shape: Shape, dtype: torch.dtype) -> str
     return f"attention, {dtype_name}, width {query_shape[3]}, {queries} queries, {max(keys, FEW_KEYS)} keys"
 
 
-def is_on(backend: str) -> bool:
-    """Whether torch may use an implementation: a host can switch one off."""
+def may_use(backend: str) -> bool:
+    """Whether this torch has an implementation, and the host has not switched it off."""
+    if backend == CUDNN and not HAS_CUDNN:
+        return False
     return getattr(switches, f"{SWITCHES[backend]}_sdp_enabled", lambda: False)()
 
 
-def can_be_first(backend: str) -> bool:
-    """Whether first() can do it for an implementation, and may."""
-    return is_on(backend) and (backend != CUDNN or TAKES_PRIORITY)
-
-
-def first(backend: str) -> contextlib.AbstractContextManager[Any]:
-    """Give an implementation the first place, and leave torch the others for what that one cannot do."""
-    if backend != CUDNN:
-        return switched_off(AHEAD[backend])
-    allowed = [getattr(SDPBackend, BACKENDS[name]) for name in BACKENDS if name == CUDNN or is_on(name)]
-    return sdpa_kernel(allowed, set_priority=True)
-
-
-@contextlib.contextmanager
-def switched_off(backends: tuple[str, ...]) -> Iterator[None]:
-    # sdpa_kernel does the same at ten times the cost, which every launch would pay.
-    found_on = [backend for backend in backends if is_on(backend)]
-    for backend in found_on:
-        getattr(switches, f"enable_{SWITCHES[backend]}_sdp")(False)
-    try:
-        yield
-    finally:
-        for backend in found_on:
-            getattr(switches, f"enable_{SWITCHES[backend]}_sdp")(True)
+def alone(backend: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention by one of torch's implementations and no other. Raises RuntimeError where it cannot do that."""
+    if backend == FLASH and query.shape[-1] % FLASH_WIDTHS:
+        raise RuntimeError(f"flash attention takes heads whose width is a multiple of {FLASH_WIDTHS}")
+    return getattr(torch, FUSED[backend])(query, key, value, *GIVEN[backend])[0]
 
 
 def gemm_attention(query: Tensor, key: Tensor, value: Tensor, scores_bytes: int = SCORES_BYTES) -> Tensor:

@@ -11,7 +11,7 @@ from .amounts import NOTHING, counted, memory, seconds
 from .status import ROUTES
 
 MEANINGS = {
-    "Graph memory": "GPU memory that the graphs of all resolutions and their prompts hold, of what they may (see the settings)",
+    "Graph memory": "GPU memory that the graphs of all resolutions and their prompts hold, of what they may hold",
     "FP8 weights": "GPU memory of the weights in FP8, which lie beside the WebUI's own while FP8 is on",
     "Inductor": "graphs that PyTorch's compiler has made, each for all sizes; a shape that they do not fit says why",
     "OneFlow": "graphs that OneFlow has compiled in this process, one for every size, of those that it may",

@@ -1,7 +1,6 @@
 """Attention: exact by every implementation, and the pick among them by measurement."""
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -16,10 +15,10 @@ from torch.backends import cuda as switches
 from lib_onediff.ops import attention as module
 from lib_onediff.ops import torch_ops
 from lib_onediff.ops.attention import (
-    BACKENDS,
     CUDNN,
     EFFICIENT,
     FLASH,
+    FUSED,
     GEMM,
     MATH,
     TORCH,
@@ -120,39 +119,33 @@ def test_upcast_computes_in_float32() -> None:
     assert relative_error(upcast.double(), exact(*inputs)) < 4e-4
 
 
-@pytest.mark.parametrize("backend", [TORCH, GEMM, *BACKENDS])
+@pytest.mark.parametrize("backend", [TORCH, GEMM, *FUSED])
 def test_every_implementation_gives_the_same_where_it_runs(backend: str) -> None:
     inputs = random_inputs(*SHAPES["cross"], torch.float32, CPU)
     output = Attention(Choices()).run(backend, *inputs)
     assert relative_error(output.double(), exact(*inputs)) < 1e-6
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_stands_before_an_implementation_is_switched_off_and_comes_back(backend: str) -> None:
-    before = flags()
-    if not module.can_be_first(backend):
-        pytest.skip("this torch cannot")
-    with contextlib.suppress(KeyError), module.first(backend):
-        assert module.is_on(backend)
-        assert not any(module.is_on(other) for other in module.AHEAD.get(backend, ()))
-        assert module.is_on(MATH), "another thread must always find one that can do it"
-        raise KeyError
-    assert flags() == before
+def test_no_switch_of_torchs_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the whole process's: a host's thread that asks or computes meanwhile would find ours."""
+    for switch in ("flash", "mem_efficient", "math", "cudnn"):
+        monkeypatch.setattr(switches, f"enable_{switch}_sdp", lambda on: pytest.fail("a switch was flipped"))
+    choices = Choices()
+    inputs = random_inputs(*SHAPES["self"], torch.float32, CPU)
+    timed({}, choices).time_all(*SHAPES["self"], torch.float32, CPU)
+    for backend in (TORCH, GEMM, *FUSED):
+        Attention(choices).run(backend, *inputs)
 
 
-def test_what_the_host_has_switched_off_stays_off() -> None:
-    switches.enable_flash_sdp(False)
+def test_what_the_host_has_switched_off_is_not_used() -> None:
+    choices, shapes = Choices(), SHAPES["self"]
+    switches.enable_math_sdp(False)
     try:
-        with module.first(MATH):
-            assert not switches.flash_sdp_enabled()
-        assert not switches.flash_sdp_enabled()
-        choices = Choices()
-        timed({FLASH: 0.1}, choices).time_all(*SHAPES["self"], torch.float32, CPU)
-        assert FLASH not in choices.get(choice_name(*SHAPES["self"], torch.float32))["ms"]
-        Attention(choices).run(FLASH, *random_inputs(*SHAPES["self"], torch.float32, CPU))
-        assert not switches.flash_sdp_enabled()
+        timed({MATH: 0.1}, choices).time_all(*shapes, torch.float32, CPU)
+        assert MATH not in choices.get(choice_name(*shapes, torch.float32))["ms"] and not module.may_use(MATH)
     finally:
-        switches.enable_flash_sdp(True)
+        switches.enable_math_sdp(True)
+    assert module.may_use(MATH)
 
 
 def timed(times: dict[str, float], choices: Choices | None = None) -> Attention:
@@ -163,18 +156,18 @@ def timed(times: dict[str, float], choices: Choices | None = None) -> Attention:
 def name_of(work: Any) -> str:
     if work.func is gemm_attention:
         return GEMM
-    return work.args[0] if work.func.__name__ == "_alone" else TORCH
+    return work.args[0] if work.func is module.alone else TORCH
 
 
-@pytest.mark.parametrize("best", [FLASH, MATH, GEMM, TORCH])
+@pytest.mark.parametrize("best", [MATH, GEMM, TORCH])
 def test_the_fastest_that_runs_here_is_chosen(best: str) -> None:
     choices = Choices()
-    # torch has no cuDNN and no memory-efficient attention for a CPU: they raise, however fast they claim to be.
-    attention = timed({best: 0.5, CUDNN: 0.1, EFFICIENT: 0.1}, choices)
+    # These three are a GPU's: they raise, however fast they claim to be.
+    attention = timed({best: 0.5, CUDNN: 0.1, EFFICIENT: 0.1, FLASH: 0.1}, choices)
     assert attention.time_all(*SHAPES["self"], torch.float32, CPU) == best
     kept = choices.get(choice_name(*SHAPES["self"], torch.float32))
     assert kept["backend"] == best
-    assert kept["ms"] == {name: 0.5 if name == best else 1.0 for name in (FLASH, MATH, GEMM, TORCH)}
+    assert kept["ms"] == {name: 0.5 if name == best else 1.0 for name in (MATH, GEMM, TORCH)}
     assert attention.pick(*SHAPES["self"], torch.float32) == best
 
 

@@ -1,6 +1,7 @@
 """Our blocks inside a foreign loop, with the real ldm UNet and a loop that adds residuals as a ControlNet does."""
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import types
@@ -231,17 +232,17 @@ def test_blocks_of_a_unet_that_nobody_watches_are_the_hosts(loop: HostLoop) -> N
 
 
 def test_a_pass_that_its_owner_gives_up_keeps_no_weights(unet: Any, loop: HostLoop) -> None:
-    own_loop(unet)
-    controlled(unet)
+    unet.forward = types.MethodType(failing_forward, unet)
     watched, _ = loop._route._places[unet.input_blocks[0]]
-    unet.middle_block.forward = interrupted
-    with pytest.raises(KeyboardInterrupt):
+    # pytest.raises would keep the traceback, and with it the frames of the loop.
+    with contextlib.suppress(TypeError):
         controlled(unet)
-    assert watched.running is None
+        pytest.fail("the loop was to fail")
+    assert runtime.status()["route"] == "blocks" and watched.running is None
 
 
-def interrupted(*given: Any) -> Tensor:
-    raise KeyboardInterrupt
+def failing_forward(unet: Any, x: Tensor, timesteps: Tensor, context: Tensor) -> Tensor:
+    return controlled_forward(unet, x, timesteps, context, strength="no number")
 
 
 def test_another_thread_waits_before_it_binds(unet: Any, loop: HostLoop) -> None:

@@ -140,6 +140,7 @@ def test_a_host_that_runs_out_of_memory_is_run_once_more(
 ) -> None:
     make_ready(unet, (8, 8))
     call, attempts = a_call(unet, seed=3), []
+    served(unet, call)
 
     def host() -> Tensor:
         attempts.append(states())

@@ -1,0 +1,40 @@
+"""torch's implementations of attention, called by themselves on a real GPU, against torch's own way to them."""
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from exact_operators import relative_error
+
+from lib_onediff.ops.attention import CUDNN, FUSED, HAS_CUDNN, alone
+from lib_onediff.ops.attention_tuning import random_inputs
+
+nn_attention = pytest.importorskip("torch.nn.attention", reason="needs torch 2.3 or newer")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+NAMES = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
+SHAPES = {
+    "SDXL": ((2, 10, 4096, 64), (2, 10, 4096, 64)), "SDXL context": ((2, 10, 4096, 64), (2, 10, 77, 64)),
+    "SD1.5": ((2, 8, 1024, 80), (2, 8, 1024, 80)), "odd": ((2, 8, 45 * 23, 40), (2, 8, 154, 40)),
+}
+CLOSE = {torch.float16: 1e-2, torch.bfloat16: 2e-2}
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize("backend", FUSED)
+def test_one_called_by_itself_is_the_one_that_torch_calls(backend: str, shapes: str, dtype: torch.dtype) -> None:
+    if backend == CUDNN and not HAS_CUDNN:
+        pytest.skip("this torch cannot")
+    torch.manual_seed(0)
+    inputs = random_inputs(*SHAPES[shapes], dtype, torch.device("cuda"))
+    with torch.no_grad():
+        ours = alone(backend, *inputs)
+        with nn_attention.sdpa_kernel([getattr(nn_attention.SDPBackend, NAMES[backend])]):
+            torchs = functional.scaled_dot_product_attention(*inputs)
+    assert torch.equal(ours, torchs) and ours.stride() == torchs.stride()
+    expected = functional.scaled_dot_product_attention(*(tensor.float() for tensor in inputs))
+    assert relative_error(ours, expected) < CLOSE[dtype]

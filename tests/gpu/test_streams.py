@@ -1,0 +1,75 @@
+"""Threads with CUDA streams of their own: graphs, their inputs and the prompts' keys and values are shared."""
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from exact_operators import relative_error
+from torch import Tensor, nn
+
+pytest.importorskip("diffusers")
+
+from lib_onediff import status
+from lib_onediff.accelerator import runtime
+from lib_onediff.bench.models import inputs, random_unet
+from lib_onediff.hosts.diffusers import attach
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+CLOSE = 1e-2
+CALLS, SECONDS = 40, 120
+
+
+@pytest.fixture
+def unets() -> Iterator[list[nn.Module]]:
+    runtime.purge()
+    made = [random_unet("sd15", torch.device("cuda")).half() for _ in range(2)]
+    for unet in made:
+        attach(unet)
+    yield made
+    runtime.release_all()
+    runtime.purge()
+
+
+@torch.no_grad()
+def host(unet: nn.Module, given: dict[str, Any]) -> Tensor:
+    return type(unet).forward(unet, **given, return_dict=False)[0]
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one UNet", "two UNets"])
+def test_two_threads_with_streams_of_their_own(unets: list[nn.Module], shared: bool) -> None:
+    users = [unets[0], unets[0] if shared else unets[1]]
+    torch.manual_seed(3)
+    given = [inputs(unet, 512, 512, 2, 77, torch.float16) for unet in users]
+    given[1] = {name: torch.randn_like(value) if name != "timestep" else value for name, value in given[1].items()}
+    expected = [host(unet, one) for unet, one in zip(users, given, strict=True)]
+    assert relative_error(expected[0], expected[1]) > 0.1
+    with torch.no_grad():
+        for unet, one in zip(users, given, strict=True):
+            for _ in range(3):
+                unet(**one)
+    assert status()["route"] == "graph"
+    torch.cuda.synchronize()
+    errors: list[list[float]] = [[], []]
+    start = threading.Barrier(2)
+
+    def work(index: int) -> None:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream), torch.no_grad(), runtime.patience():
+            start.wait(SECONDS)
+            outputs = [users[index](**given[index], return_dict=False)[0] for _ in range(CALLS)]
+            stream.synchronize()
+            errors[index] = [relative_error(output, expected[index]) for output in outputs]
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert [len(each) for each in errors] == [CALLS, CALLS]
+    assert max(max(each) for each in errors) < CLOSE
