@@ -51,15 +51,21 @@ def edit_count(tensor: Tensor | None) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-@dataclass
+@dataclass(eq=False)
 class HeldPrompt:
-    """One prompt whose conditioning is known. edits: what the weights were. content: context and y, where the tensors
-    themselves tell nothing. aside: its conditioning while another prompt's lies at the address."""
+    """One prompt that was seen. edits: what the weights were. content: context and y, where the tensors themselves tell
+    nothing. aside: its conditioning while another prompt's lies at the address."""
 
     edits: tuple
     sighting: Sighting
     content: tuple[Tensor, Tensor | None] | None = None
     aside: Conditioning | None = None
+
+    @classmethod
+    def of(cls, context: Tensor, y: Tensor | None, edits: tuple, by_content: bool) -> HeldPrompt:
+        sighting = Sighting()
+        sighting.remember((context, y))
+        return cls(edits, sighting, (context.clone(), None if y is None else y.clone()) if by_content else None)
 
     def is_same(self, context: Tensor, y: Tensor | None, edits: tuple) -> bool:
         return self.edits == edits and self.sighting.recognises((context, y))
@@ -74,60 +80,62 @@ class HeldPrompt:
 
 
 class Place:
-    """The address of the conditioning of one (batch, tokens): which prompt lies there, and those that take turns with
-    it. Does not keep the conditioning alive."""
+    """The address of the conditioning of one (batch, tokens): which prompt lies there, and those that did before. Does
+    not keep the conditioning alive.
+
+    Prompts are put aside from when the first of them has come back: until then, nothing says that they take turns.
+    """
 
     def __init__(self, conditioning: Conditioning, occupant: HeldPrompt) -> None:
         self._conditioning = weakref.ref(conditioning)
-        self._occupant = occupant
+        self.occupant = occupant
         # The least recently used first: where prompts take turns, the next one is likely the first of these.
         self._others: list[HeldPrompt] = []
+        self._takes_turns = False
 
     @property
     def conditioning(self) -> Conditioning | None:
         """None once nobody uses this address any more."""
         return self._conditioning()
 
-    def finds(self, context: Tensor, y: Tensor | None, edits: tuple, by_content: bool) -> bool:
-        """Have this prompt's conditioning at the address if it is known."""
-        known = [*self._others, self._occupant]
+    def find(self, context: Tensor, y: Tensor | None, edits: tuple, by_content: bool) -> HeldPrompt | None:
+        """The prompt, if it was seen before."""
+        known = [*self._others, self.occupant]
         found = next((held for held in known if held.is_same(context, y, edits)), None)
         if found is None and by_content:
             found = next((held for held in known if held.is_equal(context, y, edits)), None)
             if found is not None:
                 found.sighting.remember((context, y))
-        if found is None:
-            return False
-        if found is not self._occupant:
-            self._others.remove(found)
-            self.write(found, found.aside)
-        return True
+        return found
 
-    def write(self, prompt: HeldPrompt, fresh: Conditioning) -> None:
-        """Let another prompt lie here; the one that did is put aside, if it may come again."""
-        kept, other = self._conditioning(), self._occupant
-        if other.edits == prompt.edits and bytes_of(kept) <= MOST_ASIDE_BYTES:
-            if other.aside is None:
+    def show(self, prompt: HeldPrompt, fresh: Conditioning) -> None:
+        """Let another prompt lie here, with its conditioning."""
+        kept, other = self._conditioning(), self.occupant
+        if prompt in self._others:
+            self._others.remove(prompt)
+            self._takes_turns = True
+        if other.edits == prompt.edits:
+            if self._takes_turns and other.aside is None and bytes_of(kept) <= MOST_ASIDE_BYTES:
                 other.aside = kept.map(Tensor.clone)
             self._others.append(other)
             while len(self._others) > MOST_ASIDE or sum(held.bytes() for held in self._others) > MOST_ASIDE_BYTES:
                 del self._others[0]
         for target, source in zip(kept.tensors(), fresh.tensors(), strict=True):
             target.copy_(source)
-        self._occupant = prompt
+        self.occupant = prompt
 
     def forget(self) -> None:
         """Trust nothing at the next call; the address stays."""
-        self._occupant = HeldPrompt((), Sighting())
+        self.occupant = HeldPrompt((), Sighting())
         self.drop_others()
 
     def drop_others(self) -> None:
         """Keep no prompt but the one that lies here."""
-        self._occupant.aside, self._others = None, []
+        self.occupant.aside, self._others, self._takes_turns = None, [], False
 
     def bytes(self) -> int:
         kept = self._conditioning()
-        return 0 if kept is None else bytes_of(kept) + sum(held.bytes() for held in [self._occupant, *self._others])
+        return 0 if kept is None else bytes_of(kept) + sum(held.bytes() for held in [self.occupant, *self._others])
 
 
 class PromptMemory:
@@ -172,14 +180,12 @@ class PromptMemory:
         size = prompt_size(context, y)
         place = self._places.get(size)
         held = None if place is None else place.conditioning
-        if held is None or not place.finds(context, y, edits, by_content):
-            fresh = compute()
-            prompt = HeldPrompt(edits, Sighting())
-            prompt.sighting.remember((context, y))
-            if by_content:
-                prompt.content = context.clone(), None if y is None else y.clone()
+        prompt = None if held is None else place.find(context, y, edits, by_content)
+        if prompt is None or prompt is not place.occupant:
+            fresh = compute() if prompt is None or prompt.aside is None else prompt.aside
+            prompt = prompt or HeldPrompt.of(context, y, edits, by_content)
             if held is not None and fits(held, fresh):
-                place.write(prompt, fresh)
+                place.show(prompt, fresh)
             else:
                 held, self._places[size] = fresh, Place(fresh, prompt)
         self._note_used(size, held)

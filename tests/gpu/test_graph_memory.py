@@ -79,7 +79,7 @@ def test_a_graph_that_does_not_fit_the_budget_is_not_kept(unet: nn.Module) -> No
 
 def test_older_graphs_make_room_for_a_new_one(unet: nn.Module) -> None:
     use(unet, 960, 720)
-    alone = sum(row.bytes for row in runtime.rows())
+    alone = runtime.totals().vram
     runtime.configure(replace(runtime.settings, memory_budget=alone // MIB + 1))
     runtime.purge()
     for size in (*SIZES, *SIZES):

@@ -224,7 +224,7 @@ def test_a_prompts_own_tensors_are_not_kept_alive(unet: Any) -> None:
     assert [reference() for reference in gone] == [None, None]
 
 
-def test_prompt_and_negative_prompt_called_alone_at_equal_length_are_computed_once_each(
+def test_prompt_and_negative_prompt_called_alone_at_equal_length_are_computed_until_one_comes_back(
     unet: Any, computed: list
 ) -> None:
     """A WebUI that has little memory calls with one after the other."""
@@ -232,7 +232,7 @@ def test_prompt_and_negative_prompt_called_alone_at_equal_length_are_computed_on
     for step in range(10):
         prompt.step(step)
         negative.step(step)
-    assert len(computed) == 2
+    assert len(computed) == 3
 
 
 def test_so_are_prompts_that_are_known_by_their_content_alone(unet: Any, computed: list) -> None:
@@ -241,7 +241,7 @@ def test_so_are_prompts_that_are_known_by_their_content_alone(unet: Any, compute
     for step in range(4):
         for prompt in turns:
             must_be_right(unet, steps(copied(prompt), 4)[step])
-    assert len(computed) == 3
+    assert len(computed) == 3 + 2
 
 
 def test_more_prompts_than_are_kept_are_computed_again(unet: Any, computed: list) -> None:
@@ -271,10 +271,21 @@ def test_prompts_are_counted_and_given_back(unet: Any) -> None:
     for give_back in (runtime.purge, runtime.release_memory, runtime.free_graphs, lambda: runtime.release(unet)):
         for sampling in samplings:
             sampling.step()
-        # Two sizes, and in each one prompt beside another.
-        assert runtime.totals().prompts - before >= 2 * (1 + 2) * samplings[0].call.context.nbytes
+        alone = runtime.totals().prompts - before
+        for sampling in (*samplings, *samplings):
+            sampling.step()
+        # In each of the two sizes, both prompts are kept beside the address.
+        assert runtime.totals().prompts - before == 3 * alone > 0
         give_back()
         assert runtime.totals().prompts == before
+
+
+def test_prompts_of_one_sampling_after_the_other_are_not_kept(unet: Any, computed: list) -> None:
+    Sampling(unet, a_call(unet)).step()
+    held = runtime.totals().prompts
+    for seed in range(1, 4):
+        Sampling(unet, a_call(unet, seed=seed)).step()
+    assert runtime.totals().prompts == held and len(computed) == 4
 
 
 def test_many_sizes_of_prompts_do_not_pile_up(unet: Any) -> None:

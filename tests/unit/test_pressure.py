@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from lib_onediff.accelerator import runtime
 from lib_onediff.card import LEAST, MOST, Card
 from lib_onediff.graph_cache import CARD_IS_FULL
 from lib_onediff.hosts import diffusers as diffusers_host
+from lib_onediff.settings import Settings
 from lib_onediff.unet.call import UNetCall
 
 CLOSE = 1e-5
@@ -206,3 +208,29 @@ def test_a_unet_that_its_host_takes_away_between_pictures_is_noticed(
     watcher.join(30)
     assert not watcher.is_alive() and not runtime._graphs.devices() and card.emptied > emptied
     assert states() == {"64x64": "proved"}
+
+
+def test_nothing_is_given_back_by_a_thread_of_its_own_while_the_host_makes_an_image(
+    unet: nn.Module, card: PretendedCard
+) -> None:
+    """An extension may be capturing a graph just now; the next sampling looks by itself."""
+    make_ready(unet, (8, 8))
+    for parameter in unet.parameters():
+        parameter.data = parameter.data.clone()
+    p = SimpleNamespace()
+    runtime.generations.begin(p, Settings())
+    emptied = card.emptied
+    runtime.pressure._note_lost()
+    assert card.emptied == emptied and runtime.care_of(unet).ready_keys()
+    runtime.generations.end(p)
+    runtime.pressure._note_lost()
+    assert card.emptied > emptied and not runtime.care_of(unet).ready_keys()
+
+
+def test_a_card_whose_cache_cannot_be_emptied_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", refuse)
+    Card().empty_cache()
