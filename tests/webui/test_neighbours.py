@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 from test_exact_images import masked
 from test_foreign import assert_host_served
-from test_xyz_grid import axes_of
+from test_xyz_grid import plotted
 from webui_client import PICTURE, WebUI, largest_difference, one_run, start_from
 from webui_client import gradient as gradient_image
 from webui_compare import (
@@ -35,7 +35,6 @@ from webui_compare import (
 from webui_models import Models
 
 ROUTE = "/onediff-neighbours/v1"
-PLOT = "x/y/z plot"
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +100,7 @@ def test_nested_generation_has_the_settings_of_its_run(
 def test_a_hundred_crops_of_random_sizes(webui: WebUI, sd15: Models, unit: int) -> None:
     """What is kept grows with the sizes that there were, not with the crops, and a pinned size stays."""
     draw = random.Random(100)
-    largest = 192 if unit == 64 else 256
+    largest = 128 if unit == 64 else 256
     crops = [[unit * draw.randint(64 // unit, largest // unit) for _ in range(2)] for _ in range(100)]
     ours = run_on(webui, {})
     model = next(row for row in webui.get("/onediff/v1/shapes")["rows"] if row["resolution"] == "64x64")["model"]
@@ -233,15 +232,7 @@ def test_sdxl_inpainting(webui: WebUI, sd15: Models, request_: dict[str, Any]) -
 
 def test_plot_over_checkpoints(webui: WebUI, sd15: Models) -> None:
     names = [sd15.need(role) for role in ("sd15", "sd15-b", "sdxl")]
-    axes = axes_of(webui, "txt2img")
-    nothing = [0, "", []]
-    request = {
-        "sampler_name": "Euler", "script_name": PLOT,
-        "script_args": [
-            axes.index("Checkpoint name"), ",".join(names), [], *nothing, *nothing, True, True, False, *[False] * 4, 0,
-            True,
-        ],
-    }
+    request = plotted(webui, ("Checkpoint name", ",".join(names)), steps=3)
     on, off = on_and_off(webui, request, least_calls=3 * len(names))
     # The grid, then a picture for each.
     cells = on.pictures.arrays[1:]
