@@ -1,7 +1,7 @@
-"""What stands beside us in A1111: nested generations, other threads, edited weights, foreign modules, other schedules.
+"""What stands beside us: nested generations, other threads, edited weights, foreign modules, other schedules.
 
-What the extensions do is reproduced by tests/webui/extensions/onediff-neighbours, which must be linked into the
-extensions folder of the WebUI at --webui.
+For A1111 and Forge Neo. What the extensions do is reproduced by tests/webui/extensions/onediff-neighbours, which must
+be linked into the extensions folder of the WebUI at --webui.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 from test_exact_images import masked
 from test_foreign import assert_host_served
-from test_xyz_grid import axes_of
+from test_xyz_grid import plotted
 from webui_client import PICTURE, WebUI, largest_difference, one_run, start_from
 from webui_client import gradient as gradient_image
 from webui_compare import (
@@ -35,14 +35,23 @@ from webui_compare import (
 from webui_models import Models
 
 ROUTE = "/onediff-neighbours/v1"
-CROPS = [[64, 64], [72, 88], [128, 64]]
-PLOT = "x/y/z plot"
 
 
 @pytest.fixture(autouse=True)
 def beside_neighbours(webui: WebUI) -> None:
     if not webui.has(f"{ROUTE}/table"):
-        pytest.skip("link tests/webui/extensions/onediff-neighbours into the extensions folder of an A1111")
+        pytest.skip("link tests/webui/extensions/onediff-neighbours into the WebUI's extensions folder")
+
+
+@pytest.fixture
+def unit(webui: WebUI) -> int:
+    """What every side of a picture is a multiple of: this Neo's copy rounds to 64."""
+    return 64 if webui.is_neo else 8
+
+
+@pytest.fixture
+def crops(unit: int) -> list[list[int]]:
+    return [[64, 64], [64, 128] if unit == 64 else [72, 88], [128, 64]]
 
 
 def planned(**plan: Any) -> dict[str, Any]:
@@ -67,35 +76,40 @@ def edited(webui: WebUI, factor: float) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("nested_scripts", [False, True], ids=["scripts left out", "all scripts"])
-def test_nested_inpainting(webui: WebUI, sd15: Models, nested_scripts: bool) -> None:
+def test_nested_inpainting(webui: WebUI, sd15: Models, crops: list[list[int]], nested_scripts: bool) -> None:
     """ADetailer: an inpainting of another size for each face, inside the generation."""
     request = {"width": 128, "height": 128}
-    nested = {**request, **planned(crops=CROPS, nested_scripts=nested_scripts)}
-    plain, on = run_on(webui, request), run_on(webui, nested, least_calls=3 + len(CROPS))
-    assert on.pictures.image.width == 128 * len(CROPS)
+    nested = {**request, **planned(crops=crops, nested_scripts=nested_scripts)}
+    plain, on = run_on(webui, request), run_on(webui, nested, least_calls=3 + len(crops))
+    assert on.pictures.image.width == 128 * len(crops)
     assert_same(on, run_without(webui, nested))
     assert_same(run_on(webui, request), plain)
 
 
 @pytest.mark.parametrize("nested_scripts", [False, True], ids=["scripts left out", "all scripts"])
-def test_nested_generation_has_the_settings_of_its_run(webui: WebUI, sd15: Models, nested_scripts: bool) -> None:
+def test_nested_generation_has_the_settings_of_its_run(
+    webui: WebUI, sd15: Models, crops: list[list[int]], nested_scripts: bool
+) -> None:
     """Who switches OneDiff off for a run means all of it."""
-    nested = {"width": 128, "height": 128, **planned(crops=CROPS, nested_scripts=nested_scripts)}
-    off = run_off(webui, nested, least_calls=3 + len(CROPS))
+    nested = {"width": 128, "height": 128, **planned(crops=crops, nested_scripts=nested_scripts)}
+    off = run_off(webui, nested, least_calls=3 + len(crops))
     assert largest_difference(off.pictures, run_without(webui, nested).pictures) == 0
-    run_on(webui, {"width": 72, "height": 88})
+    run_on(webui, {"width": crops[1][0], "height": crops[1][1]})
 
 
-def test_a_hundred_crops_of_random_sizes(webui: WebUI, sd15: Models) -> None:
+def test_a_hundred_crops_of_random_sizes(webui: WebUI, sd15: Models, unit: int) -> None:
     """What is kept grows with the sizes that there were, not with the crops, and a pinned size stays."""
     draw = random.Random(100)
-    crops = [[8 * draw.randint(8, 32), 8 * draw.randint(8, 32)] for _ in range(100)]
+    largest = 128 if unit == 64 else 256
+    crops = [[unit * draw.randint(64 // unit, largest // unit) for _ in range(2)] for _ in range(100)]
     ours = run_on(webui, {})
     model = next(row for row in webui.get("/onediff/v1/shapes")["rows"] if row["resolution"] == "64x64")["model"]
     before = webui.get(f"{ROUTE}/table")
-    request = planned(crops=crops)
     with pinned(webui, model, "64x64"):
-        run_on(webui, request, least_calls=3 + len(crops))
+        # In several generations: a hundred crops of a full-size network on a CPU outlast one request.
+        for first in range(0, len(crops), 10):
+            some = crops[first:first + 10]
+            run_on(webui, planned(crops=some), least_calls=3 + len(some))
         after = webui.get(f"{ROUTE}/table")
         # A crop's UNet, its encode and its decode; another prompt length there is none.
         assert after["entries"] - before["entries"] <= 3 * len({tuple(crop) for crop in crops})
@@ -116,9 +130,9 @@ def pinned(webui: WebUI, model: str, resolution: str) -> Iterator[None]:
         webui.post("/onediff/v1/pin", {**key, "pinned": False})
 
 
-def test_generations_from_another_thread(webui: WebUI, sd15: Models) -> None:
+def test_generations_from_another_thread(webui: WebUI, sd15: Models, crops: list[list[int]]) -> None:
     """Agent Scheduler: two in a row, while the API does nothing."""
-    sizes = [{"width": 64, "height": 64}, {"width": 72, "height": 88}]
+    sizes = [{"width": width, "height": height} for width, height in crops[:2]]
     requests = [{**PICTURE, **size, **one_run(enabled=True)} for size in sizes]
     ours = [run_on(webui, size) for size in sizes]
     before = webui.calls()
@@ -218,15 +232,7 @@ def test_sdxl_inpainting(webui: WebUI, sd15: Models, request_: dict[str, Any]) -
 
 def test_plot_over_checkpoints(webui: WebUI, sd15: Models) -> None:
     names = [sd15.need(role) for role in ("sd15", "sd15-b", "sdxl")]
-    axes = axes_of(webui, "txt2img")
-    nothing = [0, "", []]
-    request = {
-        "sampler_name": "Euler", "script_name": PLOT,
-        "script_args": [
-            axes.index("Checkpoint name"), ",".join(names), [], *nothing, *nothing, True, True, False, *[False] * 4, 0,
-            True,
-        ],
-    }
+    request = plotted(webui, ("Checkpoint name", ",".join(names)), steps=3)
     on, off = on_and_off(webui, request, least_calls=3 * len(names))
     # The grid, then a picture for each.
     cells = on.pictures.arrays[1:]

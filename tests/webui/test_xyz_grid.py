@@ -34,22 +34,29 @@ def plotting(webui: WebUI, sd15: Models) -> None:
         pytest.skip("the standalone host has no X/Y/Z plot: give the address of another WebUI with --webui URL")
 
 
-def axes_of(webui: WebUI, tab: str) -> list[str]:
-    """The labels of all axes in the order in which script arguments count them."""
+def arguments_of(webui: WebUI, tab: str) -> list[dict[str, Any]]:
+    """What the plot's script arguments are, in their order."""
     scripts = webui.get("/sdapi/v1/script-info")
     (plot,) = [script for script in scripts if script["name"] == PLOT and script["is_img2img"] is (tab == "img2img")]
-    return plot["args"][0]["choices"]
+    return plot["args"]
+
+
+def axes_of(webui: WebUI, tab: str) -> list[str]:
+    """The labels of all axes in the order in which script arguments count them."""
+    return arguments_of(webui, tab)[0]["choices"]
 
 
 def plotted(webui: WebUI, x: Axis, y: Axis = NOTHING, z: Axis = NOTHING, **request: Any) -> dict[str, Any]:
     """The request of a plot. An axis: its label, and its values with commas between."""
     whole = {**PICTURE, **SAMPLING, **request}
-    labels = axes_of(webui, "img2img" if "init_images" in whole else "txt2img")
+    arguments = arguments_of(webui, "img2img" if "init_images" in whole else "txt2img")
+    labels = arguments[0]["choices"]
     axes = [part for label, values in (x, y, z) for part in (labels.index(label), values, [])]
     legend, lone_pictures, sub_grids, other_seeds, as_text = True, True, False, [False] * 4, True
+    rows = [0] if any(argument["label"] == "Row Count" for argument in arguments) else []  # Neo's: as many as need be.
     return {
         **whole, "script_name": PLOT,
-        "script_args": [*axes, legend, lone_pictures, sub_grids, *other_seeds, 0, as_text],
+        "script_args": [*axes, legend, lone_pictures, sub_grids, *other_seeds, *rows, 0, as_text],
     }
 
 

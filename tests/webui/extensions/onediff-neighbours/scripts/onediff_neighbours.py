@@ -1,14 +1,16 @@
-"""What other extensions do around a generation, reproduced inside a real A1111: for tests/webui/test_neighbours.py.
+"""What other extensions do around a generation, reproduced inside a real WebUI: for tests/webui/test_neighbours.py.
 
 Link this folder's parent into the WebUI's extensions folder beside OneDiff. The script takes one argument, a JSON
 object: {"crops": [[width, height], ...]}, {"edit_at": step}, {"weight_of_lora": {step: weight}}, {"motion": true},
 {"tiled_vae": true}; see Plan. POST /onediff-neighbours/v1/queue runs requests in a thread of its own, as Agent
-Scheduler does; POST /onediff-neighbours/v1/edit changes weights in place, as SuperMerger does; GET
-/onediff-neighbours/v1/table tells what OneDiff keeps.
+Scheduler does; POST /onediff-neighbours/v1/edit changes weights in place, as SuperMerger does; POST
+/onediff-neighbours/v1/merge has SuperMerger itself load a merge of two checkpoints; GET /onediff-neighbours/v1/table
+tells what OneDiff keeps.
 """
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Callable
 from copy import copy
@@ -59,7 +61,9 @@ class MotionModule(nn.Module):
 
 
 def unet() -> Any:
-    return shared.sd_model.model.diffusion_model
+    """The UNet: A1111's checkpoint holds it, the Forge family's a patcher of it."""
+    objects = getattr(shared.sd_model, "forge_objects", None)
+    return (objects.unet if objects else shared.sd_model).model.diffusion_model
 
 
 class Edit:
@@ -68,14 +72,14 @@ class Edit:
     def __init__(self) -> None:
         self._before: dict[str, Tensor] = {}
 
-    @torch.no_grad()
+    @torch.inference_mode()  # Neo's parameters were made in it.
     def make(self, factor: float) -> None:
         weights = dict(unet().named_parameters())
         for name in EDITED:
             self._before.setdefault(name, weights[name].detach().clone())
             weights[name].mul_(factor)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def undo(self) -> None:
         weights = dict(unet().named_parameters())
         for name, before in self._before.items():
@@ -181,13 +185,26 @@ class Neighbours(scripts.Script):
             if step == plan.edit_at:
                 edit.make(0.5)
             if str(step) in plan.weight_of_lora:
-                import networks
-
-                for network in networks.loaded_networks:
-                    network.unet_multiplier = plan.weight_of_lora[str(step)]
+                weigh_loras(plan.weight_of_lora[str(step)])
 
         script_callbacks.on_cfg_denoiser(before_step)
         self._undo += [edit.undo, lambda: script_callbacks.remove_callbacks_for_function(before_step)]
+
+
+def weigh_loras(weight: float) -> None:
+    """The LoRAs of this generation, weighted so from here on."""
+    import networks
+
+    if not hasattr(shared.sd_model, "forge_objects"):
+        for network in networks.loaded_networks:
+            network.unet_multiplier = weight
+        return
+    # The Forge family has merged them: they are merged anew, as for a generation that begins.
+    from backend import memory_management
+
+    names = [network.mentioned_name for network in networks.loaded_networks]
+    networks.load_networks(names, [1.0] * len(names), [weight] * len(names))
+    memory_management.load_models_gpu([shared.sd_model.forge_objects.unet])
 
 
 def inpainted(p: Any, image: Image.Image, index: int, size: list[int], with_scripts: bool) -> Image.Image:
@@ -242,6 +259,22 @@ def add_routes(demo: Any, app: FastAPI) -> None:
                 edit.undo()
             else:
                 edit.make(factor)
+
+    def merge(models: list[str] = Body(embed=True), alpha: float = Body(embed=True)) -> str:  # noqa: B008
+        # Its page's button calls this; there is no API.
+        from scripts.mergers.mergers import smergegen
+
+        # Its settings for random ratios, as its page has them.
+        luck = ("off", ["alpha"], "1", "0", "1", "0", -1, 1, "", 3)
+        with call_queue.queue_lock:
+            result, *_ = smergegen(
+                "", "", models[0], models[1], "", alpha, 0.0, "Weight sum", "normal", False, "", [], [], False, "", [],
+                "", None, 0.0, "Off", [], "", *[None] * 9, [], *[None] * 4, *luck, None, False,
+            )
+        return result
+
+    if "scripts.mergers.mergers" in sys.modules:
+        app.post("/onediff-neighbours/v1/merge")(merge)
 
     @app.get("/onediff-neighbours/v1/table")
     def table() -> dict[str, Any]:
