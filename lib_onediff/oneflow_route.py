@@ -18,6 +18,7 @@ from .unet.forward import Conditioning
 
 TRYING = "OneFlow is being tried, in the background"
 COMPILING = "OneFlow is compiling for this shape, in the background"
+COMPILING_ANOTHER = "OneFlow is compiling for another shape, in the background, and runs nothing meanwhile"
 
 
 class NotYet(Exception):
@@ -55,6 +56,8 @@ class OneFlowRoute:
         """What runs a call. Raises NotYet."""
         kept = care.oneflow.get(key)
         if kept is not None and care.serves(kept, conditioning, call.half):
+            if self._graphs.is_compiling and not patient:
+                raise NotYet(COMPILING_ANOTHER)
             # Settings change, and graphs do not know them.
             return replace(kept.runner, variables=self._variables)
         try:

@@ -74,6 +74,13 @@ class OneFlowGraphs:
         self._pending: dict[Hashable, Future[None]] = {}
         self._worker = ThreadPoolExecutor(1, "onediff-oneflow")
         self._lock = threading.Lock()
+        # OneFlow ends the process where one thread runs a graph while another compiles one.
+        self._running = threading.Lock()
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a graph is being made, for which every run of another would wait."""
+        return bool(self._pending)
 
     def __len__(self) -> int:
         """How many graphs there are, and are being made."""
@@ -109,7 +116,7 @@ class OneFlowGraphs:
             raise OneFlowRefusal(FAILED.format(self.failure))
         return OneFlowRunner(
             compiled.graph, inputs, conditioning, OutsideMemory(inputs.latent.device), bytes_of(inputs),
-            compiled.seconds, given, dict(variables or {}),
+            compiled.seconds, given, dict(variables or {}), self._running,
         )
 
     def _refuse_another(self, weights: Weights) -> None:
@@ -128,8 +135,9 @@ class OneFlowGraphs:
         try:
             if not self.failure:
                 # The first run compiles.
-                graph = graph_of(forward, weights)
-                run_graph(graph, given)
+                with self._running:
+                    graph = graph_of(forward, weights)
+                    run_graph(graph, given)
                 self._compiled[identity] = Compiled(graph, time.perf_counter() - began)
         except Exception as error:
             self.failure = brief(str(error))
@@ -141,7 +149,8 @@ class OneFlowGraphs:
 
 @dataclass
 class OneFlowRunner:
-    """backends.base.Runner by a graph of OneFlow. given: what the graph takes, see tensors_of."""
+    """backends.base.Runner by a graph of OneFlow. given: what the graph takes, see tensors_of. running: held while
+    OneFlow runs or compiles anything."""
 
     graph: Any
     inputs: UNetCall
@@ -151,10 +160,11 @@ class OneFlowRunner:
     seconds: float
     given: list[Tensor]
     variables: Mapping[str, str]
+    running: threading.Lock
 
     def run(self, call: UNetCall) -> Tensor:
         copy_inputs(call, self.inputs)
-        with environment(self.variables):
+        with self.running, environment(self.variables):
             output, *deep = run_graph(self.graph, self.given)
         half = self.inputs.half
         if half is not None and deep:

@@ -1,0 +1,77 @@
+"""OneFlow runs one thing at a time: it ends the process where it compiles one graph while it runs another."""
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from builders import SMALL, a_call, diffusers_unet, served
+from torch import Tensor
+
+import lib_onediff
+from lib_onediff.accelerator import runtime
+from lib_onediff.backends import ONEFLOW, oneflow
+from lib_onediff.oneflow_route import COMPILING, COMPILING_ANOTHER, NotYet, OneFlowRoute
+from lib_onediff.ops import torch_ops
+from lib_onediff.shapes.key import ShapeKey
+
+SECONDS = 60
+
+
+class Watched:
+    """Stands in for OneFlow: notes when two of its runs overlap, and waits where it is told to."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+        self.may_end.set()
+        self.inside = 0
+        self.overlapped = False
+        self.runs = 0
+
+    def run(self, graph: Any, given: list[Tensor]) -> list[Tensor]:
+        self.inside += 1
+        self.overlapped |= self.inside > 1
+        assert self.may_end.wait(SECONDS)
+        self.inside -= 1
+        self.runs += 1
+        return [given[0].clone()]
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    watched = Watched()
+    monkeypatch.setattr(oneflow, "graph_of", lambda forward, weights: object())
+    monkeypatch.setattr(oneflow, "run_graph", watched.run)
+    yield watched
+    watched.may_end.set()
+
+
+def test_nothing_runs_while_another_shape_is_compiled(watched: Watched) -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL), backend="eager")
+    calls = [a_call(unet), a_call(unet, 16, 8)]
+    for call in calls:
+        served(unet, call)
+    care, route = runtime.care_of(unet), OneFlowRoute()
+
+    def runner(index: int, patient: bool = False) -> oneflow.OneFlowRunner:
+        call, bound = calls[index], care.bound
+        conditioning = bound.conditioning(torch_ops, call, by_content=True)
+        key = ShapeKey.of(bound.architecture, bound.binding.dtype, call, ONEFLOW)
+        return route.runner(care, key, call, conditioning, patient)
+
+    runner(0, patient=True).run(calls[0])
+    watched.may_end.clear()
+    with pytest.raises(NotYet, match=COMPILING):
+        runner(1)
+    with pytest.raises(NotYet, match=COMPILING_ANOTHER):
+        runner(0)
+    waiting = threading.Thread(target=lambda: runner(0, patient=True).run(calls[0]))
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive() and not watched.overlapped
+    watched.may_end.set()
+    waiting.join(SECONDS)
+    runner(1, patient=True).run(calls[1])
+    runner(0).run(calls[0])
+    assert not watched.overlapped and watched.runs == 6
