@@ -88,8 +88,8 @@ class Forge:
             self._announced = None
             runtime.guard.attempt("switching the VAE off", self._vae.stop)
             runtime.guard.attempt("giving the UNets back", runtime.release_all)
-            for parameter in originals_beneath_loras(loaded_engine()):
-                give_storage_of_its_own(parameter)
+            for weight in originals_beneath_loras(loaded_engine()):
+                give_storage_of_its_own(weight)
             self._looks.clear()
 
     def hooks(self) -> int:
@@ -215,9 +215,7 @@ class Forge:
         self._sampling = Sampling()
         calls = self._calls
         try:
-            warm.one_call(
-                self.traits, engine.forge_objects_after_applying_lora.unet, width, height, batch, tokens
-            )
+            warm.one_call(self.traits, patcher_with_loras(engine), width, height, batch, tokens)
         except torch.cuda.OutOfMemoryError as error:
             runtime.free_graphs()
             raise CannotWarm(f"not enough GPU memory for {width}x{height} with {batch} latents") from error
@@ -244,11 +242,17 @@ class Forge:
 
 
 def loaded_engine() -> Any:
-    """The loaded checkpoint; None before the first, for which Forge keeps a placeholder."""
+    """The loaded checkpoint; None before the first, for which Forge keeps a placeholder, and where none could be loaded
+    after Classic had thrown the one before away."""
     from modules import sd_models
 
-    engine = sd_models.model_data.sd_model
+    engine = getattr(sd_models.model_data, "sd_model", None)
     return engine if getattr(engine, "forge_objects", None) is not None else None
+
+
+def patcher_with_loras(engine: Any) -> Any:
+    """The UNet's patcher with the last generation's LoRAs; Classic keeps none where there were no LoRAs."""
+    return (engine.forge_objects_after_applying_lora or engine.forge_objects_original).unet
 
 
 def unet_of(engine: Any, traits: Traits) -> nn.Module | None:
@@ -264,22 +268,23 @@ def decoder_of(engine: Any) -> nn.Module | None:
     return getattr(getattr(vae, "first_stage_model", None), "decoder", None)
 
 
-def originals_beneath_loras(engine: Any) -> Iterator[nn.Parameter]:
-    """The parameters that the host has put aside under a merged LoRA: Forge in its loader, others in the patcher."""
+def originals_beneath_loras(engine: Any) -> Iterator[Tensor]:
+    """What the host has put aside under a merged LoRA: Forge in its loader, others in the patcher; Classic as mere
+    tensors."""
     patcher = getattr(getattr(engine, "forge_objects", None), "unet", None)
     for holder in (getattr(getattr(patcher, "model", None), "lora_loader", None), patcher):
         backup = getattr(holder, "backup", None)
         for kept in list(backup.values()) if isinstance(backup, dict) else ():
             weight = getattr(kept, "weight", kept)
-            if isinstance(weight, nn.Parameter):
+            if isinstance(weight, Tensor):
                 yield weight
 
 
-def give_storage_of_its_own(parameter: nn.Parameter) -> None:
+def give_storage_of_its_own(weight: Tensor) -> None:
     """As runtime.release does for the parameters that stand in the UNet."""
-    if shares_storage(parameter):
-        with torch.inference_mode(parameter.is_inference()):
-            parameter.data = parameter.detach().clone()
+    if shares_storage(weight):
+        with torch.inference_mode(weight.is_inference()):
+            weight.data = weight.detach().clone()
 
 
 def was_interrupted() -> bool:
