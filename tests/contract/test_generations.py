@@ -143,6 +143,18 @@ def test_a_patch_in_the_options_is_the_hosts(host: Host) -> None:
 
 
 @pytest.mark.parametrize("host", FAMILY, indirect=True)
+def test_a_generation_that_failed_in_the_host_is_not_told_of_the_next(host: Host) -> None:
+    def fails(patcher: Any) -> None:
+        raise MemoryError
+
+    host.start()
+    host.generate()
+    with pytest.raises(MemoryError):
+        host.generate(fails)
+    assert calls_of(host.generate)[1] == OURS
+
+
+@pytest.mark.parametrize("host", FAMILY, indirect=True)
 def test_control_residuals_are_served(host: Host) -> None:
     skips: list[Tensor] = []
     blocks = (*host.unet.input_blocks, host.unet.middle_block)

@@ -33,10 +33,12 @@ log = logging.getLogger("onediff")
 
 
 class Announced(NamedTuple):
-    """A sampling that the host has announced: how many calls we had seen before it, and of which pass it is."""
+    """A sampling that the host has announced: in which generation, of which pass it is, and how many calls we had seen
+    before it."""
 
-    calls: int
+    generation: int
     is_second_pass: bool
+    calls: int
 
 
 class Look(NamedTuple):
@@ -115,15 +117,19 @@ class Forge:
         self._patch.keep_out_of_traces()
         self._vae.begin_run(decoder_of(p.sd_model))
         is_second_pass = bool(getattr(p, "is_hr_pass", False))
+        announced, generation = self._announced, runtime.guard.generation
+        # The host tells no end of a generation that has failed, and of its last sampling nothing is known.
+        if announced and announced.generation != generation:
+            self._announced = None
         # Forge announces the second pass of hires fix twice.
-        if not (self._announced and self._announced.is_second_pass and is_second_pass):
+        elif not (announced and announced.is_second_pass and is_second_pass):
             self._note_bypass()
         self._samplings += 1
         self._sampling = sampler_schedule.sampling_of(p)
         unet = unet_of(p.sd_model, self.traits)
         if unet is not None:
             runtime.adopt(unet, habits=self._habits)
-            self._announced = Announced(self._calls, is_second_pass)
+            self._announced = Announced(generation, is_second_pass, self._calls)
 
     def after_run(self, p: Any) -> None:
         self._vae.end_run()
