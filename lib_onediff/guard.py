@@ -32,6 +32,7 @@ class HostFunction:
 class Guard:
     """Runs hooks and notes their faults: one traceback in the log for each, and a sentence for the user.
 
+    generation: a number for each, in the order in which they begin.
     suspended: why the host serves every call until the next generation begins; "" where OneDiff serves. A fault in one
     hook leaves the rest of its generation to the host, whose image is then its own to the bit.
     """
@@ -41,6 +42,7 @@ class Guard:
         self._told: set[str] = set()
         self._given_up = ""
         self.suspended = ""
+        self.generation = 0
 
     @property
     def faults(self) -> list[str]:
@@ -76,6 +78,7 @@ class Guard:
     def resume(self) -> None:
         """A generation begins: what went wrong in the last one may go well now."""
         self.suspended = self._given_up = ""
+        self.generation += 1
 
     def serve(
         self, hook: str, ours: Callable[..., Result], original: Callable[..., Result],

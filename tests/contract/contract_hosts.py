@@ -186,7 +186,8 @@ class FamilyHost(Host):
         return [self.checkpoint.forge_objects.unet.model, self.checkpoint.forge_objects.vae.first_stage_model]
 
     def sample(self, extension: Any, control: Any) -> Tensor:
-        self.checkpoint.forge_objects = self.checkpoint.forge_objects_after_applying_lora.shallow_copy()
+        with_loras = self.checkpoint.forge_objects_after_applying_lora
+        self.checkpoint.forge_objects = (with_loras or self.checkpoint.forge_objects_original).shallow_copy()
         patcher = self.checkpoint.forge_objects.unet.clone()
         if extension is not None:
             extension(patcher)
@@ -222,12 +223,32 @@ class FamilyHost(Host):
 
 
 class LdmPatchedHost(FamilyHost):
-    """reForge or Forge Classic."""
+    """reForge."""
 
     unet_module, unet_class = "ldm_patched.ldm.modules.diffusionmodules.openaimodel", "UNetModel"
     vae_module = "ldm_patched.ldm.modules.diffusionmodules.model"
     patcher, layers = "ldm_patched.modules.model_patcher", ("ldm_patched.modules.ops", "disable_weight_init")
     sampling = "modules_forge.forge_sampler"
+
+
+class ClassicHost(LdmPatchedHost):
+    """Forge Classic: its weights are inference tensors, and it has objects with LoRAs only where there are LoRAs."""
+
+    def make(self) -> Any:
+        with torch.inference_mode():
+            checkpoint = super().make()
+        checkpoint.forge_objects_after_applying_lora = None
+        return checkpoint
+
+    def set_lora(self, strength: float, online: bool = False) -> None:
+        checkpoint = self.checkpoint
+        checkpoint.forge_objects_after_applying_lora = checkpoint.forge_objects.shallow_copy() if strength else None
+        if strength:
+            super().set_lora(strength, online)
+
+    def write_in_place(self) -> None:
+        """As its setting "patch LoRA in place" does."""
+        self.checkpoint.forge_objects_original.unet.weight_inplace_update = True
 
 
 class A1111Host(Host):
@@ -270,7 +291,7 @@ class A1111Host(Host):
 
 
 CLASSES = {
-    "a1111": A1111Host, "forge": FamilyHost, "neo": FamilyHost, "reforge": LdmPatchedHost, "classic": LdmPatchedHost,
+    "a1111": A1111Host, "forge": FamilyHost, "neo": FamilyHost, "reforge": LdmPatchedHost, "classic": ClassicHost,
 }
 
 

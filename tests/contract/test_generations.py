@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from builders import relative_error
-from contract_hosts import ATTENTION, FAMILY, Host, Made, calls_of, random
+from contract_hosts import ATTENTION, FAMILY, HOSTS, Host, Made, calls_of, random
 from torch import Tensor
 
 from lib_onediff.accelerator import runtime
@@ -87,7 +87,12 @@ def test_scripts_that_are_loaded_again_find_the_same_adapter(host: Host) -> None
         assert adapter.hooks() == 1 and calls == OURS and close(made, expected)
 
 
-def test_loras_are_merged_and_taken_out(host: Host) -> None:
+@pytest.mark.parametrize(
+    ("host", "in_place"), [*((name, False) for name in HOSTS), ("classic", True)], indirect=["host"]
+)
+def test_loras_are_merged_and_taken_out(host: Host, in_place: bool) -> None:
+    if in_place:
+        host.write_in_place()
     sequence = (0.0, 0.5, 0.25, 0.0, 0.5)
     expected = []
     for strength in sequence:
@@ -134,6 +139,18 @@ def test_a_patch_in_the_options_is_the_hosts(host: Host) -> None:
     made, calls = calls_of(lambda: host.generate(extension))
     assert calls == BY_HOST and torch.equal(made.latent, expected.latent)
     assert f"patches[output_block_patch] by {__name__}" in runtime.status()["reason"]
+    assert calls_of(host.generate)[1] == OURS
+
+
+@pytest.mark.parametrize("host", FAMILY, indirect=True)
+def test_a_generation_that_failed_in_the_host_is_not_told_of_the_next(host: Host) -> None:
+    def fails(patcher: Any) -> None:
+        raise MemoryError
+
+    host.start()
+    host.generate()
+    with pytest.raises(MemoryError):
+        host.generate(fails)
     assert calls_of(host.generate)[1] == OURS
 
 

@@ -89,7 +89,7 @@ def test_a_module_that_cannot_be_imported(host: Host, monkeypatch: pytest.Monkey
 def test_a_checkpoint_without_what_we_need(host: Host) -> None:
     """Such a release is known by its first checkpoint only; then every call is the host's, until another is loaded."""
     expected = host.generate()
-    path = "first_stage_model" if host.name == "a1111" else "forge_objects_after_applying_lora.unet"
+    path = "first_stage_model" if host.name == "a1111" else "forge_objects_after_applying_lora"
     whole, adapter = host.checkpoint, host.start()
     host.checkpoint = Partial(whole, path.partition(".")[0])
     host.announce()
@@ -101,6 +101,22 @@ def test_a_checkpoint_without_what_we_need(host: Host) -> None:
     host.announce()
     made, calls = calls_of(host.generate)
     assert adapter.why_not_served() is None and calls == OURS and close(made, expected)
+
+
+@pytest.mark.parametrize("host", ["classic"], indirect=True)
+def test_no_checkpoint_at_all(host: Host) -> None:
+    """Classic throws the old one away before it loads the new one, which may fail."""
+    expected = host.generate()
+    adapter, data = host.start(), host.module("modules.sd_models").model_data
+    del data.sd_model
+    assert (adapter.notes(), adapter.why_not_served(), adapter.model_name()) == ([], None, None)
+    told = status.current_status(adapter)
+    assert (told["hooks"], told["faults"]) == (1, [])
+    host.switch(False)
+    host.switch(True)
+    data.sd_model = host.checkpoint
+    made, calls = calls_of(host.generate)
+    assert calls == OURS and close(made, expected) and runtime.guard.faults == []
 
 
 class Partial:

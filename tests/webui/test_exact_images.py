@@ -20,7 +20,10 @@ def hires(webui: WebUI, upscaler: str, **changes: Any) -> dict[str, Any]:
         request["hr_upscaler"] = "None"  # Neo has no latent upscalers, and no others without a model of their own.
     if webui.kind == "forge":
         request["hr_additional_modules"] = ["Use same choices"]  # Without it the answer is an error 500.
-    return {**request, **changes}
+    request |= changes
+    if webui.kind == "ldm_patched":
+        request["hr_cfg_scale"] = request["hr_cfg"]  # Classic's name for it; without it the answer is an error 500.
+    return request
 
 
 @pytest.mark.parametrize("changes", [

@@ -45,8 +45,8 @@ def run(webui: WebUI, request: dict[str, Any], **options: Any) -> Run:
     """Make the pictures of a request (what it leaves out is as in PICTURE) with OneDiff's options for this run."""
     scripts = {**request.get("alwayson_scripts", {}), **one_run(**options)["alwayson_scripts"]}
     whole = {**PICTURE, **request, "alwayson_scripts": scripts}
-    if webui.kind == "forge" and "init_images" in whole:
-        webui.make(whole)  # Forge's first img2img after another request differs from its later ones.
+    if webui.kind in ("forge", "ldm_patched") and "init_images" in whole:
+        webui.make(whole)  # The first img2img after another request differs from the later ones of the host itself.
     before = webui.calls()
     pictures = webui.make(whole)
     status = webui.status()

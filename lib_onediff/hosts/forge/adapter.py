@@ -33,10 +33,12 @@ log = logging.getLogger("onediff")
 
 
 class Announced(NamedTuple):
-    """A sampling that the host has announced: how many calls we had seen before it, and of which pass it is."""
+    """A sampling that the host has announced: in which generation, of which pass it is, and how many calls we had seen
+    before it."""
 
-    calls: int
+    generation: int
     is_second_pass: bool
+    calls: int
 
 
 class Look(NamedTuple):
@@ -88,8 +90,8 @@ class Forge:
             self._announced = None
             runtime.guard.attempt("switching the VAE off", self._vae.stop)
             runtime.guard.attempt("giving the UNets back", runtime.release_all)
-            for parameter in originals_beneath_loras(loaded_engine()):
-                give_storage_of_its_own(parameter)
+            for weight in originals_beneath_loras(loaded_engine()):
+                give_storage_of_its_own(weight)
             self._looks.clear()
 
     def hooks(self) -> int:
@@ -115,15 +117,19 @@ class Forge:
         self._patch.keep_out_of_traces()
         self._vae.begin_run(decoder_of(p.sd_model))
         is_second_pass = bool(getattr(p, "is_hr_pass", False))
+        announced, generation = self._announced, runtime.guard.generation
+        # The host tells no end of a generation that has failed, and of its last sampling nothing is known.
+        if announced and announced.generation != generation:
+            self._announced = None
         # Forge announces the second pass of hires fix twice.
-        if not (self._announced and self._announced.is_second_pass and is_second_pass):
+        elif not (announced and announced.is_second_pass and is_second_pass):
             self._note_bypass()
         self._samplings += 1
         self._sampling = sampler_schedule.sampling_of(p)
         unet = unet_of(p.sd_model, self.traits)
         if unet is not None:
             runtime.adopt(unet, habits=self._habits)
-            self._announced = Announced(self._calls, is_second_pass)
+            self._announced = Announced(generation, is_second_pass, self._calls)
 
     def after_run(self, p: Any) -> None:
         self._vae.end_run()
@@ -215,9 +221,7 @@ class Forge:
         self._sampling = Sampling()
         calls = self._calls
         try:
-            warm.one_call(
-                self.traits, engine.forge_objects_after_applying_lora.unet, width, height, batch, tokens
-            )
+            warm.one_call(self.traits, patcher_with_loras(engine), width, height, batch, tokens)
         except torch.cuda.OutOfMemoryError as error:
             runtime.free_graphs()
             raise CannotWarm(f"not enough GPU memory for {width}x{height} with {batch} latents") from error
@@ -244,11 +248,17 @@ class Forge:
 
 
 def loaded_engine() -> Any:
-    """The loaded checkpoint; None before the first, for which Forge keeps a placeholder."""
+    """The loaded checkpoint; None before the first, for which Forge keeps a placeholder, and where none could be loaded
+    after Classic had thrown the one before away."""
     from modules import sd_models
 
-    engine = sd_models.model_data.sd_model
+    engine = getattr(sd_models.model_data, "sd_model", None)
     return engine if getattr(engine, "forge_objects", None) is not None else None
+
+
+def patcher_with_loras(engine: Any) -> Any:
+    """The UNet's patcher with the last generation's LoRAs; Classic keeps none where there were no LoRAs."""
+    return (engine.forge_objects_after_applying_lora or engine.forge_objects_original).unet
 
 
 def unet_of(engine: Any, traits: Traits) -> nn.Module | None:
@@ -264,22 +274,23 @@ def decoder_of(engine: Any) -> nn.Module | None:
     return getattr(getattr(vae, "first_stage_model", None), "decoder", None)
 
 
-def originals_beneath_loras(engine: Any) -> Iterator[nn.Parameter]:
-    """The parameters that the host has put aside under a merged LoRA: Forge in its loader, others in the patcher."""
+def originals_beneath_loras(engine: Any) -> Iterator[Tensor]:
+    """What the host has put aside under a merged LoRA: Forge in its loader, others in the patcher; Classic as mere
+    tensors."""
     patcher = getattr(getattr(engine, "forge_objects", None), "unet", None)
     for holder in (getattr(getattr(patcher, "model", None), "lora_loader", None), patcher):
         backup = getattr(holder, "backup", None)
         for kept in list(backup.values()) if isinstance(backup, dict) else ():
             weight = getattr(kept, "weight", kept)
-            if isinstance(weight, nn.Parameter):
+            if isinstance(weight, Tensor):
                 yield weight
 
 
-def give_storage_of_its_own(parameter: nn.Parameter) -> None:
+def give_storage_of_its_own(weight: Tensor) -> None:
     """As runtime.release does for the parameters that stand in the UNet."""
-    if shares_storage(parameter):
-        with torch.inference_mode(parameter.is_inference()):
-            parameter.data = parameter.detach().clone()
+    if shares_storage(weight):
+        with torch.inference_mode(weight.is_inference()):
+            weight.data = weight.detach().clone()
 
 
 def was_interrupted() -> bool:

@@ -49,9 +49,11 @@ def upcasts_attention(traits: Traits, dtype: torch.dtype) -> bool:
     """Whether the host computes the UNet's attention scores in float32 when its inputs are of dtype."""
     if traits.attention_function().__name__ not in UPCASTING_ATTENTIONS:
         return False
-    precision = getattr(traits.module(traits.attention), "get_attn_precision", None)
+    attention = traits.module(traits.attention)
+    precision = getattr(attention, "get_attn_precision", None)
     if precision is None:
-        return False
+        # Classic has a flag of the module instead.
+        return getattr(attention, "_ATTN_PRECISION", None) == "fp32"
     # Forge's takes the wanted precision alone; Neo's and ldm_patched's take the type of the inputs too.
     takes = precision.__code__.co_argcount
     return precision(*(None, dtype)[:takes]) == torch.float32

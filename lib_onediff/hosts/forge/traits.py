@@ -75,7 +75,7 @@ class Traits:
 # What a loaded checkpoint must have.
 ENGINE_PATHS = (
     "forge_objects.unet.model", "forge_objects.unet.model_options", "forge_objects.unet.load_device",
-    "forge_objects_after_applying_lora.unet",
+    "forge_objects_original.unet", "forge_objects_after_applying_lora",
 )
 
 

@@ -5,7 +5,8 @@ from typing import Any
 
 
 class SdModelData:
-    sd_model: Any = None
+    def __init__(self) -> None:
+        self.sd_model: Any = None
 
     def get_sd_model(self) -> Any:
         return self.sd_model

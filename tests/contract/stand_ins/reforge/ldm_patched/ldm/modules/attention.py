@@ -1,4 +1,4 @@
-"""ComfyUI's attention, which reForge and Classic carry."""
+"""ComfyUI's attention, which reForge carries."""
 from __future__ import annotations
 
 from typing import Any

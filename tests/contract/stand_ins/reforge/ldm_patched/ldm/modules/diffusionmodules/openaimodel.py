@@ -1,4 +1,4 @@
-"""reForge's UNet, over ldm's layers: an executor of wrappers runs its _forward; Classic's has none."""
+"""reForge's UNet, over ldm's layers: an executor of wrappers runs its _forward."""
 from __future__ import annotations
 
 from typing import Any
@@ -8,7 +8,6 @@ from ldm.modules.diffusionmodules import openaimodel
 from ldm_patched.ldm.modules.attention import CrossAttention
 from ldm_patched.ldm.modules.diffusionmodules.util import timestep_embedding
 from ldm_patched.modules.patcher_extension import WrapperExecutor
-from modules_forge import forge_version
 from stand_in_engine import popped, walk
 from torch import Tensor
 
@@ -43,7 +42,3 @@ class UNetModel(openaimodel.UNetModel):
             self, x, timestep_embedding(timesteps, self.model_channels), context, control, apply_control,
             forward_timestep_embed, transformer_options.get("patches", {}),
         )
-
-
-if forge_version.version == "classic":
-    UNetModel.forward = UNetModel._forward

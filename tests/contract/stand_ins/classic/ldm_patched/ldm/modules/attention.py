@@ -1,0 +1,31 @@
+"""Classic's attention: ComfyUI's of early 2024, with a flag that says in which precision scores are computed."""
+from __future__ import annotations
+
+from typing import Any
+
+from ldm.modules import attention
+from stand_in_engine import attention_of_heads
+from torch import Tensor
+
+_ATTN_PRECISION = "fp32"
+
+
+def attention_basic(q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Any = None) -> Tensor:
+    if _ATTN_PRECISION == "fp32":
+        return attention_of_heads(q.float(), k.float(), v.float(), heads).to(v.dtype)
+    return attention_of_heads(q, k, v, heads)
+
+
+def attention_pytorch(q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Any = None) -> Tensor:
+    return attention_of_heads(q, k, v, heads)
+
+
+optimized_attention = attention_pytorch
+
+
+class CrossAttention(attention.CrossAttention):
+    def forward(
+        self, x: Any, context: Any = None, value: Any = None, mask: Any = None, transformer_options: Any = None
+    ) -> Tensor:
+        context = x if context is None else context
+        return self.to_out(optimized_attention(self.to_q(x), self.to_k(context), self.to_v(context), self.heads))
