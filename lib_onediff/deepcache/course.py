@@ -101,12 +101,13 @@ class Course:
         return Turn(step, depth, place, record, bool(self.reason) or is_whole(choice, step))
 
     def forget(self) -> None:
-        """Trust no feature, and keep none."""
+        """Trust no feature, and keep none, nor any prompt."""
         self._features.forget(())
+        self._prompts.forget()
 
     def bytes(self) -> int:
-        """GPU memory of all deep features."""
-        return self._features.bytes()
+        """GPU memory of all deep features, and of the prompts that they belong to."""
+        return self._features.bytes() + self._prompts.bytes()
 
     def rest(self, held: Held, reason: str = "") -> None:
         """DeepCache is off, or rests for a reason: what it knew of a sampling is over."""

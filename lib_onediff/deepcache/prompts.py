@@ -58,6 +58,15 @@ class PromptNumbers:
         self._next += 1
         return self._next - 1
 
+    def forget(self) -> None:
+        """Keep nothing of any prompt: one that comes again has another number."""
+        self._seen = []
+
+    def bytes(self) -> int:
+        """Memory of what was in the prompts, where that is kept."""
+        kept = [tensor for seen in list(self._seen) for tensor in seen.content or () if tensor is not None]
+        return sum(tensor.nbytes for tensor in kept)
+
 
 def same_values(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from builders import SD1, SDXL, SMALL, SMALL_XL, diffusers_output, relative_error
+from builders import SD1, SDXL, SMALL, SMALL_XL, diffusers_output, diffusers_unet, relative_error
 from deepcache_builders import STEPS, Rig, call_of, halves
 
+from lib_onediff.deepcache.prompts import PromptNumbers
 from lib_onediff.settings import Settings
 from lib_onediff.unet.call import Control
 from lib_onediff.unet.foreign import Habits
@@ -271,6 +272,16 @@ def test_a_release_gives_the_features_back() -> None:
     rig.runtime.release_memory()
     assert course.bytes() == 0
     assert rig.sample(STEPS[2:5]) == ["full", "full", "shallow"]
+
+
+def test_prompts_known_by_their_content_are_counted_and_given_back() -> None:
+    call, prompts = call_of(diffusers_unet(**SMALL_XL), STEPS[0]), PromptNumbers()
+    first = prompts.number(call.context, call.y, by_content=True)
+    assert prompts.bytes() == call.context.nbytes + call.y.nbytes
+    assert prompts.number(call.context.clone(), call.y.clone(), by_content=True) == first
+    prompts.forget()
+    assert prompts.bytes() == 0
+    assert prompts.number(call.context.clone(), call.y.clone(), by_content=True) != first, "its features are gone too"
 
 
 def test_a_reason_of_the_hosts_is_passed_on() -> None:
