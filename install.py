@@ -3,7 +3,7 @@
     python install.py
         Run by the WebUI at its start: installs nothing, prints one line about this Python and its GPU.
 
-    python install.py --demo [--model FILE_OR_FOLDER] [--host 127.0.0.1] [--port N]
+    python install.py --demo [--model FILE_OR_FOLDER] [--host 127.0.0.1] [--port N] [--allowed-hosts NAME]
         Makes .venv beside this file, installs what is missing and starts a small WebUI with OneDiff in it.
 
     python install.py --test [pytest arguments]
@@ -305,9 +305,11 @@ def demo_command(arguments: list[str]) -> list[str]:
     parser.add_argument("--model", type=model_path, metavar="FILE_OR_FOLDER", help="default: a small random model")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: this machine only)")
     parser.add_argument("--port", type=port_number, metavar="N", help="the TCP port to listen on")
+    parser.add_argument("--allowed-hosts", metavar="NAME[,...]", help="by which names browsers reach it, as a proxy's")
     chosen = vars(parser.parse_args(arguments))
+    given = {name.replace("_", "-"): str(value) for name, value in chosen.items() if value is not None}
     command = [str(VENV_PYTHON), "-m", "lib_onediff.hosts.standalone"]
-    return command + [word for name, value in chosen.items() if value is not None for word in (f"--{name}", str(value))]
+    return command + [word for name, value in given.items() for word in (f"--{name}", value)]
 
 
 def model_path(text: str) -> Path:

@@ -9,6 +9,7 @@ from modules import script_callbacks, scripts, shared
 
 from lib_onediff import api, infotext, xyz
 from lib_onediff.accelerator import runtime
+from lib_onediff.api.page_events import refuse_foreign_pages
 from lib_onediff.freed_memory import give_back_freed_memory
 from lib_onediff.hosts import this_webui
 from lib_onediff.hosts.host_facts import checkpoint_name
@@ -176,6 +177,11 @@ def start(demo: Any, app: Any) -> None:
     api.add_routes(app, shared.cmd_opts, runtime, warmup, webui, current_status)
 
 
+@guard.hook("keeping other sites' pages from the events of the page")
+def protect_events(demo: Any, app: Any) -> None:
+    refuse_foreign_pages(demo, shared.cmd_opts)
+
+
 @guard.hook("opening the cache")
 def open_cache() -> None:
     runtime.history.open(Path(runtime.settings.cache_folder or webui.data_folder() / CACHE_FOLDER))
@@ -193,3 +199,4 @@ script_callbacks.on_before_ui(add_axes)
 script_callbacks.on_ui_settings(add_options)
 script_callbacks.on_ui_tabs(tabs)
 script_callbacks.on_app_started(start)
+script_callbacks.on_app_started(protect_events)

@@ -1,7 +1,6 @@
 """Who may use the REST API: whoever may use the WebUI's own, and where that asks nobody, whoever may use its page."""
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from secrets import compare_digest
 from typing import Any
@@ -9,11 +8,11 @@ from typing import Any
 from fastapi import Depends, HTTPException, Request
 from fastapi.security import HTTPBasic, HTTPBasicCredentials
 
-READING = ("GET", "HEAD")
+from .origins import FOREIGN_PAGE, READING, Origins, origins_of
+
 USER, LOGIN_CHECK = "/user", "/login_check"
 NO_PAGE = "There is no page to log in on with --nowebui: start the WebUI with --api-auth to use its API."
 LOG_IN = "Log in on the WebUI's page first, and send its cookie; or start the WebUI with --api-auth."
-FOREIGN_PAGE = "A page of another site may not use this API; --cors-allow-origins lets it."
 
 
 def protection(cmd_opts: Any) -> list[Any]:
@@ -21,8 +20,7 @@ def protection(cmd_opts: Any) -> list[Any]:
     api_auth = getattr(cmd_opts, "api_auth", None)
     asks_for_login = bool(getattr(cmd_opts, "gradio_auth", None) or getattr(cmd_opts, "gradio_auth_path", None))
     return [
-        Depends(origin_check(getattr(cmd_opts, "cors_allow_origins", None),
-                             getattr(cmd_opts, "cors_allow_origins_regex", None))),
+        Depends(origin_check(origins_of(cmd_opts))),
         Depends(password_check(api_auth) if api_auth else login_check(asks_for_login)),
     ]
 
@@ -87,28 +85,16 @@ def gradio_function(app: Any, path: str) -> Callable[..., Any] | None:
     return None
 
 
-def origin_check(allowed: str | None, allowed_pattern: str | None) -> Callable[[Request], None]:
-    """A dependency that refuses what another site's page makes a browser send, unless --cors-allow-origins lets it.
+def origin_check(origins: Origins) -> Callable[[Request], None]:
+    """A dependency that refuses what another site's page makes a browser send.
 
     Browsers add cookies and remembered passwords to such requests, and reach a WebUI of this machine that asks for
-    neither; a plain form may send them without asking first. All browsers tell where a request comes from, programs
-    do not. That is stricter than asking for JSON, which a page can send without saying so. Reading needs no check:
-    no page can see another site's answers.
+    neither; a plain form may send them without asking first. That is stricter than asking for JSON, which a page can
+    send without saying so. Reading needs no check: no page can see another site's answers.
     """
-    origins = allowed.split(",") if allowed else []
 
     def check(request: Request) -> None:
-        if request.method in READING:
-            return
-        site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
-        if site is None and origin is None or site in ("same-origin", "none"):
-            return
-        host = request.headers.get("host")
-        # A browser that does not name the relation, or has none to name: no TLS.
-        if site is None and host and origin.lower().partition("://")[2] == host.lower():
-            return
-        if origin in origins or "*" in origins or allowed_pattern and re.fullmatch(allowed_pattern, origin or ""):
-            return
-        raise HTTPException(403, FOREIGN_PAGE)
+        if request.method not in READING and origins.is_foreign(request.headers):
+            raise HTTPException(403, FOREIGN_PAGE)
 
     return check

@@ -28,8 +28,7 @@ WHAT_TO_PURGE = (
     'Say what to purge: one of {"resolutions": ["512x512"]} (with a "model", or of all), {"model": "SD1"}, '
     '{"disk": true} and {"all": true}.'
 )
-# FastAPI itself tells of 422.
-PROBLEMS = {401: "Not logged in.", 403: "Sent by a page of another site."}
+PROBLEMS = {401: "Not logged in.", 403: "Sent by a page of another site.", 422: "The request is not usable."}
 JobId = Path(..., ge=1, le=models.LARGEST_NUMBER, description="As GET jobs names it.")
 
 

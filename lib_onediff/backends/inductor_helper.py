@@ -8,7 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ REGIONS_FOR_A_HELPER = 4
 HELPER_LIMIT_S = 600
 PACKAGE_FOLDER = Path(__file__).resolve().parents[2]
 LOW_PRIORITY = 10
-LOOK_S = 0.2
 # Or each would start a pool of processes when it imports Inductor, as many as there are cores.
 ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 # Or torch, asked whether there is a GPU, uses it, and cannot be copied any more.
@@ -57,7 +56,8 @@ def start(shares: list[Share]) -> subprocess.Popen[bytes] | None:
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )
         helper.stdin.write(pickle.dumps((switches(), shares)))
-        helper.stdin.close()
+        # It stays open as long as this process lives.
+        helper.stdin.flush()
     except OSError as error:
         log.debug("no process to compile in: %s", error)
         return None
@@ -86,6 +86,7 @@ def wait_for(helper: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         helper.kill()
         helper.wait()
+    helper.stdin.close()
     log.debug("a process that compiled has ended with %s", helper.returncode)
 
 
@@ -97,40 +98,50 @@ def main() -> int:
     if hasattr(os, "nice"):
         os.nice(LOW_PRIORITY)
     values, shares = pickle.load(sys.stdin.buffer)
+    # A copy closes its standard input.
+    end = os.dup(sys.stdin.fileno())
+    watch(end)
     import_compiler()
-    parent = os.getppid()
     if len(shares) == 1:
         switch(values)
-        compile_share(shares[0], parent)
+        compile_share(shares[0])
         return 0
     copied = multiprocessing.get_context("fork")
-    copies = [copied.Process(target=compile_as_copy, args=(one, values, os.getpid()), daemon=True) for one in shares]
+    copies = [copied.Process(target=compile_as_copy, args=(one, values, end)) for one in shares]
     for copy in copies:
         copy.start()
-    while any(copy.is_alive() for copy in copies):
-        time.sleep(LOOK_S)
-        if os.getppid() != parent:
-            # Nobody waits for this any more, and the next process starts helpers of its own.
-            return 1
+    for copy in copies:
+        copy.join()
     return 0
 
 
-def compile_as_copy(share: Share, values: dict[str, Any], parent: int) -> None:
+def watch(end: int) -> None:
+    """End this process with the one that has started it: nobody waits for it then, and the next starts helpers anew.
+
+    end: of the pipe that the other holds open as long as it lives.
+    """
+
+    def wait() -> None:
+        os.read(end, 1)
+        os._exit(1)
+
+    threading.Thread(target=wait, name="onediff-parent", daemon=True).start()
+
+
+def compile_as_copy(share: Share, values: dict[str, Any], end: int) -> None:
     """In a copy of a process that has not used its GPU; where torch takes it for one that has, in a process anew."""
+    watch(end)
     switch(values)
     if torch.cuda._is_in_bad_fork():
         helper = start([share])
         if helper is not None:
             wait_for(helper)
         return
-    compile_share(share, parent)
+    compile_share(share)
 
 
-def compile_share(share: Share, parent: int) -> None:
-    """parent: the process without which nobody waits for it."""
+def compile_share(share: Share) -> None:
     for region, shapes in share:
-        if os.getppid() != parent:
-            return
         with contextlib.suppress(CannotCompile):
             compile_region(CompiledRegion(region), shapes)
 

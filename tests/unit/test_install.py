@@ -229,9 +229,10 @@ def test_demo_starts_the_host_with_an_absolute_model(installed):
     checkout, environment = installed
     (checkout.parent / "model.ckpt").touch()
     run_install(checkout, "--demo", **environment)
-    answer = run_install(checkout, "--demo", "--model", "model.ckpt", "--port", "7861", **EMPTY_PACKAGE_INDEX)
+    words = ["--port", "7861", "--allowed-hosts", "sd.example"]
+    answer = run_install(checkout, "--demo", "--model", "model.ckpt", *words, **EMPTY_PACKAGE_INDEX)
     assert (answer.returncode, answer.stderr) == (7, "")
-    expected = ["--model", str(checkout.parent / "model.ckpt"), "--host", "127.0.0.1", "--port", "7861"]
+    expected = ["--model", str(checkout.parent / "model.ckpt"), "--host", "127.0.0.1", *words]
     assert json.loads(answer.stdout) == [str(checkout), *expected]
 
 

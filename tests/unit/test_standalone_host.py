@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
 import threading
 import time
@@ -20,7 +21,7 @@ pytest.importorskip("PIL")
 
 from diffusers import DDIMScheduler
 
-from lib_onediff.hosts.standalone import generation, listening, offline, png_info, prompts, samplers
+from lib_onediff.hosts.standalone import generation, limits, listening, offline, png_info, prompts, samplers
 from lib_onediff.hosts.standalone.loaded_model import LoadedModel
 from lib_onediff.hosts.standalone.modules import (
     call_queue,
@@ -35,6 +36,8 @@ from lib_onediff.hosts.standalone.modules.script_runner import ScriptRunner
 from lib_onediff.hosts.standalone.refusal import Refusal
 from lib_onediff.hosts.standalone.registration import modules_importable
 from lib_onediff.hosts.standalone.tiny_model import tiny_sd15_pipeline, tiny_sdxl_pipeline
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +130,58 @@ def test_long_prompts_take_more_chunks(characters: int, tokens: int) -> None:
     with torch.no_grad():
         positive, negative = prompts.encode(tiny_sd15_pipeline(), ["a" * characters], ["b"])
     assert positive.context.shape[1] == negative.context.shape[1] == tokens
+
+
+class CountingTokenizer:
+    """The pipeline's tokenizer, and how many letters it has read."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.letters = tokenizer, 0
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        self.letters += len(text)
+        return self.tokenizer(text, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+
+def test_a_long_prompt_is_read_once() -> None:
+    pipeline = tiny_sd15_pipeline()
+    counting = CountingTokenizer(pipeline.tokenizer)
+    pipeline = SimpleNamespace(unet=pipeline.unet, text_encoder=pipeline.text_encoder, tokenizer=counting)
+    with torch.no_grad():
+        prompts.encode(pipeline, ["a" * 600] * 4, [""] * 4)
+    assert counting.letters == 600
+
+
+def test_encoding_a_prompt_can_be_interrupted() -> None:
+    answers = iter([False, False, True])
+    with torch.no_grad(), pytest.raises(prompts.Interrupted):
+        prompts.encode(tiny_sd15_pipeline(), ["a" * 600], ["b"], lambda: next(answers))
+
+
+def test_interrupt_before_the_sampling_makes_no_picture(model: LoadedModel) -> None:
+    class Runner(ScriptRunner):
+        def process_batch(self, p: Any, **kwargs: Any) -> None:
+            shared.state.interrupt()
+
+    p = processing.StableDiffusionProcessingTxt2Img(prompt="a", seed=1, width=64, height=64, n_iter=3)
+    p.sd_model, p.scripts, p.script_args = model, Runner(), (0,)
+    shared.state.begin("test")
+    try:
+        assert processing.process_images(p).images == []
+    finally:
+        shared.state.end()
+
+
+@pytest.mark.parametrize("changes, part", [
+    ({"prompt": "a" * 10_001}, "10000 at most"), ({"negative_prompt": "a " * 50_000}, "10000 at most"),
+    ({"prompt": "\ud800"}, "half of a character"), ({"negative_prompt": "a\udfff"}, "half of a character"),
+])
+def test_prompts_that_are_refused(changes: dict[str, str], part: str) -> None:
+    with pytest.raises(Refusal, match=part):
+        limits.check(processing.StableDiffusionProcessingTxt2Img(**changes))
 
 
 def test_interrupt_stops_after_the_step(model: LoadedModel) -> None:
@@ -272,6 +327,11 @@ def test_saved_values_that_do_not_fit_are_dropped(tmp_path: Path) -> None:
     assert opts.later == 7
 
 
+@pytest.mark.parametrize("value", ["\ud800", float("nan"), [float("inf")]], ids=ascii)
+def test_values_that_no_file_can_hold_do_not_fit(value: Any) -> None:
+    assert "JSON" in options.OptionInfo(type(value)(), "Name").problem(value)
+
+
 def test_refused_change_is_undone() -> None:
     opts = make_options()
     opts.data_labels["on"].onchange = lambda: 1 / 0
@@ -343,3 +403,45 @@ def test_png_carries_its_infotext() -> None:
     assert file == png_info.png_bytes(image)
     assert Image.open(io.BytesIO(file)).info["parameters"] == image.info["parameters"]
     assert png_info.from_base64(png_info.to_base64(image)).size == (3, 2)
+
+
+def image_file(format: str) -> str:
+    import base64
+    import io
+
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64), "red").save(file, format)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP"])
+def test_usual_formats_are_read(format: str) -> None:
+    assert png_info.from_base64(image_file(format)).size == (64, 64)
+
+
+@pytest.mark.parametrize("format", ["BMP", "GIF", "TIFF", "PPM", "ICO", "PCX", "TGA", "JPEG2000", "EPS"])
+def test_other_formats_are_not_read(format: str) -> None:
+    with pytest.raises(Refusal, match="PNG, JPEG or WebP"):
+        png_info.from_base64(image_file(format))
+
+
+def test_pillow_reads_no_other_formats_for_anybody() -> None:
+    """In a process of its own, because it holds for all of it."""
+    script = """
+import io
+from PIL import Image
+from lib_onediff.hosts.standalone.png_info import read_no_other_formats
+read_no_other_formats()
+for format in ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "ICO", "TGA"):
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(file, format)
+    file.seek(0)
+    try:
+        print(Image.open(file).format)
+    except Image.UnidentifiedImageError:
+        pass
+"""
+    found = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert found.stdout.split() == ["PNG", "JPEG", "WEBP"], found.stderr

@@ -203,3 +203,106 @@ def test_folder_with_weights_of_another_shape(damaged_folder: Path) -> None:
 def test_folder_with_a_broken_tokenizer(damaged_folder: Path) -> None:
     (damaged_folder / "tokenizer" / "vocab.json").write_text("{")
     assert_refused(damaged_folder, "damaged-model")
+
+
+# --- what a folder may name -------------------------------------------------------------------------------------------
+
+
+PYTHON = """from pathlib import Path
+Path({witness!r}).touch()
+from diffusers import UNet2DConditionModel
+class Own(UNet2DConditionModel):
+    pass
+"""
+
+
+@pytest.fixture(params=["own.py beside the index", "own.py beside the weights"])
+def folder_with_python(request: pytest.FixtureRequest, damaged_folder: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A model whose UNet is a class of a Python file that comes with it, and what exists once that file has run."""
+    witness = tmp_path / "witness"
+    place = damaged_folder if "index" in request.param else damaged_folder / "unet"
+    (place / "own.py").write_text(PYTHON.format(witness=str(witness)))
+    change_index(damaged_folder, unet=["own", "Own"])
+    return damaged_folder, witness
+
+
+def change_index(folder: Path, **changes: Any) -> None:
+    file = folder / "model_index.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_folder_that_brings_python_is_not_loaded(folder_with_python: tuple[Path, Path]) -> None:
+    folder, witness = folder_with_python
+    assert_refused(folder, "unet", "own", "runs nothing that comes with a model")
+    assert not witness.exists()
+
+
+@pytest.mark.parametrize("changes", [
+    {"unet": ["os", "system"]}, {"unet": ["diffusers", "DiffusionPipeline"]},
+    {"vae": ["diffusers", "AutoPipelineForText2Image"]},
+    {"scheduler": ["diffusers", "UNet2DConditionModel"]}, {"scheduler": ["subprocess", "Popen"]},
+    {"tokenizer": ["transformers", "AutoTokenizer"]}, {"text_encoder": ["transformers", "AutoModel"]},
+    {"text_encoder": ["transformers_modules", "CLIPTextModel"]}, {"../unet": ["diffusers", "UNet2DConditionModel"]},
+    {"more": ["diffusers", "UNet2DConditionModel"]}, {"more": ["os", "system"]}, {"more": {"a": 1}}, {"unet": []},
+    {"unet": ["diffusers"]}, {"unet": [None, "UNet2DConditionModel"]}, {"unet": [["diffusers"], {}]},
+    {"unet": "diffusers"},
+    {"unet": None}, {"unet": [None, None]}, {"unet": 5}, {"vae": [None, None]}, {"_class_name": ["own", "Own"]},
+    {"_class_name": {}}, {"_class_name": 5}, {"_class_name": "Stable\nDiffusion\x1b[31m"}, {"scheduler": {}},
+], ids=str)
+def test_folder_with_an_odd_index_is_refused_in_one_sentence(damaged_folder: Path, changes: dict[str, Any]) -> None:
+    change_index(damaged_folder, **changes)
+    assert_refused(damaged_folder)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"a":' * 100_000, "\ufeff{}", '"text"', "null", "5", "NaN"])
+def test_index_that_is_no_mapping_is_refused_in_one_sentence(damaged_folder: Path, content: str) -> None:
+    (damaged_folder / "model_index.json").write_text(content, encoding="utf-8")
+    assert_refused(damaged_folder, "model_index.json")
+
+
+def test_parts_that_are_left_out_may_be_anything(damaged_folder: Path, tmp_path: Path) -> None:
+    (damaged_folder / "own.py").write_text(PYTHON.format(witness=str(tmp_path / "witness")))
+    (damaged_folder / "safety_checker").mkdir()
+    shutil.copy(damaged_folder / "own.py", damaged_folder / "safety_checker" / "own.py")
+    change_index(damaged_folder, safety_checker=["own", "Own"], feature_extractor=["own", "Own"],
+                 image_encoder=["own", "Own"], requires_safety_checker=True)
+    assert load_model(str(damaged_folder)).pipeline.safety_checker is None
+    assert not (tmp_path / "witness").exists()
+
+
+@pytest.mark.parametrize("linked", [UNET_WEIGHTS, Path("unet"), Path("unet", "config.json"), Path("notes")])
+def test_folder_with_a_link_that_leaves_it_is_refused(model_folder: Path, damaged_folder: Path, linked: Path) -> None:
+    place = damaged_folder / linked
+    if place.is_dir():
+        shutil.rmtree(place)
+    place.unlink(missing_ok=True)
+    place.symlink_to(model_folder / linked if (model_folder / linked).exists() else "/etc")
+    assert_refused(damaged_folder, "link", linked.parts[0])
+
+
+def test_folder_with_links_inside_is_loaded(damaged_folder: Path) -> None:
+    weights = damaged_folder / UNET_WEIGHTS
+    weights.rename(damaged_folder / "weights")
+    weights.symlink_to(Path("..", "weights"))
+    assert load_model(str(damaged_folder)).name == "damaged-model"
+
+
+def test_folder_of_a_hugging_face_cache_is_loaded(damaged_folder: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "models--one--model"
+    (cache / "blobs").mkdir(parents=True)
+    snapshot = Path(shutil.copytree(damaged_folder, cache / "snapshots" / "abc"))
+    for number, file in enumerate(sorted(file for file in snapshot.rglob("*") if file.is_file())):
+        blob = file.rename(cache / "blobs" / str(number))
+        file.symlink_to(blob)
+    assert load_model(str(snapshot)).name == "abc"
+    (snapshot / "unet" / "more").symlink_to(damaged_folder / "unet")
+    assert_refused(snapshot, "link")
+
+
+@pytest.mark.parametrize("nested", ["itself", "in another", "twice"])
+def test_checkpoint_whose_weights_are_itself_is_refused(tmp_path: Path, nested: str) -> None:
+    content: dict[str, Any] = {}
+    content["state_dict"] = {"itself": content, "in another": {"state_dict": content},
+                             "twice": {"state_dict": {"model": torch.zeros(1)}}}[nested]
+    torch.save(content, tmp_path / "endless.ckpt")
+    assert_refused(tmp_path / "endless.ckpt", "endless.ckpt", "does not hold the weights")

@@ -30,12 +30,20 @@ TXT2IMG = {
     "unknown option": {"override_settings": {"no_such_option": 1}},
     "option of the wrong kind": {"override_settings": {"onediff_enabled": "maybe"}},
     "hires fix": {"enable_hr": True},
+    "half a character": {"prompt": "\ud800"},
+    "half a character in the negative prompt": {"negative_prompt": "a \udfff"},
+    "half a character in a name": {"sampler_name": "\ud800"},
+    "half a character in an unknown option": {"override_settings": {"\ud800": 1}},
+    "half a character in an option": {"override_settings": {"onediff_prewarm": "\ud800"}},
+    "prompt without end": {"prompt": "a" * 100_000},
 }
 IMG2IMG = {
     "no image": {"init_images": []},
     "broken base64": {"init_images": ["%%%"]},
     "base64 of something else": {"init_images": ["aGVsbG8="]},
     "cut-off picture": {"init_images": [encode(gradient(64, 64))[:120]]},
+    "picture of another format": {"init_images": [encode(gradient(64, 64), "BMP")]},
+    "animation": {"init_images": [encode(gradient(64, 64), "GIF")]},
     "an address": {"init_images": ["http://127.0.0.1/picture.png"]},
     "broken mask": {"mask": "%%%"},
     "strength out of range": {"denoising_strength": 1.5},
@@ -78,11 +86,38 @@ def test_not_a_number(standalone: WebUI) -> None:
     assert_sentence(answer)
 
 
-@pytest.mark.parametrize("options", [{"no_such_option": 1}, {"onediff_backend": "warp"}, {"onediff_enabled": 1}])
+@pytest.mark.parametrize("options", [
+    {"no_such_option": 1}, {"onediff_backend": "warp"}, {"onediff_enabled": 1}, {"\ud800": 1},
+    {"onediff_own_presets": "\ud800"},
+], ids=ascii)
 def test_options_refuse(standalone: WebUI, options: dict[str, Any]) -> None:
     before = standalone.get("/sdapi/v1/options")
     assert_sentence(standalone.post("/sdapi/v1/options", options))
     assert standalone.get("/sdapi/v1/options") == before
+
+
+def test_half_a_character_in_a_script_argument_is_repeated_as_it_came(standalone: WebUI) -> None:
+    made = standalone.post("/sdapi/v1/txt2img", {**PICTURE, **one_run(backend="\ud800")})
+    assert made.status_code == 200
+    assert made.json()["parameters"]["alwayson_scripts"] == one_run(backend="\ud800")["alwayson_scripts"]
+
+
+@pytest.mark.parametrize("format", ["JPEG", "WEBP"])
+def test_img2img_takes_the_usual_formats(standalone: WebUI, format: str) -> None:
+    body = {**PICTURE, "init_images": [encode(gradient(64, 64), format)], "denoising_strength": 0.6, "steps": 5}
+    assert standalone.post("/sdapi/v1/img2img", body).status_code == 200
+
+
+def test_refusals_are_as_the_schema_says(standalone: WebUI) -> None:
+    described = standalone.get("/openapi.json")
+    for path, methods in described["paths"].items():
+        for told in methods.values():
+            schema = told["responses"]["422"]["content"]["application/json"]["schema"]
+            assert schema == {"$ref": "#/components/schemas/Problem"}, path
+    assert described["components"]["schemas"]["Problem"]["properties"].keys() == {"detail"}
+    for body in ({"width": "wide"}, {"width": 65}):
+        assert set(standalone.post("/sdapi/v1/txt2img", body).json()) == {"detail"}
+    assert set(standalone.post("/onediff/v1/prewarm", {"sizes": 5}).json()) == {"detail"}
 
 
 def test_unusable_size_names_a_usable_one(standalone: WebUI) -> None:

@@ -13,7 +13,8 @@ REQUESTS = [
     ("GET", "/onediff/v1/status", None), ("GET", "/onediff/v1/shapes", None), ("GET", "/onediff/v1/jobs", None),
     ("POST", "/onediff/v1/prewarm", {"sizes": "64x64"}), ("DELETE", "/onediff/v1/jobs/1", None),
     ("POST", "/onediff/v1/purge", {"all": True}), ("POST", "/onediff/v1/pin", {"resolution": "64x64", "model": "SD1"}),
-    ("POST", "/onediff/v1/release", {}), ("GET", "/sdapi/v1/options", None),
+    ("POST", "/onediff/v1/release", {}), ("GET", "/sdapi/v1/options", None), ("GET", "/docs", None),
+    ("GET", "/openapi.json", None),
 ]
 
 
@@ -59,6 +60,18 @@ def test_accounts_are_let_in(guarded: tuple[str, bool]) -> None:
         else:
             answer = send(logged_in(url, user, password), url, REQUESTS[0])
         assert answer.status_code == 200 and answer.json()["host"] == "standalone", answer.text
+
+
+def test_login_on_the_page(browser: Any, guarded: tuple[str, bool]) -> None:
+    url, has_password = guarded
+    browser.driver.get(url)
+    fields = browser.wait(lambda: browser.driver.find_elements("css selector", "input, textarea"), "the login form", 60)
+    account = ("eve", "three") if has_password else ("bob", "two:parts")
+    for field, value in zip(fields, account, strict=True):
+        field.send_keys(value)
+    browser.driver.find_element("css selector", "button.primary, button.lg").click()
+    browser.wait(lambda: browser.there("txt2img_generate"), "the page", 60)
+    browser.driver.delete_all_cookies()
 
 
 def test_accounts_that_are_none() -> None:

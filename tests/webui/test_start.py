@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -86,6 +87,15 @@ def test_model_folder_is_used(model_folder: Path, tmp_path: Path) -> None:
         exit_code = host.stop()
     assert exit_code == 0
     assert len([line for line in host.lines if not line.startswith("OneDiff: ")]) == 2, host.output
+
+
+def test_name_of_a_model_is_shown_as_text(browser: Any, model_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "<img src=x onerror=document.title='taken'>"
+    shutil.copytree(model_folder, folder)
+    with HostProcess.running("--port", "0", "--data-dir", str(tmp_path / "data"), "--model", str(folder)) as host:
+        browser.open(host.url())
+        assert folder.name in browser.text("onediff_header")
+        assert browser.driver.title == "OneDiff"
 
 
 def test_nan_weights_give_a_sentence_and_the_host_lives_on(damaged_folder: Path, tmp_path: Path) -> None:

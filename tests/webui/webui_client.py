@@ -153,9 +153,9 @@ def largest_difference(one: Pictures, other: Pictures) -> int:
     return max(int(numpy.abs(mine - yours).max()) for mine, yours in pairs)
 
 
-def encode(image: Image.Image) -> str:
+def encode(image: Image.Image, format: str = "PNG") -> str:
     file = io.BytesIO()
-    image.save(file, format="PNG")
+    image.save(file, format=format)
     return base64.b64encode(file.getvalue()).decode()
 
 

@@ -1,13 +1,16 @@
 """The standalone host in a process of its own, as a user starts it."""
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,9 +62,19 @@ class HostProcess:
     def output(self) -> str:
         return "\n".join(self.lines)
 
-    def stop(self) -> int:
+    @classmethod
+    @contextlib.contextmanager
+    def running(cls, *arguments: str) -> Iterator[HostProcess]:
+        """A host that is stopped in the end."""
+        host = cls(*arguments)
+        try:
+            yield host
+        finally:
+            host.stop()
+
+    def stop(self, signal_number: int = signal.SIGTERM) -> int:
         """Ask the host to stop and return its exit code."""
-        self.process.terminate()
+        self.process.send_signal(signal_number)
         try:
             return self.process.wait(30)
         except subprocess.TimeoutExpired:

@@ -2,18 +2,24 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib.util
 import os
+import shutil
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from .refusal import ModelProblem
 
 NEEDED_PACKAGES = ("diffusers", "transformers", "gradio", "fastapi", "uvicorn", "PIL")
+SECONDS_TO_END = 2.0
 DEFAULT_DATA_DIR = Path(__file__).resolve().parents[3] / "outputs"
 
 
@@ -36,6 +42,11 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--gradio-auth", type=accounts, metavar="USER:PASSWORD[,...]",
         help="who may use the page, and without --api-auth the API (default: everybody)",
+    )
+    parser.add_argument(
+        "--allowed-hosts", metavar="NAME[,...]",
+        help="the names by which browsers reach the host, for example through a proxy (default: localhost and "
+        "addresses; every name with a --host that others can reach)",
     )
     arguments = parser.parse_args(words)
     # What scripts look for in a WebUI's command line.
@@ -77,7 +88,7 @@ def main(words: list[str] | None = None) -> int:
 
         try:
             with listen(arguments.host, arguments.port) as listener:
-                return run(arguments, listener)
+                return run(arguments, listener, lambda: end_in_time(cache))
         except (NoPort, ModelProblem) as problem:
             print(problem, file=sys.stderr)
             return 1
@@ -85,8 +96,20 @@ def main(words: list[str] | None = None) -> int:
             return 0
 
 
-def run(arguments: argparse.Namespace, listener: socket.socket) -> int:
-    """Load the model and serve; raises ModelProblem."""
+def end_in_time(cache: str) -> None:
+    """End the process before long, also where the server waits for a UNet call, which nothing can interrupt."""
+
+    def end() -> None:
+        shutil.rmtree(cache, ignore_errors=True)
+        os._exit(0)
+
+    timer = threading.Timer(SECONDS_TO_END, end)
+    timer.daemon = True
+    timer.start()
+
+
+def run(arguments: argparse.Namespace, listener: socket.socket, on_stop: Callable[[], None]) -> int:
+    """Load the model and serve until interrupted, when on_stop is called; raises ModelProblem."""
     missing = [name for name in NEEDED_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         print(f"The standalone host needs packages that are not installed: {', '.join(missing)}.", file=sys.stderr)
@@ -95,13 +118,27 @@ def run(arguments: argparse.Namespace, listener: socket.socket) -> int:
 
     print("Loading the model ...", flush=True)
     model = load_model(arguments.model)
+    from .listening import is_loopback
+    from .offline import fetch_nothing
+    from .png_info import read_no_other_formats
     from .registration import modules_importable
     from .server import make_app, serve
 
+    fetch_nothing()
+    read_no_other_formats()
     with modules_importable():
-        serve(make_app(arguments, model), listener)
+        serve(make_app(arguments, model, is_loopback(listener)), listener, on_stop)
     return 0
 
 
+def leave(code: int) -> NoReturn:
+    """End the process at once: threads may be busy for long, and to take torch apart takes seconds."""
+    # Among them the store's, which writes what it has not yet written.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 
 STYLE = """
 :root { color-scheme: light dark } body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto }
@@ -14,9 +14,14 @@ code { font-family: ui-monospace, monospace } h2 { margin: 2em 0 0 } td { paddin
 """
 
 
-def add_docs(app: FastAPI) -> None:
-    """Serve /docs for the endpoints that app has when the page is asked for."""
-    app.add_api_route("/docs", lambda: HTMLResponse(page_of(app.openapi())), include_in_schema=False)
+def add_docs(app: FastAPI, protection: list[Any]) -> None:
+    """Serve /docs and /openapi.json for the endpoints that app has when they are asked for.
+
+    protection: the dependencies of the endpoints themselves.
+    """
+    hidden = {"include_in_schema": False, "dependencies": protection}
+    app.add_api_route("/docs", lambda: HTMLResponse(page_of(app.openapi())), **hidden)
+    app.add_api_route("/openapi.json", lambda: JSONResponse(app.openapi()), **hidden)
 
 
 def page_of(described: dict[str, Any]) -> str:

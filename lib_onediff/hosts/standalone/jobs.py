@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,17 +13,21 @@ from .modules.call_queue import queue_lock
 from .modules.devices import NansException, torch_gc
 from .modules.processed import Processed
 from .modules.processing import process_images
+from .modules.shared_state import STOP
 from .refusal import Refusal
 
 
-def make_pictures(p: Any, runner: Any, script_args: list[Any], is_api: bool) -> Processed:
+def make_pictures(
+    p: Any, runner: Any, script_args: list[Any], is_api: bool, served: AbstractContextManager[None] | None = None
+) -> Processed:
     """Wait for the queue and make the pictures of p, a StableDiffusionProcessing.
 
-    Raises Refusal with a sentence for the user, whatever goes wrong.
+    served: stands around the making, and may refuse it. Raises Refusal with a sentence for the user, whatever goes
+    wrong.
     """
     limits.check(p)
     try:
-        with queue_lock, contextlib.closing(p), job(runner):
+        with queue_lock, contextlib.closing(p), job(runner), served or contextlib.nullcontext():
             p.sd_model = shared.sd_model
             p.is_api = is_api
             p.scripts, p.script_args = runner, tuple(script_args)
@@ -39,7 +44,9 @@ def make_pictures(p: Any, runner: Any, script_args: list[Any], is_api: bool) -> 
 
 @contextlib.contextmanager
 def job(runner: Any):
-    """Mark the host as busy."""
+    """Mark the host as busy. Raises Refusal when it stops."""
+    if shared.state.server_command == STOP:
+        raise Refusal("The server stops.", status=503)
     shared.state.begin(job="img2img" if any(script.is_img2img for script in runner.scripts) else "txt2img")
     try:
         yield

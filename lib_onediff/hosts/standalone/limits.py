@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from . import samplers
-from .refusal import Refusal
+from .refusal import Refusal, check_text
 
 SIZE_STEP = 8
 SMALLEST_SIDE, LARGEST_SIDE = 64, 2048
@@ -15,6 +15,7 @@ MOST_BATCHES = 100
 LARGEST_CFG = 30.0
 LARGEST_SEED = 2**53 - 1
 RESIZE_MODES = (0, 1)
+LONGEST_PROMPT = 10_000
 
 
 def check(p: Any) -> None:
@@ -26,6 +27,8 @@ def check(p: Any) -> None:
     check_range("n_iter", p.n_iter, 1, MOST_BATCHES)
     check_range("cfg_scale", p.cfg_scale, 1, LARGEST_CFG)
     check_range("seed", p.seed, -1, LARGEST_SEED)
+    check_prompt("prompt", p.prompt)
+    check_prompt("negative_prompt", p.negative_prompt)
     sampler, schedule = samplers.find(p.sampler_name, p.scheduler)
     p.sampler_name, p.scheduler = sampler.name, schedule
     if hasattr(p, "init_images"):
@@ -46,6 +49,13 @@ def check_size(name: str, value: int) -> None:
 def check_range(name: str, value: float, least: float, most: float) -> None:
     if not (math.isfinite(value) and least <= value <= most):
         raise Refusal(f"{name} is {value}; it must be between {least:g} and {most:g}.")
+
+
+def check_prompt(name: str, text: str) -> None:
+    """As many characters as are encoded in seconds: tokenizers take longer the longer a word is."""
+    if len(text) > LONGEST_PROMPT:
+        raise Refusal(f"{name} has {len(text)} characters; it must have {LONGEST_PROMPT} at most.")
+    check_text(name, text)
 
 
 def check_image_inputs(p: Any) -> None:

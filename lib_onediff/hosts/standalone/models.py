@@ -1,7 +1,6 @@
 """Loading a model: a diffusers folder, a single checkpoint file, or the small random one that ships as code."""
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from .loaded_model import LoadedModel
+from .model_folder import LEFT_OUT, read_index, variant_of
 from .modules import devices
 from .refusal import ModelProblem
 from .single_file import load_checkpoint, safetensors_shapes
@@ -18,11 +18,6 @@ from .tiny_model import tiny_sd15_pipeline
 
 DEMO_NAME = "random-tiny-sd15"
 CHECKPOINT_ENDINGS = (".safetensors", ".ckpt")
-UNET_PIPELINES = ("StableDiffusion", "StableDiffusionXL", "LatentConsistencyModel")
-TASKS = ("Pipeline", "Img2ImgPipeline", "InpaintPipeline")
-SUPPORTED_PIPELINES = frozenset(family + task for family in UNET_PIPELINES for task in TASKS)
-OPTIONAL_PARTS = ("safety_checker", "feature_extractor", "image_encoder")
-WEIGHT_ENDINGS = (".safetensors", ".bin")
 
 
 def load_model(path: str | None) -> LoadedModel:
@@ -59,59 +54,18 @@ def load_folder(folder: Path) -> Any:
     """The pipeline of a folder in diffusers' layout."""
     import diffusers
 
-    index = read_index(folder)
-    kind = index.get("_class_name")
-    if kind not in SUPPORTED_PIPELINES:
-        raise ModelProblem(
-            f"The model in {folder.name} is a {kind or 'model without a class name'}; this host runs Stable Diffusion "
-            "1.x, 2.x and XL, whose networks are UNets."
-        )
-    missing = sorted(missing_parts(folder, index))
-    if missing:
-        raise ModelProblem(f"The model folder {folder.name} is incomplete: {', '.join(missing)} missing.")
+    kind = read_index(folder)["_class_name"]
     for weights in folder.glob("*/*.safetensors"):
         safetensors_shapes(weights)
-    parts = {}
-    if "XL" not in kind:
-        parts = {"safety_checker": None, "requires_safety_checker": False}
+    parts: dict[str, Any] = dict.fromkeys(LEFT_OUT)
+    if "XL" in kind:
+        del parts["safety_checker"]
+    else:
+        parts["requires_safety_checker"] = False
     with loading(folder):
         return getattr(diffusers, kind).from_pretrained(
             str(folder), local_files_only=True, torch_dtype=devices.dtype, **variant_of(folder), **parts
         )
-
-
-def read_index(folder: Path) -> dict[str, Any]:
-    """The contents of model_index.json."""
-    file = folder / "model_index.json"
-    if not file.is_file():
-        raise ModelProblem(f"{folder.name} is not a diffusers model folder: it has no model_index.json.")
-    try:
-        index = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelProblem(f"model_index.json in {folder.name} cannot be read: {error}.") from error
-    if not isinstance(index, dict):
-        raise ModelProblem(f"model_index.json in {folder.name} does not describe a pipeline.")
-    return index
-
-
-def missing_parts(folder: Path, index: dict[str, Any]) -> Iterator[str]:
-    """What model_index.json promises and the folder lacks, for example "unet/config.json is"."""
-    for part, kind in index.items():
-        if part.startswith("_") or part in OPTIONAL_PARTS or not isinstance(kind, list) or kind[0] is None:
-            continue
-        if not (folder / part).is_dir():
-            yield f"{part}/"
-        elif part in ("unet", "vae", "text_encoder", "text_encoder_2"):
-            if not (folder / part / "config.json").is_file():
-                yield f"{part}/config.json"
-            if not any(file.suffix in WEIGHT_ENDINGS for file in (folder / part).iterdir()):
-                yield f"{part}'s weights"
-
-
-def variant_of(folder: Path) -> dict[str, str]:
-    """{"variant": "fp16"} for a folder that holds only weights of that name."""
-    weights = [file.name for file in (folder / "unet").iterdir() if file.suffix in WEIGHT_ENDINGS]
-    return {"variant": "fp16"} if weights and all(".fp16." in name for name in weights) else {}
 
 
 @contextmanager

@@ -1,9 +1,13 @@
-"""Keeps the page to this server: gradio's page asks a font service and a script host, this one asks nobody."""
+"""Keeps page and server to themselves: gradio's page asks a font service and a script host, and gradio fetches what a
+request names; here nobody is asked."""
 from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Any, NoReturn
+
+import httpx
+from gradio import processing_utils
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -47,3 +51,19 @@ def own_headers(headers: list[tuple[bytes, bytes]], length: int) -> list[tuple[b
     """The answer's headers with its new length and the policy."""
     kept = [(name, value) for name, value in headers if name.lower() != b"content-length"]
     return [*kept, (b"content-length", str(length).encode()), (b"content-security-policy", POLICY)]
+
+
+class NoNetwork(httpx.BaseTransport, httpx.AsyncBaseTransport):
+    """What gradio sends its requests with: a file that a client names by an address is not there."""
+
+    def handle_request(self, request: httpx.Request) -> NoReturn:
+        raise httpx.ConnectError("This host fetches no addresses.", request=request)
+
+    async def handle_async_request(self, request: httpx.Request) -> NoReturn:
+        self.handle_request(request)
+
+
+def fetch_nothing() -> None:
+    """Keep gradio in this process from fetching the addresses that a request gives for files."""
+    processing_utils.sync_client = httpx.Client(transport=NoNetwork())
+    processing_utils.async_client = httpx.AsyncClient(transport=NoNetwork())

@@ -1,6 +1,7 @@
 """The page: txt2img, img2img, the tabs that scripts add, and the settings."""
 from __future__ import annotations
 
+import html
 from pathlib import Path
 
 import gradio as gr
@@ -27,7 +28,7 @@ def build_page() -> gr.Blocks:
     # Outside of the page, as in a WebUI: what is built inside stands there already.
     tabs = script_callbacks.ui_tabs_callback()
     with gr.Blocks(title="OneDiff", theme=theme, css=own, head=head, analytics_enabled=False) as page:
-        gr.HTML(f"<h1>OneDiff</h1><span>{shared.sd_model.name}</span>", elem_id="onediff_header")
+        gr.HTML(f"<h1>OneDiff</h1><span>{html.escape(shared.sd_model.name)}</span>", elem_id="onediff_header")
         with gr.Tabs(elem_id="tabs"):
             with gr.Tab("txt2img", id="txt2img", elem_id="tab_txt2img"):
                 build_generation_tab(scripts.scripts_txt2img, "txt2img")

@@ -30,14 +30,17 @@ def run_on_page(kind: type, names: list[str], runner: Any) -> Callable[..., Iter
     def generate(*values: Any) -> Iterator[Shown]:
         started = time.perf_counter()
         script_arguments = [0, *values[len(names) :]]
-        with ThreadPoolExecutor(1) as worker:
-            work = worker.submit(lambda: start(kind, dict(zip(names, values, strict=False)), runner, script_arguments))
-            while not wait([work], SECONDS_BETWEEN_LOOKS).done:
-                yield progress_bar(), UNCHANGED, UNCHANGED, UNCHANGED
+        worker = ThreadPoolExecutor(1)
+        work = worker.submit(lambda: start(kind, dict(zip(names, values, strict=False)), runner, script_arguments))
+        # Not to be waited for where the page is closed meanwhile: that would keep the server from answering.
+        worker.shutdown(wait=False)
+        while not wait([work], SECONDS_BETWEEN_LOOKS).done:
+            yield progress_bar(), UNCHANGED, UNCHANGED, UNCHANGED
         try:
             processed = work.result()
         except Refusal as refusal:
-            gr.Warning(str(refusal))
+            # gradio shows it as markup.
+            gr.Warning(html.escape(str(refusal)))
             yield "", UNCHANGED, f"<p class='error'>{html.escape(str(refusal))}</p>", UNCHANGED
             return
         yield "", processed.images, infotext_html(processed, time.perf_counter() - started), processed.js()

@@ -1,6 +1,7 @@
 """Encoding prompts as the WebUI does: any length, in chunks of 75 tokens, each with its start and end."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,10 @@ import torch
 from torch import Tensor
 
 CHUNK = 75
+
+
+class Interrupted(Exception):
+    """The user has interrupted the generation before its sampling began."""
 
 
 @dataclass(frozen=True)
@@ -18,14 +23,20 @@ class Conditioning:
     pooled: Tensor | None
 
 
-def encode(pipeline: Any, prompts: list[str], negative_prompts: list[str]) -> tuple[Conditioning, Conditioning]:
-    """Encode prompts and negative prompts (one of each per picture) to the same number of tokens."""
+def encode(
+    pipeline: Any, prompts: list[str], negative_prompts: list[str], interrupted: Callable[[], bool] = lambda: False
+) -> tuple[Conditioning, Conditioning]:
+    """Encode prompts and negative prompts (one of each per picture) to the same number of tokens.
+
+    interrupted: asked between the chunks of long prompts. Raises Interrupted where it says so.
+    """
     encoders = text_encoders(pipeline)
     texts = [*prompts, *negative_prompts]
-    chunks = max(1, *(token_chunks(tokenizer, text) for text in texts for tokenizer, _ in encoders))
+    tokens = [tokens_of(tokenizer, texts) for tokenizer, _ in encoders]
+    chunks = max(1, *(-(-len(row) // CHUNK) for rows in tokens for row in rows))
     contexts, pooled = [], None
-    for tokenizer, encoder in encoders:
-        context, pooled = encode_texts(tokenizer, encoder, texts, chunks, penultimate=is_sdxl(pipeline))
+    for (tokenizer, encoder), rows in zip(encoders, tokens, strict=True):
+        context, pooled = encode_tokens(tokenizer, encoder, rows, chunks, is_sdxl(pipeline), interrupted)
         contexts.append(context)
     context = torch.cat(contexts, dim=-1).to(pipeline.unet.dtype)
     if pooled is not None:
@@ -51,22 +62,26 @@ def is_sdxl(pipeline: Any) -> bool:
     return pipeline.unet.config.addition_embed_type == "text_time"
 
 
-def token_chunks(tokenizer: Any, text: str) -> int:
-    """How many chunks a text needs."""
-    return -(-len(tokens_of(tokenizer, text)) // CHUNK)
+def tokens_of(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    """The tokens of each text. A text is read once: most are the same for every picture of a batch."""
+    options = {"add_special_tokens": False, "truncation": False, "verbose": False}
+    read = {text: tokenizer(text, **options).input_ids for text in dict.fromkeys(texts)}
+    return [read[text] for text in texts]
 
 
-def tokens_of(tokenizer: Any, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False, truncation=False, verbose=False).input_ids
-
-
-def encode_texts(
-    tokenizer: Any, encoder: Any, texts: list[str], chunks: int, penultimate: bool
+def encode_tokens(
+    tokenizer: Any, encoder: Any, texts: list[list[int]], chunks: int, penultimate: bool,
+    interrupted: Callable[[], bool],
 ) -> tuple[Tensor, Tensor | None]:
-    """(context, pooled) of one text encoder; pooled is that of the first chunk, None if the encoder has none."""
+    """(context, pooled) of one text encoder; pooled is that of the first chunk, None if the encoder has none.
+
+    texts: the tokens of each.
+    """
     parts, pooled = [], None
     for chunk in range(chunks):
-        rows = [chunk_row(tokenizer, tokens_of(tokenizer, text)[chunk * CHUNK : (chunk + 1) * CHUNK]) for text in texts]
+        if interrupted():
+            raise Interrupted
+        rows = [chunk_row(tokenizer, tokens[chunk * CHUNK : (chunk + 1) * CHUNK]) for tokens in texts]
         output = encoder(torch.tensor(rows, device=encoder.device), output_hidden_states=penultimate)
         parts.append(output.hidden_states[-2] if penultimate else output.last_hidden_state)
         if chunk == 0:

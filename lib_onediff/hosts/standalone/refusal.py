@@ -10,5 +10,13 @@ class Refusal(Exception):
         self.status = status
 
 
+def check_text(name: str, text: str) -> None:
+    """Raise Refusal for what no file and no answer can hold: half of a surrogate pair, which JSON can express."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise Refusal(f"{name} holds half of a character (a lone surrogate).") from None
+
+
 class ModelProblem(Exception):
     """A model cannot be loaded; the message says which and why."""

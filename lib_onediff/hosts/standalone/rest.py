@@ -5,11 +5,14 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 
+from ...api import answers
+from ...api.routes import PROBLEMS, described
 from . import samplers
+from .clients import Client, WaitingRoom
 from .jobs import make_pictures
 from .modules import processing, scripts, shared
 from .png_info import to_base64
@@ -27,26 +30,24 @@ class SentenceRoute(APIRoute):
             try:
                 return await handle(request)
             except Refusal as refusal:
-                raise HTTPException(refusal.status, str(refusal)) from refusal
+                return answers.refusal(refusal.status, str(refusal))
             except RequestValidationError as error:
-                raise HTTPException(422, sentence_of(error)) from error
+                return answers.refusal(422, answers.sentence_of(error))
 
         return handle_with_sentences
 
 
-def sentence_of(error: RequestValidationError) -> str:
-    """The first thing that is wrong with a request body."""
-    first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"] if part != "body")
-    return f"{place}: {first['msg']}." if place else f"The request body is not usable: {first['msg']}."
-
-
 def make_router() -> APIRouter:
     """The routes; scripts must have their user interface built before the first request."""
-    router = APIRouter(route_class=SentenceRoute)
+    router = APIRouter(route_class=SentenceRoute, responses=described(PROBLEMS))
+    generations = Generations()
     router.add_api_route("/internal/ping", lambda: {}, methods=["GET"])
-    router.add_api_route("/sdapi/v1/txt2img", txt2img, methods=["POST"], response_model=GenerationResponse)
-    router.add_api_route("/sdapi/v1/img2img", img2img, methods=["POST"], response_model=GenerationResponse)
+    router.add_api_route(
+        "/sdapi/v1/txt2img", generations.txt2img, methods=["POST"], response_model=GenerationResponse
+    )
+    router.add_api_route(
+        "/sdapi/v1/img2img", generations.img2img, methods=["POST"], response_model=GenerationResponse
+    )
     router.add_api_route("/sdapi/v1/options", get_options, methods=["GET"])
     router.add_api_route("/sdapi/v1/options", set_options, methods=["POST"])
     router.add_api_route("/sdapi/v1/progress", progress, methods=["GET"])
@@ -59,24 +60,37 @@ def make_router() -> APIRouter:
     return router
 
 
-def txt2img(request: Txt2ImgRequest) -> GenerationResponse:
-    p = processing.StableDiffusionProcessingTxt2Img(**request.arguments())
-    return generate(p, request, scripts.scripts_txt2img)
+class Generations:
+    """The routes that make pictures."""
+
+    def __init__(self) -> None:
+        self._waiting_room = WaitingRoom()
+
+    async def txt2img(self, body: Txt2ImgRequest, request: Request) -> Response:
+        return await self._waiting_room.make(request, lambda client: txt2img(body, client))
+
+    async def img2img(self, body: Img2ImgRequest, request: Request) -> Response:
+        return await self._waiting_room.make(request, lambda client: img2img(body, client))
 
 
-def img2img(request: Img2ImgRequest) -> GenerationResponse:
-    p = processing.StableDiffusionProcessingImg2Img(**request.arguments())
-    response = generate(p, request, scripts.scripts_img2img)
-    if not request.include_init_images:
-        response.parameters.update(init_images=None, mask=None)
-    return response
+def txt2img(body: Txt2ImgRequest, client: Client) -> Response:
+    p = processing.StableDiffusionProcessingTxt2Img(**body.arguments())
+    return generate(p, body, scripts.scripts_txt2img, client)
 
 
-def generate(p: Any, request: GenerationRequest, runner: Any) -> GenerationResponse:
-    check_options(request.override_settings or {})
-    processed = make_pictures(p, runner, script_arguments(request.alwayson_scripts or {}, runner), is_api=True)
-    images = [to_base64(image) for image in processed.images] if request.send_images else []
-    return GenerationResponse(images=images, parameters=dict(request), info=processed.js())
+def img2img(body: Img2ImgRequest, client: Client) -> Response:
+    p = processing.StableDiffusionProcessingImg2Img(**body.arguments())
+    hidden = {} if body.include_init_images else {"init_images": None, "mask": None}
+    return generate(p, body, scripts.scripts_img2img, client, **hidden)
+
+
+def generate(p: Any, body: GenerationRequest, runner: Any, client: Client, **hidden: None) -> Response:
+    """hidden: what of the request its answer does not repeat."""
+    check_options(body.override_settings or {})
+    arguments = script_arguments(body.alwayson_scripts or {}, runner)
+    processed = make_pictures(p, runner, arguments, is_api=True, served=client.served())
+    images = [to_base64(image) for image in processed.images] if body.send_images else []
+    return answers.json_answer({"images": images, "parameters": {**dict(body), **hidden}, "info": processed.js()})
 
 
 def script_arguments(given: dict[str, Any], runner: Any) -> list[Any]:

@@ -69,7 +69,8 @@ def apply_settings(keys: list[str], values: tuple[Any, ...]) -> str:
                 changed.append(info.label)
     shared.opts.save(shared.config_filename)
     for problem in problems:
-        gr.Warning(problem)
+        # gradio shows it as markup.
+        gr.Warning(html.escape(problem))
     count = {0: "No setting", 1: "1 setting"}.get(len(changed), f"{len(changed)} settings")
     names = f": {', '.join(changed)}" if changed else ""
     return html.escape(" ".join([f"{count} changed{names}.", *problems]))

@@ -55,9 +55,10 @@ def read_shapes(path: Path) -> Shapes:
             f"{path.name} cannot be read as a checkpoint of plain weights: it is damaged, or it contains Python "
             "objects, which this host does not load. Convert it to .safetensors."
         ) from error
-    while isinstance(content, dict) and "state_dict" in content:
-        content = content["state_dict"]
-    if not isinstance(content, dict):
+    # Some files hold it one level down. More levels are no checkpoint's, and one that holds itself has no end.
+    if isinstance(content, dict):
+        content = content.get("state_dict", content)
+    if not isinstance(content, dict) or "state_dict" in content:
         raise ModelProblem(f"{path.name} does not hold the weights of a model.")
     return {name: tuple(value.shape) for name, value in content.items() if isinstance(value, torch.Tensor)}
 

@@ -76,6 +76,10 @@ class OptionInfo:
         number_for_float = isinstance(self.default, float) and isinstance(value, int) and not isinstance(value, bool)
         if self.default is not None and not same_kind and not number_for_float:
             return f"takes a {type(self.default).__name__}, not {value!r}"
+        try:
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8")
+        except (TypeError, ValueError):
+            return "takes what a JSON file can hold: finite numbers and whole characters"
         offered = self.arguments().get("choices") or ()
         choices = [choice[1] if isinstance(choice, tuple) else choice for choice in offered]
         if choices and any(part not in choices for part in (value if isinstance(value, list) else [value])):

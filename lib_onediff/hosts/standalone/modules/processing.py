@@ -84,7 +84,9 @@ class StableDiffusionProcessing:
 
     def setup_conds(self) -> None:
         """Encode the prompts of the batch into c and uc."""
-        self.c, self.uc = prompts.encode(self.sd_model.pipeline, self.prompts, self.negative_prompts)
+        self.c, self.uc = prompts.encode(
+            self.sd_model.pipeline, self.prompts, self.negative_prompts, lambda: shared.state.interrupted
+        )
 
     def sample(
         self,
@@ -193,10 +195,11 @@ def process_images_inner(p: StableDiffusionProcessing) -> Processed:
         shared.state.skipped = False
         if p.n_iter > 1:
             shared.state.job = f"Batch {p.iteration + 1} out of {p.n_iter}"
-        for image in process_batch(p):
-            infotexts.append(create_infotext(p, p.prompts, p.seeds, p.negative_prompts, index=p.batch_index))
-            image.info["parameters"] = infotexts[-1]
-            images.append(image)
+        with contextlib.suppress(prompts.Interrupted):
+            for image in process_batch(p):
+                infotexts.append(create_infotext(p, p.prompts, p.seeds, p.negative_prompts, index=p.batch_index))
+                image.info["parameters"] = infotexts[-1]
+                images.append(image)
         shared.state.nextjob()
 
     processed = Processed(p, images, seed=p.all_seeds[0], subseed=p.all_subseeds[0], infotexts=infotexts)

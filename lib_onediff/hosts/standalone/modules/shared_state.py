@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+STOP = "stop"
+
 
 class State:
     """One generation at a time, as queue_lock guarantees; read by the progress endpoint and the page."""
@@ -26,10 +28,13 @@ class State:
         self.textinfo: str | None = None
         self.time_start: float | None = None
         self.server_start = time.time()
+        # A1111's name: STOP once the server ends.
+        self.server_command: str | None = None
 
     def begin(self, job: str = "(unknown)") -> None:
         """Start a job; what was interrupted before is forgotten."""
-        self.skipped = self.interrupted = self.stopping_generation = False
+        self.skipped = self.stopping_generation = False
+        self.interrupted = self.server_command == STOP
         self.job, self.job_no, self.job_count = job, 0, -1
         self.job_timestamp = datetime.datetime.now().strftime("%Y%m%d%H%M%S")
         self.sampling_step = self.sampling_steps = 0
@@ -50,6 +55,11 @@ class State:
     def interrupt(self) -> None:
         """Stop after the current step."""
         self.interrupted = True
+
+    def stop_server(self) -> None:
+        """Stop after the current step, and begin nothing more."""
+        self.server_command = STOP
+        self.interrupt()
 
     def skip(self) -> None:
         """Stop the current batch after its current step."""

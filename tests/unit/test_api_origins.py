@@ -1,0 +1,82 @@
+"""Which pages may send requests, by the headers that browsers send."""
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lib_onediff.api.origins import Origins, host_name, origins_of
+
+OWN = "http://127.0.0.1:7860"
+
+
+@pytest.mark.parametrize("headers", [
+    {}, {"origin": OWN}, {"origin": "https://127.0.0.1:7860"}, {"sec-fetch-site": "same-origin"},
+    {"sec-fetch-site": "none"}, {"sec-fetch-site": "same-origin", "origin": "https://behind.a.proxy.example"},
+])
+def test_own_pages_and_programs(headers: dict[str, str]) -> None:
+    for origins in (Origins(), Origins(strict_host=True)):
+        assert not origins.is_foreign({"host": "127.0.0.1:7860", **headers})
+
+
+@pytest.mark.parametrize("headers", [
+    {"origin": "null"}, {"origin": "null", "sec-fetch-site": "same-origin"}, {"origin": ""},
+    {"origin": "http://127.0.0.1:7861"}, {"origin": "http://localhost:7860"}, {"origin": f"{OWN}.evil.example"},
+    {"sec-fetch-site": "same-site"}, {"sec-fetch-site": "cross-site"}, {"sec-fetch-site": ""},
+    {"sec-fetch-site": "cross-site", "origin": OWN},
+])
+def test_other_pages(headers: dict[str, str]) -> None:
+    for origins in (Origins(), Origins(strict_host=True), Origins(("https://friend.example",), r"https://.*\.friends")):
+        assert origins.is_foreign({"host": "127.0.0.1:7860", **headers})
+
+
+def test_a_page_under_another_name_for_this_machine() -> None:
+    rebound = {"host": "evil.example:7860", "origin": "http://evil.example:7860"}
+    assert Origins(strict_host=True).is_foreign(rebound)
+    assert not Origins(strict_host=True, names=["evil.example"]).is_foreign(rebound)
+    assert not Origins().is_foreign(rebound)
+
+
+@pytest.mark.parametrize("host, name, fixed", [
+    ("127.0.0.1:7860", "127.0.0.1", True), ("LocalHost", "localhost", True), ("sub.localhost:1", "sub.localhost", True),
+    ("[::1]:7860", "::1", True), ("[fe80::1]", "fe80::1", True), ("192.168.0.7:80", "192.168.0.7", True),
+    ("localhost.", "localhost", True), ("", "", False), ("evil.example:7860", "evil.example", False),
+    ("127.0.0.1.evil.example", "127.0.0.1.evil.example", False), ("localhost.evil", "localhost.evil", False),
+    ("[evil.example]", "evil.example", False), (":7860", "", False), ("127.0.0.1@evil", "127.0.0.1@evil", False),
+    ("2130706433", "2130706433", False),
+])
+def test_names_that_no_name_server_leads_here(host: str, name: str, fixed: bool) -> None:
+    assert host_name(host) == name
+    assert Origins(strict_host=True).knows(host) is fixed
+    assert Origins().knows(host) is bool(name)
+
+
+@pytest.mark.parametrize("flags, strict", [
+    ({"listen": False, "server_name": None, "share": False}, True), ({"listen": True}, False), ({}, False),
+    ({"listen": False, "server_name": "0.0.0.0"}, False), ({"listen": False, "share": True}, False),
+    ({"listen": False, "ngrok": "token"}, False), ({"listen": False, "subpath": "sd"}, False),
+], ids=str)
+def test_a_webui_of_this_machine_knows_its_names(flags: dict[str, Any], strict: bool) -> None:
+    assert origins_of(SimpleNamespace(**flags)).strict_host is strict
+
+
+@pytest.mark.parametrize("headers, own", [
+    ({"host": "sd.lan", "origin": "http://sd.lan:8080"}, True),
+    ({"host": "127.0.0.1:7860", "x-forwarded-host": "sd.lan", "origin": "http://sd.lan"}, True),
+    ({"host": "sd.lan:80", "origin": "http://sd.lan:8080"}, False),
+    ({"host": "sd.lan", "origin": "http://sd.lan.evil:8080"}, False),
+    ({"host": "sd", "origin": "http://sd.lan"}, False),
+])
+def test_proxies_without_tls(headers: dict[str, str], own: bool) -> None:
+    assert Origins().is_foreign(headers) is not own
+    assert Origins(strict_host=True).is_foreign(headers)
+
+
+def test_sites_that_the_command_line_allows() -> None:
+    for flags in ({"cors_allow_origins": "http://other.example,https://friend.example"}, {"cors_allow_origins": "*"},
+                  {"cors_allow_origins_regex": r"https://.*\.example"}):
+        origins = origins_of(SimpleNamespace(listen=False, **flags))
+        friend = {"host": "127.0.0.1", "origin": "https://friend.example", "sec-fetch-site": "cross-site"}
+        assert not origins.is_foreign(friend)
+        assert origins.is_foreign({"host": "127.0.0.1", "origin": "null"}) is (flags.get("cors_allow_origins") != "*")

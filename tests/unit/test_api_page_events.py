@@ -1,0 +1,102 @@
+"""Our events on the page refuse what pages of other sites send, in either gradio; the WebUI's own stay as they are."""
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("gradio")
+pytest.importorskip("httpx")
+
+import gradio
+from fastapi.testclient import TestClient
+
+from lib_onediff.api.origins import Origins
+from lib_onediff.api.page_events import checked, refuse_foreign_pages
+from lib_onediff.ui.events import QUIET
+
+FOREIGN = [
+    {"Origin": "http://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"},
+    {"Sec-Fetch-Site": "same-site", "Origin": "http://127.0.0.1:1"},
+    {"Host": "evil.example:7860", "Origin": "http://evil.example:7860"},
+]
+OWN = [
+    {}, {"Host": "127.0.0.1:7860", "Origin": "http://127.0.0.1:7860"}, {"Sec-Fetch-Site": "same-origin"},
+    {"Host": "127.0.0.1:7860", "Origin": "https://proxy.example", "Sec-Fetch-Site": "same-origin"},
+    {"Origin": "https://friend.example", "Sec-Fetch-Site": "cross-site"},
+]
+
+
+class Clicked:
+    """A handler as ours are, and what it was given."""
+
+    def __init__(self, module: str) -> None:
+        self.given: list[tuple[Any, ...]] = []
+        self.__module__ = module
+
+    def handler(self) -> Any:
+        def note(text: str, number: float) -> str:
+            self.given.append((text, number))
+            return f"{text} {number:g}"
+
+        note.__module__ = self.__module__
+        return note
+
+
+@pytest.fixture(params=["lib_onediff.ui.somewhere", "modules.ui"])
+def clicked(request: pytest.FixtureRequest) -> Clicked:
+    return Clicked(request.param)
+
+
+@pytest.fixture
+def client(clicked: Clicked) -> TestClient:
+    with gradio.Blocks(analytics_enabled=False) as page:
+        inputs = [gradio.Textbox("a"), gradio.Number(1)]
+        gradio.Button("do").click(clicked.handler(), inputs=inputs, outputs=[gradio.HTML()], queue=False, **QUIET)
+    cmd_opts = SimpleNamespace(listen=False, cors_allow_origins="https://friend.example")
+    refuse_foreign_pages(page, cmd_opts)
+    page.auth = page.auth_message = page.favicon_path = None
+    page.config, page.root_path, page.delete_cache = page.get_config_file(), "", None
+    page.show_error, page.max_file_size = True, None
+    return TestClient(gradio.routes.App.create_app(page), base_url="http://127.0.0.1:7860")
+
+
+def click(client: TestClient, headers: dict[str, str]) -> Any:
+    body = {"fn_index": 0, "data": ["fox", 2], "session_hash": "x"}
+    return client.post("/run/predict", json=body, headers=headers)
+
+
+@pytest.mark.parametrize("headers", FOREIGN, ids=str)
+def test_another_sites_page_reaches_none_of_our_events(
+    clicked: Clicked, client: TestClient, headers: dict[str, str]
+) -> None:
+    answer = click(client, headers)
+    ours = clicked.__module__.startswith("lib_onediff")
+    assert answer.status_code == (500 if ours else 200)
+    assert clicked.given == ([] if ours else [("fox", 2)])
+
+
+@pytest.mark.parametrize("headers", OWN, ids=str)
+def test_the_webuis_own_page_reaches_all(clicked: Clicked, client: TestClient, headers: dict[str, str]) -> None:
+    answer = click(client, headers)
+    assert answer.status_code == 200 and answer.json()["data"] == ["fox 2"]
+    assert clicked.given == [("fox", 2)]
+
+
+def test_a_generator_stays_one() -> None:
+    """gradio knows by that to show what it yields."""
+    def count(most: int) -> Iterator[int]:
+        yield from range(most)
+
+    generate = checked(count, Origins())
+    assert inspect.isgeneratorfunction(generate)
+    assert list(generate(SimpleNamespace(headers=OWN[1]), 3)) == [0, 1, 2]
+    with pytest.raises(gradio.Error):
+        next(generate(SimpleNamespace(headers=FOREIGN[0]), 3))
+
+
+def test_a_webui_without_a_page() -> None:
+    refuse_foreign_pages(None, SimpleNamespace())

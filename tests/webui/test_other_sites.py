@@ -1,0 +1,232 @@
+"""Pages of other sites, and other names for this server: none gets at a standalone host, through gradio or the API."""
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+from webui_attacks import Site, another_site, event_of_page, wait_for_event
+from webui_client import PICTURE, WebUI
+from webui_process import HostProcess
+
+JSON = {"content-type": "application/json"}
+SANDBOXED = """
+const done = arguments[arguments.length - 1];
+addEventListener('message', message => done(message.data), {once: true});
+const frame = document.createElement('iframe');
+frame.sandbox = 'allow-scripts';
+frame.srcdoc = `<script>(${arguments[0]})(${JSON.stringify(arguments[1])})
+    .then(told => parent.postMessage(told, '*'), problem => parent.postMessage('refused', '*'))</` + 'script>';
+document.body.append(frame);
+"""
+READ = "async url => (await fetch(url)).text()"
+UPLOAD = """async url => {
+  const form = new FormData();
+  form.append('files', new File(['<b>page</b>'], 'page.html', {type: 'text/html'}));
+  return (await fetch(url, {method: 'POST', body: form})).text();
+}"""
+SEND = """
+const [url, body, done] = arguments;
+fetch(url, {method: 'POST', mode: 'no-cors', body: new Blob([body])}).then(() => done('sent'), () => done('refused'));
+"""
+FETCH = """
+const [url, done] = arguments;
+fetch(url).then(answer => answer.text()).then(done, () => done('refused'));
+"""
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with another_site() as site:
+        yield site
+
+
+@pytest.fixture
+def from_site(browser: Any, standalone: WebUI, site: Site) -> Any:
+    """The browser's driver on a page of another site."""
+    browser.driver.get(site.url)
+    browser.driver.set_script_timeout(60)
+    return browser.driver
+
+
+def setting_changed(url: str) -> tuple[dict[str, Any], bool]:
+    """The page's request that switches the saving of images over, and how it is now."""
+    now = requests.get(f"{url}/sdapi/v1/options", timeout=60).json()["samples_save"]
+    return event_of_page(url, "settings_submit", setting_samples_save=not now), now
+
+
+def saves(standalone: WebUI) -> bool:
+    return standalone.get("/sdapi/v1/options")["samples_save"]
+
+
+def test_post_without_a_kind_from_another_sites_page_changes_nothing(from_site: Any, standalone: WebUI) -> None:
+    body, before = setting_changed(standalone.url)
+    from_site.execute_async_script(SEND, f"{standalone.url}/queue/join", json.dumps(body))
+    from_site.execute_async_script(SEND, f"{standalone.url}/run/predict", json.dumps(body))
+    # What was queued would be done by now: the queue is looked at 20 times a second.
+    time.sleep(2)
+    assert saves(standalone) is before
+
+
+def test_sandboxed_frame_of_another_sites_page_reads_and_uploads_nothing(from_site: Any, standalone: WebUI) -> None:
+    for script, path in ((READ, "/config"), (READ, "/"), (UPLOAD, "/upload")):
+        told = from_site.execute_async_script(SANDBOXED, script, standalone.url + path)
+        assert told == "refused" or "another site" in told, (path, told[:200])
+
+
+@pytest.mark.usefixtures("browser")
+def test_page_under_another_name_for_this_machine_reads_nothing(standalone: WebUI, tmp_path) -> None:
+    """DNS rebinding: the name of another site leads to this server once the page is loaded."""
+    from webui_browser import Browser
+
+    rule = "--host-resolver-rules=MAP rebound.test 127.0.0.1"
+    found = Browser(shutil.which("chromium"), shutil.which("chromedriver"), str(tmp_path / "profile"), rule)
+    try:
+        port = standalone.url.rpartition(":")[2]
+        found.driver.get(f"http://rebound.test:{port}/config")
+        assert "does not go by the name rebound.test" in found.driver.page_source
+        body, before = setting_changed(standalone.url)
+        found.driver.set_script_timeout(60)
+        found.driver.execute_async_script(SEND, f"http://rebound.test:{port}/queue/join", json.dumps(body))
+        told = found.driver.execute_async_script(FETCH, f"http://rebound.test:{port}/sdapi/v1/options")
+        assert "samples_save" not in told
+        time.sleep(2)
+        assert saves(standalone) is before
+    finally:
+        found.quit()
+
+
+def test_uploaded_page_is_not_shown(browser: Any, standalone: WebUI) -> None:
+    page = b"<title>mine</title><script>document.title = 'taken'</script>"
+    for name, kind in (("page.html", "text/html"), ("image.svg", "image/svg+xml"), ("page.xhtml", "text/html")):
+        sent = requests.post(f"{standalone.url}/upload", files={"files": (name, page, kind)}, timeout=60)
+        answer = requests.get(f"{standalone.url}/file={sent.json()[0]}", timeout=60)
+        assert answer.status_code == 200 and answer.headers["content-type"] == "application/octet-stream"
+        assert answer.headers["content-disposition"].startswith("attachment")
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["content-security-policy"].startswith("sandbox")
+        browser.driver.get("about:blank")
+        browser.driver.get(f"{standalone.url}/file={sent.json()[0]}")
+        assert browser.driver.title not in ("mine", "taken")
+
+
+def test_address_in_the_place_of_a_file_is_not_fetched(standalone: WebUI, site: Site) -> None:
+    image = {"path": f"{site.url}/secret.png", "meta": {"_type": "gradio.FileData"}}
+    body = event_of_page(standalone.url, "img2img_generate", img2img_image=image)
+    with HostProcess.running("--port", "0") as host:
+        url = host.url()
+        requests.post(f"{url}/queue/join", json=body, timeout=60).raise_for_status()
+        assert "process_completed" in wait_for_event(url, "another")
+        requests.post(f"{url}/run/predict", json=body, timeout=60)
+        followed = requests.get(f"{url}/file={site.url}/secret.png", timeout=60, allow_redirects=False)
+        assert followed.status_code == 403
+    assert site.asked == []
+
+
+FOREIGN = [
+    {"Origin": "http://127.0.0.1:1"}, {"Origin": "null"}, {"Origin": "https://evil.example"}, {"Origin": ""},
+    {"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"}, {"Host": "evil.example"},
+    {"Host": "evil.example", "Origin": "http://evil.example"}, {"Origin": "null", "Sec-Fetch-Site": "same-origin"},
+    {"Host": "evil.example", "Origin": "http://evil.example", "Sec-Fetch-Site": "same-origin"}, {"Host": ""},
+]
+PATHS = [
+    "/", "/config", "/info", "/queue/data?session_hash=x", "/queue/status", "/file=/etc/hostname", "/theme.css",
+    "/user", "/docs", "/openapi.json", "/sdapi/v1/options", "/onediff/v1/status", "/internal/ping", "/assets/none",
+    "/logout",
+]
+POSTS = [
+    "/queue/join", "/run/predict", "/api/predict", "/call/predict", "/upload", "/login", "/cancel", "/reset",
+    "/component_server", "/sdapi/v1/txt2img", "/sdapi/v1/interrupt", "/onediff/v1/release",
+]
+
+
+@pytest.mark.parametrize("headers", FOREIGN, ids=str)
+def test_no_route_answers_another_site(standalone: WebUI, headers: dict[str, str]) -> None:
+    for path in PATHS:
+        answer = requests.get(standalone.url + path, headers=headers, timeout=60)
+        assert answer.status_code == 403, path
+        assert set(answer.json()) == {"detail"} and "access-control-allow-origin" not in answer.headers
+    for path in POSTS:
+        for method in ("POST", "OPTIONS"):
+            answer = requests.request(method, standalone.url + path, headers={**JSON, **headers}, data="{}", timeout=60)
+            assert answer.status_code == 403, path
+            assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize("given", [None, "text/plain", "application/x-www-form-urlencoded", "text/json"])
+def test_body_of_a_browser_says_that_it_is_json(standalone: WebUI, given: str | None) -> None:
+    kind = {} if given is None else {"content-type": given}
+    for sign in ({"Origin": standalone.url}, {"Sec-Fetch-Site": "same-origin"}, {"Sec-Fetch-Site": "none"}):
+        for path in POSTS:
+            if path not in ("/login", "/upload"):
+                answer = requests.post(standalone.url + path, headers={**kind, **sign}, data=b"{}", timeout=60)
+                assert answer.status_code == 415, path
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:80", "127.1.2.3", "[::1]:7860", "LOCALHOST:1", "192.168.0.7"])
+def test_programs_and_own_pages_may(standalone: WebUI, host: str) -> None:
+    body, before = {**PICTURE, "steps": 1}, saves(standalone)
+    for headers in ({}, {"Origin": f"http://{host}"}, {"Origin": f"https://{host}", "Sec-Fetch-Site": "same-origin"}):
+        headers = {"Host": host, **headers}
+        answer = requests.post(f"{standalone.url}/sdapi/v1/txt2img", json=body, headers=headers, timeout=300)
+        assert answer.status_code == 200, answer.text[:200]
+        assert requests.get(f"{standalone.url}/config", headers=headers, timeout=60).status_code == 200
+    assert saves(standalone) is before
+
+
+def test_link_on_another_sites_page_shows_the_page(standalone: WebUI) -> None:
+    link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+    assert requests.get(f"{standalone.url}/?__theme=dark", headers=link, timeout=60).status_code == 200
+    for path, changed in (("/logout", {}), ("/config", {}), ("/", {"Sec-Fetch-Dest": "iframe"})):
+        assert requests.get(standalone.url + path, headers={**link, **changed}, timeout=60).status_code == 403
+
+
+@pytest.mark.parametrize("flags, known, unknown", [
+    (("--host", "0.0.0.0"), ["my.box.lan", "127.0.0.1"], []),
+    (("--host", "0.0.0.0", "--allowed-hosts", "my.box.lan"), ["my.box.lan", "127.0.0.1"], ["evil.example"]),
+    (("--allowed-hosts", "proxy.example,my.box.lan"), ["proxy.example", "my.box.lan:80"], ["evil.example"]),
+])
+def test_hosts_that_others_reach_work_under_their_names(
+    tmp_path, flags: tuple[str, ...], known: list[str], unknown: list[str]
+) -> None:
+    with HostProcess.running("--port", "0", "--data-dir", str(tmp_path), *flags) as host:
+        url = host.url()
+        for name in known:
+            own = {"Host": name, "Origin": f"http://{name}"}
+            assert requests.get(f"{url}/", headers={"Host": name}, timeout=60).status_code == 200
+            assert requests.post(f"{url}/sdapi/v1/interrupt", headers=own, timeout=60).status_code == 200
+            foreign = {"Host": name, "Origin": "http://evil.example"}
+            assert requests.post(f"{url}/sdapi/v1/interrupt", headers=foreign, timeout=60).status_code == 403
+        for name in unknown:
+            assert requests.get(f"{url}/", headers={"Host": name}, timeout=60).status_code == 403
+
+
+def answer_to_head(url: str, head: str, body: bytes = b"") -> str:
+    """What a server answers to a request before it has got more of its body than this."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(f"{head}\r\nHost: {host}\r\nContent-Type: application/json\r\n\r\n".encode() + body)
+        return connection.recv(4096).decode()
+
+
+@pytest.mark.parametrize("path", ["/sdapi/v1/txt2img", "/queue/join", "/upload", "/onediff/v1/release"])
+def test_large_bodies_are_not_read(standalone: WebUI, path: str) -> None:
+    told = answer_to_head(standalone.url, f"POST {path} HTTP/1.1\r\nContent-Length: 600000000")
+    assert told.startswith("HTTP/1.1 413")
+
+
+@pytest.mark.parametrize("account", ["--api-auth", "--gradio-auth"])
+def test_bodies_are_not_read_before_the_login(tmp_path, account: str) -> None:
+    with HostProcess.running("--port", "0", "--data-dir", str(tmp_path), account, "ann:one") as host:
+        url = host.url()
+        paths = ["/sdapi/v1/txt2img", *(["/queue/join", "/upload"] if account == "--gradio-auth" else [])]
+        for path in paths:
+            assert answer_to_head(url, f"POST {path} HTTP/1.1\r\nContent-Length: 100000").startswith("HTTP/1.1 401")
+            part = b"f000\r\n" + b" " * 0xF000 + b"\r\n"
+            told = answer_to_head(url, f"POST {path} HTTP/1.1\r\nTransfer-Encoding: chunked", 2 * part)
+            assert told.startswith(("HTTP/1.1 413", "HTTP/1.1 401")), path

@@ -1,0 +1,82 @@
+"""Ending the standalone host: soon, without a traceback, and with nothing left running, whatever it is doing."""
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from test_busy import LONG, SECONDS, ask, state, wait_until
+from webui_process import HostProcess
+
+
+@pytest.fixture(params=[signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def ending(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostProcess]:
+    """With a folder of its own for temporary files."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    host = HostProcess("--port", "0", "--data-dir", str(tmp_path / "data"))
+    yield host
+    host.process.kill()
+
+
+def end(host: HostProcess, number: int, folder: Path) -> None:
+    """Ends it, and fails where it goes on or something is left of it."""
+    host.process.send_signal(number)
+    try:
+        exit_code = host.process.wait(30)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"the host goes on:\n{host.output}") from None
+    assert exit_code == 0
+    assert "Traceback" not in host.output and "ERROR" not in host.output, host.output
+    assert len([line for line in host.lines if not line.startswith("OneDiff: ")]) <= 2, host.output
+    assert list((folder / "temporary").glob("onediff-page-*")) == []
+
+
+def test_with_images_waiting(host: HostProcess, tmp_path: Path, ending: int) -> None:
+    url = host.url()
+    connections = [ask(url, LONG) for _ in range(3)]
+    wait_until(lambda: state(url)["sampling_step"] > 0)
+    end(host, ending, tmp_path)
+    for connection in connections:
+        connection.close()
+
+
+def test_with_streams_of_pages_open(host: HostProcess, tmp_path: Path, ending: int) -> None:
+    url = host.url()
+    streams = [requests.get(f"{url}/heartbeat/{number}", stream=True, timeout=SECONDS) for number in range(5)]
+    threading.Thread(target=lambda: wait_for_nothing(url), daemon=True).start()
+    end(host, ending, tmp_path)
+    for stream in streams:
+        stream.close()
+
+
+def wait_for_nothing(url: str) -> None:
+    with suppress(requests.RequestException):
+        requests.post(f"{url}/onediff/v1/purge", json={"all": True, "wait": 60}, timeout=SECONDS)
+
+
+def test_with_a_page_open_that_makes_an_image(browser: Any, host: HostProcess, tmp_path: Path, ending: int) -> None:
+    url = host.url()
+    browser.open(url)
+    for name, value in {"steps": 150, "batch_count": 100}.items():
+        browser.type(f"#txt2img_{name} input[type=number]", value)
+    browser.click("txt2img_generate")
+    browser.wait(lambda: state(url)["sampling_step"] > 0, "the first step", SECONDS)
+    end(host, ending, tmp_path)
+    browser.driver.get("about:blank")
+
+
+def test_while_the_model_is_loaded(host: HostProcess, tmp_path: Path, ending: int) -> None:
+    wait_until(lambda: any("Loading the model" in line for line in host.lines))
+    end(host, ending, tmp_path)
