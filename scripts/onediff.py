@@ -7,10 +7,10 @@ from typing import Any
 
 from modules import script_callbacks, scripts, shared
 
-from lib_onediff import api, infotext, xyz
+from lib_onediff import infotext, xyz
 from lib_onediff.accelerator import runtime
 from lib_onediff.freed_memory import give_back_freed_memory
-from lib_onediff.hosts import this_webui
+from lib_onediff.hosts import register, this_webui
 from lib_onediff.hosts.host_facts import checkpoint_name
 from lib_onediff.logs import show_on_console
 from lib_onediff.presets import all_presets
@@ -173,6 +173,9 @@ def tabs() -> list[tuple[Any, str, str]]:
 
 @guard.hook("adding routes to the API")
 def start(demo: Any, app: Any) -> None:
+    # The page is there by now: what only programs need keeps nobody waiting.
+    from lib_onediff import api
+
     api.add_routes(app, shared.cmd_opts, runtime, warmup, webui, current_status)
 
 
@@ -187,9 +190,8 @@ def open_cache() -> None:
 guard.attempt("reading the settings", lambda: runtime.configure(settings_tab.stored_settings(shared.opts)))
 open_cache()
 follow_settings()
-script_callbacks.on_model_loaded(model_loaded)
-script_callbacks.on_script_unloaded(stop)
-script_callbacks.on_before_ui(add_axes)
-script_callbacks.on_ui_settings(add_options)
-script_callbacks.on_ui_tabs(tabs)
-script_callbacks.on_app_started(start)
+register((
+    (script_callbacks.on_model_loaded, model_loaded), (script_callbacks.on_script_unloaded, stop),
+    (script_callbacks.on_before_ui, add_axes), (script_callbacks.on_ui_settings, add_options),
+    (script_callbacks.on_ui_tabs, tabs), (script_callbacks.on_app_started, start),
+))

@@ -17,6 +17,7 @@ from test_hook_faults import broken
 from torch import Tensor
 from vae_builders import diffusers_vae
 
+from lib_onediff import api
 from lib_onediff.accelerator import runtime
 from lib_onediff.hosts.diffusers_decoder import is_attached
 from lib_onediff.hosts.standalone.modules import paths, script_callbacks, script_loading, sd_models, shared
@@ -110,7 +111,7 @@ MOMENTS: dict[str, Any] = {
         "adding axes to the X/Y/Z plot",
     ),
     "the routes": (
-        lambda host: (host.script.api, "add_routes"), lambda host: host.callback("app_started", None, None), None,
+        lambda host: (api, "add_routes"), lambda host: host.callback("app_started", None, None), None,
         "adding routes to the API",
     ),
     "the status line": (
