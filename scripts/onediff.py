@@ -1,7 +1,6 @@
 """OneDiff in the WebUI: hooks the host's moments to the extension, and nothing else."""
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ SECONDS_FOR_THE_LAST_CALL = 5
 # How many sizes idle warm-up makes ready where the settings name no number.
 MOST_WHILE_IDLE = 8
 
-log = logging.getLogger("onediff")
 show_on_console()
 # Stands around everything that the WebUI calls.
 guard = runtime.guard
@@ -126,6 +124,8 @@ class OneDiffScript(scripts.Script):
     def process(self, p: Any, *arguments: Any) -> None:
         guard.resume()
         if not runtime.settings.enabled:
+            if refusal := run_settings.asked_in_vain(arguments):
+                run_settings.tell(p, refusal)
             return
         idle.disturb()
         why_off = ""
@@ -133,8 +133,7 @@ class OneDiffScript(scripts.Script):
             settings = xyz.settings_of_cell(p, settings_of_run(*arguments), checkpoint_name())
         except ValueError as problem:
             settings, why_off = Settings(enabled=False), f"{problem} OneDiff is off for this run."
-            log.warning(why_off)
-            p.comment(why_off)
+            run_settings.tell(p, why_off)
         p.extra_generation_params[infotext.KEY] = infotext.describe(settings)
         run_settings.use_for_sampling(p, settings, why_off)
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ..backends import has_graphs
+from ..settings import OFF_IN_SETTINGS
 from .estimates import known_times
 from .job import (
     CALLS_PER_SHAPE,
@@ -71,8 +72,10 @@ class WarmUp:
         """Queue sizes; one that waits already keeps its place. Returns the job of every size.
 
         tokens: the length of the context, 77 for each started 75 tokens of the prompt. unbatched: as the queue's own
-        by default. Raises ValueError with a sentence for a length that cannot be.
+        by default. Raises ValueError with a sentence for a length that cannot be, and where OneDiff is switched off.
         """
+        if not self._runtime.settings.enabled:
+            raise ValueError(f"{OFF_IN_SETTINGS}, so nothing can be made ready.")
         check_tokens(tokens)
         wanted = [(size, tokens, self._shapes(size, tokens, unbatched)) for size in sizes]
         if not wanted:

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..accelerator import runtime
 from ..hosts.webui import WebUI
+from ..settings import OFF_IN_SETTINGS
 from ..vae.journal import described as decode_described
 from .amounts import NOTHING, milliseconds
 
@@ -19,11 +20,11 @@ ROUTES = {
 
 def current_status(webui: WebUI) -> dict[str, Any]:
     """runtime.status() with what the WebUI's adapter adds: who the host is, how many hooks are in place, and notes on
-    its settings. For a model that OneDiff does not serve, with the reason in place of the last call's."""
+    its settings. Where OneDiff is off, or does not serve the model, with that reason in place of the last call's."""
     status = {
         "host": webui.name, "release": webui.release, "hooks": webui.hooks(), "notes": webui.notes(), **runtime.status()
     }
-    reason = webui.why_not_served()
+    reason = webui.why_not_served() if runtime.settings.enabled else f"{OFF_IN_SETTINGS}."
     return {**status, "route": "host", "reason": reason} if reason else status
 
 
