@@ -107,8 +107,8 @@ def must_be_pipeline(pipe: Any, caller: str) -> None:
         unet = f"; for a UNet there is {caller.replace('pipe', 'unet')}" if network else ""
         what = f"the class {pipe.__name__}" if isinstance(pipe, type) else f"a {type(pipe).__name__}"
         raise TypeError(
-            f"{caller} takes a pipeline of diffusers, such as StableDiffusionPipeline.from_pretrained(...) returns, not "
-            f"{what}{unet}."
+            f"{caller} takes a pipeline of diffusers, such as StableDiffusionPipeline.from_pretrained(...) returns, "
+            f"not {what}{unet}."
         )
 
 

@@ -178,10 +178,10 @@ def sound_verdicts(stored: dict[str, Any]) -> dict[str, float]:
 
 
 def history_row(entry: Entry, uses: int) -> HistoryRow:
-    """An entry as the store keeps it, with the uses that are new."""
-    key = entry.key
+    """An entry as the store keeps it, with the uses that are new, and with the times that enough calls have made."""
+    key, own, host = entry.key, entry.own.timing, entry.host.timing
     return HistoryRow(
         architecture=key.architecture, model=entry.model, resolution=key.resolution, batch=key.batch,
         tokens=key.tokens, dtype=str(key.dtype).removeprefix("torch."), uses=uses, last_used=entry.last_used,
-        step_ms=entry.own.median_ms, host_ms=entry.host.median_ms, relative_error=entry.relative_error,
+        step_ms=own and own.median, host_ms=host and host.median, relative_error=entry.relative_error,
     )

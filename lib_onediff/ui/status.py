@@ -8,7 +8,7 @@ from ..accelerator import runtime
 from ..hosts.webui import WebUI
 from ..settings import OFF_IN_SETTINGS
 from ..vae.journal import described as decode_described
-from .amounts import NOTHING, milliseconds
+from .amounts import NOTHING, milliseconds, times
 
 # In place of the status line where a fault of ours keeps it from being made.
 UNREADABLE = '<p class="onediff-reason">OneDiff cannot show its status: see the console.</p>'
@@ -66,4 +66,4 @@ def ratio_sentence(status: dict[str, Any]) -> str:
     """How our step compares with the host's own, which is measured when a shape is first used."""
     if status["ratio"] is None:
         return NOTHING
-    return f"{status['ratio']:.2f}x the WebUI's own ({milliseconds(status['host_ms'])})"
+    return f"{times(status['ratio'], status.get('ratio_range'))} the WebUI's own ({milliseconds(status['host_ms'])})"

@@ -30,7 +30,7 @@ STATUS = {
 
 def test_status_line_says_everything_and_escapes_it() -> None:
     line = status.status_html(STATUS)
-    for part in ("plain launches", "12.3 ms", "2.00x", "24.7 ms", "64x72", "&lt;b&gt;SD1&lt;/b&gt;", "a &amp; b"):
+    for part in ("plain launches", "12.3 ms", "2.00 x", "24.7 ms", "64x72", "&lt;b&gt;SD1&lt;/b&gt;", "a &amp; b"):
         assert part in line
     assert "<b>SD1" not in line
 
