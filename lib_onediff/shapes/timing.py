@@ -87,6 +87,11 @@ class Stopwatch:
         self._remembered = milliseconds
 
     @property
+    def is_remembered(self) -> bool:
+        """Whether an earlier process has measured it."""
+        return self._remembered is not None
+
+    @property
     def median_ms(self) -> float | None:
         """The median of however many times there are."""
         times = self._read()

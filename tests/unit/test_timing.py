@@ -75,9 +75,16 @@ def test_a_ratio_needs_enough_times_on_both_sides() -> None:
     assert resolution_row([entry]).ratio_range == (1.6, 3.0)
 
 
-def test_the_disk_keeps_no_time_of_few_calls() -> None:
-    row = history_row(an_entry(stopwatch(1.0), stopwatch(2.0, 2.0, 2.0)), 1)
-    assert (row.step_ms, row.host_ms, row.ratio) == (None, 2.0, None)
+def test_the_disk_keeps_no_ratio_of_few_calls() -> None:
+    few, enough, remembered = stopwatch(1.0), stopwatch(2.0, 2.0, 2.0), stopwatch()
+    remembered.remember(2.0)
+    for own, host, kept in (
+        (few, enough, (1.0, None)), (enough, few, (2.0, None)), (few, few, (1.0, None)), (enough, enough, (2.0, 2.0)),
+        # What is not kept leaves an earlier process's step beside its host's.
+        (few, remembered, (None, None)), (enough, remembered, (2.0, 2.0)),
+    ):
+        row = history_row(an_entry(own, host), 1)
+        assert (row.step_ms, row.host_ms) == kept
 
 
 # --- the host's time ----------------------------------------------------------------------------------------------
