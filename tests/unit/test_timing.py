@@ -1,14 +1,18 @@
 """Times, and when a ratio of them is told."""
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from builders import a_call, diffusers_output, shared_unet
 from panel_builders import ROW, changed, text_of
 
 from lib_onediff import verify
+from lib_onediff.accelerator import runtime
 from lib_onediff.shapes.history import history_row
 from lib_onediff.shapes.key import ShapeKey
 from lib_onediff.shapes.rows import resolution_row
@@ -127,3 +131,29 @@ def test_the_page_shows_a_ratio_with_its_spread_or_none() -> None:
     speed = lambda **known: dict(described({**status, **known}))["Speed"]  # noqa: E731
     assert speed(ratio=2.0, ratio_range=(1.8, 2.2)) == "2.00 x (1.80 to 2.20) the WebUI's own (24.7 ms)"
     assert speed(ratio=None, ratio_range=None) == "\N{EN DASH}"
+
+
+def test_prewarming_times_a_host_whose_output_was_checked_by_an_earlier_process(tmp_path: Path) -> None:
+    """Of which nothing is compared again: without this, a ratio could never be told."""
+    unet = shared_unet("SD1")
+    host, call = Host(), a_call(unet)
+
+    def run() -> None:
+        with torch.no_grad():
+            runtime.run(unet, call, lambda: (host(), diffusers_output(unet, call))[1])
+
+    runtime.history.open(tmp_path)
+    runtime.adopt(unet)
+    try:
+        with runtime.patience():
+            run()
+        (entry,) = runtime.table.entries()
+        runtime.history.keep_verdict(entry.key.backend, entry.key, entry.relative_error)
+        for patient, calls in ((False, 0), (True, ENOUGH)):
+            runtime.table.forget({entry.key})
+            host.calls = 0
+            with runtime.patience() if patient else contextlib.nullcontext():
+                run()
+            assert host.calls == calls
+    finally:
+        runtime.release(unet)
