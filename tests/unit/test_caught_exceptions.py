@@ -12,7 +12,7 @@ EVERYTHING = {"Exception", "BaseException"}
 # (install.py, programs), and a Future's set_exception.
 TELL = {"exception", "note", "give_up", "print_exc", "set_exception"}
 # Being changed elsewhere: so many are left in each, and no more may come.
-LEFT = {"lib_onediff/blocks.py": 1, "lib_onediff/operators.py": 2, "lib_onediff/ops/artifact.py": 2}
+LEFT = {"lib_onediff/blocks.py": 1, "lib_onediff/operators.py": 1, "lib_onediff/ops/artifact.py": 2}
 
 
 def sources() -> list[str]:
