@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import traceback
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -363,6 +364,7 @@ def main(arguments: list[str]) -> int:
         try:
             print(describe_machine())
         except Exception as error:
+            traceback.print_exc()
             print(f"OneDiff: cannot tell what is installed here ({type(error).__name__}: {error}).")
         return 0
     if arguments[0] == "--demo":

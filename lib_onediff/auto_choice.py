@@ -61,10 +61,10 @@ class AutoChoice:
         plain = next((name for name in PLAIN if name in calls), None)
         if plain is None or INDUCTOR not in calls or calls[INDUCTOR].count <= ENOUGH_CALLS:
             return
-        times = {name: calls[name].entry.own.median_ms for name in (INDUCTOR, plain)}
+        times = {name: calls[name].entry.own.timing for name in (INDUCTOR, plain)}
         if None not in times.values():
-            better = INDUCTOR if times[INDUCTOR] < WORTH_HAVING * times[plain] else plain
-            rounded = {name: round(time, 2) for name, time in times.items()}
+            better = INDUCTOR if times[INDUCTOR].median < WORTH_HAVING * times[plain].median else plain
+            rounded = {name: round(time.median, 2) for name, time in times.items()}
             self._choices.set(name_for(device), {"backend": better, "times": rounded})
             self._calls.clear()
 

@@ -85,6 +85,6 @@ def attempted(one: Wanted, work: Callable[[Wanted], None]) -> bool:
         with our_modes(one.entry.key.device, one.entry.key.precision):
             work(one)
     except Exception as error:
-        log.debug("%s is not captured again: %s", one.entry.key, error)
+        log.debug("%s is not captured again: %s", one.entry.key, error, exc_info=True)
         return False
     return True

@@ -5,6 +5,7 @@ import functools
 import logging
 import re
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 log = logging.getLogger("onediff")
@@ -132,6 +133,21 @@ class Guard:
             return guarded
 
         return decorate
+
+
+def outcome_of(work: Callable[[], Result]) -> Future[Result]:
+    """What work() returns or raises, for the thread that waits for it: a host's own may print what is raised in it, and
+    hand None on."""
+    future: Future[Result] = Future()
+    try:
+        future.set_result(work())
+    except Exception as error:
+        future.set_exception(error)
+    try:
+        return future
+    finally:
+        # The traceback holds this frame, which would hold the exception, and with it every tensor on the way.
+        del future
 
 
 def first_line(error: BaseException) -> str:

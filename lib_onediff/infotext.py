@@ -14,6 +14,8 @@ from .presets import AS_IN_SETTINGS, name_of, understood, with_preset
 from .settings import Settings
 
 KEY = "OneDiff"
+# Why a run did not get what it asked of OneDiff: all that a client of the WebUI's API hears of it.
+PROBLEM = "OneDiff problem"
 SWITCH = "enabled"
 SEPARATOR = ";"
 # What hosts call the checkpoint in infotext.

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from typing import Any
 
+from .shapes.rows import ratio_values
 from .shapes.table import Entry
 from .unet.half import FULL, SHALLOW
 
@@ -61,7 +62,8 @@ class Journal:
             self.halves[part] += 1
 
     def status(self) -> dict[str, Any]:
-        """As plain values. step_ms and host_ms are medians at the last call's shape; ratio is host_ms / step_ms."""
+        """As plain values. step_ms and host_ms are medians at the last call's shape. ratio, host_ms / step_ms, and
+        between what their spread puts it are None until both were timed often enough."""
         entry = self.entry
         return {
             "model": self.model,
@@ -71,7 +73,7 @@ class Journal:
             "reason": self.reason,
             "step_ms": entry.own.median_ms if entry else None,
             "host_ms": entry.host.median_ms if entry else None,
-            "ratio": entry.ratio if entry else None,
+            **ratio_values(entry.ratio if entry else None),
             "relative_error": entry.relative_error if entry else None,
             "calls": {route: self.calls[route] for route in ROUTES},
             "deepcache": {**{half: self.halves[half] for half in (FULL, SHALLOW)}, "reason": self.why_not_shallow},

@@ -28,7 +28,7 @@ from .shapes.table import Entry, ShapeTable, State
 from .shapes.timing import Stopwatch
 from .unet.call import UNetCall
 from .unet.forward import Conditioning
-from .verify import CannotJudge, Disagreement, judge, judge_shallow, recall
+from .verify import CannotJudge, Disagreement, judge, judge_shallow, recall, time_host
 
 log = logging.getLogger("onediff")
 COMPILING = "OneDiff's kernels are being compiled, in the background; on this machine it is done once"
@@ -130,9 +130,12 @@ class Ladder:
         Raises Declined if they differ, and CannotJudge.
         """
         entry, backend = served.entry, served.entry.key.backend
-        if not recall(entry, history) and settings.verify:
+        known = recall(entry, history)
+        if known and self.patient and entry.host.timing is None:
+            time_host(entry, served.output.device, host, often=True)
+        if not known and settings.verify:
             try:
-                judge(entry, served.output, host, yardstick)
+                judge(entry, served.output, host, yardstick, self.patient)
             except CannotJudge as reason:
                 if not bool(torch.isfinite(served.output).all()):
                     raise
@@ -242,7 +245,7 @@ class Ladder:
             # What a graph replays was launched and judged before.
             runner = None if entry.state is State.COLD else care.runner(entry.key, conditioning, call.half)
         if runner is not None:
-            output = entry.own.time(device, lambda: runner.run(call))
+            output = entry.own.time(device, lambda: runner.run(call), GRAPH)
             self._note_full(care, entry, call, conditioning, turn, output)
             return Served(output, entry, GRAPH, reason, conditioning, call, turn)
         stopwatch = Stopwatch() if entry.state is State.COLD else entry.own
@@ -250,7 +253,7 @@ class Ladder:
         # A first call of all chooses algorithms, and takes more memory for that than any later one.
         has_graphs = backends.has_graphs(backend, device)
         measures = has_graphs and entry.state is not State.COLD
-        output = stopwatch.time(device, lambda: self._graphs.measured(entry, plainly) if measures else plainly())
+        output = stopwatch.time(device, lambda: self._graphs.measured(entry, plainly) if measures else plainly(), PLAIN)
         self._note_full(care, entry, call, conditioning, turn, output)
         if has_graphs:
             reason = reason or entry.no_graph or entry.waits or (

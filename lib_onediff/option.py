@@ -7,6 +7,7 @@ from typing import Any
 
 SWITCHES = {True: "on", False: "off"}
 SWITCHED = {word: value for value, word in SWITCHES.items()}
+KINDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
 
 
 def option(
@@ -34,10 +35,10 @@ def again(first: Field, label: str, explanation: str) -> Any:
 def check_value(option_field: Field, value: Any) -> None:
     """Raise ValueError with a sentence for the user if value does not fit the option."""
     name, kind, metadata = option_field.name, type(option_field.default), option_field.metadata
-    if type(value) is not kind:
-        raise ValueError(f"OneDiff option {name} takes a {kind.__name__}, not {value!r}.")
-    if metadata["choices"] and value not in metadata["choices"]:
+    if metadata["choices"] and (type(value) is not kind or value not in metadata["choices"]):
         raise ValueError(f"OneDiff option {name} is one of {', '.join(metadata['choices'])}, not {value!r}.")
+    if type(value) is not kind:
+        raise ValueError(f"OneDiff option {name} takes {KINDS[kind]}, not {value!r}.")
     if metadata["bounds"] is not None:
         least, most = metadata["bounds"]
         if not least <= value <= most:

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
@@ -15,16 +15,26 @@ from .unet.layout import UnsupportedUNet
 from .unet.read import read_layout
 from .vae.read import read_decoder
 
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
 log = logging.getLogger("onediff")
 
+Network = TypeVar("Network", bound=nn.Module)
+Pipe = TypeVar("Pipe", bound="DiffusionPipeline")
+# What of a pipeline is compiled, as ignores names it.
+PARTS = ("unet", "vae")
 
-def compile_unet(unet: nn.Module, settings: Settings | None = None, **options: Any) -> nn.Module:
+
+def compile_unet(unet: Network, settings: Settings | None = None, **options: Any) -> Network:
     """Run a diffusers UNet2DConditionModel by our forward from now on. Returns the same module.
 
-    options are those of Settings (backend="cudagraph", verify=False, ...); ValueError names a wrong one. A UNet that
-    we cannot run keeps its own forward, and the log and status() say why. Safe to call twice; the last options count.
+    options are those of Settings (backend="cudagraph", verify=False, ...); ValueError names a wrong one, TypeError what
+    is no UNet at all. A UNet that we cannot run keeps its own forward, and the log and status() say why. Safe to call
+    twice; the last options count.
     """
-    chosen = Settings.from_mapping(options, settings)
+    must_be_network(unet, "compile_unet")
+    chosen = settings_of(settings, options)
     try:
         read_layout(unet)
     except UnsupportedUNet as reason:
@@ -33,41 +43,90 @@ def compile_unet(unet: nn.Module, settings: Settings | None = None, **options: A
     return unet
 
 
-def uncompile_unet(unet: nn.Module) -> nn.Module:
+def uncompile_unet(unet: Network) -> Network:
     """Undo compile_unet: the module is as it was, bit for bit. Returns the same module."""
+    must_be_network(unet, "uncompile_unet")
     diffusers.detach(unet)
     return unet
 
 
 def compile_pipe(
-    pipe: Any, ignores: Iterable[str] = (), settings: Settings | None = None, fuse_qkv_projections: bool = True,
+    pipe: Pipe, ignores: Iterable[str] = (), settings: Settings | None = None, fuse_qkv_projections: bool = True,
     cache_interval: int | None = None, cache_layer_id: int | None = None, cache_block_id: int | None = None,
     **options: Any,
-) -> Any:
+) -> Pipe:
     """Make a Stable Diffusion or SDXL pipeline of diffusers fast. Returns the same pipe.
 
-    That is its UNet and its VAE; ignores=("unet",) and ignores=("vae",) leave the one or the other as
-    it is. A VAE that is not an AutoencoderKL stays as it is too. fuse_qkv_projections is there for callers of
+    That is its UNet and its VAE; ignores=("unet",) and ignores=("vae",) leave the one or the other as it is. A VAE that
+    is not an AutoencoderKL stays as it is too. fuse_qkv_projections is there for callers of
     OneDiff's own compile_pipe: here the UNet's projections always share one GEMM, without a change of the pipe. A pipe
     without a UNet (Flux, SD3) is returned as it is, with a line in the log. options as for compile_unet.
 
     cache_interval=3 is DeepCache: every third step computes the whole UNet, the others only its outer layers, down to
     residual block cache_block_id of down block cache_layer_id (both 0 by default). It is the same as the options
-    deepcache_interval and deepcache_depth.
+    deepcache_interval and deepcache_depth. TypeError and ValueError say in a sentence what to pass.
     """
+    must_be_pipeline(pipe, "compile_pipe")
+    left, chosen = parts_of(pipe, ignores), settings_of(settings, options)
     unet = getattr(pipe, "unet", None)
     if unet is None:
         log.warning("OneDiff: %s has no UNet; it stays as it is.", type(pipe).__name__)
         return pipe
-    options = {**deepcache_options(unet, cache_interval, cache_layer_id, cache_block_id), **options}
-    left = set(ignores)
+    deepcache = deepcache_options(unet, cache_interval, cache_layer_id, cache_block_id)
+    chosen = Settings.from_mapping({**deepcache, **options}, chosen)
     if "unet" not in left:
-        compile_unet(unet, settings, **options)
+        compile_unet(unet, chosen)
         diffusers.follow(unet, pipe)
     if "vae" not in left:
         for half in diffusers_decoder.halves_of(pipe):
-            compile_half(half, Settings.from_mapping(options, settings))
+            compile_half(half, chosen)
     return pipe
+
+
+def settings_of(settings: Settings | None, options: dict[str, Any]) -> Settings:
+    """The settings that a caller asks for. Raises TypeError and ValueError with a sentence."""
+    if not isinstance(settings, Settings | None):
+        raise TypeError(
+            f"settings is a lib_onediff.Settings, not a {type(settings).__name__}; options are given by name, such as "
+            'backend="native".'
+        )
+    return Settings.from_mapping(options, settings)
+
+
+def must_be_network(unet: Any, caller: str) -> None:
+    """Raise TypeError with a sentence for what is no network."""
+    if not isinstance(unet, nn.Module):
+        pipeline = f"; for a whole pipeline there is {caller.replace('unet', 'pipe')}" if is_pipeline(unet) else ""
+        raise TypeError(f"{caller} takes a UNet, such as pipe.unet, not a {type(unet).__name__}{pipeline}.")
+
+
+def must_be_pipeline(pipe: Any, caller: str) -> None:
+    """Raise TypeError with a sentence for what is no pipeline."""
+    if not is_pipeline(pipe):
+        network = isinstance(pipe, nn.Module)
+        unet = f"; for a UNet there is {caller.replace('pipe', 'unet')}" if network else ""
+        what = f"the class {pipe.__name__}" if isinstance(pipe, type) else f"a {type(pipe).__name__}"
+        raise TypeError(
+            f"{caller} takes a pipeline of diffusers, such as StableDiffusionPipeline.from_pretrained(...) returns, "
+            f"not {what}{unet}."
+        )
+
+
+def is_pipeline(pipe: Any) -> bool:
+    """Whether something holds networks and is none."""
+    holds = any(isinstance(part, nn.Module) for part in getattr(pipe, "__dict__", {}).values())
+    return holds and not isinstance(pipe, (nn.Module, type))
+
+
+def parts_of(pipe: Any, names: Iterable[str]) -> frozenset[str]:
+    """The parts of a pipeline that ignores names. Raises TypeError and ValueError with a sentence."""
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise TypeError(f'ignores is a collection of names, such as ("vae",), not {names!r}.')
+    left = list(names)
+    unknown = [name for name in left if name not in PARTS and not (isinstance(name, str) and hasattr(pipe, name))]
+    if unknown:
+        raise ValueError(f"ignores names parts of the pipeline, {' or '.join(map(repr, PARTS))}, not {unknown[0]!r}.")
+    return frozenset(left)
 
 
 def deepcache_options(
@@ -90,8 +149,9 @@ def compile_half(half: nn.Module, settings: Settings) -> None:
         log.warning("OneDiff: the VAE keeps its own %s: %s.", type(half).__name__.lower(), reason)
 
 
-def uncompile_pipe(pipe: Any) -> Any:
+def uncompile_pipe(pipe: Pipe) -> Pipe:
     """Undo compile_pipe. Returns the same pipe."""
+    must_be_pipeline(pipe, "uncompile_pipe")
     unet = getattr(pipe, "unet", None)
     if unet is not None:
         uncompile_unet(unet)

@@ -13,6 +13,8 @@ from .presets import parse as check_own_presets
 from .shapes.sizes import MOST_SIZES, parse_sizes
 
 HOST_KEY_PREFIX = "onediff_"
+# Where a user finds the switch; its label stands in Settings below.
+OFF_IN_SETTINGS = "OneDiff is switched off in the settings (Settings > OneDiff > Use OneDiff)"
 
 
 def check_budget(mebibytes: int) -> None:

@@ -1,6 +1,7 @@
 """Check the first use of a shape against the host's own forward."""
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -10,7 +11,7 @@ from .backends import FLOAT8, ONEFLOW
 from .precision import Flags, sums_in_half, tf32_is_on
 from .shapes.history import History
 from .shapes.table import Entry, State
-from .shapes.timing import Stopwatch
+from .shapes.timing import ENOUGH
 
 # What rounding alone explains between two orders of the same arithmetic, relative to the output's norm. Seen: 1e-6 in
 # float32, 2e-3 in float16, 1e-2 in bfloat16. TF32 keeps ten bits of the inputs, as float16 does.
@@ -20,6 +21,8 @@ ROUNDING_TF32 = 1e-2
 ROUNDING_HALF_SUMS = 6e-2
 # Three bits after the point in every factor. Seen: 2e-2 in SDXL, 7e-2 in very small networks. A wrong one is off by 1.
 ROUNDING_FLOAT8 = 0.12
+# A generation waits for it, once for every shape on a machine.
+SECONDS_TO_TIME_THE_HOST = 1.0
 
 
 class CannotJudge(Exception):
@@ -36,30 +39,31 @@ def recall(entry: Entry, history: History) -> bool:
     if entry.relative_error is None:
         return False
     host_ms = history.host_ms(entry)
-    if host_ms is not None and entry.host.median_ms is None:
+    if host_ms is not None and entry.host.timing is None:
         entry.host.remember(host_ms)
     return True
 
 
 def judge(
-    entry: Entry, output: Tensor, host: Callable[[], Tensor], yardstick: Callable[[], Tensor] | None = None
+    entry: Entry, output: Tensor, host: Callable[[], Tensor], yardstick: Callable[[], Tensor] | None = None,
+    nobody_waits: bool = False,
 ) -> None:
     """Compare our output with the host's, and time the host. Notes the error in the entry. yardstick: the host's
-    forward as our output must be, where the host's own is farther from exact than rounding explains.
+    forward as our output must be, where the host's own is farther from exact than rounding explains. nobody_waits:
+    there is time to time the host often enough, however long it takes.
 
     Raises CannotJudge if the host's own output is not finite, and Disagreement if ours differs by more than rounding.
     """
     with torch.no_grad():
-        # A GPU loads kernels and picks algorithms in the first run at a size; only the second is the host's speed.
-        warm_up = Stopwatch() if output.device.type == "cuda" else entry.host
-        expected = warm_up.time(output.device, yardstick or host)
+        # Not timed: a first run at a size loads kernels and picks algorithms.
+        expected = (yardstick or host)()
         if not bool(torch.isfinite(expected).all()):
             raise CannotJudge(
                 "the model's own output has NaN or infinite values: its weights are damaged, or it needs a higher "
                 "precision"
             )
         entry.relative_error = relative_error(output, expected)
-        entry.host.time(output.device, host)
+        time_host(entry, output.device, host, nobody_waits)
     limit = rounding_limit(entry.key.dtype, output.device, entry.key.precision)
     if entry.key.backend == FLOAT8:
         limit = max(limit, ROUNDING_FLOAT8)
@@ -70,6 +74,20 @@ def judge(
         raise Disagreement(
             f"it differs from the model's own forward by {entry.relative_error:.1e} (rounding explains {limit:.0e})"
         )
+
+
+def time_host(entry: Entry, device: torch.device, host: Callable[[], object], often: bool = False) -> None:
+    """Time the host's forward, which has run before: once, and again while all of it takes little time, until it is
+    enough. often: however long it takes."""
+    began = time.perf_counter()
+    for _ in range(ENOUGH):
+        entry.host.time(device, host)
+        if often:
+            continue
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if time.perf_counter() - began > SECONDS_TO_TIME_THE_HOST:
+            break
 
 
 def judge_shallow(entry: Entry, output: Tensor, shallow: Callable[[], Tensor]) -> None:

@@ -1,17 +1,16 @@
 """OneDiff in the WebUI: hooks the host's moments to the extension, and nothing else."""
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
 from modules import script_callbacks, scripts, shared
 
-from lib_onediff import api, infotext, xyz
+from lib_onediff import infotext, xyz
 from lib_onediff.accelerator import runtime
 from lib_onediff.api.page_events import refuse_foreign_pages
 from lib_onediff.freed_memory import give_back_freed_memory
-from lib_onediff.hosts import this_webui
+from lib_onediff.hosts import register, this_webui
 from lib_onediff.hosts.host_facts import checkpoint_name
 from lib_onediff.logs import show_on_console
 from lib_onediff.presets import all_presets
@@ -27,7 +26,6 @@ SECONDS_FOR_THE_LAST_CALL = 5
 # How many sizes idle warm-up makes ready where the settings name no number.
 MOST_WHILE_IDLE = 8
 
-log = logging.getLogger("onediff")
 show_on_console()
 # Stands around everything that the WebUI calls.
 guard = runtime.guard
@@ -127,6 +125,8 @@ class OneDiffScript(scripts.Script):
     def process(self, p: Any, *arguments: Any) -> None:
         guard.resume()
         if not runtime.settings.enabled:
+            if refusal := run_settings.asked_in_vain(arguments):
+                run_settings.tell(p, refusal)
             return
         idle.disturb()
         why_off = ""
@@ -134,8 +134,7 @@ class OneDiffScript(scripts.Script):
             settings = xyz.settings_of_cell(p, settings_of_run(*arguments), checkpoint_name())
         except ValueError as problem:
             settings, why_off = Settings(enabled=False), f"{problem} OneDiff is off for this run."
-            log.warning(why_off)
-            p.comment(why_off)
+            run_settings.tell(p, why_off)
         p.extra_generation_params[infotext.KEY] = infotext.describe(settings)
         run_settings.use_for_sampling(p, settings, why_off)
 
@@ -174,6 +173,9 @@ def tabs() -> list[tuple[Any, str, str]]:
 
 @guard.hook("adding routes to the API")
 def start(demo: Any, app: Any) -> None:
+    # The page is there by now: what only programs need keeps nobody waiting.
+    from lib_onediff import api
+
     api.add_routes(app, shared.cmd_opts, runtime, warmup, webui, current_status)
 
 
@@ -193,10 +195,9 @@ def open_cache() -> None:
 guard.attempt("reading the settings", lambda: runtime.configure(settings_tab.stored_settings(shared.opts)))
 open_cache()
 follow_settings()
-script_callbacks.on_model_loaded(model_loaded)
-script_callbacks.on_script_unloaded(stop)
-script_callbacks.on_before_ui(add_axes)
-script_callbacks.on_ui_settings(add_options)
-script_callbacks.on_ui_tabs(tabs)
-script_callbacks.on_app_started(start)
-script_callbacks.on_app_started(protect_events)
+register((
+    (script_callbacks.on_model_loaded, model_loaded), (script_callbacks.on_script_unloaded, stop),
+    (script_callbacks.on_before_ui, add_axes), (script_callbacks.on_ui_settings, add_options),
+    (script_callbacks.on_ui_tabs, tabs), (script_callbacks.on_app_started, start),
+    (script_callbacks.on_app_started, protect_events),
+))

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import html
 import logging
+from importlib import metadata
 from typing import Any
 
 import gradio as gr
@@ -14,15 +15,15 @@ log = logging.getLogger("onediff")
 def why_not_loaded() -> str | None:
     """One sentence for the user; None where all of OneDiff can be imported."""
     try:
-        from lib_onediff import api, hosts, ui, xyz  # noqa: F401
+        from lib_onediff import hosts, ui, xyz  # noqa: F401
         from lib_onediff.ui import accordion, onediff_tab  # noqa: F401
     except Exception as error:
+        # The WebUI has printed it for scripts/onediff.py.
+        log.debug("OneDiff could not be loaded", exc_info=True)
         try:
-            import torch
-
-            installed = f"torch {torch.__version__}, gradio {gr.__version__}"
-        except Exception:
-            installed = "no usable torch"
+            installed = f"torch {metadata.version('torch')}, gradio {gr.__version__}"
+        except metadata.PackageNotFoundError:
+            installed = "no torch"
         lines = str(error).splitlines() or [type(error).__name__]
         return f"OneDiff could not be loaded and changes nothing: {lines[0]} ({installed}; OneDiff needs torch 2.1.2)."
     return None

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from importlib import metadata
 from typing import Any
 
@@ -76,6 +77,7 @@ def has_fused_attention(device: str, dtype_name: str) -> bool:
         flow._oneflow_internal.eager.Sync()
         refuse_difference(to_torch(mixed), expected, dtype_name)
     except Exception:
+        traceback.print_exc()
         # It is there for some GPUs only, and what is written out serves as well.
         return False
     return True
@@ -107,4 +109,5 @@ if __name__ == "__main__":
     try:
         main(*sys.argv[1:])
     except Exception as error:
+        traceback.print_exc()
         say(error=f"{type(error).__name__}: {error}")

@@ -5,8 +5,10 @@ this_webui() gives the adapter of the WebUI that we run in. Import the adapters'
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from ..accelerator import runtime
 from .contract import Need, first_unmet, offers
@@ -85,3 +87,20 @@ def adapter_of_host() -> WebUI:
 def told(host: UnknownHost) -> UnknownHost:
     log.warning("%s.", host.reason)
     return host
+
+
+def register(callbacks: Iterable[tuple[Callable[..., Any], Callable[..., Any]]]) -> None:
+    """Have the host call our functions: pairs of its on_... and ours.
+
+    A WebUI looks at the whole stack whenever one is registered, and for every frame of a script, which is no module,
+    at all modules of the process: 0.05 to 0.1 s each time. The stack of a thread is short and has no script in it.
+    """
+
+    def work() -> None:
+        for host_takes, ours in callbacks:
+            guard.attempt("registering with the WebUI", partial(host_takes, ours))
+
+    guard = runtime.guard
+    thread = threading.Thread(target=work, name="onediff-register")
+    thread.start()
+    thread.join()

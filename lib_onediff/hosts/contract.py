@@ -4,12 +4,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from ..unet.foreign import origin, package
 
+log = logging.getLogger("onediff")
 
 @dataclass(frozen=True)
 class Need:
@@ -37,6 +39,7 @@ def first_unmet(needs: Iterable[Need]) -> str | None:
         try:
             found: Any = importlib.import_module(need.module)
         except Exception as error:
+            log.debug("%s cannot be imported", need.module, exc_info=True)
             return f"has no module {need.module} that can be imported ({type(error).__name__}: {error})"
         for part in need.name.split("."):
             if not hasattr(found, part):

@@ -4,6 +4,7 @@ For torch 2.4 to 2.7, which cannot keep compiled code as a file of its own."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from .regions import NotServed
 
+log = logging.getLogger("onediff")
 
 class Traced:
     """A function compiled once, and never while a picture waits."""
@@ -58,6 +60,7 @@ class Traced:
             with torch._dynamo.config.patch(error_on_recompile=True):
                 self._function(*tensors)
         except Exception as error:
+            log.debug("Inductor's code does not take these", exc_info=True)
             return guard_in(error)
         return "torch does not say why"
 

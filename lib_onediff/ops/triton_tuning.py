@@ -76,7 +76,7 @@ def best_cut(trial: Trial, time_ms: TimeMs) -> Cut:
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:
-            log.debug("%s cannot be cut as %s: %s", trial.kernel.name, cut, error)
+            log.debug("%s cannot be cut as %s: %s", trial.kernel.name, cut, error, exc_info=True)
             continue
         if ms < best_ms:
             best, best_ms = cut, ms

@@ -22,7 +22,7 @@ def psnr(first: Tensor, second: Tensor) -> float:
     first, second: (height, width, 3) from 0 to 1.
     """
     error = (first - second).square().mean().item()
-    return math.inf if error == 0 else -10 * math.log10(error)
+    return math.inf if error == 0 else 10 * math.log10(1 / error)
 
 
 def ssim(first: Tensor, second: Tensor) -> float:

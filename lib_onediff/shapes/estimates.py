@@ -34,10 +34,10 @@ class Estimates:
     def _of(self, call: Call, known: Known) -> float | None:
         step_ms, host_ms = known.get((call.size.resolution, *call.shape), (None, None))
         if step_ms is not None:
-            if call.number == 0 and host_ms is not None:
-                return (step_ms + host_ms) / 1e3
-            if call.number:
-                return step_ms * (STEPS_OF_A_CAPTURE if call.number == 1 else 1) / 1e3
+            if call.number == 0:
+                # The host's own is not faster than ours, as a rule.
+                return (step_ms + (host_ms or step_ms)) / 1e3
+            return step_ms * (STEPS_OF_A_CAPTURE if call.number == 1 else 1) / 1e3
         rates = self._rates.get(call.number)
         return statistics.median(rates) * pixels(call) if rates else None
 

@@ -178,10 +178,15 @@ def sound_verdicts(stored: dict[str, Any]) -> dict[str, float]:
 
 
 def history_row(entry: Entry, uses: int) -> HistoryRow:
-    """An entry as the store keeps it, with the uses that are new."""
-    key = entry.key
+    """An entry as the store keeps it, with the uses that are new.
+
+    Two times together are a ratio to whoever reads them: the host's is kept only where both were timed often enough,
+    and ours not beside one of the host's that is kept already, before it is. Alone it tells how long a call may take.
+    """
+    key, timed = entry.key, entry.ratio is not None
     return HistoryRow(
         architecture=key.architecture, model=entry.model, resolution=key.resolution, batch=key.batch,
         tokens=key.tokens, dtype=str(key.dtype).removeprefix("torch."), uses=uses, last_used=entry.last_used,
-        step_ms=entry.own.median_ms, host_ms=entry.host.median_ms, relative_error=entry.relative_error,
+        step_ms=entry.own.median_ms if timed or not entry.host.is_remembered else None,
+        host_ms=entry.host.median_ms if timed else None, relative_error=entry.relative_error,
     )

@@ -97,7 +97,11 @@ class IdleWarmUp:
                 return
             before = count_ready(rows)
             self._unfinished.add(wanted)
-            (job,) = self._warmup.add([wanted.size], SOURCE, tokens=wanted.tokens)
+            try:
+                (job,) = self._warmup.add([wanted.size], SOURCE, tokens=wanted.tokens)
+            except ValueError as refusal:
+                log.debug("idle warm-up: %s", refusal)
+                return
             while any(now.id == job.id and now.pending for now in self._warmup.jobs()):
                 if self._disturbed.wait(SECONDS_BETWEEN_LOOKS) or ended.is_set():
                     self._cancel()

@@ -11,7 +11,7 @@ from .rows import ResolutionRow
 # For a resolution that nobody has used yet.
 NOTHING_YET: dict[str, Any] = {
     "reason": "", "step_ms": None, "host_ms": None, "ratio": None, "bytes": 0, "uses": 0, "last_used": 0.0,
-    "shapes": (), "pinned": False, "needs": 0,
+    "shapes": (), "pinned": False, "needs": 0, "ratio_range": None,
 }
 
 

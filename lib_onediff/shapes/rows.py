@@ -3,11 +3,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..unet.half import SHALLOW
 from .key import ShapeKey
 from .store import HistoryRow
 from .table import Entry, State
+from .timing import Ratio
 
 GivesBack = Callable[[Collection[ShapeKey]], int]
 # The state of a resolution that only earlier processes have used.
@@ -48,7 +50,8 @@ class ShapeRow:
     comes back when this graph alone goes, needs what it takes of the memory that all graphs share; last_used is a
     time.time(), relative_error the distance from the host's own output, control whether a ControlNet or an adapter
     adds to the call. part is DeepCache's half of the UNet, "" for the whole; backend who computes it, "" where that is
-    not known. A decode of the VAE takes no tokens: 0.
+    not known. A decode of the VAE takes no tokens: 0. ratio is known when both sides were timed often enough;
+    ratio_range, between what their spread puts it, while this process has timed them.
     """
 
     batch: int
@@ -68,6 +71,7 @@ class ShapeRow:
     pinned: bool = False
     part: str = ""
     backend: str = ""
+    ratio_range: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,7 @@ class ResolutionRow:
     shapes: tuple[ShapeRow, ...]
     needs: int = 0
     pinned: bool = False
+    ratio_range: tuple[float, float] | None = None
 
     @property
     def is_decode(self) -> bool:
@@ -169,6 +174,7 @@ def row_of_shapes(resolution: str, model: str, state: str, shapes: tuple[ShapeRo
         step_ms=usual.step_ms, host_ms=usual.host_ms, ratio=usual.ratio,
         bytes=sum(shape.bytes for shape in shapes), uses=sum(shape.uses for shape in shapes),
         last_used=shapes[0].last_used, shapes=shapes, needs=max(shape.needs for shape in shapes),
+        ratio_range=usual.ratio_range,
     )
 
 
@@ -177,8 +183,14 @@ def shape_row(entry: Entry) -> ShapeRow:
     return ShapeRow(
         batch=entry.key.batch, tokens=entry.key.tokens, dtype=str(entry.key.dtype).removeprefix("torch."),
         state=entry.state.value, reason=entry.reason or entry.no_graph or entry.waits,
-        step_ms=entry.own.median_ms, host_ms=entry.host.median_ms, ratio=entry.ratio,
+        step_ms=entry.own.median_ms, host_ms=entry.host.median_ms, **ratio_values(entry.ratio),
         bytes=entry.bytes, uses=entry.uses, last_used=entry.last_used, relative_error=entry.relative_error,
         control=bool(entry.key.control), needs=entry.needs, part=entry.key.part,
         backend=entry.key.backend,
     )
+
+
+def ratio_values(ratio: Ratio | None) -> dict[str, Any]:
+    """A ratio as rows and the status hold it."""
+    known = None if ratio is None else ratio.value
+    return {"ratio": known, "ratio_range": None if ratio is None else (ratio.low, ratio.high)}

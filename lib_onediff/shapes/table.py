@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from .key import ShapeKey
-from .timing import Stopwatch
+from .timing import Ratio, Stopwatch
 
 
 class State(str, Enum):
@@ -41,10 +41,9 @@ class Entry:
     host: Stopwatch = field(default_factory=Stopwatch)
 
     @property
-    def ratio(self) -> float | None:
-        """How many times faster than the host's own forward, or None while one of the two is unknown."""
-        own, host = self.own.median_ms, self.host.median_ms
-        return host / own if own and host else None
+    def ratio(self) -> Ratio | None:
+        """How many times faster than the host's own forward; None while one of the two was not timed often enough."""
+        return Ratio.of(self.own.timing, self.host.timing)
 
     def fail(self, reason: str) -> None:
         self.state, self.reason = State.FAILED, reason

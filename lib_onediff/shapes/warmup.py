@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 
 from ..backends import has_graphs
+from ..guard import first_line, outcome_of
+from ..settings import OFF_IN_SETTINGS
 from .estimates import known_times
 from .job import (
     CALLS_PER_SHAPE,
@@ -71,8 +73,10 @@ class WarmUp:
         """Queue sizes; one that waits already keeps its place. Returns the job of every size.
 
         tokens: the length of the context, 77 for each started 75 tokens of the prompt. unbatched: as the queue's own
-        by default. Raises ValueError with a sentence for a length that cannot be.
+        by default. Raises ValueError with a sentence for a length that cannot be, and where OneDiff is switched off.
         """
+        if not self._runtime.settings.enabled:
+            raise ValueError(f"{OFF_IN_SETTINGS}, so nothing can be made ready.")
         check_tokens(tokens)
         wanted = [(size, tokens, self._shapes(size, tokens, unbatched)) for size in sizes]
         if not wanted:
@@ -140,9 +144,8 @@ class WarmUp:
         while self._queue.is_running(job) and (calls := self._queue.get(job).calls_left()):
             call = calls[0]
             self._queue.say(job, WAITING)
-            outcome = self._webui.exclusively(lambda call=call: self._call(job, call))
-            if isinstance(outcome, Exception):
-                raise outcome
+            # A host may run this in a thread that prints tracebacks, and a refusal is none.
+            outcome = self._webui.exclusively(lambda call=call: outcome_of(lambda: self._call(job, call))).result()
             if outcome is not None:
                 is_ready = outcome.route == "graph"
                 no_graph = no_graph or outcome.why_no_graph(call)
@@ -173,13 +176,10 @@ class WarmUp:
                 self._webui.warm_decode(size.width, size.height, size.batch)
             self._runtime.history.keep(self._runtime.table.entries(), in_pictures=False)
         except Exception as error:
-            log.debug("no decode of %s was warmed up: %s", size, first_line(error))
+            log.debug("no decode of %s was warmed up: %s", size, first_line(error), exc_info=True)
 
-    def _call(self, job: Job, call: Call) -> Made | Exception | None:
-        """One UNet call: what came of it, what went wrong, or None for a cancelled job.
-
-        Returns exceptions rather than raising them, because a host may run this in a thread that prints tracebacks.
-        """
+    def _call(self, job: Job, call: Call) -> Made | None:
+        """One UNet call: what came of it, or None for a cancelled job. Raises CannotWarm, and what the call raises."""
         if not self._queue.is_running(job):
             return None
         self._queue.say(job, self._what(call))
@@ -190,11 +190,9 @@ class WarmUp:
             status = self._runtime.status()
             self._runtime.history.keep(self._runtime.table.entries(), in_pictures=False)
         except torch.cuda.OutOfMemoryError:
-            return CannotWarm(f"there is not enough GPU memory for {call.size}")
-        except Exception as error:
-            return error
+            raise CannotWarm(f"there is not enough GPU memory for {call.size}") from None
         if status["route"] not in ("graph", "plain"):
-            return CannotWarm(status["reason"] or "the WebUI's own UNet serves it")
+            raise CannotWarm(status["reason"] or "the WebUI's own UNet serves it")
         return Made(time.perf_counter() - began, status["route"], status["backend"], status["reason"])
 
     def _what(self, call: Call) -> str:
@@ -224,7 +222,3 @@ class Made(NamedTuple):
 def replays(backend: str) -> bool:
     """Whether a backend that has served makes graphs."""
     return has_graphs(backend, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

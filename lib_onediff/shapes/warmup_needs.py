@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
+from ..settings import Settings
 from .history import History
 from .rows import ResolutionRow
 from .table import ShapeTable
@@ -36,6 +37,7 @@ class Reports(Protocol):
     """What the queue asks of the runtime."""
 
     history: History
+    settings: Settings
     table: ShapeTable
 
     def status(self) -> dict[str, Any]:

@@ -6,9 +6,10 @@ from typing import Any
 
 import gradio as gr
 
+from ..accelerator import runtime
 from ..infotext import describe
 from ..presets import AS_IN_SETTINGS
-from ..settings import Settings
+from ..settings import OFF_IN_SETTINGS, Settings
 from ..shapes.sizes import Size
 from ..shapes.warmup import WarmUp
 from .events import HIDDEN, LIVE, QUIET, kept_out_of_defaults
@@ -57,7 +58,8 @@ def build_accordion(
 def connect_choices(
     arguments: list[Any], told: Any, presets: Callable[[], list[str]], settings_of: Callable[..., Settings],
 ) -> None:
-    """Say what the run will be, and keep the list of presets as it is now: the user's own come and go."""
+    """Say what the run will be, and keep the list of presets as it is now: the user's own come and go, and OneDiff may
+    be switched off in the settings meanwhile."""
     enabled, preset, changes = arguments
     shown = gr.State([])
     # javascript/onediff_settings.js clicks it when somebody comes to the accordion: an update closes an open list.
@@ -68,6 +70,8 @@ def connect_choices(
         return (UNCHANGED, shown) if now == shown else (gr.update(choices=now), now)
 
     def tell(*values: Any) -> str:
+        if not runtime.settings.enabled:
+            return sentence(f"{OFF_IN_SETTINGS}: nothing here has an effect.", wrong=True)
         try:
             settings = settings_of(*values)
         except ValueError as problem:
@@ -77,7 +81,7 @@ def connect_choices(
     # Pasting can set the list to a preset that is younger than the page.
     for event in (ask.click, preset.change):
         event(offer, inputs=[shown], outputs=[preset, shown], queue=False, **QUIET)
-    for event in (enabled.change, preset.change, changes.submit, changes.blur):
+    for event in (ask.click, enabled.change, preset.change, changes.submit, changes.blur):
         event(tell, inputs=arguments, outputs=[told], queue=False, **QUIET)
 
 
@@ -116,7 +120,8 @@ def connect_prewarm(tab: str, status: Any, status_line: Callable[[], str], warmu
             return
         for jobs in watch(warmup, [wanted]):
             over = not any(job.pending for job in jobs)
-            yield jobs_html(jobs), status_line() if over else UNCHANGED
+            # Nothing was queued: why, ask has said.
+            yield jobs_html(jobs) if jobs else UNCHANGED, status_line() if over else UNCHANGED
 
     asked = button.click(ask, inputs=size, outputs=[result], queue=False, **QUIET)
     show_stream([asked.then], follow, inputs=size, outputs=[result, status])

@@ -20,6 +20,14 @@ def seconds(value: float) -> str:
     return f"{value:.0f} s" if value >= 10 else f"{value:.1f} s"
 
 
+def times(ratio: float | None, bounds: tuple[float, float] | None = None) -> str:
+    """A ratio, for example "1.62 x (1.55 to 1.70)". bounds: between what its spread puts it."""
+    if ratio is None:
+        return NOTHING
+    spread = f" ({bounds[0]:.2f} to {bounds[1]:.2f})" if bounds else ""
+    return f"{ratio:.2f} x{spread}"
+
+
 def memory(size: int) -> str:
     """A number of bytes, for example "12 MiB"; less than one MiB in KiB."""
     if size >= GIBIBYTE:

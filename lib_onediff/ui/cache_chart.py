@@ -5,14 +5,15 @@ import html
 from collections.abc import Iterable
 
 from ..shapes.rows import ResolutionRow
-from .amounts import milliseconds
+from .amounts import milliseconds, times
 
 MOST_BARS = 8
 
 
 def chart_html(rows: Iterable[ResolutionRow]) -> str:
-    """The resolutions that are used the most, of those where both were measured; nothing where there is none."""
-    timed = [row for row in rows if row.step_ms and row.host_ms and not row.is_decode]
+    """The resolutions that are used the most, of those where both were timed often enough; nothing where there is
+    none."""
+    timed = [row for row in rows if row.step_ms and row.host_ms and row.ratio and not row.is_decode]
     shown = sorted(timed, key=lambda row: (-row.uses, -row.last_used))[:MOST_BARS]
     if not shown:
         return ""
@@ -25,7 +26,7 @@ def chart_html(rows: Iterable[ResolutionRow]) -> str:
 
 
 def pair_html(row: ResolutionRow, longest: float) -> str:
-    faster = "" if row.ratio is None else f" ({row.ratio:.2f} x)"
+    faster = f", {times(row.ratio, row.ratio_range)}"
     return (
         f"<dt>{html.escape(row.resolution)} <small>{html.escape(row.model)}</small></dt>"
         f"{bar_html('ours', 'OneDiff', row.step_ms or 0.0, longest, faster)}"

@@ -5,7 +5,8 @@ import html
 from typing import Any
 
 from ..shapes.rows import ResolutionRow, ShapeRow
-from .amounts import NOTHING, ago, counted, memory, milliseconds
+from ..shapes.timing import ENOUGH
+from .amounts import NOTHING, ago, counted, memory, milliseconds, times
 
 ROWS_AT_FIRST = 40
 COLUMNS = ("Resolution", "State", "Model", "Step", "WebUI's own", "Ratio", "Memory", "Uses", "Last used")
@@ -24,6 +25,8 @@ STATES = {
 WORDS = {
     "Computed by": "the backend and, with DeepCache, the half of the UNet: full, or shallow between two full ones",
     "pinned": "its graph stays when memory runs short",
+    "Ratio": f"how many times as fast as the WebUI's own, once {ENOUGH} calls of each were timed, and below that "
+             "between what the spread of the times puts it",
     "Memory": "what its graphs need, and below that what comes back when this row alone is purged, if anything does: "
               "all graphs share one pool, which shrinks only when the largest of them goes",
     "Error": "the distance from the WebUI's own output when it was checked, relative to its size",
@@ -136,4 +139,6 @@ def memory_html(row: Any) -> str:
 
 
 def ratio(row: Any) -> str:
-    return NOTHING if row.ratio is None else f"{row.ratio:.2f} x"
+    """Nothing before both sides were timed often enough."""
+    spread = "<small>{:.2f} to {:.2f}</small>".format(*row.ratio_range) if row.ratio_range else ""
+    return f"{times(row.ratio)}{spread}"

@@ -6,15 +6,16 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ..guard import first_line
+from ..guard import first_line, outcome_of
 
 log = logging.getLogger("onediff")
+Exclusively = Callable[[Callable[[], Any]], Any]
 
 
 class Chore:
     """A piece of work in a thread of its own."""
 
-    def __init__(self, name: str, exclusively: Callable[[Callable[[], str]], str], work: Callable[[], str]) -> None:
+    def __init__(self, name: str, exclusively: Exclusively, work: Callable[[], str]) -> None:
         """name: for people. exclusively: runs work while the WebUI makes no picture. work: returns what to tell."""
         self.name = name
         self.failed = False
@@ -29,23 +30,13 @@ class Chore:
         """What came of it; None while it is not over, for which this waits at most so long."""
         return self._told if self._over.wait(seconds) else None
 
-    def _run(self, exclusively: Callable[[Callable[[], str]], str], work: Callable[[], str]) -> None:
-        def quietly() -> Any:
-            # Forge prints a traceback for what is raised in its main thread.
-            try:
-                self._told = work()
-            except Exception as error:
-                self._fail(error)
-            return ""
-
+    def _run(self, exclusively: Exclusively, work: Callable[[], str]) -> None:
         try:
-            exclusively(quietly)
+            # Forge prints a traceback for what is raised in its main thread.
+            self._told = exclusively(lambda: outcome_of(work)).result()
         except Exception as error:
-            self._fail(error)
+            log.exception("%s failed", self.name)
+            self.failed = True
+            self._told = f"{self.name} failed: {first_line(error)}."
         finally:
             self._over.set()
-
-    def _fail(self, error: Exception) -> None:
-        log.exception("%s failed", self.name)
-        self.failed = True
-        self._told = f"{self.name} failed: {first_line(error)}."

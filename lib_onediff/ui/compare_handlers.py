@@ -65,7 +65,7 @@ class ComparePanel:
             fresh = len(pairs) > shown
             yield (
                 outcome_html(job) if over else progress_html(job),
-                summary_html(pairs, request.sides) if fresh else UNCHANGED,
+                summary_html(pairs, request.sides, request.warm_up) if fresh else UNCHANGED,
                 seeds_to_choose(job, first=not shown) if fresh else UNCHANGED,
                 # Megabytes: once, and not again when another seed is ready.
                 pictures_html(pairs[0], request.sides) if pairs and not shown else UNCHANGED,

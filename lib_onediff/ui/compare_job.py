@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from ..guard import first_line
+from ..guard import first_line, outcome_of
 from ..hosts.text_to_image import Interrupted, Made, Order
 from ..quality import Difference, PictureComparison, compare, difference_map
 from ..settings import Settings
@@ -117,22 +117,18 @@ class Comparison:
 
     def _make(self, order: Order, side: Side) -> Made:
         """Make a picture when it is our turn. Raises Interrupted."""
-        outcome: list[Any] = []
 
-        def work() -> None:
-            # Forge prints a traceback for what is raised in its main thread, and an interruption is none.
-            try:
-                if not self._cancelled.is_set():
-                    outcome.append(self._maker.make(order, side.settings))
-            except Exception as error:
-                outcome.append(error)
+        def work() -> Made:
+            self._go_on()
+            return self._maker.make(order, side.settings)
 
+        self._go_on()
+        # Forge prints a traceback for what is raised in its main thread, and an interruption is none.
+        made = self._exclusively(lambda: outcome_of(work)).result()
+        self._made += 1
+        return made
+
+    def _go_on(self) -> None:
+        """Raises Interrupted once the comparison is cancelled."""
         if self._cancelled.is_set():
             raise Interrupted
-        self._exclusively(work)
-        if not outcome:
-            raise Interrupted
-        if isinstance(outcome[0], Exception):
-            raise outcome[0]
-        self._made += 1
-        return outcome[0]

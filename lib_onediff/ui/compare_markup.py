@@ -13,6 +13,7 @@ from ..backends import ONEFLOW
 from ..infotext import options_of_a_run
 from ..precision_effects import Machine, described
 from ..quality.comparison import percent, signed
+from ..shapes.timing import ENOUGH, Timing
 from .amounts import NOTHING, counted, milliseconds, seconds
 from .compare_job import Made, Pair
 from .compare_sides import Side
@@ -99,13 +100,15 @@ def numbers_html(pairs: Sequence[Pair]) -> str:
     )
 
 
-def summary_html(pairs: Sequence[Pair], sides: Sequence[Side]) -> str:
-    """The verdict over all seeds, and a card for each side: its settings, its time, and how it was made."""
+def summary_html(pairs: Sequence[Pair], sides: Sequence[Side], warmed_up: bool) -> str:
+    """The verdict over all seeds, and a card for each side: its settings, its time, and how it was made. warmed_up:
+    whether an image of each side was made before these."""
     cards = "".join(
         card_html(label, side, [getattr(pair, which) for pair in pairs])
         for label, side, which in zip(("Left", "Right"), sides, ("first", "second"), strict=True)
     )
-    return f'<p class="onediff-verdict">{html.escape(verdict(pairs))}</p><div class="onediff-cards">{cards}</div>'
+    told = html.escape(verdict(pairs, warmed_up))
+    return f'<p class="onediff-verdict">{told}</p><div class="onediff-cards">{cards}</div>'
 
 
 def card_html(label: str, side: Side, made: Sequence[Made]) -> str:
@@ -129,7 +132,7 @@ def remarks(side: Side) -> list[tuple[str, str]]:
     return list(described({name: getattr(side.settings, name) for name in names}, machine).items())
 
 
-def verdict(pairs: Sequence[Pair]) -> str:
+def verdict(pairs: Sequence[Pair], warmed_up: bool) -> str:
     """One sentence on all seeds, and how the times compare."""
     pale = sum(pair.comparison.washed_out for pair in pairs)
     if len(pairs) == 1:
@@ -141,11 +144,24 @@ def verdict(pairs: Sequence[Pair]) -> str:
     else:
         worst = min(pairs, key=lambda pair: pair.comparison.psnr)
         words = f"Seed {worst.seed} differs most: {worst.comparison.sentence()}"
-    left, right = (mean_seconds([getattr(pair, which) for pair in pairs]) for which in ("first", "second"))
-    slower, faster = ("right", "left") if left < right else ("left", "right")
-    ratio = max(left, right) / max(min(left, right), 1e-9)
-    return f"{words} The {faster} side is {ratio:.2f} times as fast as the {slower}." if ratio > 1.02 else (
-        f"{words} Both sides take the same time."
+    return f"{words} {speeds(pairs, warmed_up)}"
+
+
+def speeds(pairs: Sequence[Pair], warmed_up: bool) -> str:
+    """How the times compare, in ratios of the two images of a seed. The very first pair is cold, unless warmed_up."""
+    warm = pairs if warmed_up else pairs[1:]
+    found = Timing.of(pair.first.seconds / max(pair.second.seconds, 1e-9) for pair in warm)
+    if found is None:
+        cold = "" if warmed_up else ", the first of each not counted"
+        return f"Times are compared from {ENOUGH} images of each side on{cold}."
+    middle, low, high = found
+    if low <= 1 <= high:
+        return "The times of both sides differ no more than those of one side do."
+    slower, faster = ("right", "left") if middle < 1 else ("left", "right")
+    low, middle, high = (1 / high, 1 / middle, 1 / low) if middle < 1 else (low, middle, high)
+    return (
+        f"The {faster} side is {middle:.2f} times as fast as the {slower} ({low:.2f} to {high:.2f}, "
+        f"{counted(len(warm), 'image')} of each)."
     )
 
 

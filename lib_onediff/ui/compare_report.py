@@ -66,7 +66,7 @@ def page_html(request: Request, pairs: Sequence[Pair], facts: str) -> str:
         for number, pair in enumerate(pairs)
     )
     infotexts = "\n\n".join(made.infotext for pair in pairs for made in (pair.first, pair.second))
-    numbers = summary_html(pairs, request.sides) + numbers_html(pairs)
+    numbers = summary_html(pairs, request.sides, request.warm_up) + numbers_html(pairs)
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>OneDiff comparison</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

@@ -1,15 +1,18 @@
 """Other settings for one generation: from the accordion, from the API, or from overridden options."""
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..accelerator import runtime
+from ..infotext import PROBLEM
 from ..presets import AS_IN_SETTINGS, with_preset
-from ..settings import Settings
+from ..settings import OFF_IN_SETTINGS, Settings
 from .compare_sides import read_changes
 
+log = logging.getLogger("onediff")
 # What of a generation runs the model: init encodes the picture that img2img begins with.
 STEPS_OF_A_RUN = ("init", "sample")
 EXAMPLE = "deepcache_interval 3; vae_precision fp16"
@@ -39,7 +42,7 @@ def settings_of_run(arguments: Sequence[Any], standing: Settings, checkpoint: st
     read_changes takes them. checkpoint: the name of the loaded one, to which presets adapt. Raises ValueError with a
     sentence for anything else.
     """
-    used, preset, changes = (*arguments, *AS_AT_FIRST[len(arguments):])[:3]
+    used, preset, changes = filled(arguments)
     settings = standing
     if not isinstance(preset, str | None):
         raise ValueError(f"OneDiff's second script argument is the name of a preset, not {preset!r}.")
@@ -52,6 +55,27 @@ def settings_of_run(arguments: Sequence[Any], standing: Settings, checkpoint: st
         settings = settings.for_run(values)
     # Who is not switched off at one of these places is on; a run cannot switch on what the settings tab has off.
     return replace(settings, enabled=standing.enabled and all(values.get("enabled", True) for values in changed))
+
+
+def asked_in_vain(arguments: Sequence[Any]) -> str:
+    """What a run with these script arguments hears where OneDiff is switched off in the settings: a sentence, or ""
+    where it asks for nothing."""
+    used, preset, changes = filled(arguments)
+    off = used is False or (isinstance(used, dict) and used.get("enabled") is False)
+    nothing = used is True and preset in ("", None, AS_IN_SETTINGS) and not changes
+    return "" if off or nothing else f"{OFF_IN_SETTINGS}: the options of this run have no effect."
+
+
+def tell(p: Any, problem: str) -> None:
+    """Say why the generation p does not get what it asks of OneDiff: in the log, on the page and in the infotext."""
+    log.warning("%s", problem)
+    p.comment(problem)
+    p.extra_generation_params[PROBLEM] = problem
+
+
+def filled(arguments: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """Our three script arguments; what is missing is as the accordion has it at first."""
+    return (*arguments, *AS_AT_FIRST[len(arguments):])[:3]
 
 
 def options_in(argument: Any) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from typing import Any
 
 from ..accelerator import runtime
 from ..hosts.webui import WebUI
+from ..settings import OFF_IN_SETTINGS
 from ..vae.journal import described as decode_described
-from .amounts import NOTHING, milliseconds
+from .amounts import NOTHING, milliseconds, times
 
 # In place of the status line where a fault of ours keeps it from being made.
 UNREADABLE = '<p class="onediff-reason">OneDiff cannot show its status: see the console.</p>'
@@ -19,11 +20,11 @@ ROUTES = {
 
 def current_status(webui: WebUI) -> dict[str, Any]:
     """runtime.status() with what the WebUI's adapter adds: who the host is, how many hooks are in place, and notes on
-    its settings. For a model that OneDiff does not serve, with the reason in place of the last call's."""
+    its settings. Where OneDiff is off, or does not serve the model, with that reason in place of the last call's."""
     status = {
         "host": webui.name, "release": webui.release, "hooks": webui.hooks(), "notes": webui.notes(), **runtime.status()
     }
-    reason = webui.why_not_served()
+    reason = webui.why_not_served() if runtime.settings.enabled else f"{OFF_IN_SETTINGS}."
     return {**status, "route": "host", "reason": reason} if reason else status
 
 
@@ -65,4 +66,4 @@ def ratio_sentence(status: dict[str, Any]) -> str:
     """How our step compares with the host's own, which is measured when a shape is first used."""
     if status["ratio"] is None:
         return NOTHING
-    return f"{status['ratio']:.2f}x the WebUI's own ({milliseconds(status['host_ms'])})"
+    return f"{times(status['ratio'], status.get('ratio_range'))} the WebUI's own ({milliseconds(status['host_ms'])})"

@@ -17,6 +17,7 @@ from test_hook_faults import broken
 from torch import Tensor
 from vae_builders import diffusers_vae
 
+from lib_onediff import api
 from lib_onediff.accelerator import runtime
 from lib_onediff.hosts.diffusers_decoder import is_attached
 from lib_onediff.hosts.standalone.modules import paths, script_callbacks, script_loading, sd_models, shared
@@ -32,9 +33,10 @@ class Generation:
     def __init__(self) -> None:
         self.extra_generation_params: dict[str, Any] = {}
         self.is_hr_pass = False
+        self.comments: list[str] = []
 
     def comment(self, text: str) -> None:
-        raise AssertionError(text)
+        self.comments.append(text)
 
 
 class Standalone:
@@ -61,6 +63,7 @@ class Standalone:
         self.page.process_before_every_sampling(p)
         output = served(self.unet, a_call(self.unet))
         self.page.postprocess(p, SimpleNamespace())
+        assert p.comments == []
         return output
 
     def switch(self, on: bool) -> None:
@@ -110,7 +113,7 @@ MOMENTS: dict[str, Any] = {
         "adding axes to the X/Y/Z plot",
     ),
     "the routes": (
-        lambda host: (host.script.api, "add_routes"), lambda host: host.callback("app_started", None, None), None,
+        lambda host: (api, "add_routes"), lambda host: host.callback("app_started", None, None), None,
         "adding routes to the API",
     ),
     "the status line": (
@@ -182,6 +185,29 @@ def test_switched_off_whatever_fails(where: Any, standalone: Standalone, traceba
     standalone.switch(True)
     standalone.generate()
     assert runtime.status()["route"] == "plain" and standalone.script.webui.hooks() == 1
+
+
+@pytest.mark.parametrize(("on", "arguments", "says", "infotext"), [
+    (True, ("yes",), "OneDiff's script argument is true, false or a mapping of its options, not 'yes'.", "off"),
+    (True, (True, "Fastest"), "no preset 'Fastest'", "off"), (True, ({"speed": 9},), "no option 'speed'", "off"),
+    (False, ({"enabled": True},), "switched off in the settings", None),
+    (False, ("yes",), "switched off in the settings", None), (False, (False, "Fastest"), "", None),
+    (False, (), "", None),
+], ids=str)
+def test_arguments_that_are_not_followed_are_told(
+    on: bool, arguments: tuple[Any, ...], says: str, infotext: str | None, standalone: Standalone,
+    caplog: pytest.LogCaptureFixture, tracebacks: Any,
+) -> None:
+    """In the log, on the page, and in the infotext, which is what a client of the API gets."""
+    standalone.switch(on)
+    caplog.clear()
+    p = Generation()
+    standalone.page.process(p, *arguments)
+    standalone.page.postprocess(p, SimpleNamespace())
+    told = p.extra_generation_params.get("OneDiff problem", "")
+    assert says in told and bool(told) == bool(says) and p.extra_generation_params.get("OneDiff") == infotext
+    assert p.comments == [record.message for record in caplog.records] == [told][:bool(told)]
+    assert runtime.guard.faults == []
 
 
 def test_settings_that_cannot_be_looked_at_are_not_taken(standalone: Standalone) -> None:

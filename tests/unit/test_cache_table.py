@@ -144,11 +144,18 @@ def test_a_decode_is_no_model() -> None:
 
 
 def test_the_chart_has_numbers_beside_its_bars() -> None:
-    rows = [changed(ROW, resolution="64x64", step_ms=5.0, host_ms=10.0, uses=1), changed(ROW, host_ms=20.0, ratio=None)]
-    markup = cache_chart.chart_html([*rows, changed(ROW, resolution="80x80", **UNKNOWN)])
+    rows = [
+        changed(ROW, resolution="64x64", step_ms=5.0, host_ms=10.0, uses=1),
+        changed(ROW, host_ms=20.0, ratio=1.62, ratio_range=(1.5, 1.7)),
+    ]
+    # Of the last two, too little was timed for a comparison.
+    unknown = changed(ROW, resolution="80x80", **UNKNOWN), changed(ROW, resolution="88x88", ratio=None)
+    markup = cache_chart.chart_html([*rows, *unknown])
     text = text_of(markup)
-    assert "512x768 SD1 OneDiff 12.3 ms WebUI 20 ms 64x64 SD1 OneDiff 5 ms (2.00 x) WebUI 10 ms" in text
-    assert "--onediff-share: 0.250" in markup and "--onediff-share: 1.000" in markup and "80x80" not in markup
+    assert "512x768 SD1 OneDiff 12.3 ms, 1.62 x (1.50 to 1.70) WebUI 20 ms" in text
+    assert "64x64 SD1 OneDiff 5 ms, 2.00 x WebUI 10 ms" in text
+    assert "--onediff-share: 0.250" in markup and "--onediff-share: 1.000" in markup
+    assert "80x80" not in markup and "88x88" not in markup
     assert cache_chart.chart_html([changed(ROW, **UNKNOWN)]) == cache_chart.chart_html([]) == ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,18 +128,41 @@ def test_same_settings_give_the_same_picture() -> None:
 
 def test_markup_has_pictures_numbers_and_no_markup_of_others() -> None:
     pair = a_pair(kept=0.5)
-    markup = pictures_html(pair, SIDES) + summary_html([pair], SIDES) + numbers_html([pair])
+    markup = pictures_html(pair, SIDES) + summary_html([pair], SIDES, True) + numbers_html([pair])
     assert markup.count('src="data:image/png;base64,') == 3
     assert 'type="range"' in markup and "aria-label" in markup
     assert "Washed out: saturation -4" in markup and 'class="onediff-pale"' in markup
-    assert "The right side is 2.00 times as fast as the left." in markup
+    assert "Times are compared from 3 images of each side on." in markup and "times as fast" not in markup
     assert "Off: the WebUI&#x27;s own" in markup
 
 
 def test_verdict_over_several_seeds() -> None:
-    assert "washed out in 1 of 2 pictures" in verdict([a_pair(7), a_pair(8, 0.5)])
-    assert verdict([a_pair(7), a_pair(8)]).startswith("Identical: every pixel of every picture")
-    assert verdict([a_pair(7, 0.995), a_pair(8)]).startswith("Seed 7 differs most: ")
+    assert "washed out in 1 of 2 pictures" in verdict([a_pair(7), a_pair(8, 0.5)], True)
+    assert verdict([a_pair(7), a_pair(8)], True).startswith("Identical: every pixel of every picture")
+    assert verdict([a_pair(7, 0.995), a_pair(8)], True).startswith("Seed 7 differs most: ")
+
+
+TOO_FEW = "Times are compared from 3 images of each side on"
+
+
+def timed(seconds: list[tuple[float, float]]) -> list[Any]:
+    """A pair for each, of which only the times count."""
+    pair = a_pair(7)
+    return [replace(pair, first=replace(pair.first, seconds=left), second=replace(pair.second, seconds=right))
+            for left, right in seconds]
+
+
+@pytest.mark.parametrize(("warmed_up", "seconds", "says"), [
+    (True, [(7.95, 1.0)], f"{TOO_FEW}."), (False, [(7.95, 1.0)], f"{TOO_FEW}, the first of each not counted."),
+    (False, [(9, 1), (2, 1), (2, 1)], f"{TOO_FEW}, the first of each not counted."),
+    (False, [(9, 1), (2, 1), (2.2, 1), (2.4, 1)],
+     "The right side is 2.20 times as fast as the left (2.00 to 2.40, 3 images of each)."),
+    (True, [(1, 2), (1, 2), (1, 2)],
+     "The left side is 2.00 times as fast as the right (2.00 to 2.00, 3 images of each)."),
+    (True, [(5.6, 1), (0.84, 1), (1.2, 1)], "The times of both sides differ no more than those of one side do."),
+])
+def test_how_times_compare(warmed_up: bool, seconds: list[tuple[float, float]], says: str) -> None:
+    assert verdict(timed(seconds), warmed_up).endswith(f" {says}")
 
 
 # --- keeping them -------------------------------------------------------------------------------------------------

@@ -75,7 +75,8 @@ def test_the_feature_is_counted_once(pretended: PretendedGraphs) -> None:
     [feature, _] = runtime.care_of(rig.unet).held_features()
     own = {part: kept.runner.own_bytes for part in (FULL, SHALLOW)
            for key, kept in runtime.care_of(rig.unet).kept() if key.part == part}
-    assert own[FULL] - own[SHALLOW] == feature.tensor.nbytes
+    held = runtime.care_of(rig.unet).course._features.bytes()
+    assert own[FULL] - own[SHALLOW] == feature.tensor.nbytes == held
 
 
 def test_freed_graphs_take_the_feature_with_them(pretended: PretendedGraphs) -> None:

@@ -1,14 +1,16 @@
 """The guard around every hook: what a fault of ours costs, what users read, and what is the host's own to raise."""
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import weakref
 from typing import Any
 
 import pytest
+import torch
 
-from lib_onediff.guard import Guard
+from lib_onediff.guard import Guard, outcome_of
 from lib_onediff.hosts.class_patch import ClassPatch
 
 
@@ -151,3 +153,21 @@ def test_a_fault_that_a_hook_has_answered_itself_leaves_the_rest_to_the_host(con
     assert vae.owner().forward(1) == 2 and told == guard.faults
     guard.resume()
     assert vae.owner().forward(1) == -1
+
+
+def test_an_outcome_is_taken_by_who_waits_and_keeps_nothing_alive_after_that() -> None:
+    assert outcome_of(lambda: 5).result() == 5
+    kept: list[weakref.ref[Any]] = []
+
+    def work() -> None:
+        tensor = torch.ones(2)
+        kept.append(weakref.ref(tensor))
+        raise LookupError("broken")
+
+    gc.disable()
+    try:
+        with contextlib.suppress(LookupError):
+            outcome_of(work).result()
+        assert kept[0]() is None, "a cycle holds the exception, and with it what the work had made"
+    finally:
+        gc.enable()

@@ -32,7 +32,7 @@ def used(tmp_path: Path) -> Path:
     unet = shared_unet("SD1")
     runtime.history.open(tmp_path)
     lib_onediff.compile_unet(unet)
-    for _ in range(3):
+    for _ in range(4):
         served(unet, a_call(unet, 8, 8))
     served(unet, a_call(unet, 9, 11))
     runtime.keep_history()
@@ -45,18 +45,21 @@ def test_the_next_process_has_the_rows(used: Path) -> None:
     now = {row.resolution: row for row in runtime.rows()}
     later = History()
     later.open(used)
-    assert {row.resolution: row.uses for row in later.rows()} == {"64x64": 3, "88x72": 1}
+    assert {row.resolution: row.uses for row in later.rows()} == {"64x64": 4, "88x72": 1}
     runtime.table.forget({entry.key for entry in runtime.table.entries()})
     remembered = {row.resolution: row for row in runtime.rows()}
     assert {row.state for row in remembered.values()} == {"on disk"}
-    assert remembered["64x64"].step_ms == now["64x64"].step_ms
+    assert remembered["64x64"].step_ms == now["64x64"].step_ms > 0
+    assert remembered["64x64"].ratio == now["64x64"].ratio > 0 and remembered["64x64"].ratio_range is None
+    # One call is not enough to be remembered, for its time.
+    assert remembered["88x72"].step_ms is remembered["88x72"].ratio is None
     assert remembered["64x64"].shapes[0].dtype == "float32"
 
 
 def test_a_use_is_counted_once(used: Path) -> None:
     runtime.keep_history()
     wait_for_the_disk()
-    assert sum(row.uses for row in runtime.history.rows()) == 4
+    assert sum(row.uses for row in runtime.history.rows()) == 5
 
 
 def test_purging_forgets_the_disk_too(used: Path) -> None:

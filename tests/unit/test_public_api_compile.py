@@ -78,9 +78,14 @@ def test_the_last_options_count() -> None:
             {"backend": "nonsense"},
             "OneDiff option backend is one of auto, native, inductor, cudagraph, oneflow, eager, not 'nonsense'.",
         ),
-        ({"backend": None}, "OneDiff option backend takes a str, not None."),
-        ({"verify": "yes"}, "OneDiff option verify takes a bool, not 'yes'."),
-        ({"verify": 1}, "OneDiff option verify takes a bool, not 1."),
+        (
+            {"backend": None},
+            "OneDiff option backend is one of auto, native, inductor, cudagraph, oneflow, eager, not None.",
+        ),
+        ({"tf32": True}, "OneDiff option tf32 is one of auto, on, off, not True."),
+        ({"verify": "yes"}, "OneDiff option verify takes True or False, not 'yes'."),
+        ({"verify": 1}, "OneDiff option verify takes True or False, not 1."),
+        ({"memory_budget": 0.5}, "OneDiff option memory_budget takes a whole number, not 0.5."),
         ({"speed": 11}, "OneDiff has no option 'speed'; its options are "),
     ],
     ids=str,
@@ -98,6 +103,72 @@ def test_a_wrong_option_is_named_in_a_sentence_and_nothing_is_compiled(
             lib_onediff.compile_unet(unet, **options)
     assert str(error.value).startswith(sentence)
     assert unet.__dict__ == attributes
+
+
+UNET_ALONE = "a UNet, such as pipe.unet, not a "
+A_PIPELINE = "a pipeline of diffusers, such as StableDiffusionPipeline.from_pretrained(...) returns, not "
+
+
+@pytest.mark.parametrize(("function", "given", "sentence"), [
+    (
+        "compile_unet", SimpleNamespace(unet=nn.Linear(1, 1)),
+        UNET_ALONE + "SimpleNamespace; for a whole pipeline there is compile_pipe.",
+    ),
+    ("compile_unet", None, UNET_ALONE + "NoneType."), ("compile_unet", "unet", UNET_ALONE + "str."),
+    ("compile_unet", nn.Linear, UNET_ALONE + "type."),
+    (
+        "uncompile_unet", SimpleNamespace(unet=nn.Linear(1, 1)),
+        UNET_ALONE + "SimpleNamespace; for a whole pipeline there is uncompile_pipe.",
+    ),
+    ("compile_pipe", None, A_PIPELINE + "a NoneType."), ("compile_pipe", "path/to/sdxl", A_PIPELINE + "a str."),
+    ("compile_pipe", SimpleNamespace, A_PIPELINE + "the class SimpleNamespace."),
+    ("compile_pipe", nn.Linear(1, 1), A_PIPELINE + "a Linear; for a UNet there is compile_unet."),
+    ("uncompile_pipe", nn.Linear(1, 1), A_PIPELINE + "a Linear; for a UNet there is uncompile_unet."),
+    ("uncompile_pipe", None, A_PIPELINE + "a NoneType."),
+], ids=str)
+def test_what_is_no_pipeline_or_no_unet_gets_a_sentence(function: str, given: Any, sentence: str) -> None:
+    with pytest.raises(TypeError) as error:
+        getattr(lib_onediff, function)(given)
+    assert str(error.value) == f"{function} takes {sentence}"
+
+
+@pytest.mark.parametrize("whole_pipe", [False, True])
+def test_settings_as_a_mapping_get_a_sentence(whole_pipe: bool) -> None:
+    unet = diffusers_unet()
+    attributes = dict(unet.__dict__)
+    with pytest.raises(TypeError) as error:
+        if whole_pipe:
+            lib_onediff.compile_pipe(SimpleNamespace(unet=unet), settings={"tf32": "on"})
+        else:
+            lib_onediff.compile_unet(unet, settings={"tf32": "on"})
+    assert str(error.value) == (
+        'settings is a lib_onediff.Settings, not a dict; options are given by name, such as backend="native".'
+    )
+    assert unet.__dict__ == attributes
+
+
+@pytest.mark.parametrize(("ignores", "kind", "sentence"), [
+    ("vae", TypeError, """ignores is a collection of names, such as ("vae",), not 'vae'."""),
+    (None, TypeError, """ignores is a collection of names, such as ("vae",), not None."""),
+    (("vae.decoder",), ValueError, "ignores names parts of the pipeline, 'unet' or 'vae', not 'vae.decoder'."),
+    (["uent"], ValueError, "ignores names parts of the pipeline, 'unet' or 'vae', not 'uent'."),
+    ([1], ValueError, "ignores names parts of the pipeline, 'unet' or 'vae', not 1."),
+], ids=str)
+def test_what_ignores_cannot_name_gets_a_sentence_and_nothing_is_compiled(
+    ignores: Any, kind: type[Exception], sentence: str
+) -> None:
+    pipe = SimpleNamespace(unet=diffusers_unet(), text_encoder=nn.Linear(1, 1))
+    attributes = dict(pipe.unet.__dict__)
+    with pytest.raises(kind) as error:
+        lib_onediff.compile_pipe(pipe, ignores=ignores)
+    assert str(error.value) == sentence and pipe.unet.__dict__ == attributes
+
+
+def test_a_part_that_is_never_compiled_can_be_ignored() -> None:
+    """As callers of OneDiff's own compile_pipe do."""
+    pipe = SimpleNamespace(unet=diffusers_unet(), text_encoder=nn.Linear(1, 1))
+    lib_onediff.compile_pipe(pipe, ignores=["text_encoder"])
+    must_be_ours(pipe.unet)
 
 
 def test_a_pipe_without_a_unet_is_returned_as_it_is(caplog: pytest.LogCaptureFixture) -> None:

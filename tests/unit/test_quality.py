@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from quality_pictures import desaturated, noisy, painted, poster, veiled
+from quality_pictures import HEIGHT, WIDTH, desaturated, noisy, painted, poster, veiled
 from torch import Tensor
 from torch.nn import functional
 
@@ -157,9 +157,37 @@ def test_sentences() -> None:
     off_by_one = picture.clone()
     off_by_one[::7, ::5] = (off_by_one[::7, ::5] + 1 / 255).clamp(0, 1)
     assert compare(picture, off_by_one).sentence() == "Not to be seen: the largest difference is 1 of 255."
-    assert compare(picture, noisy(picture, 2)).sentence() == "The same picture, with fine differences."
-    assert "differ in detail" in compare(picture, picture.flip(1)).sentence()
+    assert compare(picture, noisy(picture, 2)).sentence() == "The same image, with fine differences."
+    assert compare(picture, noisy(picture, 32)).sentence() == "The images differ in detail."
     assert compare(picture, picture).as_dict()["psnr"] is None
+
+
+def flat(*colour: float) -> Tensor:
+    return torch.tensor(colour, dtype=torch.float64).expand(HEIGHT, WIDTH, 3)
+
+
+def blob(*colour: float) -> Tensor:
+    """A disc of a colour on grey: a tenth of the image."""
+    row, column = torch.meshgrid(torch.arange(HEIGHT), torch.arange(WIDTH), indexing="ij")
+    inside = (row - HEIGHT / 2).square() + (column - WIDTH / 2).square() < 26**2
+    return torch.where(inside[..., None], flat(*colour), flat(0.5, 0.5, 0.5))
+
+
+@pytest.mark.parametrize("first, second", [
+    (flat(1, 0, 0), flat(0, 0, 1)), (flat(0, 0, 0), flat(1, 1, 1)), (flat(1, 1, 1), flat(0, 0, 0)),
+    (blob(0, 0.8, 0), blob(0.8, 0, 0.8)), (painted(), painted(10)), (painted(), painted().flip(1)),
+    (poster(), poster(10)),
+], ids=["red, blue", "black, white", "white, black", "green, magenta", "two images", "mirrored", "two posters"])
+def test_images_that_have_nothing_in_common(first: Tensor, second: Tensor) -> None:
+    found = compare(first, second)
+    assert found.psnr < 13.5
+    assert found.sentence() == f"Different images: a channel differs by {found.mean:.0f} of 255 on average."
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=IDS)
+def test_one_image_with_noise_or_moved_is_no_different_image(picture: Tensor) -> None:
+    for changed in (noisy(picture, 8), noisy(picture, 32), picture.roll(1, 0)):
+        assert not compare(picture, changed).sentence().startswith("Different images")
 
 
 # --- the difference as a picture ----------------------------------------------------------------------------------

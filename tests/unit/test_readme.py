@@ -7,6 +7,7 @@ from pathlib import Path
 from lib_onediff.infotext import options_of_a_run
 from lib_onediff.settings import markdown_table
 
+MEASURING = (Path(__file__).parents[2] / ".readme" / "measuring.md").read_text(encoding="utf-8")
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
 
@@ -24,6 +25,14 @@ def test_the_python_in_it_compiles() -> None:
     assert blocks
     for block in blocks:
         compile(block, "README.md", "exec")
+
+
+def test_its_commands_name_the_python_that_has_what_they_need() -> None:
+    """Only install.py runs in any Python: it makes the other one."""
+    commands = re.findall(r"[^\s`]*python(?:\.exe)? (?:-m|\w+\.py)[^`\n]*", README + MEASURING)
+    assert len(commands) > 10
+    for command in commands:
+        assert command.startswith((".venv/bin/python -m ", "FOLDER/venv/bin/python -m ", "python install.py")), command
 
 
 def test_the_black_box_test_of_options_knows_every_one() -> None:

@@ -54,10 +54,10 @@ def test_sums() -> None:
 
 def test_times_are_those_of_the_shape_that_is_used_most() -> None:
     (row,) = rows_of([
-        an_entry(batch=1, own=(1.0, 3.0, 2.0), host=(8.0,), uses=3), an_entry(own=(6.0,), host=(9.0,), uses=20),
+        an_entry(batch=1, own=(1.0, 3.0, 2.0), host=(8.0,), uses=3), an_entry(own=(6.0,) * 3, host=(9.0,) * 3, uses=20),
         an_entry(tokens=154, uses=99),
     ])
-    assert (row.step_ms, row.host_ms, row.ratio) == (6.0, 9.0, 1.5)
+    assert (row.step_ms, row.host_ms, row.ratio, row.ratio_range) == (6.0, 9.0, 1.5, (1.5, 1.5))
 
 
 def test_after_warming_up_times_are_those_of_the_guided_call() -> None:
@@ -109,7 +109,7 @@ def test_rows_of_the_runtime() -> None:
     assert (square.resolution, wide.resolution, square.uses, wide.uses) == ("64x64", "72x64", 4, 2)
     assert [shape.batch for shape in square.shapes] == [1, 2]
     assert square.last_used >= wide.last_used >= began
-    assert square.model and square.step_ms > 0 and square.ratio == square.host_ms / square.step_ms
+    assert square.model and square.step_ms > 0 and square.host_ms > 0 and square.ratio is None
 
 
 def test_many_rows() -> None:

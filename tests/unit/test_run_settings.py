@@ -7,8 +7,8 @@ import pytest
 
 from lib_onediff.preset_data import BALANCED, QUALITY, SPEED
 from lib_onediff.presets import AS_IN_SETTINGS
-from lib_onediff.settings import Settings
-from lib_onediff.ui.run_settings import AS_AT_FIRST, settings_of_run
+from lib_onediff.settings import OFF_IN_SETTINGS, Settings
+from lib_onediff.ui.run_settings import AS_AT_FIRST, asked_in_vain, settings_of_run
 
 
 @pytest.mark.parametrize("argument, standing, expected", [
@@ -83,3 +83,17 @@ def test_own_presets() -> None:
     standing = Settings(own_presets="mine: tf32 on; gone_option 3, plain:", deepcache_interval=3)
     assert settings_of_run([True, "mine"], standing) == Settings(own_presets=standing.own_presets, tf32="on")
     assert settings_of_run([True, "plain"], standing) == Settings(own_presets=standing.own_presets)
+
+
+@pytest.mark.parametrize(("arguments", "told"), [
+    ([], False), (AS_AT_FIRST, False), ([True, None, None], False), ([False, BALANCED, "tf32 on"], False),
+    ([{"enabled": False, "tf32": "on"}], False), ([{"enabled": True}], True), ([{"tf32": "on"}], True),
+    ([True, BALANCED], True), ([True, "", "tf32 on"], True), (["yes"], True), ([{"enabled": "no"}], True),
+], ids=str)
+def test_what_a_run_asks_for_while_onediff_is_off_in_the_settings(arguments: Any, told: bool) -> None:
+    assert asked_in_vain(arguments) == (f"{OFF_IN_SETTINGS}: the options of this run have no effect." if told else "")
+
+
+def test_the_sentence_names_the_option_as_the_settings_tab_does() -> None:
+    label = Settings.__dataclass_fields__["enabled"].metadata["label"]
+    assert f"Settings > OneDiff > {label})" in OFF_IN_SETTINGS

@@ -74,7 +74,7 @@ def test_a_host_that_cannot_restrict_the_api() -> None:
     ("onediff_deepcache_hires_depth", 12, "from 1 to 11"),
     ("onediff_deepcache_end", 1.01, "from 0 to 1"),
     ("onediff_deepcache_power", 1, "from 1.05 to 3"),
-    ("onediff_idle_prewarm", 1, "takes a bool"),
+    ("onediff_idle_prewarm", 1, "takes True or False"),
     ("onediff_backend", "warp", "is one of"),
 ])
 def test_invalid_values_give_a_sentence_and_the_old_value_stays(

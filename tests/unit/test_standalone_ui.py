@@ -1,6 +1,7 @@
 """The product's parts of the WebUI's page, and the script, with the standalone host's modules."""
 from __future__ import annotations
 
+import html
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import gradio
 from lib_onediff.accelerator import runtime
 from lib_onediff.hosts.standalone.modules.options import OptionInfo, Options
 from lib_onediff.hosts.unknown import UnknownHost
-from lib_onediff.settings import Settings
+from lib_onediff.settings import OFF_IN_SETTINGS, Settings
 from lib_onediff.shapes.warmup import WarmUp
 from lib_onediff.ui import accordion, run_settings, settings_tab, status
 
@@ -29,7 +30,7 @@ STATUS = {
 
 def test_status_line_says_everything_and_escapes_it() -> None:
     line = status.status_html(STATUS)
-    for part in ("plain launches", "12.3 ms", "2.00x", "24.7 ms", "64x72", "&lt;b&gt;SD1&lt;/b&gt;", "a &amp; b"):
+    for part in ("plain launches", "12.3 ms", "2.00 x", "24.7 ms", "64x72", "&lt;b&gt;SD1&lt;/b&gt;", "a &amp; b"):
         assert part in line
     assert "<b>SD1" not in line
 
@@ -158,6 +159,37 @@ def test_accordion_says_what_the_run_will_be(values: tuple[Any, ...], said: str)
     told = tells[0](*values)
     assert said in told and bool(told) == bool(said)
     assert ("onediff-wrong" in told) == (bool(told) and "This run:" not in told)
+
+
+def test_the_accordion_says_where_onediff_is_switched_off() -> None:
+    """Its checkbox is of the run, and stays as it was."""
+    runtime.configure(Settings(enabled=False))
+    with gradio.Blocks() as page:
+        build_accordion("img2img")
+    tells = {function.fn for function in page.fns.values() if function.fn and function.fn.__name__ == "tell"}
+    for tell in tells:
+        assert f"{html.escape(OFF_IN_SETTINGS)}: nothing here has an effect." in tell(True, "As in the settings", "")
+    told = status.current_status(UnknownHost("SomeUI 3", ""))
+    assert (told["route"], told["reason"], told["enabled"]) == ("host", f"{OFF_IN_SETTINGS}.", False)
+    runtime.configure(Settings())
+    assert status.current_status(UnknownHost("SomeUI 3", "not served yet"))["reason"] == "not served yet"
+
+
+def test_prewarming_while_onediff_is_switched_off_is_refused_with_the_reason() -> None:
+    runtime.configure(Settings(enabled=False))
+    warmup = WarmUp(NoWebUI(), runtime)
+    with gradio.Blocks() as page:
+        build_accordion("txt2img")
+        for name in ("width", "height", "batch_size"):
+            gradio.Number(elem_id=f"txt2img_{name}")
+        accordion.connect(gradio.Textbox(elem_id="generation_info_txt2img"), "txt2img", lambda: "status", warmup)
+    ask, begin = (
+        next(function.fn for function in page.fns.values() if function.fn and function.fn.__name__ == name)
+        for name in ("ask", "begin")
+    )
+    assert f"{html.escape(OFF_IN_SETTINGS)}, so nothing can be made ready." in ask(512, 512, 1)
+    # What follows the jobs leaves the sentence alone.
+    assert begin(512, 512, 1)[:2] == (gradio.update(), "status")
 
 
 class NoWebUI:

@@ -161,8 +161,9 @@ def test_what_the_host_serves_is_not_ready(webui: SmallWebUI, queue: WarmUp) -> 
 
 def test_switched_off(queue: WarmUp) -> None:
     runtime.configure(Settings(enabled=False))
-    (job,) = queue.add([SMALL], "panel")
-    assert finished(queue, job).reason == "OneDiff is switched off"
+    with pytest.raises(ValueError, match="switched off in the settings .*, so nothing can be made ready"):
+        queue.add([SMALL], "panel")
+    assert queue.jobs() == []
 
 
 def test_cancelling_twenty_in_the_middle(webui: SmallWebUI, queue: WarmUp) -> None:

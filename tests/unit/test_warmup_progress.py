@@ -63,7 +63,9 @@ def test_history_tells_how_long_it_will_take(webui: SmallWebUI, queue: WarmUp, t
     assert set(rows) == {(2, 77), (1, 77)} and all(row.uses == 0 and row.step_ms for row in rows.values())
     later = WarmUp(webui, runtime)
     (job,) = later.add([SMALL], "panel")
-    expected = sum(3 * row.step_ms + row.host_ms + row.step_ms for row in rows.values()) / 1e3
+    # Two calls of a shape are too few to keep the host's time beside ours: it counts as much.
+    assert {row.host_ms for row in rows.values()} == {None}
+    expected = sum(5 * row.step_ms for row in rows.values()) / 1e3
     assert job.estimated_seconds == pytest.approx(expected, rel=0.5)
     later.stop(SECONDS)
 

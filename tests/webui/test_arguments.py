@@ -152,7 +152,8 @@ def test_status_describes_the_last_picture(webui: WebUI, sd15: Models) -> None:
     assert status["resolution"] == "128x64"
     assert status["model"] == ("SD1" if status["host"] != "standalone" else "UNet with context width 64")
     assert status["step_ms"] > 0 and status["host_ms"] > 0
-    assert status["ratio"] == pytest.approx(status["host_ms"] / status["step_ms"])
+    # A slow WebUI is timed once and no more while somebody waits, and one time says nothing.
+    assert status["ratio"] in (None, pytest.approx(status["host_ms"] / status["step_ms"]))
     assert status["route"] in ("plain", "graph")
     assert status["reason"] or status["route"] == "graph"
     run_off(webui, {"width": 128, "height": 64})

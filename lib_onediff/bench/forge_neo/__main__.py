@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,7 @@ def attempt(results: Results, section: str, work: Any) -> None:
             results.add(section, each.as_dict())
             say(each.line())
     except Exception as error:
+        traceback.print_exc()
         problem = f"{section}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         results.add(section, {"problem": problem})
         say(problem)

@@ -4,6 +4,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -98,6 +99,7 @@ def measure(checkpoint: Checkpoint, variant: Variant, plan: Plan, reference: Ref
     except CannotRun as reason:
         row.problem = str(reason)
     except Exception as error:
+        traceback.print_exc()
         row.problem = f"{change}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     row.note, row.seconds = variant.note(), time.perf_counter() - began
     give_back_memory()

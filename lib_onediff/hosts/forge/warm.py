@@ -3,11 +3,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 
 from ...accelerator import runtime
+from ...guard import first_line, outcome_of
 from ...unet.layout import UnsupportedUNet
 from ..webui import PROMPT_NOISE, CannotWarm, Result
 from .traits import Traits
@@ -24,21 +26,11 @@ def exclusively(work: Callable[[], Result]) -> Result:
 
     if threading.current_thread() is threading.main_thread():
         return on_this_thread(work, queue_lock)
-    results: list[Result] = []
-    errors: list[Exception] = []
-
-    def carried() -> None:
-        # An exception would end in the log, and None would come back.
-        try:
-            results.append(work())
-        except Exception as error:
-            errors.append(error)
-
+    outcomes: list[Future[Result]] = []
     with queue_lock:
-        main_thread.run_and_wait_result(carried)
-    if errors:
-        raise errors[0]
-    return results[0]
+        # An exception would end in the log, and None would come back.
+        main_thread.run_and_wait_result(lambda: outcomes.append(outcome_of(work)))
+    return outcomes.pop().result()
 
 
 def on_this_thread(work: Callable[[], Result], queue_lock: Any) -> Result:
@@ -56,8 +48,7 @@ def selected_engine(traits: Traits) -> Any:
     try:
         return traits.selected_engine()
     except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CannotWarm(f"the checkpoint cannot be loaded: {reason}") from error
+        raise CannotWarm(f"the checkpoint cannot be loaded: {first_line(error)}") from error
 
 
 def one_call(traits: Traits, patcher: Any, width: int, height: int, batch: int, tokens: int) -> None:

@@ -1,0 +1,78 @@
+"""What scripts/onediff.py loads at the start of a WebUI, and what it makes the WebUI do to take our functions."""
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("gradio")
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = REPOSITORY / "scripts" / "onediff.py"
+# What serves a model, compiles for one or describes one to programs. No page needs it.
+FOR_LATER = (
+    "diffusers", "transformers", "torch._inductor", "torch._dynamo", "torch.onnx", "triton", "sympy", "oneflow",
+    "skimage", "scipy", "lib_onediff.api", "lib_onediff.bench", "lib_onediff.ops.triton_ops",
+    "lib_onediff.ops.triton_tuning", "lib_onediff.ops.float8_ops", "lib_onediff.ops.oneflow_ops",
+)
+START = """
+import json, sys
+import gradio, PIL.Image, torch
+from lib_onediff.hosts.standalone.modules import paths, script_callbacks, script_loading
+from lib_onediff.hosts.standalone.registration import modules_importable
+
+paths.data_path, script = sys.argv[1:]
+before = set(sys.modules)
+with modules_importable():
+    module = script_loading.load_module(script)
+    script_callbacks.before_ui_callback()
+    script_callbacks.ui_settings_callback()
+    with gradio.Blocks():
+        page = module.OneDiffScript()
+        page.is_img2img = False
+        assert len(page.ui(False)) == 3
+    assert len(script_callbacks.ui_tabs_callback()) == 1 and not module.guard.faults, module.guard.faults
+    print(json.dumps(sorted(set(sys.modules) - before)))
+    module.stop()
+"""
+
+
+def test_the_page_loads_nothing_that_only_a_model_needs(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", START, str(tmp_path), str(SCRIPT)], cwd=REPOSITORY, capture_output=True, text=True,
+        timeout=300, check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    loaded = json.loads(run.stdout.splitlines()[-1])
+    assert "lib_onediff.ui.accordion" in loaded
+    heavy = [name for name in loaded if any(name == late or name.startswith(f"{late}.") for late in FOR_LATER)]
+    assert heavy == []
+
+
+def test_the_webui_takes_our_functions_from_a_stack_of_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a frame of any other file, inspect looks at every module of the process, which takes the WebUI 0.1 s."""
+    from lib_onediff.accelerator import runtime
+    from lib_onediff.hosts.standalone.modules import paths, script_callbacks, script_loading
+    from lib_onediff.hosts.standalone.registration import modules_importable
+
+    files: list[str] = []
+
+    def register(moment: str, callback: object) -> None:
+        files.extend(frame.filename for frame in inspect.stack(0))
+        taken.append(moment)
+
+    taken: list[str] = []
+    monkeypatch.setattr(script_callbacks, "register", register)
+    monkeypatch.setattr(paths, "data_path", str(tmp_path))
+    with modules_importable():
+        script_loading.load_module(str(SCRIPT)).stop()
+    moments = ["app_started", "before_ui", "model_loaded", "script_unloaded", "ui_settings", "ui_tabs"]
+    assert sorted(taken) == moments and runtime.guard.faults == []
+    known = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    assert set(files) <= known

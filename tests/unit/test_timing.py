@@ -1,0 +1,159 @@
+"""Times, and when a ratio of them is told."""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import a_call, diffusers_output, shared_unet
+from panel_builders import ROW, changed, text_of
+
+from lib_onediff import verify
+from lib_onediff.accelerator import runtime
+from lib_onediff.shapes.history import history_row
+from lib_onediff.shapes.key import ShapeKey
+from lib_onediff.shapes.rows import resolution_row
+from lib_onediff.shapes.table import Entry
+from lib_onediff.shapes.timing import ENOUGH, Ratio, Stopwatch, Timing
+from lib_onediff.ui.cache_chart import chart_html
+from lib_onediff.ui.cache_table import table_html
+from lib_onediff.ui.status import described
+from lib_onediff.unet.call import UNetCall
+from lib_onediff.verify import judge
+
+CPU = torch.device("cpu")
+CALL = UNetCall(latent=torch.empty(2, 4, 8, 8), timestep=torch.empty(2), context=torch.empty(2, 77, 48))
+KEY = ShapeKey.of("SD1", torch.float32, CALL)
+
+
+def stopwatch(*milliseconds: float) -> Stopwatch:
+    made = Stopwatch()
+    made._times.extend(milliseconds)
+    return made
+
+
+def an_entry(own: Stopwatch, host: Stopwatch) -> Entry:
+    return Entry(KEY, "SD1", own=own, host=host)
+
+
+def test_few_times_are_no_timing() -> None:
+    assert (stopwatch().median_ms, stopwatch().timing) == (None, None)
+    assert (stopwatch(5.0, 7.0).median_ms, stopwatch(5.0, 7.0).timing) == (6.0, None)
+    assert stopwatch(5.0, 9.0, 6.0).timing == Timing(6.0, 5.0, 9.0)
+
+
+def test_one_stray_time_hardly_moves_what_many_say() -> None:
+    assert stopwatch(*[5.0] * 9, 500.0).timing == Timing(5.0, 5.0, 5.0)
+
+
+def test_times_of_another_route_are_forgotten() -> None:
+    watch = Stopwatch()
+    for _ in range(ENOUGH):
+        watch.time(CPU, lambda: None, "plain")
+    assert watch.timing is not None
+    watch.time(CPU, lambda: None, "graph")
+    assert watch.timing is None and watch.median_ms is not None
+
+
+def test_what_an_earlier_process_has_measured_holds_until_this_one_has() -> None:
+    watch = Stopwatch()
+    watch.remember(5.0)
+    assert (watch.median_ms, watch.timing) == (5.0, Timing(5.0, 5.0, 5.0))
+    watch._times.append(100.0)
+    assert watch.timing == Timing(5.0, 5.0, 5.0)
+    watch._times.extend([100.0] * ENOUGH)
+    assert watch.timing == Timing(100.0, 100.0, 100.0)
+
+
+def test_a_ratio_needs_enough_times_on_both_sides() -> None:
+    few, enough = stopwatch(1.0), stopwatch(2.0, 2.0, 2.0)
+    for own, host in ((few, enough), (enough, few), (few, few)):
+        entry = an_entry(own, host)
+        row = resolution_row([entry])
+        assert entry.ratio is row.ratio is row.ratio_range is row.shapes[0].ratio is None
+    entry = an_entry(stopwatch(2.0, 2.0, 2.5, 2.5), stopwatch(4.0, 6.0, 4.5))
+    assert entry.ratio == Ratio(4.5 / 2.25, 4.0 / 2.5, 6.0 / 2.0)
+    assert resolution_row([entry]).ratio_range == (1.6, 3.0)
+
+
+def test_the_disk_keeps_no_ratio_of_few_calls() -> None:
+    few, enough, remembered = stopwatch(1.0), stopwatch(2.0, 2.0, 2.0), stopwatch()
+    remembered.remember(2.0)
+    for own, host, kept in (
+        (few, enough, (1.0, None)), (enough, few, (2.0, None)), (few, few, (1.0, None)), (enough, enough, (2.0, 2.0)),
+        # What is not kept leaves an earlier process's step beside its host's.
+        (few, remembered, (None, None)), (enough, remembered, (2.0, 2.0)),
+    ):
+        row = history_row(an_entry(own, host), 1)
+        assert (row.step_ms, row.host_ms) == kept
+
+
+# --- the host's time ----------------------------------------------------------------------------------------------
+
+
+class Host:
+    """A host's forward that knows how often it ran."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> Any:
+        self.calls += 1
+        return torch.ones(2, 4, 8, 8)
+
+
+@pytest.mark.parametrize(("seconds", "nobody_waits", "timed"), [
+    (60.0, False, ENOUGH), (-1.0, False, 1), (-1.0, True, ENOUGH),
+], ids=["quick", "slow", "slow, while nobody waits"])
+def test_the_hosts_first_run_is_not_timed_and_a_slow_one_is_timed_once(
+    seconds: float, nobody_waits: bool, timed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "SECONDS_TO_TIME_THE_HOST", seconds)
+    entry, host = Entry(KEY), Host()
+    judge(entry, torch.ones(2, 4, 8, 8), host, nobody_waits=nobody_waits)
+    assert (host.calls, len(entry.host._times)) == (1 + timed, timed)
+    assert (entry.host.timing is not None) == (timed == ENOUGH)
+
+
+# --- what is shown ------------------------------------------------------------------------------------------------
+
+
+def test_the_page_shows_a_ratio_with_its_spread_or_none() -> None:
+    shape = dataclasses.replace(ROW.shapes[0], ratio_range=(1.8, 2.2))
+    known, unknown = changed(ROW, shapes=(shape,), ratio_range=(1.8, 2.2)), changed(ROW, ratio=None)
+    assert text_of(table_html([known])).count("2.00 x 1.80 to 2.20") == 2
+    assert "12.3 ms, 2.00 x (1.80 to 2.20)" in text_of(chart_html([known]))
+    assert chart_html([unknown]) == ""
+    status = {"route": "plain", "step_ms": 12.345, "host_ms": 24.69, "resolution": "", "model": "", "backend": ""}
+    speed = lambda **known: dict(described({**status, **known}))["Speed"]  # noqa: E731
+    assert speed(ratio=2.0, ratio_range=(1.8, 2.2)) == "2.00 x (1.80 to 2.20) the WebUI's own (24.7 ms)"
+    assert speed(ratio=None, ratio_range=None) == "\N{EN DASH}"
+
+
+def test_prewarming_times_a_host_whose_output_was_checked_by_an_earlier_process(tmp_path: Path) -> None:
+    """Of which nothing is compared again: without this, a ratio could never be told."""
+    unet = shared_unet("SD1")
+    host, call = Host(), a_call(unet)
+
+    def run() -> None:
+        with torch.no_grad():
+            runtime.run(unet, call, lambda: (host(), diffusers_output(unet, call))[1])
+
+    runtime.history.open(tmp_path)
+    runtime.adopt(unet)
+    try:
+        with runtime.patience():
+            run()
+        (entry,) = runtime.table.entries()
+        runtime.history.keep_verdict(entry.key.backend, entry.key, entry.relative_error)
+        for patient, calls in ((False, 0), (True, ENOUGH)):
+            runtime.table.forget({entry.key})
+            host.calls = 0
+            with runtime.patience() if patient else contextlib.nullcontext():
+                run()
+            assert host.calls == calls
+    finally:
+        runtime.release(unet)
