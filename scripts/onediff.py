@@ -15,6 +15,7 @@ from lib_onediff.hosts.host_facts import checkpoint_name
 from lib_onediff.logs import show_on_console
 from lib_onediff.presets import all_presets
 from lib_onediff.settings import Settings
+from lib_onediff.shapes.history import chosen_folder
 from lib_onediff.shapes.idle import IdleWarmUp
 from lib_onediff.shapes.most_used import Wanted, most_used
 from lib_onediff.shapes.sizes import parse_sizes
@@ -178,9 +179,8 @@ def start(demo: Any, app: Any) -> None:
 
 @guard.hook("opening the cache")
 def open_cache() -> None:
-    runtime.history.open(Path(runtime.settings.cache_folder or webui.data_folder() / CACHE_FOLDER))
-    runtime.history.keep_compiled()
-    runtime.choices.attach(runtime.history.tuned, runtime.history.tune)
+    runtime.open_cache(chosen_folder() or webui.data_folder() / CACHE_FOLDER)
+    settings_tab.tell_of_stored_folder(shared.opts)
 
 
 # The page comes later, and with --nowebui never; a model may be loaded before it.
