@@ -37,8 +37,9 @@ class Vouched:
         return known if isinstance(known, str) else None
 
     def vouch(self, path: Path, digest: str | None) -> None:
-        """Remember what was compiled just now; None: it could not be kept."""
-        if digest is not None and digest != self.digest(path):
+        """Remember what is there now; None: nothing, or nothing that could be kept."""
+        # Also what is known already: the store may have been purged since.
+        if digest is not None:
             self._choices.set(self._name(path), digest)
 
     def clear_away(self, path: Path) -> bool:

@@ -17,6 +17,7 @@ from lib_onediff.consistency.machine import asked
 from lib_onediff.consistency.report import LONGEST_VALUE, as_fact
 from lib_onediff.hosts.host_facts import host_facts
 from lib_onediff.settings import Settings
+from lib_onediff.shapes.fingerprint import source_digest
 
 STATUS = {"backend": "eager", "route": "plain", "model": "SD1"}
 NAMES = st.text("abc XYZ.12", min_size=1, max_size=8).map(lambda text: " ".join(text.split())).filter(bool)
@@ -29,7 +30,8 @@ VALUES = st.one_of(
 def test_everything_of_this_machine_is_read_back() -> None:
     facts = {**machine_facts(), **onediff_facts(Settings(), STATUS, {"attention": {"512": "flash"}})}
     assert parse(report(facts)) == facts
-    assert facts["Software"]["torch"] == torch.__version__ and facts["Software"]["OneDiff"] == __version__
+    software = facts["Software"]
+    assert software["torch"] == torch.__version__ and software["OneDiff"] == f"{__version__} {source_digest()}"
     assert facts["OneDiff"]["Backend in use"] == "eager"
     quoted = "\n".join(f"> {line}" for line in report(facts).splitlines())
     assert parse(f"Hello,\nhere it is:\n{quoted}\n") == facts
