@@ -38,7 +38,11 @@ def why_not_private(wanted: Path) -> str | None:
     """Which folder on the way to this one lets other users exchange it, in half a sentence; None: none does."""
     if os.name == "nt":
         return None
-    for folder in wanted.resolve().parents:
+    try:
+        parents = wanted.resolve().parents
+    except (OSError, RuntimeError):
+        return f"{wanted} leads in a circle"
+    for folder in parents:
         with contextlib.suppress(OSError):
             found = folder.stat()
             if found.st_uid not in (0, os.getuid()):
@@ -54,8 +58,8 @@ def why_not_made(folder: Path) -> str | None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(OWNER_ALONE, exist_ok=True)
-    except OSError as error:
-        return f"{folder} cannot be made ({error.strerror})"
+    except (OSError, ValueError) as error:
+        return f"{folder} cannot be made ({getattr(error, 'strerror', None) or error})"
     return None
 
 

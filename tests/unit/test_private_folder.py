@@ -97,6 +97,19 @@ def test_a_link_is_not_taken(tmp_path: Path, home: Path) -> None:
     assert private_folder(through) == (through, ""), "the cache folder is where the user says"
 
 
+@pytest.mark.parametrize("kind", ["a circle", "a file"])
+def test_what_cannot_be_a_folder(tmp_path: Path, home: Path, kind: str) -> None:
+    if kind == "a file":
+        (tmp_path / "cache").touch()
+    else:
+        (tmp_path / "cache").symlink_to(tmp_path / "cache")
+    taken, sentence = private_folder(tmp_path / "cache" / "compiled")
+    assert taken.is_relative_to(home) and str(tmp_path / "cache") in sentence
+    history = History()
+    history.open(tmp_path / "cache")
+    assert history.trouble and "What OneDiff compiles is kept in" in history.trouble
+
+
 def test_without_a_home_it_lasts_as_long_as_the_process(tmp_path: Path) -> None:
     script = (
         "import sys, os; from pathlib import Path\n"
