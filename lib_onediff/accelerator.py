@@ -4,7 +4,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -42,6 +41,7 @@ from .unet.layout import UNetLayout, UnsupportedUNet
 from .user_requests import UserRequests
 from .vae.decoding import DecoderRoute
 from .verify import CannotJudge
+from .weak_dictionary import WeakDictionary
 
 if TYPE_CHECKING:
     from .hosts.webui import WebUI
@@ -67,7 +67,7 @@ class Accelerator(UserRequests):
         self.pins = Pins(self.choices)
         self.attention_overflows = AttentionOverflows(self.choices)
         self.operators = OperatorSets(self.choices)
-        self._care: weakref.WeakKeyDictionary[nn.Module, Care] = weakref.WeakKeyDictionary()
+        self._care: WeakDictionary[nn.Module, Care] = WeakDictionary()
         self._run_settings: Settings | None = None
         self._why_off = ""
         # What a generation makes inside itself (a face's inpainting) has its settings.
@@ -116,7 +116,7 @@ class Accelerator(UserRequests):
 
     def compiling(self) -> Iterator[Future[Any]]:
         """Begin what the UNets in care still lack; one after the other what has to end until nothing is lacking."""
-        for unet, care in list(self._care.items()):
+        for unet, care in self._care.items():
             yield from self.operators.compiling(unet, care.settings or self.settings)
 
     def layout_of(self, unet: nn.Module) -> UNetLayout:
@@ -142,7 +142,7 @@ class Accelerator(UserRequests):
 
     def release_all(self) -> None:
         """Give every UNet and every decoder back."""
-        for unet in list(self._care):
+        for unet in self._care:
             self.release(unet)
         self.vae.release_all()
 

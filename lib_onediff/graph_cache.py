@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 from torch import nn
@@ -19,6 +19,7 @@ from .shapes.pool_plan import SMALL_THINGS, fits, memory_of, needs_of, too_large
 from .shapes.table import Entry, ShapeTable, State
 from .unet.call import UNetCall
 from .unet.forward import Conditioning
+from .weak_dictionary import WeakDictionary
 
 log = logging.getLogger("onediff")
 Result = TypeVar("Result")
@@ -31,7 +32,8 @@ class GraphCache(HeldGraphs):
     runtime's lock."""
 
     def __init__(
-        self, table: ShapeTable, cares: Mapping[nn.Module, Care], pins: Pins, operators_of: Callable[[str], Operators]
+        self, table: ShapeTable, cares: WeakDictionary[nn.Module, Care], pins: Pins,
+        operators_of: Callable[[str], Operators],
     ) -> None:
         super().__init__(table, cares, pins)
         self._operators_of = operators_of
@@ -176,7 +178,7 @@ class GraphCache(HeldGraphs):
         """Drop every graph and hand all unused memory back to the driver; the next call at a shape captures again.
         Returns the bytes that came back."""
         reserved = self.card.reserved()
-        for care in list(self._cares.values()):
+        for care in self._cares.values():
             care.course.forget()
             self._drop_float8_weights(care)
         self._drop_prompts()
@@ -196,17 +198,17 @@ class GraphCache(HeldGraphs):
 
     def _drop_prompts(self) -> None:
         """Give back what was computed of prompts that no graph reads. The others' goes with their graphs."""
-        for care in list(self._cares.values()):
+        for care in self._cares.values():
             care.bound.drop_prompts()
 
     def float8_bytes(self) -> int:
         """GPU memory of all weights in float8, which lie beside the hosts' own."""
-        return sum(care.float8.bytes for care in list(self._cares.values()) if care.float8 is not None)
+        return sum(held.bytes for care in self._cares.values() if (held := care.float8) is not None)
 
     def note_lost(self) -> None:
         """Graphs go with their UNet when a host unloads it, and are of no use when it was taken off the GPU: let the
         table say so, and give their memory back."""
-        for care in list(self._cares.values()):
+        for care in self._cares.values():
             care.let_go_if_moved()
         held = self.keys()
         for entry in self._table.entries():
@@ -220,7 +222,7 @@ class GraphCache(HeldGraphs):
         for device in self.devices():
             # The last replay may not be over, and its memory is about to go.
             self.card.wait(device)
-        for care in list(self._cares.values()):
+        for care in self._cares.values():
             care.drop_runners(keys)
         for key, entry in self._table.by_key().items():
             if key in keys:

@@ -1,7 +1,7 @@
 """What the graphs of every UNet hold at one moment, and what would come back without some of them."""
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from .shapes.key import ShapeKey
 from .shapes.pins import Pins
 from .shapes.pool_plan import MEBIBYTE, gives_back
 from .shapes.table import Entry, ShapeTable
+from .weak_dictionary import WeakDictionary
 
 SHARE_OF_THE_CARD = 4
 
@@ -50,7 +51,7 @@ class HeldGraphs:
     """Every graph that the UNets in our care have. Whoever asks holds the runtime's lock: a graph that somebody looks
     at keeps the memory of all."""
 
-    def __init__(self, table: ShapeTable, cares: Mapping[nn.Module, Care], pins: Pins) -> None:
+    def __init__(self, table: ShapeTable, cares: WeakDictionary[nn.Module, Care], pins: Pins) -> None:
         self._table = table
         self._cares = cares
         self._pins = pins
@@ -61,7 +62,7 @@ class HeldGraphs:
         """Bytes that all graphs of a device may hold, for a budget in MiB; 0 where there is no GPU. device: by default
         the one that torch uses."""
         total = self.card.total(device)
-        return (budget * MEBIBYTE or total // SHARE_OF_THE_CARD) if total else 0
+        return min(budget * MEBIBYTE or total // SHARE_OF_THE_CARD, total)
 
     def vram(self) -> int:
         """Bytes that all graphs of all devices hold."""
@@ -83,7 +84,7 @@ class HeldGraphs:
     def prompt_bytes(self, device: torch.device | None = None, architecture: str | None = None) -> int:
         """Bytes of what was computed of prompts alone: on a device, or on all; for an architecture, or for all."""
         return sum(
-            care.bound.prompt_bytes(device) for care in list(self._cares.values())
+            care.bound.prompt_bytes(device) for care in self._cares.values()
             if architecture in (None, care.architecture)
         )
 
@@ -100,7 +101,7 @@ class HeldGraphs:
 
     def keys(self) -> set[ShapeKey]:
         """The shapes that have a graph."""
-        return set().union(*(care.ready_keys() for care in list(self._cares.values())))
+        return set().union(*(care.ready_keys() for care in self._cares.values()))
 
     def pinned(self) -> set[ShapeKey]:
         """Those of them that the user has pinned."""
@@ -114,10 +115,9 @@ class HeldGraphs:
     def graphs(self) -> list[Held]:
         """Every graph. Drop it soon: it keeps them alive."""
         entries = self._table.by_key()
-        # A copy: another thread may hand a UNet over meanwhile.
         return [
             Held(care, entries[key], kept)
-            for care in list(self._cares.values()) for key, kept in care.kept() if key in entries
+            for care in self._cares.values() for key, kept in care.kept() if key in entries
         ]
 
     def others(self, place: Place) -> list[set[ShapeKey]]:

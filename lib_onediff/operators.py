@@ -56,7 +56,7 @@ class OperatorSets:
     def __init__(self, choices: Choices) -> None:
         self.attention = Attention(choices)
         self.float8 = Float8Choice(choices)
-        self.inductor = Inductor(self.attention)
+        self.inductor = Inductor(self.attention, choices=choices)
         self.auto = AutoChoice(choices)
         self._launches = Launches(choices)
         self._made: dict[str, Operators] = {}

@@ -13,17 +13,17 @@ KINDS = {bool: "True or False", int: "a whole number", float: "a number", str: "
 def option(
     default: Any, label: str, explanation: str, choices: tuple[str, ...] = (), *,
     bounds: tuple[float, float] | None = None, step: float | None = None,
-    per_run: bool = False, restrict_api: bool = False, check: Callable[[Any], object] | None = None,
+    per_run: bool = False, check: Callable[[Any], object] | None = None,
 ) -> Any:
     """A dataclass field that carries what a user interface needs to show it.
 
     bounds: the least and the most that a number may be. step: what a slider between them moves by; 1 by default.
-    per_run: one generation may be given another value. restrict_api: a client of the WebUI's API cannot set it.
-    check: raises ValueError with a sentence for a value that is of the right kind but makes no sense.
+    per_run: one generation may be given another value. check: raises ValueError with a sentence for a value that is of
+    the right kind but makes no sense.
     """
     return field(default=default, metadata={
         "label": label, "explanation": explanation, "choices": choices, "bounds": bounds, "step": step or 1,
-        "per_run": per_run, "restrict_api": restrict_api, "check": check,
+        "per_run": per_run, "check": check,
     })
 
 
@@ -42,7 +42,7 @@ def check_value(option_field: Field, value: Any) -> None:
     if metadata["bounds"] is not None:
         least, most = metadata["bounds"]
         if not least <= value <= most:
-            raise ValueError(f"OneDiff option {name} is from {least:g} to {most:g}, not {value!r}.")
+            raise ValueError(f"OneDiff option {name} is from {number(least)} to {number(most)}, not {value!r}.")
     if metadata["check"] is not None:
         metadata["check"](value)
 
@@ -68,5 +68,10 @@ def values_of(option_field: Field) -> str:
     if metadata["choices"]:
         return ", ".join(metadata["choices"])
     if metadata["bounds"] is not None:
-        return "{:g} to {:g}".format(*metadata["bounds"])
+        return " to ".join(map(number, metadata["bounds"]))
     return "on, off" if isinstance(option_field.default, bool) else ""
+
+
+def number(value: float) -> str:
+    """For people; 1.0 as 1."""
+    return str(value) if isinstance(value, int) else f"{value:g}"

@@ -11,6 +11,7 @@ from .accelerator import runtime
 from .deepcache.choice import depth_of
 from .hosts import diffusers, diffusers_decoder
 from .settings import Settings
+from .shapes.history import chosen_folder
 from .unet.layout import UnsupportedUNet
 from .unet.read import read_layout
 from .vae.read import read_decoder
@@ -31,10 +32,13 @@ def compile_unet(unet: Network, settings: Settings | None = None, **options: Any
 
     options are those of Settings (backend="cudagraph", verify=False, ...); ValueError names a wrong one, TypeError what
     is no UNet at all. A UNet that we cannot run keeps its own forward, and the log and status() say why. Safe to call
-    twice; the last options count.
+    twice; the last options count. What is measured and compiled is remembered where the environment variable
+    ONEDIFF_CACHE says, else nowhere.
     """
     must_be_network(unet, "compile_unet")
-    chosen = settings_of(settings, options)
+    chosen, folder = settings_of(settings, options), chosen_folder()
+    if folder is not None:
+        runtime.guard.attempt("opening the cache", lambda: runtime.open_cache(folder))
     try:
         read_layout(unet)
     except UnsupportedUNet as reason:

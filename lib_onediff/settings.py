@@ -15,11 +15,8 @@ from .shapes.sizes import MOST_SIZES, parse_sizes
 HOST_KEY_PREFIX = "onediff_"
 # Where a user finds the switch; its label stands in Settings below.
 OFF_IN_SETTINGS = "OneDiff is switched off in the settings (Settings > OneDiff > Use OneDiff)"
-
-
-def check_budget(mebibytes: int) -> None:
-    if mebibytes < 0:
-        raise ValueError(f"Graph memory is a number of MiB from 0 up, not {mebibytes}.")
+# A TiB: more than any GPU has.
+MOST_GRAPH_MEMORY_MIB = 1 << 20
 
 
 def in_hires_pass(first: Field) -> Any:
@@ -127,7 +124,7 @@ class Settings:
         "How much GPU memory the graphs of all resolutions may hold together. When a new one does not fit, those that "
         "were used least recently are dropped and captured again when needed; pinned ones stay. 0: a quarter of the "
         "card.",
-        check=check_budget,
+        bounds=(0, MOST_GRAPH_MEMORY_MIB),
     )
     prewarm: str = option(
         "",
@@ -148,13 +145,6 @@ class Settings:
         "Pre-warm while idle",
         "When no picture has been made for a minute, the sizes that were used the most on this machine and are not "
         "ready are made ready, one at a time, until a picture is asked for.",
-    )
-    cache_folder: str = option(
-        "",
-        "Cache folder",
-        "Where OneDiff remembers which sizes were used and how fast they were, and keeps compiled kernels. Empty: "
-        "cache/onediff in the WebUI's data folder. Needs a restart.",
-        restrict_api=True,
     )
 
     deepcache_interval: int = option(

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .backends import AUTO
@@ -77,6 +78,12 @@ class UserRequests:
         }
 
     # --- to keep --------------------------------------------------------------------------------------------------
+
+    def open_cache(self, folder: Path) -> None:
+        """Know what is remembered in a folder, and remember there from now on; safe to call again with the same one."""
+        self.history.open(folder)
+        self.history.keep_compiled()
+        self.choices.attach(self.history.tuned, self.history.tune)
 
     def pin(self, resolution: str, model: str, pinned: bool) -> bool:
         """Let the graphs of a resolution ("512x512") stay when others make room, or no longer, also in later

@@ -8,13 +8,13 @@ from modules import script_callbacks, scripts, shared
 
 from lib_onediff import infotext, xyz
 from lib_onediff.accelerator import runtime
-from lib_onediff.api.page_events import refuse_foreign_pages
 from lib_onediff.freed_memory import give_back_freed_memory
 from lib_onediff.hosts import register, this_webui
 from lib_onediff.hosts.host_facts import checkpoint_name
 from lib_onediff.logs import show_on_console
 from lib_onediff.presets import all_presets
 from lib_onediff.settings import Settings
+from lib_onediff.shapes.history import chosen_folder
 from lib_onediff.shapes.idle import IdleWarmUp
 from lib_onediff.shapes.most_used import Wanted, most_used
 from lib_onediff.shapes.sizes import parse_sizes
@@ -181,14 +181,15 @@ def start(demo: Any, app: Any) -> None:
 
 @guard.hook("keeping other sites' pages from the events of the page")
 def protect_events(demo: Any, app: Any) -> None:
+    from lib_onediff.api.page_events import refuse_foreign_pages
+
     refuse_foreign_pages(demo, shared.cmd_opts)
 
 
 @guard.hook("opening the cache")
 def open_cache() -> None:
-    runtime.history.open(Path(runtime.settings.cache_folder or webui.data_folder() / CACHE_FOLDER))
-    runtime.history.keep_compiled()
-    runtime.choices.attach(runtime.history.tuned, runtime.history.tune)
+    runtime.open_cache(chosen_folder() or webui.data_folder() / CACHE_FOLDER)
+    settings_tab.tell_of_stored_folder(shared.opts)
 
 
 # The page comes later, and with --nowebui never; a model may be loaded before it.

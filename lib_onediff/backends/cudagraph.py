@@ -23,6 +23,7 @@ from ..unet.call import UNetCall
 from ..unet.compute import compute
 from ..unet.forward import Conditioning
 from ..unet.weights import Binding
+from ..weak_dictionary import WeakDictionary
 from .allocations import peak
 from .graph_inputs import bytes_of, copy_inputs, rehearsal_of
 
@@ -74,7 +75,8 @@ class CudaGraphs:
     def __init__(self) -> None:
         # Nothing here keeps a pool alive: its graphs do, and who has made graphs in it.
         self._pools: weakref.WeakValueDictionary[tuple[torch.device, str], Pool] = weakref.WeakValueDictionary()
-        self._alive: weakref.WeakSet[Pool] = weakref.WeakSet()
+        # Those that a capture has failed in are no longer in the other. Looked at by threads that make no graphs.
+        self._alive: WeakDictionary[Pool, None] = WeakDictionary()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def prepare(
@@ -123,11 +125,11 @@ class CudaGraphs:
         if architecture is not None:
             pool = self._pools.get((device, architecture))
             return 0 if pool is None else pool.bytes
-        return sum(pool.bytes for pool in list(self._alive) if pool.device == device)
+        return sum(pool.bytes for pool in self._alive if pool.device == device)
 
     def devices(self) -> set[torch.device]:
         """Those that have pools."""
-        return {pool.device for pool in list(self._alive)}
+        return {pool.device for pool in self._alive}
 
     def in_one_piece(self, device: torch.device) -> bool:
         """Whether torch serves small requests from a block of any size, and a new pool can be one (no max_split_size_mb
@@ -151,7 +153,7 @@ class CudaGraphs:
             # A pool that was given up may still be there, and a capture cannot ask torch for its memory.
             empty_cache()
             pool = self._pools[device, architecture] = Pool(device, stream)
-            self._alive.add(pool)
+            self._alive[pool] = None
         return pool
 
 

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from ..guard import first_line
 from ..ops import torch_ops
+from ..ops.artifact import digest_of
+from ..ops.choices import Choices
 from ..ops.compiled import CompiledRegion
 from ..ops.inductor_availability import why_no_inductor
 from ..ops.inductor_ops import Attention, InductorOperators
@@ -28,7 +30,7 @@ from ..ops.regions import Region, Shapes
 from ..unet.bound import BoundUNet
 from ..unet.layout import UNetLayout, UnsupportedUNet
 from .background import Background
-from .inductor_cache import import_compiler, look_around, note_modules, path_of
+from .inductor_cache import Vouched, import_compiler, look_around, note_modules, path_of
 from .inductor_helper import compile_in_processes
 from .inductor_plan import regions_of, weights_without_numbers
 from .inductor_region import CannotCompile, compile_region
@@ -70,12 +72,16 @@ class Planned(NamedTuple):
 class Inductor:
     """Which networks are compiled, and who compiles the others.
 
-    helpers: how many processes compile what is in no cache yet; 0: the calls do it.
+    helpers: how many processes compile what is in no cache yet; 0: the calls do it. choices: where the digests are kept
+    of what was compiled; without them nothing is read that an earlier process has compiled.
     """
 
-    def __init__(self, attention: Attention = torch_ops.attention, helpers: int | None = None) -> None:
+    def __init__(
+        self, attention: Attention = torch_ops.attention, helpers: int | None = None, choices: Choices | None = None
+    ) -> None:
         self.operators = InductorOperators(attention)
         self.helpers = helpers_for(os.cpu_count() or 1) if helpers is None else helpers
+        self._vouched = Vouched(Choices() if choices is None else choices)
         self._why_not: dict[torch.device, str | None] = {}
         self._shapes: dict[Region, Shapes] = {}
         self._begun: dict[Compilable, Future[Planned]] = {}
@@ -177,9 +183,14 @@ class Inductor:
         paths = {
             compiled: path_of(compiled.region, shapes) for compiled, shapes in regions.items() if not compiled.is_ready
         }
-        missing = [(compiled.region, regions[compiled]) for compiled, path in paths.items() if not path.exists()]
+        absent = [compiled for compiled, path in paths.items() if self._vouched.clear_away(path)]
+        missing = [(compiled.region, regions[compiled]) for compiled in absent]
+        # What could not be deleted is nobody's: no helper has written it.
+        cleared = [path for path in (paths[compiled] for compiled in absent) if not path.exists()]
         if self.helpers:
             compile_in_processes(missing, self.helpers)
+        for path in cleared:
+            self._vouched.vouch(path, digest_of(path))
         import_compiler()
         look_around(device)
         log.debug("Inductor: %d of %d regions were not on the disk", len(missing), len(regions))
@@ -195,11 +206,16 @@ class Inductor:
             if not at_once and self._allowance.is_spent:
                 return False
             try:
-                self._allowance.spend(lambda one=compiled, given=shapes: compile_region(one, given))
+                self._allowance.spend(lambda one=compiled, given=shapes: self._compile_here(one, given))
             except CannotCompile as failure:
                 self._failures[network] = str(failure)
                 raise
         return True
+
+    def _compile_here(self, compiled: CompiledRegion, shapes: Shapes) -> None:
+        """Read it, or compile it where it is not what was compiled on this machine. Raises CannotCompile."""
+        path = path_of(compiled.region, shapes)
+        self._vouched.vouch(path, compile_region(compiled, shapes, self._vouched.digest(path)))
 
 
 class Allowance:

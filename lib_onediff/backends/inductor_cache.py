@@ -1,9 +1,10 @@
-"""Where compiled regions are on the disk, and what it takes to read them."""
+"""Where compiled regions are on the disk, which of them may be run, and what it takes to read them."""
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import importlib
+import logging
 import os
 import platform
 import sys
@@ -11,15 +12,51 @@ from pathlib import Path
 
 import torch
 
-from ..ops import artifact, regions, torch_ops
-from ..ops.artifact import write
+from ..ops.artifact import CODE, IN_STORE, digest_of, write
 from ..ops.availability import triton_version
+from ..ops.choices import Choices
 from ..ops.regions import Region, Shapes
+from ..shapes.fingerprint import source_digest
+
+log = logging.getLogger("onediff")
 
 NOTES, MODULES = "onediff-regions", "modules"
-# What is kept is the arithmetic of these: a newer OneDiff must not read what an older one has compiled.
-SOURCES = b"".join(Path(module.__file__).read_bytes() for module in (artifact, regions, torch_ops))
 COMPILERS = ("torch.", "triton.", "sympy.", "mpmath.")
+
+
+class Vouched:
+    """The digests of what this machine has compiled, kept with what was measured on it. Files alone prove nothing:
+    what is read from them is run."""
+
+    def __init__(self, choices: Choices) -> None:
+        self._choices = choices
+
+    def digest(self, path: Path) -> str | None:
+        """That of the code that may be read from a path; None: none may."""
+        known = self._choices.get(self._name(path))
+        return known if isinstance(known, str) else None
+
+    def vouch(self, path: Path, digest: str | None) -> None:
+        """Remember what is there now; None: nothing, or nothing that could be kept."""
+        # Also what is known already: the store may have been purged since.
+        if digest is not None:
+            self._choices.set(self._name(path), digest)
+
+    def clear_away(self, path: Path) -> bool:
+        """Delete what lies at a path and nobody vouches for, and say so in the log. Returns whether nothing may be read
+        there."""
+        found = digest_of(path)
+        if found is not None and found == self.digest(path):
+            return False
+        if path.exists():
+            log.warning("%s is compiled anew: it is not what OneDiff has noted in its store.", path)
+            for file in (path, Path(f"{path}{CODE}")):
+                with contextlib.suppress(OSError):
+                    file.unlink(missing_ok=True)
+        return True
+
+    def _name(self, path: Path) -> str:
+        return f"{IN_STORE}{path.name}"
 
 
 def note_modules() -> None:
@@ -73,7 +110,7 @@ def processor(device: torch.device) -> str:
 
 
 def folder() -> Path:
-    return Path(caches(), NOTES, f"{torch.__version__}-{triton_version()}-{short(SOURCES)}".replace("+", "-"))
+    return Path(caches(), NOTES, f"{torch.__version__}-{triton_version()}-{source_digest()}".replace("+", "-"))
 
 
 def short(content: bytes) -> str:

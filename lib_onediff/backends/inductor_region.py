@@ -20,11 +20,12 @@ class CannotCompile(RuntimeError):
     """Inductor has failed on a region; the message says how, in one line for the user."""
 
 
-def compile_region(compiled: CompiledRegion, shapes: Shapes) -> None:
-    """Compile a region, or read it. Raises CannotCompile."""
+def compile_region(compiled: CompiledRegion, shapes: Shapes, digest: str | None = None) -> str | None:
+    """Compile a region, or read it, where what is on the disk has this digest. Returns the digest of what is there now.
+    Raises CannotCompile."""
     try:
         with our_modes(compiled.region.device), on(compiled.region.device):
-            compiled.compile(shapes, path_of(compiled.region, shapes))
+            return compiled.compile(shapes, path_of(compiled.region, shapes), digest)
     except Exception as error:
         log.debug("Inductor failed", exc_info=True)
         raise CannotCompile(f"Inductor could not compile its {compiled.region.kind}: {said_by(error)}") from error

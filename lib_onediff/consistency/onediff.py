@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from ..ops.artifact import IN_STORE
 from ..settings import Settings
 from .report import Facts, as_fact
 
@@ -15,14 +16,15 @@ DIGITS = 12
 
 def onediff_facts(settings: Settings, status: Mapping[str, Any], tuned: Mapping[str, Any]) -> Facts:
     """Our settings, how the last picture was made (runtime.status()), and what was tuned on this machine."""
+    # No two machines compile to the same bytes.
+    tuned = {name: value for name, value in tuned.items() if not name.startswith(IN_STORE)}
     return {
         "OneDiff": {
             "Backend in use": as_fact(status.get("backend")), "Route of the last call": as_fact(status.get("route")),
             "Tuned choices": digest(tuned),
         },
         "OneDiff settings": {
-            option.name: as_fact(getattr(settings, option.name))
-            for option in fields(Settings) if not option.metadata["restrict_api"]
+            option.name: as_fact(getattr(settings, option.name)) for option in fields(Settings)
         },
     }
 

@@ -57,7 +57,7 @@ class Place:
             other.aside = self.feature.read().clone()
 
     def bytes(self) -> int:
-        asides = [record.aside for record in self.records.values()]
+        asides = [record.aside for record in list(self.records.values())]
         return sum(tensor.nbytes for tensor in (self.feature.tensor, *asides) if tensor is not None)
 
 

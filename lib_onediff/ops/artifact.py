@@ -3,6 +3,7 @@ its caches, because nothing is traced. torch 2.8 and newer."""
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import uuid
@@ -16,11 +17,14 @@ from torch import Tensor
 
 from .regions import NotServed
 from .requirements import release
+from .size_guard import SizeGuard
 
 log = logging.getLogger("onediff")
 
 OLDEST_TORCH = (2, 8)
 CODE = ".code"
+# How the names begin under which the store keeps digests of compiled code.
+IN_STORE = "compiled code "
 # Or kernels are compiled and tuned twice: the first call does it too.
 OPTIONS = {"config_patches": {"triton.autotune_at_compile_time": False}}
 
@@ -31,7 +35,7 @@ class Order:
 
     inputs: for each input of the code which tensor, and where it is a size, of which dimension (None: the tensor).
     outputs: where among the code's outputs the results are; a number where there is only one, and no tuple.
-    guard: what the sizes have to fulfil, as torch's symbolic_shapes writes it and evaluates it; None: nothing.
+    guard: what the sizes have to fulfil, as torch's symbolic_shapes writes it (see size_guard); None: nothing.
     """
 
     inputs: list[list[int | None]]
@@ -40,11 +44,17 @@ class Order:
 
 
 class Artifact:
-    """Code with the order in which it takes tensors."""
+    """Code with the order in which it takes tensors. Raises UnknownGuard for an order whose guard we cannot read.
 
-    def __init__(self, code: Callable[..., Any], order: Order) -> None:
+    digest: that of the files where it is kept; None where it is not.
+    """
+
+    def __init__(self, code: Callable[..., Any], order: Order, digest: str | None = None) -> None:
+        count = sum(dimension is not None for _, dimension in order.inputs)
+        self._guard = None if order.guard is None else SizeGuard(order.guard, count)
         self._code = code
         self._order = order
+        self.digest = digest
         self._served: set[tuple[int, ...]] = set()
 
     def __call__(self, *tensors: Tensor) -> Any:
@@ -62,11 +72,8 @@ class Artifact:
         return made[outputs] if isinstance(outputs, int) else tuple(made[place] for place in outputs)
 
     def _require(self, sizes: tuple[int, ...]) -> None:
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-        guard = self._order.guard
-        if guard is not None and not ShapeEnv().evaluate_guards_expression(guard, sizes):
-            raise NotServed(f"{guard} with {sizes}")
+        if self._guard is not None and not self._guard.passes(sizes):
+            raise NotServed(f"{self._order.guard} with {sizes}")
         self._served.add(sizes)
 
     def write(self, path: Path) -> None:
@@ -74,20 +81,38 @@ class Artifact:
         try:
             with at_once(Path(f"{path}{CODE}")) as unfinished:
                 self._code.save(path=str(unfinished), format="binary")
+                code = unfinished.read_bytes()
         except Exception as error:
             # Which torch raises, too, where it finds something in it that cannot be kept.
             log.debug("compiled code is not kept: %s", error)
         else:
-            write(path, json.dumps(asdict(self._order)))
+            order = json.dumps(asdict(self._order))
+            self.digest = digest_of_bytes(order.encode(), code) if write(path, order) else None
 
 
-def write(path: Path, text: str) -> None:
-    """A small file, whole or not at all: without it, what it tells is found out again."""
+def write(path: Path, text: str) -> bool:
+    """A small file, whole or not at all: without it, what it tells is found out again. Whether it is there."""
     try:
         with at_once(path) as unfinished:
-            unfinished.write_text(text)
+            unfinished.write_bytes(text.encode())
     except OSError as error:
         log.debug("what is in Inductor's caches cannot be noted: %s", error)
+        return False
+    return True
+
+
+def digest_of(path: Path) -> str | None:
+    """That of what is kept at a path, or None for nothing. Code of an older torch than OLDEST_TORCH lies elsewhere, in
+    Inductor's own caches."""
+    try:
+        order, code = path.read_bytes(), Path(f"{path}{CODE}")
+        return digest_of_bytes(order, code.read_bytes() if are_possible() else b"")
+    except OSError:
+        return None
+
+
+def digest_of_bytes(order: bytes, code: bytes) -> str:
+    return hashlib.sha256(hashlib.sha256(order).digest() + hashlib.sha256(code).digest()).hexdigest()
 
 
 @contextlib.contextmanager
@@ -106,13 +131,19 @@ def are_possible() -> bool:
     return release(torch.__version__)[:2] >= OLDEST_TORCH
 
 
-def read(path: Path) -> Artifact | None:
-    """What was written there by the same version of torch for the same machine, or None."""
+def read(path: Path, digest: str | None) -> Artifact | None:
+    """What was written there by the same version of torch for the same machine, or None. digest: that of the files, by
+    somebody who knows; without it nothing is read, because it is run."""
+    if digest is None:
+        return None
+    if digest_of(path) != digest:
+        log.warning("%s is compiled anew: it is not what OneDiff has noted in its store.", path)
+        return None
     try:
         order = Order(**json.loads(path.read_text()))
         from torch._inductor.standalone_compile import CompiledArtifact
 
-        return Artifact(CompiledArtifact.load(path=f"{path}{CODE}", format="binary"), order)
+        return Artifact(CompiledArtifact.load(path=f"{path}{CODE}", format="binary"), order, digest)
     except Exception as error:
         log.debug("no compiled code is read from %s: %s", path, error)
         return None

@@ -31,29 +31,33 @@ class CompiledRegion:
     def is_ready(self) -> bool:
         return self._code is not None
 
-    def compile(self, shapes: Shapes, path: Path) -> None:
+    def compile(self, shapes: Shapes, path: Path, digest: str | None = None) -> str | None:
         """Compile it, with inputs of these shapes in mind; what was compiled before, on this machine, is read.
 
-        path: where this region is kept, and marked as compiled. Raises what Inductor raises.
+        path: where this region is kept, and marked as compiled. digest: that of what may be read there; None: nothing
+        may. Returns the digest of what is there now. Raises what Inductor raises.
         """
         inputs = [torch.zeros(shape, dtype=self.region.dtype, device=self.region.device) for shape in shapes]
         for tensor, free in zip(inputs, self.region.free, strict=True):
             for dimension in free:
                 torch._dynamo.mark_dynamic(tensor, dimension)
         with one_process():
-            code = self._code_for(inputs, path)
+            code, kept = self._code_for(inputs, path, digest)
             # To load kernels is work too.
             code(*inputs)
         self._code = code
+        return kept
 
-    def _code_for(self, inputs: list[Tensor], path: Path) -> Callable[..., Any]:
+    def _code_for(
+        self, inputs: list[Tensor], path: Path, digest: str | None
+    ) -> tuple[Callable[..., Any], str | None]:
         function = renamed(function_of(self.region), f"{self.region.kind} {self.region.digest[:6]}")
         if artifact.are_possible():
-            return artifact.read(path) or artifact.compiled(function, inputs, path)
+            code = artifact.read(path, digest) or artifact.compiled(function, inputs, path)
+            return code, code.digest
         traced = Traced(function)
         traced.compile(inputs)
-        artifact.write(path, "")
-        return traced
+        return traced, artifact.digest_of(path) if artifact.write(path, "") else None
 
     def __call__(self, *tensors: Tensor) -> Any:
         """Raises CompiledAnew for tensors that what was compiled does not serve."""

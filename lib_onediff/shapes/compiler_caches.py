@@ -10,8 +10,9 @@ import uuid
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
-# Each compiler's own variable for its folder, which both read whenever they look for something. Inductor sets its own
-# at the first look, so one that is set is either the user's or in use already.
+from .private_folder import is_link
+
+# Each compiler's own variable for its folder, which both read whenever they look for something.
 FOLDERS = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 SIZE_LIMIT = 1 << 30
 # What changed so lately may be what a compiler is writing.
@@ -28,15 +29,14 @@ class CompilerCaches:
         self.size_limit = size_limit
         self._size: tuple[float, int] | None = None
 
-    def use(self, environment: MutableMapping[str, str]) -> list[str]:
-        """Let the compilers keep their files here, but for those that were told another folder. Returns the variables
-        of those that do."""
-        used = []
+    def use(self, environment: MutableMapping[str, str]) -> None:
+        """Let the compilers of this process, and of those that it starts, keep their files here and nowhere else.
+
+        Whatever the variables say already: since torch 2.13, to import diffusers sets Inductor's to a folder in /tmp
+        that anybody can have made.
+        """
         for variable, name in FOLDERS.items():
-            here = str(self.folder.absolute() / name)
-            if environment.setdefault(variable, here) == here:
-                used.append(variable)
-        return used
+            environment[variable] = str(self.folder.absolute() / name)
 
     def size_bytes(self) -> int:
         """What lies here; looked at anew every few seconds."""
@@ -62,19 +62,22 @@ class CompilerCaches:
     def _delete(self, limit: int) -> int:
         units = {path: (last_use(path), size_of(path)) for path in self._units()}
         total = left = sum(size for _, size in units.values())
-        settled = time.time() - SECONDS_BEING_WRITTEN
+        now = time.time()
         for path, (used, size) in sorted(units.items(), key=lambda item: item[1][0]):
             if left <= limit:
                 break
-            if GOING in path.name or (used if limit else last_change(path)) < settled:
+            # What the clock has not reached yet was written before somebody set it back.
+            touched = used if limit else last_change(path)
+            if GOING in path.name or abs(now - touched) > SECONDS_BEING_WRITTEN:
                 left -= size if remove(path) else 0
         self._size = None
         return total - left
 
     def _units(self) -> Iterator[Path]:
         """What stays or goes as one: the folders that hold files. A compiler finds all of an entry or none of it."""
-        waiting = [self.folder / name for name in FOLDERS.values()]
-        roots = set(waiting)
+        roots = {self.folder / name for name in FOLDERS.values()}
+        # What a link leads to is not ours.
+        waiting = [] if is_link(self.folder) else [root for root in roots if not is_link(root)]
         while waiting:
             folder = waiting.pop()
             with contextlib.suppress(OSError):

@@ -12,6 +12,7 @@ from typing import Any
 from .compiler_caches import CompilerCaches
 from .key import ShapeKey
 from .pins import NAME as PINNED
+from .private_folder import private_folder
 from .store import Store
 from .store_rows import VERDICTS, Doomed, HistoryRow, ShapeName
 from .table import Entry
@@ -24,6 +25,14 @@ CHOSEN_BY_USERS = (PINNED,)
 WRITE_AFTER_SECONDS = 2.0
 # In the cache folder.
 COMPILED = "compiled"
+# The one thing that says where the cache folder is.
+CACHE_VARIABLE = "ONEDIFF_CACHE"
+
+
+def chosen_folder() -> Path | None:
+    """Where the environment says that we remember; None: nothing."""
+    chosen = os.environ.get(CACHE_VARIABLE, "").strip()
+    return Path(chosen).expanduser().absolute() if chosen else None
 
 
 class History:
@@ -32,6 +41,8 @@ class History:
     def __init__(self) -> None:
         self._store: Store | None = None
         self._compiled: CompilerCaches | None = None
+        self._elsewhere = ""
+        self._lock = threading.Lock()
         self._counted: dict[ShapeKey, int] = {}
         self._verdicts: dict[str, float] = {}
         self._host_ms: dict[ShapeName, float] = {}
@@ -39,8 +50,14 @@ class History:
 
     @property
     def trouble(self) -> str | None:
-        """What the user should know about the cache folder, in one sentence; None if all is well."""
-        return None if self._store is None else self._store.trouble
+        """What the user should know about the cache folder, in a sentence or two; None if all is well."""
+        store = "" if self._store is None else self._store.trouble or ""
+        return " ".join(filter(None, (store, self._elsewhere))) or None
+
+    @property
+    def folder(self) -> Path | None:
+        """Where is remembered; None: nowhere."""
+        return None if self._store is None else self._store.folder
 
     def open(self, folder: Path) -> None:
         """Remember in this folder from now on; safe to call again with the same one."""
@@ -49,13 +66,15 @@ class History:
                 return
             self._store.close()
         self._store = Store.open(folder)
-        self._compiled = CompilerCaches(folder / COMPILED)
-        self._verdicts = {**sound_verdicts(self._store.choices(VERDICTS)), **self._verdicts}
+        compiled, self._elsewhere = private_folder(folder / COMPILED)
+        self._compiled = CompilerCaches(compiled)
+        with self._lock:
+            self._verdicts = {**sound_verdicts(self._store.choices(VERDICTS)), **self._verdicts}
         self._host_ms = {row.shape: row.host_ms for row in self._store.history() if row.host_ms}
 
     def keep_compiled(self) -> None:
-        """Let Triton and Inductor keep what they compile in the cache folder too, unless the user has told them
-        another; what is there beyond the limit goes. For the whole process."""
+        """Let Triton and Inductor keep what they compile in the cache folder too, or where nobody else can write; what
+        is there beyond the limit goes. For the whole process."""
         if self._compiled is not None:
             self._compiled.use(os.environ)
             self._compiled.evict_in_the_background()
@@ -68,14 +87,15 @@ class History:
         if self._store is None:
             return
         # A shallow half's time is no step's: half a step has no row of its own on the disk.
-        used = [
-            entry for entry in entries
-            if entry.uses > self._counted.get(entry.key, 0) and not entry.key.is_shallow
-        ]
-        for entry in used:
-            uses = entry.uses - self._counted.get(entry.key, 0) if in_pictures else 0
-            self._store.record(history_row(entry, uses))
-            self._counted[entry.key] = entry.uses
+        with self._lock:
+            used = [
+                entry for entry in entries
+                if entry.uses > self._counted.get(entry.key, 0) and not entry.key.is_shallow
+            ]
+            for entry in used:
+                uses = entry.uses - self._counted.get(entry.key, 0) if in_pictures else 0
+                self._store.record(history_row(entry, uses))
+                self._counted[entry.key] = entry.uses
         if used and in_pictures:
             threading.Thread(target=self._store.flush, name="onediff-history", daemon=True).start()
         elif used:
@@ -99,7 +119,8 @@ class History:
         if not is_error(error):
             return
         name = verdict_name(backend, key)
-        self._verdicts[name] = error
+        with self._lock:
+            self._verdicts[name] = error
         self._choose(VERDICTS, name, error)
 
     def host_ms(self, entry: Entry) -> float | None:
@@ -130,12 +151,14 @@ class History:
         if model is not None:
             architectures = {*architectures, *(row.architecture for row in self.rows() if row.model == model)}
         doomed = Doomed.of(resolutions, model, architectures)
-        self._counted = {
-            key: uses for key, uses in self._counted.items() if not doomed.verdict(key.resolution, key.architecture)
-        }
-        self._verdicts = {
-            name: error for name, error in self._verdicts.items() if not doomed.verdict_named(name)
-        }
+        with self._lock:
+            self._counted = {
+                key: uses for key, uses in self._counted.items()
+                if not doomed.verdict(key.resolution, key.architecture)
+            }
+            self._verdicts = {
+                name: error for name, error in self._verdicts.items() if not doomed.verdict_named(name)
+            }
         if self._store is not None:
             self._store.forget(resolutions, model, architectures)
         if resolutions is None and model is None and self._compiled is not None:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from . import store_schema as schema
 from .fingerprint import Fingerprint
 from .store_buffer import Buffer
-from .store_file import InTheWay, Unusable, identity, locked, opened, understood
+from .store_file import BESIDE, InTheWay, Unusable, identity, locked, opened, understood
 from .store_rows import Choice, Damaged, Doomed, HistoryRow, ShapeName
 
 Result = TypeVar("Result")
@@ -162,7 +162,7 @@ class Store:
         with contextlib.suppress(OSError):
             for file in self.folder.glob(f"{NAME}*"):
                 with contextlib.suppress(OSError):
-                    sizes.append(file.stat().st_size)
+                    sizes.append(file.lstat().st_size)
         return sum(sizes)
 
     def close(self) -> None:
@@ -233,7 +233,7 @@ class Store:
             aside = f"{NAME}.set-aside-{datetime.now():%Y%m%d-%H%M%S-%f}.sqlite3"
             with understood(self.folder):
                 # The database last: if we are killed on the way, the next one to look finds it damaged still.
-                for ending in ("-shm", "-wal", "-journal", ""):
+                for ending in (*BESIDE, ""):
                     with contextlib.suppress(FileNotFoundError):
                         os.replace(f"{self.path}{ending}", self.folder / f"{aside}{ending}")
         self._set_aside = (

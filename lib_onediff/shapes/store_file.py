@@ -8,7 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from . import store_schema as schema
+from .private_folder import is_link
 from .store_rows import Damaged
+
+# What SQLite keeps beside a database, by the ends of the names.
+BESIDE = ("-shm", "-wal", "-journal")
 
 
 class Unusable(Exception):
@@ -26,6 +30,7 @@ def opened(path: Path, patience: float, writable: bool = True) -> Iterator[sqlit
     Raises Damaged, InTheWay, Unusable; also for what SQLite says to the statements inside.
     """
     with understood(path.parent):
+        refuse_links(path, *(Path(f"{path}{ending}") for ending in BESIDE))
         writable = writable and os.access(path.parent, os.W_OK)
         # Where it cannot make its file of locks, SQLite reads only what it may believe that nobody writes.
         address = path if writable else f"{path.absolute().as_uri()}?immutable=1"
@@ -75,6 +80,7 @@ def locked(path: Path, patience: float, alone: bool = False) -> Iterator[None]:
     """
     with understood(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
+        refuse_links(path, *(Path(f"{path}{ending}") for ending in BESIDE))
         lock = sqlite3.connect(path, timeout=patience, isolation_level=None)
     with contextlib.closing(lock):
         try:
@@ -85,9 +91,26 @@ def locked(path: Path, patience: float, alone: bool = False) -> Iterator[None]:
         except Damaged as error:
             # Nobody writes to it, so what is in it came from outside. Emptied, it stays the file that others lock.
             with contextlib.suppress(OSError):
-                os.truncate(path, 0)
+                empty(path)
             raise InTheWay(f"{path} was damaged") from error
         yield
+
+
+def refuse_links(*paths: Path) -> None:
+    """Raise Unusable where one of our files is a link: SQLite would follow it, and write to somebody else's file."""
+    for path in paths:
+        if is_link(path):
+            raise Unusable(f"{path} is a link, which OneDiff does not follow: delete it")
+
+
+def empty(path: Path) -> None:
+    """Empty a file that goes by this name alone. Raises OSError."""
+    file = os.open(path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
+    try:
+        if os.fstat(file).st_nlink == 1:
+            os.ftruncate(file, 0)
+    finally:
+        os.close(file)
 
 
 def identity(path: Path) -> tuple[int, int] | None:

@@ -52,7 +52,9 @@ class HistoryRow:
         """The sum of two rows of one shape: all uses, and of everything else what the later one knows."""
         if other is None:
             return self
-        later, earlier = (self, other) if self.last_used >= other.last_used else (other, self)
+        now = time.time()
+        # What is of the future was used before somebody set the clock back.
+        earlier, later = sorted((other, self), key=lambda row: (row.last_used <= now, row.last_used))
         known = {
             name: getattr(earlier if getattr(later, name) is None else later, name)
             for name in ("step_ms", "host_ms", "relative_error")

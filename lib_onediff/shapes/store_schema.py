@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import sqlite3
+import time
 from collections.abc import Iterable, Iterator
 
 from .fingerprint import Fingerprint
@@ -183,6 +184,11 @@ def merge(
         for row in rows:
             add_row(connection, number, row)
         for (architecture, name), choice in choices.items():
+            # What is of the future was chosen before somebody set the clock back.
+            connection.execute(
+                "UPDATE choice SET changed = ? WHERE (architecture, name) = (?, ?) AND changed > ?",
+                (choice.changed - 1, architecture, name, max(time.time(), choice.changed)),
+            )
             connection.execute(
                 """INSERT INTO choice (machine, architecture, name, value, changed) VALUES (?, ?, ?, ?, ?)
                    ON CONFLICT DO UPDATE SET value = excluded.value, changed = excluded.changed
@@ -205,9 +211,11 @@ def add_row(connection: sqlite3.Connection, number: int | None, row: HistoryRow)
 
 
 def evict(connection: sqlite3.Connection, size_limit: int) -> None:
-    """Delete the history and the verdicts that are the oldest until the database takes size_limit bytes, or none is
-    left."""
-    kinds = (("history", "last_used", "1"), ("choice", "changed", f"architecture = '{VERDICTS}'"))
+    """Delete the history, the verdicts and the choices that a later one has taken the place of, the oldest first, until
+    the database takes size_limit bytes, or none is left."""
+    replaced = "changed < (SELECT max(changed) FROM choice other WHERE (other.architecture, other.name) = " \
+        "(choice.architecture, choice.name))"
+    kinds = (("history", "last_used", "1"), ("choice", "changed", f"architecture = '{VERDICTS}' OR {replaced}"))
     while used_bytes(connection) > size_limit:
         deleted = 0
         for table, age, which in kinds:

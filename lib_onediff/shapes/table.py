@@ -1,6 +1,7 @@
 """The per-resolution cache: what is known about every shape that was seen."""
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -54,24 +55,28 @@ class ShapeTable:
 
     def __init__(self) -> None:
         self._entries: dict[ShapeKey, Entry] = {}
+        # Pages look and purge while another thread makes images.
+        self._lock = threading.Lock()
 
     def entry(self, key: ShapeKey, model: str = "") -> Entry:
         """The entry for a shape, made cold at its first use. model: its name for people."""
-        entry = self._entries.get(key)
-        if entry is None:
-            entry = self._entries[key] = Entry(key, model)
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                entry = self._entries[key] = Entry(key, model)
         entry.uses += 1
         entry.last_used = time.time()
         return entry
 
     def entries(self) -> list[Entry]:
         """All entries, the last used first."""
-        # A copy first: another thread may add one meanwhile.
-        return sorted(list(self._entries.values()), key=lambda entry: -entry.last_used)
+        return sorted(self.by_key().values(), key=lambda entry: -entry.last_used)
 
     def by_key(self) -> dict[ShapeKey, Entry]:
         """All entries."""
-        return dict(self._entries)
+        with self._lock:
+            return dict(self._entries)
 
     def forget(self, keys: Collection[ShapeKey]) -> None:
-        self._entries = {key: entry for key, entry in self._entries.items() if key not in keys}
+        with self._lock:
+            self._entries = {key: entry for key, entry in self._entries.items() if key not in keys}

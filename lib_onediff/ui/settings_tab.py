@@ -1,8 +1,8 @@
 """OneDiff's section in the WebUI's settings tab, made from the fields of Settings."""
 from __future__ import annotations
 
-import inspect
 import logging
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
@@ -15,8 +15,15 @@ from ..backends import ONEFLOW
 from ..option import word_of
 from ..precision_effects import Machine, described, note
 from ..settings import Settings, host_key
+from ..shapes.history import CACHE_VARIABLE
 
 SECTION = ("onediff", "OneDiff")
+FOLDER_IS_SET_BY = (
+    "Where OneDiff remembers what it has measured, and keeps compiled kernels. Only the environment variable "
+    f"{CACHE_VARIABLE} sets it, at the start of the WebUI."
+)
+# A slider cannot tell more.
+MOST_STEPS_OF_A_SLIDER = 1000
 log = logging.getLogger("onediff")
 
 
@@ -34,10 +41,9 @@ def add_options(opts: Any, option_info: Callable[..., Any], changed: Callable[[]
     def read() -> None:
         before = runtime.settings
         try:
-            refuse_clients(opts)
             runtime.configure(settings_from(opts))
         except Exception as error:
-            # What could not be looked at is not taken: a client may have set what is not its to set.
+            # What could not be looked at is not taken.
             for option in fields(Settings):
                 opts.data[host_key(option.name)] = getattr(before, option.name)
             if not isinstance(error, ValueError):
@@ -53,10 +59,10 @@ def add_options(opts: Any, option_info: Callable[..., Any], changed: Callable[[]
             *component_of(option),
             section=SECTION,
             onchange=apply,
-            **limits_of(option, option_info),
         )
         said = f'{option.metadata["explanation"]} {effect_of(option)}'
         opts.add_option(host_key(option.name), info.info(said.strip()))
+    show_folder(opts, option_info)
     apply()
 
 
@@ -77,24 +83,21 @@ def tell_effects(before: Settings) -> None:
         tell(f"{label_of(name)}, {word_of(made[name])}: {said}")
 
 
-def refuse_clients(opts: Any) -> None:
-    """Put back what only a user at the page may set. Forge registers restrict_api, but lets its API set everything."""
-    if somebody_is_at_the_page():
-        return
-    for option in fields(Settings):
-        key, standing = host_key(option.name), getattr(runtime.settings, option.name)
-        if option.metadata["restrict_api"] and opts.data.get(key, standing) != standing:
-            opts.data[key] = standing
-            tell(f"OneDiff option {option.name} can only be set in the settings tab.")
+def show_folder(opts: Any, option_info: Callable[..., Any]) -> None:
+    """Show the cache folder on the page. Nobody can set it there: pages are not always those who should."""
+    info = option_info(
+        str(runtime.history.folder or "none"), "Cache folder", gr.Textbox, {"interactive": False}, section=SECTION
+    )
+    # Nor is it stored, and a WebUI refuses to set what it does not store.
+    info.do_not_save = True
+    opts.add_option(host_key("folder_in_use"), info.info(FOLDER_IS_SET_BY))
 
 
-def somebody_is_at_the_page() -> bool:
-    """Whether an event of the page is being handled; True where gradio cannot tell (3.x: there A1111 sees to it)."""
-    try:
-        from gradio.context import LocalContext
-    except ImportError:
-        return True
-    return LocalContext.blocks.get() is not None
+def tell_of_stored_folder(opts: Any) -> None:
+    """Say that a folder which an earlier version has stored does not count any more."""
+    stored = opts.data.get(host_key("cache_folder"))
+    if stored and stored != str(runtime.history.folder):
+        log.warning("The stored setting %s is ignored: %s", host_key("cache_folder"), FOLDER_IS_SET_BY)
 
 
 def tell(text: str) -> None:
@@ -106,12 +109,6 @@ def tell(text: str) -> None:
         gr.Warning(text)
 
 
-def limits_of(option: Field, option_info: Callable[..., Any]) -> dict[str, Any]:
-    """Keeps clients of the WebUI's API from setting what is not theirs to set, where its OptionInfo knows of that."""
-    known = "restrict_api" in inspect.signature(option_info).parameters
-    return {"restrict_api": True} if known and option.metadata["restrict_api"] else {}
-
-
 def component_of(option: Field) -> tuple[type, dict[str, Any]]:
     """The gradio component for an option and its arguments."""
     choices = option.metadata["choices"]
@@ -119,8 +116,8 @@ def component_of(option: Field) -> tuple[type, dict[str, Any]]:
         return gr.Radio, {"choices": list(choices)}
     if isinstance(option.default, bool):
         return gr.Checkbox, {}
-    if option.metadata["bounds"] is not None:
-        least, most = option.metadata["bounds"]
+    least, most = option.metadata["bounds"] or (0, math.inf)
+    if most - least <= MOST_STEPS_OF_A_SLIDER * option.metadata["step"]:
         return gr.Slider, {"minimum": least, "maximum": most, "step": option.metadata["step"]}
     if isinstance(option.default, (int, float)):
         return gr.Number, {"precision": 0} if isinstance(option.default, int) else {}

@@ -68,7 +68,7 @@ class Float8Weights:
     @property
     def bytes(self) -> int:
         """GPU memory that is held beside the host's own weights."""
-        return sum(part.nbytes for kept in self._kept.values() for part in kept)
+        return sum(part.nbytes for kept in list(self._kept.values()) for part in kept)
 
 
 class Float8Binding:

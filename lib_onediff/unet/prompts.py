@@ -152,15 +152,16 @@ class PromptMemory:
     def forget(self) -> None:
         """A sampling begins: trust nothing at the next call, and keep only the addresses that others hold."""
         self.drop()
-        for place in self._places.values():
+        for place in list(self._places.values()):
             place.forget()
 
     def drop(self) -> None:
         """Give back the memory of every prompt that nobody else holds, and of those that were put aside."""
         self._used.clear()
         # A new dictionary: another thread may be counting.
-        self._places = {size: place for size, place in self._places.items() if place.conditioning is not None}
-        for place in self._places.values():
+        places = list(self._places.items())
+        self._places = {size: place for size, place in places if place.conditioning is not None}
+        for place in list(self._places.values()):
             place.drop_others()
 
     def bytes(self, device: torch.device | None = None) -> int:

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from ..settings import Settings
 from ..unet.foreign import Habits
 from ..unet.layout import UnsupportedUNet
+from ..weak_dictionary import WeakDictionary
 from .bound import BoundDecoder
 from .checks import HostDecode, NotServed, Outcome, refuse_latent, refuse_modes
 from .journal import HOST, OURS, DecodeJournal
@@ -33,7 +33,7 @@ class DecoderRoute:
         self.journal = DecodeJournal()
         self._accelerator = accelerator
         self._ladder = DecodeLadder(accelerator)
-        self._decoders: weakref.WeakKeyDictionary[nn.Module, BoundDecoder] = weakref.WeakKeyDictionary()
+        self._decoders: WeakDictionary[nn.Module, BoundDecoder] = WeakDictionary()
         self._run: tuple[Settings, str] | None = None
         # A live preview is decoded on another thread than the picture.
         self._lock = threading.RLock()
@@ -57,7 +57,7 @@ class DecoderRoute:
 
     def release_all(self) -> None:
         """Forget every decoder."""
-        for decoder in list(self._decoders):
+        for decoder in self._decoders:
             self.release(decoder)
 
     def begin_run(self) -> None:

@@ -211,13 +211,30 @@ def test_arguments_that_are_not_followed_are_told(
 
 
 def test_settings_that_cannot_be_looked_at_are_not_taken(standalone: Standalone) -> None:
-    """A client of the API may have set what is not its to set."""
     before = runtime.settings
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(settings_tab, "refuse_clients", broken)
+        patch.setattr(settings_tab, "settings_from", broken)
         standalone.switch(False)
     assert runtime.settings == before and shared.opts.onediff_enabled is True
     assert runtime.guard.faults == ["a fault of OneDiff in reading the settings, please report it: broken by a test"]
+
+
+@pytest.mark.parametrize("where", [None, "elsewhere", "~/elsewhere", " "])
+def test_the_environment_alone_says_where_the_cache_folder_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, where: str | None
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ONEDIFF_CACHE", raising=False)
+    if where is not None:
+        monkeypatch.setenv("ONEDIFF_CACHE", where)
+    # As in the config.json of an earlier version.
+    monkeypatch.setitem(shared.opts.data, "onediff_cache_folder", str(tmp_path / "stored"))
+    standalone = request.getfixturevalue("standalone")
+    folder = tmp_path / ("elsewhere" if where and where.strip() else "cache/onediff")
+    assert runtime.history.folder == folder and shared.opts.onediff_folder_in_use == str(folder)
+    assert list(folder.glob("*.sqlite3")) and not (tmp_path / "stored").exists()
+    assert standalone.generate().shape
 
 
 @pytest.mark.parametrize("where", [

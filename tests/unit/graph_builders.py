@@ -71,7 +71,7 @@ class PretendedGraphs(CudaGraphs):
         pool = self._pools.get((device, architecture))
         if pool is None:
             pool = self._pools[device, architecture] = PretendedPool(device)
-            self._alive.add(pool)
+            self._alive[pool] = None
         self.before_capture(inputs)
         trace = requests_of(
             # A recording computes nothing.

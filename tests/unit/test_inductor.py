@@ -32,8 +32,10 @@ from lib_onediff.accelerator import runtime
 from lib_onediff.backends import inductor as backend_module
 from lib_onediff.backends.inductor import Allowance, Inductor
 from lib_onediff.ops import artifact, inductor_availability, inductor_ops
+from lib_onediff.ops.choices import Choices
 from lib_onediff.ops.compiled import CompiledRegion
 from lib_onediff.ops.inductor_availability import why_no_inductor
+from lib_onediff.shapes.history import History
 from lib_onediff.unet.call import UNetCall
 
 CLOSE = 1e-5
@@ -52,12 +54,22 @@ LATER = [(8, 16, 2, 77), (45, 23, 2, 154), (8, 8, 3, 77), (23, 12, 1, 77), (9, 9
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def history(tmp_path_factory: pytest.TempPathFactory) -> History:
+    """A store, as a WebUI has it."""
+    history = History()
+    history.open(tmp_path_factory.mktemp("inductor"))
+    return history
+
+
+@pytest.fixture(scope="module")
+def cache(history: History) -> Iterator[Path]:
     """A cache folder, and a runtime whose Inductor has compiled nothing yet."""
-    folder = tmp_path_factory.mktemp("inductor")
+    folder, choices = history.folder / "compiled" / "inductor", Choices()
+    choices.attach(history.tuned, history.tune)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
-        patch.setattr(runtime.operators, "inductor", Inductor(runtime.operators.attention, helpers=0))
+        inductor = Inductor(runtime.operators.attention, helpers=0, choices=choices)
+        patch.setattr(runtime.operators, "inductor", inductor)
         yield folder
         runtime.operators.inductor.finish()
 
@@ -199,7 +211,7 @@ def test_what_would_be_compiled_anew_is_counted_says_which_guard_and_is_served_o
 def test_what_cannot_be_compiled_is_served_by_the_next_backend(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(region: CompiledRegion, shapes: Any, path: Path) -> None:
+    def broken(region: CompiledRegion, shapes: Any, path: Path, digest: str | None = None) -> None:
         raise OSError("No space left on device\nand more")
 
     monkeypatch.setattr(CompiledRegion, "compile", broken)
@@ -220,11 +232,11 @@ sys.path[:0] = json.loads(sys.argv[1])
 import lib_onediff, torch
 assert "torch._dynamo" not in sys.modules, "importing OneDiff is slow"
 torch.set_num_threads(1)
+from lib_onediff.accelerator import runtime
 from test_inductor import SMALL_SD1, a_call, check, ours
 unet = ours(SMALL_SD1, seed=5)
 check(unet, a_call(unet, 10, 11))
 from torch._dynamo.utils import counters
-from lib_onediff.accelerator import runtime
 runtime.operators.inductor.finish()
 names = "frames", "inductor", "aot_autograd"
 print(json.dumps([runtime.operators.inductor.operators.graphs(), {name: counters[name] for name in names}]))
@@ -232,14 +244,15 @@ print(json.dumps([runtime.operators.inductor.operators.graphs(), {name: counters
 
 
 @needs_inductor
-def test_the_next_process_reads_what_one_has_compiled(cache: Path) -> None:
+def test_the_next_process_reads_what_one_has_compiled(cache: Path, history: History) -> None:
     unet = ours(SMALL_SD1)
     check(unet, a_call(unet))
+    assert history._store.flush()
     here = Path(__file__).parent
     folders = json.dumps([str(here.parents[1]), str(here)])
     finished = subprocess.run(
         [sys.executable, "-c", A_PROCESS, folders], capture_output=True, text=True, timeout=900,
-        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
+        env={**os.environ, "ONEDIFF_CACHE": str(history.folder)},
     )
     assert finished.returncode == 0, finished.stderr
     number, counters = json.loads(finished.stdout.splitlines()[-1])

@@ -6,18 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 from builders import a_call, relative_error, served
-from test_inductor import CLOSE, SMALL_SD1, needs_inductor, ours
+from test_inductor import CLOSE, LACK, SMALL_SD1, needs_inductor, ours
 
 import lib_onediff
 from lib_onediff.accelerator import runtime
 from lib_onediff.backends import inductor as backend_module
 from lib_onediff.backends import inductor_cache, inductor_helper
-from lib_onediff.backends.inductor import Allowance, Inductor
+from lib_onediff.backends.inductor import Allowance, Compilable, Inductor
 from lib_onediff.backends.inductor_cache import path_of
 from lib_onediff.backends.inductor_helper import compile_in_processes
 from lib_onediff.ops import artifact
+from lib_onediff.ops.choices import Choices
 from lib_onediff.ops.compiled import CompiledRegion
 from lib_onediff.ops.regions import ADDITION, Region, Shapes, region_for
+from lib_onediff.shapes.history import History
 
 Addition = tuple[Region, Shapes, tuple[torch.Tensor, ...]]
 
@@ -28,10 +30,14 @@ def an_addition(width: int = 16) -> Addition:
     return region_for(ADDITION, inputs), tuple(tuple(tensor.shape) for tensor in inputs), inputs
 
 
-def check_what_is_compiled(region: Region, shapes: Shapes, inputs: tuple[torch.Tensor, ...]) -> None:
+def check_what_is_compiled(
+    region: Region, shapes: Shapes, inputs: tuple[torch.Tensor, ...], digest: str | None = None
+) -> str | None:
+    """digest: of what may be read. Returns that of what is on the disk then."""
     compiled = CompiledRegion(region)
-    compiled.compile(shapes, path_of(region, shapes))
+    digest = compiled.compile(shapes, path_of(region, shapes), digest)
     assert relative_error(compiled(*inputs), sum(inputs)) < CLOSE
+    return digest
 
 
 @pytest.fixture
@@ -49,9 +55,10 @@ def test_what_was_deleted_before_it_was_read_is_compiled_by_others_again(
     def compile_elsewhere(missing: inductor_helper.Share, most: int) -> None:
         asked.append(len(missing))
         for region, shapes in missing:
+            artifact.write(Path(f"{path_of(region, shapes)}{artifact.CODE}"), "")
             artifact.write(path_of(region, shapes), "")
 
-    def compile_here(compiled: CompiledRegion, shapes: Shapes) -> None:
+    def compile_here(compiled: CompiledRegion, shapes: Shapes, digest: str | None) -> None:
         pytest.fail("a call has compiled")
 
     monkeypatch.setattr(backend_module, "compile_in_processes", compile_elsewhere)
@@ -77,25 +84,103 @@ def test_copies_of_a_process_compile_what_this_one_reads(empty: None, monkeypatc
     additions = [an_addition(width) for width in (16, 24)]
     compile_in_processes([(region, shapes) for region, shapes, _ in additions], most=2)
     for addition in additions:
-        assert path_of(*addition[:2]).exists()
-        check_what_is_compiled(*addition)
+        digest = artifact.digest_of(path_of(*addition[:2]))
+        assert digest and check_what_is_compiled(*addition, digest) == digest
 
 
 def test_what_another_version_has_compiled_is_not_read(empty: None, monkeypatch: pytest.MonkeyPatch) -> None:
     region, shapes, _ = an_addition()
     before = path_of(region, shapes)
-    monkeypatch.setattr(inductor_cache, "SOURCES", inductor_cache.SOURCES + b"# changed")
+    monkeypatch.setattr(inductor_cache, "source_digest", lambda: "changed")
     after = path_of(region, shapes)
     assert before.name == after.name and before != after
 
 
-@needs_inductor
-def test_code_on_the_disk_that_is_damaged_is_compiled_anew(empty: None) -> None:
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which files torch was told to load and to run."""
+    from torch._inductor.standalone_compile import CompiledArtifact
+
+    loaded, load = [], CompiledArtifact.load
+
+    def noted(*, path: str, format: str) -> CompiledArtifact:
+        loaded.append(path)
+        return load(path=path, format=format)
+
+    monkeypatch.setattr(CompiledArtifact, "load", staticmethod(noted))
+    return loaded
+
+
+needs_artifacts = pytest.mark.skipif(
+    LACK is not None or not artifact.are_possible(), reason=LACK or "this torch keeps its code in caches of its own"
+)
+
+
+@needs_artifacts
+def test_code_on_the_disk_that_is_damaged_is_compiled_anew(
+    empty: None, reads: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(artifact.log, "propagate", True)
     addition = an_addition()
     path = path_of(*addition[:2])
-    check_what_is_compiled(*addition)
+    digest = check_what_is_compiled(*addition)
     files = list(path.parent.iterdir())
     assert path in files and {file.name for file in files} <= {path.name, path.name + artifact.CODE}, "one is not whole"
     for file in files:
-        file.write_bytes(b"{}")
+        before = file.read_bytes()
+        file.write_bytes(before.replace(b"2 <=", b"1 <=") if file == path else before + b" ")
+        caplog.clear()
+        again = check_what_is_compiled(*addition, digest)
+        assert not reads and "is compiled anew: it is not what OneDiff has noted in its store" in caplog.text
+        digest = again
+    assert check_what_is_compiled(*addition, digest) == digest
+    assert reads == [str(path) + artifact.CODE]
+
+
+@needs_artifacts
+def test_code_that_nobody_vouches_for_is_not_run(empty: None, reads: list[str]) -> None:
+    addition = an_addition()
     check_what_is_compiled(*addition)
+    check_what_is_compiled(*addition)
+    assert not reads
+
+
+@needs_artifacts
+@pytest.mark.parametrize("helpers", [0, 1])
+def test_the_store_knows_what_was_compiled_and_nothing_else_is_run(
+    empty: None, reads: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    helpers: int,
+) -> None:
+    monkeypatch.setattr(artifact.log, "propagate", True)
+
+    region, shapes, inputs = an_addition()
+    path = path_of(region, shapes)
+
+    def in_a_process() -> int:
+        """As a WebUI that was started again has it compiled; how often torch was told to run what lies on the disk."""
+        choices, history, before = Choices(), History(), len(reads)
+        history.open(tmp_path / "store")
+        choices.attach(history.tuned, history.tune)
+        inductor = Inductor(runtime.operators.attention, helpers, choices)
+        compiled = inductor.operators.region(region)
+        planned = inductor._compile({compiled: shapes}, torch.device("cpu"))
+        assert inductor._read(Compilable("", torch.float32, torch.device("cpu"), False), planned, patient=True)
+        assert relative_error(compiled(*inputs), sum(inputs)) < CLOSE
+        history._store.close()
+        return len(reads) - before
+
+    assert in_a_process() == helpers, "what a helper has just written"
+    assert in_a_process() == 1
+    code = Path(f"{path}{artifact.CODE}")
+    code.write_bytes(code.read_bytes() + b" ")
+    caplog.clear()
+    assert in_a_process() == helpers
+    assert f"{path} is compiled anew: it is not what OneDiff has noted in its store." in caplog.text
+    assert in_a_process() == 1
+    assert tuned_in(tmp_path / "store") == {f"{artifact.IN_STORE}{path.name}": artifact.digest_of(path)}
+
+
+def tuned_in(folder: Path) -> dict[str, object]:
+    history = History()
+    history.open(folder)
+    return history.tuned()

@@ -37,8 +37,8 @@ def test_form() -> None:
 
 
 def test_what_holds_for_the_whole_webui_is_not_told() -> None:
-    assert infotext.describe(Settings(memory_budget=512, prewarm="512x512", cache_folder="/home/me")) == "on"
-    assert "cache_folder" not in infotext.options_of_a_run()
+    assert infotext.describe(Settings(memory_budget=512, prewarm="512x512")) == "on"
+    assert "memory_budget" not in infotext.options_of_a_run()
 
 
 def test_round_trip() -> None:

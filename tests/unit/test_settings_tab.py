@@ -17,17 +17,10 @@ from lib_onediff.settings import Settings, host_key
 from lib_onediff.ui import settings_tab
 
 
-class OlderOptionInfo(OptionInfo):
-    """As in a WebUI whose options the API may all set."""
-
-    def __init__(self, default: Any, label: str, component: Any, arguments: Any, onchange: Any, section: Any) -> None:
-        super().__init__(default, label, component, arguments, onchange, section)
-
-
-def the_options(option_info: Any = OptionInfo) -> tuple[Options, list[Settings]]:
+def the_options() -> tuple[Options, list[Settings]]:
     """The options and the settings after every change that settings_tab told of."""
     opts, told = Options({}), []
-    settings_tab.add_options(opts, option_info, lambda: told.append(runtime.settings))
+    settings_tab.add_options(opts, OptionInfo, lambda: told.append(runtime.settings))
     return opts, told
 
 
@@ -37,7 +30,7 @@ def test_kinds_of_components() -> None:
     assert kinds["onediff_enabled"] is gradio.Checkbox and kinds["onediff_backend"] is gradio.Radio
     assert kinds["onediff_memory_budget"] is gradio.Number
     assert opts.data_labels["onediff_memory_budget"].component_args == {"precision": 0}
-    assert kinds["onediff_prewarm"] is kinds["onediff_cache_folder"] is gradio.Textbox
+    assert kinds["onediff_prewarm"] is kinds["onediff_folder_in_use"] is gradio.Textbox
     for option in fields(Settings):
         number = type(option.default) in (int, float) and option.name != "memory_budget"
         assert (kinds[host_key(option.name)] is gradio.Slider) == number, "a range that is known is a slider's"
@@ -52,22 +45,41 @@ def test_every_option_can_be_shown() -> None:
             assert info.component(value=getattr(opts, key), label=info.label, **info.arguments()).value == info.default
 
 
-def test_a_client_of_the_api_cannot_choose_the_folder() -> None:
-    opts, _ = the_options()
-    assert [key for key, info in opts.data_labels.items() if info.restrict_api] == ["onediff_cache_folder"]
-    assert not opts.set("onediff_cache_folder", "/etc", is_api=True)
-    assert opts.onediff_cache_folder == runtime.settings.cache_folder == ""
+def test_the_folder_is_shown_and_nobody_can_set_it(tmp_path: Path) -> None:
+    runtime.history.open(tmp_path / "<cache>")
+    opts, told = the_options()
+    info = opts.data_labels["onediff_folder_in_use"]
+    assert info.arguments() == {"interactive": False} and "ONEDIFF_CACHE" in info.comment_after
+    for is_api in (True, False):
+        assert not opts.set("onediff_folder_in_use", "/etc", is_api=is_api)
+    assert opts.onediff_folder_in_use == str(tmp_path / "<cache>") and len(told) == 1
+    assert "onediff_folder_in_use" not in opts.data, "or it would be stored"
+    with gradio.Blocks():
+        assert not info.component(value=opts.onediff_folder_in_use, **info.arguments()).interactive
 
 
-def test_a_host_that_cannot_restrict_the_api() -> None:
-    opts, _ = the_options(OlderOptionInfo)
-    assert len(opts.data_labels) == len(the_options()[0].data_labels)
+@pytest.mark.parametrize("stored, said", [("/somewhere/else", True), ("", False), (None, False)])
+def test_a_folder_that_an_earlier_version_has_stored_is_ignored_with_a_sentence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stored: str | None, said: bool
+) -> None:
+    runtime.history.open(tmp_path)
+    opts = Options({})
+    if stored is not None:
+        opts.data["onediff_cache_folder"] = stored
+    assert settings_tab.stored_settings(opts) == Settings()
+    settings_tab.tell_of_stored_folder(opts)
+    settings_tab.add_options(opts, OptionInfo, lambda: None)
+    sentence = "The stored setting onediff_cache_folder is ignored:"
+    assert (sentence in caplog.text and "environment variable ONEDIFF_CACHE" in caplog.text) is said
+    assert opts.onediff_folder_in_use == str(tmp_path) and runtime.settings == Settings()
 
 
 @pytest.mark.parametrize("key, value, part", [
     ("onediff_prewarm", "512x512, wide", "'wide' is not a size"),
     ("onediff_prewarm", "65x64", "multiple of 8"),
-    ("onediff_memory_budget", -1, "MiB"),
+    ("onediff_memory_budget", -1, "from 0 to 1048576, not -1"),
+    ("onediff_memory_budget", 1048577, "from 0 to 1048576, not 1048577"),
+    ("onediff_memory_budget", 10**30, "from 0 to 1048576"),
     ("onediff_prewarm_most_used", -1, "from 0 to 100, not -1"),
     ("onediff_prewarm_most_used", 101, "from 0 to 100"),
     ("onediff_deepcache_interval", 21, "from 1 to 20, not 21"),
@@ -102,21 +114,6 @@ def test_changes_are_told() -> None:
     opts, told = the_options()
     opts.set("onediff_prewarm", "64x64, 72x64 x2")
     assert [settings.prewarm for settings in told] == ["", "64x64, 72x64 x2"]
-
-
-def test_a_folder_set_by_a_client_is_put_back(caplog: pytest.LogCaptureFixture) -> None:
-    """Forge's API sets what its own OptionInfo restricts."""
-    opts, _ = the_options()
-    opts.set("onediff_cache_folder", "/somewhere/else")
-    assert opts.data["onediff_cache_folder"] == "" and runtime.settings.cache_folder == ""
-    assert "can only be set in the settings tab" in caplog.text
-
-
-def test_a_folder_set_on_the_page_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    opts, _ = the_options()
-    monkeypatch.setattr(settings_tab, "somebody_is_at_the_page", lambda: True)
-    opts.set("onediff_cache_folder", "/somewhere/else")
-    assert runtime.settings.cache_folder == "/somewhere/else"
 
 
 # --- set by our own pages ---------------------------------------------------------------------------------------------

@@ -15,7 +15,10 @@ pytest.importorskip("fastapi")
 import gradio
 
 from lib_onediff.accelerator import runtime
+from lib_onediff.hosts.standalone import rest, settings_page
+from lib_onediff.hosts.standalone.modules import shared
 from lib_onediff.hosts.standalone.modules.options import OptionInfo, Options
+from lib_onediff.hosts.standalone.refusal import Refusal
 from lib_onediff.hosts.unknown import UnknownHost
 from lib_onediff.settings import OFF_IN_SETTINGS, Settings
 from lib_onediff.shapes.warmup import WarmUp
@@ -51,9 +54,7 @@ def test_model_that_is_not_served_is_reported() -> None:
 def test_settings_become_options() -> None:
     opts = Options({})
     settings_tab.add_options(opts, OptionInfo, lambda: None)
-    assert {key: getattr(opts, key) for key in opts.data_labels} == {
-        f"onediff_{option.name}": option.default for option in fields(Settings)
-    }
+    assert opts.data == {f"onediff_{option.name}": option.default for option in fields(Settings)}
     assert opts.onediff_backend == "auto" and opts.data_labels["onediff_memory_budget"].default == 0
     backend = opts.data_labels["onediff_backend"]
     assert backend.component is gradio.Radio and "eager" in backend.component_args["choices"]
@@ -62,6 +63,27 @@ def test_settings_become_options() -> None:
     assert runtime.settings == Settings(backend="eager")
     opts.set("onediff_backend", "warp")
     assert runtime.settings == Settings(backend="eager") and opts.onediff_backend == "eager"
+
+
+def test_what_is_only_shown_cannot_be_set_by_the_page_or_the_api(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "opts", Options({}))
+    runtime.history.open(tmp_path)
+    settings_tab.add_options(shared.opts, OptionInfo, lambda: None)
+    with gradio.Blocks() as page:
+        settings_page.build_settings_tab(page)
+    found = {getattr(block, "elem_id", None): block for block in page.blocks.values()}
+    shown = found["setting_onediff_folder_in_use"]
+    assert shown.value == str(tmp_path) and not shown.interactive and "ONEDIFF_CACHE" in shown.info
+    assert found["setting_onediff_prewarm"].interactive is not False
+    config = page.get_config_file()
+    used = [dependency["inputs"] for dependency in config["dependencies"] if dependency["inputs"]]
+    assert used and not any(shown._id in inputs for inputs in used)
+    assert "onediff_folder_in_use" not in rest.get_options()
+    with pytest.raises(Refusal, match="did not accept"):
+        rest.set_options({"onediff_folder_in_use": "/etc"})
+    assert shared.opts.onediff_folder_in_use == str(tmp_path)
 
 
 def test_stored_settings_are_in_force_from_the_start() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 import lib_onediff
-from lib_onediff.shapes.fingerprint import Fingerprint
+from lib_onediff.shapes import store as store_module
+from lib_onediff.shapes.fingerprint import Fingerprint, source_digest
 from lib_onediff.shapes.store import Store
 from lib_onediff.shapes.store_rows import HistoryRow
 
@@ -165,6 +167,60 @@ def test_the_size_limit_costs_the_least_recently_used(tmp_path: Path, open_store
     assert store.choices("sd1") == {"layout": "nhwc"}, "choices are not history"
 
 
+def test_choices_that_updates_leave_behind_cost_no_history(tmp_path: Path, open_store: OpenStore) -> None:
+    for version in range(40):
+        store = open_store(tmp_path, dataclasses.replace(MACHINE, onediff=f"0.1.0 {version}"), size_limit=100_000)
+        store.record(row(f"{version}x8"))
+        for number in range(20):
+            store.choose("sd1", f"tile {number}", "x" * 200)
+        assert store.flush()
+        store.close()
+    store = open_store(tmp_path, dataclasses.replace(MACHINE, onediff="0.1.0 39"), size_limit=100_000)
+    assert len(store.choices("sd1")) == 20 and [seen.resolution for seen in store.history()] == ["39x8"]
+
+
+# --- a clock that is set back -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flushed", [True, False])
+@pytest.mark.parametrize("update", ["", " of another version"])
+def test_what_is_chosen_after_the_clock_was_set_back_counts(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, flushed: bool, update: str
+) -> None:
+    now = 1_000_000.0
+    monkeypatch.setattr(store_module.time, "time", lambda: now)
+    store = open_store(tmp_path)
+    store.choose("sd1", "pinned", "before")
+    if flushed or update:
+        store.flush()
+    now -= 3600
+    machine = dataclasses.replace(MACHINE, onediff=f"{MACHINE.onediff}{update}")
+    later = open_store(tmp_path, machine) if update else store
+    later.choose("sd1", "pinned", "after")
+    for _ in range(3):
+        assert later.flush()
+        assert later.choices("sd1") == later.choices("sd1", every_machine=True) == {"pinned": "after"}
+        now += 3000
+    store.close()
+
+
+def test_times_measured_after_the_clock_was_set_back_count(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1_000_000.0
+    monkeypatch.setattr(store_module.time, "time", lambda: now)
+    store = open_store(tmp_path)
+    store.record(row(last_used=now, step_ms=9.0))
+    store.flush()
+    now -= 3600
+    store.record(row(last_used=now, step_ms=4.0))
+    expected = [row(uses=2, last_used=now, step_ms=4.0)]
+    assert store.history() == expected
+    store.flush()
+    now += 7200
+    assert store.history() == open_store(tmp_path).history() == expected
+
+
 def test_memory_is_limited_too(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     store = Store.open(tmp_path / "file", MACHINE)
@@ -228,8 +284,25 @@ def test_what_is_left_is_written_at_exit(tmp_path: Path, open_store: OpenStore) 
 def test_the_fingerprint_of_the_cpu_and_of_this_machine() -> None:
     cpu = Fingerprint.of(torch.device("cpu"))
     assert (cpu.gpu, cpu.driver) == ("cpu", "none")
-    assert (cpu.torch, cpu.onediff) == (torch.__version__, lib_onediff.__version__)
+    assert (cpu.torch, cpu.onediff) == (torch.__version__, f"{lib_onediff.__version__} {source_digest()}")
     assert Fingerprint.of() == (Fingerprint.of(torch.device("cuda")) if torch.cuda.is_available() else cpu)
+
+
+def test_the_digest_is_that_of_the_sources_that_compute(tmp_path: Path) -> None:
+    def digest(changes: dict[str, str]) -> str:
+        for name, text in changes.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        return source_digest.__wrapped__(tmp_path)
+
+    first = digest({"ops/torch_ops.py": "geglu", "accelerator.py": "run", "ui/page.py": "page", "notes.txt": "text"})
+    assert digest({"ui/page.py": "another page", "bench/clock.py": "tick", "notes.txt": ""}) == first
+    assert digest({"ops/__pycache__/torch_ops.py": "by a compiler"}) == first
+    changes = {"ops/torch_ops.py": "geglu + 1"}, {"new/layer.py": ""}, {"new/layer.py": "1"}
+    assert len({first, *map(digest, changes)}) == 4
+    (tmp_path / "ops" / "torch_ops.py").write_text("geglu")
+    shutil.rmtree(tmp_path / "new")
+    assert digest({}) == first
 
 
 @pytest.mark.gpu

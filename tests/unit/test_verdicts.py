@@ -2,7 +2,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -235,3 +238,46 @@ def test_a_checked_shape_is_not_checked_again_and_the_hosts_speed_is_still_known
     assert second["route"] == "plain" and len(asked) == times_asked
     assert second["relative_error"] == first["relative_error"]
     assert second["host_ms"] == pytest.approx(first["host_ms"])
+
+
+A_PROCESS = """
+import json, sys
+from pathlib import Path
+sys.path[:0] = [sys.argv[1], sys.argv[2]]
+import torch
+torch.set_num_threads(1)
+import lib_onediff
+assert lib_onediff.__file__.startswith(sys.argv[1])
+from builders import a_call, diffusers_output, diffusers_unet, relative_error, served
+from lib_onediff.accelerator import runtime
+runtime.history.open(Path(sys.argv[3]))
+unet = lib_onediff.compile_unet(diffusers_unet(), backend="eager")
+call = a_call(unet)
+served(unet, call)
+told = lib_onediff.status()
+error = relative_error(served(unet, call), diffusers_output(unet, call))
+runtime.history._store.close()
+print(json.dumps([told["route"], told["reason"], told["relative_error"], error]))
+"""
+
+
+def test_sources_that_an_update_has_broken_are_checked_and_not_used(tmp_path: Path) -> None:
+    package, tests = Path(lib_onediff.__file__).parent, Path(__file__).parent
+    ours = tmp_path / "extension"
+    shutil.copytree(package, ours / "lib_onediff", ignore=shutil.ignore_patterns("__pycache__"))
+
+    def in_a_process() -> tuple[str, str, float | None, float]:
+        ended = subprocess.run(
+            [sys.executable, "-c", A_PROCESS, str(ours), str(tests), str(tmp_path / "cache")], cwd=ours, check=True,
+            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""},
+        )
+        return tuple(json.loads(ended.stdout.splitlines()[-1]))
+
+    route, reason, known, error = in_a_process()
+    assert (route, reason) == ("plain", "") and known < 1e-5 and error < 1e-5
+    operators = ours / "lib_onediff" / "ops" / "torch_ops.py"
+    right = "functional.gelu(gate)"
+    assert right in operators.read_text()
+    operators.write_text(operators.read_text().replace(right, "functional.relu(gate) + 1"))
+    route, reason, known, error = in_a_process()
+    assert route == "host" and "differs from the model's own forward" in reason and error < 1e-5

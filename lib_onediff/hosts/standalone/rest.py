@@ -109,7 +109,7 @@ def script_arguments(given: dict[str, Any], runner: Any) -> list[Any]:
 
 
 def get_options() -> dict[str, Any]:
-    return {key: getattr(shared.opts, key) for key in shared.opts.data_labels}
+    return {key: getattr(shared.opts, key) for key, info in shared.opts.data_labels.items() if not info.do_not_save}
 
 
 def set_options(values: dict[str, Any]) -> None:

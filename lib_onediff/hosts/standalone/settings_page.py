@@ -15,7 +15,7 @@ TAGS = re.compile(r"<[^>]*>")
 
 def build_settings_tab(page: gr.Blocks) -> None:
     """Build the tab inside the open gradio context; page shows the values in force whenever it is loaded."""
-    labels = {key: info for key, info in shared.opts.data_labels.items() if not info.do_not_save}
+    labels = shared.opts.data_labels
     sections = sorted({info.section for info in labels.values()}, key=lambda section: section[1])
     with gr.Row():
         apply = gr.Button("Apply settings", variant="primary", elem_id="settings_submit", scale=0, min_width=200)
@@ -28,8 +28,10 @@ def build_settings_tab(page: gr.Blocks) -> None:
                 if info.section == (identifier, title):
                     components[key] = option_component(key, info)
     outputs = list(components.values())
+    shown = {key for key, info in labels.items() if info.do_not_save}
+    settable = {key: component for key, component in components.items() if key not in shown}
     apply.click(
-        lambda *values: apply_settings(list(components), values), inputs=outputs, outputs=[result],
+        lambda *values: apply_settings(list(settable), values), inputs=list(settable.values()), outputs=[result],
         show_progress="hidden", api_name=False,
     )
     page.load(

@@ -120,7 +120,7 @@ class Options:
         problem = info.problem(self.data[key]) if key in self.data else None
         if problem:
             errors.report(f"The saved option {key} {problem}; its default is used.")
-        if problem or key not in self.data:
+        if problem or (key not in self.data and not info.do_not_save):
             self.data[key] = info.default
 
     def set(self, key: str, value: Any, is_api: bool = False, run_callbacks: bool = True) -> bool:

@@ -1,0 +1,29 @@
+"""A weak dictionary that threads can walk."""
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import TypeVar
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class WeakDictionary(weakref.WeakKeyDictionary[Key, Value]):
+    """A WeakKeyDictionary that may change while another thread walks it: that thread sees it as it was.
+
+    Python's own is walked in Python, so that even list(dictionary.values()) is no copy: it fails when a key is added.
+    """
+
+    def items(self) -> list[tuple[Key, Value]]:
+        # A copy of a plain dictionary is made at one stroke.
+        return [(key, value) for reference, value in self.data.copy().items() if (key := reference()) is not None]
+
+    def keys(self) -> list[Key]:
+        return [key for key, _ in self.items()]
+
+    def values(self) -> list[Value]:
+        return [value for _, value in self.items()]
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self.keys())

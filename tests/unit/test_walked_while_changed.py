@@ -1,0 +1,131 @@
+"""What a page or a purge walks while the thread that makes images adds to it."""
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_verdicts import KEY
+from torch import nn
+
+from lib_onediff.deepcache.features import Place, Record
+from lib_onediff.shapes.history import History
+from lib_onediff.shapes.table import ShapeTable
+from lib_onediff.unet import prompts as prompts_module
+from lib_onediff.unet.float8 import Float8Weights
+from lib_onediff.unet.forward import Conditioning
+from lib_onediff.unet.prompts import HeldPrompt, PromptMemory, Sighting
+from lib_onediff.unet.weights import Float8Weight
+from lib_onediff.weak_dictionary import WeakDictionary
+
+SECONDS = 0.5
+
+
+@pytest.fixture(autouse=True)
+def threads_take_turns_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def while_another_adds(add: Callable[[int], object], walk: Callable[[], object]) -> None:
+    """walk() again and again, while another thread adds one thing after the other. Raises what walk() raises."""
+    ended = threading.Event()
+
+    def adding() -> None:
+        number = 0
+        while not ended.is_set():
+            add(number)
+            number += 1
+
+    thread = threading.Thread(target=adding)
+    thread.start()
+    try:
+        until = time.monotonic() + SECONDS
+        while time.monotonic() < until:
+            walk()
+    finally:
+        ended.set()
+        thread.join()
+
+
+def key(number: int) -> Any:
+    return dataclasses.replace(KEY, batch=number % 2000)
+
+
+def test_entries_that_are_forgotten_while_others_come() -> None:
+    table = ShapeTable()
+    for number in range(2000):
+        table.entry(key(number))
+    while_another_adds(lambda number: table.entry(key(number)), lambda: table.forget({key(0), key(1)}))
+    while_another_adds(lambda number: table.entry(key(number)), table.entries)
+
+
+def test_an_entry_that_comes_while_others_are_forgotten_stays() -> None:
+    table, lost = ShapeTable(), []
+
+    def add(number: int) -> None:
+        new = dataclasses.replace(KEY, tokens=number)
+        table.entry(new)
+        if new not in table.by_key():
+            lost.append(number)
+
+    while_another_adds(add, lambda: table.forget({key(0), key(1)}))
+    assert not lost
+
+
+def test_verdicts_that_are_forgotten_while_others_come(tmp_path: Path) -> None:
+    history = History()
+    for number in range(500):
+        history.keep_verdict("native", key(number), 1e-3)
+    while_another_adds(
+        lambda number: history.keep_verdict("native", key(number), 1e-3), lambda: history.forget(["8x8"])
+    )
+
+
+def test_modules_that_come_while_others_are_looked_at() -> None:
+    modules = [nn.Identity() for _ in range(1000)]
+    known: WeakDictionary[nn.Module, int] = WeakDictionary({module: 0 for module in modules[:500]})
+
+    def add(number: int) -> None:
+        known[modules[number % 1000]] = number
+        known.pop(modules[(number + 500) % 1000], None)
+
+    while_another_adds(add, lambda: (known.items(), known.keys(), known.values(), list(known), set(known)))
+
+
+def test_a_module_that_is_gone_is_not_among_them() -> None:
+    here, gone = nn.Identity(), nn.Identity()
+    known: WeakDictionary[nn.Module, int] = WeakDictionary({here: 1, gone: 2})
+    del gone
+    assert known.items() == [(here, 1)] and list(known) == known.keys() == [here] and known.values() == [1]
+
+
+def test_weights_in_float8_that_are_counted_while_they_are_made() -> None:
+    weights = Float8Weights.__new__(Float8Weights)
+    weights._kept = {}
+    one = Float8Weight(torch.zeros(1), torch.zeros(1))
+    while_another_adds(lambda number: weights._kept.__setitem__(str(number), one), lambda: weights.bytes)
+
+
+def test_deep_features_that_are_counted_while_others_come() -> None:
+    place = Place()
+    while_another_adds(lambda number: place.records.__setitem__(number, Record()), place.bytes)
+
+
+def test_prompts_that_are_forgotten_while_others_come() -> None:
+    prompts, conditioning = PromptMemory(), Conditioning((torch.zeros(1),), None)
+
+    def add(number: int) -> None:
+        prompts._places[(number, torch.device("cpu"))] = prompts_module.Place(
+            conditioning, HeldPrompt((), Sighting())
+        )
+
+    while_another_adds(add, lambda: (prompts.forget(), prompts.bytes()))
