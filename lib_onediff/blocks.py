@@ -157,7 +157,7 @@ class BlockRoute:
             if backend == NATIVE and entry.state is not State.FAILED:
                 try:
                     ready = operators.prepare(network_of(care, call), self._accelerator.patient)
-                except Exception as error:
+                except RuntimeError as error:
                     entry.fail(blame(backend, f"our kernels do not compile: {first_line(error)}"))
                 else:
                     if not ready:

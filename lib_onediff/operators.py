@@ -267,4 +267,4 @@ class OperatorSets:
                 count = tune_kernels(self._launches, network.users, network.dtype, network.device, time_on_gpu)
             log.debug("%d kernels measured in %.1f s", count, time.perf_counter() - began)
         except Exception as error:
-            log.debug("the kernels could not be measured: %s", error)
+            log.debug("the kernels could not be measured: %s", error, exc_info=True)

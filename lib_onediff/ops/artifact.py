@@ -84,7 +84,7 @@ class Artifact:
                 code = unfinished.read_bytes()
         except Exception as error:
             # Which torch raises, too, where it finds something in it that cannot be kept.
-            log.debug("compiled code is not kept: %s", error)
+            log.debug("compiled code is not kept: %s", error, exc_info=True)
         else:
             order = json.dumps(asdict(self._order))
             self.digest = digest_of_bytes(order.encode(), code) if write(path, order) else None
@@ -145,7 +145,7 @@ def read(path: Path, digest: str | None) -> Artifact | None:
 
         return Artifact(CompiledArtifact.load(path=f"{path}{CODE}", format="binary"), order, digest)
     except Exception as error:
-        log.debug("no compiled code is read from %s: %s", path, error)
+        log.debug("no compiled code is read from %s: %s", path, error, exc_info=True)
         return None
 
 
