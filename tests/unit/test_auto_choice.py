@@ -92,7 +92,7 @@ def test_calls_that_a_graph_serves_count_too(choices: Choices, monkeypatch: pyte
 def test_where_inductor_cannot_compile_it_is_done_without(choices: Choices, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(auto_choice.WORTH_LOOKING_MS, "cpu", 0.0)
 
-    def broken(region: CompiledRegion, shapes: Any, path: Path) -> None:
+    def broken(region: CompiledRegion, shapes: Any, path: Path, digest: str | None = None) -> None:
         raise OSError("No space left on device")
 
     monkeypatch.setattr(runtime.operators.inductor, "why_not", lambda device: None)
