@@ -16,6 +16,7 @@ from lib_onediff import compile_unet, status, uncompile_unet
 from lib_onediff.accelerator import runtime
 from lib_onediff.bench.models import inputs, random_unet
 from lib_onediff.ops.float8 import support
+from lib_onediff.ops.float8_choice import WORTH_ROUNDING
 from lib_onediff.settings import Settings
 from lib_onediff.unet import float8
 
@@ -122,6 +123,10 @@ def test_what_gains_is_measured_before_the_capture(unet: nn.Module, monkeypatch:
     with torch.no_grad():
         outputs = [unet(**given, return_dict=False)[0] for _ in range(4)]
     assert all(relative_error(output, expected) < NEAR for output in outputs)
-    assert any(name.startswith("float8 product") for name in runtime.choices._values)
-    # So small products gain nothing.
-    assert status()["backend"] == "native" and "(measured)" in status()["reason"]
+    measured = [times for name, times in runtime.choices._values.items() if name.startswith("float8 product")]
+    assert measured
+    # So small products mostly gain nothing; what a busy or cold GPU says is what counts.
+    gains = [plain - float8 for plain, float8 in measured if float8 < WORTH_ROUNDING * plain]
+    backend, reason = status()["backend"], status()["reason"]
+    assert backend == ("native fp8" if "(measured)" not in reason else "native")
+    assert gains or backend == "native", (measured, reason)
