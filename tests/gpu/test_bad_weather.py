@@ -28,7 +28,9 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def fresh_runtime() -> Iterator[None]:
+def fresh_runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Whether auto would try Inductor depends on how long calls of earlier tests took.
+    monkeypatch.setattr(runtime.operators.inductor, "why_not", lambda device: "Inductor is not for these tests")
     runtime.purge()
     yield
     runtime.purge()
@@ -143,8 +145,6 @@ def test_without_triton_the_next_backend_says_what_to_install(unet: nn.Module, m
     monkeypatch.setattr(runtime.operators, "_hint", None)
     monkeypatch.setattr(availability, "triton_here", lambda: None)
     monkeypatch.setattr(requirements, "triton_here", lambda: None)
-    # Inductor needs it too; what it has compiled, or was chosen for, in earlier tests must not matter here.
-    monkeypatch.setattr(runtime.operators.inductor, "why_not", lambda device: "Inductor needs Triton")
     use(unet, arguments(unet))
     assert now() == ("cudagraph", "graph") and "need Triton, which is not installed" in status()["reason"]
     assert "pip install" in status()["hint"] and "Until then PyTorch's own operators are used" in status()["hint"]
