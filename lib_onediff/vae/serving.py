@@ -36,7 +36,11 @@ log = logging.getLogger("onediff")
 UNCOMPARED = "uncompared"
 # As a mark of a key: work of the VAE, but the other way round.
 ENCODE = "vae encode"
-BAD_LATENT = "the latent has NaN or infinite values: they come from the UNet, not from the VAE"
+# An image that was encoded by a damaged VAE looks the same here as a UNet's overflow.
+BAD_LATENT = (
+    "the latent has NaN or infinite values: they come from the UNet or, where an image was encoded before, from the "
+    "VAE's encoder, and not from this decode"
+)
 
 
 @dataclass(frozen=True)

@@ -191,5 +191,5 @@ def test_a_latent_that_the_unet_has_spoilt(caplog: pytest.LogCaptureFixture, mon
     with caplog.at_level(logging.WARNING, "onediff"):
         decode(host, latent)
     assert types == [torch.float16] and host.calls == 1
-    assert last()[0] == "host" and "they come from the UNet" in last()[1]
+    assert last()[0] == "host" and "they come from the UNet" in last()[1] and "VAE's encoder" in last()[1]
     assert len(caplog.messages) == 1 and "they come from the UNet" in caplog.messages[0]
