@@ -49,7 +49,8 @@ def read_shapes(path: Path) -> Shapes:
     if path.suffix == ".safetensors":
         return safetensors_shapes(path)
     try:
-        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        # torch 2.1 maps a file by a name alone.
+        content = torch.load(str(path), map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
         raise ModelProblem(
             f"{path.name} cannot be read as a checkpoint of plain weights: it is damaged, or it contains Python "
