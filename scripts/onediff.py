@@ -172,18 +172,23 @@ def tabs() -> list[tuple[Any, str, str]]:
 
 
 @guard.hook("adding routes to the API")
-def start(demo: Any, app: Any) -> None:
-    # The page is there by now: what only programs need keeps nobody waiting.
+def add_routes(app: Any) -> None:
     from lib_onediff import api
 
     api.add_routes(app, shared.cmd_opts, runtime, warmup, webui, current_status)
 
 
 @guard.hook("keeping other sites' pages from the events of the page")
-def protect_events(demo: Any, app: Any) -> None:
+def protect_events(page: Any) -> None:
     from lib_onediff.api.page_events import refuse_foreign_pages
 
-    refuse_foreign_pages(demo, shared.cmd_opts)
+    refuse_foreign_pages(page, shared.cmd_opts)
+
+
+def start(page: Any, app: Any) -> None:
+    """The page is there: what only programs and other sites' pages need has kept nobody waiting until now."""
+    add_routes(app)
+    protect_events(page)
 
 
 @guard.hook("opening the cache")
@@ -200,5 +205,4 @@ register((
     (script_callbacks.on_model_loaded, model_loaded), (script_callbacks.on_script_unloaded, stop),
     (script_callbacks.on_before_ui, add_axes), (script_callbacks.on_ui_settings, add_options),
     (script_callbacks.on_ui_tabs, tabs), (script_callbacks.on_app_started, start),
-    (script_callbacks.on_app_started, protect_events),
 ))
