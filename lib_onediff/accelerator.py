@@ -188,7 +188,8 @@ class Accelerator(UserRequests):
 
     @contextlib.contextmanager
     def computing(self, device: torch.device) -> Iterator[None]:
-        """What is launched inside is alone: other threads wait to launch, and other streams wait for it."""
+        """Kernels launched inside run alone: other threads wait for the lock, and the GPU finishes the work of other
+        streams first."""
         with self._lock, self._order.after_the_last(device):
             yield
 
@@ -236,11 +237,11 @@ class Accelerator(UserRequests):
             # Outside our modes: the host's forward must run exactly as the host would run it.
             self._ladder.prove(served, settings, self.history, host, care.bound.habits.yardstick(host))
         else:
-            with self.computing(call.latent.device):
+            with self._lock:
                 self._ladder.note(settings, served)
-                if served.route == PLAIN:
-                    with our_modes(call.latent.device, served.entry.key.precision):
-                        self._ladder.make_ready(care, settings, served)
+            if served.route == PLAIN:
+                with self.computing(call.latent.device), our_modes(call.latent.device, served.entry.key.precision):
+                    self._ladder.make_ready(care, settings, served)
         care.note_served(call.context)
         return served
 
@@ -310,7 +311,8 @@ class Accelerator(UserRequests):
                     care.drop_runners()
 
     def care_for(self, unet: nn.Module) -> tuple[Care, Settings]:
-        """What is kept for a UNet, and the settings that hold now. Raises Declined where nothing of ours may run."""
+        """What is kept for a UNet, and the settings that hold now. Raises Declined with the reason why the host must
+        run the call."""
         care = self._care.get(unet)
         if care is None:
             raise Declined("this UNet was not handed to OneDiff")

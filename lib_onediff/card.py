@@ -48,7 +48,7 @@ class Card:
             torch.cuda.synchronize(device)
 
     def empty_cache(self) -> None:
-        """See empty_cache."""
+        """As the function of this name."""
         empty_cache()
 
     def spare(self, device: torch.device) -> int:
@@ -57,8 +57,8 @@ class Card:
 
 
 def empty_cache() -> None:
-    """Give the driver back what torch keeps unused; nothing while anybody captures a graph, an extension say: torch
-    refuses that, and the next time will do."""
+    """Return torch's unused GPU memory to the driver. Does nothing while any thread captures a CUDA graph, which torch
+    does not allow: it is returned the next time."""
     if not torch.cuda.is_available():
         return
     try:

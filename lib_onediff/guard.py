@@ -33,7 +33,7 @@ class HostFunction:
 class Guard:
     """Runs hooks and notes their faults: one traceback in the log for each, and a sentence for the user.
 
-    generation: a number for each, in the order in which they begin.
+    generation: how many generations have begun.
     suspended: why the host serves every call until the next generation begins; "" where OneDiff serves. A fault in one
     hook leaves the rest of its generation to the host, whose image is then its own to the bit.
     """

@@ -1,7 +1,6 @@
 """The presets and what is known of single checkpoints: data, to be edited freely.
 
-A name that is no option of settings.Settings is passed over; so is a value that the option does not take. A test names
-both.
+Unknown option names and invalid values are ignored at run time; a test lists them.
 """
 from __future__ import annotations
 

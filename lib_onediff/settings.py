@@ -30,7 +30,8 @@ class Settings:
     """One consistent set of choices. Immutable, so that a running call cannot see half a change."""
 
     enabled: bool = option(
-        True, "Use OneDiff", "Off: the WebUI's own UNet makes every picture and nothing of ours runs.", per_run=True
+        True, "Use OneDiff", "Off: OneDiff takes its hooks out, and the WebUI's own UNet generates every image.",
+        per_run=True,
     )
     backend: str = option(
         "auto",

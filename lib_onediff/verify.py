@@ -22,7 +22,7 @@ ROUNDING_HALF_SUMS = 6e-2
 # Three bits after the point in every factor. Seen: 2e-2 in SDXL, 7e-2 in very small networks. A wrong one is off by 1.
 ROUNDING_FLOAT8 = 0.12
 # A generation waits for it, once for every shape on a machine.
-SECONDS_TO_TIME_THE_HOST = 1.0
+SECONDS_TO_TIME_THE_HOST = 0.5
 
 
 class CannotJudge(Exception):
@@ -77,8 +77,8 @@ def judge(
 
 
 def time_host(entry: Entry, device: torch.device, host: Callable[[], object], often: bool = False) -> None:
-    """Time the host's forward, which has run before: once, and again while all of it takes little time, until it is
-    enough. often: however long it takes."""
+    """Time the host's forward, which has run before: ENOUGH times, or as often as SECONDS_TO_TIME_THE_HOST allow, but
+    once at least. often: ENOUGH times, however long that takes."""
     began = time.perf_counter()
     for _ in range(ENOUGH):
         entry.host.time(device, host)

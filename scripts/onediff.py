@@ -125,7 +125,7 @@ class OneDiffScript(scripts.Script):
     def process(self, p: Any, *arguments: Any) -> None:
         guard.resume()
         if not runtime.settings.enabled:
-            if refusal := run_settings.asked_in_vain(arguments):
+            if refusal := run_settings.refusal_while_off(arguments):
                 run_settings.tell(p, refusal)
             return
         idle.disturb()

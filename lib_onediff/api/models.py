@@ -97,7 +97,8 @@ class ShapeAnswer(Answer):
     reason: str = Field(..., description="Why the state is not a better one.")
     step_ms: float | None = Field(None, description="Median milliseconds of a step with OneDiff.")
     host_ms: float | None = Field(None, description="The same with the WebUI's own UNet.")
-    ratio: float | None = None
+    ratio: float | None = Field(None, description="How many times as fast as the WebUI's own.")
+    ratio_range: tuple[float, float] | None = Field(None, description="Between what the spread of the times puts it.")
     bytes: int = Field(..., description="GPU memory.")
     uses: int
     last_used: float = Field(..., description="Seconds since 1970.")
@@ -118,7 +119,8 @@ class ResolutionAnswer(Answer):
     reason: str
     step_ms: float | None = None
     host_ms: float | None = None
-    ratio: float | None = None
+    ratio: float | None = Field(None, description="How many times as fast as the WebUI's own.")
+    ratio_range: tuple[float, float] | None = Field(None, description="Between what the spread of the times puts it.")
     bytes: int = Field(..., description="GPU memory that purging this resolution alone gives back.")
     needs: int = Field(..., description="GPU memory that its graphs take of what all graphs share.")
     pinned: bool
@@ -209,7 +211,8 @@ class StatusAnswer(Answer):
     reason: str
     step_ms: float | None = None
     host_ms: float | None = None
-    ratio: float | None = None
+    ratio: float | None = Field(None, description="How many times as fast as the WebUI's own.")
+    ratio_range: tuple[float, float] | None = Field(None, description="Between what the spread of the times puts it.")
     calls: dict[str, int] = Field(..., description="UNet calls by route.")
     vae: dict[str, Any] = Field(..., description="The same of the last decode.")
     auto: str = Field(..., description='What "auto" means on this machine and why, where that had to be measured.')

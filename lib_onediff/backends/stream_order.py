@@ -20,8 +20,9 @@ class StreamOrder:
 
     @contextlib.contextmanager
     def after_the_last(self, device: torch.device) -> Iterator[None]:
-        """Work launched inside waits on the GPU for the work before it, where that is in another stream: no thread
-        waits. Nothing happens while the caller captures a graph of its own, which must not wait for what is outside."""
+        """Kernels launched inside start on the GPU when those of the last use, in whichever stream, have ended. No
+        thread waits for that. Does nothing while the caller captures a CUDA graph of its own: a capture cannot wait
+        for an event from outside."""
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             yield
             return

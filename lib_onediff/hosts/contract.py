@@ -13,6 +13,7 @@ from ..unet.foreign import origin, package
 
 log = logging.getLogger("onediff")
 
+
 @dataclass(frozen=True)
 class Need:
     """Something that a module of the host must have.

@@ -15,7 +15,7 @@ from ..accelerator import runtime
 from ..settings import Settings
 from ..unet.call import Control, UNetCall
 from ..unet.foreign import replaced_by
-from ..unet.prompts import MOST_ASIDE, Sighting, returns_none
+from ..unet.prompts import MOST_SAVED, Sighting, returns_none
 from ..unet.read_diffusers import is_diffusers_unet
 from .diffusers_schedule import PipelineSchedule
 
@@ -33,7 +33,7 @@ class DiffusersForward:
     def __init__(self, unet: nn.Module) -> None:
         self._unet = weakref.ref(unet)
         # The last labels: prompt and negative prompt may be called in turn.
-        self._labels: deque[tuple[Sighting, Tensor]] = deque(maxlen=MOST_ASIDE + 1)
+        self._labels: deque[tuple[Sighting, Tensor]] = deque(maxlen=MOST_SAVED + 1)
         self._an_attention: Callable[[], Any] = returns_none
         self.schedule: PipelineSchedule | None = None
         self.__wrapped__ = type(unet).forward

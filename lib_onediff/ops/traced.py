@@ -16,6 +16,7 @@ from .regions import NotServed
 
 log = logging.getLogger("onediff")
 
+
 class Traced:
     """A function compiled once, and never while a picture waits."""
 

@@ -192,5 +192,6 @@ def shape_row(entry: Entry) -> ShapeRow:
 
 def ratio_values(ratio: Ratio | None) -> dict[str, Any]:
     """A ratio as rows and the status hold it."""
-    known = None if ratio is None else ratio.value
-    return {"ratio": known, "ratio_range": None if ratio is None else (ratio.low, ratio.high)}
+    if ratio is None:
+        return {"ratio": None, "ratio_range": None}
+    return {"ratio": ratio.value, "ratio_range": None if ratio.low is None else (ratio.low, ratio.high)}

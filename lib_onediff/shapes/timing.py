@@ -15,11 +15,12 @@ ENOUGH = 3
 
 
 class Timing(NamedTuple):
-    """What enough times or ratios say: their median, and between what they lie, one in eight at each end left out."""
+    """What enough times or ratios say: their median, and between what they lie, one in eight at each end left out. low
+    and high are None where an earlier process has kept the median alone."""
 
     median: float
-    low: float
-    high: float
+    low: float | None = None
+    high: float | None = None
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Timing | None:
@@ -38,18 +39,22 @@ def median_of(ordered: list[float]) -> float:
 
 
 class Ratio(NamedTuple):
-    """How many times faster one thing is than another, and between what the spread of their times puts that."""
+    """How many times faster one thing is than another, and between what the spread of their times puts that; None where
+    the spread of one is not known."""
 
     value: float
-    low: float
-    high: float
+    low: float | None = None
+    high: float | None = None
 
     @classmethod
     def of(cls, own: Timing | None, host: Timing | None) -> Ratio | None:
         """None while one of the two was not timed often enough."""
-        if own is None or host is None or not own.low:
+        if own is None or host is None or not own.median:
             return None
-        return cls(host.median / own.median, host.low / own.high, host.high / own.low)
+        value = host.median / own.median
+        if not own.low or not own.high or host.low is None or host.high is None:
+            return cls(value)
+        return cls(value, host.low / own.high, host.high / own.low)
 
 
 class Stopwatch:
@@ -102,7 +107,7 @@ class Stopwatch:
         """What is known from enough times; None before that. Of an earlier process the median alone is known."""
         times = self._read()
         if len(times) < ENOUGH and self._remembered is not None:
-            return Timing(*[self._remembered] * 3)
+            return Timing(self._remembered)
         return Timing.of(times)
 
     def _read(self) -> list[float]:

@@ -64,7 +64,7 @@ def read_changes(text: str) -> dict[str, Any]:
         name, _, value = part.replace("=", " ").partition(" ")
         options = infotext.options_of_a_run()
         if name not in options:
-            raise ValueError(f"{name!r} is no option of a picture; there are {', '.join(options)}.")
+            raise ValueError(f"An image has no option {name!r}; its options are {', '.join(options)}.")
         try:
             found[name] = value_of(options[name], value.strip())
         except ValueError:

@@ -57,9 +57,9 @@ def settings_of_run(arguments: Sequence[Any], standing: Settings, checkpoint: st
     return replace(settings, enabled=standing.enabled and all(values.get("enabled", True) for values in changed))
 
 
-def asked_in_vain(arguments: Sequence[Any]) -> str:
-    """What a run with these script arguments hears where OneDiff is switched off in the settings: a sentence, or ""
-    where it asks for nothing."""
+def refusal_while_off(arguments: Sequence[Any]) -> str:
+    """Why these script arguments have no effect while OneDiff is switched off in the settings, in one sentence; ""
+    where they ask for nothing."""
     used, preset, changes = filled(arguments)
     off = used is False or (isinstance(used, dict) and used.get("enabled") is False)
     nothing = used is True and preset in ("", None, AS_IN_SETTINGS) and not changes

@@ -12,7 +12,7 @@ from torch import Tensor
 from .forward import Conditioning
 
 # Prompt, negative prompt and a few regions, called one at a time. SDXL's take 25 MiB each at 77 tokens.
-MOST_ASIDE, MOST_ASIDE_BYTES = 4, 256 << 20
+MOST_SAVED, MOST_SAVED_BYTES = 4, 256 << 20
 # Of those that no graph reads.
 MOST_SIZES = 4
 
@@ -53,13 +53,13 @@ def edit_count(tensor: Tensor | None) -> int:
 
 @dataclass(eq=False)
 class HeldPrompt:
-    """One prompt that was seen. edits: what the weights were. content: context and y, where the tensors themselves tell
-    nothing. aside: its conditioning while another prompt's lies at the address."""
+    """A prompt that a slot has computed. edits: the weights' edit counts then. content: copies of context and y, where
+    a host passes new tensors at every call. saved: a copy of its conditioning, if there is one."""
 
     edits: tuple
     sighting: Sighting
     content: tuple[Tensor, Tensor | None] | None = None
-    aside: Conditioning | None = None
+    saved: Conditioning | None = None
 
     @classmethod
     def of(cls, context: Tensor, y: Tensor | None, edits: tuple, by_content: bool) -> HeldPrompt:
@@ -76,31 +76,33 @@ class HeldPrompt:
 
     def bytes(self) -> int:
         content = [tensor for tensor in self.content or () if tensor is not None]
-        return sum(tensor.nbytes for tensor in (*content, *(self.aside.tensors() if self.aside else ())))
+        return sum(tensor.nbytes for tensor in (*content, *(self.saved.tensors() if self.saved else ())))
 
 
-class Place:
-    """The address of the conditioning of one (batch, tokens): which prompt lies there, and those that did before. Does
-    not keep the conditioning alive.
+class Slot:
+    """The tensors that hold the conditioning of one (batch, tokens), whose addresses graphs know. current: the prompt
+    whose values they hold now. The slot has a weak reference to them only.
 
-    Prompts are put aside from when the first of them has come back: until then, nothing says that they take turns.
+    Once an earlier prompt has come back, as where prompt and negative prompt alternate, copies of replaced values are
+    kept; before that they would only take memory.
     """
 
-    def __init__(self, conditioning: Conditioning, occupant: HeldPrompt) -> None:
+    def __init__(self, conditioning: Conditioning, current: HeldPrompt) -> None:
         self._conditioning = weakref.ref(conditioning)
-        self.occupant = occupant
-        # The least recently used first: where prompts take turns, the next one is likely the first of these.
-        self._others: list[HeldPrompt] = []
-        self._takes_turns = False
+        self.current = current
+        # The least recently used first: where prompts alternate, that is the next one.
+        self._earlier: list[HeldPrompt] = []
+        self._alternates = False
 
     @property
     def conditioning(self) -> Conditioning | None:
-        """None once nobody uses this address any more."""
+        """None once no graph and no recent call holds it."""
         return self._conditioning()
 
     def find(self, context: Tensor, y: Tensor | None, edits: tuple, by_content: bool) -> HeldPrompt | None:
-        """The prompt, if it was seen before."""
-        known = [*self._others, self.occupant]
+        """The prompt, if this slot has computed it. by_content: compare values where the tensors are new."""
+        # Each comparison of values waits for the GPU: the likeliest first.
+        known = [*self._earlier, self.current] if self._alternates else [self.current, *self._earlier]
         found = next((held for held in known if held.is_same(context, y, edits)), None)
         if found is None and by_content:
             found = next((held for held in known if held.is_equal(context, y, edits)), None)
@@ -109,64 +111,63 @@ class Place:
         return found
 
     def show(self, prompt: HeldPrompt, fresh: Conditioning) -> None:
-        """Let another prompt lie here, with its conditioning."""
-        kept, other = self._conditioning(), self.occupant
-        if prompt in self._others:
-            self._others.remove(prompt)
-            self._takes_turns = True
+        """Overwrite the tensors with another prompt's conditioning."""
+        kept, other = self._conditioning(), self.current
+        if prompt in self._earlier:
+            self._earlier.remove(prompt)
+            self._alternates = True
         if other.edits == prompt.edits:
-            if self._takes_turns and other.aside is None and bytes_of(kept) <= MOST_ASIDE_BYTES:
-                other.aside = kept.map(Tensor.clone)
-            self._others.append(other)
-            while len(self._others) > MOST_ASIDE or sum(held.bytes() for held in self._others) > MOST_ASIDE_BYTES:
-                del self._others[0]
+            if self._alternates and other.saved is None and bytes_of(kept) <= MOST_SAVED_BYTES:
+                other.saved = kept.map(Tensor.clone)
+            self._earlier.append(other)
+            while len(self._earlier) > MOST_SAVED or sum(held.bytes() for held in self._earlier) > MOST_SAVED_BYTES:
+                del self._earlier[0]
         for target, source in zip(kept.tensors(), fresh.tensors(), strict=True):
             target.copy_(source)
-        self.occupant = prompt
+        self.current = prompt
 
     def forget(self) -> None:
-        """Trust nothing at the next call; the address stays."""
-        self.occupant = HeldPrompt((), Sighting())
-        self.drop_others()
+        """Compute the next call's prompt anew, into the same tensors."""
+        self.current = HeldPrompt((), Sighting())
+        self.drop_earlier()
 
-    def drop_others(self) -> None:
-        """Keep no prompt but the one that lies here."""
-        self.occupant.aside, self._others, self._takes_turns = None, [], False
+    def drop_earlier(self) -> None:
+        """Free the copies of earlier prompts."""
+        self.current.saved, self._earlier, self._alternates = None, [], False
 
     def bytes(self) -> int:
         kept = self._conditioning()
-        return 0 if kept is None else bytes_of(kept) + sum(held.bytes() for held in [self.occupant, *self._others])
+        return 0 if kept is None else bytes_of(kept) + sum(held.bytes() for held in [self.current, *self._earlier])
 
 
 class PromptMemory:
-    """The conditioning of the last prompts of every (batch, tokens), at addresses that stay: CUDA graphs read it there.
+    """The conditioning of the last prompts, in one slot for each (batch, tokens). CUDA graphs read it at its address.
 
-    An address lives as long as anybody else holds its conditioning, as a graph does, or it is among the last few that
-    were used in this sampling.
+    A slot lives as long as a graph holds its tensors; of the others, the MOST_SIZES used last in this sampling.
     """
 
     def __init__(self) -> None:
-        self._places: dict[tuple, Place] = {}
+        self._slots: dict[tuple, Slot] = {}
         self._used: OrderedDict[tuple, Conditioning] = OrderedDict()
 
     def forget(self) -> None:
-        """A sampling begins: trust nothing at the next call, and keep only the addresses that others hold."""
+        """A sampling begins: compute every prompt anew, and free the slots that no graph holds."""
         self.drop()
-        for place in list(self._places.values()):
-            place.forget()
+        for slot in list(self._slots.values()):
+            slot.forget()
 
     def drop(self) -> None:
-        """Give back the memory of every prompt that nobody else holds, and of those that were put aside."""
+        """Free the slots that no graph holds, and all copies."""
         self._used.clear()
         # A new dictionary: another thread may be counting.
-        places = list(self._places.items())
-        self._places = {size: place for size, place in places if place.conditioning is not None}
-        for place in list(self._places.values()):
-            place.drop_others()
+        slots = list(self._slots.items())
+        self._slots = {size: slot for size, slot in slots if slot.conditioning is not None}
+        for slot in list(self._slots.values()):
+            slot.drop_earlier()
 
     def bytes(self, device: torch.device | None = None) -> int:
-        """Memory of all prompts, or of those on a device."""
-        return sum(place.bytes() for size, place in list(self._places.items()) if device in (None, size[-1]))
+        """Bytes of all slots and copies, or of those on a device."""
+        return sum(slot.bytes() for size, slot in list(self._slots.items()) if device in (None, size[-1]))
 
     def conditioning(
         self, context: Tensor, y: Tensor | None, edits: tuple, by_content: bool,
@@ -179,16 +180,16 @@ class PromptMemory:
         same batch and token count.
         """
         size = prompt_size(context, y)
-        place = self._places.get(size)
-        held = None if place is None else place.conditioning
-        prompt = None if held is None else place.find(context, y, edits, by_content)
-        if prompt is None or prompt is not place.occupant:
-            fresh = compute() if prompt is None or prompt.aside is None else prompt.aside
+        slot = self._slots.get(size)
+        held = None if slot is None else slot.conditioning
+        prompt = None if held is None else slot.find(context, y, edits, by_content)
+        if prompt is None or prompt is not slot.current:
+            fresh = compute() if prompt is None or prompt.saved is None else prompt.saved
             prompt = prompt or HeldPrompt.of(context, y, edits, by_content)
             if held is not None and fits(held, fresh):
-                place.show(prompt, fresh)
+                slot.show(prompt, fresh)
             else:
-                held, self._places[size] = fresh, Place(fresh, prompt)
+                held, self._slots[size] = fresh, Slot(fresh, prompt)
         self._note_used(size, held)
         return held
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lib_onediff import auto_choice
+from lib_onediff import auto_choice, verify
 from lib_onediff.accelerator import runtime
 from lib_onediff.settings import Settings
 from lib_onediff.shapes.history import History
@@ -37,8 +37,10 @@ def fresh_runtime() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_machine_is_too_slow() -> Iterator[None]:
-    """Or "auto" would have Inductor compile for minutes, in whichever test a busy machine makes its calls slow."""
+    """On a busy machine "auto" would have Inductor compile for minutes, and the host would be timed too seldom for a
+    ratio, in whichever test its calls are slow."""
     # Not the tests' own monkeypatch: asked for here, it would undo theirs after all of their fixtures.
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(auto_choice.WORTH_LOOKING_MS, "cpu", math.inf)
+        patch.setattr(verify, "SECONDS_TO_TIME_THE_HOST", math.inf)
         yield

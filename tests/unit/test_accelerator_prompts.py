@@ -15,7 +15,7 @@ import lib_onediff
 from lib_onediff.accelerator import runtime
 from lib_onediff.unet import bound, prompts
 from lib_onediff.unet.call import UNetCall
-from lib_onediff.unet.prompts import MOST_ASIDE, MOST_SIZES
+from lib_onediff.unet.prompts import MOST_SAVED, MOST_SIZES
 
 CROSS_ATTENTION = "mid_block.attentions.0.transformer_blocks.0.attn2"
 
@@ -245,7 +245,7 @@ def test_so_are_prompts_that_are_known_by_their_content_alone(unet: Any, compute
 
 
 def test_more_prompts_than_are_kept_are_computed_again(unet: Any, computed: list) -> None:
-    samplings = [Sampling(unet, a_call(unet, batch=1, seed=seed)) for seed in range(MOST_ASIDE + 2)]
+    samplings = [Sampling(unet, a_call(unet, batch=1, seed=seed)) for seed in range(MOST_SAVED + 2)]
     for step in range(2):
         for sampling in samplings:
             sampling.step(step)
@@ -258,7 +258,7 @@ def test_prompts_that_take_turns_and_are_too_large_to_keep_are_computed_again(
     one, two = Sampling(unet, a_call(unet)), Sampling(unet, a_call(unet, seed=1))
     one.step()
     held = runtime.totals().prompts
-    monkeypatch.setattr(prompts, "MOST_ASIDE_BYTES", held - 1)
+    monkeypatch.setattr(prompts, "MOST_SAVED_BYTES", held - 1)
     for step in range(2):
         two.step(step)
         one.step(step)

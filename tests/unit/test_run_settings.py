@@ -8,7 +8,7 @@ import pytest
 from lib_onediff.preset_data import BALANCED, QUALITY, SPEED
 from lib_onediff.presets import AS_IN_SETTINGS
 from lib_onediff.settings import OFF_IN_SETTINGS, Settings
-from lib_onediff.ui.run_settings import AS_AT_FIRST, asked_in_vain, settings_of_run
+from lib_onediff.ui.run_settings import AS_AT_FIRST, refusal_while_off, settings_of_run
 
 
 @pytest.mark.parametrize("argument, standing, expected", [
@@ -42,8 +42,8 @@ def test_wrong_first_arguments(argument: Any) -> None:
     ("Fastest", "", "no preset 'Fastest'; its presets are Quality first, Balanced, Speed first, mine"),
     (["Balanced"], "", "second script argument"), (3, "", "second script argument"),
     (None, 3, "third script argument"), ("", {"tf32": "on"}, "third script argument"),
-    (BALANCED, "speed 9", "'speed' is no option"), (BALANCED, "tf32 maybe", "it takes auto, on, off"),
-    (BALANCED, "deepcache_interval 99", "it takes 1 to 20"), (BALANCED, "memory_budget 9", "is no option of a picture"),
+    (BALANCED, "speed 9", "no option 'speed'"), (BALANCED, "tf32 maybe", "it takes auto, on, off"),
+    (BALANCED, "deepcache_interval 99", "it takes 1 to 20"), (BALANCED, "memory_budget 9", "no option"),
 ])
 def test_other_wrong_arguments(preset: Any, changes: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
@@ -91,7 +91,8 @@ def test_own_presets() -> None:
     ([True, BALANCED], True), ([True, "", "tf32 on"], True), (["yes"], True), ([{"enabled": "no"}], True),
 ], ids=str)
 def test_what_a_run_asks_for_while_onediff_is_off_in_the_settings(arguments: Any, told: bool) -> None:
-    assert asked_in_vain(arguments) == (f"{OFF_IN_SETTINGS}: the options of this run have no effect." if told else "")
+    expected = f"{OFF_IN_SETTINGS}: the options of this run have no effect." if told else ""
+    assert refusal_while_off(arguments) == expected
 
 
 def test_the_sentence_names_the_option_as_the_settings_tab_does() -> None:

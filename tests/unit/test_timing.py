@@ -15,7 +15,7 @@ from lib_onediff import verify
 from lib_onediff.accelerator import runtime
 from lib_onediff.shapes.history import history_row
 from lib_onediff.shapes.key import ShapeKey
-from lib_onediff.shapes.rows import resolution_row
+from lib_onediff.shapes.rows import ratio_values, resolution_row
 from lib_onediff.shapes.table import Entry
 from lib_onediff.shapes.timing import ENOUGH, Ratio, Stopwatch, Timing
 from lib_onediff.ui.cache_chart import chart_html
@@ -61,9 +61,11 @@ def test_times_of_another_route_are_forgotten() -> None:
 def test_what_an_earlier_process_has_measured_holds_until_this_one_has() -> None:
     watch = Stopwatch()
     watch.remember(5.0)
-    assert (watch.median_ms, watch.timing) == (5.0, Timing(5.0, 5.0, 5.0))
+    assert (watch.median_ms, watch.timing) == (5.0, Timing(5.0))
     watch._times.append(100.0)
-    assert watch.timing == Timing(5.0, 5.0, 5.0)
+    assert watch.timing == Timing(5.0)
+    ratio = Ratio.of(Timing(2.0, 1.0, 4.0), watch.timing)
+    assert ratio == Ratio(2.5) and ratio_values(ratio) == {"ratio": 2.5, "ratio_range": None}, "half is no spread"
     watch._times.extend([100.0] * ENOUGH)
     assert watch.timing == Timing(100.0, 100.0, 100.0)
 

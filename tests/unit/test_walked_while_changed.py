@@ -124,7 +124,7 @@ def test_prompts_that_are_forgotten_while_others_come() -> None:
     prompts, conditioning = PromptMemory(), Conditioning((torch.zeros(1),), None)
 
     def add(number: int) -> None:
-        prompts._places[(number, torch.device("cpu"))] = prompts_module.Place(
+        prompts._slots[(number, torch.device("cpu"))] = prompts_module.Slot(
             conditioning, HeldPrompt((), Sighting())
         )
 

@@ -121,7 +121,7 @@ def test_several_seeds_and_changed_options(compare: Compare) -> None:
 
 
 @pytest.mark.parametrize("values, part", [
-    ({"width": 65}, "multiple of 8"), ({"left_changes": "speed 9"}, "'speed' is no option"),
+    ({"width": 65}, "multiple of 8"), ({"left_changes": "speed 9"}, "no option 'speed'"),
     ({"right_changes": "backend <b>warp</b>"}, "backend does not take '<b>warp</b>'"),
 ])
 def test_wrong_input_gets_a_sentence(compare: Compare, webui: WebUI, values: dict[str, Any], part: str) -> None:
