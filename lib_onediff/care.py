@@ -123,7 +123,7 @@ class Care:
     def kept(self) -> Iterator[tuple[ShapeKey, Kept]]:
         """Every graph, with what it was made for."""
         # A copy: a page asks in another thread than the one that makes graphs.
-        yield from list(self._kept.items())
+        yield from self._kept.copy().items()
 
     def drop_runners(self, keys: Collection[ShapeKey] | None = None) -> None:
         """Drop the graphs of these shapes; None: of all. With the last one goes their memory."""

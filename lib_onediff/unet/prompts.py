@@ -159,15 +159,14 @@ class PromptMemory:
     def drop(self) -> None:
         """Free the slots that no graph holds, and all copies."""
         self._used.clear()
-        # A new dictionary: another thread may be counting.
-        slots = list(self._slots.items())
-        self._slots = {size: slot for size, slot in slots if slot.conditioning is not None}
+        # Another thread may be counting, or adding: only copy() is atomic, a list of items is not.
+        self._slots = {size: slot for size, slot in self._slots.copy().items() if slot.conditioning is not None}
         for slot in list(self._slots.values()):
             slot.drop_earlier()
 
     def bytes(self, device: torch.device | None = None) -> int:
         """Bytes of all slots and copies, or of those on a device."""
-        return sum(slot.bytes() for size, slot in list(self._slots.items()) if device in (None, size[-1]))
+        return sum(slot.bytes() for size, slot in self._slots.copy().items() if device in (None, size[-1]))
 
     def conditioning(
         self, context: Tensor, y: Tensor | None, edits: tuple, by_content: bool,
