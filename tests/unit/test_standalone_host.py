@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import sys
 import threading
 import time
@@ -21,7 +20,7 @@ pytest.importorskip("PIL")
 
 from diffusers import DDIMScheduler
 
-from lib_onediff.hosts.standalone import generation, limits, listening, offline, png_info, prompts, samplers
+from lib_onediff.hosts.standalone import generation, listening, offline, samplers
 from lib_onediff.hosts.standalone.loaded_model import LoadedModel
 from lib_onediff.hosts.standalone.modules import (
     call_queue,
@@ -110,78 +109,6 @@ def test_schedulers_keep_the_models_prediction_type() -> None:
         scheduler = samplers.make_scheduler(sampler.name, "Automatic", config, [1])
         assert scheduler.config.prediction_type == "v_prediction"
         assert scheduler.config.beta_start == config["beta_start"]
-
-
-def test_prompts_of_one_chunk_are_encoded_as_the_pipeline_does() -> None:
-    for pipeline in (tiny_sd15_pipeline(), tiny_sdxl_pipeline()):
-        with torch.no_grad():
-            positive, negative = prompts.encode(pipeline, ["a fox"], ["rain"])
-            expected = pipeline.encode_prompt("a fox", negative_prompt="rain", device="cpu", num_images_per_prompt=1,
-                                              do_classifier_free_guidance=True)
-        assert torch.allclose(positive.context, expected[0], atol=1e-5)
-        assert torch.allclose(negative.context, expected[1], atol=1e-5)
-        if positive.pooled is not None:
-            assert torch.allclose(positive.pooled, expected[2], atol=1e-5)
-            assert torch.allclose(negative.pooled, expected[3], atol=1e-5)
-
-
-@pytest.mark.parametrize("characters, tokens", [(0, 77), (75, 77), (76, 154), (151, 231)])
-def test_long_prompts_take_more_chunks(characters: int, tokens: int) -> None:
-    with torch.no_grad():
-        positive, negative = prompts.encode(tiny_sd15_pipeline(), ["a" * characters], ["b"])
-    assert positive.context.shape[1] == negative.context.shape[1] == tokens
-
-
-class CountingTokenizer:
-    """The pipeline's tokenizer, and how many letters it has read."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.letters = tokenizer, 0
-
-    def __call__(self, text: str, **options: Any) -> Any:
-        self.letters += len(text)
-        return self.tokenizer(text, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.tokenizer, name)
-
-
-def test_a_long_prompt_is_read_once() -> None:
-    pipeline = tiny_sd15_pipeline()
-    counting = CountingTokenizer(pipeline.tokenizer)
-    pipeline = SimpleNamespace(unet=pipeline.unet, text_encoder=pipeline.text_encoder, tokenizer=counting)
-    with torch.no_grad():
-        prompts.encode(pipeline, ["a" * 600] * 4, [""] * 4)
-    assert counting.letters == 600
-
-
-def test_encoding_a_prompt_can_be_interrupted() -> None:
-    answers = iter([False, False, True])
-    with torch.no_grad(), pytest.raises(prompts.Interrupted):
-        prompts.encode(tiny_sd15_pipeline(), ["a" * 600], ["b"], lambda: next(answers))
-
-
-def test_interrupt_before_the_sampling_makes_no_picture(model: LoadedModel) -> None:
-    class Runner(ScriptRunner):
-        def process_batch(self, p: Any, **kwargs: Any) -> None:
-            shared.state.interrupt()
-
-    p = processing.StableDiffusionProcessingTxt2Img(prompt="a", seed=1, width=64, height=64, n_iter=3)
-    p.sd_model, p.scripts, p.script_args = model, Runner(), (0,)
-    shared.state.begin("test")
-    try:
-        assert processing.process_images(p).images == []
-    finally:
-        shared.state.end()
-
-
-@pytest.mark.parametrize("changes, part", [
-    ({"prompt": "a" * 10_001}, "10000 at most"), ({"negative_prompt": "a " * 50_000}, "10000 at most"),
-    ({"prompt": "\ud800"}, "half of a character"), ({"negative_prompt": "a\udfff"}, "half of a character"),
-])
-def test_prompts_that_are_refused(changes: dict[str, str], part: str) -> None:
-    with pytest.raises(Refusal, match=part):
-        limits.check(processing.StableDiffusionProcessingTxt2Img(**changes))
 
 
 def test_interrupt_stops_after_the_step(model: LoadedModel) -> None:
@@ -390,58 +317,3 @@ def test_page_loses_references_to_other_hosts() -> None:
     assert body == b'<script src="./own.js"></script><p>https://text.example</p>'
     assert headers[b"content-length"] == str(len(body)).encode()
     assert b"default-src 'self'" in headers[b"content-security-policy"]
-
-
-def test_png_carries_its_infotext() -> None:
-    import io
-
-    from PIL import Image
-
-    image = Image.new("RGB", (3, 2), "red")
-    image.info["parameters"] = "späte Füchse\nSteps: 3"
-    file = png_info.png_bytes(image)
-    assert file == png_info.png_bytes(image)
-    assert Image.open(io.BytesIO(file)).info["parameters"] == image.info["parameters"]
-    assert png_info.from_base64(png_info.to_base64(image)).size == (3, 2)
-
-
-def image_file(format: str) -> str:
-    import base64
-    import io
-
-    from PIL import Image
-
-    file = io.BytesIO()
-    Image.new("RGB", (64, 64), "red").save(file, format)
-    return base64.b64encode(file.getvalue()).decode()
-
-
-@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP"])
-def test_usual_formats_are_read(format: str) -> None:
-    assert png_info.from_base64(image_file(format)).size == (64, 64)
-
-
-@pytest.mark.parametrize("format", ["BMP", "GIF", "TIFF", "PPM", "ICO", "PCX", "TGA", "JPEG2000", "EPS"])
-def test_other_formats_are_not_read(format: str) -> None:
-    with pytest.raises(Refusal, match="PNG, JPEG or WebP"):
-        png_info.from_base64(image_file(format))
-
-
-def test_pillow_reads_no_other_formats_for_anybody() -> None:
-    """In a process of its own, because it holds for all of it."""
-    script = """
-import io
-from PIL import Image
-from lib_onediff.hosts.standalone.png_info import read_no_other_formats
-read_no_other_formats()
-for format in ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "ICO", "TGA"):
-    file = io.BytesIO()
-    Image.new("RGB", (64, 64)).save(file, format)
-    file.seek(0)
-    try:
-        print(Image.open(file).format)
-    except Image.UnidentifiedImageError:
-        pass
-"""
-    found = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert found.stdout.split() == ["PNG", "JPEG", "WEBP"], found.stderr

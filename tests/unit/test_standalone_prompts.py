@@ -1,0 +1,93 @@
+"""Prompts in the standalone host: encoded as a WebUI does, in bounded time, and refused with a sentence."""
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+
+from lib_onediff.hosts.standalone import limits, prompts
+from lib_onediff.hosts.standalone.loaded_model import LoadedModel
+from lib_onediff.hosts.standalone.modules import processing, shared
+from lib_onediff.hosts.standalone.modules.script_runner import ScriptRunner
+from lib_onediff.hosts.standalone.refusal import Refusal
+from lib_onediff.hosts.standalone.tiny_model import tiny_sd15_pipeline, tiny_sdxl_pipeline
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return LoadedModel(tiny_sd15_pipeline(), "small")
+
+def test_prompts_of_one_chunk_are_encoded_as_the_pipeline_does() -> None:
+    for pipeline in (tiny_sd15_pipeline(), tiny_sdxl_pipeline()):
+        with torch.no_grad():
+            positive, negative = prompts.encode(pipeline, ["a fox"], ["rain"])
+            expected = pipeline.encode_prompt("a fox", negative_prompt="rain", device="cpu", num_images_per_prompt=1,
+                                              do_classifier_free_guidance=True)
+        assert torch.allclose(positive.context, expected[0], atol=1e-5)
+        assert torch.allclose(negative.context, expected[1], atol=1e-5)
+        if positive.pooled is not None:
+            assert torch.allclose(positive.pooled, expected[2], atol=1e-5)
+            assert torch.allclose(negative.pooled, expected[3], atol=1e-5)
+
+
+@pytest.mark.parametrize("characters, tokens", [(0, 77), (75, 77), (76, 154), (151, 231)])
+def test_long_prompts_take_more_chunks(characters: int, tokens: int) -> None:
+    with torch.no_grad():
+        positive, negative = prompts.encode(tiny_sd15_pipeline(), ["a" * characters], ["b"])
+    assert positive.context.shape[1] == negative.context.shape[1] == tokens
+
+
+class CountingTokenizer:
+    """The pipeline's tokenizer, and how many letters it has read."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.letters = tokenizer, 0
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        self.letters += len(text)
+        return self.tokenizer(text, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+
+def test_a_long_prompt_is_read_once() -> None:
+    pipeline = tiny_sd15_pipeline()
+    counting = CountingTokenizer(pipeline.tokenizer)
+    pipeline = SimpleNamespace(unet=pipeline.unet, text_encoder=pipeline.text_encoder, tokenizer=counting)
+    with torch.no_grad():
+        prompts.encode(pipeline, ["a" * 600] * 4, [""] * 4)
+    assert counting.letters == 600
+
+
+def test_encoding_a_prompt_can_be_interrupted() -> None:
+    answers = iter([False, False, True])
+    with torch.no_grad(), pytest.raises(prompts.Interrupted):
+        prompts.encode(tiny_sd15_pipeline(), ["a" * 600], ["b"], lambda: next(answers))
+
+
+def test_interrupt_before_the_sampling_makes_no_picture(model: LoadedModel) -> None:
+    class Runner(ScriptRunner):
+        def process_batch(self, p: Any, **kwargs: Any) -> None:
+            shared.state.interrupt()
+
+    p = processing.StableDiffusionProcessingTxt2Img(prompt="a", seed=1, width=64, height=64, n_iter=3)
+    p.sd_model, p.scripts, p.script_args = model, Runner(), (0,)
+    shared.state.begin("test")
+    try:
+        assert processing.process_images(p).images == []
+    finally:
+        shared.state.end()
+
+
+@pytest.mark.parametrize("changes, part", [
+    ({"prompt": "a" * 10_001}, "10000 at most"), ({"negative_prompt": "a " * 50_000}, "10000 at most"),
+    ({"prompt": "\ud800"}, "half of a character"), ({"negative_prompt": "a\udfff"}, "half of a character"),
+])
+def test_prompts_that_are_refused(changes: dict[str, str], part: str) -> None:
+    with pytest.raises(Refusal, match=part):
+        limits.check(processing.StableDiffusionProcessingTxt2Img(**changes))
