@@ -309,7 +309,7 @@ def demo_command(arguments: list[str]) -> list[str]:
     parser.add_argument("--allowed-hosts", metavar="NAME[,...]", help="by which names browsers reach it, as a proxy's")
     chosen = vars(parser.parse_args(arguments))
     given = {name.replace("_", "-"): str(value) for name, value in chosen.items() if value is not None}
-    command = [str(VENV_PYTHON), "-m", "lib_onediff.hosts.standalone"]
+    command = [str(VENV_PYTHON), "-m", "lib_onediff.demo"]
     return command + [word for name, value in given.items() for word in (f"--{name}", value)]
 
 

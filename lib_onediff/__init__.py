@@ -4,8 +4,8 @@ compile_pipe(pipe) and compile_unet(unet) for users of diffusers; the WebUI exte
 """
 from __future__ import annotations
 
+from .options.settings import Settings
 from .public import compile_pipe, compile_unet, status, uncompile_pipe, uncompile_unet
-from .settings import Settings
+from .version import __version__
 
-__version__ = "0.1.0"
-__all__ = ["Settings", "compile_pipe", "compile_unet", "status", "uncompile_pipe", "uncompile_unet"]
+__all__ = ["Settings", "__version__", "compile_pipe", "compile_unet", "status", "uncompile_pipe", "uncompile_unet"]

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
-from .accelerator import runtime
-from .deepcache.choice import depth_of
-from .hosts import diffusers, diffusers_decoder
-from .settings import Settings
-from .shapes.history import chosen_folder
-from .unet.layout import UnsupportedUNet
-from .unet.read import read_layout
-from .vae.read import read_decoder
+from .hosts.diffusers import unet as diffusers
+from .hosts.diffusers import vae as diffusers_decoder
+from .model.deepcache.options import depth_of
+from .model.layout import UnsupportedUNet
+from .model.read import read_layout
+from .model.vae.read import read_decoder
+from .options.settings import Settings
+from .runtime.accelerator import runtime
+from .store.history import chosen_folder
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline

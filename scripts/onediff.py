@@ -6,19 +6,19 @@ from typing import Any
 
 from modules import script_callbacks, scripts, shared
 
-from lib_onediff import infotext, xyz
-from lib_onediff.accelerator import runtime
-from lib_onediff.freed_memory import give_back_freed_memory
 from lib_onediff.hosts import register, this_webui
 from lib_onediff.hosts.host_facts import checkpoint_name
 from lib_onediff.logs import show_on_console
-from lib_onediff.presets import all_presets
-from lib_onediff.settings import Settings
-from lib_onediff.shapes.history import chosen_folder
-from lib_onediff.shapes.idle import IdleWarmUp
-from lib_onediff.shapes.most_used import Wanted, most_used
+from lib_onediff.options import infotext, xyz
+from lib_onediff.options.presets import all_presets
+from lib_onediff.options.settings import Settings
+from lib_onediff.prewarm.idle import IdleWarmUp
+from lib_onediff.prewarm.most_used import Wanted, most_used
+from lib_onediff.prewarm.worker import WarmUp
+from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.freed_memory import give_back_freed_memory
 from lib_onediff.shapes.sizes import parse_sizes
-from lib_onediff.shapes.warmup import WarmUp
+from lib_onediff.store.history import chosen_folder
 from lib_onediff.ui import accordion, onediff_tab, run_settings, settings_tab, status
 
 CACHE_FOLDER = Path("cache", "onediff")

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import VERSION, BaseModel, Field, StrictBool, conint, conlist, constr
 
-from ..shapes.job import TOKEN_CHOICES, TOKENS
+from ..prewarm.job import TOKEN_CHOICES, TOKENS
 from ..shapes.sizes import MOST_SIZES
 
 MOST_RESOLUTIONS, LONGEST_NAME, LONGEST_SIZES = 1000, 200, 4000

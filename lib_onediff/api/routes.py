@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Body, FastAPI, HTTPException, Path, Query, Response
 
-from ..shapes.job import Job, check_tokens
-from ..shapes.queued_rows import rows_with_jobs
-from ..shapes.rows import ResolutionRow
+from ..prewarm.job import Job, check_tokens, rows_with_jobs
+from ..runtime.rows import ResolutionRow
 from ..shapes.sizes import Size, parse_sizes
 from . import models
 from .answers import SentenceRoute, json_answer
@@ -16,9 +15,9 @@ from .auth import protection
 from .turns import Busy, Turns
 
 if TYPE_CHECKING:
-    from ..accelerator import Accelerator
     from ..hosts.webui import WebUI
-    from ..shapes.warmup import WarmUp
+    from ..prewarm.worker import WarmUp
+    from ..runtime.accelerator import Accelerator
 
 Status = Callable[[], dict[str, Any]]
 PREFIX, TAG, SOURCE = "/onediff/v1", "OneDiff", "API"

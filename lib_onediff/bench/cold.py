@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ..accelerator import runtime
-from ..hosts import diffusers
-from ..settings import Settings
+from ..hosts.diffusers import unet as diffusers
+from ..options.settings import Settings
+from ..runtime.accelerator import runtime
 from .children import ChildFailed, Task, ask
 from .clock import synchronize
 from .options import sizes_for

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..accelerator import runtime
-from ..backends import EAGER, NATIVE
-from ..hosts import diffusers_decoder
-from ..settings import Settings
-from ..vae.journal import HOST
-from ..verify import relative_error
+from ..engines import EAGER, NATIVE
+from ..hosts.diffusers import vae as diffusers_decoder
+from ..options.settings import Settings
+from ..runtime.accelerator import runtime
+from ..runtime.vae.call_stats import HOST
+from ..runtime.verify import relative_error
 from .clock import in_turn, memory_use, seconds
 from .measure import quotient
 from .models import random_vae

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from ..ops import Float8Tokens
-from ..ops.choices import Choices
-from ..ops.float8 import product, rounded_rows, support
-from ..ops.float8_choice import Float8Choice, products
-from ..unet.read import read_layout
-from ..unet.weights import Float8Weight
-from ..verify import relative_error
+from ..model.operators import Float8Tokens
+from ..model.read import read_layout
+from ..model.weights import Float8Weight
+from ..ops.quantized.gains import Float8Choice, products
+from ..ops.quantized.scaled_mm import product, rounded_rows, support
+from ..ops.tuning_cache import Choices
+from ..runtime.verify import relative_error
 from .models import random_unet
 from .options import DTYPES, name_of, sizes_for
 from .variants import Unavailable

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ..accelerator import runtime
-from ..backends import INDUCTOR
-from ..journal import HOST
+from ..engines import INDUCTOR
+from ..runtime.accelerator import runtime
+from ..runtime.call_stats import HOST
 from .children import ChildFailed, Task, ask
 from .clock import seconds
 from .options import sizes_for

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..hosts import diffusers
-from ..verify import relative_error
+from ..hosts.diffusers import unet as diffusers
+from ..runtime.verify import relative_error
 from .clock import give_back_memory, in_turn, memory_use, seconds
 from .models import inputs
 from .options import Size, another_size, name_of

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..accelerator import runtime
 from ..public import compile_pipe, uncompile_pipe
+from ..runtime.accelerator import runtime
 from .clock import give_back_memory, seconds
 from .models import random_unet, random_vae
 from .options import DTYPES, Size, kind_of, name_of, sizes_for

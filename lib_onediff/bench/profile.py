@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..hosts import diffusers
+from ..hosts.diffusers import unet as diffusers
 from .measure import Plan
 from .options import name_of
 from .variants import VARIANTS, Unavailable

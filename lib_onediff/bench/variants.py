@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..accelerator import runtime
-from ..backends import EAGER, FLOAT8, INDUCTOR, NATIVE, OUR_KERNELS, has_graphs
-from ..hosts import diffusers
-from ..journal import GRAPH, HOST, PLAIN
-from ..settings import Settings
+from ..engines import EAGER, FLOAT8, INDUCTOR, NATIVE, OUR_KERNELS, has_graphs
+from ..hosts.diffusers import unet as diffusers
+from ..options.settings import Settings
+from ..runtime.accelerator import runtime
+from ..runtime.call_stats import GRAPH, HOST, PLAIN
 
 Arguments = dict[str, Any]
 Run = Callable[[Arguments], Tensor]

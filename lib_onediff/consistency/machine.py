@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..shapes.fingerprint import Fingerprint
+from ..store.machine import Fingerprint
 from .report import Facts, as_fact
 
 NOT_KNOWN = "not known to this torch"

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from ..ops.artifact import IN_STORE
-from ..settings import Settings
+from ..ops.inductor.artifact import IN_STORE
+from ..options.settings import Settings
 from .report import Facts, as_fact
 
 DIGITS = 12

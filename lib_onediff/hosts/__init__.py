@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..accelerator import runtime
+from ..runtime.accelerator import runtime
 from .contract import Need, first_unmet, offers
 from .unknown import UnknownHost
 from .webui import WebUI
@@ -49,7 +49,8 @@ def a1111() -> tuple[str, Iterable[Need], Callable[[], WebUI]]:
 
 
 def standalone() -> tuple[str, Iterable[Need], Callable[[], WebUI]]:
-    from .demo import Standalone
+    # A host that is ours brings its adapter along.
+    from modules.onediff_adapter import Standalone
 
     return Standalone.release, (), Standalone
 
@@ -59,7 +60,7 @@ CANDIDATES = (
     Candidate("backend.nn.unet", forge),
     Candidate("ldm_patched.ldm.modules.diffusionmodules.openaimodel", ldm_patched),
     Candidate("modules.sd_hijack_unet", a1111),
-    Candidate("modules.script_runner", standalone),
+    Candidate("modules.onediff_adapter", standalone),
 )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..unet.foreign import origin, package
+from ..model.patches import origin, package
 
 log = logging.getLogger("onediff")
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..accelerator import runtime
-from ..unet.foreign import Habits, origin, own_method, package
+from ..model.patches import Habits, origin, own_method, package
+from ..runtime.accelerator import runtime
 from .class_patch import ClassPatch
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..accelerator import runtime
-from ..deepcache.sampling import Sampling
+from ..model.deepcache.sampling import Sampling
+from ..runtime.accelerator import runtime
 
 # These call the UNet at every timestep but the lowest.
 ALL_BUT_THE_LOWEST = ("ddim", "ddim_cfgpp", "plms")

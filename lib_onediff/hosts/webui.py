@@ -7,10 +7,10 @@ from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
-from ..accelerator import runtime
-from ..shapes.job import CannotWarm
-from ..unet.layout import UnsupportedUNet
-from ..unet.read import read_layout
+from ..model.layout import UnsupportedUNet
+from ..model.read import read_layout
+from ..prewarm.job import CannotWarm
+from ..runtime.accelerator import runtime
 
 __all__ = ["PROMPT_NOISE", "CannotWarm", "Result", "WebUI", "network_name"]
 Result = TypeVar("Result")

@@ -11,10 +11,9 @@ import torch.nn.functional as functional
 from torch import Tensor
 from torch.backends import cuda as switches
 
-from ..modes import our_modes
-from ..precision import switch_of
 from .attention_tuning import Shape, TimeMs, fastest, random_inputs, time_on_gpu
-from .choices import Choices
+from .precision import our_modes, switch_of
+from .tuning_cache import Choices
 
 log = logging.getLogger("onediff")
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..unet.layout import UNetLayout
-from ..unet.sizes import transformer_blocks
+from ..model.layout import UNetLayout
+from ..model.sizes import transformer_blocks
 
 Shape = tuple[int, int, int, int]
 TimeMs = Callable[[Callable[[], Tensor]], float]

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from ..unet.layout import Convolution, GroupNorm, LayerNorm, TimeEmbedding
-from ..unet.weights import Affine
-from . import Stream
+from ..model.layout import Convolution, GroupNorm, LayerNorm, TimeEmbedding
+from ..model.operators import Stream
+from ..model.weights import Affine
 
 
 def sinusoids(timestep: Tensor, time: TimeEmbedding) -> Tensor:

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..precision import Flags
-from ..unet.call import Control, UNetCall
-from ..unet.half import SHALLOW
-from ..unet.layout import UNetLayout
+from ..model.call import SHALLOW, Control, UNetCall
+from ..model.layout import UNetLayout
+from ..ops.precision import Flags
 
 LATENT_PIXEL = 8
 # In a key's inputs: not a call of the UNet but a decode of the VAE.

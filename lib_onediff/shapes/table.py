@@ -3,12 +3,123 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple, TypeVar
+
+import torch
 
 from .key import ShapeKey
-from .timing import Ratio, Stopwatch
+
+Result = TypeVar("Result")
+# Fewer times than this are chance.
+ENOUGH = 3
+
+
+class Timing(NamedTuple):
+    """What enough times or ratios say: their median, and between what they lie, one in eight at each end left out. low
+    and high are None where an earlier process has kept the median alone."""
+
+    median: float
+    low: float | None = None
+    high: float | None = None
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Timing | None:
+        """None where they are too few."""
+        ordered = sorted(values)
+        strays = len(ordered) // 8
+        if len(ordered) < ENOUGH:
+            return None
+        return cls(median_of(ordered), ordered[strays], ordered[-1 - strays])
+
+
+def median_of(ordered: list[float]) -> float:
+    """A page may ask for thousands: the standard library's takes several times as long."""
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+class Ratio(NamedTuple):
+    """How many times faster one thing is than another, and between what the spread of their times puts that; None where
+    the spread of one is not known."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @classmethod
+    def of(cls, own: Timing | None, host: Timing | None) -> Ratio | None:
+        """None while one of the two was not timed often enough."""
+        if own is None or host is None or not own.median:
+            return None
+        value = host.median / own.median
+        if not own.low or not own.high or host.low is None or host.high is None:
+            return cls(value)
+        return cls(value, host.low / own.high, host.high / own.low)
+
+
+class Stopwatch:
+    """The last times of one thing, in milliseconds. On a GPU it reads events only once they have happened."""
+
+    def __init__(self, kept: int = 32) -> None:
+        self._route = ""
+        self._remembered: float | None = None
+        self._times: deque[float] = deque(maxlen=kept)
+        # A page and the runtime may ask at once.
+        self._reading = threading.Lock()
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=kept)
+
+    def time(self, device: torch.device, work: Callable[[], Result], route: str = "") -> Result:
+        """What work() returns. route: how it is done; the times of another route say nothing of this one, and go."""
+        if route != self._route:
+            with self._reading:
+                self._route = route
+                self._times.clear()
+                self._pending.clear()
+        if device.type != "cuda":
+            start = time.perf_counter()
+            result = work()
+            self._times.append((time.perf_counter() - start) * 1e3)
+            return result
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        result = work()
+        end.record()
+        self._pending.append((begin, end))
+        return result
+
+    def remember(self, milliseconds: float) -> None:
+        """What an earlier process has measured, often enough; it holds until this one has."""
+        self._remembered = milliseconds
+
+    @property
+    def is_remembered(self) -> bool:
+        """Whether an earlier process has measured it."""
+        return self._remembered is not None
+
+    @property
+    def median_ms(self) -> float | None:
+        """The median of however many times there are."""
+        times = self._read()
+        return median_of(sorted(times)) if times else self._remembered
+
+    @property
+    def timing(self) -> Timing | None:
+        """What is known from enough times; None before that. Of an earlier process the median alone is known."""
+        times = self._read()
+        if len(times) < ENOUGH and self._remembered is not None:
+            return Timing(self._remembered)
+        return Timing.of(times)
+
+    def _read(self) -> list[float]:
+        with self._reading:
+            while self._pending and self._pending[0][1].query():
+                begin, end = self._pending.popleft()
+                self._times.append(begin.elapsed_time(end))
+            return list(self._times)
 
 
 class State(str, Enum):

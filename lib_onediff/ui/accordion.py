@@ -6,12 +6,12 @@ from typing import Any
 
 import gradio as gr
 
-from ..accelerator import runtime
-from ..infotext import describe
-from ..presets import AS_IN_SETTINGS
-from ..settings import OFF_IN_SETTINGS, Settings
+from ..options.infotext import describe
+from ..options.presets import AS_IN_SETTINGS
+from ..options.settings import OFF_IN_SETTINGS, Settings
+from ..prewarm.worker import WarmUp
+from ..runtime.accelerator import runtime
 from ..shapes.sizes import Size
-from ..shapes.warmup import WarmUp
 from .events import HIDDEN, LIVE, QUIET, kept_out_of_defaults
 from .progress import jobs_html, sentence, watch
 from .run_settings import AS_AT_FIRST, EXAMPLE

@@ -6,19 +6,19 @@ from typing import Any
 
 import gradio as gr
 
-from ..accelerator import Accelerator
 from ..consistency import Facts, machine_facts, onediff_facts
 from ..hosts.host_facts import checkpoint_name, host_facts
-from ..hosts.text_to_image import TextToImage, output_folder
 from ..hosts.webui import WebUI
-from ..presets import all_presets
-from ..settings import Settings
-from ..shapes.warmup import WarmUp
-from .cache_panel import build_cache_tab
-from .compare_handlers import ComparePanel
-from .compare_tab import build_compare_page, build_facts_page
-from .presets_panel import PresetsPanel, Store
-from .presets_tab import build_presets_page
+from ..options.presets import all_presets
+from ..options.settings import Settings
+from ..prewarm.worker import WarmUp
+from ..runtime.accelerator import Accelerator
+from .cache.panel import build_cache_tab
+from .compare.handlers import ComparePanel
+from .compare.tab import build_compare_page, build_facts_page
+from .compare.text_to_image import TextToImage, output_folder
+from .presets.panel import PresetsPanel, Store
+from .presets.tab import build_presets_page
 
 TITLE, ELEM_ID = "OneDiff", "onediff"
 CACHE, PRESETS, COMPARE, CONSISTENCY = "Cache", "Presets", "Compare", "Consistency"

@@ -6,9 +6,9 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator
 
-from ..shapes.job import CANCELLED, DONE, FAILED, QUEUED, TOKENS, Job
+from ..prewarm.job import CANCELLED, DONE, FAILED, QUEUED, TOKENS, Job
+from ..prewarm.worker import WarmUp
 from ..shapes.sizes import Size
-from ..shapes.warmup import WarmUp
 from .amounts import counted, seconds
 
 SECONDS_BETWEEN_LOOKS = 0.3

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..accelerator import runtime
-from ..infotext import PROBLEM
-from ..presets import AS_IN_SETTINGS, with_preset
-from ..settings import OFF_IN_SETTINGS, Settings
-from .compare_sides import read_changes
+from ..options.infotext import PROBLEM
+from ..options.presets import AS_IN_SETTINGS, with_preset
+from ..options.settings import OFF_IN_SETTINGS, Settings
+from ..runtime.accelerator import runtime
+from .compare.sides import read_changes
 
 log = logging.getLogger("onediff")
 # What of a generation runs the model: init encodes the picture that img2img begins with.

@@ -10,12 +10,12 @@ from typing import Any
 
 import gradio as gr
 
-from ..accelerator import runtime
-from ..backends import ONEFLOW
-from ..option import word_of
-from ..precision_effects import Machine, described, note
-from ..settings import Settings, host_key
-from ..shapes.history import CACHE_VARIABLE
+from ..engines import ONEFLOW
+from ..options.effects import Machine, described, note
+from ..options.option import word_of
+from ..options.settings import Settings, host_key
+from ..runtime.accelerator import runtime
+from ..store.history import CACHE_VARIABLE
 
 SECTION = ("onediff", "OneDiff")
 FOLDER_IS_SET_BY = (

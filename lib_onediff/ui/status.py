@@ -4,10 +4,10 @@ from __future__ import annotations
 import html
 from typing import Any
 
-from ..accelerator import runtime
 from ..hosts.webui import WebUI
-from ..settings import OFF_IN_SETTINGS
-from ..vae.journal import described as decode_described
+from ..options.settings import OFF_IN_SETTINGS
+from ..runtime.accelerator import runtime
+from ..runtime.vae.call_stats import described as decode_described
 from .amounts import NOTHING, milliseconds, times
 
 # In place of the status line where a fault of ours keeps it from being made.

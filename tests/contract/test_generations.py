@@ -9,9 +9,9 @@ from builders import relative_error
 from contract_hosts import ATTENTION, FAMILY, HOSTS, Host, Made, calls_of, random
 from torch import Tensor
 
-from lib_onediff.accelerator import runtime
 from lib_onediff.hosts import this_webui
-from lib_onediff.unet.weights import shares_storage
+from lib_onediff.model.weights import shares_storage
+from lib_onediff.runtime.accelerator import runtime
 
 RELEASES = {
     "a1111": ("a1111", "A1111 v1.10.1"), "forge": ("forge", "Forge 2.0.1v1.10.1"), "neo": ("forge", "Forge Neo 2.26"),

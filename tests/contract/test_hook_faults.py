@@ -10,14 +10,14 @@ from contract_hosts import Host, calls_of
 from test_generations import OURS, close, same
 from torch import Tensor
 
-from lib_onediff.accelerator import runtime
-from lib_onediff.blocks import BlockRoute
 from lib_onediff.hosts import sampler_schedule
 from lib_onediff.hosts.a1111 import adapter as a1111
 from lib_onediff.hosts.a1111 import lora
 from lib_onediff.hosts.forge import adapter as forge
 from lib_onediff.hosts.ldm_decoder import DecoderPatches
-from lib_onediff.unet.weights import shares_storage
+from lib_onediff.model.weights import shares_storage
+from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.block_route import BlockRoute
 
 # Classic's adapter is reForge's.
 FAMILY = ("forge", "neo", "reforge")

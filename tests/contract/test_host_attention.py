@@ -8,8 +8,8 @@ import torch
 from builders import relative_error
 from contract_hosts import FAMILY, Host, calls_of
 
-from lib_onediff.accelerator import runtime
 from lib_onediff.hosts.forge.checks import upcasts_attention
+from lib_onediff.runtime.accelerator import runtime
 
 # The host's own, and one that is off by far more than rounding.
 SOURCE = """

@@ -8,10 +8,10 @@ import pytest
 from contract_hosts import FOLDERS, Host, calls_of, on_path, running
 from test_generations import BY_HOST, OURS, RELEASES, close, same
 
-from lib_onediff.accelerator import runtime
 from lib_onediff.hosts import this_webui
 from lib_onediff.hosts.unknown import UnknownHost
 from lib_onediff.hosts.webui import CannotWarm
+from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.ui import status
 
 LDM = "ldm_patched.ldm.modules."

@@ -11,8 +11,8 @@ pytest.importorskip("gradio")
 
 import gradio
 
-from lib_onediff.hosts.standalone.modules import script_loading
-from lib_onediff.hosts.standalone.registration import modules_importable
+from lib_onediff.demo.modules import script_loading
+from lib_onediff.demo.registration import modules_importable
 
 SCRIPT = str(Path(__file__).parents[2] / "scripts" / "onediff_not_loaded.py")
 
@@ -29,9 +29,9 @@ def test_nothing_is_said_where_all_can_be_imported() -> None:
 
 def test_what_cannot_be_imported_is_told_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     # As an older torch has it: a module of ours raises when it is imported.
-    monkeypatch.delitem(sys.modules, "lib_onediff.xyz", raising=False)
-    monkeypatch.delattr("lib_onediff.xyz", raising=False)
-    monkeypatch.setitem(sys.modules, "lib_onediff.xyz", None)
+    monkeypatch.delitem(sys.modules, "lib_onediff.options.xyz", raising=False)
+    monkeypatch.delattr("lib_onediff.options.xyz", raising=False)
+    monkeypatch.setitem(sys.modules, "lib_onediff.options.xyz", None)
     script = loaded()
     assert "OneDiff could not be loaded and changes nothing" in script.reason and "torch" in script.reason
     page = script.OneDiffNotLoaded()

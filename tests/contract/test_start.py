@@ -16,14 +16,14 @@ SCRIPT = REPOSITORY / "scripts" / "onediff.py"
 # What serves a model, compiles for one or describes one to programs. No page needs it.
 FOR_LATER = (
     "diffusers", "transformers", "torch._inductor", "torch._dynamo", "torch.onnx", "triton", "sympy", "oneflow",
-    "skimage", "scipy", "lib_onediff.api", "lib_onediff.bench", "lib_onediff.ops.triton_ops",
-    "lib_onediff.ops.triton_tuning", "lib_onediff.ops.float8_ops", "lib_onediff.ops.oneflow_ops",
+    "skimage", "scipy", "lib_onediff.api", "lib_onediff.bench", "lib_onediff.ops.triton.operators",
+    "lib_onediff.ops.triton.tuning", "lib_onediff.ops.quantized.operators", "lib_onediff.engines.oneflow.operators",
 )
 START = """
 import json, sys
 import gradio, PIL.Image, torch
-from lib_onediff.hosts.standalone.modules import paths, script_callbacks, script_loading
-from lib_onediff.hosts.standalone.registration import modules_importable
+from lib_onediff.demo.modules import paths, script_callbacks, script_loading
+from lib_onediff.demo.registration import modules_importable
 
 paths.data_path, script = sys.argv[1:]
 before = set(sys.modules)
@@ -57,9 +57,9 @@ def test_the_webui_takes_our_functions_from_a_stack_of_modules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For a frame of any other file, inspect looks at every module of the process, which takes the WebUI 0.1 s."""
-    from lib_onediff.accelerator import runtime
-    from lib_onediff.hosts.standalone.modules import paths, script_callbacks, script_loading
-    from lib_onediff.hosts.standalone.registration import modules_importable
+    from lib_onediff.demo.modules import paths, script_callbacks, script_loading
+    from lib_onediff.demo.registration import modules_importable
+    from lib_onediff.runtime.accelerator import runtime
 
     files: list[str] = []
 

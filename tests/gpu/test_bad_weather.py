@@ -16,9 +16,10 @@ import triton.language as tl
 from weather import arguments, entry_of, geglu_that, gpu_is_usable, now, use, while_capturing
 
 from lib_onediff import compile_unet, status
-from lib_onediff.accelerator import runtime
 from lib_onediff.bench.models import random_unet
-from lib_onediff.ops import availability, requirements, triton_tokens
+from lib_onediff.ops import availability, requirements
+from lib_onediff.ops.triton import tokens as triton_tokens
+from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.shapes.table import State
 
 pytestmark = [

@@ -15,9 +15,9 @@ pytest.importorskip("triton", reason="needs Triton")
 from weather import CLOSE, arguments, geglu_that, gpu_is_usable, host, now, out_of_memory, use, while_capturing
 
 from lib_onediff import compile_unet, status
-from lib_onediff.accelerator import runtime
 from lib_onediff.bench.models import random_unet
-from lib_onediff.ops import triton_tokens
+from lib_onediff.ops.triton import tokens as triton_tokens
+from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.shapes.table import State
 
 pytestmark = [

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 pytest.importorskip("diffusers")
 
 from lib_onediff import status
-from lib_onediff.accelerator import runtime
 from lib_onediff.bench.models import inputs, random_unet
-from lib_onediff.graph_cache import CARD_IS_FULL
-from lib_onediff.graph_holdings import Place
-from lib_onediff.hosts.diffusers import attach
-from lib_onediff.settings import Settings
-from lib_onediff.shapes.pool_plan import memory_of
-from lib_onediff.verify import relative_error
+from lib_onediff.engines.graphs.accounting import Place
+from lib_onediff.engines.graphs.cache import CARD_IS_FULL
+from lib_onediff.engines.graphs.pool_size import memory_of
+from lib_onediff.hosts.diffusers.unet.unet import attach
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.verify import relative_error
 
 pytestmark = [
     pytest.mark.gpu,

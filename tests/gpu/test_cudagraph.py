@@ -12,12 +12,12 @@ from torch import Tensor, nn
 pytest.importorskip("diffusers")
 
 from lib_onediff import compile_unet, status, uncompile_unet
-from lib_onediff.accelerator import runtime
-from lib_onediff.backends.cudagraph import CudaGraphs
 from lib_onediff.bench.models import inputs, random_unet
-from lib_onediff.unet.bound import BoundUNet
-from lib_onediff.unet.call import UNetCall
-from lib_onediff.verify import relative_error
+from lib_onediff.engines.graphs.capture import CudaGraphs
+from lib_onediff.model.bound import BoundUNet
+from lib_onediff.model.call import UNetCall
+from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.verify import relative_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -253,7 +253,7 @@ def test_a_graph_that_cannot_be_captured_leaves_the_plain_route(tiny: nn.Module,
 
 
 def test_a_really_failing_capture_leaves_the_gpu_usable(tiny: nn.Module, monkeypatch: Any) -> None:
-    from lib_onediff.backends import cudagraph
+    from lib_onediff.engines.graphs import capture as cudagraph
 
     original = cudagraph.compute
 

@@ -13,12 +13,12 @@ pytest.importorskip("diffusers")
 pytest.importorskip("triton", reason="needs Triton")
 
 from lib_onediff import compile_unet, status, uncompile_unet
-from lib_onediff.accelerator import runtime
 from lib_onediff.bench.models import inputs, random_unet
-from lib_onediff.ops.float8 import support
-from lib_onediff.ops.float8_choice import WORTH_ROUNDING
-from lib_onediff.settings import Settings
-from lib_onediff.unet import float8
+from lib_onediff.model import float8
+from lib_onediff.ops.quantized.gains import WORTH_ROUNDING
+from lib_onediff.ops.quantized.scaled_mm import support
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.accelerator import runtime
 
 pytestmark = [
     pytest.mark.gpu,

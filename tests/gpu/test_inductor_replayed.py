@@ -10,9 +10,9 @@ from torch import Tensor, nn
 pytest.importorskip("diffusers")
 
 from lib_onediff import compile_unet, status, uncompile_unet
-from lib_onediff.accelerator import runtime
 from lib_onediff.bench.models import inputs, random_unet
-from lib_onediff.verify import relative_error
+from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.verify import relative_error
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.ops import Stream, triton_group_norm, triton_images, triton_strips, triton_tokens
+from lib_onediff.model.operators import Stream
+from lib_onediff.ops.triton import group_norm as triton_group_norm
+from lib_onediff.ops.triton import images as triton_images
+from lib_onediff.ops.triton import partial_statistics as triton_strips
+from lib_onediff.ops.triton import tokens as triton_tokens
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,21 +14,13 @@ from torch import Tensor, nn
 
 pytest.importorskip("diffusers")
 
-from lib_onediff.accelerator import runtime
 from lib_onediff.bench.models import random_vae
-from lib_onediff.hosts import diffusers_decoder
-from lib_onediff.precision import (
-    HALF_SUMS,
-    SWITCHES,
-    TF32_CONVOLUTION,
-    TF32_MATMUL,
-    Flags,
-    applied,
-    switch_of,
-)
-from lib_onediff.precision_effects import Machine, why_no_effect
-from lib_onediff.settings import Settings
-from lib_onediff.vae.watch import WatchedOperators
+from lib_onediff.hosts.diffusers.unet import vae as diffusers_decoder
+from lib_onediff.ops.precision import HALF_SUMS, SWITCHES, TF32_CONVOLUTION, TF32_MATMUL, Flags, applied, switch_of
+from lib_onediff.options.effects import Machine, why_no_effect
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.vae.overflow import WatchedOperators
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,15 +13,15 @@ from torch import nn
 
 pytest.importorskip("diffusers")
 
-from lib_onediff.accelerator import runtime
 from lib_onediff.bench.models import random_unet
-from lib_onediff.hosts.demo import random_inputs
-from lib_onediff.hosts.diffusers import attach, detach
+from lib_onediff.demo.adapter import random_inputs
+from lib_onediff.hosts.diffusers.unet.unet import attach, detach
 from lib_onediff.hosts.webui import network_name
-from lib_onediff.settings import Settings
-from lib_onediff.shapes.history import History
+from lib_onediff.options.settings import Settings
+from lib_onediff.prewarm.worker import CAPTURING, CHECKING, WarmUp
+from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.shapes.sizes import Size
-from lib_onediff.shapes.warmup import CAPTURING, CHECKING, WarmUp
+from lib_onediff.store.history import History
 
 pytestmark = [
     pytest.mark.gpu,

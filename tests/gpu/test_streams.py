@@ -13,9 +13,9 @@ from torch import Tensor, nn
 pytest.importorskip("diffusers")
 
 from lib_onediff import status
-from lib_onediff.accelerator import runtime
 from lib_onediff.bench.models import inputs, random_unet
-from lib_onediff.hosts.diffusers import attach
+from lib_onediff.hosts.diffusers.unet.unet import attach
+from lib_onediff.runtime.accelerator import runtime
 
 pytestmark = [
     pytest.mark.gpu,

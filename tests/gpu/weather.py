@@ -9,9 +9,9 @@ from exact_operators import relative_error
 from torch import Tensor, nn
 
 from lib_onediff import status
-from lib_onediff.accelerator import runtime
 from lib_onediff.bench.models import inputs
-from lib_onediff.ops import triton_tokens
+from lib_onediff.ops.triton import tokens as triton_tokens
+from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.shapes.table import Entry
 
 CLOSE = 1e-2

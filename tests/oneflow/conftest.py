@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lib_onediff.accelerator import runtime
-from lib_onediff.backends.oneflow_gate import OneFlowGate
+from lib_onediff.engines.oneflow.gate import OneFlowGate
+from lib_onediff.runtime.accelerator import runtime
 
 HERE = Path(__file__).parent
 # Theirs are the small UNets.

@@ -6,12 +6,12 @@ from typing import Any
 from builders import relative_error
 from torch import Tensor
 
-from lib_onediff.backends.oneflow import OneFlowGraphs, OneFlowRunner
+from lib_onediff.engines.oneflow.graphs import OneFlowGraphs, OneFlowRunner
+from lib_onediff.model.bound import BoundUNet
+from lib_onediff.model.call import UNetCall
 from lib_onediff.ops import torch_ops
-from lib_onediff.precision import Precision, oneflow_variables
+from lib_onediff.ops.precision import Precision, oneflow_variables
 from lib_onediff.shapes.key import ShapeKey
-from lib_onediff.unet.bound import BoundUNet
-from lib_onediff.unet.call import UNetCall
 
 # What float32 explains: seen 1e-6.
 ROUNDING = 1e-5

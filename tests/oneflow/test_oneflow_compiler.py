@@ -15,8 +15,8 @@ pytest.importorskip("diffusers")
 from builders import SMALL, a_call, diffusers_output, diffusers_unet
 from oneflow_builders import Ours, agree
 
-from lib_onediff.backends.oneflow import MOST_GRAPHS, OneFlowGraphs, OneFlowRefusal
-from lib_onediff.precision import ONEFLOW_CONVOLUTION, ONEFLOW_MATMUL, Precision, oneflow_variables
+from lib_onediff.engines.oneflow.graphs import MOST_GRAPHS, OneFlowGraphs, OneFlowRefusal
+from lib_onediff.ops.precision import ONEFLOW_CONVOLUTION, ONEFLOW_MATMUL, Precision, oneflow_variables
 
 AFTER_A_FAILURE = """
 import sys
@@ -24,7 +24,7 @@ sys.path[:0] = sys.argv[1:]
 import torch
 from builders import SMALL, a_call, diffusers_output, diffusers_unet
 from oneflow_builders import Ours, agree
-from lib_onediff.backends.oneflow import OneFlowGraphs, OneFlowRefusal
+from lib_onediff.engines.oneflow.graphs import OneFlowGraphs, OneFlowRefusal
 from dataclasses import replace
 
 torch.set_grad_enabled(False)

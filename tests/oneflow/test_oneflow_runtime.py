@@ -14,8 +14,8 @@ from deepcache_builders import STEPS, Rig, call_of, halves
 from oneflow_builders import agree
 
 from lib_onediff import compile_unet, status, uncompile_unet
-from lib_onediff.accelerator import runtime
-from lib_onediff.backends.oneflow_gate import OneFlowGate, Verdict
+from lib_onediff.engines.oneflow.gate import OneFlowGate, Verdict
+from lib_onediff.runtime.accelerator import runtime
 
 
 def now() -> tuple[str, str]:

@@ -13,11 +13,10 @@ import builders
 from builders import a_call, diffusers_output, diffusers_unet, ldm_output, ldm_unet
 from oneflow_builders import GRAPHS, Ours, agree
 
+from lib_onediff.model.call import Control, DeepFeature, Half
+from lib_onediff.model.deepcache import forward as deepcache
+from lib_onediff.model.layout import TimeEmbedding
 from lib_onediff.ops import torch_ops
-from lib_onediff.unet import deepcache
-from lib_onediff.unet.call import Control
-from lib_onediff.unet.half import DeepFeature, Half
-from lib_onediff.unet.layout import TimeEmbedding
 
 
 @pytest.mark.parametrize("layout", ["SD1", "SDXL"])
@@ -125,7 +124,7 @@ def test_another_prompt_and_another_step_need_no_other_graph() -> None:
 def test_sinusoids(time: TimeEmbedding) -> None:
     from oneflow.utils.tensor import from_torch, to_torch
 
-    from lib_onediff.ops.oneflow_ops import OneFlowOperators
+    from lib_onediff.engines.oneflow.operators import OneFlowOperators
 
     timestep = torch.tensor([999.75, 0.0, 3.5, 417.0])
     output = to_torch(OneFlowOperators().sinusoids(from_torch(timestep), time))

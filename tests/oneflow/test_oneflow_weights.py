@@ -13,7 +13,7 @@ pytest.importorskip("diffusers")
 from builders import SMALL, SMALL_XL, a_call, diffusers_output, diffusers_unet
 from oneflow_builders import GRAPHS, Ours, agree
 
-from lib_onediff.backends.oneflow import STRIDED, OneFlowRefusal, unowned
+from lib_onediff.engines.oneflow.graphs import STRIDED, OneFlowRefusal, unowned
 
 
 def test_edits_in_place() -> None:

@@ -12,11 +12,11 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from lib_onediff import api
-from lib_onediff.accelerator import runtime
-from lib_onediff.hosts.standalone.modules.call_queue import FIFOLock
-from lib_onediff.shapes.job import CannotWarm
-from lib_onediff.shapes.store import HistoryRow, Store
-from lib_onediff.shapes.warmup import WarmUp
+from lib_onediff.demo.modules.call_queue import FIFOLock
+from lib_onediff.prewarm.job import CannotWarm
+from lib_onediff.prewarm.worker import WarmUp
+from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.store.store import HistoryRow, Store
 
 STATUS = {"host": "standalone", "hooks": 1, "reason": "no UNet call yet", "ratio": float("nan")}
 SECONDS = 30

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from lib_onediff.ops import Operators, torch_ops
-from lib_onediff.unet import forward
-from lib_onediff.unet.bound import BoundUNet
-from lib_onediff.unet.call import UNetCall
+from lib_onediff.model import forward
+from lib_onediff.model.bound import BoundUNet
+from lib_onediff.model.call import UNetCall
+from lib_onediff.model.operators import Operators
+from lib_onediff.ops import torch_ops
 
 CONTEXT_WIDTH = 48
 POOLED_WIDTH = 40

@@ -9,11 +9,11 @@ import torch
 from PIL import Image
 from quality_pictures import desaturated, painted
 
-from lib_onediff.hosts.text_to_image import Interrupted, Made, Order
+from lib_onediff.options.settings import Settings
 from lib_onediff.quality import compare, difference_map
-from lib_onediff.settings import Settings
-from lib_onediff.ui.compare_job import Pair, Request
-from lib_onediff.ui.compare_sides import CURRENT, OFF, Side
+from lib_onediff.ui.compare.job import Pair, Request
+from lib_onediff.ui.compare.sides import CURRENT, OFF, Side
+from lib_onediff.ui.compare.text_to_image import Interrupted, Made, Order
 
 SIDES = (Side(OFF, Settings(enabled=False)), Side(CURRENT, Settings()))
 ORDER = Order("a <b>fox</b>", "blurry & dark", 7, 160, 128, 20, 7.0, "Euler a")

@@ -15,13 +15,13 @@ from triton.backends.compiler import GPUTarget
 
 from lib_onediff.bench.compilations import count_compilations
 from lib_onediff.bench.models import CONFIGURATIONS
-from lib_onediff.ops import triton_warm
-from lib_onediff.ops.triton_ops import TritonOperators
-from lib_onediff.unet.call import UNetCall
-from lib_onediff.unet.forward import condition, forward
-from lib_onediff.unet.layout import UNetLayout
-from lib_onediff.unet.read import read_layout
-from lib_onediff.unet.weights import Affine, Weights
+from lib_onediff.model.call import UNetCall
+from lib_onediff.model.forward import condition, forward
+from lib_onediff.model.layout import UNetLayout
+from lib_onediff.model.read import read_layout
+from lib_onediff.model.weights import Affine, Weights
+from lib_onediff.ops import compile_kernels as triton_warm
+from lib_onediff.ops.triton.operators import TritonOperators
 
 META = torch.device("meta")
 TOKENS = 77

@@ -9,14 +9,15 @@ import torch
 from builders import CONTEXT_WIDTH, SMALL, diffusers_output, diffusers_unet, relative_error
 from torch import Tensor
 
-from lib_onediff.accelerator import Accelerator
-from lib_onediff.deepcache.sampling import Sampling
+from lib_onediff.model import forward
+from lib_onediff.model.bound import BoundUNet
+from lib_onediff.model.call import UNetCall
+from lib_onediff.model.deepcache import forward as deepcache
+from lib_onediff.model.deepcache.sampling import Sampling
+from lib_onediff.model.patches import Habits
 from lib_onediff.ops import torch_ops
-from lib_onediff.settings import Settings
-from lib_onediff.unet import deepcache, forward
-from lib_onediff.unet.bound import BoundUNet
-from lib_onediff.unet.call import UNetCall
-from lib_onediff.unet.foreign import Habits
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.accelerator import Accelerator
 
 WEBUI = Habits(by_content=True)
 STEPS = [float(time) for time in range(951, 0, -50)]

@@ -9,14 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from lib_onediff.accelerator import runtime
-from lib_onediff.backends import FLOAT8
-from lib_onediff.ops import Float8Tokens, Operators, Stream, float8, torch_ops, triton_float8
-from lib_onediff.ops.choices import Choices
-from lib_onediff.ops.float8_ops import Float8Operators
-from lib_onediff.ops.launches import Launches
-from lib_onediff.ops.triton_ops import TritonOperators
-from lib_onediff.unet import float8 as float8_weights
+from lib_onediff.engines import FLOAT8
+from lib_onediff.model import float8 as float8_weights
+from lib_onediff.model.operators import Float8Tokens, Operators, Stream
+from lib_onediff.ops import torch_ops
+from lib_onediff.ops.quantized import kernels as triton_float8
+from lib_onediff.ops.quantized import scaled_mm as float8
+from lib_onediff.ops.quantized.operators import Float8Operators
+from lib_onediff.ops.triton.launch_config import Launches
+from lib_onediff.ops.triton.operators import TritonOperators
+from lib_onediff.ops.tuning_cache import Choices
+from lib_onediff.runtime.accelerator import runtime
 
 NAMES = [name for name in vars(Operators) if not name.startswith("_")]
 

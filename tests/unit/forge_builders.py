@@ -19,8 +19,8 @@ from builders import CONTEXT_WIDTH
 from test_real_host_unets import FORGE, SD1, Y_WIDTH, forge_unet
 from torch import Tensor, nn
 
-from lib_onediff.accelerator import runtime
 from lib_onediff.hosts.forge.adapter import Forge
+from lib_onediff.runtime.accelerator import runtime
 
 FORWARD_PATCH = "diffusion_model.forward"
 ATTENTION = "diffusion_model.input_blocks.1.1.transformer_blocks.0.attn1.to_q.weight"

@@ -9,14 +9,14 @@ import torch
 from simulated_memory import MEBIBYTE, PrivatePool, requests_of
 from torch import Tensor
 
-from lib_onediff.backends.cudagraph import CudaGraphs
-from lib_onediff.backends.graph_inputs import bytes_of, copy_inputs, rehearsal_of
-from lib_onediff.card import Card
-from lib_onediff.ops import Operators
-from lib_onediff.unet.call import UNetCall
-from lib_onediff.unet.compute import compute
-from lib_onediff.unet.forward import Conditioning
-from lib_onediff.unet.weights import Binding
+from lib_onediff.engines.graphs.capture import CudaGraphs
+from lib_onediff.engines.graphs.device_memory import Card
+from lib_onediff.engines.graphs.inputs import bytes_of, copy_inputs, rehearsal_of
+from lib_onediff.model.call import UNetCall
+from lib_onediff.model.deepcache.forward import compute
+from lib_onediff.model.forward import Conditioning
+from lib_onediff.model.operators import Operators
+from lib_onediff.model.weights import Binding
 
 # As if the tiny networks of the tests were large ones.
 SCALE = 4096

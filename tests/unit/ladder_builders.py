@@ -9,12 +9,12 @@ from builders import SMALL_XL, diffusers_output, diffusers_unet, relative_error,
 from torch import Tensor, nn
 
 import lib_onediff
-from lib_onediff.accelerator import runtime
-from lib_onediff.backends import CUDAGRAPH, EAGER, NATIVE, Steps
+from lib_onediff.engines import CUDAGRAPH, EAGER, NATIVE, Steps
+from lib_onediff.model.call import UNetCall
+from lib_onediff.model.weights import Affine
 from lib_onediff.ops import torch_ops
+from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.shapes.table import Entry
-from lib_onediff.unet.call import UNetCall
-from lib_onediff.unet.weights import Affine
 
 
 class Weather:

@@ -13,13 +13,13 @@ pytest.importorskip("gradio")
 
 import gradio
 
-from lib_onediff.accelerator import runtime
-from lib_onediff.hosts import diffusers as diffusers_host
-from lib_onediff.shapes.rows import ResolutionRow, ShapeRow, Totals
-from lib_onediff.shapes.warmup import WarmUp
-from lib_onediff.ui.cache_handlers import PARTS, Panel
-from lib_onediff.ui.cache_page import Page
-from lib_onediff.ui.cache_view import ALL_MODELS, USUAL_ORDER
+from lib_onediff.hosts.diffusers.unet import unet as diffusers_host
+from lib_onediff.prewarm.worker import WarmUp
+from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.rows import ResolutionRow, ShapeRow, Totals
+from lib_onediff.ui.cache.handlers import PARTS, Panel
+from lib_onediff.ui.cache.page import Page
+from lib_onediff.ui.cache.view import ALL_MODELS, USUAL_ORDER
 
 MEBIBYTE = 2**20
 CALLS = {"graph": 12, "plain": 3, "blocks": 0, "host": 4}

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lib_onediff import auto_choice, verify
-from lib_onediff.accelerator import runtime
-from lib_onediff.settings import Settings
-from lib_onediff.shapes.history import History
+from lib_onediff.engines import auto_backend as auto_choice
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime import verify
+from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.store.history import History
 
 __all__ = ["fresh_runtime", "no_machine_is_too_slow"]
 # The networks are so small that threads cost more than they give, above all when several test runs share a machine.

@@ -12,10 +12,10 @@ import torch
 from builders import a_call, ldm_output, ldm_unet, relative_error
 from torch import Tensor, nn
 
-from lib_onediff.accelerator import runtime
 from lib_onediff.hosts.a1111.adapter import does_nothing_now
 from lib_onediff.hosts.a1111.lora import apply_wanted_networks, lora_module, wanted_names
-from lib_onediff.unet.foreign import Habits
+from lib_onediff.model.patches import Habits
+from lib_onediff.runtime.accelerator import runtime
 
 CLOSE = 1e-5
 ADAPTED = (nn.Linear, nn.Conv2d)

@@ -12,10 +12,11 @@ import torch
 from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, relative_error, served
 
 import lib_onediff
-from lib_onediff.accelerator import runtime
-from lib_onediff.unet import bound, prompts
-from lib_onediff.unet.call import UNetCall
-from lib_onediff.unet.prompts import MOST_SAVED, MOST_SIZES
+from lib_onediff.model import bound
+from lib_onediff.model import conditioning as prompts
+from lib_onediff.model.call import UNetCall
+from lib_onediff.model.conditioning import MOST_SAVED, MOST_SIZES
+from lib_onediff.runtime.accelerator import runtime
 
 CROSS_ATTENTION = "mid_block.attentions.0.transformer_blocks.0.attn2"
 

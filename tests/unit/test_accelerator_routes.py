@@ -9,9 +9,9 @@ import torch
 from builders import a_call, diffusers_output, diffusers_unet, relative_error
 from torch import Tensor
 
-from lib_onediff.accelerator import Accelerator
-from lib_onediff.settings import Settings
-from lib_onediff.unet.call import UNetCall
+from lib_onediff.model.call import UNetCall
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.accelerator import Accelerator
 
 
 class Host:

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lib_onediff.backends.allocations import PIECE, most_in_use
+from lib_onediff.engines.graphs.allocations import PIECE, most_in_use
 
 
 def alloc(address: int, size: int) -> dict[str, Any]:

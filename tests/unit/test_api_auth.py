@@ -14,8 +14,8 @@ from api_builders import Api, basic, command_line, remember
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from lib_onediff.accelerator import runtime
 from lib_onediff.api.auth import FOREIGN_PAGE, LOG_IN, NO_PAGE
+from lib_onediff.runtime.accelerator import runtime
 
 PREFIX = "/onediff/v1"
 REQUESTS = [

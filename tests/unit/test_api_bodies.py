@@ -15,8 +15,8 @@ from api_builders import Api, command_line, remember
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from lib_onediff.accelerator import runtime
 from lib_onediff.api import answers, models
+from lib_onediff.runtime.accelerator import runtime
 
 JSON = {"Content-Type": "application/json"}
 PATHS = ("prewarm", "purge", "pin", "release")

@@ -19,8 +19,8 @@ from api_requests import PASSWORD, ROWS, Request, requests
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from lib_onediff.accelerator import runtime
-from lib_onediff.shapes.history import History
+from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.store.history import History
 
 REQUESTS = 2000
 PREFIX, OURS = "/onediff/v1", "onediff"
@@ -42,12 +42,12 @@ def host(tmp_path: Path) -> Iterator[TestClient]:
         yield TestClient(api.add_to(FastAPI(), command_line(api_auth="ann:one")), raise_server_exceptions=False)
         api.warmup.stop(SECONDS)
         return
-    from lib_onediff.hosts.standalone.__main__ import parse_arguments
-    from lib_onediff.hosts.standalone.loaded_model import LoadedModel
-    from lib_onediff.hosts.standalone.modules import script_callbacks, sd_models
-    from lib_onediff.hosts.standalone.registration import modules_importable
-    from lib_onediff.hosts.standalone.server import make_app
-    from lib_onediff.hosts.standalone.tiny_model import tiny_sd15_pipeline
+    from lib_onediff.demo.__main__ import parse_arguments
+    from lib_onediff.demo.loaded_model import LoadedModel
+    from lib_onediff.demo.modules import script_callbacks, sd_models
+    from lib_onediff.demo.registration import modules_importable
+    from lib_onediff.demo.server import make_app
+    from lib_onediff.demo.tiny_model import tiny_sd15_pipeline
 
     script_callbacks.clear_callbacks()
     with modules_importable():
@@ -70,7 +70,7 @@ class State(NamedTuple):
 
 
 def state(client: TestClient, folder: Path) -> State:
-    from lib_onediff.hosts.standalone.modules import shared
+    from lib_onediff.demo.modules import shared
 
     jobs = client.get(f"{PREFIX}/jobs", headers=PASSWORD).json()["jobs"]
     return State(

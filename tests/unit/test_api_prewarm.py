@@ -10,9 +10,9 @@ pytest.importorskip("httpx")
 
 from api_builders import SECONDS, Api, wait_until
 
-from lib_onediff.accelerator import runtime
 from lib_onediff.api import models, routes
-from lib_onediff.settings import Settings
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.accelerator import runtime
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from api_builders import SECONDS, STATUS, Api, command_line, remember, wait_unti
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from lib_onediff.accelerator import runtime
 from lib_onediff.api import models, turns
+from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.shapes.key import ShapeKey
 from lib_onediff.shapes.table import State
 

@@ -11,15 +11,15 @@ from builders import a_call, diffusers_output, diffusers_unet, relative_error, s
 from test_inductor import LACK, SMALL_SD1
 
 import lib_onediff
-from lib_onediff import auto_choice
-from lib_onediff.accelerator import runtime
-from lib_onediff.auto_choice import ENOUGH_CALLS, AutoChoice, name_for
-from lib_onediff.backends import EAGER, INDUCTOR, Steps
-from lib_onediff.backends.inductor import Inductor
-from lib_onediff.journal import GRAPH
-from lib_onediff.ladder import Ladder
-from lib_onediff.ops.choices import Choices
-from lib_onediff.ops.compiled import CompiledRegion
+from lib_onediff.engines import EAGER, INDUCTOR, Steps
+from lib_onediff.engines import auto_backend as auto_choice
+from lib_onediff.engines.auto_backend import ENOUGH_CALLS, AutoChoice, name_for
+from lib_onediff.engines.inductor.compiler import Inductor
+from lib_onediff.ops.inductor.compiled import CompiledRegion
+from lib_onediff.ops.tuning_cache import Choices
+from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.call_stats import GRAPH
+from lib_onediff.runtime.fallback import Ladder
 
 CPU = torch.device("cpu")
 PLAIN = Steps((EAGER,), "there is no GPU")

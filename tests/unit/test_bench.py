@@ -15,7 +15,7 @@ from lib_onediff.bench import models, report
 from lib_onediff.bench.measure import Plan, Row, compare, measure, modules_in_turn
 from lib_onediff.bench.options import another_size, many_sizes_for, ours_among, parse, size_of
 from lib_onediff.bench.variants import BASELINE, COMPILED, VARIANTS, Own, Unavailable
-from lib_onediff.settings import Settings
+from lib_onediff.options.settings import Settings
 
 CPU = torch.device("cpu")
 EAGER = "onediff eager"

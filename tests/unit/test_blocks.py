@@ -15,13 +15,13 @@ from builders import a_call, ldm_unet, randomise, relative_error
 from ladder_builders import Weather
 from torch import Tensor, nn
 
-from lib_onediff import blocks
-from lib_onediff.accelerator import runtime
-from lib_onediff.backends import EAGER, NATIVE, Steps
+from lib_onediff.engines import EAGER, NATIVE, Steps
 from lib_onediff.hosts.a1111.controlnet_loop import HostLoop
-from lib_onediff.settings import Settings
+from lib_onediff.model.patches import Habits
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime import block_route as blocks
+from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.shapes.table import State
-from lib_onediff.unet.foreign import Habits
 
 CLOSE = 1e-5
 

@@ -13,11 +13,11 @@ import gradio
 from panel_builders import Seen, keys, used
 from test_warmup import wait_until_idle
 
-from lib_onediff.accelerator import runtime
-from lib_onediff.settings import Settings
-from lib_onediff.shapes.presets import FAMILIES, Preset
+from lib_onediff.options.settings import Settings
+from lib_onediff.prewarm.presets import FAMILIES, Preset
+from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.shapes.sizes import Size
-from lib_onediff.ui.cache_page import Message, read_keys, read_message
+from lib_onediff.ui.cache.page import Message, read_keys, read_message
 
 
 def wait_until_running(seen: Seen) -> None:
@@ -211,7 +211,7 @@ def test_the_filter_and_the_order_are_kept_from_look_to_look(seen: Seen) -> None
 
 
 def test_more_rows_are_shown_when_asked_for(seen: Seen, monkeypatch: Any) -> None:
-    monkeypatch.setattr("lib_onediff.ui.cache_handlers.ROWS_AT_FIRST", 2)
+    monkeypatch.setattr("lib_onediff.ui.cache.handlers.ROWS_AT_FIRST", 2)
     used(seen.webui, 64, 72, 80, 88, 96)
     seen.look()
     seen.page.limit = 2

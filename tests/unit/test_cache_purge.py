@@ -12,8 +12,9 @@ import pytest
 from panel_builders import MEBIBYTE, ROW, SHAPE, TOTALS, Seen, changed, keys, used
 from test_warmup import SmallWebUI, ThreadChoosingWebUI
 
-from lib_onediff.accelerator import runtime
-from lib_onediff.ui import cache_handlers, cache_purge
+from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.ui.cache import handlers as cache_handlers
+from lib_onediff.ui.cache import purge as cache_purge
 from lib_onediff.ui.chores import Chore
 
 LARGE = changed(ROW, resolution="1024x1024", bytes=90 * MEBIBYTE, needs=100 * MEBIBYTE)

@@ -11,11 +11,12 @@ pytest.importorskip("gradio")
 import gradio
 from panel_builders import Seen, text_of
 
-from lib_onediff.accelerator import runtime
-from lib_onediff.settings import Settings
+from lib_onediff.options.settings import Settings
+from lib_onediff.prewarm.worker import WarmUp
+from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.shapes.sizes import Size
-from lib_onediff.shapes.warmup import WarmUp
-from lib_onediff.ui import accordion, cache_panel
+from lib_onediff.ui import accordion
+from lib_onediff.ui.cache import panel as cache_panel
 
 
 def tab_of(seen: Seen) -> gradio.Blocks:

@@ -6,9 +6,13 @@ import time
 import pytest
 from panel_builders import CALLS, MEBIBYTE, ROW, SHAPE, TOTALS, changed, text_of
 
-from lib_onediff.shapes.job import Job
+from lib_onediff.prewarm.job import Job
 from lib_onediff.shapes.sizes import Size
-from lib_onediff.ui import amounts, cache_chart, cache_table, cache_totals, cache_view
+from lib_onediff.ui import amounts
+from lib_onediff.ui.cache import chart as cache_chart
+from lib_onediff.ui.cache import table as cache_table
+from lib_onediff.ui.cache import totals as cache_totals
+from lib_onediff.ui.cache import view as cache_view
 
 UNKNOWN = {"step_ms": None, "host_ms": None, "ratio": None, "bytes": 0, "needs": 0}
 ROWS = [

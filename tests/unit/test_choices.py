@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from lib_onediff.ops.attention import GEMM, TORCH, Attention, choice_name
-from lib_onediff.ops.choices import Choices
-from lib_onediff.shapes import history as history_module
-from lib_onediff.shapes.history import EVERY_ARCHITECTURE, History
-from lib_onediff.shapes.store import Store
+from lib_onediff.ops.tuning_cache import Choices
+from lib_onediff.store import history as history_module
+from lib_onediff.store.history import EVERY_ARCHITECTURE, History
+from lib_onediff.store.store import Store
 
 STRANGE = [None, True, 7, "flash", ["flash"], {}, {"backend": None}, {"backend": ["flash"]}, {"backend": "warp drive"},
            {"backend": {"flash": 1}}]

@@ -17,14 +17,14 @@ import gradio
 from compare_builders import ORDER, SECONDS, SIDES, Painter, a_pair, a_request, exclusively
 from PIL import Image
 
-from lib_onediff.settings import Settings
-from lib_onediff.ui import compare_tab
-from lib_onediff.ui.compare_handlers import ComparePanel
-from lib_onediff.ui.compare_job import STEPS_TO_WARM_UP, Comparison
-from lib_onediff.ui.compare_markup import numbers_html, pictures_html, summary_html, verdict
-from lib_onediff.ui.compare_report import page_html, save
-from lib_onediff.ui.compare_request import request_of
-from lib_onediff.ui.compare_sides import CURRENT, OFF, choices, read_changes, side_of
+from lib_onediff.options.settings import Settings
+from lib_onediff.ui.compare import tab as compare_tab
+from lib_onediff.ui.compare.handlers import ComparePanel
+from lib_onediff.ui.compare.job import STEPS_TO_WARM_UP, Comparison
+from lib_onediff.ui.compare.markup import numbers_html, pictures_html, summary_html, verdict
+from lib_onediff.ui.compare.report import page_html, save
+from lib_onediff.ui.compare.request import request_of
+from lib_onediff.ui.compare.sides import CURRENT, OFF, choices, read_changes, side_of
 
 PRESETS = {"Careful": {"backend": "eager", "verify": True}}
 FIELDS = ("a fox", "", 160, 128, 20, 7, "Euler a", 7, 2, True)

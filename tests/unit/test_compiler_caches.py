@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import lib_onediff
-from lib_onediff.shapes import compiler_caches
-from lib_onediff.shapes.compiler_caches import CompilerCaches
-from lib_onediff.shapes.history import History
+from lib_onediff.store import compiler_caches
+from lib_onediff.store.compiler_caches import CompilerCaches
+from lib_onediff.store.history import History
 
 TRITON, INDUCTOR = "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"
 LONG_AGO = time.time() - 1000
@@ -59,7 +59,7 @@ def test_the_real_compilers_keep_their_files_there(tmp_path: Path, imported: str
         # From torch 2.13 on, to import diffusers asks Inductor for its folder, which sets the variable.
         f"import sys, {imported}; from pathlib import Path\n"
         "if sys.argv[2] != 'sys': torch._inductor.codecache.cache_dir()\n"
-        "from lib_onediff.shapes.history import History\n"
+        "from lib_onediff.store.history import History\n"
         "history = History(); history.open(Path(sys.argv[1])); history.keep_compiled()\n"
         "try:\n"
         "    from torch._inductor.runtime.cache_dir_utils import cache_dir\n"

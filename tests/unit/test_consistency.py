@@ -16,8 +16,8 @@ from lib_onediff.consistency import differences, machine_facts, onediff_facts, p
 from lib_onediff.consistency.machine import asked
 from lib_onediff.consistency.report import LONGEST_VALUE, as_fact
 from lib_onediff.hosts.host_facts import host_facts
-from lib_onediff.settings import Settings
-from lib_onediff.shapes.fingerprint import source_digest
+from lib_onediff.options.settings import Settings
+from lib_onediff.store.machine import source_digest
 
 STATUS = {"backend": "eager", "route": "plain", "model": "SD1"}
 NAMES = st.text("abc XYZ.12", min_size=1, max_size=8).map(lambda text: " ".join(text.split())).filter(bool)

@@ -7,11 +7,11 @@ from builders import SMALL, SMALL_XL
 from deepcache_builders import STEPS, Rig, call_of, halves
 from graph_builders import PretendedGraphs
 
-from lib_onediff.accelerator import runtime
-from lib_onediff.captured_again import Wanted
-from lib_onediff.settings import Settings
+from lib_onediff.engines.graphs.recapture import Wanted
+from lib_onediff.model.deepcache import forward as compute
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.shapes.table import Entry, State
-from lib_onediff.unet import compute
 
 FULL, SHALLOW = "full", "shallow"
 

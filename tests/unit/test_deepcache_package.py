@@ -10,7 +10,7 @@ from test_public_api_pipelines import inputs, pipeline, quiet
 from torch import Tensor
 
 import lib_onediff
-from lib_onediff.deepcache.schedule import uneven
+from lib_onediff.model.deepcache.schedule import uneven
 
 package = pytest.importorskip("DeepCache", reason="the package DeepCache is not installed")
 __all__ = ["quiet"]

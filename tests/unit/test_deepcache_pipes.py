@@ -10,10 +10,10 @@ from builders import ONE_LAYER_A_BLOCK, SD1, a_call, diffusers_unet, served
 from test_public_api_pipelines import inputs, pipeline, quiet
 
 import lib_onediff
-from lib_onediff.accelerator import runtime
-from lib_onediff.deepcache.sampling import Sampling, time_of
-from lib_onediff.hosts.diffusers_schedule import Clock
-from lib_onediff.settings import Settings
+from lib_onediff.hosts.diffusers.unet.schedule import Clock
+from lib_onediff.model.deepcache.sampling import Sampling, time_of
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.accelerator import runtime
 
 __all__ = ["quiet"]
 NAME = "StableDiffusionPipeline"

@@ -9,10 +9,10 @@ import torch
 from builders import SD1, SDXL, SMALL, SMALL_XL, diffusers_output, diffusers_unet, relative_error
 from deepcache_builders import STEPS, Rig, call_of, halves
 
-from lib_onediff.deepcache.prompts import PromptNumbers
-from lib_onediff.settings import Settings
-from lib_onediff.unet.call import Control
-from lib_onediff.unet.foreign import Habits
+from lib_onediff.model.call import Control
+from lib_onediff.model.deepcache.prompts import PromptNumbers
+from lib_onediff.model.patches import Habits
+from lib_onediff.options.settings import Settings
 
 
 @pytest.mark.parametrize("config", [SD1, SDXL], ids=["SD1", "SDXL"])

@@ -16,16 +16,18 @@ pytest.importorskip("triton", reason="needs Triton")
 from float8_builders import fewest_weights, use_float8
 
 import lib_onediff
-from lib_onediff.accelerator import runtime
-from lib_onediff.backends import CUDAGRAPH, FLOAT8, NATIVE, Steps, with_float8
-from lib_onediff.ops import float8, torch_ops, triton_float8
-from lib_onediff.ops.choices import Choices
-from lib_onediff.ops.float8_choice import Float8Choice, Product, choice_name, products
-from lib_onediff.ops.float8_ops import Float8Operators
-from lib_onediff.ops.launches import Launches
-from lib_onediff.settings import Settings
+from lib_onediff.engines import CUDAGRAPH, FLOAT8, NATIVE, Steps, with_float8
+from lib_onediff.model import float8 as float8_weights
+from lib_onediff.ops import torch_ops
+from lib_onediff.ops.quantized import kernels as triton_float8
+from lib_onediff.ops.quantized import scaled_mm as float8
+from lib_onediff.ops.quantized.gains import Float8Choice, Product, choice_name, products
+from lib_onediff.ops.quantized.operators import Float8Operators
+from lib_onediff.ops.triton.launch_config import Launches
+from lib_onediff.ops.tuning_cache import Choices
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.shapes.table import State
-from lib_onediff.unet import float8 as float8_weights
 
 CPU = torch.device("cpu")
 
@@ -139,7 +141,7 @@ def test_without_memory_for_it_native_serves_and_says_why(on_a_gpu: Weather, mon
 
 def test_what_is_too_far_from_the_host_is_not_used(on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
     real = float8.product
-    monkeypatch.setattr("lib_onediff.ops.float8_ops.product", lambda *given: 3 * real(*given))
+    monkeypatch.setattr("lib_onediff.ops.quantized.operators.product", lambda *given: 3 * real(*given))
     unet = lib_onediff.compile_unet(half_unet(), fp8=True)
     call = half_call(unet)
     output = served(unet, call)
@@ -196,7 +198,7 @@ def test_where_no_product_was_measured_to_gain_native_serves(on_a_gpu: Weather) 
 def test_only_what_pays_is_done_in_float8(on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[int] = []
     real = float8.product
-    monkeypatch.setattr("lib_onediff.ops.float8_ops.product", lambda *given: (done.append(1), real(*given))[1])
+    monkeypatch.setattr("lib_onediff.ops.quantized.operators.product", lambda *given: (done.append(1), real(*given))[1])
     unet = lib_onediff.compile_unet(half_unet(), fp8=True, verify=False)
     call = half_call(unet)
     served(unet, call)

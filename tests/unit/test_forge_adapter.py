@@ -21,7 +21,7 @@ from test_real_host_unets import SD1, SDXL, needs_forge
 from torch import nn
 
 from lib_onediff.hosts.webui import CannotWarm
-from lib_onediff.unet.weights import shares_storage
+from lib_onediff.model.weights import shares_storage
 
 pytestmark = needs_forge
 

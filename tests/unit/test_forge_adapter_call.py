@@ -10,7 +10,7 @@ from builders import a_call, our_output, relative_error, shared_ldm_unet
 from torch import Tensor, nn
 
 from lib_onediff.hosts.forge.call import NotOurs, control_of, copied_lists, foreign_options, unet_call
-from lib_onediff.unet.call import UNetCall
+from lib_onediff.model.call import UNetCall
 
 STAGES = 12
 

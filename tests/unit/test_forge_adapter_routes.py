@@ -25,9 +25,9 @@ from forge_builders import (  # noqa: F401
 from test_real_host_unets import SD1, SDXL, needs_forge
 from torch import Tensor
 
-from lib_onediff.accelerator import runtime
 from lib_onediff.hosts.webui import CannotWarm
-from lib_onediff.unet.weights import shares_storage
+from lib_onediff.model.weights import shares_storage
+from lib_onediff.runtime.accelerator import runtime
 
 pytestmark = needs_forge
 

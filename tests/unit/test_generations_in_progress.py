@@ -3,8 +3,8 @@ from __future__ import annotations
 
 from copy import copy
 
-from lib_onediff.generations import Generations
-from lib_onediff.settings import Settings
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.generations import Generations
 
 OFF = Settings(enabled=False)
 

@@ -13,12 +13,12 @@ from ladder_builders import error, now, reason
 from simulated_memory import MEBIBYTE, PrivatePool
 from torch import nn
 
-from lib_onediff.accelerator import runtime
-from lib_onediff.graph_holdings import Place
-from lib_onediff.hosts import diffusers as diffusers_host
-from lib_onediff.settings import Settings
-from lib_onediff.shapes.pool_plan import LEAST_GAIN, gives_back, memory_of, needs_of
-from lib_onediff.shapes.rows import ResolutionRow
+from lib_onediff.engines.graphs.accounting import Place
+from lib_onediff.engines.graphs.pool_size import LEAST_GAIN, gives_back, memory_of, needs_of
+from lib_onediff.hosts.diffusers.unet import unet as diffusers_host
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.rows import ResolutionRow
 from lib_onediff.shapes.table import Entry, State
 
 CLOSE = 1e-5

@@ -10,14 +10,14 @@ import torch
 from builders import a_call, served, shared_unet
 
 import lib_onediff
-from lib_onediff.accelerator import runtime
-from lib_onediff.shapes.fingerprint import Fingerprint
-from lib_onediff.shapes.history import EVERY_ARCHITECTURE, History
+from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.shapes.key import ShapeKey
-from lib_onediff.shapes.pins import NAME as PINNED
-from lib_onediff.shapes.store import Store
-from lib_onediff.shapes.store_rows import HistoryRow
 from lib_onediff.shapes.table import Entry
+from lib_onediff.store.history import EVERY_ARCHITECTURE, History
+from lib_onediff.store.history import NAME as PINNED
+from lib_onediff.store.machine import Fingerprint
+from lib_onediff.store.rows import HistoryRow
+from lib_onediff.store.store import Store
 
 
 def wait_for_the_disk() -> None:

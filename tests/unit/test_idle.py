@@ -10,13 +10,13 @@ import builders
 import pytest
 from test_warmup import SECONDS, SmallWebUI, wait_until_idle
 
-from lib_onediff.accelerator import runtime
-from lib_onediff.hosts import diffusers as diffusers_host
-from lib_onediff.shapes import idle as idle_module
-from lib_onediff.shapes.idle import IdleWarmUp, count_ready
-from lib_onediff.shapes.most_used import Wanted
+from lib_onediff.hosts.diffusers.unet import unet as diffusers_host
+from lib_onediff.prewarm import idle as idle_module
+from lib_onediff.prewarm.idle import IdleWarmUp, count_ready
+from lib_onediff.prewarm.most_used import Wanted
+from lib_onediff.prewarm.worker import WarmUp
+from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.shapes.sizes import Size
-from lib_onediff.shapes.warmup import WarmUp
 
 IDLE = 0.15
 SIZES = [Wanted(Size(64, 64), 77), Wanted(Size(72, 64), 77), Wanted(Size(80, 64, 2), 154)]

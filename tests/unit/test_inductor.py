@@ -28,15 +28,17 @@ from builders import (
 from torch import nn
 
 import lib_onediff
-from lib_onediff.accelerator import runtime
-from lib_onediff.backends import inductor as backend_module
-from lib_onediff.backends.inductor import Allowance, Inductor
-from lib_onediff.ops import artifact, inductor_availability, inductor_ops
-from lib_onediff.ops.choices import Choices
-from lib_onediff.ops.compiled import CompiledRegion
-from lib_onediff.ops.inductor_availability import why_no_inductor
-from lib_onediff.shapes.history import History
-from lib_onediff.unet.call import UNetCall
+from lib_onediff.engines.inductor import compiler as backend_module
+from lib_onediff.engines.inductor.compiler import Allowance, Inductor
+from lib_onediff.model.call import UNetCall
+from lib_onediff.ops import availability as inductor_availability
+from lib_onediff.ops.availability import why_no_inductor
+from lib_onediff.ops.inductor import artifact
+from lib_onediff.ops.inductor import operators as inductor_ops
+from lib_onediff.ops.inductor.compiled import CompiledRegion
+from lib_onediff.ops.tuning_cache import Choices
+from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.store.history import History
 
 CLOSE = 1e-5
 NEW_TORCH = "2.13.0"
@@ -232,7 +234,7 @@ sys.path[:0] = json.loads(sys.argv[1])
 import lib_onediff, torch
 assert "torch._dynamo" not in sys.modules, "importing OneDiff is slow"
 torch.set_num_threads(1)
-from lib_onediff.accelerator import runtime
+from lib_onediff.runtime.accelerator import runtime
 from test_inductor import SMALL_SD1, a_call, check, ours
 unet = ours(SMALL_SD1, seed=5)
 check(unet, a_call(unet, 10, 11))

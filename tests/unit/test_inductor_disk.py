@@ -9,17 +9,18 @@ from builders import a_call, relative_error, served
 from test_inductor import CLOSE, LACK, SMALL_SD1, needs_inductor, ours
 
 import lib_onediff
-from lib_onediff.accelerator import runtime
-from lib_onediff.backends import inductor as backend_module
-from lib_onediff.backends import inductor_cache, inductor_helper
-from lib_onediff.backends.inductor import Allowance, Compilable, Inductor
-from lib_onediff.backends.inductor_cache import path_of
-from lib_onediff.backends.inductor_helper import compile_in_processes
-from lib_onediff.ops import artifact
-from lib_onediff.ops.choices import Choices
-from lib_onediff.ops.compiled import CompiledRegion
-from lib_onediff.ops.regions import ADDITION, Region, Shapes, region_for
-from lib_onediff.shapes.history import History
+from lib_onediff.engines.inductor import compiler as backend_module
+from lib_onediff.engines.inductor import disk as inductor_cache
+from lib_onediff.engines.inductor import helper as inductor_helper
+from lib_onediff.engines.inductor.compiler import Allowance, Compilable, Inductor
+from lib_onediff.engines.inductor.disk import path_of
+from lib_onediff.engines.inductor.helper import compile_in_processes
+from lib_onediff.ops.inductor import artifact
+from lib_onediff.ops.inductor.compiled import CompiledRegion
+from lib_onediff.ops.inductor.regions import ADDITION, Region, Shapes, region_for
+from lib_onediff.ops.tuning_cache import Choices
+from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.store.history import History
 
 Addition = tuple[Region, Shapes, tuple[torch.Tensor, ...]]
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from lib_onediff.backends.inductor_region import CannotCompile
+from lib_onediff.engines.inductor.helper import CannotCompile
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS_TO_END = 120
 # It is gone long before its helper has imported torch.
 PARENT = """
 import os, signal
-from lib_onediff.backends.inductor_helper import start
+from lib_onediff.engines.inductor.helper import start
 from test_inductor_helpers import Endless
 print(start([Endless()] * {count}).pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)

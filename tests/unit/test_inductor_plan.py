@@ -5,15 +5,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lib_onediff.backends.inductor_plan import regions_of, weights_without_numbers
 from lib_onediff.bench.models import random_unet
-from lib_onediff.ops.inductor_ops import Recorder
-from lib_onediff.unet.call import UNetCall
-from lib_onediff.unet.forward import condition, forward
-from lib_onediff.unet.half import DeepFeature, Half
-from lib_onediff.unet.layout import UNetLayout
-from lib_onediff.unet.read import read_layout
-from lib_onediff.unet.weights import Weights
+from lib_onediff.engines.inductor.plan import regions_of, weights_without_numbers
+from lib_onediff.model.call import DeepFeature, Half, UNetCall
+from lib_onediff.model.forward import condition, forward
+from lib_onediff.model.layout import UNetLayout
+from lib_onediff.model.read import read_layout
+from lib_onediff.model.weights import Weights
+from lib_onediff.ops.inductor.operators import Recorder
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 # Height, width, batch and tokens: what the plan does not think of, and with halves that are odd.

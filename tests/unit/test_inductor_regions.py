@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as functional
 from builders import relative_error
 
-from lib_onediff.ops.inductor_ops import InductorOperators, channels_last, image_of, pixels
-from lib_onediff.ops.regions import group_norm, layer_norm
+from lib_onediff.ops.inductor.operators import InductorOperators, channels_last, image_of, pixels
+from lib_onediff.ops.inductor.regions import group_norm, layer_norm
 
 
 @pytest.mark.parametrize("shape", [(2, 16, 9, 5), (1, 16, 9, 5), (1, 16, 1, 1), (3, 16, 1, 4)])

@@ -24,13 +24,13 @@ from builders import (
 from test_unet_control import ldm_with_control, residuals, skip_shapes
 from torch import Tensor, nn
 
-from lib_onediff.backends.inductor_plan import regions_of, weights_without_numbers
-from lib_onediff.backends.inductor_region import compile_region
-from lib_onediff.ops.inductor_availability import why_no_inductor
-from lib_onediff.ops.inductor_ops import InductorOperators
-from lib_onediff.ops.regions import Region, Shapes
-from lib_onediff.unet.call import Control, UNetCall
-from lib_onediff.unet.read import read_layout
+from lib_onediff.engines.inductor.helper import compile_region
+from lib_onediff.engines.inductor.plan import regions_of, weights_without_numbers
+from lib_onediff.model.call import Control, UNetCall
+from lib_onediff.model.read import read_layout
+from lib_onediff.ops.availability import why_no_inductor
+from lib_onediff.ops.inductor.operators import InductorOperators
+from lib_onediff.ops.inductor.regions import Region, Shapes
 
 CPU = torch.device("cpu")
 LACK = why_no_inductor(CPU)

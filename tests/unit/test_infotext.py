@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from lib_onediff import infotext
-from lib_onediff.hosts.standalone.modules import infotext_utils
-from lib_onediff.preset_data import BALANCED, QUALITY, SPEED
-from lib_onediff.presets import AS_IN_SETTINGS, with_preset
-from lib_onediff.settings import Settings
+from lib_onediff.demo.modules import infotext_utils
+from lib_onediff.options import infotext
+from lib_onediff.options.preset_data import BALANCED, QUALITY, SPEED
+from lib_onediff.options.presets import AS_IN_SETTINGS, with_preset
+from lib_onediff.options.settings import Settings
 from lib_onediff.ui.run_settings import settings_of_run
 
 

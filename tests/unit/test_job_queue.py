@@ -3,13 +3,11 @@ from __future__ import annotations
 
 import pytest
 
-from lib_onediff.shapes.estimates import Estimates, known_times
-from lib_onediff.shapes.job import QUEUED, RUNNING, Call, Job, Shape, check_tokens
-from lib_onediff.shapes.job_queue import JobQueue
-from lib_onediff.shapes.queued_rows import rows_with_jobs
-from lib_onediff.shapes.rows import ResolutionRow, ShapeRow, rows_of
+from lib_onediff.prewarm.job import QUEUED, RUNNING, Call, Job, Shape, check_tokens, rows_with_jobs
+from lib_onediff.prewarm.queue import Estimates, JobQueue, known_times
+from lib_onediff.runtime.rows import ResolutionRow, ShapeRow, rows_of
 from lib_onediff.shapes.sizes import Size
-from lib_onediff.shapes.store_rows import HistoryRow
+from lib_onediff.store.rows import HistoryRow
 
 SHAPES = (Shape(2, 77), Shape(1, 77))
 

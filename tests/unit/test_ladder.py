@@ -14,9 +14,9 @@ from graph_builders import PretendedGraphs
 from ladder_builders import Weather, entry_of, error, now, reason, small_xl
 from torch import Tensor, nn
 
-from lib_onediff.accelerator import runtime
-from lib_onediff.backends import CUDAGRAPH, NATIVE
+from lib_onediff.engines import CUDAGRAPH, NATIVE
 from lib_onediff.ops import torch_ops
+from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.shapes.table import State
 
 CLOSE = 1e-5

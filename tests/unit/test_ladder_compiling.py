@@ -17,10 +17,10 @@ from builders import a_call, diffusers_output, diffusers_unet, relative_error, s
 from ladder_builders import Weather, entry_of, error, now, reason, small_xl, steps_of_a_gpu
 
 import lib_onediff
-from lib_onediff import backends
-from lib_onediff.accelerator import runtime
-from lib_onediff.backends import NATIVE
-from lib_onediff.operators import OperatorSets
+from lib_onediff import engines as backends
+from lib_onediff.engines import NATIVE
+from lib_onediff.engines.operator_sets import OperatorSets
+from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.shapes.table import State
 
 CLOSE = 1e-5
@@ -50,7 +50,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     monkeypatch.setattr(runtime, "operators", operators)
     monkeypatch.setattr(runtime._ladder, "_operators", operators)
     monkeypatch.setitem(
-        sys.modules, "lib_onediff.ops.triton_warm", SimpleNamespace(compile_kernels=compiler.compile_kernels)
+        sys.modules, "lib_onediff.ops.compile_kernels", SimpleNamespace(compile_kernels=compiler.compile_kernels)
     )
     return compiler
 
@@ -111,7 +111,7 @@ def test_what_does_not_compile_is_served_by_the_next_backend(compiler: Compiler)
 
 def test_a_triton_that_cannot_be_imported(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(runtime.operators._made, NATIVE, raising=False)
-    monkeypatch.setitem(sys.modules, "lib_onediff.ops.triton_ops", None)
+    monkeypatch.setitem(sys.modules, "lib_onediff.ops.triton.operators", None)
     compiler.may_end.set()
     unet = small_xl()
     with runtime.patience():

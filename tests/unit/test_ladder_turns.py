@@ -7,9 +7,9 @@ from ladder_builders import Weather, error, now, small_xl
 from torch import nn
 
 import lib_onediff
-from lib_onediff.accelerator import runtime
-from lib_onediff.backends import CUDAGRAPH, EAGER, NATIVE
-from lib_onediff.unet.call import UNetCall
+from lib_onediff.engines import CUDAGRAPH, EAGER, NATIVE
+from lib_onediff.model.call import UNetCall
+from lib_onediff.runtime.accelerator import runtime
 
 CLOSE = 1e-5
 

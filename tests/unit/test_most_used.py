@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import pytest
 
-from lib_onediff.shapes.most_used import most_used
+from lib_onediff.prewarm.most_used import most_used
 from lib_onediff.shapes.sizes import Size
-from lib_onediff.shapes.store_rows import HistoryRow
+from lib_onediff.store.rows import HistoryRow
 
 
 def row(resolution: str, uses: int, batch: int = 2, tokens: int = 77, model: str = "SD1") -> HistoryRow:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lib_onediff.backends import oneflow_gate
-from lib_onediff.backends.oneflow_gate import OneFlowGate, Verdict, brief, read, said, why_no_package, why_not_for
+from lib_onediff.engines.oneflow import gate as oneflow_gate
+from lib_onediff.engines.oneflow.gate import OneFlowGate, Verdict, brief, read, said, why_no_package, why_not_for
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

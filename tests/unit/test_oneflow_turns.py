@@ -10,10 +10,11 @@ from builders import SMALL, a_call, diffusers_unet, served
 from torch import Tensor
 
 import lib_onediff
-from lib_onediff.accelerator import runtime
-from lib_onediff.backends import ONEFLOW, oneflow
-from lib_onediff.oneflow_route import COMPILING, COMPILING_ANOTHER, NotYet, OneFlowRoute
+from lib_onediff.engines import ONEFLOW
+from lib_onediff.engines.oneflow import graphs as oneflow
+from lib_onediff.engines.oneflow.route import COMPILING, COMPILING_ANOTHER, NotYet, OneFlowRoute
 from lib_onediff.ops import torch_ops
+from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.shapes.key import ShapeKey
 
 SECONDS = 60

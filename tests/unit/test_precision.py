@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from lib_onediff import precision
-from lib_onediff.ops.choices import Choices
-from lib_onediff.precision import (
+from lib_onediff.ops import precision
+from lib_onediff.ops.precision import (
     BF16_REDUCTION,
     FP16_REDUCTION,
     HALF_SUMS,
@@ -32,7 +31,8 @@ from lib_onediff.precision import (
     tf32_is_on,
     upcasts_attention,
 )
-from lib_onediff.precision_effects import Machine
+from lib_onediff.ops.tuning_cache import Choices
+from lib_onediff.options.effects import Machine
 
 GPU = torch.device("cuda", 0)
 HALF = types.SimpleNamespace(matmul_accumulation="half")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lib_onediff import precision
-from lib_onediff.precision import (
+from lib_onediff.ops import precision
+from lib_onediff.ops.precision import (
     BF16_REDUCTION,
     FP16_REDUCTION,
     HALF_SUMS,
@@ -22,7 +22,7 @@ from lib_onediff.precision import (
     flags_for,
     switch_of,
 )
-from lib_onediff.precision_effects import Machine, described, note, remark, why_no_effect
+from lib_onediff.options.effects import Machine, described, note, remark, why_no_effect
 
 GPU = torch.device("cuda", 0)
 HALF = types.SimpleNamespace(matmul_accumulation="half")

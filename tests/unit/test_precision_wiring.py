@@ -12,15 +12,15 @@ from torch import Tensor
 from vae_builders import a_latent, diffusers_vae, fresh_route, last, our_picture  # noqa: F401
 
 import lib_onediff
-from lib_onediff import modes
-from lib_onediff.accelerator import runtime
+from lib_onediff.model.weights import Affine
+from lib_onediff.ops import precision as modes
 from lib_onediff.ops import torch_ops
-from lib_onediff.precision import FP16_REDUCTION, SWITCHES, Flags, flags_for
-from lib_onediff.settings import Settings
-from lib_onediff.shapes.history import verdict_name
+from lib_onediff.ops.precision import FP16_REDUCTION, SWITCHES, Flags, flags_for
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.shapes.key import ShapeKey
 from lib_onediff.shapes.table import State
-from lib_onediff.unet.weights import Affine
+from lib_onediff.store.history import verdict_name
 
 REDUCED, FULL = ((FP16_REDUCTION, True),), ((FP16_REDUCTION, False),)
 
@@ -60,7 +60,7 @@ def choose(**values: Any) -> None:
 
 def test_a_choice_holds_inside_our_call_and_nowhere_else(gpu: list[bool]) -> None:
     unet = diffusers_unet()
-    lib_onediff.hosts.diffusers.attach(unet)
+    lib_onediff.hosts.diffusers.unet.attach(unet)
     call = a_call(unet)
     found = SWITCHES[FP16_REDUCTION].read()
     for choice, inside in (("off", False), ("on", True), ("auto", found)):
@@ -70,7 +70,7 @@ def test_a_choice_holds_inside_our_call_and_nowhere_else(gpu: list[bool]) -> Non
         assert set(gpu) == {inside} and SWITCHES[FP16_REDUCTION].read() is found
     precisions = [dict(entry.key.precision)[FP16_REDUCTION] for entry in runtime.table.entries()]
     assert sorted(precisions) == [False, True], "each has an entry of its own, checked of its own"
-    lib_onediff.hosts.diffusers.detach(unet)
+    lib_onediff.hosts.diffusers.unet.detach(unet)
 
 
 def test_a_fault_leaves_no_switch_behind(gpu: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:

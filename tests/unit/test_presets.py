@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from lib_onediff.shapes.presets import FAMILIES, families_for
+from lib_onediff.prewarm.presets import FAMILIES, families_for
 
 BUCKETS = "1024x1024 1152x896 896x1152 1216x832 832x1216 1344x768 768x1344 1536x640 640x1536"
 

@@ -11,14 +11,14 @@ pytest.importorskip("gradio")
 
 import gradio
 
-from lib_onediff.accelerator import runtime
-from lib_onediff.hosts.standalone.modules.options import OptionInfo, Options
-from lib_onediff.preset_data import BALANCED, PRESETS, PROFILES, QUALITY, SPEED
-from lib_onediff.settings import Settings
+from lib_onediff.demo.modules.options import OptionInfo, Options
+from lib_onediff.options.preset_data import BALANCED, PRESETS, PROFILES, QUALITY, SPEED
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.ui import settings_tab
-from lib_onediff.ui.presets_panel import PresetsPanel
-from lib_onediff.ui.presets_tab import build_presets_page
-from lib_onediff.ui.presets_table import checkpoint_html, presets_html
+from lib_onediff.ui.presets.panel import PresetsPanel
+from lib_onediff.ui.presets.tab import build_presets_page
+from lib_onediff.ui.presets.table import checkpoint_html, presets_html
 
 
 class Page:

@@ -13,13 +13,13 @@ from graph_builders import PretendedCard, PretendedGraphs
 from ladder_builders import Weather, error, now, reason
 from torch import Tensor, nn
 
-from lib_onediff import pressure
-from lib_onediff.accelerator import runtime
-from lib_onediff.card import LEAST, MOST, Card
-from lib_onediff.graph_cache import CARD_IS_FULL
-from lib_onediff.hosts import diffusers as diffusers_host
-from lib_onediff.settings import Settings
-from lib_onediff.unet.call import UNetCall
+from lib_onediff.engines.graphs import memory_pressure as pressure
+from lib_onediff.engines.graphs.cache import CARD_IS_FULL
+from lib_onediff.engines.graphs.device_memory import LEAST, MOST, Card
+from lib_onediff.hosts.diffusers.unet import unet as diffusers_host
+from lib_onediff.model.call import UNetCall
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.accelerator import runtime
 
 CLOSE = 1e-5
 GIBIBYTE = 2**30

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 import lib_onediff
-from lib_onediff.shapes import private_folder as module
-from lib_onediff.shapes.compiler_caches import CompilerCaches
-from lib_onediff.shapes.fingerprint import Fingerprint
-from lib_onediff.shapes.history import History
-from lib_onediff.shapes.private_folder import private_folder
-from lib_onediff.shapes.store import Store
+from lib_onediff.store import private_folder as module
+from lib_onediff.store.compiler_caches import CompilerCaches
+from lib_onediff.store.history import History
+from lib_onediff.store.machine import Fingerprint
+from lib_onediff.store.private_folder import private_folder
+from lib_onediff.store.store import Store
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="on Windows a folder's mode tells nothing")
 as_root = pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="only root can give a folder away")
@@ -113,7 +113,7 @@ def test_what_cannot_be_a_folder(tmp_path: Path, home: Path, kind: str) -> None:
 def test_without_a_home_it_lasts_as_long_as_the_process(tmp_path: Path) -> None:
     script = (
         "import sys, os; from pathlib import Path\n"
-        "from lib_onediff.shapes.private_folder import private_folder\n"
+        "from lib_onediff.store.private_folder import private_folder\n"
         "wanted = Path(sys.argv[1]) / 'compiled'; wanted.mkdir(); wanted.chmod(0o777)\n"
         "taken, sentence = private_folder(wanted); (taken / 'code').touch()\n"
         "print(taken, oct(taken.stat().st_mode & 0o777), sentence, sep='\\n')\n"

@@ -6,7 +6,7 @@ import re
 import pytest
 from panel_builders import Seen, text_of
 
-from lib_onediff.shapes.job import Job
+from lib_onediff.prewarm.job import Job
 from lib_onediff.shapes.sizes import Size
 from lib_onediff.ui import progress
 

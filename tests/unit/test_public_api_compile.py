@@ -15,8 +15,8 @@ from builders import SD2, a_call, diffusers_arguments, diffusers_output, diffuse
 from torch import nn
 
 import lib_onediff
-from lib_onediff.accelerator import runtime
-from lib_onediff.settings import Settings
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.accelerator import runtime
 
 
 def route() -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lib_onediff.infotext import options_of_a_run
-from lib_onediff.settings import markdown_table
+from lib_onediff.options.infotext import options_of_a_run
+from lib_onediff.options.settings import markdown_table
 
 MEASURING = (Path(__file__).parents[2] / ".readme" / "measuring.md").read_text(encoding="utf-8")
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")

@@ -8,12 +8,12 @@ from typing import Any
 import builders
 import torch
 
-from lib_onediff.accelerator import runtime
-from lib_onediff.hosts import diffusers as diffusers_host
+from lib_onediff.hosts.diffusers.unet import unet as diffusers_host
+from lib_onediff.model.call import Control, UNetCall
+from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.rows import ResolutionRow, rows_of
 from lib_onediff.shapes.key import ShapeKey
-from lib_onediff.shapes.rows import ResolutionRow, rows_of
 from lib_onediff.shapes.table import Entry, State
-from lib_onediff.unet.call import Control, UNetCall
 
 MEBIBYTE = 2**20
 

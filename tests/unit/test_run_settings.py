@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from lib_onediff.preset_data import BALANCED, QUALITY, SPEED
-from lib_onediff.presets import AS_IN_SETTINGS
-from lib_onediff.settings import OFF_IN_SETTINGS, Settings
+from lib_onediff.options.preset_data import BALANCED, QUALITY, SPEED
+from lib_onediff.options.presets import AS_IN_SETTINGS
+from lib_onediff.options.settings import OFF_IN_SETTINGS, Settings
 from lib_onediff.ui.run_settings import AS_AT_FIRST, refusal_while_off, settings_of_run
 
 

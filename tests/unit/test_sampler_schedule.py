@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lib_onediff.deepcache.timeline import timeline_of
 from lib_onediff.hosts.sampler_schedule import sampling_of
+from lib_onediff.model.deepcache.timeline import timeline_of
 
 
 class Wrapped:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from lib_onediff import presets
-from lib_onediff.preset_data import BALANCED, PRESETS, PROFILES, QUALITY, SPEED
-from lib_onediff.presets import (
+from lib_onediff.options import presets
+from lib_onediff.options.preset_data import BALANCED, PRESETS, PROFILES, QUALITY, SPEED
+from lib_onediff.options.presets import (
     AS_IN_SETTINGS,
     all_presets,
     complete,
@@ -21,7 +21,7 @@ from lib_onediff.presets import (
     with_preset,
     without_own,
 )
-from lib_onediff.settings import Settings, option
+from lib_onediff.options.settings import Settings, option
 
 # A name that Settings does not have yet, and may get: no preset may be wrong about one that it has.
 PLANNED = {

@@ -11,9 +11,9 @@ pytest.importorskip("gradio")
 
 import gradio
 
-from lib_onediff.accelerator import runtime
-from lib_onediff.hosts.standalone.modules.options import OptionInfo, Options
-from lib_onediff.settings import Settings, host_key
+from lib_onediff.demo.modules.options import OptionInfo, Options
+from lib_onediff.options.settings import Settings, host_key
+from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.ui import settings_tab
 
 

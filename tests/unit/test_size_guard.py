@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import pytest
 
-from lib_onediff.ops.artifact import Artifact, Order
-from lib_onediff.ops.regions import NotServed
-from lib_onediff.ops.size_guard import LONGEST, SizeGuard, UnknownGuard
+from lib_onediff.ops.inductor.artifact import Artifact, Order
+from lib_onediff.ops.inductor.regions import NotServed
+from lib_onediff.ops.inductor.size_guard import LONGEST, SizeGuard, UnknownGuard
 
 
 @pytest.mark.parametrize("text, sizes, passes", [

@@ -20,21 +20,13 @@ pytest.importorskip("PIL")
 
 from diffusers import DDIMScheduler
 
-from lib_onediff.hosts.standalone import generation, listening, offline, samplers
-from lib_onediff.hosts.standalone.loaded_model import LoadedModel
-from lib_onediff.hosts.standalone.modules import (
-    call_queue,
-    devices,
-    infotext_utils,
-    options,
-    processing,
-    script_callbacks,
-    shared,
-)
-from lib_onediff.hosts.standalone.modules.script_runner import ScriptRunner
-from lib_onediff.hosts.standalone.refusal import Refusal
-from lib_onediff.hosts.standalone.registration import modules_importable
-from lib_onediff.hosts.standalone.tiny_model import tiny_sd15_pipeline, tiny_sdxl_pipeline
+from lib_onediff.demo import generation, listening, offline, samplers
+from lib_onediff.demo.loaded_model import LoadedModel
+from lib_onediff.demo.modules import call_queue, devices, infotext_utils, options, processing, script_callbacks, shared
+from lib_onediff.demo.modules.script_runner import ScriptRunner
+from lib_onediff.demo.refusal import Refusal
+from lib_onediff.demo.registration import modules_importable
+from lib_onediff.demo.tiny_model import tiny_sd15_pipeline, tiny_sdxl_pipeline
 
 ROOT = Path(__file__).resolve().parents[2]
 

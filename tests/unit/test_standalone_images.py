@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("PIL")
 
-from lib_onediff.hosts.standalone import png_info
-from lib_onediff.hosts.standalone.refusal import Refusal
+from lib_onediff.demo import png_info
+from lib_onediff.demo.refusal import Refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,7 +54,7 @@ def test_pillow_reads_no_other_formats_for_anybody() -> None:
     script = """
 import io
 from PIL import Image
-from lib_onediff.hosts.standalone.png_info import read_no_other_formats
+from lib_onediff.demo.png_info import read_no_other_formats
 read_no_other_formats()
 for format in ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "ICO", "TGA"):
     file = io.BytesIO()

@@ -9,12 +9,12 @@ import torch
 
 pytest.importorskip("diffusers")
 
-from lib_onediff.hosts.standalone import limits, prompts
-from lib_onediff.hosts.standalone.loaded_model import LoadedModel
-from lib_onediff.hosts.standalone.modules import processing, shared
-from lib_onediff.hosts.standalone.modules.script_runner import ScriptRunner
-from lib_onediff.hosts.standalone.refusal import Refusal
-from lib_onediff.hosts.standalone.tiny_model import tiny_sd15_pipeline, tiny_sdxl_pipeline
+from lib_onediff.demo import limits, prompts
+from lib_onediff.demo.loaded_model import LoadedModel
+from lib_onediff.demo.modules import processing, shared
+from lib_onediff.demo.modules.script_runner import ScriptRunner
+from lib_onediff.demo.refusal import Refusal
+from lib_onediff.demo.tiny_model import tiny_sd15_pipeline, tiny_sdxl_pipeline
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,10 @@ pytest.importorskip("ldm", reason="stable-diffusion-sdkit is not installed")
 
 from builders import randomise
 
-from lib_onediff.hosts.standalone import tokenizer_files
-from lib_onediff.hosts.standalone.models import load_model
-from lib_onediff.hosts.standalone.refusal import ModelProblem
-from lib_onediff.hosts.standalone.tiny_tokenizer import VOCABULARY_SIZE, byte_vocabulary
+from lib_onediff.demo import tokenizer_files
+from lib_onediff.demo.models import load_model
+from lib_onediff.demo.refusal import ModelProblem
+from lib_onediff.demo.tiny_tokenizer import VOCABULARY_SIZE, byte_vocabulary
 
 TEXT_WIDTH = 64
 SD1 = {"context_dim": TEXT_WIDTH, "num_heads": 8, "model_channels": 32}

@@ -14,14 +14,14 @@ pytest.importorskip("fastapi")
 
 import gradio
 
-from lib_onediff.accelerator import runtime
-from lib_onediff.hosts.standalone import rest, settings_page
-from lib_onediff.hosts.standalone.modules import shared
-from lib_onediff.hosts.standalone.modules.options import OptionInfo, Options
-from lib_onediff.hosts.standalone.refusal import Refusal
+from lib_onediff.demo import rest, settings_page
+from lib_onediff.demo.modules import shared
+from lib_onediff.demo.modules.options import OptionInfo, Options
+from lib_onediff.demo.refusal import Refusal
 from lib_onediff.hosts.unknown import UnknownHost
-from lib_onediff.settings import OFF_IN_SETTINGS, Settings
-from lib_onediff.shapes.warmup import WarmUp
+from lib_onediff.options.settings import OFF_IN_SETTINGS, Settings
+from lib_onediff.prewarm.worker import WarmUp
+from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.ui import accordion, run_settings, settings_tab, status
 
 STATUS = {
@@ -231,10 +231,10 @@ def test_status_line_is_renewed_by_the_hosts_description_of_a_generation() -> No
 
 
 def test_script_serves_diffusers_models_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lib_onediff.hosts.diffusers import is_attached
-    from lib_onediff.hosts.standalone.modules import paths, script_callbacks, script_loading, sd_models
-    from lib_onediff.hosts.standalone.registration import modules_importable
-    from lib_onediff.hosts.standalone.tiny_model import tiny_sd15_pipeline
+    from lib_onediff.demo.modules import paths, script_callbacks, script_loading, sd_models
+    from lib_onediff.demo.registration import modules_importable
+    from lib_onediff.demo.tiny_model import tiny_sd15_pipeline
+    from lib_onediff.hosts.diffusers.unet.unet import is_attached
 
     root = settings_tab.__file__.rsplit("/lib_onediff/", 1)[0]
     script_callbacks.clear_callbacks()

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import lib_onediff
-from lib_onediff.shapes import store as store_module
-from lib_onediff.shapes.fingerprint import Fingerprint, source_digest
-from lib_onediff.shapes.store import Store
-from lib_onediff.shapes.store_rows import HistoryRow
+from lib_onediff.store import store as store_module
+from lib_onediff.store.machine import Fingerprint, source_digest
+from lib_onediff.store.rows import HistoryRow
+from lib_onediff.store.store import Store
 
 MACHINE = Fingerprint("a GPU", "580.1", "2.9.0", "3.5.0", "0.1.0")
 OpenStore = Callable[..., Store]
@@ -270,7 +270,7 @@ def test_threads_record_while_another_flushes(tmp_path: Path, open_store: OpenSt
 def test_what_is_left_is_written_at_exit(tmp_path: Path, open_store: OpenStore) -> None:
     script = (
         "import sys; from pathlib import Path\n"
-        "from lib_onediff.shapes.store import HistoryRow, Store\n"
+        "from lib_onediff.store.store import HistoryRow, Store\n"
         "store = Store.open(Path(sys.argv[1]))\n"
         "store.record(HistoryRow('sd1', 'SD1', '64x64', 2, 77, 'float16'))\n"
         "raise SystemExit('and not a flush')\n"

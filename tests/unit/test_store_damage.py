@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from lib_onediff.shapes import store_schema
-from lib_onediff.shapes.fingerprint import Fingerprint
-from lib_onediff.shapes.store import Store
-from lib_onediff.shapes.store_rows import HistoryRow
+from lib_onediff.store import schema as store_schema
+from lib_onediff.store.machine import Fingerprint
+from lib_onediff.store.rows import HistoryRow
+from lib_onediff.store.store import Store
 
 MACHINE = Fingerprint("a GPU", "580.1", "2.9.0", "3.5.0", "0.1.0")
 NAME = "onediff-1.sqlite3"

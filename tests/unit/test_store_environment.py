@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import lib_onediff
-from lib_onediff.shapes.fingerprint import Fingerprint
-from lib_onediff.shapes.store import Store
-from lib_onediff.shapes.store_rows import HistoryRow
+from lib_onediff.store.machine import Fingerprint
+from lib_onediff.store.rows import HistoryRow
+from lib_onediff.store.store import Store
 
 resource = pytest.importorskip("resource", reason="limits and rights are set as on Unix")
 REPOSITORY = Path(lib_onediff.__file__).parents[1]
@@ -24,8 +24,8 @@ MACHINE = Fingerprint("a GPU", "580.1", "2.9.0", "3.5.0", "0.1.0")
 FULL_DISK = """
 import json, os, sys
 from pathlib import Path
-from lib_onediff.shapes.store import HistoryRow, Store
-from lib_onediff.shapes.fingerprint import Fingerprint
+from lib_onediff.store.store import HistoryRow, Store
+from lib_onediff.store.machine import Fingerprint
 
 disk, when = Path(sys.argv[1]), sys.argv[2]
 folder, ballast = disk / "cache", disk / "ballast"
@@ -66,8 +66,8 @@ print(json.dumps(steps))
 READ_ONLY = """
 import json, subprocess, sys
 from pathlib import Path
-from lib_onediff.shapes.store import HistoryRow, Store
-from lib_onediff.shapes.fingerprint import Fingerprint
+from lib_onediff.store.store import HistoryRow, Store
+from lib_onediff.store.machine import Fingerprint
 
 disk, machine = Path(sys.argv[1]), Fingerprint("a GPU", "580.1", "2.9.0", "3.5.0", "0.1.0")
 before = Store.open(disk / "cache", machine)

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 import lib_onediff
-from lib_onediff.shapes.fingerprint import Fingerprint
-from lib_onediff.shapes.store import Store
-from lib_onediff.shapes.store_rows import VERDICTS, HistoryRow
+from lib_onediff.store.machine import Fingerprint
+from lib_onediff.store.rows import VERDICTS, HistoryRow
+from lib_onediff.store.store import Store
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="starts its processes by fork")
 
@@ -29,8 +29,8 @@ FORK = multiprocessing.get_context("fork") if hasattr(os, "fork") else multiproc
 WRITER = """
 import sys, time
 from pathlib import Path
-from lib_onediff.shapes.store import HistoryRow, Store
-from lib_onediff.shapes.fingerprint import Fingerprint
+from lib_onediff.store.store import HistoryRow, Store
+from lib_onediff.store.machine import Fingerprint
 
 folder, name, pictures = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 print("ready", flush=True)

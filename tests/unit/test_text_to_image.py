@@ -12,12 +12,13 @@ import pytest
 pytest.importorskip("gradio")
 pytest.importorskip("diffusers")
 
-from lib_onediff.accelerator import runtime
-from lib_onediff.hosts.standalone.loaded_model import LoadedModel
-from lib_onediff.hosts.standalone.modules import paths, script_callbacks, script_loading, sd_models, shared
-from lib_onediff.hosts.standalone.registration import modules_importable
-from lib_onediff.hosts.standalone.tiny_model import tiny_sd15_pipeline
-from lib_onediff.hosts.text_to_image import (
+from lib_onediff.demo.loaded_model import LoadedModel
+from lib_onediff.demo.modules import paths, script_callbacks, script_loading, sd_models, shared
+from lib_onediff.demo.registration import modules_importable
+from lib_onediff.demo.tiny_model import tiny_sd15_pipeline
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.ui.compare.text_to_image import (
     FOLDER,
     Interrupted,
     Order,
@@ -26,7 +27,6 @@ from lib_onediff.hosts.text_to_image import (
     output_folder,
     sampler_names,
 )
-from lib_onediff.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 ORDER = Order("a fox", "", 5, 64, 64, 2, 7.0, "Euler a")
@@ -64,7 +64,7 @@ def test_pictures_are_made_with_the_settings_asked_for(maker: TextToImage) -> No
 
 
 def test_interrupted_picture_is_none(maker: TextToImage, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lib_onediff.hosts.standalone.modules import processing
+    from lib_onediff.demo.modules import processing
 
     made = processing.process_images
 

@@ -11,18 +11,17 @@ import torch
 from builders import a_call, diffusers_output, shared_unet
 from panel_builders import ROW, changed, text_of
 
-from lib_onediff import verify
-from lib_onediff.accelerator import runtime
-from lib_onediff.shapes.history import history_row
+from lib_onediff.model.call import UNetCall
+from lib_onediff.runtime import verify
+from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.rows import ratio_values, resolution_row
+from lib_onediff.runtime.verify import judge
 from lib_onediff.shapes.key import ShapeKey
-from lib_onediff.shapes.rows import ratio_values, resolution_row
-from lib_onediff.shapes.table import Entry
-from lib_onediff.shapes.timing import ENOUGH, Ratio, Stopwatch, Timing
-from lib_onediff.ui.cache_chart import chart_html
-from lib_onediff.ui.cache_table import table_html
+from lib_onediff.shapes.table import ENOUGH, Entry, Ratio, Stopwatch, Timing
+from lib_onediff.store.history import history_row
+from lib_onediff.ui.cache.chart import chart_html
+from lib_onediff.ui.cache.table import table_html
 from lib_onediff.ui.status import described
-from lib_onediff.unet.call import UNetCall
-from lib_onediff.verify import judge
 
 CPU = torch.device("cpu")
 CALL = UNetCall(latent=torch.empty(2, 4, 8, 8), timestep=torch.empty(2), context=torch.empty(2, 77, 48))

@@ -10,8 +10,8 @@ from builders import relative_error
 from torch import Tensor
 
 from lib_onediff.ops.attention_tuning import random_inputs
-from lib_onediff.ops.launches import ATTENTION, LIBRARY, WIDE_ATTENTION, Cut
-from lib_onediff.ops.triton_attention import attention, heads_lie_beside
+from lib_onediff.ops.triton.attention import attention, heads_lie_beside
+from lib_onediff.ops.triton.launch_config import ATTENTION, LIBRARY, WIDE_ATTENTION, Cut
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Of a half type, with the weights rounded to it before they meet the values. The interpreter cuts bfloat16 off.

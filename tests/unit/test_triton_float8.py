@@ -11,8 +11,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.ops import Float8Tokens, Stream, float8, triton_float8
-from lib_onediff.ops.launches import LAYER_NORM
+from lib_onediff.model.operators import Float8Tokens, Stream
+from lib_onediff.ops.quantized import kernels as triton_float8
+from lib_onediff.ops.quantized import scaled_mm as float8
+from lib_onediff.ops.triton.launch_config import LAYER_NORM
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Half a step of float8's, relative to a value.

@@ -11,9 +11,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.ops.launches import ADDITION, MEASURED_ADDITION, Cut
-from lib_onediff.ops.triton_images import add, resize
-from lib_onediff.ops.triton_strips import add_and_measure
+from lib_onediff.ops.triton.images import add, resize
+from lib_onediff.ops.triton.launch_config import ADDITION, MEASURED_ADDITION, Cut
+from lib_onediff.ops.triton.partial_statistics import add_and_measure
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # In units of a half type's rounding: to the nearest. Triton's interpreter cuts bfloat16 off instead.

@@ -10,11 +10,12 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.ops import Stream, torch_ops
+from lib_onediff.model.layout import Convolution, GroupNorm, LayerNorm
+from lib_onediff.model.operators import Stream
+from lib_onediff.model.weights import Affine
+from lib_onediff.ops import torch_ops
 from lib_onediff.ops.attention_tuning import random_inputs
-from lib_onediff.ops.triton_ops import Beside, TritonOperators
-from lib_onediff.unet.layout import Convolution, GroupNorm, LayerNorm
-from lib_onediff.unet.weights import Affine
+from lib_onediff.ops.triton.operators import Beside, TritonOperators
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -10,9 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.ops import Stream
-from lib_onediff.ops.launches import GEGLU, LAYER_NORM
-from lib_onediff.ops.triton_tokens import geglu, layer_norm, settle
+from lib_onediff.model.operators import Stream
+from lib_onediff.ops.triton.launch_config import GEGLU, LAYER_NORM
+from lib_onediff.ops.triton.tokens import geglu, layer_norm, settle
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # In units of float32's rounding, for values of about 1.

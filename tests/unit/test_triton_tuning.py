@@ -9,10 +9,20 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.ops.choices import Choices
-from lib_onediff.ops.launches import ADDITION, GEGLU, LARGE, LAYER_NORM, SMALL, STATISTICS, Cut, Launches, row_class
-from lib_onediff.ops.triton_tuning import Trial, best_cut, trials, tune_kernels
-from lib_onediff.unet.layout import GroupNorm, LayerNorm
+from lib_onediff.model.layout import GroupNorm, LayerNorm
+from lib_onediff.ops.triton.launch_config import (
+    ADDITION,
+    GEGLU,
+    LARGE,
+    LAYER_NORM,
+    SMALL,
+    STATISTICS,
+    Cut,
+    Launches,
+    row_class,
+)
+from lib_onediff.ops.triton.tuning import Trial, best_cut, trials, tune_kernels
+from lib_onediff.ops.tuning_cache import Choices
 
 CPU = torch.device("cpu")
 LAYERS: list[Any] = [GroupNorm("norm", 64, 32, 1e-5), LayerNorm("wide", 96, 1e-5), LayerNorm("narrow", 64, 1e-5)]

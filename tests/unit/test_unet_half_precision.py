@@ -25,8 +25,8 @@ from builders import (
 )
 from torch import Tensor, nn
 
+from lib_onediff.model.call import UNetCall
 from lib_onediff.ops import torch_ops
-from lib_onediff.unet.call import UNetCall
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 # One picture's rounding errors happen to add up or not: this many give a ratio that is known to 0.03.

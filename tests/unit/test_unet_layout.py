@@ -17,8 +17,8 @@ from builders import (
     ldm_structure,
 )
 
-from lib_onediff.unet.layout import SpatialTransformer, UNetLayout, UnsupportedUNet, Upsample
-from lib_onediff.unet.read import read_layout
+from lib_onediff.model.layout import SpatialTransformer, UNetLayout, UnsupportedUNet, Upsample
+from lib_onediff.model.read import read_layout
 
 
 def without_resizing(node: Any) -> Any:

@@ -10,8 +10,8 @@ from builders import SD1, a_call, diffusers_unet, randomise
 from torch import nn
 
 import lib_onediff
-from lib_onediff.unet.layout import UnsupportedUNet
-from lib_onediff.unet.read import read_layout
+from lib_onediff.model.layout import UnsupportedUNet
+from lib_onediff.model.read import read_layout
 
 random = torch.randn
 

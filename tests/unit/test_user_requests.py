@@ -11,12 +11,11 @@ from builders import SMALL_XL, a_call, diffusers_unet, served
 from graph_builders import PretendedGraphs
 from torch import nn
 
-from lib_onediff.accelerator import runtime
-from lib_onediff.hosts import diffusers as diffusers_host
-from lib_onediff.ops.choices import Choices
-from lib_onediff.shapes.history import History
-from lib_onediff.shapes.pins import NAME, Pins
+from lib_onediff.hosts.diffusers.unet import unet as diffusers_host
+from lib_onediff.ops.tuning_cache import Choices
+from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.shapes.table import State
+from lib_onediff.store.history import NAME, History, Pins
 
 
 @pytest.fixture(autouse=True)

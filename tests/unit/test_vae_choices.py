@@ -29,15 +29,15 @@ from vae_precision_builders import (
     untouched,
 )
 
-from lib_onediff.accelerator import runtime
+from lib_onediff.model.vae.forward import Decoding
+from lib_onediff.model.weights import Affine
 from lib_onediff.ops import torch_ops
+from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.vae.bound import BoundDecoder, Habits
+from lib_onediff.runtime.vae.fallback import UNCOMPARED
+from lib_onediff.runtime.vae.overflow import NOT_FINITE, ONE_COLOUR, SATURATED, WatchedOperators, look_at
+from lib_onediff.runtime.vae.precision import CastWeights, KnownVaes, digest_of, verdict_name
 from lib_onediff.shapes.table import State
-from lib_onediff.unet.weights import Affine
-from lib_onediff.vae.bound import BoundDecoder, Habits
-from lib_onediff.vae.forward import Decoding
-from lib_onediff.vae.precision import CastWeights, KnownVaes, digest_of, verdict_name
-from lib_onediff.vae.serving import UNCOMPARED
-from lib_onediff.vae.watch import NOT_FINITE, ONE_COLOUR, SATURATED, WatchedOperators, look_at
 
 pytestmark = pytest.mark.usefixtures("fresh_route", "nothing_known")
 

@@ -24,16 +24,16 @@ from vae_builders import (
     with_small_groups,
 )
 
-from lib_onediff.accelerator import runtime
-from lib_onediff.backends import EAGER, NATIVE, Steps
+from lib_onediff.engines import EAGER, NATIVE, Steps
 from lib_onediff.hosts.ldm_decoder import DecoderPatches
+from lib_onediff.model.layout import Convolution, UnsupportedUNet
+from lib_onediff.model.patches import Habits
+from lib_onediff.model.vae.forward import Decoding
+from lib_onediff.model.vae.read import read_decoder
 from lib_onediff.ops import torch_ops
-from lib_onediff.unet.foreign import Habits
-from lib_onediff.unet.layout import Convolution, UnsupportedUNet
-from lib_onediff.vae.bound import BoundDecoder
-from lib_onediff.vae.forward import Decoding
-from lib_onediff.vae.read import read_decoder
-from lib_onediff.vae.watch import WatchedOperators
+from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.vae.bound import BoundDecoder
+from lib_onediff.runtime.vae.overflow import WatchedOperators
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
 SIZES = [(16, 16), (24, 40), (17, 22)]
@@ -156,7 +156,7 @@ def test_a_plain_latent_is_no_black_picture() -> None:
 
 
 def test_native_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lib_onediff.vae.serving.decoder_steps", lambda *given: Steps((NATIVE, EAGER), ""))
+    monkeypatch.setattr("lib_onediff.runtime.vae.fallback.decoder_steps", lambda *given: Steps((NATIVE, EAGER), ""))
     monkeypatch.setitem(runtime.operators._made, NATIVE, torch_ops)
     monkeypatch.setattr(runtime.operators, "prepare", lambda network, patient: True)
     encoder = diffusers_vae(**SD).encoder
@@ -223,7 +223,7 @@ def test_every_layer_is_described() -> None:
 def test_the_kernels_themselves_watched(half: str, dtype: torch.dtype) -> None:
     """What is watched is what a norm that follows has measured on the way: the very same tensor."""
     pytest.importorskip("triton", reason="needs Triton")
-    from lib_onediff.ops.triton_ops import TritonOperators
+    from lib_onediff.ops.triton.operators import TritonOperators
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     module = getattr(diffusers_vae(**SD), half).to(device, dtype)

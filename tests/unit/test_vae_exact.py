@@ -20,12 +20,12 @@ from vae_builders import (
     our_picture,
 )
 
+from lib_onediff.model.layout import Convolution
+from lib_onediff.model.patches import Habits
+from lib_onediff.model.vae.forward import Decoding
+from lib_onediff.model.vae.read import read_decoder
 from lib_onediff.ops import torch_ops
-from lib_onediff.unet.foreign import Habits
-from lib_onediff.unet.layout import Convolution
-from lib_onediff.vae.bound import BoundDecoder
-from lib_onediff.vae.forward import Decoding
-from lib_onediff.vae.read import read_decoder
+from lib_onediff.runtime.vae.bound import BoundDecoder
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
 SIZES = [(6, 6), (1, 1), (5, 7), (9, 4)]
@@ -101,7 +101,7 @@ def test_tiling_of_a1111(circular: bool) -> None:
 
 @pytest.mark.parametrize("given", [{}, {"tile_latent_min_size": 4, "tile_sample_min_size": 8}], ids=["whole", "tiles"])
 def test_diffusers_tiling_and_slicing_stay_the_hosts(given: dict[str, Any]) -> None:
-    from lib_onediff.hosts import diffusers_decoder
+    from lib_onediff.hosts.diffusers.unet import vae as diffusers_decoder
 
     vae = diffusers_vae()
     latent = a_latent(vae.decoder, 11, 9, batch=3)

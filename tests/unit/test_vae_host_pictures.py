@@ -25,10 +25,10 @@ from vae_precision_builders import (
     shown,
 )
 
-from lib_onediff.accelerator import runtime
-from lib_onediff.settings import Settings
-from lib_onediff.vae.serving import DecodeLadder
-from lib_onediff.vae.watch import NOT_FINITE, ONE_COLOUR
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.vae.fallback import DecodeLadder
+from lib_onediff.runtime.vae.overflow import NOT_FINITE, ONE_COLOUR
 
 pytestmark = pytest.mark.usefixtures("fresh_route", "nothing_known")
 

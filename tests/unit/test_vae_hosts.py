@@ -24,9 +24,9 @@ from vae_builders import (
 )
 
 import lib_onediff
-from lib_onediff.hosts import diffusers_decoder
+from lib_onediff.hosts.diffusers.unet import vae as diffusers_decoder
 from lib_onediff.hosts.ldm_decoder import DecoderPatches
-from lib_onediff.unet.foreign import Habits
+from lib_onediff.model.patches import Habits
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
 

@@ -19,14 +19,14 @@ from vae_builders import (
     our_picture,
 )
 
-from lib_onediff.accelerator import runtime
-from lib_onediff.backends import EAGER, NATIVE, Steps
-from lib_onediff.ladder import COMPILING
+from lib_onediff.engines import EAGER, NATIVE, Steps
+from lib_onediff.model.patches import Habits
+from lib_onediff.model.vae.forward import Decoding
 from lib_onediff.ops import torch_ops
-from lib_onediff.unet.foreign import Habits
-from lib_onediff.vae.bound import BoundDecoder
-from lib_onediff.vae.forward import Decoding
-from lib_onediff.vae.wiring import decoder_steps
+from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.fallback import COMPILING
+from lib_onediff.runtime.vae.bound import BoundDecoder
+from lib_onediff.runtime.vae.fallback import decoder_steps
 
 pytestmark = pytest.mark.usefixtures("fresh_route", "exact_products")
 
@@ -48,7 +48,7 @@ class Stand:
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
     stand = Stand()
-    monkeypatch.setattr("lib_onediff.vae.serving.decoder_steps", lambda *given: Steps((NATIVE, EAGER), ""))
+    monkeypatch.setattr("lib_onediff.runtime.vae.fallback.decoder_steps", lambda *given: Steps((NATIVE, EAGER), ""))
     monkeypatch.setitem(runtime.operators._made, NATIVE, stand)
     monkeypatch.setattr(runtime.operators, "prepare", lambda network, patient: stand.ready())
     return stand
@@ -124,7 +124,7 @@ def test_steps() -> None:
 @pytest.mark.parametrize("make", [ldm_decoder, lambda: diffusers_vae(**SD).decoder], ids=["ldm", "diffusers"])
 def test_the_kernels_themselves(make: Any, size: tuple[int, int]) -> None:
     pytest.importorskip("triton", reason="needs Triton")
-    from lib_onediff.ops.triton_ops import TritonOperators
+    from lib_onediff.ops.triton.operators import TritonOperators
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     decoder = make().to(device)

@@ -34,9 +34,9 @@ from vae_precision_builders import (
     untouched,
 )
 
-from lib_onediff.accelerator import runtime
-from lib_onediff.shapes.history import History
-from lib_onediff.vae.forward import Decoding
+from lib_onediff.model.vae.forward import Decoding
+from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.store.history import History
 
 pytestmark = pytest.mark.usefixtures("fresh_route", "nothing_known")
 

@@ -18,9 +18,9 @@ from vae_builders import (
     our_picture,
 )
 
-from lib_onediff.unet.foreign import Habits
-from lib_onediff.unet.layout import UnsupportedUNet
-from lib_onediff.vae.read import read_decoder
+from lib_onediff.model.layout import UnsupportedUNet
+from lib_onediff.model.patches import Habits
+from lib_onediff.model.vae.read import read_decoder
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
 
@@ -221,7 +221,7 @@ def test_autocast_to_another_type() -> None:
 
 
 def test_training() -> None:
-    from lib_onediff.hosts import diffusers_decoder
+    from lib_onediff.hosts.diffusers.unet import vae as diffusers_decoder
 
     vae = diffusers_vae()
     diffusers_decoder.attach(vae.decoder)

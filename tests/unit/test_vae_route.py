@@ -20,17 +20,17 @@ from vae_builders import (
     our_picture,
 )
 
-from lib_onediff.accelerator import runtime
+from lib_onediff.model.call import UNetCall
 from lib_onediff.ops import torch_ops
-from lib_onediff.settings import Settings
-from lib_onediff.shapes.history import history_row
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.rows import rows_of
+from lib_onediff.runtime.vae.route import DecoderRoute
 from lib_onediff.shapes.key import ShapeKey
-from lib_onediff.shapes.rows import rows_of
 from lib_onediff.shapes.table import State
-from lib_onediff.ui.cache_table import table_html
+from lib_onediff.store.history import history_row
+from lib_onediff.ui.cache.table import table_html
 from lib_onediff.ui.status import status_html
-from lib_onediff.unet.call import UNetCall
-from lib_onediff.vae.decoding import DecoderRoute
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
 
@@ -162,7 +162,7 @@ def test_a_fault_around_the_forward_costs_no_picture(host: Host, monkeypatch: py
     def broken(*given: Any) -> Any:
         raise AttributeError("no such thing")
 
-    monkeypatch.setattr("lib_onediff.vae.bound.scan", broken)
+    monkeypatch.setattr("lib_onediff.runtime.vae.bound.scan", broken)
     latent = a_latent(host.decoder)
     assert torch.equal(decode(host, latent), host_picture(host.decoder, latent))
     assert last() == ("host", "a fault of OneDiff in the VAE's forward, please report it: no such thing")

@@ -17,13 +17,13 @@ import torch
 from builders import a_call, diffusers_output, diffusers_unet
 
 import lib_onediff
-from lib_onediff.accelerator import runtime
-from lib_onediff.shapes import history as history_module
-from lib_onediff.shapes.fingerprint import Fingerprint
-from lib_onediff.shapes.history import History, verdict_name
+from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.shapes.key import ShapeKey
-from lib_onediff.shapes.store import Store
-from lib_onediff.shapes.store_rows import VERDICTS, Doomed, HistoryRow
+from lib_onediff.store import history as history_module
+from lib_onediff.store.history import History, verdict_name
+from lib_onediff.store.machine import Fingerprint
+from lib_onediff.store.rows import VERDICTS, Doomed, HistoryRow
+from lib_onediff.store.store import Store
 
 KEY = ShapeKey(
     architecture="sd1", height=64, width=64, batch=2, tokens=77, dtype=torch.float16, latent_dtype=torch.float16,
@@ -64,7 +64,7 @@ def test_a_verdict_is_known_at_once_and_in_the_next_history(tmp_path: Path) -> N
 def test_another_process_knows_it(tmp_path: Path) -> None:
     script = (
         "import sys, torch; from pathlib import Path\n"
-        "from lib_onediff.shapes.history import History\n"
+        "from lib_onediff.store.history import History\n"
         "from lib_onediff.shapes.key import ShapeKey\n"
         "history = History(); history.open(Path(sys.argv[1]))\n"
         "key = ShapeKey('sd1', 64, 64, 2, 77, torch.float16, torch.float16, torch.device('cuda', 0), (), (), False)\n"
@@ -251,7 +251,7 @@ torch.set_num_threads(1)
 import lib_onediff
 assert lib_onediff.__file__.startswith(sys.argv[1])
 from builders import a_call, diffusers_output, diffusers_unet, relative_error, served
-from lib_onediff.accelerator import runtime
+from lib_onediff.runtime.accelerator import runtime
 runtime.history.open(Path(sys.argv[3]))
 unet = lib_onediff.compile_unet(diffusers_unet(), backend="eager")
 call = a_call(unet)

@@ -8,11 +8,11 @@ import torch
 from builders import SMALL, a_call, diffusers_unet
 from torch import Tensor
 
-from lib_onediff.backends import EAGER, FLOAT8, NATIVE, ONEFLOW
+from lib_onediff.engines import EAGER, FLOAT8, NATIVE, ONEFLOW
+from lib_onediff.model.read import read_layout
+from lib_onediff.runtime.verify import CannotJudge, Disagreement, judge
 from lib_onediff.shapes.key import ShapeKey
 from lib_onediff.shapes.table import Entry
-from lib_onediff.unet.read import read_layout
-from lib_onediff.verify import CannotJudge, Disagreement, judge
 
 
 def judged(backend: str, dtype: torch.dtype, error: float) -> None:

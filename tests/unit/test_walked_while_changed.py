@@ -14,14 +14,14 @@ import torch
 from test_verdicts import KEY
 from torch import nn
 
-from lib_onediff.deepcache.features import Place, Record
-from lib_onediff.shapes.history import History
+from lib_onediff.model import conditioning as prompts_module
+from lib_onediff.model.conditioning import HeldPrompt, PromptMemory, Sighting
+from lib_onediff.model.deepcache.buffers import Place, Record
+from lib_onediff.model.float8 import Float8Weights
+from lib_onediff.model.forward import Conditioning
+from lib_onediff.model.weights import Float8Weight
 from lib_onediff.shapes.table import ShapeTable
-from lib_onediff.unet import prompts as prompts_module
-from lib_onediff.unet.float8 import Float8Weights
-from lib_onediff.unet.forward import Conditioning
-from lib_onediff.unet.prompts import HeldPrompt, PromptMemory, Sighting
-from lib_onediff.unet.weights import Float8Weight
+from lib_onediff.store.history import History
 from lib_onediff.weak_dictionary import WeakDictionary
 
 SECONDS = 0.5

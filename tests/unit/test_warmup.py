@@ -10,14 +10,14 @@ from typing import Any
 import builders
 import pytest
 
-from lib_onediff.accelerator import runtime
-from lib_onediff.hosts import diffusers as diffusers_host
-from lib_onediff.hosts.standalone.modules.call_queue import FIFOLock
+from lib_onediff.demo.modules.call_queue import FIFOLock
+from lib_onediff.hosts.diffusers.unet import unet as diffusers_host
 from lib_onediff.hosts.webui import network_name
-from lib_onediff.settings import Settings
-from lib_onediff.shapes import job_queue
+from lib_onediff.options.settings import Settings
+from lib_onediff.prewarm import queue as job_queue
+from lib_onediff.prewarm.worker import CannotWarm, Job, WarmUp
+from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.shapes.sizes import Size
-from lib_onediff.shapes.warmup import CannotWarm, Job, WarmUp
 
 SECONDS = 60
 SMALL = Size(64, 64)

@@ -11,12 +11,12 @@ import pytest
 import torch
 from test_warmup import SECONDS, SMALL, SmallWebUI, finished, queue, webui
 
-from lib_onediff.accelerator import runtime
-from lib_onediff.backend_choice import INDUCTOR_COMPILES
-from lib_onediff.backends.inductor import Inductor, Planned
-from lib_onediff.ops.inductor_availability import why_no_inductor
-from lib_onediff.settings import Settings
-from lib_onediff.shapes.warmup import COMPILING, WarmUp
+from lib_onediff.engines.inductor.compiler import Inductor, Planned
+from lib_onediff.ops.availability import why_no_inductor
+from lib_onediff.options.settings import Settings
+from lib_onediff.prewarm.worker import COMPILING, WarmUp
+from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.backend_choice import INDUCTOR_COMPILES
 
 __all__ = ["queue", "webui"]  # Fixtures.
 LACK = why_no_inductor(torch.device("cpu"))

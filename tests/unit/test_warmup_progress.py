@@ -10,13 +10,13 @@ import pytest
 import torch
 from test_warmup import SECONDS, SMALL, SmallWebUI, finished, queue, wait_until_idle, webui
 
-from lib_onediff.accelerator import runtime
-from lib_onediff.shapes import warmup
-from lib_onediff.shapes.job import Job
+from lib_onediff.prewarm import worker as warmup
+from lib_onediff.prewarm.job import Job
+from lib_onediff.prewarm.worker import WarmUp
+from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.shapes.key import ShapeKey
 from lib_onediff.shapes.sizes import Size
 from lib_onediff.shapes.table import State
-from lib_onediff.shapes.warmup import WarmUp
 
 __all__ = ["queue", "webui"]  # Fixtures.
 

@@ -12,10 +12,10 @@ from typing import Any
 import builders
 from test_warmup import SECONDS, SMALL, SmallWebUI, finished, queue, wait_until_idle, webui
 
-from lib_onediff.accelerator import runtime
-from lib_onediff.hosts import diffusers as diffusers_host
+from lib_onediff.hosts.diffusers.unet import unet as diffusers_host
+from lib_onediff.prewarm.worker import WarmUp
+from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.shapes.sizes import Size
-from lib_onediff.shapes.warmup import WarmUp
 
 __all__ = ["queue", "webui"]  # Fixtures.
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,9 +120,9 @@ def test_the_program_can_end_in_the_middle() -> None:
 import sys, threading
 sys.path.insert(0, "tests/unit")
 import builders, test_warmup
-from lib_onediff.accelerator import runtime
+from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.shapes.sizes import Size
-from lib_onediff.shapes.warmup import WarmUp
+from lib_onediff.prewarm.worker import WarmUp
 webui = test_warmup.SmallWebUI(builders.diffusers_unet())
 queue = WarmUp(webui, runtime)
 queue.add([Size(256, 256 - 8 * step) for step in range(20)], "panel")

@@ -20,8 +20,8 @@ from builders import (
 from torch import nn
 
 import lib_onediff
-from lib_onediff.accelerator import runtime
-from lib_onediff.unet.call import UNetCall
+from lib_onediff.model.call import UNetCall
+from lib_onediff.runtime.accelerator import runtime
 
 CROSS_ATTENTION = "mid_block.attentions.0.transformer_blocks.0.attn2"
 LAYERS = {

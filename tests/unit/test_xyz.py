@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from lib_onediff import xyz
-from lib_onediff.preset_data import BALANCED, PRESETS, SPEED
-from lib_onediff.presets import all_presets, preset_options
-from lib_onediff.settings import Settings
+from lib_onediff.options import xyz
+from lib_onediff.options.preset_data import BALANCED, PRESETS, SPEED
+from lib_onediff.options.presets import all_presets, preset_options
+from lib_onediff.options.settings import Settings
 
 OWN = Settings(own_presets="drafts: deepcache_interval 4; tf32 on, Off: tf32 on")
 

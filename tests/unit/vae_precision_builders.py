@@ -15,12 +15,12 @@ from vae_builders import (
     host_picture,
 )
 
-from lib_onediff.accelerator import runtime
+from lib_onediff.model.vae.forward import Decoding
 from lib_onediff.ops import torch_ops
-from lib_onediff.settings import Settings
-from lib_onediff.vae.bound import BoundDecoder, Habits
-from lib_onediff.vae.forward import Decoding
-from lib_onediff.vae.watch import WatchedOperators
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.vae.bound import BoundDecoder, Habits
+from lib_onediff.runtime.vae.overflow import WatchedOperators
 
 LIMIT = torch.finfo(torch.float16).max
 STEP = 1 / 255

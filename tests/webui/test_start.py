@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from webui_client import PICTURE, WebUI
 from webui_process import HostProcess, run_to_end
 
-from lib_onediff.hosts.standalone.tiny_model import tiny_sd15_pipeline
+from lib_onediff.demo.tiny_model import tiny_sd15_pipeline
 
 UNET_WEIGHTS = Path("unet", "diffusion_pytorch_model.safetensors")
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = [sys.executable, "-m", "lib_onediff.hosts.standalone"]
+COMMAND = [sys.executable, "-m", "lib_onediff.demo"]
 ADDRESS = re.compile(r"http://\S+")
 SECONDS_TO_START = 180
 

@@ -188,8 +188,8 @@ class OneDiffOverSage(OneDiff):
 
 def onediff_adapter() -> tuple[Any, Any]:
     """Our adapter for Forge, not serving yet, and the runtime that it hands calls to."""
-    from ...accelerator import runtime
     from ...hosts.forge.adapter import Forge
+    from ...runtime.accelerator import runtime
 
     return Forge(), runtime
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...accelerator import runtime
-from ...shapes.job import TOKENS
-from ...unet.call import UNetCall
-from ...unet.foreign import Habits
-from ...unet.layout import UnsupportedUNet
+from ...model.call import UNetCall
+from ...model.layout import UnsupportedUNet
+from ...model.patches import Habits
+from ...prewarm.job import TOKENS
+from ...runtime.accelerator import runtime
 from .. import sampler_schedule
 from ..class_patch import ClassPatch, active_patches
 from ..contract import Need, first_missing

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...accelerator import runtime
-from ...blocks import BlockRoute
-from ...unet.foreign import origin
+from ...model.patches import origin
+from ...runtime.accelerator import runtime
+from ...runtime.block_route import BlockRoute
 from ..class_patch import ClassPatch
 
 

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...accelerator import runtime
-from ...deepcache.sampling import Sampling
-from ...journal import HOST
-from ...unet.foreign import Habits, origin
-from ...unet.weights import shares_storage
+from ...model.deepcache.sampling import Sampling
+from ...model.patches import Habits, origin
+from ...model.weights import shares_storage
+from ...runtime.accelerator import runtime
+from ...runtime.call_stats import HOST
 from .. import sampler_schedule
 from ..class_patch import ClassPatch, active_patches
 from ..contract import first_missing

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...unet.call import Control, UNetCall
-from ...unet.foreign import origin
+from ...model.call import Control, UNetCall
+from ...model.patches import origin
 
 # What the UNet itself writes there while it runs, and what is for ControlNets alone.
 HARMLESS_OPTIONS = frozenset({

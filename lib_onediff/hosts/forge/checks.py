@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...unet.foreign import origin, package
+from ...model.patches import origin, package
 from .traits import APPROXIMATE_ATTENTIONS, ATTENTIONS, Traits
 
 EXACT_ATTENTION = "attention_pytorch"

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ...accelerator import runtime
 from ...guard import first_line, outcome_of
-from ...unet.layout import UnsupportedUNet
+from ...model.layout import UnsupportedUNet
+from ...runtime.accelerator import runtime
 from ..webui import PROMPT_NOISE, CannotWarm, Result
 from .traits import Traits
 

@@ -19,11 +19,11 @@ ANY_HOST = {
     "begin of a generation": ("lib_onediff.ui.run_settings", "use_for_sampling"),
     "begin of a sampling": ("lib_onediff.hosts.sampler_schedule", "sampling_of"),
     "sampler's schedule": ("lib_onediff.hosts.sampler_schedule", "Listener._hear"),
-    "UNet, before the route": ("lib_onediff.accelerator", "Accelerator.adopt"),
-    "UNet, the route": ("lib_onediff.accelerator", "Accelerator._serve"),
-    "UNet, the decision": ("lib_onediff.accelerator", "Accelerator.run"),
+    "UNet, before the route": ("lib_onediff.runtime.accelerator", "Accelerator.adopt"),
+    "UNet, the route": ("lib_onediff.runtime.accelerator", "Accelerator._serve"),
+    "UNet, the decision": ("lib_onediff.runtime.accelerator", "Accelerator.run"),
     "VAE, before the route": ("lib_onediff.hosts.ldm_decoder", "DecoderPatches._why"),
-    "VAE, the route": ("lib_onediff.vae.decoding", "DecoderRoute.decode"),
+    "VAE, the route": ("lib_onediff.runtime.vae.route", "DecoderRoute.decode"),
 }
 FORGE_FAMILY = {
     "end of a generation": ("lib_onediff.hosts.forge.adapter", "Forge.after_run"),
@@ -53,7 +53,7 @@ class Faults:
         return True
 
     def hooks(self) -> dict[str, tuple[str, str]]:
-        from lib_onediff.accelerator import runtime
+        from lib_onediff.runtime.accelerator import runtime
 
         return {**ANY_HOST, **HOSTS.get(runtime.webui.name, {})}
 

@@ -1,0 +1,144 @@
+"""`python -m lib_onediff.demo`: the command line."""
+from __future__ import annotations
+
+import argparse
+import atexit
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from .refusal import ModelProblem
+
+NEEDED_PACKAGES = ("diffusers", "transformers", "gradio", "fastapi", "uvicorn", "PIL")
+SECONDS_TO_END = 2.0
+DEFAULT_DATA_DIR = Path(__file__).resolve().parents[2] / "outputs"
+
+
+def parse_arguments(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m lib_onediff.demo",
+        description="A small WebUI around OneDiff: txt2img and img2img in the browser and over A1111's REST API.",
+    )
+    parser.add_argument(
+        "--model", metavar="FILE_OR_FOLDER",
+        help="a .safetensors or .ckpt checkpoint, or a folder in diffusers' layout, of Stable Diffusion 1.x, 2.x or "
+        "XL; without it a small random model that needs no download",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    parser.add_argument("--port", type=int, help="port to listen on (default: the first free one from 7860)")
+    parser.add_argument("--data-dir", default=str(DEFAULT_DATA_DIR), help="where settings and pictures are kept")
+    parser.add_argument(
+        "--api-auth", type=accounts, metavar="USER:PASSWORD[,...]", help="who may use the API (default: everybody)"
+    )
+    parser.add_argument(
+        "--gradio-auth", type=accounts, metavar="USER:PASSWORD[,...]",
+        help="who may use the page, and without --api-auth the API (default: everybody)",
+    )
+    parser.add_argument(
+        "--allowed-hosts", metavar="NAME[,...]",
+        help="the names by which browsers reach the host, for example through a proxy (default: localhost and "
+        "addresses; every name with a --host that others can reach)",
+    )
+    arguments = parser.parse_args(words)
+    # What scripts look for in a WebUI's command line.
+    arguments.api, arguments.nowebui, arguments.freeze_settings, arguments.gradio_auth_path = True, False, False, None
+    return arguments
+
+
+def accounts(text: str) -> str:
+    """Accounts as the command line has them."""
+    if not all(user and colon for user, colon, _ in (account.partition(":") for account in text.split(","))):
+        raise argparse.ArgumentTypeError("give accounts as user:password,user:password")
+    return text
+
+
+def stay_offline_and_quiet(cache: str) -> None:
+    """Set what libraries read from the environment when they are imported."""
+    os.environ.update(
+        HF_HUB_OFFLINE="1",
+        TRANSFORMERS_OFFLINE="1",
+        DIFFUSERS_VERBOSITY="error",
+        TRANSFORMERS_VERBOSITY="error",
+        GRADIO_ANALYTICS_ENABLED="False",
+        GRADIO_TEMP_DIR=cache,
+    )
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", module="torchsde")
+    # gradio reaches its own server through the machine's proxy otherwise.
+    os.environ["NO_PROXY"] = ",".join(filter(None, [os.environ.get("NO_PROXY"), "localhost,127.0.0.1,::1"]))
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run the host; the exit code is 1 after a sentence about what is wrong."""
+    arguments = parse_arguments(words)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with tempfile.TemporaryDirectory(prefix="onediff-page-") as cache:
+        stay_offline_and_quiet(cache)
+        from .listening import NoPort, listen
+
+        try:
+            with listen(arguments.host, arguments.port) as listener:
+                return run(arguments, listener, lambda: end_in_time(cache))
+        except (NoPort, ModelProblem) as problem:
+            print(problem, file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            return 0
+
+
+def end_in_time(cache: str) -> None:
+    """End the process before long, also where the server waits for a UNet call, which nothing can interrupt."""
+
+    def end() -> None:
+        shutil.rmtree(cache, ignore_errors=True)
+        os._exit(0)
+
+    timer = threading.Timer(SECONDS_TO_END, end)
+    timer.daemon = True
+    timer.start()
+
+
+def run(arguments: argparse.Namespace, listener: socket.socket, on_stop: Callable[[], None]) -> int:
+    """Load the model and serve until interrupted, when on_stop is called; raises ModelProblem."""
+    missing = [name for name in NEEDED_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"The standalone host needs packages that are not installed: {', '.join(missing)}.", file=sys.stderr)
+        return 1
+    from .models import load_model
+
+    print("Loading the model ...", flush=True)
+    model = load_model(arguments.model)
+    from .listening import is_loopback
+    from .offline import fetch_nothing
+    from .png_info import read_no_other_formats
+    from .registration import modules_importable
+    from .server import make_app, serve
+
+    fetch_nothing()
+    read_no_other_formats()
+    with modules_importable():
+        serve(make_app(arguments, model, is_loopback(listener)), listener, on_stop)
+    return 0
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once: threads may be busy for long, and to take torch apart takes seconds."""
+    # Among them the store's, which writes what it has not yet written.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    leave(main())

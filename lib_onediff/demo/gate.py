@@ -1,0 +1,136 @@
+"""What every request passes before the API or the page sees it: who sent it, what it carries, and how much."""
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from fastapi import HTTPException, Request
+from starlette.datastructures import Headers, MutableHeaders
+
+from ..api import answers
+from ..api.origins import READING, Origins, host_name
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+FOREIGN_PAGE = "A page of another site may not use this server."
+UNKNOWN_NAME = "This server does not go by the name {}; --allowed-hosts adds it."
+NO_FETCHING = "This host fetches no addresses."
+WRONG_KIND = "The request body must be sent as {}."
+# To these a link on another site's page may lead: they show the page and change nothing.
+LINKED = ("/", "/docs")
+# All others take JSON; left to itself, gradio reads even a body that does not say what it is.
+JSON = ("application/json",)
+KINDS = {"/upload": ("multipart/form-data",), "/login": ("multipart/form-data", "application/x-www-form-urlencoded")}
+LARGEST_BODY = 64 * 1024 * 1024
+FILE_PATHS = ("/file=", "/file/", "/stream/")
+# All others that somebody has uploaded are saved and never shown: a page among them would be this server's own.
+SHOWN_FILES = ("image/png", "image/jpeg", "image/webp")
+NOTHING_RUNS = "sandbox; default-src 'none'; img-src 'self'"
+
+
+class Gate:
+    """ASGI middleware around the whole application, gradio's own routes included.
+
+    identify: raises HTTPException, by a request's headers alone, for somebody who has not logged in where one must.
+    """
+
+    def __init__(self, app: Any, origins: Origins, identify: Callable[[Request], Awaitable[None]]) -> None:
+        self.app, self.origins, self.identify = app, origins, identify
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            # Nothing here uses one, and browsers let every page open one.
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        try:
+            self.check(scope["method"], scope["path"], headers)
+            limit = await self.limit_for(Request(scope)) if has_body(headers) else 0
+            if int(headers.get("content-length") or 0) > limit:
+                raise too_large(limit)
+        except HTTPException as refused:
+            answer = answers.refusal(refused.status_code, refused.detail, refused.headers)
+            await answer(scope, receive, send)
+            return
+        await self.app(scope, bounded(receive, limit), harmless(scope["path"], send))
+
+    def check(self, method: str, path: str, headers: Headers) -> None:
+        """Raise HTTPException for a request that this server does not take."""
+        host = headers.get("host", "")
+        if not self.origins.knows(host):
+            raise HTTPException(403, UNKNOWN_NAME.format(host_name(host) or '""'))
+        if self.origins.is_foreign(headers) and not is_link(method, path, headers):
+            raise HTTPException(403, FOREIGN_PAGE)
+        if path.startswith(FILE_PATHS) and "://" in path:
+            raise HTTPException(403, NO_FETCHING)
+        wanted = KINDS.get(path.rstrip("/"), JSON)
+        if method not in READING and from_browser(headers) and has_body(headers):
+            given = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if given not in wanted:
+                raise HTTPException(415, WRONG_KIND.format(" or ".join(wanted)))
+
+    async def limit_for(self, request: Request) -> int:
+        """How many bytes a body may have: of somebody who has not logged in, no more than a login takes."""
+        try:
+            await self.identify(request)
+        except HTTPException as unknown:
+            if int(request.headers.get("content-length") or 0) > answers.LARGEST_BODY:
+                raise unknown
+            return answers.LARGEST_BODY
+        return LARGEST_BODY
+
+
+def is_link(method: str, path: str, headers: Headers) -> bool:
+    """Whether a browser shows one of our pages in a tab of its own, because somebody has followed a link to it."""
+    shown = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
+    return method in READING and path in LINKED and shown and "origin" not in headers
+
+
+def from_browser(headers: Headers) -> bool:
+    return "origin" in headers or "sec-fetch-site" in headers
+
+
+def has_body(headers: Headers) -> bool:
+    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+
+
+def bounded(receive: Receive, limit: int) -> Receive:
+    """receive, which ends a body that grows beyond limit without having said so."""
+    size = 0
+
+    async def receive_part() -> Message:
+        nonlocal size
+        message = await receive()
+        size += len(message.get("body", b""))
+        if size > limit:
+            raise too_large(limit)
+        return message
+
+    return receive_part
+
+
+def too_large(limit: int) -> HTTPException:
+    return HTTPException(413, f"The request body is larger than {limit} bytes.")
+
+
+def harmless(path: str, send: Send) -> Send:
+    """send, which has browsers take an answer for what it says it is, and save files that they should not show."""
+
+    async def send_marked(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(raw=message.setdefault("headers", []))
+            headers["x-content-type-options"] = "nosniff"
+            if path.startswith(FILE_PATHS):
+                headers["content-security-policy"] = NOTHING_RUNS
+                if not re.match("|".join(SHOWN_FILES), headers.get("content-type", "")):
+                    headers["content-type"] = "application/octet-stream"
+                    headers["content-disposition"] = "attachment"
+        await send(message)
+
+    return send_marked

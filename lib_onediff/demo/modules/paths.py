@@ -1,0 +1,7 @@
+"""Where the checkout and the user's data are."""
+from __future__ import annotations
+
+from pathlib import Path
+
+script_path = str(Path(__file__).resolve().parents[3])
+data_path = str(Path(script_path, "outputs"))

@@ -1,0 +1,233 @@
+"""The graphs of every UNet in our care: made when a shape is used again, dropped when memory is asked for."""
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from typing import TypeVar
+
+from torch import nn
+
+from ...model.call import UNetCall
+from ...model.forward import Conditioning
+from ...model.operators import Operators
+from ...shapes.key import ShapeKey
+from ...shapes.table import Entry, ShapeTable, State
+from ...store.history import Pins
+from ...weak_dictionary import WeakDictionary
+from .. import FLOAT8
+from ..managed_unet import Care
+from .accounting import HeldGraphs, Place
+from .inputs import own_inputs
+from .pool_size import SMALL_THINGS, fits, memory_of, needs_of, too_large
+from .recapture import Wanted, capture_again, in_time
+
+log = logging.getLogger("onediff")
+Result = TypeVar("Result")
+CARD_IS_FULL = "the GPU's memory is nearly full, so its graph waits until there is room"
+PINNED_TAKE_IT = "pinned resolutions of another model hold the memory that all graphs may have"
+
+
+class GraphCache(HeldGraphs):
+    """Keeps each UNet's graphs with its Care, and the table's states true to them. Whoever makes or drops any holds the
+    runtime's lock."""
+
+    def __init__(
+        self, table: ShapeTable, cares: WeakDictionary[nn.Module, Care], pins: Pins,
+        operators_of: Callable[[str], Operators],
+    ) -> None:
+        super().__init__(table, cares, pins)
+        self._operators_of = operators_of
+        self._shared_noticed = 0
+
+    # --- to make --------------------------------------------------------------------------------------------------
+
+    def measured(self, entry: Entry, work: Callable[[], Result]) -> Result:
+        """work(), a plain call of this shape, which tells once what the shape's graph will need."""
+        if entry.needs:
+            return work()
+        result, peak = self._graphs.peak(entry.key.device, work)
+        entry.needs = needs_of(peak, self._graphs.in_one_piece(entry.key.device))
+        return result
+
+    def capture(self, care: Care, entry: Entry, budget: int, call: UNetCall, conditioning: Conditioning) -> None:
+        """Make the graph of a shape that a call was just served at, within a budget in MiB for all graphs of the device
+        (0: a quarter of the card).
+
+        Where it does not fit, entry.no_graph says so, and entry.waits where it may later.
+        Raises torch.cuda.OutOfMemoryError, and RuntimeError where the forward cannot be captured.
+        """
+        device, allowed = entry.key.device, self.allowed(budget, entry.key.device)
+        if not fits(memory_of([entry.needs]), allowed):
+            entry.no_graph = too_large(memory_of([entry.needs]), allowed)
+            return
+        entry.waits = self._why_wait(entry, allowed)
+        if entry.waits:
+            return
+        wanted = Wanted(care, entry, care.bound.generation, own_inputs(call), conditioning)
+        self._make(wanted)
+        if not fits(self.held(device), allowed):
+            self._compact(Place.of(entry.key), allowed, wanted)
+        if not fits(self.held(device), allowed):
+            self._without_the_others(wanted, allowed)
+
+    def _why_wait(self, entry: Entry, allowed: int) -> str:
+        """Make room for a graph that would fit alone; why that is not possible now, if so."""
+        place, device = Place.of(entry.key), entry.key.device
+        growth = max(0, memory_of([entry.needs]) - self._graphs.bytes(*place))
+        others = self.others(place)
+        while others and not fits(self.held(device) + growth, allowed):
+            self.drop(others.pop(0))
+        if not fits(self.held(device) + growth, allowed) and self.held(device) - self.held_by(place) > 0:
+            return PINNED_TAKE_IT
+        while others and growth and self.left(device) < growth + self.card.spare(device):
+            self.drop(others.pop(0))
+        if growth and self.left(device) < growth + self.card.spare(device):
+            return CARD_IS_FULL
+        if growth > self.card.free(device):
+            # A capture cannot ask torch for what it keeps unused.
+            self.card.empty_cache()
+        return ""
+
+    def _make(self, wanted: Wanted) -> None:
+        entry, key = wanted.entry, wanted.entry.key
+        before = self._graphs.bytes(key.device, key.architecture)
+        runner = self._graphs.prepare(
+            key.architecture, wanted.care.binding_for(key.backend), self._operators_of(key.backend), wanted.inputs,
+            wanted.conditioning, entry.needs,
+        )
+        log.debug("captured %s in %.0f ms", key, runner.seconds * 1e3)
+        grown = max(0, runner.memory.bytes - before)
+        if grown:
+            # What the plain calls before it left in torch's cache is not needed beside the graph's own memory.
+            self.card.empty_cache()
+        # What was captured into a new memory has shown exactly what it needs.
+        entry.needs = max(entry.needs, 0 if before else grown - SMALL_THINGS) or grown
+        entry.state, entry.waits = State.READY, ""
+        wanted.care.keep(key, wanted.conditioning, runner)
+        self._shared_noticed = self.shared()
+
+    def keep_within(self, budget: int, place: Place) -> None:
+        """Make the graphs of a device hold no more than a budget in MiB, which may be another than when they were made.
+        place: whose UNet is used now; the graphs of others go first."""
+        device, allowed = place.device, self.allowed(budget, place.device)
+        others = self.others(place)
+        while others and not fits(self.held(device), allowed):
+            self.drop(others.pop(0))
+        for one in {Place.of(key) for key in self.keys() if key.device == device}:
+            if not fits(self.held(device), allowed):
+                self._compact(one, allowed)
+
+    def _compact(self, place: Place, allowed: int, first: Wanted | None = None) -> None:
+        """Give the memory of an architecture up, and make it anew for the graph that is wanted now, the pinned, and as
+        many of those used last as fit and a picture can wait for."""
+        pinned = self.pinned()
+        older = [held for held in self.graphs() if Place.of(held.key) == place]
+        older.sort(key=lambda held: (held.key in pinned, held.entry.last_used), reverse=True)
+        room = allowed - (self.held(place.device) - self.held_by(place))
+        new = [] if first is None else [first]
+        again = [Wanted.of(held) for held in older if not new or held.entry is not new[0].entry]
+        wanted = [*new, *in_time(again, pinned, room, new)]
+        doomed = {held.key for held in older}
+        # With the last that knows of it, the memory goes.
+        del older
+        self._drop(doomed)
+        self.capture_again(wanted, allowed)
+
+    def _without_the_others(self, wanted: Wanted, allowed: int) -> None:
+        """The last try: the graph alone. Where even that is too much, there is none."""
+        entry, place = wanted.entry, Place.of(wanted.entry.key)
+        self._drop({key for key in self.keys() if Place.of(key) == place})
+        self._make(wanted)
+        if not fits(self.held(place.device), allowed):
+            needed = self.held_by(place)
+            self._drop({entry.key})
+            entry.needs, entry.no_graph = needed, too_large(needed, allowed)
+
+    def capture_again(self, wanted: Collection[Wanted], allowed: int = 0) -> None:
+        """Capture what was dropped a moment ago; see captured_again.capture_again."""
+        capture_again(
+            wanted, self._make, self._rehearse, lambda device: fits(self.held(device), allowed),
+            self.card.empty_cache,
+        )
+
+    def _rehearse(self, one: Wanted) -> None:
+        backend = one.entry.key.backend
+        self._graphs.rehearse(one.care.binding_for(backend), self._operators_of(backend), one.inputs, one.conditioning)
+
+    # --- to throw away --------------------------------------------------------------------------------------------
+
+    def drop(self, keys: Collection[ShapeKey]) -> None:
+        """Drop the graphs of these shapes and give their memory back: those that share it are captured again in less,
+        where that is worth it. The next call at a dropped shape captures anew."""
+        again = set(self.holdings().captured_again_without(keys))
+        wanted = [Wanted.of(held) for held in self.graphs() if held.key in again]
+        self._drop({*keys, *again})
+        self.capture_again(wanted)
+
+    def forget(self, keys: Collection[ShapeKey]) -> int:
+        """Drop the graphs and the entries of these shapes. Returns the bytes that came back."""
+        # What torch keeps unused would be counted as if these graphs had held it.
+        self.card.empty_cache()
+        reserved = self.card.reserved()
+        self._drop_prompts()
+        self.drop(keys)
+        self._table.forget(keys)
+        return max(0, reserved - self.card.reserved())
+
+    def free(self) -> int:
+        """Drop every graph and hand all unused memory back to the driver; the next call at a shape captures again.
+        Returns the bytes that came back."""
+        reserved = self.card.reserved()
+        for care in self._cares.values():
+            care.course.forget()
+            self._drop_float8_weights(care)
+        self._drop_prompts()
+        self._drop({*self.keys(), *(entry.key for entry in self._table.entries() if entry.state is State.READY)})
+        return max(0, reserved - self.card.reserved())
+
+    def drop_float8(self, care: Care) -> None:
+        """Drop what a UNet's calls in float8 need, and give the memory back."""
+        if care.float8 is not None:
+            self._drop_float8_weights(care)
+            self.card.empty_cache()
+
+    def _drop_float8_weights(self, care: Care) -> None:
+        # Their graphs know where they lie.
+        self._drop({key for key in care.ready_keys() if key.backend == FLOAT8})
+        care.float8 = None
+
+    def _drop_prompts(self) -> None:
+        """Give back what was computed of prompts that no graph reads. The others' goes with their graphs."""
+        for care in self._cares.values():
+            care.bound.drop_prompts()
+
+    def float8_bytes(self) -> int:
+        """GPU memory of all weights in float8, which lie beside the hosts' own."""
+        return sum(held.bytes for care in self._cares.values() if (held := care.float8) is not None)
+
+    def note_lost(self) -> None:
+        """Graphs go with their UNet when a host unloads it, and are of no use when it was taken off the GPU: let the
+        table say so, and give their memory back."""
+        for care in self._cares.values():
+            care.let_go_if_moved()
+        held = self.keys()
+        for entry in self._table.entries():
+            if entry.state is State.READY and entry.key not in held:
+                entry.state, entry.bytes = State.PROVED, 0
+        if self.shared() < self._shared_noticed:
+            self.card.empty_cache()
+        self._shared_noticed = self.shared()
+
+    def _drop(self, keys: Collection[ShapeKey]) -> None:
+        for device in self.devices():
+            # The last replay may not be over, and its memory is about to go.
+            self.card.wait(device)
+        for care in self._cares.values():
+            care.drop_runners(keys)
+        for key, entry in self._table.by_key().items():
+            if key in keys:
+                entry.bytes = 0
+                if entry.state is State.READY:
+                    entry.state = State.PROVED
+        self.card.empty_cache()
+        self._shared_noticed = self.shared()

@@ -1,0 +1,58 @@
+"""What a graph reads: tensors of its own, into which each call's are copied."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...model.call import Control, UNetCall
+
+
+def own_inputs(call: UNetCall, memory_format: torch.memory_format = torch.preserve_format) -> UNetCall:
+    """The call with inputs that belong to the graph. The context is not among them: the conditioning stands for it.
+
+    The timestep becomes a float, whole or not, so that samplers of either kind share a graph.
+    """
+    own = mapped(call, lambda tensor: tensor.detach().clone(memory_format=memory_format))
+    return replace(own, timestep=own.timestep.float())
+
+
+def mapped(call: UNetCall, of: Callable[[Tensor], Any]) -> UNetCall:
+    """The call with of(tensor) in the place of every tensor that a graph reads, in an order that depends on the shape
+    alone; without context and y."""
+    change = lambda tensor: None if tensor is None else of(tensor)  # noqa: E731
+    latent, timestep, condition = map(change, (call.latent, call.timestep, call.timestep_condition))
+    parts = (getattr(call.control, part.name) for part in fields(Control)) if call.control else ()
+    control = Control(*(tuple(map(change, part)) for part in parts)) if call.control else None
+    return replace(
+        call, latent=latent, timestep=timestep, timestep_condition=condition, control=control,
+        context=call.context.new_empty(0), y=None,
+    )
+
+
+def bytes_of(inputs: UNetCall) -> int:
+    """What a graph's own inputs hold, the deep feature that it writes among them: who reads it shares it."""
+    control = inputs.control or Control()
+    residuals = (residual for part in fields(Control) for residual in getattr(control, part.name))
+    given = (inputs.latent, inputs.timestep, inputs.timestep_condition, *residuals)
+    written = inputs.half.feature.bytes if inputs.half is not None and not inputs.half.is_shallow else 0
+    return sum(tensor.nbytes for tensor in given if tensor is not None) + written
+
+
+def rehearsal_of(inputs: UNetCall) -> UNetCall:
+    """The same inputs for a call whose answer nobody wants: a deep feature that is in use stays as it is."""
+    return inputs if inputs.half is None else replace(inputs, half=inputs.half.apart())
+
+
+def copy_inputs(source: UNetCall, target: UNetCall) -> None:
+    pairs = [(source.latent, target.latent), (source.timestep, target.timestep)]
+    pairs.append((source.timestep_condition, target.timestep_condition))
+    for part in fields(Control):
+        if source.control is not None:
+            pairs += zip(getattr(source.control, part.name), getattr(target.control, part.name), strict=True)
+    for given, own in pairs:
+        if own is not None:
+            own.copy_(given)

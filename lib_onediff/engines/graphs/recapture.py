@@ -1,0 +1,90 @@
+"""Capture graphs that were dropped a moment ago, into a memory that holds no more than they need."""
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple
+
+import torch
+
+from ...model.call import UNetCall
+from ...model.forward import Conditioning
+from ...ops.precision import our_modes
+from ...shapes.key import ShapeKey
+from ...shapes.table import Entry, State
+from ..managed_unet import Care
+from .accounting import Held
+from .pool_size import memory_of
+
+log = logging.getLogger("onediff")
+# How long a step of a picture may take longer because older graphs are captured again; the others are when needed.
+SECONDS_A_PICTURE_WAITS = 1.0
+# A rehearsal takes about as long as the capture after it.
+TIMES_TO_COMPUTE = 2
+
+
+class Wanted(NamedTuple):
+    """What a graph is made of. generation: of the weights that it was made for; seconds: how long that took. Holds
+    nothing of the graph itself."""
+
+    care: Care
+    entry: Entry
+    generation: int
+    inputs: UNetCall
+    conditioning: Conditioning
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, held: Held) -> Wanted:
+        runner = held.kept.runner
+        return cls(held.care, held.entry, held.kept.generation, runner.inputs, held.kept.conditioning, runner.seconds)
+
+    def can_be(self) -> bool:
+        """Whether the weights lie where they lay, and nothing has come between."""
+        return self.entry.state is State.PROVED and self.care.stands(self.generation)
+
+
+def in_time(
+    older: Iterable[Wanted], pinned: Collection[ShapeKey], room: int, new: Iterable[Wanted] = ()
+) -> list[Wanted]:
+    """Those of the older graphs, in this order, that fit into so many bytes together with the new, and take no longer
+    than a picture can wait for. The pinned take the time that they need."""
+    chosen: list[Wanted] = []
+    largest, seconds = max((one.entry.needs for one in new), default=0), 0.0
+    for one in older:
+        needs, takes = max(largest, one.entry.needs), seconds + TIMES_TO_COMPUTE * one.seconds
+        in_time = takes <= SECONDS_A_PICTURE_WAITS or one.entry.key in pinned
+        if in_time and memory_of([needs]) <= room:
+            chosen.append(one)
+            largest, seconds = needs, takes
+    return chosen
+
+
+def capture_again(
+    wanted: Iterable[Wanted], make: Callable[[Wanted], None], rehearse: Callable[[Wanted], None],
+    fits: Callable[[torch.device], bool], empty_cache: Callable[[], None],
+) -> None:
+    """Make these graphs, the largest first: it gets the memory in one piece, and the others fit into that.
+
+    rehearse makes the call that a capture needs before it in the same thread. What cannot be made stays PROVED, and is
+    captured at its next use; so does what comes after the memory has stopped to fit.
+    """
+    possible = sorted((one for one in wanted if one.can_be()), key=lambda one: -one.entry.needs)
+    rehearsed = [one for one in possible if attempted(one, rehearse)]
+    if rehearsed:
+        # What the rehearsals have left is of no use to a capture.
+        empty_cache()
+    for one in rehearsed:
+        if not attempted(one, make) or not fits(one.entry.key.device):
+            break
+
+
+def attempted(one: Wanted, work: Callable[[Wanted], None]) -> bool:
+    """Whether work(one) was possible; it may lack memory, or be what cannot be captured here."""
+    try:
+        with our_modes(one.entry.key.device, one.entry.key.precision):
+            work(one)
+    except Exception as error:
+        log.debug("%s is not captured again: %s", one.entry.key, error, exc_info=True)
+        return False
+    return True

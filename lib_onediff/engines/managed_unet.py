@@ -1,0 +1,158 @@
+"""What the runtime keeps for one UNet module."""
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from ..model.bound import BoundUNet
+from ..model.call import DeepFeature, Half
+from ..model.conditioning import returns_none
+from ..model.deepcache.cache_run import Course
+from ..model.deepcache.sampling import Sampling
+from ..model.float8 import Float8Binding, Float8Weights, Round
+from ..model.forward import Conditioning
+from ..model.layout import UnsupportedUNet
+from ..model.patches import Habits
+from ..model.weights import Binding
+from ..options.settings import Settings
+from ..shapes.key import ShapeKey
+from . import FLOAT8
+from .base import Memory, Runner
+
+
+class Kept(NamedTuple):
+    """A runner, and what it was made for: it serves as long as both are the same."""
+
+    generation: int
+    conditioning: Conditioning
+    runner: Runner
+
+
+class Care:
+    """The bound module, its own settings, and its graphs.
+
+    course: its DeepCache. sampling: what its own host says of the sampling that it is in, where that host says it.
+    float8: the weights in float8, while they are used. no_room_for_float8: in this sampling.
+    """
+
+    def __init__(self, unet: nn.Module, settings: Settings | None, habits: Habits) -> None:
+        self.settings = settings
+        self.bound = BoundUNet(unet, habits)
+        self.by_content = habits.by_content
+        self.served_in_sampling = False
+        self._served_context: Callable[[], Tensor | None] = returns_none
+        self.course = Course()
+        self.sampling: Sampling | None = None
+        self.float8: Float8Weights | None = None
+        self.no_room_for_float8 = False
+        self._kept: dict[ShapeKey, Kept] = {}
+        # Beside the graphs that are torch's: OneFlow's memory is no part of any budget.
+        self.oneflow: dict[ShapeKey, Kept] = {}
+        # The graphs come and go with weights and prompts; their memory stays for the next ones.
+        self._memory: Memory | None = None
+
+    @property
+    def architecture(self) -> str | None:
+        """The architecture of the UNet; None before its first call."""
+        try:
+            return self.bound.architecture
+        except UnsupportedUNet:
+            return None
+
+    def note_served(self, context: Tensor) -> None:
+        """A call with this context was served."""
+        self.served_in_sampling, self._served_context = True, weakref.ref(context)
+
+    def takes_turns(self, context: Tensor | None) -> bool:
+        """Whether the sampling of a call with this context, which the host serves, was served by us before.
+
+        A host that does not announce its samplings, as diffusers, hands over the same context tensor in all of one.
+        """
+        if self.by_content:
+            return self.served_in_sampling
+        return context is not None and self._served_context() is context
+
+    def fit_float8(self, round_rows: Round) -> None:
+        """Have the weights in float8, as they are now. Raises torch.cuda.OutOfMemoryError."""
+        if self.float8 is None or self.float8.layout is not self.bound.layout:
+            self.float8 = Float8Weights(self.bound.layout, round_rows)
+        self.float8.fit(self.bound.weights_in_sampling(), self.bound.binding.weights)
+
+    def binding_for(self, backend: str) -> Binding | Float8Binding:
+        """The weights as a backend wants them."""
+        if backend == FLOAT8 and self.float8 is not None:
+            return Float8Binding(self.bound.binding, self.float8)
+        return self.bound.binding
+
+    def runner(self, key: ShapeKey, conditioning: Conditioning, half: Half | None = None) -> Runner | None:
+        """The runner for a shape, unless weights, conditioning or deep feature have moved since it was made."""
+        kept = self._kept.get(key)
+        if kept is None:
+            return None
+        if self.serves(kept, conditioning, half):
+            return kept.runner
+        del self._kept[key]
+        return None
+
+    def serves(self, kept: Kept, conditioning: Conditioning, half: Half | None) -> bool:
+        """Whether a runner is still good for these."""
+        return kept.generation == self.bound.generation and kept.conditioning is conditioning and (
+            feature_of(kept.runner) is (half and half.feature)
+        )
+
+    def keep(self, key: ShapeKey, conditioning: Conditioning, runner: Runner) -> None:
+        """Keep a runner that was made just now; those that weights have moved away from go."""
+        self._kept = {
+            other: kept for other, kept in self._kept.items() if kept.generation == self.bound.generation
+        }
+        self._kept[key] = Kept(self.bound.generation, conditioning, runner)
+        self._memory = runner.memory
+
+    def held_features(self) -> list[DeepFeature]:
+        """The deep features that graphs write and read."""
+        features = (feature_of(kept.runner) for kept in list(self._kept.values()))
+        return [feature for feature in features if feature is not None]
+
+    def ready_keys(self) -> set[ShapeKey]:
+        """The shapes that have a graph."""
+        return set(self._kept)
+
+    def kept(self) -> Iterator[tuple[ShapeKey, Kept]]:
+        """Every graph, with what it was made for."""
+        # A copy: a page asks in another thread than the one that makes graphs.
+        yield from self._kept.copy().items()
+
+    def drop_runners(self, keys: Collection[ShapeKey] | None = None) -> None:
+        """Drop the graphs of these shapes; None: of all. With the last one goes their memory."""
+        self._kept = {} if keys is None else {
+            key: kept for key, kept in self._kept.items() if key not in keys
+        }
+        if keys is None:
+            self.oneflow = {}
+            self.course.forget()
+            self.float8 = None
+            self.bound.drop_prompts()
+        if not self._kept:
+            self._memory = None
+
+    def stands(self, generation: int) -> bool:
+        """Whether the weights of this generation still lie where they lay then."""
+        return generation == self.bound.generation and self.bound.unmoved()
+
+    def let_go_if_moved(self) -> None:
+        """Drop graphs and their memory where the weights are elsewhere by now, as when the host has taken the UNet off
+        the GPU: half a millisecond."""
+        holds = (
+            self._memory is not None or self.float8 is not None or self.course.bytes() or self.bound.prompt_bytes()
+        )
+        if holds and not self.bound.unmoved():
+            self.drop_runners()
+
+
+def feature_of(runner: Runner) -> DeepFeature | None:
+    """The deep feature that a runner writes or reads."""
+    half = runner.inputs.half
+    return None if half is None else half.feature

@@ -1,0 +1,247 @@
+"""One lazy graph of OneFlow (nn.Graph) per shape, over the host's own weights.
+
+OneFlow compiles for seconds, and a process that has compiled does not get that memory back, so a graph outlives
+prompts: what depends on the prompt is among its inputs. Like a CUDA graph it holds addresses of weights, not tensors,
+and serves as long as they lie where they lay. OneFlow itself is imported by the first graph, not by this module.
+"""
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...model.call import UNetCall
+from ...model.deepcache.forward import full, shallow
+from ...model.forward import Conditioning, forward
+from ...model.layout import UNetLayout
+from ...model.weights import Affine, Binding, Weights
+from ...ops.precision import environment
+from ..graphs.inputs import bytes_of, copy_inputs, mapped, own_inputs
+from .gate import brief
+
+log = logging.getLogger("onediff")
+
+# Each keeps its intermediates and its plan for as long as the process lives.
+MOST_GRAPHS = 8
+TOO_MANY = (
+    "OneFlow has compiled {} graphs, the most that OneDiff lets it, because it does not give their memory back: "
+    "restart the WebUI to use it for others"
+)
+FAILED = "OneFlow failed to compile ({}), and a second try could end the WebUI: restart it to use OneFlow"
+STRIDED = "OneFlow reads weights in their usual order alone, and {} lies channels-last"
+
+# The forward as a function of OneFlow's tensors: the weights, then what tensors_of names.
+Forward = Callable[..., Any]
+
+
+class OneFlowRefusal(Exception):
+    """No graph can be had; the message says why, in one line for the user."""
+
+
+@dataclass
+class OutsideMemory:
+    """backends.base.Memory. What OneFlow holds is not torch's, and nobody can ask how much it is."""
+
+    device: torch.device
+    bytes: int = 0
+
+
+class Compiled(NamedTuple):
+    """A graph of OneFlow, and how long it took to make."""
+
+    graph: Any
+    seconds: float
+
+
+class OneFlowGraphs:
+    """Every graph that this process has compiled, by what it was compiled for. Not to be used before oneflow_gate has
+    found nothing in the way.
+
+    failure: what the compiler said when it failed; after that nothing is compiled any more.
+    """
+
+    def __init__(self, most: int = MOST_GRAPHS) -> None:
+        self.failure = ""
+        self.most = most
+        self._compiled: dict[Hashable, Compiled] = {}
+        self._pending: dict[Hashable, Future[None]] = {}
+        self._worker = ThreadPoolExecutor(1, "onediff-oneflow")
+        self._lock = threading.Lock()
+        # OneFlow ends the process where one thread runs a graph while another compiles one.
+        self._running = threading.Lock()
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a graph is being made, for which every run of another would wait."""
+        return bool(self._pending)
+
+    def __len__(self) -> int:
+        """How many graphs there are, and are being made."""
+        return len({*self._compiled, *self._pending})
+
+    def runner(
+        self, key: Hashable, binding: Binding, call: UNetCall, conditioning: Conditioning,
+        variables: Mapping[str, str] | None = None, fused_attention: bool = False, patient: bool = False,
+    ) -> OneFlowRunner | None:
+        """A runner for calls of this shape with this conditioning. None as long as its graph is being compiled, in
+        another thread: seconds, where the shape or the address of a weight is new.
+
+        key: what decides which graph a call needs, weights aside: shapes.key.ShapeKey without its precision.
+        variables: the environment that OneFlow is to see at every run; see precision.oneflow_variables.
+        fused_attention: see ops.oneflow_ops.OneFlowOperators. patient: wait for the graph. Raises OneFlowRefusal.
+        """
+        weights = present(binding.weights())
+        identity = key, addresses(weights)
+        inputs = own_inputs(call, torch.contiguous_format)
+        given = tensors_of(inputs, conditioning)
+        with self._lock:
+            if identity not in self._compiled and identity not in self._pending:
+                self._refuse_another(weights)
+                forward = forward_of(binding.layout, inputs, conditioning, fused_attention)
+                self._pending[identity] = self._worker.submit(self._compile, identity, forward, weights, given)
+            pending = self._pending.get(identity)
+        if pending is not None:
+            if not patient:
+                return None
+            pending.result()
+        compiled = self._compiled.get(identity)
+        if compiled is None:
+            raise OneFlowRefusal(FAILED.format(self.failure))
+        return OneFlowRunner(
+            compiled.graph, inputs, conditioning, OutsideMemory(inputs.latent.device), bytes_of(inputs),
+            compiled.seconds, given, dict(variables or {}), self._running,
+        )
+
+    def _refuse_another(self, weights: Weights) -> None:
+        if self.failure:
+            raise OneFlowRefusal(FAILED.format(self.failure))
+        if len(self) >= self.most:
+            raise OneFlowRefusal(TOO_MANY.format(len(self)))
+        for path, affine in weights.items():
+            # A graph would read its numbers in the wrong order, without an error.
+            if not affine.weight.is_contiguous():
+                raise OneFlowRefusal(STRIDED.format(path))
+
+    def _compile(self, identity: Hashable, forward: Forward, weights: Weights, given: list[Tensor]) -> None:
+        """In the worker's thread. weights: alive until this ends, because the first run reads them."""
+        began = time.perf_counter()
+        try:
+            if not self.failure:
+                # The first run compiles.
+                with self._running:
+                    graph = graph_of(forward, weights)
+                    run_graph(graph, given)
+                self._compiled[identity] = Compiled(graph, time.perf_counter() - began)
+        except Exception as error:
+            self.failure = brief(str(error))
+            log.debug("OneFlow failed to compile", exc_info=error)
+        finally:
+            with self._lock:
+                del self._pending[identity]
+
+
+@dataclass
+class OneFlowRunner:
+    """backends.base.Runner by a graph of OneFlow. given: what the graph takes, see tensors_of. running: held while
+    OneFlow runs or compiles anything."""
+
+    graph: Any
+    inputs: UNetCall
+    conditioning: Conditioning
+    memory: OutsideMemory
+    own_bytes: int
+    seconds: float
+    given: list[Tensor]
+    variables: Mapping[str, str]
+    running: threading.Lock
+
+    def run(self, call: UNetCall) -> Tensor:
+        copy_inputs(call, self.inputs)
+        with self.running, environment(self.variables):
+            output, *deep = run_graph(self.graph, self.given)
+        half = self.inputs.half
+        if half is not None and deep:
+            half.feature.write(deep[0])
+        return output
+
+
+def forward_of(layout: UNetLayout, inputs: UNetCall, conditioning: Conditioning, fused_attention: bool) -> Forward:
+    """The forward for inputs and conditioning like these."""
+    half, has_label, count = inputs.half, conditioning.label is not None, len(conditioning.key_values)
+
+    def build(weights: Weights, *given: Any) -> tuple[Any, ...]:
+        from .operators import OneFlowOperators
+
+        ops, rest = OneFlowOperators(fused_attention), iter(given)
+        call = mapped(inputs, lambda _: next(rest))
+        prompt = Conditioning(tuple(next(rest) for _ in range(count)), next(rest) if has_label else None)
+        if half is None:
+            return (forward(layout, weights, ops, call, prompt),)
+        if half.is_shallow:
+            return (shallow(layout, weights, ops, call, prompt, half.depth, next(rest)),)
+        return full(layout, weights, ops, call, prompt, half.depth)
+
+    return build
+
+
+def tensors_of(inputs: UNetCall, conditioning: Conditioning) -> list[Tensor]:
+    """What a graph takes: the inputs, what depends on the prompt, and the deep feature where it is read."""
+    tensors: list[Tensor] = []
+    mapped(inputs, tensors.append)
+    tensors += [tensor.detach().contiguous() for tensor in conditioning.tensors()]
+    if inputs.half is not None and inputs.half.is_shallow:
+        tensors.append(inputs.half.feature.read())
+    return tensors
+
+
+def present(weights: Weights) -> Weights:
+    """The weights as tensors that keep their memory alive, also where a host gives its parameters other memory."""
+    detached = lambda tensor: None if tensor is None else tensor.detach()  # noqa: E731
+    return {path: Affine(detached(affine.weight), detached(affine.bias)) for path, affine in weights.items()}
+
+
+def addresses(weights: Weights) -> tuple[int, ...]:
+    return tuple(part.data_ptr() for affine in weights.values() for part in affine[:2] if part is not None)
+
+
+def graph_of(forward: Forward, weights: Weights) -> Any:
+    """An nn.Graph of OneFlow over a forward and these weights; nothing is compiled yet."""
+    import oneflow as flow
+    from oneflow.utils.tensor import from_torch
+
+    share = lambda tensor: None if tensor is None else from_torch(unowned(tensor))  # noqa: E731
+    shared = {path: Affine(share(affine.weight), share(affine.bias)) for path, affine in weights.items()}
+
+    # Here, because its base class comes with OneFlow.
+    class UNetGraph(flow.nn.Graph):
+        def build(self, *given: Any) -> Any:
+            return forward(shared, *given)
+
+    return UNetGraph()
+
+
+def unowned(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's values as another one in the same memory, which it does not keep alive."""
+    storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, tensor.nbytes)
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, tensor.shape)
+
+
+def run_graph(graph: Any, given: list[Tensor]) -> list[Tensor]:
+    """What a graph makes of tensors, as new tensors in memory of OneFlow's: it copies them out of the graph itself."""
+    from oneflow import _oneflow_internal
+    from oneflow.utils.tensor import from_torch, to_torch
+
+    if given[0].is_cuda:
+        # OneFlow launches on streams of its own, which know nothing of torch's.
+        torch.cuda.current_stream(given[0].device).synchronize()
+    results = graph(*map(from_torch, given))
+    # Its threads read the environment when they launch, so they must be done before that is put back.
+    _oneflow_internal.eager.Sync()
+    return [to_torch(result) for result in results]

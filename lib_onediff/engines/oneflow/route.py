@@ -1,0 +1,73 @@
+"""How calls come to OneFlow: whether it can be used, the graph of a shape, and what it is told of precision."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from ...model.call import UNetCall
+from ...model.forward import Conditioning
+from ...ops.precision import oneflow_variables
+from ...options.settings import Settings
+from ...shapes.key import ShapeKey
+from .. import ONEFLOW, Steps
+from ..managed_unet import Care, Kept
+from .gate import OneFlowGate, Verdict
+from .graphs import OneFlowGraphs, OneFlowRefusal, OneFlowRunner
+
+TRYING = "OneFlow is being tried, in the background"
+COMPILING = "OneFlow is compiling for this shape, in the background"
+COMPILING_ANOTHER = "OneFlow is compiling for another shape, in the background, and runs nothing meanwhile"
+
+
+class NotYet(Exception):
+    """A backend does not serve this call; the message says why, in one line for the user."""
+
+
+class OneFlowRoute:
+    """One for the process: OneFlow's graphs outlive models. Whoever calls holds the runtime's lock."""
+
+    def __init__(self, gate: OneFlowGate | None = None, graphs: OneFlowGraphs | None = None) -> None:
+        self._gate = gate or OneFlowGate()
+        self._graphs = graphs or OneFlowGraphs()
+        self._variables: Mapping[str, str] = {}
+        self._fused_attention: dict[tuple[torch.device, torch.dtype], bool] = {}
+
+    @property
+    def count(self) -> dict[str, int]:
+        """How many graphs there are, and how many there may be."""
+        return {"graphs": len(self._graphs), "most": self._graphs.most}
+
+    def steps(self, settings: Settings, others: Steps, without: Steps, call: UNetCall, patient: bool) -> Steps:
+        """OneFlow before the others, or what serves without it, and why. For calls by these settings."""
+        device, dtype = call.latent.device, call.latent.dtype
+        verdict = self._gate.verdict(device, dtype) if patient else self._gate.verdict_soon(device, dtype)
+        verdict = verdict or Verdict(TRYING)
+        if verdict.reason is not None:
+            return Steps(without.backends, verdict.reason)
+        self._variables = oneflow_variables(settings)
+        self._fused_attention[device, dtype] = verdict.fused_attention
+        return Steps((ONEFLOW, *others.backends), "")
+
+    def runner(
+        self, care: Care, key: ShapeKey, call: UNetCall, conditioning: Conditioning, patient: bool
+    ) -> OneFlowRunner:
+        """What runs a call. Raises NotYet."""
+        kept = care.oneflow.get(key)
+        if kept is not None and care.serves(kept, conditioning, call.half):
+            if self._graphs.is_compiling and not patient:
+                raise NotYet(COMPILING_ANOTHER)
+            # Settings change, and graphs do not know them.
+            return replace(kept.runner, variables=self._variables)
+        try:
+            runner = self._graphs.runner(
+                replace(key, precision=()), care.bound.binding, call, conditioning, self._variables,
+                self._fused_attention.get((call.latent.device, call.latent.dtype), False), patient,
+            )
+        except OneFlowRefusal as refusal:
+            raise NotYet(str(refusal)) from refusal
+        if runner is None:
+            raise NotYet(COMPILING)
+        care.oneflow[key] = Kept(care.bound.generation, conditioning, runner)
+        return runner

@@ -1,0 +1,271 @@
+"""Which operators compute what on this machine."""
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .. import engines as backends
+from ..guard import first_line
+from ..model.call import UNetCall
+from ..model.float8 import Round
+from ..model.layout import UNetLayout, UnsupportedUNet
+from ..model.operators import Operators
+from ..model.read import read_layout
+from ..ops import torch_ops
+from ..ops.attention import Attention
+from ..ops.attention_tuning import attention_shapes, time_on_gpu
+from ..ops.availability import how_to_be_fast_here, why_no_triton
+from ..ops.quantized.gains import Float8Choice, Product, products
+from ..ops.quantized.scaled_mm import Float8Support, support
+from ..ops.triton.launch_config import Launches
+from ..ops.tuning_cache import Choices
+from ..options.settings import Settings
+from .auto_backend import AutoChoice
+from .inductor.compiler import Inductor
+
+log = logging.getLogger("onediff")
+
+
+class Network(NamedTuple):
+    """What decides which kernels are needed. users: descriptions of its layout. float8: see unet.float8."""
+
+    architecture: str
+    users: Sequence[Any]
+    dtype: torch.dtype
+    device: torch.device
+    float8: bool = False
+
+    @property
+    def kind(self) -> Hashable:
+        """Networks of the same kind need the same kernels."""
+        return self.architecture, self.dtype, self.device, self.float8
+
+
+class OperatorSets:
+    """The operators of every backend, made when they are first needed."""
+
+    def __init__(self, choices: Choices) -> None:
+        self.attention = Attention(choices)
+        self.float8 = Float8Choice(choices)
+        self.inductor = Inductor(self.attention, choices=choices)
+        self.auto = AutoChoice(choices)
+        self._launches = Launches(choices)
+        self._made: dict[str, Operators] = {}
+        self._why_not: dict[torch.device, str | None] = {}
+        self._hint: str | None = None
+        self._supports_float8: dict[tuple[torch.device, torch.dtype], Float8Support] = {}
+        self._float8_looked_at: tuple[Any, ...] = ()
+        self._float8_products: Counter[Product] = Counter()
+        self._compiled: set[Hashable] = set()
+        self._pending: set[Hashable] = set()
+        self._tuned: set[Hashable] = set()
+        # What the compiler said. Not its exception: the traceback would keep the UNet that was being called.
+        self._failed: dict[Hashable, str] = {}
+        self._worker = ThreadPoolExecutor(1, "onediff-kernels")
+        self._lock = threading.Lock()
+
+    def why_not_native(self, device: torch.device) -> str | None:
+        """Why our kernels cannot run on a device, in one sentence; None if nothing is known to stand in the way."""
+        if device not in self._why_not:
+            self._why_not[device] = why_no_triton(device)
+        return self._why_not[device]
+
+    def hint(self) -> str:
+        """How to get what makes OneDiff fast on this machine, in one or two sentences; "" where nothing is missing."""
+        if self._hint is None:
+            self._hint = how_to_be_fast_here() or ""
+        return self._hint
+
+    def why_not_float8(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Why products in float8 cannot be had on a device for a model of this dtype, in one sentence; None if they
+        can."""
+        return self._float8_support(device, dtype).reason
+
+    def _float8_support(self, device: torch.device, dtype: torch.dtype) -> Float8Support:
+        found = self._supports_float8.get((device, dtype))
+        if found is None:
+            found = self._supports_float8[device, dtype] = support(device, dtype)
+        return found
+
+    def round_to_float8(self) -> Round:
+        """By what weights become float8."""
+        from ..ops.quantized.kernels import rounded_rows
+
+        return rounded_rows
+
+    def of(self, backend: str) -> Operators:
+        """The operators by which a backend computes."""
+        if backend == backends.INDUCTOR:
+            return self.inductor.operators
+        if backend not in backends.OUR_KERNELS:
+            return torch_ops
+        with self._lock:
+            if backend not in self._made:
+                self._made[backend] = self._make(backend)
+        return self._made[backend]
+
+    def _make(self, backend: str) -> Operators:
+        # Triton is not there on every machine.
+        if backend == backends.NATIVE:
+            from ..ops.triton.operators import TritonOperators
+
+            return TritonOperators(self._launches, self.attention)
+        from ..ops.quantized.operators import Float8Operators
+
+        return Float8Operators(self._launches, self.attention, self._float8_result, pays=self.float8.pays)
+
+    def _float8_result(self, device: torch.device, dtype: torch.dtype) -> torch.dtype:
+        return self._float8_support(device, dtype).result
+
+    def prepare(self, network: Network, patient: bool) -> bool:
+        """Whether the native kernels that a network needs are compiled; if not, they soon will be, in a thread.
+
+        patient: wait until they are. Raises RuntimeError with what the compiler said.
+        """
+        kind = network.kind
+        if kind in self._compiled:
+            return True
+        if kind in self._failed:
+            raise RuntimeError(self._failed[kind])
+        if patient or kind not in self._pending:
+            self._pending.add(kind)
+            compiling = self._worker.submit(self._compile, network)
+            if patient:
+                compiling.result()
+                return self.prepare(network, patient=False)
+        return False
+
+    def prepare_early(self, unet: nn.Module, settings: Settings) -> Future[list[Future[Any]]] | None:
+        """Begin what the first calls of this UNet would have to do without. Returns what ends with that, and tells what
+        else has begun then; None where there is nothing to do."""
+        if not settings.enabled:
+            return None
+        parameter = next(unet.parameters(), None)
+        # A UNet that waits in the computer's memory goes to the GPU when it is used.
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        if parameter is None or parameter.device.type not in ("cpu", device.type):
+            return None
+        begun = self._worker.submit(self._prepare_early, weakref.ref(unet), settings, parameter.dtype, device)
+        if settings.backend == backends.INDUCTOR:
+            # What it does itself is Python, which would take the time from the first pictures.
+            wait([begun])
+        return begun
+
+    def compiling(self, unet: nn.Module, settings: Settings) -> Iterator[Future[Any]]:
+        """As prepare_early; one after the other what has to end until nothing is lacking."""
+        begun = self.prepare_early(unet, settings)
+        if begun is not None:
+            yield begun
+            if begun.done() and begun.exception() is None:
+                yield from begun.result()
+
+    def finish(self) -> None:
+        """Wait for what was begun, but for Inductor: whoever needs that waits for it."""
+        self._worker.submit(lambda: None).result()
+
+    def _prepare_early(
+        self, unet: weakref.ref[nn.Module], settings: Settings, dtype: torch.dtype, device: torch.device
+    ) -> list[Future[Any]]:
+        found = backends.steps(settings.backend, device, self.why_not_native, self.inductor.why_not)
+        backend = found.backends[0]
+        if settings.backend == backends.AUTO and backend != backends.NATIVE and self.auto.is_inductor(device):
+            backend = backends.INDUCTOR
+        if backend not in (backends.NATIVE, backends.INDUCTOR):
+            return []
+        with contextlib.suppress(UnsupportedUNet):
+            layout = read_layout(unet())
+            if backend == backends.INDUCTOR:
+                return self.inductor.prepare_early(unet(), layout, dtype, device)
+            float8 = settings.fp8 and self.why_not_float8(device, dtype) is None
+            self._compile(Network(layout.architecture, layout.kernel_users(), dtype, device, float8))
+        return []
+
+    def _compile(self, network: Network) -> None:
+        kind = network.kind
+        if kind in self._compiled or kind in self._failed:
+            return
+        began = time.perf_counter()
+        try:
+            # Here, and not where the first call would wait: to import Triton takes half a second.
+            self.of(backends.NATIVE)
+            from ..ops.compile_kernels import compile_kernels
+
+            compile_kernels(network.users, network.dtype, network.device, self._launches, network.float8)
+        except ImportError as error:
+            # A half-removed Triton.
+            self._failed[kind] = f"Triton cannot be imported ({error})"
+            log.debug("%s", self._failed[kind], exc_info=True)
+        except Exception as error:
+            self._failed[kind] = first_line(error)
+            log.exception("the kernels for %s do not compile", network.dtype)
+        else:
+            self._compiled.add(kind)
+            log.debug("kernels for %s ready in %.1f s", network.dtype, time.perf_counter() - began)
+
+    def tune(self, layout: UNetLayout, call: UNetCall) -> bool:
+        """Measure which attention is the fastest for this call's shapes, where that is not known; whether it was so."""
+        batch, _, height, width = call.latent.shape
+        shapes = attention_shapes(layout, height, width, batch, call.context.shape[1])
+        dtype = torch.float32 if call.upcast_attention else call.latent.dtype
+        unknown = [pair for pair in shapes if self.attention.chosen(*pair, dtype) is None]
+        for query, key in unknown:
+            self.attention.measure(query, key, dtype, call.latent.device)
+        return bool(unknown)
+
+    def why_no_float8_here(self, layout: UNetLayout, call: UNetCall) -> str | None:
+        """Why this call gains nothing by float8, in one sentence; None where it does, or may."""
+        batch, _, height, width = call.latent.shape
+        kind = layout, height, width, batch
+        if kind != self._float8_looked_at:
+            self._float8_products, self._float8_looked_at = Counter(products(*kind)), kind
+        return self.float8.why_none(self._float8_products, call.latent.dtype)
+
+    def tune_float8(self, layout: UNetLayout, call: UNetCall) -> bool:
+        """Measure which of this call's matrix products gain by float8, where that is not known; whether it was so."""
+        from ..ops.quantized.gains import both_ways
+        from ..ops.quantized.operators import Float8Operators
+
+        batch, _, height, width = call.latent.shape
+        dtype, device = call.latent.dtype, call.latent.device
+        unknown = [one for one in set(products(layout, height, width, batch)) if self.float8.gains(one, dtype) is None]
+        always = Float8Operators(self._launches, self.attention, self._float8_result, pays=lambda *given: True)
+        for one in unknown:
+            ways = both_ways(one, dtype, device, self.of(backends.NATIVE), always)
+            self.float8.measure(one, dtype, *ways, time_on_gpu)
+        return bool(unknown)
+
+    def measure_anew(self) -> None:
+        """Trust no choice that was made before: those that are still there are read again, the others measured."""
+        self._tuned.clear()
+        self.attention.forget()
+        self.float8.forget()
+        self._launches.forget()
+
+    def tune_kernels(self, network: Network) -> None:
+        """Measure how the kernels are best cut on this GPU, where that is not known: seconds, once on a machine.
+
+        Where that fails, they stay as they are cut.
+        """
+        kind = network.kind
+        if kind in self._tuned:
+            return
+        self._tuned.add(kind)
+        began = time.perf_counter()
+        try:
+            from ..ops.triton.tuning import tune_kernels
+
+            with torch.cuda.device(network.device):
+                count = tune_kernels(self._launches, network.users, network.dtype, network.device, time_on_gpu)
+            log.debug("%d kernels measured in %.1f s", count, time.perf_counter() - began)
+        except Exception as error:
+            log.debug("the kernels could not be measured: %s", error, exc_info=True)

@@ -1,0 +1,1 @@
+"""diffusers' pipelines: UNet, VAE, and the steps of their schedulers."""

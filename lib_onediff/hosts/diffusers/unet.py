@@ -1,0 +1,234 @@
+"""Put our forward on a diffusers UNet2DConditionModel, and take it off again."""
+from __future__ import annotations
+
+import inspect
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...model.call import Control, UNetCall
+from ...model.conditioning import MOST_SAVED, Sighting, returns_none
+from ...model.patches import replaced_by
+from ...model.read_diffusers import is_diffusers_unet
+from ...options.settings import Settings
+from ...runtime.accelerator import runtime
+from .schedule import PipelineSchedule
+
+# accelerate's offloading hooks put their forward in front and keep the one that they found here.
+BEHIND_A_HOOK = "_old_forward"
+
+
+class NotOurs(Exception):
+    """This call has something in it that a UNetCall cannot say; the message is one line for the user."""
+
+
+class DiffusersForward:
+    """Stands in for UNet2DConditionModel.forward on one instance, with the same signature."""
+
+    def __init__(self, unet: nn.Module) -> None:
+        self._unet = weakref.ref(unet)
+        # The last labels: prompt and negative prompt may be called in turn.
+        self._labels: deque[tuple[Sighting, Tensor]] = deque(maxlen=MOST_SAVED + 1)
+        self._an_attention: Callable[[], Any] = returns_none
+        self.schedule: PipelineSchedule | None = None
+        self.__wrapped__ = type(unet).forward
+        self.__signature__ = inspect.signature(own_forward(unet))
+        self._names = tuple(self.__signature__.parameters)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unet = self._unet()
+        if not is_diffusers_unet(unet):
+            runtime.note_host(f"{type(unet).__name__} is not a UNet that OneDiff knows")
+            return type(unet).forward(unet, *args, **kwargs)
+        # Signature.bind says the same in a tenth of a millisecond; what does not fit is the host's to refuse.
+        given = {**dict(zip(self._names, args)), **kwargs}  # noqa: B905
+        return_dict = given.pop("return_dict", True)
+
+        def host() -> Tensor:
+            # The host consumes this list; it must find it whole however often it runs.
+            again = {name: list(value) if name == "down_intrablock_additional_residuals" and value else value
+                     for name, value in given.items()}
+            return type(unet).forward(unet, **again, return_dict=False)[0]
+
+        try:
+            call = self._call(unet, **given)
+        except NotOurs as reason:
+            runtime.note_host(str(reason), unet, context_of(given))
+            sample = runtime.pressure.run_host(host)
+        except (RuntimeError, TypeError, KeyError, AttributeError) as fault:
+            # Inputs that we cannot even read are the host's to judge.
+            runtime.note_host(f"the inputs of this call were not understood: {fault}", unet, context_of(given))
+            sample = runtime.pressure.run_host(host)
+        else:
+            if self.schedule is not None:
+                runtime.announce(self.schedule.sampling(), unet)
+            sample = runtime.run(unet, call, host)
+        if not return_dict:
+            return (sample,)
+        from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
+
+        return UNet2DConditionOutput(sample=sample)
+
+    def __reduce__(self) -> tuple:
+        # A copied or pickled UNet gets its class's own forward: the copy is not in our care.
+        return own_forward, (self._unet(),)
+
+    def _call(
+        self, unet: Any, sample: Tensor, timestep: Tensor | float, encoder_hidden_states: Tensor,
+        timestep_cond: Tensor | None = None, added_cond_kwargs: dict[str, Tensor] | None = None,
+        down_block_additional_residuals: Any = None, mid_block_additional_residual: Tensor | None = None,
+        down_intrablock_additional_residuals: Any = None, **others: Any,
+    ) -> UNetCall:
+        if runtime.guard.suspended:
+            raise NotOurs(runtime.guard.suspended)
+        replaced = replaced_by(type(unet))
+        if replaced is not None:
+            raise NotOurs(f"UNet2DConditionModel.forward was replaced by {replaced}")
+        for name, value in others.items():
+            if value is not None and value != {}:
+                raise NotOurs(f"the pipeline passes {name}")
+        if isinstance(encoder_hidden_states, (tuple, list)):
+            raise NotOurs("the context has several parts (an IP-Adapter?)")
+        return UNetCall(
+            latent=sample, timestep=timestep_of_batch(timestep, sample), context=encoder_hidden_states,
+            y=self._label(unet, added_cond_kwargs), timestep_condition=timestep_cond,
+            control=control_of(
+                unet, sample, down_block_additional_residuals, mid_block_additional_residual,
+                down_intrablock_additional_residuals,
+            ),
+            upcast_attention=self._upcasts_attention(unet),
+        )
+
+    def _upcasts_attention(self, unet: nn.Module) -> bool:
+        """Whether the host computes attention scores in float32: only its older attention processor does."""
+        attention = self._an_attention()
+        if attention is None:
+            attention = next((module for module in unet.modules() if hasattr(module, "processor")), None)
+            self._an_attention = returns_none if attention is None else weakref.ref(attention)
+        upcast = attention is not None and getattr(attention, "upcast_attention", False)
+        return bool(upcast) and type(attention.processor).__name__ == "AttnProcessor"
+
+    def _label(self, unet: Any, added: dict[str, Tensor] | None) -> Tensor | None:
+        """y of an SDXL-like UNet, (batch, width): pooled text beside the sinusoids of the size numbers.
+
+        As UNet2DConditionModel.get_aug_embed. Kept while the pipeline hands over the same tensors.
+        """
+        if unet.config.addition_embed_type is None:
+            return None
+        if not added or set(added) != {"text_embeds", "time_ids"}:
+            raise NotOurs(f"added_cond_kwargs holds {', '.join(sorted(added or {})) or 'nothing'}")
+        text, sizes = added["text_embeds"], added["time_ids"]
+        for sighting, label in self._labels:
+            if sighting.recognises((text, sizes)):
+                return label
+        waves = unet.add_time_proj(sizes.flatten()).reshape(text.shape[0], -1)
+        label = torch.cat([text, waves.to(text.dtype)], dim=-1)
+        sighting = Sighting()
+        sighting.remember((text, sizes))
+        self._labels.append((sighting, label))
+        return label
+
+
+def context_of(given: dict[str, Any]) -> Tensor | None:
+    """The context among a call's arguments, if it is one tensor."""
+    context = given.get("encoder_hidden_states")
+    return context if isinstance(context, Tensor) else None
+
+
+def own_forward(unet: nn.Module) -> types.MethodType:
+    """The forward of a module's class, bound to it."""
+    return types.MethodType(type(unet).forward, unet)
+
+
+def timestep_of_batch(timestep: Tensor | float, sample: Tensor) -> Tensor:
+    """(batch,) on the sample's device, from a number, a scalar tensor or a tensor of one or batch values."""
+    if not isinstance(timestep, Tensor):
+        timestep = torch.tensor(timestep)
+    return timestep.to(sample.device).reshape(-1).expand(sample.shape[0])
+
+
+def control_of(unet: Any, sample: Tensor, down: Any, middle: Tensor | None, inside: Any) -> Control | None:
+    """ControlNet's and T2I adapters' residuals, sorted into our slots as UNet2DConditionModel.forward takes them."""
+    if inside is None and middle is None and down is not None:
+        raise NotOurs("a T2I adapter passes its residuals in the old way")
+    adapter, waiting = adapter_slots(unet, list(inside or ()))
+    after_middle: list[Tensor | None] = []
+    if waiting and unet.mid_block is not None and waiting[0].shape == deepest_shape(unet, sample):
+        after_middle.append(waiting[0])
+    output: tuple[Tensor | None, ...] = ()
+    if down is not None and middle is not None:  # the host ignores one without the other
+        output = tuple(reversed(tuple(down)))
+        after_middle.append(middle)
+    if not (adapter or after_middle or output):
+        return None
+    return Control(adapter, tuple(after_middle), output)
+
+
+def adapter_slots(unet: Any, waiting: list[Tensor]) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:
+    """A T2I adapter's residuals in our input slots, and those that no down block takes.
+
+    Each down block takes one: after its last attention, or after all of a block without attention.
+    """
+    if not waiting:
+        return (), []
+    slots: list[Tensor | None] = [None]
+    for block in unet.down_blocks:
+        resnets, downsamplers = len(block.resnets), len(block.downsamplers or ())
+        stage = len(slots) + resnets - 1
+        if not getattr(block, "has_cross_attention", False):
+            stage += downsamplers
+        slots += [None] * (resnets + downsamplers)
+        if waiting:
+            slots[stage] = waiting.pop(0)
+    return tuple(slots), waiting
+
+
+def deepest_shape(unet: Any, sample: Tensor) -> tuple[int, ...]:
+    """The shape of the middle block's output: a T2I adapter's last residual is added there if it has that shape."""
+    height, width = sample.shape[-2:]
+    for block in unet.down_blocks:
+        for _ in block.downsamplers or ():
+            height, width = (height + 1) // 2, (width + 1) // 2
+    return sample.shape[0], unet.config.block_out_channels[-1], height, width
+
+
+def attach(unet: nn.Module, settings: Settings | None = None) -> None:
+    """Serve this UNet's calls by our forward where it can; settings override the runtime's. Safe to call twice.
+
+    A UNet that we cannot run keeps its own forward for every call, and runtime.status() says why.
+    """
+    runtime.adopt(unet, settings)
+    if is_attached(unet):
+        return
+    slot = BEHIND_A_HOOK if BEHIND_A_HOOK in unet.__dict__ else "forward"
+    present = unet.__dict__.get(slot)
+    if present is not None and getattr(present, "__func__", None) is not type(unet).forward:
+        raise ValueError(f"somebody else has replaced this UNet's forward ({present!r}); undo that first")
+    unet.__dict__[slot] = DiffusersForward(unet)
+
+
+def follow(unet: nn.Module, pipe: Any) -> None:
+    """Let an attached UNet know which steps the pipeline that uses it will make, for DeepCache."""
+    for slot in ("forward", BEHIND_A_HOOK):
+        if isinstance(unet.__dict__.get(slot), DiffusersForward):
+            unet.__dict__[slot].schedule = PipelineSchedule(pipe)
+
+
+def detach(unet: nn.Module) -> None:
+    """Undo attach: the UNet has its own forward and ordinary parameters with the same values again."""
+    for slot in ("forward", BEHIND_A_HOOK):
+        if isinstance(unet.__dict__.get(slot), DiffusersForward):
+            if slot == "forward":
+                del unet.__dict__[slot]
+            else:
+                unet.__dict__[slot] = own_forward(unet)
+    runtime.release(unet)
+
+
+def is_attached(unet: nn.Module) -> bool:
+    return any(isinstance(unet.__dict__.get(slot), DiffusersForward) for slot in ("forward", BEHIND_A_HOOK))

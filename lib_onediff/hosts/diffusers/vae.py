@@ -1,0 +1,100 @@
+"""Put our decoder and encoder on a diffusers AutoencoderKL, and take them off again.
+
+Their own forwards are replaced, not the VAE's decode() and encode(): tiling and slicing stay the host's, and call them
+per tile.
+"""
+from __future__ import annotations
+
+import inspect
+import weakref
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...model.patches import replaced_by
+from ...model.vae.read_diffusers import is_diffusers_decoder, is_diffusers_encoder
+from ...options.settings import Settings
+from ...runtime.accelerator import runtime
+from .unet import BEHIND_A_HOOK, own_forward
+
+
+class DecoderForward:
+    """Stands in for Decoder.forward on one instance, with the same signature. Holds no reference to it."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        self._decoder = weakref.ref(decoder)
+        self.__wrapped__ = type(decoder).forward
+        self.__signature__ = inspect.signature(own_forward(decoder))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        decoder = self._decoder()
+
+        def host() -> Tensor:
+            return type(decoder).forward(decoder, *args, **kwargs)
+
+        given = self.__signature__.bind(*args, **kwargs).arguments
+        latent = given.pop("sample", None)
+        reason = why_host(decoder, latent, given)
+        if reason is not None:
+            return runtime.vae.decode_by_host(decoder, latent, host, reason)
+        return runtime.vae.decode(decoder, latent, host)
+
+    def __reduce__(self) -> tuple:
+        # A copied or pickled decoder gets its class's own forward: the copy is not in our care.
+        return own_forward, (self._decoder(),)
+
+
+def why_host(decoder: nn.Module, latent: Any, others: dict[str, Any]) -> str | None:
+    """Why a call of diffusers' Decoder.forward is not ours, in one line; None where nothing is known against it."""
+    if runtime.guard.suspended:
+        return runtime.guard.suspended
+    source = replaced_by(type(decoder))
+    if source is not None:
+        return f"{type(decoder).__name__}.forward was replaced by {source}"
+    if not isinstance(latent, Tensor):
+        return "the VAE's decoder is called without a latent"
+    passed = sorted(name for name, value in others.items() if value is not None)
+    return f"the VAE passes {', '.join(passed)}" if passed else None
+
+
+def decoder_of(owner: Any) -> nn.Module | None:
+    """The decoder of a pipeline's AutoencoderKL; None for pipelines without one, and for every other kind of VAE."""
+    decoder = getattr(getattr(owner, "vae", None), "decoder", None)
+    return decoder if isinstance(decoder, nn.Module) and is_diffusers_decoder(decoder) else None
+
+
+def halves_of(owner: Any) -> list[nn.Module]:
+    """The decoder and the encoder of a pipeline's AutoencoderKL; nothing of any other kind of VAE."""
+    decoder, encoder = decoder_of(owner), getattr(getattr(owner, "vae", None), "encoder", None)
+    if decoder is None:
+        return []
+    return [decoder, encoder] if isinstance(encoder, nn.Module) and is_diffusers_encoder(encoder) else [decoder]
+
+
+def attach(decoder: nn.Module, settings: Settings | None = None) -> None:
+    """Serve this decoder's calls by our forward where it can; settings override the runtime's. Safe to call twice.
+
+    Raises ValueError if somebody else has replaced its forward.
+    """
+    if not is_attached(decoder):
+        slot = BEHIND_A_HOOK if BEHIND_A_HOOK in decoder.__dict__ else "forward"
+        present = decoder.__dict__.get(slot)
+        if present is not None and getattr(present, "__func__", None) is not type(decoder).forward:
+            raise ValueError(f"somebody else has replaced the VAE decoder's forward ({present!r}); undo that first")
+        decoder.__dict__[slot] = DecoderForward(decoder)
+    runtime.vae.adopt(decoder, settings)
+
+
+def detach(decoder: nn.Module) -> None:
+    """Undo attach: the decoder has its own forward again."""
+    for slot in ("forward", BEHIND_A_HOOK):
+        if isinstance(decoder.__dict__.get(slot), DecoderForward):
+            if slot == "forward":
+                del decoder.__dict__[slot]
+            else:
+                decoder.__dict__[slot] = own_forward(decoder)
+    runtime.vae.release(decoder)
+
+
+def is_attached(decoder: nn.Module) -> bool:
+    return any(isinstance(decoder.__dict__.get(slot), DecoderForward) for slot in ("forward", BEHIND_A_HOOK))

@@ -1,4 +1,0 @@
-"""A small WebUI-compatible host over a diffusers pipeline: how a newcomer sees the product, and what CI drives.
-
-Run it with `python -m lib_onediff.hosts.standalone`. It loads the same scripts/onediff.py as A1111 and Forge do.
-"""

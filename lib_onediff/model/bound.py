@@ -1,0 +1,234 @@
+"""One UNet module in our care: its layout, its bound parameters, and what it remembers between calls."""
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .call import UNetCall
+from .conditioning import PromptMemory, Sighting
+from .forward import Conditioning, condition
+from .identity import UNCOUNTED, Edits, Signature
+from .layout import UNetLayout, UnsupportedUNet
+from .operators import Operators
+from .patches import Habits, Structure, scan
+from .read import read_layout
+from .weights import LAYERS_GONE, Binding
+
+log = logging.getLogger("onediff")
+
+SECONDS_WITHIN_A_SAMPLING = 0.1
+
+
+class BoundUNet:
+    """Keeps layout and binding true to a module that its host may change at any time. Holds no reference to it.
+
+    generation counts the changes of addresses: what was captured under another generation must not be replayed.
+    """
+
+    def __init__(self, unet: nn.Module, habits: Habits = Habits()) -> None:  # noqa: B008
+        self._unet = weakref.ref(unet)
+        self.habits = habits
+        self._structure: Structure | None = None
+        self._sampling_began = True
+        self._last_call_ended = 0.0
+        self._signature: Signature | None = None
+        self._edits: Edits | None = None
+        self._all_edits: Edits | None = None
+        self._channels_last = False
+        self._binding: Binding | None = None
+        self._architecture: str | None = None
+        self._kernel_users: list[Any] = []
+        self._unreadable: str | None = None
+        self._refusal: str | None = None
+        self._last_prompt = Sighting()
+        self._prompts = PromptMemory()
+        self.generation = 0
+        self._samplings = 0
+
+    @property
+    def layout(self) -> UNetLayout:
+        return self.binding.layout
+
+    @property
+    def kernel_users(self) -> list[Any]:
+        """layout.kernel_users(), which takes a millisecond to find."""
+        if not self._kernel_users:
+            self._kernel_users = self.layout.kernel_users()
+        return self._kernel_users
+
+    @property
+    def architecture(self) -> str:
+        if self._architecture is None:
+            self._architecture = self.layout.architecture
+        return self._architecture
+
+    @property
+    def module(self) -> nn.Module:
+        unet = self._unet()
+        if unet is None:
+            raise UnsupportedUNet(LAYERS_GONE)
+        return unet
+
+    @property
+    def channels_last(self) -> bool:
+        """Whether the weights of convolutions were made to lie so."""
+        return self._channels_last
+
+    @property
+    def binding(self) -> Binding:
+        if self._binding is None:
+            raise UnsupportedUNet("this UNet has not been bound yet")
+        return self._binding
+
+    def weights_now(self) -> tuple[int, Edits]:
+        """What the weights are: equal values as long as none was moved, exchanged or, where that can be seen, edited.
+        A tenth of a millisecond."""
+        known = self._all_edits
+        if known is None or (UNCOUNTED not in known.counts and not known.still_true()):
+            self._all_edits = self.binding.all_edits()
+        return self.generation, self._all_edits
+
+    def weights_in_sampling(self) -> tuple[int, Edits, int]:
+        """As weights_now; where edits cannot be seen, also another at every sampling."""
+        generation, edits = self.weights_now()
+        return generation, edits, self._samplings if UNCOUNTED in edits.counts else 0
+
+    def begin_sampling(self) -> None:
+        """The host says that a new sampling starts: look at everything again at the next call."""
+        self._sampling_began = True
+        self._samplings += 1
+        self._prompts.forget()
+
+    def prompt_bytes(self, device: torch.device | None = None) -> int:
+        """Memory of what was computed of prompts alone, on a device or on all."""
+        return self._prompts.bytes(device)
+
+    def drop_prompts(self) -> None:
+        """Give back the memory of prompts that no graph reads."""
+        self._prompts.drop()
+
+    def rest(self) -> None:
+        """A call has ended."""
+        self._last_call_ended = time.perf_counter()
+
+    def layout_now(self) -> UNetLayout:
+        """The layout as the module tree is now. Raises UnsupportedUNet with the reason."""
+        refusal = self._look()
+        if refusal is not None:
+            raise UnsupportedUNet(refusal)
+        return self.layout
+
+    def refresh(self, call: UNetCall, by_content: bool, channels_last: bool = False) -> None:
+        """Make the binding true for this call. Raises UnsupportedUNet with the reason if that is impossible.
+
+        channels_last: how the weights of convolutions are to lie in memory.
+
+        The module tree is looked at when a sampling begins: announced by begin_sampling, or seen by a context tensor
+        that was not there at the last call, or, where every call brings a new one (by_content), by a pause. Then every
+        layer is asked for its parameters; at every other call those that were found are asked where they lie.
+        """
+        # Parameters that have moved within a sampling come with other changes: a LoRA that is applied at every call
+        # from now on, say, because the host has put a part of the weights aside.
+        goes_on = self._goes_on(call, by_content) and self.unmoved()
+        if not goes_on:
+            self._refusal = self._look()
+            self._sampling_began = False
+            self._last_prompt.remember((call.context, call.y))
+        if self._refusal is not None:
+            raise UnsupportedUNet(self._refusal)
+        if self.habits.settle is not None:
+            self.habits.settle(self.binding.layers())
+        if not (self._stands(goes_on) and channels_last == self._channels_last):
+            began = time.perf_counter()
+            try:
+                copied = self.binding.bind(channels_last)
+            except UnsupportedUNet as reason:
+                # It stands for as long as they stay where they are.
+                self._refusal, self._signature = str(reason), self.binding.signature()
+                raise
+            self._signature, self._channels_last = self.binding.signature(), channels_last
+            self.generation += 1
+            milliseconds = (time.perf_counter() - began) * 1e3
+            log.debug("bound %s: %.0f MiB copied in %.0f ms", self.layout.model_name, copied / 2**20, milliseconds)
+
+    def _goes_on(self, call: UNetCall, by_content: bool) -> bool:
+        """Whether this call belongs to the sampling of the last one."""
+        if self._sampling_began:
+            return False
+        if by_content:
+            return time.perf_counter() - self._last_call_ended < SECONDS_WITHIN_A_SAMPLING
+        return self._last_prompt.recognises((call.context, call.y))
+
+    def unmoved(self) -> bool:
+        """Whether the parameters that were bound lie where they lay; half a millisecond."""
+        return self._signature is not None and self._signature.still_true()
+
+    def _stands(self, goes_on: bool) -> bool:
+        """Whether every parameter lies where it lay. Within a sampling, parameters move but are not exchanged."""
+        if self._signature is None:
+            return False
+        if goes_on:
+            # What settles a layer may have given it another parameter.
+            return self.habits.settle is None or self._signature.still_true()
+        self._edits = self._all_edits = None
+        return self._signature == self.binding.signature()
+
+    def _look(self) -> str | None:
+        """Look through the module tree, and read it again if it has changed. Returns why it cannot be run, or None."""
+        unet = self._unet()
+        if unet is None:
+            return "the host has unloaded this UNet"
+        structure = scan(unet, self.habits)
+        if structure.foreign is not None:
+            self.undo_channels_last()
+            return structure.foreign
+        if structure != self._structure:
+            self.undo_channels_last()
+            self._structure, self._binding, self._signature, self._architecture = structure, None, None, None
+            self._unreadable, self._kernel_users, self._edits, self._all_edits = None, [], None, None
+            try:
+                self._binding = Binding(unet, read_layout(unet))
+            except UnsupportedUNet as reason:
+                self._unreadable = str(reason)
+        return self._unreadable
+
+    def conditioning(
+        self, ops: Operators, call: UNetCall, by_content: bool, precision: Hashable = ()
+    ) -> Conditioning:
+        """What depends on the prompt alone, computed only when prompt, weights or precision have changed."""
+        if self._edits is None or not self._edits.still_true():
+            self._edits = self.binding.edits()
+        edits = self._edits
+        if call.context.is_inference() and UNCOUNTED not in edits.counts:
+            # Such a tensor cannot be recognised, but edits of the weights can.
+            by_content = True
+        return self._prompts.conditioning(
+            call.context, call.y, (self.generation, edits, precision), by_content,
+            lambda: condition(self.layout, self.binding.weights(), ops, call.context, call.y),
+        )
+
+    def undo_channels_last(self) -> bool:
+        """Let the host's own forward find the convolutions' weights as torch makes them. Returns whether they moved."""
+        if not self._channels_last or self._binding is None:
+            return False
+        self._binding.turn_convolutions_back()
+        self._signature, self._channels_last = None, False
+        self.generation += 1
+        return True
+
+    def release(self) -> None:
+        """Forget everything and leave ordinary parameters behind, with the same values."""
+        if self._binding is not None:
+            self._binding.unbind()
+        self._structure = self._signature = self._binding = self._architecture = None
+        self._edits = self._all_edits = None
+        self._channels_last = False
+        self._sampling_began = True
+        self._prompts = PromptMemory()
+        self.generation += 1

@@ -1,0 +1,92 @@
+"""What one call of a UNet is, whichever host makes it."""
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+FULL, SHALLOW = "full", "shallow"
+
+
+class DeepFeature:
+    """A deep feature, (batch, channels, height, width), in memory that stays where it is as long as the shape does: a
+    captured graph knows the address alone."""
+
+    def __init__(self) -> None:
+        self.tensor: Tensor | None = None
+
+    def write(self, image: Tensor) -> None:
+        """Keep what is in image. Raises RuntimeError if memory for it would be needed during a capture."""
+        kept = self.tensor
+        if kept is None or (kept.shape, kept.dtype, kept.device) != (image.shape, image.dtype, image.device):
+            if image.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("a deep feature must have its memory before a graph writes it")
+            self.tensor = kept = torch.empty_like(image)
+        kept.copy_(image)
+
+    def read(self) -> Tensor:
+        """The feature, as a tensor of its own: what operators know of an image, they must not know of the next one in
+        the same memory. Raises RuntimeError before the first write."""
+        if self.tensor is None:
+            raise RuntimeError("no deep feature has been written yet")
+        return self.tensor.detach()
+
+    @property
+    def bytes(self) -> int:
+        return 0 if self.tensor is None else self.tensor.nbytes
+
+
+@dataclass(frozen=True)
+class Half:
+    """The full half computes everything and writes the feature; the shallow half reads it. depth: see deepcache.py."""
+
+    depth: int
+    is_shallow: bool
+    feature: DeepFeature
+
+    @property
+    def name(self) -> str:
+        return SHALLOW if self.is_shallow else FULL
+
+    def apart(self) -> Half:
+        """The same half, by which nothing is written that anybody reads."""
+        return self if self.is_shallow else replace(self, feature=DeepFeature())
+
+
+@dataclass(frozen=True)
+class Control:
+    """Residuals from a ControlNet or T2I adapter, each (batch, channels, height, width) or None.
+
+    input[i] is added to what input stage i returns (so the stages after it and its skip both see it), every residual
+    of middle to what the middle stage returns, output[i] to the skip that output stage i takes. A tuple may be
+    shorter than the number of stages.
+    """
+
+    input: tuple[Tensor | None, ...] = ()
+    middle: tuple[Tensor | None, ...] = ()
+    output: tuple[Tensor | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class UNetCall:
+    """The inputs of one denoising call.
+
+    latent: (batch, channels, height, width), in latent pixels.
+    timestep: (batch,), float or integer, in training steps (0 to 1000; may be fractional).
+    context: (batch, tokens, width): the text encoder's output.
+    y: (batch, width) pooled text and size embedding of SDXL-like models, else None.
+    timestep_condition: (batch, width) guidance embedding of LCM-distilled models, else None.
+    control: residuals to add, else None.
+    upcast_attention: compute attention scores in float32 (SD2.1 overflows in float16).
+    half: which half of the UNet is wanted (DeepCache), None for the whole.
+    """
+
+    latent: Tensor
+    timestep: Tensor
+    context: Tensor
+    y: Tensor | None = None
+    timestep_condition: Tensor | None = None
+    control: Control | None = None
+    upcast_attention: bool = False
+    half: Half | None = None

@@ -1,0 +1,134 @@
+"""Where a UNet is in its sampling, and what that means for its next call."""
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from ..call import DeepFeature, Half, UNetCall
+from ..layout import UNetLayout
+from .buffers import Features, Place, Record
+from .forward import deepest
+from .options import DeepCacheChoice
+from .prompts import PromptNumbers
+from .sampling import Sampling
+from .schedule import is_whole, last_whole
+from .timeline import Step, Timeline, timeline_of
+
+UNEQUAL_TIMES = "DeepCache rests: the pictures of this batch are at different steps"
+TILES = "DeepCache rests: an extension calls the UNet several times a step with the same prompt (tiles?)"
+Held = Callable[[], Collection[DeepFeature]]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What DeepCache says of one call. is_whole: whether the schedule wants the whole UNet."""
+
+    step: Step
+    depth: int
+    place: Place
+    record: Record
+    is_whole: bool
+
+    @property
+    def full(self) -> Half:
+        return Half(self.depth, False, self.place.feature)
+
+    @property
+    def shallow(self) -> Half:
+        return Half(self.depth, True, self.place.feature)
+
+    def may_be_shallow(self, weights: Any) -> bool:
+        """Whether this call can do with a feature that is there, made by these weights."""
+        return not self.is_whole and self.record.made_at is not None and self.record.weights == weights
+
+    def prepare(self, half: Half) -> None:
+        """Have the place ready for a half: to be written, or with this call's feature in it."""
+        if half.is_shallow:
+            self.place.bring_back(self.record)
+        else:
+            self.place.make_room(self.record)
+
+    def note_full(self, weights: Any) -> None:
+        """The whole UNet was computed by these weights, and its feature lies in the place."""
+        self.record.made_at, self.record.weights = self.step.index, weights
+
+
+class Course:
+    """The DeepCache of one UNet: it lasts from sampling to sampling.
+
+    reason: why no call of the sampling in progress is shallow; failure: why some are not; each one line for the user.
+    """
+
+    def __init__(self) -> None:
+        self.reason = self.failure = ""
+        self._sampling: Sampling | None = None
+        self._choice: DeepCacheChoice | None = None
+        self._timeline: Timeline | None = None
+        self._features = Features()
+        self._begin_again(())
+
+    def turn(
+        self, choice: DeepCacheChoice, sampling: Sampling, layout: UNetLayout, call: UNetCall, shape: Hashable,
+        by_content: bool, held: Held,
+    ) -> Turn | None:
+        """What to do with a call; None where DeepCache cannot be for this call, and reason says why.
+
+        shape: two calls of the same shape have deep features of the same shape. by_content: see PromptNumbers. held:
+        the features that graphs write and read.
+        """
+        if sampling.why_not:
+            self.rest(held, sampling.why_not)
+            return None
+        time = sampling.read(call.timestep)
+        if time is None:
+            self.reason = UNEQUAL_TIMES
+            return None
+        if sampling is not self._sampling or choice != self._choice:
+            self._sampling, self._choice = sampling, choice
+            self._timeline = timeline_of(sampling.times(), sampling.count())
+            self._begin_again(held())
+        step, jumped = self._timeline.step(time)
+        if jumped:
+            self._begin_again(held())
+        depth = min(choice.depth, deepest(layout))
+        prompt = self._prompts.number(call.context, call.y, by_content)
+        place = self._features.place((shape, depth))
+        self._look_for_tiles(time, (shape, prompt))
+        place.drop_older(last_whole(choice, step))
+        record = place.records.setdefault(prompt, Record())
+        return Turn(step, depth, place, record, bool(self.reason) or is_whole(choice, step))
+
+    def forget(self) -> None:
+        """Trust no feature, and keep none, nor any prompt."""
+        self._features.forget(())
+        self._prompts.forget()
+
+    def bytes(self) -> int:
+        """GPU memory of all deep features, and of the prompts that they belong to."""
+        return self._features.bytes() + self._prompts.bytes()
+
+    def rest(self, held: Held, reason: str = "") -> None:
+        """DeepCache is off, or rests for a reason: what it knew of a sampling is over."""
+        if self._sampling is not None:
+            self._sampling = None
+            self._begin_again(held())
+        self.reason = reason and f"DeepCache rests: {reason}"
+
+    def _begin_again(self, held: Collection[DeepFeature]) -> None:
+        self._features.forget(held)
+        self._prompts = PromptNumbers()
+        self._first_time: float | None = None
+        self._at_first: set[Hashable] = set()
+        self.reason = self.failure = ""
+
+    def _look_for_tiles(self, time: float, what: Hashable) -> None:
+        """At a sampling's first timestep, the same prompt comes once. Later it may come twice: a Heun step ends at the
+        timestep where the next one begins."""
+        if self._first_time is None:
+            self._first_time = time
+        if time == self._first_time:
+            if what in self._at_first:
+                self.reason = TILES
+            self._at_first.add(what)
+

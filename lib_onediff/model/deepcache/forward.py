@@ -1,0 +1,70 @@
+"""The forward pass cut in two (DeepCache, Ma et al. 2023): full emits the deep feature, shallow takes it.
+
+depth counts the input stages, and as many output stages, that run at every step. At depth d the deep feature is the
+image that enters the d-th last output stage: all that the stages below have to say.
+"""
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..call import UNetCall
+from ..forward import Conditioning, Pass, forward
+from ..layout import UNetLayout
+from ..operators import Operators
+from ..weights import Weights
+
+
+def check_depth(layout: UNetLayout, depth: int) -> None:
+    """Raise ValueError unless both halves of the cut are non-empty."""
+    most = len(layout.input_stages) - 1
+    if not 1 <= depth <= most:
+        raise ValueError(f"DeepCache depth is 1 to {most} for this UNet, not {depth}.")
+
+
+def full(
+    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, conditioning: Conditioning, depth: int
+) -> tuple[Tensor, Tensor]:
+    """The whole UNet; returns (output, deep feature). The output is exactly forward's."""
+    check_depth(layout, depth)
+    running = Pass(layout, weights, ops, call, conditioning)
+    stages = len(layout.output_stages)
+    image, skips = running.encode(len(layout.input_stages))
+    shallow_skips, deep_skips = skips[:depth], skips[depth:]
+    deep = running.decode(running.middle(image), deep_skips, range(stages - depth), shallow_skips[-1])
+    output = running.finish(running.decode(deep, shallow_skips, range(stages - depth, stages), None))
+    return output, deep
+
+
+def shallow(
+    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, conditioning: Conditioning, depth: int,
+    deep: Tensor,
+) -> Tensor:
+    """The outer stages only, around a deep feature from an earlier step."""
+    check_depth(layout, depth)
+    running = Pass(layout, weights, ops, call, conditioning)
+    stages = len(layout.output_stages)
+    _, skips = running.encode(depth)
+    return running.finish(running.decode(deep, skips, range(stages - depth, stages), None))
+
+
+def deepest(layout: UNetLayout) -> int:
+    """The largest depth that leaves something to skip."""
+    return len(layout.input_stages) - 1
+
+
+def compute(
+    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, conditioning: Conditioning
+) -> Tensor:
+    """The UNet's output, (batch, out channels, height, width) in the latent's dtype: see forward.forward.
+
+    A full half also writes the call's deep feature, a shallow one reads it. Raises ValueError for a depth that this
+    UNet does not have.
+    """
+    half = call.half
+    if half is None:
+        return forward(layout, weights, ops, call, conditioning)
+    if half.is_shallow:
+        return shallow(layout, weights, ops, call, conditioning, half.depth, half.feature.read())
+    output, deep = full(layout, weights, ops, call, conditioning, half.depth)
+    half.feature.write(deep)
+    return output

@@ -1,0 +1,145 @@
+"""The forward pass of a Stable Diffusion UNet, as pure functions of tensors against a set of operators.
+
+The arithmetic is that of ldm's openaimodel.UNetModel and attention.SpatialTransformer (Rombach et al. 2022), which
+sgm, Forge and diffusers share. What differs from the hosts is only how often things are computed: keys and values of
+the context and the label embedding once per prompt (condition), all time embedding projections in one GEMM.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .call import Control, UNetCall
+from .layers import Layers
+from .layout import UNetLayout
+from .operators import Operators
+from .weights import Weights
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """What depends on the prompt alone.
+
+    key_values: for each cross attention in the layout's order, (batch, tokens, keys then values).
+    label: (batch, embedding width), or None.
+    """
+
+    key_values: tuple[Tensor, ...]
+    label: Tensor | None
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.key_values, *([] if self.label is None else [self.label])]
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Conditioning:
+        """The same with change(tensor) in the place of every tensor."""
+        return Conditioning(tuple(map(change, self.key_values)), None if self.label is None else change(self.label))
+
+
+def condition(layout: UNetLayout, weights: Weights, ops: Operators, context: Tensor, y: Tensor | None) -> Conditioning:
+    """Compute what depends on the prompt alone from context (batch, tokens, width) and y (batch, width)."""
+    dtype = weights[layout.time.first.path].weight.dtype
+    context = context.to(dtype)
+    key_values = tuple(
+        ops.linear(context, weights[attention.key_value.name]) for attention in layout.cross_attentions
+    )
+    label = None
+    if layout.label is not None and y is not None:
+        hidden = ops.silu(ops.linear(y.to(dtype), weights[layout.label.first.path]))
+        label = ops.linear(hidden, weights[layout.label.second.path])
+    return Conditioning(key_values, label)
+
+
+def time_embedding(
+    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, label: Tensor | None
+) -> Tensor:
+    """The embedding of the timestep, with the guidance and label embeddings where there are any: (batch, width)."""
+    time = layout.time
+    waves = ops.sinusoids(call.timestep, time).to(weights[time.first.path].weight.dtype)
+    if time.condition is not None and call.timestep_condition is not None:
+        waves = waves + ops.linear(call.timestep_condition.to(waves.dtype), weights[time.condition.path])
+    embedding = ops.linear(ops.silu(ops.linear(waves, weights[time.first.path])), weights[time.second.path])
+    return embedding if label is None else embedding + label
+
+
+def block_shifts(layout: UNetLayout, weights: Weights, ops: Operators, embedding: Tensor) -> dict[str, Tensor]:
+    """What every residual block adds after its first convolution: its projection of the embedding (batch, width),
+    and that convolution's bias, (batch, channels) each, by the projection's path."""
+    projected = ops.linear(ops.silu(embedding), weights[layout.embeddings.name])
+    blocks = layout.residual_blocks
+    biases = [weights[block.in_convolution.path].bias for block in blocks]
+    if all(bias is not None for bias in biases):
+        projected = projected + ops.join([bias for bias in biases if bias is not None])
+    shifts = projected.split([block.embedding.out_features for block in blocks], dim=1)
+    return {block.embedding.path: shift for block, shift in zip(blocks, shifts, strict=True)}
+
+
+def key_values_by_name(layout: UNetLayout, conditioning: Conditioning) -> dict[str, Tensor]:
+    names = (attention.key_value.name for attention in layout.cross_attentions)
+    return dict(zip(names, conditioning.key_values, strict=True))
+
+
+class Pass:
+    """One forward pass in progress: the inputs that every layer needs, and the way through the layers."""
+
+    def __init__(
+        self, layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, conditioning: Conditioning
+    ) -> None:
+        self.layout, self.weights, self.ops, self.call = layout, weights, ops, call
+        self.control = call.control or Control()
+        embedding = time_embedding(layout, weights, ops, call, conditioning.label)
+        self.layers = Layers(
+            weights, ops, block_shifts(layout, weights, ops, embedding), key_values_by_name(layout, conditioning),
+            call.upcast_attention,
+        )
+
+    def encode(self, stages: int) -> tuple[Tensor, list[Tensor]]:
+        """Run the first input stages; returns the image and a skip from each stage."""
+        image = self.call.latent.to(self.weights[self.layout.out_convolution.path].weight.dtype)
+        skips: list[Tensor] = []
+        for index, stage in enumerate(self.layout.input_stages[:stages]):
+            image = add_residual(self.layers.stage(stage, image, None), self.control.input, index)
+            skips.append(image)
+        return image, skips
+
+    def middle(self, image: Tensor) -> Tensor:
+        image = self.layers.stage(self.layout.middle_stage, image, None)
+        for index in range(len(self.control.middle)):
+            image = add_residual(image, self.control.middle, index)
+        return image
+
+    def decode(self, image: Tensor, skips: list[Tensor], stages: Iterable[int], remaining: Tensor | None) -> Tensor:
+        """Run these output stages, each of which takes the last of skips.
+
+        remaining is the skip that the stage after the last of these will take, if there is one and it is not in
+        skips: the last stage must end at its size.
+        """
+        for index in stages:
+            skip = add_residual(skips.pop(), self.control.output, index)
+            if image.shape[-2:] != skip.shape[-2:]:
+                image = self.ops.resize(image, *skip.shape[-2:])
+            following = skips[-1] if skips else remaining
+            image = self.layers.stage(self.layout.output_stages[index], self.ops.concatenate(image, skip), following)
+        return image
+
+    def finish(self, image: Tensor) -> Tensor:
+        """The output norm and convolution: (batch, out channels, height, width) in the latent's dtype."""
+        layout, weights = self.layout, self.weights
+        image = self.ops.group_norm(image, weights[layout.out_norm.path], layout.out_norm, silu=True)
+        image = self.ops.convolution(image, weights[layout.out_convolution.path], layout.out_convolution)
+        return image.to(self.call.latent.dtype)
+
+def forward(
+    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, conditioning: Conditioning
+) -> Tensor:
+    """The whole UNet: (batch, out channels, height, width) in the latent's dtype, for latents of any size."""
+    running = Pass(layout, weights, ops, call, conditioning)
+    image, skips = running.encode(len(layout.input_stages))
+    image = running.middle(image)
+    return running.finish(running.decode(image, skips, range(len(layout.output_stages)), None))
+
+
+def add_residual(image: Tensor, residuals: tuple[Tensor | None, ...], index: int) -> Tensor:
+    residual = residuals[index] if index < len(residuals) else None
+    return image if residual is None else image + residual.to(image.dtype)

@@ -1,0 +1,117 @@
+"""The layers of a UNet, computed with a set of operators: what happens inside a stage."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .layout import (
+    Convolution,
+    CrossAttention,
+    Downsample,
+    ResidualBlock,
+    SelfAttention,
+    SpatialTransformer,
+    Stage,
+    TransformerBlock,
+    Upsample,
+)
+from .operators import Operators, Rows, Stream
+from .weights import Affine, Weights
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Everything that a stage needs besides its image.
+
+    shifts: what each residual block adds after its first convolution, (batch, channels), by its projection's path.
+    key_values: (batch, tokens, keys then values) of each cross attention, by the name of its fused layer.
+    """
+
+    weights: Weights
+    ops: Operators
+    shifts: Mapping[str, Tensor]
+    key_values: Mapping[str, Tensor]
+    upcast_attention: bool
+
+    def stage(self, stage: Stage, image: Tensor, following: Tensor | None) -> Tensor:
+        """Run one stage. following: the skip that the next stage takes, whose size the image must end at."""
+        for layer in stage:
+            if isinstance(layer, ResidualBlock):
+                image = self._residual_block(layer, image)
+            elif isinstance(layer, SpatialTransformer):
+                image = self._spatial_transformer(layer, image)
+            elif isinstance(layer, Upsample):
+                image = self._upsample(layer, image, following)
+            else:
+                shape: Convolution = layer.convolution if isinstance(layer, Downsample) else layer
+                image = self.ops.convolution(image, self.weights[shape.path], shape)
+        return image
+
+    def _upsample(self, layer: Upsample, image: Tensor, following: Tensor | None) -> Tensor:
+        height, width = image.shape[-2] * 2, image.shape[-1] * 2
+        if layer.resize_before and following is not None:
+            height, width = following.shape[-2:]
+        image = self.ops.resize(image, height, width)
+        return self.ops.convolution(image, self.weights[layer.convolution.path], layer.convolution)
+
+    def _residual_block(self, block: ResidualBlock, image: Tensor) -> Tensor:
+        weights, ops = self.weights, self.ops
+        hidden = ops.group_norm(image, weights[block.in_norm.path], block.in_norm, silu=True)
+        in_weight = weights[block.in_convolution.path].weight
+        hidden = ops.convolution(hidden, Affine(in_weight, None), block.in_convolution)
+        shift = self.shifts[block.embedding.path]
+        hidden = ops.group_norm(hidden, weights[block.out_norm.path], block.out_norm, silu=True, shift=shift)
+        out_weight, out_bias = weights[block.out_convolution.path][:2]
+        hidden = ops.convolution(hidden, Affine(out_weight, None), block.out_convolution)
+        skip = image if block.skip is None else ops.pointwise(image, weights[block.skip.path])
+        return ops.residual_add(skip, hidden, out_bias)
+
+    def _spatial_transformer(self, transformer: SpatialTransformer, image: Tensor) -> Tensor:
+        weights, ops = self.weights, self.ops
+        height, width = image.shape[-2:]
+        hidden = ops.group_norm(image, weights[transformer.norm.path], transformer.norm, silu=False)
+        tokens = ops.linear(ops.image_to_tokens(hidden), weights[transformer.project_in.path])
+        stream = Stream(tokens)
+        for block in transformer.blocks:
+            stream = self._transformer_block(block, stream)
+        tokens = ops.linear(ops.settle(stream), weights[transformer.project_out.path])
+        return ops.residual_add(image, ops.tokens_to_image(tokens, height, width), None)
+
+    def _transformer_block(self, block: TransformerBlock, stream: Stream) -> Stream:
+        weights, ops = self.weights, self.ops
+        query_key_value = weights[block.self_attention.query_key_value.name]
+        stream, normed = ops.layer_norm(stream, weights[block.self_norm.path], block.self_norm, query_key_value)
+        mixed = self._self_attention(block.self_attention, normed)
+        stream = ops.add_linear(stream, mixed, weights[block.self_attention.out.path])
+        query = weights[block.cross_attention.query.path]
+        stream, normed = ops.layer_norm(stream, weights[block.cross_norm.path], block.cross_norm, query)
+        mixed = self._cross_attention(block.cross_attention, normed)
+        stream = ops.add_linear(stream, mixed, weights[block.cross_attention.out.path])
+        into, out = weights[block.feed_forward_in.path], weights[block.feed_forward_out.path]
+        stream, normed = ops.layer_norm(stream, weights[block.feed_forward_norm.path], block.feed_forward_norm, into)
+        return ops.add_linear(stream, ops.geglu(ops.linear(normed, into), out), out)
+
+    def _self_attention(self, attention: SelfAttention, tokens: Rows) -> Tensor:
+        fused = self.ops.linear(tokens, self.weights[attention.query_key_value.name])
+        query, key, value = (split_heads(part, attention.heads) for part in fused.chunk(3, dim=-1))
+        return join_heads(self.ops.attention(query, key, value, self.upcast_attention))
+
+    def _cross_attention(self, attention: CrossAttention, tokens: Rows) -> Tensor:
+        query = split_heads(self.ops.linear(tokens, self.weights[attention.query.path]), attention.heads)
+        key, value = (
+            split_heads(part, attention.heads)
+            for part in self.key_values[attention.key_value.name].chunk(2, dim=-1)
+        )
+        return join_heads(self.ops.attention(query, key, value, self.upcast_attention))
+
+
+def split_heads(tokens: Tensor, heads: int) -> Tensor:
+    """(batch, tokens, heads * width) -> (batch, heads, tokens, width)."""
+    return tokens.view(*tokens.shape[:-1], heads, -1).transpose(1, 2)
+
+
+def join_heads(tokens: Tensor) -> Tensor:
+    """(batch, heads, tokens, width) -> (batch, tokens, heads * width)."""
+    return tokens.transpose(1, 2).flatten(2)

@@ -1,0 +1,1 @@
+"""The VAE's network: layout, readers and forward, as in model/."""

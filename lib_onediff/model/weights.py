@@ -1,0 +1,257 @@
+"""Bind a host's parameters to a layout: fuse by view, and notice moves, swaps and edits.
+
+A binding keeps no tensor. The host's parameters own their storage (after fusing: a few share one storage), every call
+reads them anew, and a fused weight is reconstructed as a view over its members. So an in-place edit is seen at once,
+and nothing of ours keeps an unloaded model's memory alive.
+"""
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .identity import Edits, Signature
+from .layout import Convolution, FusedLinear, UnsupportedUNet
+
+BOUND_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Float8Weight(NamedTuple):
+    """The weight of a linear layer in float8 (e4m3): values (out, in), and scales (1, out) in float32."""
+
+    values: Tensor
+    scales: Tensor
+
+
+class Affine(NamedTuple):
+    """A weight and its bias, or None where the layer has no bias; and the weight in float8, where it is wanted so."""
+
+    weight: Tensor
+    bias: Tensor | None
+    float8: Float8Weight | None = None
+
+
+Weights = dict[str, Affine]
+PARTLY_LOADED = (
+    "a part of the UNet's weights is not on the GPU (low VRAM): the WebUI moves it there at every call"
+)
+LAYERS_GONE = "the host has replaced or unloaded layers of this UNet"
+
+
+class Layout(Protocol):
+    """What a binding needs to know of a network: which leaf modules hold its parameters, and how they are grouped."""
+
+    def leaves(self) -> Sequence[Any]:
+        """Every description of a module that holds parameters, each once."""
+
+    def fusions(self) -> Sequence[FusedLinear]:
+        """Every group of linear layers that is to lie in one tensor."""
+
+    def prompt_paths(self) -> Collection[str]:
+        """The leaves of whose outputs some are kept from call to call."""
+
+
+class Binding:
+    """The parameters of one module, in the order and grouping that a layout gives them."""
+
+    def __init__(self, module: nn.Module, layout: Layout) -> None:
+        self.layout: Any = layout
+        leaves = layout.leaves()
+        self._leaves = [(leaf.path, weakref.ref(module.get_submodule(leaf.path))) for leaf in leaves]
+        self._fusions = layout.fusions()
+        prompt_paths = layout.prompt_paths()
+        self._prompt_leaves = [(path, leaf) for path, leaf in self._leaves if path in prompt_paths]
+        self._convolution_paths = [leaf.path for leaf in leaves if isinstance(leaf, Convolution) and leaf.kernel > 1]
+        self._by_path = dict(self._leaves)
+        self._turned: set[str] = set()
+
+    def bind(self, channels_last: bool = False) -> int:
+        """Let the members of every fused layer share one storage, and the convolutions' weights lie channels-last, or
+        as torch makes them; what already does is left as it is.
+
+        Returns the bytes that were copied. Parameters are re-pointed (Parameter.data), never written: a host may keep
+        the old storage as its backup. Raises UnsupportedUNet if the parameters are of a dtype that we do not run, or
+        lie on several devices.
+        """
+        self.refuse_mixture()
+        affines = self._affines()
+        if channels_last:
+            copied = self._turn_convolutions()
+        else:
+            copied = self.turn_convolutions_back()
+        for fusion in self._fusions:
+            copied += fuse([affines[member.path].weight for member in fusion.members])
+            biases = [affines[member.path].bias for member in fusion.members]
+            if any(bias is not None for bias in biases):
+                copied += fuse([bias for bias in biases if bias is not None])
+        return copied
+
+    def unbind(self) -> None:
+        """Give every fused parameter a storage of its own again, and every convolution its usual memory format."""
+        self.turn_convolutions_back()
+        fused_paths = {member.path for fusion in self._fusions for member in fusion.members}
+        for path, leaf in self._leaves:
+            if path in fused_paths and leaf() is not None:
+                for parameter in self._parameters(leaf):
+                    if parameter is not None and shares_storage(parameter):
+                        with torch.no_grad(), torch.inference_mode(parameter.is_inference()):
+                            parameter.data = parameter.detach().clone()
+
+    def _turn_convolutions(self) -> int:
+        """Let the weights of all convolutions that are not 1x1 lie channels-last. Returns the bytes copied."""
+        return sum(self._turn(path, torch.channels_last) for path in self._convolution_paths)
+
+    def turn_convolutions_back(self) -> int:
+        """Let what we have turned lie as it did; a host may hold others channels-last by itself. Returns the bytes
+        copied."""
+        copied = sum(self._turn(path, torch.contiguous_format) for path in list(self._turned))
+        self._turned.clear()
+        return copied
+
+    def _turn(self, path: str, memory_format: torch.memory_format) -> int:
+        leaf = self._by_path[path]
+        if leaf() is None:
+            return 0
+        weight = self._parameters(leaf)[0]
+        if weight.is_contiguous(memory_format=memory_format):
+            return 0
+        with torch.no_grad(), torch.inference_mode(weight.is_inference()):
+            weight.data = weight.detach().contiguous(memory_format=memory_format)
+        self._turned.add(path)
+        return weight.numel() * weight.element_size()
+
+    def layers(self) -> list[nn.Module]:
+        """The host's modules that hold the parameters. Drop the result after the call."""
+        return [layer for layer in (reference() for _, reference in self._leaves) if layer is not None]
+
+    def signature(self) -> Signature:
+        """Where every parameter lies now. Changes when the host moves, casts or swaps one: half a millisecond for SDXL.
+
+        Raises UnsupportedUNet if a layer is gone.
+        """
+        return Signature(present_parameters(self._leaves))
+
+    def edits(self) -> Edits:
+        """How the attention's and the label embedding's parameters stand now.
+
+        Keys and values of a prompt are computed once and kept; they are stale as soon as this changes.
+        """
+        return Edits(present_parameters(self._prompt_leaves))
+
+    def all_edits(self) -> Edits:
+        """How every parameter stands now."""
+        return Edits(present_parameters(self._leaves))
+
+    def weights(self) -> Weights:
+        """Every layer's tensors by path, and every fused layer's by its name. Drop the result after the call.
+
+        Raises UnsupportedUNet if a fused layer's members no longer lie together (bind again).
+        """
+        affines = self._affines()
+        for fusion in self._fusions:
+            affines[fusion.name] = joined_affine(fusion, affines)
+        return affines
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._first_weight().dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._first_weight().device
+
+    def _first_weight(self) -> Tensor:
+        return self._parameters(self._leaves[0][1])[0]
+
+    def _affines(self) -> Weights:
+        return {path: Affine(*self._parameters(leaf)) for path, leaf in self._leaves}
+
+    @staticmethod
+    def _parameters(leaf: weakref.ref) -> tuple[nn.Parameter, nn.Parameter | None]:
+        module = leaf()
+        if module is None:
+            raise UnsupportedUNet(LAYERS_GONE)
+        parameters = module._parameters
+        return parameters["weight"], parameters.get("bias")
+
+    def refuse_mixture(self) -> None:
+        """Raise UnsupportedUNet if the parameters are of a dtype that we do not run, or lie on several devices."""
+        for path, affine in self._affines().items():
+            for parameter in affine:
+                if parameter is None:
+                    continue
+                if type(parameter.data) is not Tensor or parameter.dtype not in BOUND_DTYPES:
+                    raise UnsupportedUNet(f"{path} is stored as {describe_storage(parameter)}, which we do not run")
+                devices = {parameter.device.type, self.device.type}
+                if parameter.device != self.device and "meta" not in devices:
+                    raise UnsupportedUNet(PARTLY_LOADED)
+                if (parameter.device, parameter.dtype) != (self.device, self.dtype):
+                    raise UnsupportedUNet(
+                        f"its parameters are mixed: {self.dtype} on {self.device}, "
+                        f"but {path} is {parameter.dtype} on {parameter.device}"
+                    )
+        if self.device.type == "meta":
+            raise UnsupportedUNet("its parameters are not loaded (they are on the meta device)")
+
+
+def present_parameters(leaves: list[tuple[str, weakref.ref]]) -> list[nn.Parameter]:
+    """The parameters of these layers as they are now. Raises UnsupportedUNet if a layer is gone."""
+    try:
+        return [
+            parameter for _, leaf in leaves for parameter in leaf()._parameters.values() if parameter is not None
+        ]
+    except AttributeError as gone:
+        raise UnsupportedUNet(LAYERS_GONE) from gone
+
+
+def describe_storage(parameter: Tensor) -> str:
+    kind = type(parameter.data)
+    return str(parameter.dtype).removeprefix("torch.") if kind is Tensor else kind.__name__
+
+
+def shares_storage(parameter: Tensor) -> bool:
+    return parameter.untyped_storage().nbytes() > parameter.numel() * parameter.element_size()
+
+
+def fuse(parameters: list[Tensor]) -> int:
+    """Re-point parameters to slices of one new tensor, unless they already lie together. Returns the bytes copied."""
+    if joined(parameters) is not None:
+        return 0
+    with torch.no_grad(), torch.inference_mode(parameters[0].is_inference()):
+        together = torch.cat([parameter.detach() for parameter in parameters])
+        start = 0
+        for parameter in parameters:
+            parameter.data = together[start:start + parameter.shape[0]]
+            start += parameter.shape[0]
+    return together.numel() * together.element_size()
+
+
+def joined(parameters: list[Tensor]) -> Tensor | None:
+    """One view, (sum of rows, ...), over tensors that lie one after the other in one storage, else None."""
+    first = parameters[0]
+    storage, offset = first.untyped_storage().data_ptr(), first.storage_offset()
+    for parameter in parameters:
+        beside = parameter.untyped_storage().data_ptr() == storage and parameter.storage_offset() == offset
+        if not beside or parameter.dtype != first.dtype or not parameter.is_contiguous():
+            return None
+        offset += parameter.numel()
+    rows = sum(parameter.shape[0] for parameter in parameters)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+def joined_affine(fusion: FusedLinear, affines: Weights) -> Affine:
+    weight = joined([affines[member.path].weight for member in fusion.members])
+    if weight is None:
+        raise UnsupportedUNet(f"the weights of {fusion.name} no longer lie together")
+    biases = [affines[member.path].bias for member in fusion.members]
+    if all(bias is None for bias in biases):
+        return Affine(weight, None)
+    if any(bias is None for bias in biases):
+        raise UnsupportedUNet(f"{fusion.name} has a bias on some of its layers only")
+    bias = joined([bias for bias in biases if bias is not None])
+    if bias is None:
+        raise UnsupportedUNet(f"the biases of {fusion.name} no longer lie together")
+    return Affine(weight, bias)

@@ -1,0 +1,150 @@
+"""Compile the kernels that a network needs side by side, before its first call waits for one after the other."""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from ..model.layout import CrossAttention, GroupNorm, LayerNorm
+from ..model.operators import Stream
+from .quantized import kernels as triton_float8
+from .triton import attention as triton_attention
+from .triton import group_norm as triton_group_norm
+from .triton import images as triton_images
+from .triton import partial_statistics as triton_strips
+from .triton import tokens as triton_tokens
+from .triton.launch_config import (
+    ADDITION,
+    APPLICATION,
+    FEED_FORWARD,
+    GEGLU,
+    LARGE,
+    LAYER_NORM,
+    LIBRARY,
+    MEASURED_ADDITION,
+    SMALL,
+    STATISTICS,
+    Launches,
+    attention_kernel,
+    row_class,
+)
+from .tuning_cache import Choices
+
+MOST_THREADS = 8
+SIDE = 4
+
+
+def compile_kernels(
+    users: Iterable[Any], dtype: torch.dtype, device: torch.device, cuts: Launches | None = None,
+    float8: bool = False,
+) -> None:
+    """Launch every kernel that a network with these layers (unet.layout) needs once, on a few numbers.
+
+    cuts: how they are cut, None for their first choice. float8: also those of ops.float8_ops. What was compiled before
+    costs a millisecond. Raises what Triton raises.
+    """
+    network, chosen = list(users), cuts or Launches(Choices())
+    first, *others = launches(network, dtype, device, chosen)
+    if float8:
+        others += float8_launches(network, dtype, device, chosen)
+    # Triton sets itself up in the first launch of all, and not for several threads at once.
+    launch(first, device)
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "onediff-kernels") as pool:
+        for done in [pool.submit(launch, other, device) for other in others]:
+            done.result()
+
+
+def launch(work: Callable[[], object], device: torch.device) -> None:
+    with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
+        work()
+        torch.cuda.current_stream().synchronize()
+
+
+def launches(
+    users: list[Any], dtype: torch.dtype, device: torch.device, cuts: Launches
+) -> list[Callable[[], object]]:
+    """One launch for each kernel as Triton specialises it: by block sizes, not by sizes of images or layers."""
+
+    def image(channels: int) -> torch.Tensor:
+        return torch.zeros((1, channels, SIDE, SIDE), dtype=dtype, device=device).to(memory_format=torch.channels_last)
+
+    def of_channels(channels: int) -> torch.Tensor:
+        return torch.zeros(channels, dtype=dtype, device=device)
+
+    def large(norm: GroupNorm, shape_class: str) -> object:
+        return triton_group_norm.large_group_norm(
+            *of_norm(norm), statistics_cut=cuts.of(STATISTICS, shape_class, dtype),
+            application_cut=cuts.of(APPLICATION, shape_class, dtype),
+        )
+
+    def of_norm(norm: GroupNorm) -> tuple:
+        count = norm.channels
+        return image(count), None, of_channels(count), of_channels(count), norm.groups, norm.eps, False, None
+
+    def add(shape_class: str) -> object:
+        of_sum = image(channels), image(channels), of_channels(channels), image(channels)
+        triton_images.add(*of_sum, cuts.of(ADDITION, shape_class, dtype))
+        return triton_strips.add_and_measure(*of_sum, cuts.of(MEASURED_ADDITION, shape_class, dtype))
+
+    def layer_norm(width: int) -> object:
+        tokens = torch.zeros((SIDE, width), dtype=dtype, device=device)
+        cut = cuts.of(LAYER_NORM, row_class(width), dtype)
+        stream, _ = triton_tokens.layer_norm(Stream(tokens), of_channels(width), of_channels(width), 1e-5, cut)
+        return triton_tokens.settle(stream, cut)
+
+    def geglu(width: int) -> object:
+        hidden = torch.zeros((SIDE, 2 * width), dtype=dtype, device=device)
+        return triton_tokens.geglu(hidden, cuts.of(GEGLU, row_class(width), dtype))
+
+    def attend(head_width: int) -> object:
+        cut = cuts.of(attention_kernel(head_width), str(head_width), dtype)
+        # Strides as they are in a network: Triton compiles another kernel for those that are no multiples of 16.
+        tokens = torch.zeros((1, SIDE, 3, 16, head_width), dtype=dtype, device=device).transpose(1, 3)
+        query, key, value = (tokens[:, :, part] for part in range(3))
+        return None if cut == LIBRARY else triton_attention.attention(query, key, value, cut)
+
+    norms = [leaf for leaf in users if isinstance(leaf, GroupNorm)]
+    channels = norms[0].channels
+    by_block = {triton_group_norm.join_block(found.channels // found.groups): found for found in norms}
+    by_width = {
+        found.channels // found.groups: found for found in norms
+        if found.channels // found.groups >= triton_group_norm.SMALL_IMAGE_GROUP_WIDTH
+    }
+    widths = {row_class(leaf.width): leaf.width for leaf in users if isinstance(leaf, LayerNorm)}
+    heads = {user.head_width for user in users if isinstance(user, CrossAttention)}
+    any_norm = norms[0]
+    return [
+        lambda: add(SMALL),
+        lambda: add(LARGE),
+        lambda: triton_images.resize(image(channels), 2 * SIDE, 2 * SIDE),
+        lambda: large(any_norm, LARGE),
+        *(lambda norm=norm: large(norm, SMALL) for norm in by_block.values()),
+        *(lambda norm=norm: triton_group_norm.small_image_group_norm(*of_norm(norm)) for norm in by_width.values()),
+        *(lambda width=width: layer_norm(width) for width in widths.values()),
+        *(lambda width=width: geglu(FEED_FORWARD * width) for width in widths.values()),
+        *(lambda width=width: attend(width) for width in sorted(heads) if dtype in triton_attention.DTYPES),
+    ]
+
+
+def float8_launches(
+    users: list[Any], dtype: torch.dtype, device: torch.device, cuts: Launches
+) -> list[Callable[[], object]]:
+    """As launches, for what the operators in float8 have besides."""
+
+    def of_width(width: int) -> object:
+        tokens, weight = (torch.zeros(shape, dtype=dtype, device=device) for shape in ((SIDE, width), (width,)))
+        cut = cuts.of(LAYER_NORM, row_class(width), dtype)
+        triton_float8.layer_norm(Stream(tokens, None, weight, tokens.clone()), weight, weight, 1e-5, cut)
+        return rounded(torch.zeros((SIDE, 2 * FEED_FORWARD * width), dtype=dtype, device=device), width)
+
+    def rounded(hidden: torch.Tensor, width: int) -> object:
+        gated = triton_float8.geglu(hidden)
+        triton_float8.rounded_rows(hidden[:, :FEED_FORWARD * width].contiguous(), *gated[:2])
+        narrow = triton_float8.empty_rows(hidden, width)
+        return triton_float8.rounded_rows(hidden[:, :width].contiguous(), *narrow[:2])
+
+    widths = {row_class(leaf.width): leaf.width for leaf in users if isinstance(leaf, LayerNorm)}
+    return [lambda width=width: of_width(width) for width in widths.values()]

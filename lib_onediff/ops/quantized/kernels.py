@@ -1,0 +1,145 @@
+"""Rows of tokens in float8, made where they are computed: layer norm, GEGLU, and plain rows."""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...model.operators import Float8Tokens, Stream
+from ..triton.launch_config import LAYER_NORM, Cut
+from ..triton.tokens import owed_vector
+from .scaled_mm import LARGEST, SMALLEST_MAXIMUM
+
+FLOAT8 = torch.float8_e4m3fn
+# Columns that four warps hold in their registers.
+FEW_COLUMNS = 2048
+
+
+@triton.jit
+def scale_of(numbers, valid, SMALLEST: tl.constexpr, LARGEST: tl.constexpr):
+    """(rows, 1): by what float8 values are multiplied to give these rows of numbers."""
+    return tl.maximum(tl.max(tl.where(valid, tl.abs(numbers), 0.0), 1), SMALLEST)[:, None] / LARGEST
+
+
+@triton.jit(do_not_specialize=["rows", "has_owed", "has_addend", "has_update", "has_bias"])
+def layer_norm_rows(
+    tokens, update, owed, addend, weight, bias, owed_now, values, scales, rows, width, has_owed, has_addend,
+    has_update, has_bias, eps, BLOCK: tl.constexpr, ROWS: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
+):
+    """The layer norm of tokens + update + owed + addend; tokens + update into tokens, owed + addend into owed_now."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = column < width
+    valid = (row < rows) & inside
+    place = row * width + column
+    vector = owed_vector(owed, addend, column, inside, has_owed, has_addend)
+    tl.store(owed_now + column, vector, inside & (tl.program_id(0) == 0))
+    numbers = tl.load(tokens + place, valid, 0.0).to(tl.float32)
+    numbers += tl.load(update + place, valid & (has_update != 0), 0.0).to(tl.float32)
+    tl.store(tokens + place, numbers.to(tokens.dtype.element_ty), valid & (has_update != 0))
+    numbers += vector
+    mean = tl.sum(numbers, 1) / width
+    distance = tl.where(inside, numbers - mean[:, None], 0.0)
+    deviation = tl.rsqrt(tl.sum(distance * distance, 1) / width + eps)
+    factor = tl.load(weight + column, inside, 0.0).to(tl.float32)
+    offset = tl.load(bias + column, inside & (has_bias != 0), 0.0).to(tl.float32)
+    normed = distance * deviation[:, None] * factor + offset
+    scale = scale_of(normed, valid, SMALLEST, LARGEST)
+    tl.store(values + place, (normed / scale).to(tl.float8e4nv), valid)
+    tl.store(scales + row, scale, row < rows)
+
+
+@triton.jit
+def gated(source, width, column, inside):
+    value = tl.load(source + column, inside, 0.0).to(tl.float32)
+    gate = tl.load(source + width + column, inside, 0.0).to(tl.float32)
+    return value * 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+
+
+@triton.jit
+def geglu_row(
+    tokens, values, scales, width, BLOCK: tl.constexpr, REST: tl.constexpr, LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr,
+):
+    """One row in two pieces, BLOCK <= width < 2 * BLOCK: a piece has a power of two of columns, and the error function
+    of columns that are not there costs as much as of others."""
+    row = tl.program_id(0).to(tl.int64)
+    source = tokens + row * 2 * width
+    first = tl.arange(0, BLOCK)[None, :]
+    number = gated(source, width, first, first < width)
+    scale = scale_of(number, first < width, SMALLEST, LARGEST)
+    if REST:
+        second = BLOCK + tl.arange(0, REST)[None, :]
+        further = gated(source, width, second, second < width)
+        scale = tl.maximum(scale, scale_of(further, second < width, SMALLEST, LARGEST))
+        tl.store(values + row * width + second, (further / scale).to(tl.float8e4nv), second < width)
+    tl.store(values + row * width + first, (number / scale).to(tl.float8e4nv), first < width)
+    tl.store(scales + row + tl.zeros((1, 1), tl.int32), scale)
+
+
+@triton.jit
+def plain_row(
+    tokens, values, scales, width, BLOCK: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)[None, :]
+    numbers = tl.load(tokens + row * width + column, column < width, 0.0).to(tl.float32)
+    scale = scale_of(numbers, column < width, SMALLEST, LARGEST)
+    tl.store(values + row * width + column, (numbers / scale).to(tl.float8e4nv), column < width)
+    tl.store(scales + row + tl.zeros((1, 1), tl.int32), scale)
+
+
+def layer_norm(
+    stream: Stream, weight: Tensor, bias: Tensor | None, eps: float, cut: Cut = LAYER_NORM.candidates[0]
+) -> tuple[Stream, Float8Tokens]:
+    """The stream, owed one vector in float32 and no update, and its layer norm in float8.
+
+    Writes the update into the stream's tokens, where there is one. Tokens and update must be contiguous.
+    """
+    tokens, owed, addend, update = stream
+    width, (rows_together, warps) = tokens.shape[-1], cut
+    normed = empty_rows(tokens, width)
+    rows = len(normed.values)
+    owed_now = torch.empty(width, device=tokens.device, dtype=torch.float32)
+    # Triton compiles a kernel for each set of types: what is not there is stood for by something of its type.
+    layer_norm_rows[(triton.cdiv(rows, rows_together),)](
+        tokens, tokens if update is None else update, owed_now if owed is None else owed,
+        weight if addend is None else addend, weight, weight if bias is None else bias, owed_now, normed.values,
+        normed.scales, rows, width, int(owed is not None), int(addend is not None), int(update is not None),
+        int(bias is not None), eps, triton.next_power_of_2(width), rows_together, LARGEST, SMALLEST_MAXIMUM,
+        num_warps=warps,
+    )
+    return Stream(tokens, owed_now), normed
+
+
+def geglu(tokens: Tensor) -> Float8Tokens:
+    """(..., 2 n) -> (..., n) in float8: the first half times the GELU (erf form) of the second."""
+    width = tokens.shape[-1] // 2
+    output = empty_rows(tokens, width)
+    block = 1 << (width.bit_length() - 1)
+    rest = 0 if block == width else triton.next_power_of_2(width - block)
+    geglu_row[(len(output.values),)](
+        tokens, output.values, output.scales, width, block, rest, LARGEST, SMALLEST_MAXIMUM, num_warps=warps_for(width)
+    )
+    return output
+
+
+def rounded_rows(rows: Tensor, values: Tensor, scales: Tensor) -> None:
+    """As float8.rounded_rows, into tensors that are there: values (rows, width), scales of as many numbers as rows."""
+    width = rows.shape[1]
+    plain_row[(len(rows),)](
+        rows, values, scales, width, triton.next_power_of_2(width), LARGEST, SMALLEST_MAXIMUM,
+        num_warps=warps_for(width),
+    )
+
+
+def warps_for(width: int) -> int:
+    return 4 if width <= FEW_COLUMNS else 8
+
+
+def empty_rows(tokens: Tensor, width: int) -> Float8Tokens:
+    """As many rows as there are tokens, of another width."""
+    shape = tokens.shape[:-1]
+    values = torch.empty((shape.numel(), width), device=tokens.device, dtype=FLOAT8)
+    return Float8Tokens(values, torch.empty((len(values), 1), device=tokens.device, dtype=torch.float32), tuple(shape))

@@ -1,0 +1,1 @@
+"""Our Triton kernels, a file for each family, and the operators that launch them."""

@@ -1,0 +1,90 @@
+"""How each kernel cuts its work into programs: a choice for each class of shapes, measured once on a GPU.
+
+This knows no Triton: what was measured lies in the store, by names.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..tuning_cache import Choices
+
+Cut = tuple[int, ...]
+SMALL, LARGE = "small", "large"
+LARGE_IMAGE_PIXELS = 48 * 48
+# How many times wider than its tokens a feed-forward is.
+FEED_FORWARD = 4
+WIDEST_SMALL_HEAD = 64
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """candidates: what can be chosen; the first was the best on most shapes of an H200."""
+
+    name: str
+    candidates: tuple[Cut, ...]
+
+
+# (rows of pixels, warps)
+STATISTICS = Kernel("group norm statistics", ((8, 1), (16, 1), (16, 2), (32, 2), (32, 4)))
+APPLICATION = Kernel("group norm application", ((32, 4), (16, 1), (32, 2), (64, 4), (64, 8)))
+MEASURED_ADDITION = Kernel("measured addition", ((8, 1), (16, 1), (16, 2), (32, 2), (32, 4)))
+ADDITION = Kernel("addition", ((64, 4), (32, 4), (32, 2), (128, 8)))
+# (tokens, warps)
+LAYER_NORM = Kernel("layer norm", ((2, 2), (1, 1), (1, 4), (4, 4)))
+# (queries, keys, warps, stages), or what ops.attention has chosen. Wide heads may not fit into a processor's memory.
+LIBRARY: Cut = (0,)
+ATTENTION = Kernel("attention over few keys", ((64, 64, 4, 2), (64, 128, 4, 1), (128, 128, 8, 1), LIBRARY))
+WIDE_ATTENTION = Kernel("attention over few keys", (LIBRARY, (64, 64, 4, 2), (64, 64, 4, 1), (64, 128, 8, 1)))
+# (columns, warps)
+GEGLU = Kernel("geglu", ((512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 8)))
+
+
+class Launches:
+    """The cut of every kernel, by its class of shapes: an image's size, or the width of a row of tokens."""
+
+    def __init__(self, choices: Choices) -> None:
+        self._choices = choices
+        self._known: dict[tuple[str, str, torch.dtype], Cut] = {}
+
+    def of(self, kernel: Kernel, shape_class: str, dtype: torch.dtype) -> Cut:
+        """The cut that was chosen, or the kernel's first."""
+        known = self._known.get((kernel.name, shape_class, dtype))
+        return known or self.chosen(kernel, shape_class, dtype) or kernel.candidates[0]
+
+    def chosen(self, kernel: Kernel, shape_class: str, dtype: torch.dtype) -> Cut | None:
+        """The cut that was chosen; None where nothing was measured."""
+        value = self._choices.get(choice_name(kernel, shape_class, dtype))
+        cut = tuple(value) if isinstance(value, list) else None
+        if cut not in kernel.candidates:
+            return None
+        self._known[kernel.name, shape_class, dtype] = cut
+        return cut
+
+    def forget(self) -> None:
+        """Ask for every choice again."""
+        self._known = {}
+
+    def choose(self, kernel: Kernel, shape_class: str, dtype: torch.dtype, cut: Cut) -> None:
+        """Cut it so from now on; graphs that were captured before stay as they are."""
+        self._known.pop((kernel.name, shape_class, dtype), None)
+        self._choices.set(choice_name(kernel, shape_class, dtype), list(cut))
+
+
+def image_class(pixels: int) -> str:
+    return LARGE if pixels >= LARGE_IMAGE_PIXELS else SMALL
+
+
+def attention_kernel(head_width: int) -> Kernel:
+    """The kernel by which heads of this width attend to few keys."""
+    return ATTENTION if head_width <= WIDEST_SMALL_HEAD else WIDE_ATTENTION
+
+
+def row_class(width: int) -> str:
+    """The next power of two: rows of one class are done by the same kernel."""
+    return str(1 << (width - 1).bit_length())
+
+
+def choice_name(kernel: Kernel, shape_class: str, dtype: torch.dtype) -> str:
+    return f"kernel {kernel.name}, {shape_class}, {str(dtype).removeprefix('torch.')}"

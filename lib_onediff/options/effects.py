@@ -1,0 +1,215 @@
+"""What a choice of precision does on this machine: why it does nothing, where it does nothing, and how all stands.
+
+Read in torch's sources: cuBLAS sums in float16 where allow_fp16_accumulation is set (torch 2.7 and newer, compute
+capability 7.0 and newer, not on AMD). cuDNN is asked for float32 sums by every torch, through either of its interfaces;
+TORCH_CUDNN_V8_API_DISABLED, which every torch from 2.1 to 2.13 reads once, chooses the interface and so the kernels,
+but not the sums.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..ops.precision import AUTO, BF16_REDUCTION, FP16_REDUCTION, HALF, HALF_SUMS, ON, SWITCHES, TF32_MATMUL
+from ..ops.requirements import release, written
+
+FLOAT8_TORCH = (2, 5)
+CUDNN_V8_DISABLED = "TORCH_CUDNN_V8_API_DISABLED"
+ONEFLOW_CUTLASS = "ONEFLOW_KERENL_CONV_ENABLE_CUTLASS_IMPL"
+AMD_TF32 = "HIPBLASLT_ALLOW_TF32"
+HALF_SUMS_FROM, TF32_FROM, BF16_FROM, FLOAT8_FROM = (7, 0), (8, 0), (8, 0), (8, 9)
+# GPUs whose tensor cores sum float16 products in float32 at half their speed: the GeForce and workstation ones.
+HALF_RATE = {(7, 5), (8, 6), (8, 9), (12, 0)}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """capability: of the GPU that torch uses, or None where it can use none. switches: those that this torch has."""
+
+    torch: str
+    gpu: str
+    capability: tuple[int, int] | None
+    amd: bool
+    switches: frozenset[str]
+    oneflow: bool = False
+
+    @classmethod
+    def now(cls, oneflow: bool = False) -> Machine:
+        """This machine. oneflow: whether OneFlow is what computes."""
+        gpu, capability = "", None
+        if torch.cuda.is_available():
+            try:
+                gpu, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+            except RuntimeError:
+                # A GPU that does not start.
+                capability = None
+        switches = frozenset(name for name, switch in SWITCHES.items() if switch.read() is not None)
+        return cls(torch.__version__, gpu, capability, torch.version.hip is not None, switches, oneflow)
+
+
+def why_no_effect(
+    option: str, value: str, machine: Machine | None = None, dtype: torch.dtype | None = None
+) -> str | None:
+    """Why an option of settings.Settings at this value changes nothing here, in one sentence; None if it does.
+
+    A value that leaves everything as it is needs no reason. dtype: the model's, where it is known. Options that are
+    none of precision's have no reason either.
+    """
+    machine = machine or Machine.now()
+    judge = JUDGES.get(option)
+    return None if judge is None else judge(value, machine, dtype)
+
+
+def of_matmul(value: str, machine: Machine, dtype: torch.dtype | None) -> str | None:
+    if value != HALF or machine.oneflow:
+        return None
+    return (
+        no_nvidia(machine)
+        or missing(machine, HALF_SUMS, "2.7")
+        or too_old(machine, HALF_SUMS_FROM, "cuBLAS sums in half precision")
+        or other_dtype(dtype, torch.float16, "Half precision sums exist for float16 alone")
+    )
+
+
+def of_convolution(value: str, machine: Machine, dtype: torch.dtype | None) -> str | None:
+    if value != HALF:
+        return None
+    if not machine.oneflow:
+        return (
+            "PyTorch asks cuDNN for float32 sums whatever is set, through either of cuDNN's interfaces "
+            f"({CUDNN_V8_DISABLED} chooses between the two, and only that). OneFlow alone can sum convolutions in half "
+            "precision, and it is not what computes here."
+        )
+    if os.environ.get(ONEFLOW_CUTLASS) != "1":
+        return (
+            "OneFlow looks at this for its CUTLASS convolutions alone; they need "
+            f"{ONEFLOW_CUTLASS}=1 before the WebUI is started."
+        )
+    return None
+
+
+def of_reduction(value: str, machine: Machine, dtype: torch.dtype | None) -> str | None:
+    if value == AUTO:
+        return None
+    name, since = (BF16_REDUCTION, "1.13") if dtype == torch.bfloat16 else (FP16_REDUCTION, "1.10")
+    reason = no_nvidia(machine) or missing(machine, name, since)
+    if reason is None and dtype == torch.float32:
+        return "Reduced-precision reductions exist for float16 and bfloat16; this model is in float32."
+    return reason
+
+
+def of_tf32(value: str, machine: Machine, dtype: torch.dtype | None) -> str | None:
+    if value == AUTO or (machine.amd and os.environ.get(AMD_TF32) == "1"):
+        return None
+    reason = (
+        no_nvidia(machine)
+        or missing(machine, TF32_MATMUL, "1.7")
+        or too_old(machine, TF32_FROM, "TF32 exists")
+    )
+    if reason is None and dtype in (torch.float16, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        return (
+            f"TF32 is a way to multiply float32; this model is in {name} (it counts where attention or the VAE is "
+            "computed in float32)."
+        )
+    return reason
+
+
+def of_upcast(value: str, machine: Machine, dtype: torch.dtype | None) -> str | None:
+    if value == ON and dtype == torch.float32:
+        return "This model is in float32 already."
+    return None
+
+
+def of_vae(value: str, machine: Machine, dtype: torch.dtype | None) -> str | None:
+    if value != "bf16" or machine.capability is None or machine.amd:
+        return None
+    return too_old(machine, BF16_FROM, "bfloat16 exists")
+
+
+def of_float8(value: bool, machine: Machine, dtype: torch.dtype | None) -> str | None:
+    if not value:
+        return None
+    if machine.amd or machine.capability is None:
+        return "FP8 needs OneDiff's own kernels, and those an NVIDIA GPU."
+    if release(machine.torch) < FLOAT8_TORCH:
+        return f"PyTorch has such products from {written(FLOAT8_TORCH)} on; here it is {machine.torch}."
+    lack = too_old(machine, FLOAT8_FROM, "FP8 exists")
+    if lack is None and dtype == torch.float32:
+        return "FP8 is for models in float16 or bfloat16; this model is in float32."
+    return lack
+
+
+JUDGES = {
+    "matmul_accumulation": of_matmul, "convolution_accumulation": of_convolution,
+    "reduced_precision_reduction": of_reduction, "tf32": of_tf32, "attention_upcast": of_upcast,
+    "vae_precision": of_vae, "fp8": of_float8,
+}
+
+
+def no_nvidia(machine: Machine) -> str | None:
+    if machine.amd:
+        return "PyTorch looks at this on NVIDIA's GPUs alone; here it computes on an AMD one."
+    if machine.capability is None:
+        return "PyTorch looks at this on NVIDIA's GPUs alone, and can use none here."
+    return None
+
+
+def missing(machine: Machine, switch: str, since: str) -> str | None:
+    if switch in machine.switches:
+        return None
+    return f"PyTorch has this from {since} on; here it is {machine.torch}."
+
+
+def too_old(machine: Machine, least: tuple[int, int], what: str) -> str | None:
+    if machine.capability is None or machine.capability >= least:
+        return None
+    needed, has = (".".join(map(str, version)) for version in (least, machine.capability))
+    return f"{what} from compute capability {needed} on; this {machine.gpu or 'GPU'} has {has}."
+
+
+def other_dtype(dtype: torch.dtype | None, wanted: torch.dtype, what: str) -> str | None:
+    if dtype in (None, wanted):
+        return None
+    return f"{what}; this model is in {str(dtype).removeprefix('torch.')}."
+
+
+def remark(option: str, value: str, machine: Machine | None = None) -> str | None:
+    """What a user should know of a choice that has an effect here, in one sentence; None if nothing."""
+    machine = machine or Machine.now()
+    if option == "matmul_accumulation" and value == HALF and machine.capability not in HALF_RATE:
+        return (
+            "This GPU sums float16 products in float32 at full speed: pictures change, and little time is gained."
+        )
+    return None
+
+
+def described(
+    values: Mapping[str, str], machine: Machine | None = None, dtype: torch.dtype | None = None
+) -> dict[str, str]:
+    """For the settings tab: of every option in values that has no effect here, or whose effect needs a word, that."""
+    machine = machine or Machine.now()
+    found = {}
+    for option, value in values.items():
+        reason = why_no_effect(option, value, machine, dtype)
+        said = f"No effect here: {reason}" if reason else remark(option, value, machine)
+        if said:
+            found[option] = said
+    return found
+
+
+def note(option: str, choices: Sequence[str], machine: Machine | None = None) -> str:
+    """What the settings tab adds to an option's explanation: which of its choices change nothing here, and why."""
+    machine = machine or Machine.now()
+    reasons: dict[str, list[str]] = {}
+    for choice in choices:
+        reason = why_no_effect(option, choice, machine)
+        if reason:
+            reasons.setdefault(reason, []).append(choice)
+    return " ".join(
+        f"Here {' and '.join(same)} {'change' if len(same) > 1 else 'changes'} nothing: {reason}"
+        for reason, same in reasons.items()
+    )

@@ -1,0 +1,120 @@
+"""One entry of the pre-warm queue, and the UNet calls that it stands for."""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+from ..runtime.rows import ResolutionRow
+from ..shapes.sizes import Size
+
+QUEUED, RUNNING, DONE, FAILED, CANCELLED = "queued", "running", "done", "failed", "cancelled"
+PENDING = (QUEUED, RUNNING)
+# The context's length for a prompt of ordinary length; every host makes longer ones of whole pieces of it.
+TOKENS = 77
+TOKEN_CHOICES = (TOKENS, 2 * TOKENS, 3 * TOKENS)
+# The first is checked against the host's own UNet, the second captures a graph, the third replays it.
+CALLS_PER_SHAPE = 3
+
+
+class CannotWarm(Exception):
+    """A size cannot be made ready; the message is the reason, in one line for the user."""
+
+
+class Shape(NamedTuple):
+    """What makes a UNet call at one size: how many latents it takes at once, and how many tokens its context has."""
+
+    latents: int
+    tokens: int
+
+
+class Call(NamedTuple):
+    """One UNet call of a job. number: the how manieth at its shape, from 0."""
+
+    size: Size
+    shape: Shape
+    number: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """One size in the queue, as it was when asked. done and total count UNet calls, seconds what they took.
+
+    source: who asked, for people. reason: why it failed, or why it is done and yet has no graph, in one line. what:
+    what is being done now, for people. estimated_seconds: what is left of it, once it runs; None: nobody knows yet.
+    """
+
+    id: int
+    size: Size
+    source: str
+    state: str = QUEUED
+    done: int = 0
+    total: int = 0
+    reason: str = ""
+    seconds: float = 0.0
+    tokens: int = TOKENS
+    what: str = ""
+    estimated_seconds: float | None = None
+    shapes: tuple[Shape, ...] = ()
+
+    @property
+    def pending(self) -> bool:
+        return self.state in PENDING
+
+    @property
+    def share(self) -> float:
+        """How much of it is done, from 0 to 1."""
+        return self.done / self.total if self.total else 0.0
+
+    def calls_left(self) -> list[Call]:
+        """The UNet calls that are not made yet, in their order."""
+        calls = [Call(self.size, shape, number) for shape in self.shapes for number in range(CALLS_PER_SHAPE)]
+        return calls[self.done:]
+
+
+def check_tokens(tokens: int) -> None:
+    """Raise ValueError with a sentence for a context of a length that no host makes."""
+    if tokens < TOKENS or tokens % TOKENS or tokens > TOKEN_CHOICES[-1]:
+        *choices, last = map(str, TOKEN_CHOICES)
+        raise ValueError(f"A prompt takes {', '.join(choices)} or {last} tokens, not {tokens}.")
+
+
+# For a resolution that nobody has used yet.
+NOTHING_YET: dict[str, Any] = {
+    "reason": "", "step_ms": None, "host_ms": None, "ratio": None, "bytes": 0, "uses": 0, "last_used": 0.0,
+    "shapes": (), "pinned": False, "needs": 0, "ratio_range": None,
+}
+
+
+def rows_with_jobs(rows: Iterable[ResolutionRow], jobs: Iterable[Job], model: str | None) -> list[ResolutionRow]:
+    """The rows, with the state "queued" or "warming 33 %" where a pending job has that resolution.
+
+    model: of the loaded checkpoint ("SD1"), for which the queue works; its row is marked, or made where there is none,
+    and then stands first. None: not known, so that every row of that resolution is marked.
+    """
+    states: dict[str, str] = {}
+    for job in jobs:
+        # Of several jobs at one resolution the one that runs is told.
+        if job.pending and (job.state != QUEUED or job.size.resolution not in states):
+            states[job.size.resolution] = job_state(job)
+    told = list(rows)
+    present = {row.resolution for row in told if is_meant(row, model)}
+    new = [row_of_job(resolution, model, state) for resolution, state in states.items() if resolution not in present]
+    return new + [
+        replace(row, state=states[row.resolution]) if row.resolution in states and is_meant(row, model) else row
+        for row in told
+    ]
+
+
+def job_state(job: Job) -> str:
+    """A pending job as the state of its resolution."""
+    return QUEUED if job.state == QUEUED else f"warming {100 * job.share:.0f} %"
+
+
+def is_meant(row: ResolutionRow, model: str | None) -> bool:
+    return not row.is_decode and model in (None, row.model)
+
+
+def row_of_job(resolution: str, model: str | None, state: str) -> ResolutionRow:
+    known = {"resolution": resolution, "model": model or "", "state": state, **NOTHING_YET}
+    return ResolutionRow(**{field.name: known[field.name] for field in fields(ResolutionRow)})

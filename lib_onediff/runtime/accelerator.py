@@ -1,0 +1,325 @@
+"""The one runtime object: takes a UNet call, picks the route, runs it, and says why."""
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..engines import Steps
+from ..engines.graphs.accounting import Holdings
+from ..engines.graphs.cache import GraphCache
+from ..engines.graphs.memory_pressure import MemoryPressure
+from ..engines.graphs.stream_order import StreamOrder
+from ..engines.managed_unet import Care
+from ..engines.operator_sets import OperatorSets
+from ..guard import Guard, HostFunction
+from ..model.call import UNetCall
+from ..model.deepcache.cache_run import Turn
+from ..model.deepcache.options import DeepCacheChoice
+from ..model.deepcache.sampling import Sampling
+from ..model.layout import UNetLayout, UnsupportedUNet
+from ..model.patches import Habits
+from ..ops.precision import AttentionOverflows, Flags, flags_for, our_modes, upcasts_attention
+from ..ops.tuning_cache import Choices
+from ..options.settings import Settings
+from ..shapes.key import ShapeKey
+from ..shapes.table import Entry, ShapeTable, State
+from ..store.history import History, Pins
+from ..weak_dictionary import WeakDictionary
+from .backend_choice import Declined
+from .cache_admin import UserRequests
+from .call_stats import HOST, PLAIN, Journal
+from .fallback import Ladder, Served
+from .generations import Generations
+from .vae.route import DecoderRoute
+from .verify import CannotJudge
+
+log = logging.getLogger("onediff")
+
+HostForward = Callable[[], Tensor]
+OUT_OF_MEMORY = "out of GPU memory: the graphs were freed"
+
+
+class Accelerator(UserRequests):
+    """Routes the calls of every UNet that a host has handed over."""
+
+    def __init__(self) -> None:
+        # Stands around every hook of ours.
+        self.guard = Guard()
+        self.settings = Settings()
+        self.table = ShapeTable()
+        self.journal = Journal()
+        self.history = History()
+        # What was measured to be best on this machine.
+        self.choices = Choices()
+        self.pins = Pins(self.choices)
+        self.attention_overflows = AttentionOverflows(self.choices)
+        self.operators = OperatorSets(self.choices)
+        self._care: WeakDictionary[nn.Module, Care] = WeakDictionary()
+        self._run_settings: Settings | None = None
+        self._why_off = ""
+        # What a generation makes inside itself (a face's inpainting) has its settings.
+        self.generations = Generations()
+        # What the host says of the sampling in progress.
+        self._sampling = Sampling()
+        self._graphs = GraphCache(self.table, self._care, self.pins, self.operators.of)
+        self._ladder = Ladder(self.table, self._graphs, self.operators)
+        self._lock = threading.RLock()
+        self._order = StreamOrder()
+        self._seen = Holdings()
+        # Who needs GPU memory besides us asks here.
+        self.pressure = MemoryPressure(
+            self._graphs, self._lock, self.guard, lambda: self.generations.innermost is not None
+        )
+        self.vae = DecoderRoute(self)
+        # The adapter of the WebUI that we run in (a hosts.webui.WebUI): it must outlive a reload of the scripts.
+        self.webui: Any = None
+
+    # --- what hosts say -------------------------------------------------------------------------------------------
+
+    def configure(self, settings: Settings) -> None:
+        """Use these settings from the next UNet call on."""
+        self.settings = settings
+
+    @contextlib.contextmanager
+    def settings_for_run(self, settings: Settings, why_off: str = "") -> Iterator[None]:
+        """Use other settings for the calls made inside. why_off: the reason to show if they switch OneDiff off."""
+        before = self._run_settings, self._why_off
+        self._run_settings, self._why_off = settings, why_off
+        try:
+            yield
+        finally:
+            self._run_settings, self._why_off = before
+
+    def adopt(self, unet: nn.Module, settings: Settings | None = None, habits: Habits = Habits()) -> None:  # noqa: B008
+        """Take a UNet into care; nothing of it changes before its first call. settings override the runtime's own."""
+        with self._lock:
+            known = self._care.get(unet)
+            if known is None:
+                self._care[unet] = Care(unet, settings, habits)
+            else:
+                known.settings = settings
+        if known is None:
+            self.operators.prepare_early(unet, settings or self.settings)
+
+    def compiling(self) -> Iterator[Future[Any]]:
+        """Begin what the UNets in care still lack; one after the other what has to end until nothing is lacking."""
+        for unet, care in self._care.items():
+            yield from self.operators.compiling(unet, care.settings or self.settings)
+
+    def layout_of(self, unet: nn.Module) -> UNetLayout:
+        """The layout of a UNet in our care. Raises UnsupportedUNet with the reason."""
+        care = self._care.get(unet)
+        if care is None:
+            raise UnsupportedUNet("this UNet was not handed to OneDiff")
+        with self._lock:
+            return care.bound.layout_now()
+
+    def care_of(self, unet: nn.Module) -> Care | None:
+        """What is kept for a UNet, or None if it was not handed over."""
+        return self._care.get(unet)
+
+    def release(self, unet: nn.Module) -> None:
+        """Give a UNet back as it was: ordinary parameters with the same values, and no memory of ours."""
+        with self._lock:
+            care = self._care.pop(unet, None)
+            if care is not None:
+                care.drop_runners()
+                care.bound.release()
+                self._graphs.note_lost()
+
+    def release_all(self) -> None:
+        """Give every UNet and every decoder back."""
+        for unet in self._care:
+            self.release(unet)
+        self.vae.release_all()
+
+    @property
+    def run_settings(self) -> tuple[Settings, str] | None:
+        """The settings of the generation in progress and why they switch OneDiff off; None where it has none."""
+        if self._run_settings is not None:
+            return self._run_settings, self._why_off
+        generation = None if self.patient else self.generations.innermost
+        return None if generation is None else (generation.settings, generation.why_off)
+
+    @property
+    def patient(self) -> bool:
+        """Whether calls wait for kernels that are being compiled."""
+        return self._ladder.patient
+
+    @contextlib.contextmanager
+    def patience(self) -> Iterator[None]:
+        """Calls made inside wait for kernels that are being compiled; otherwise the host serves them meanwhile."""
+        before, self._ladder.patient = self._ladder.patient, True
+        try:
+            yield
+        finally:
+            self._ladder.patient = before
+
+    def announce(self, sampling: Sampling, unet: nn.Module | None = None) -> None:
+        """A host says what it knows of the sampling that begins: of this UNet, or of all that it may use for it."""
+        if unet is None:
+            self._sampling = sampling
+        elif (care := self._care.get(unet)) is not None:
+            care.sampling = sampling
+
+    def begin_sampling(self, unet: nn.Module, sampling: Sampling | None = None) -> None:
+        """A host that hands over a new context tensor at every call announces each sampling here."""
+        self.announce(sampling or Sampling())
+        care = self._care.get(unet)
+        if care is not None:
+            care.by_content = True
+            care.served_in_sampling = care.no_room_for_float8 = False
+            care.bound.begin_sampling()
+            budget = (care.settings or self.settings).memory_budget
+            self.pressure.before_sampling(care.architecture, budget)
+
+    @contextlib.contextmanager
+    def computing(self, device: torch.device) -> Iterator[None]:
+        """Kernels launched inside run alone: other threads wait for the lock, and the GPU finishes the work of other
+        streams first."""
+        with self._lock, self._order.after_the_last(device):
+            yield
+
+    # --- one call -------------------------------------------------------------------------------------------------
+
+    def run(self, unet: nn.Module, call: UNetCall, host: HostForward) -> Tensor:
+        """The UNet's output for a call, by the fastest exact route; host() is the host's own forward of the same call.
+
+        Never raises for a reason of ours: what we cannot serve, the host serves, and status() says why.
+        """
+        try:
+            return self._run(unet, call, host)
+        finally:
+            care = self._care.get(unet)
+            if care is not None:
+                care.bound.rest()
+
+    def _run(self, unet: nn.Module, call: UNetCall, host: HostForward) -> Tensor:
+        self.journal.begin()
+        host = HostFunction(host)
+        try:
+            served = self._serve(unet, call, host)
+        except (Declined, UnsupportedUNet, CannotJudge) as refusal:
+            reason = str(refusal)
+        except torch.cuda.OutOfMemoryError:
+            reason = OUT_OF_MEMORY
+        except Exception as error:
+            if id(error) == host.raised:
+                raise
+            reason = self.guard.give_up("the UNet's forward", error)
+        else:
+            self.journal.note(served.route, served.reason)
+            return served.output
+        # Only now is everything gone that our forward had computed before it failed.
+        if reason is OUT_OF_MEMORY:
+            self.free_graphs()
+        return self._decline(unet, reason, host, call.context)
+
+    def _serve(self, unet: nn.Module, call: UNetCall, host: HostForward) -> Served:
+        with self.computing(call.latent.device):
+            care, settings = self.care_for(unet)
+            steps = self._ladder.begin(care, settings, call)
+            served = self._compute(care, settings, steps, call)
+        if served.entry.state is State.COLD:
+            # Outside our modes: the host's forward must run exactly as the host would run it.
+            self._ladder.prove(served, settings, self.history, host, care.bound.habits.yardstick(host))
+        else:
+            with self._lock:
+                self._ladder.note(settings, served)
+            if served.route == PLAIN:
+                with self.computing(call.latent.device), our_modes(call.latent.device, served.entry.key.precision):
+                    self._ladder.make_ready(care, settings, served)
+        care.note_served(call.context)
+        return served
+
+    def _compute(self, care: Care, settings: Settings, steps: Steps, call: UNetCall) -> Served:
+        """The output of a call.
+
+        The first output of a shape that overflows is computed again with attention in float32, where the choice is
+        auto; so is every other of this network from then on.
+        """
+        architecture, dtype = care.bound.architecture, care.bound.binding.dtype
+        device, by_host = call.latent.device, call.upcast_attention
+        overflows = self.attention_overflows.seen(architecture, dtype)
+        while True:
+            upcast = upcasts_attention(settings, by_host, overflows)
+            if upcast != call.upcast_attention:
+                call = replace(call, upcast_attention=upcast)
+            flags = flags_for(settings, dtype, device, call.upcast_attention)
+            with our_modes(device, flags):
+                turn = self._turn(care, settings, call, flags)
+                served = self._ladder.serve(care, steps, call, self._notice, flags, turn)
+                self.journal.note_half(served.entry.key.part, care.course.reason or care.course.failure)
+            untried = not call.upcast_attention and upcasts_attention(settings, by_host, True)
+            if served.entry.state is not State.COLD or not untried or bool(torch.isfinite(served.output).all()):
+                break
+            overflows = True
+        news = overflows and not self.attention_overflows.seen(architecture, dtype)
+        if news and bool(torch.isfinite(served.output).all()):
+            self.attention_overflows.note(architecture, dtype)
+            log.warning("This model's attention overflows in %s: it is computed in float32 from now on.", dtype)
+        return served
+
+    def _turn(self, care: Care, settings: Settings, call: UNetCall, flags: Flags) -> Turn | None:
+        """What DeepCache says of a call."""
+        # What is called to be made ready is no picture.
+        sampling = Sampling() if self.patient else care.sampling or self._sampling
+        choice, bound = DeepCacheChoice.of(settings, sampling.second_pass), care.bound
+        if choice.interval <= 1:
+            care.course.rest(care.held_features)
+            return None
+        return care.course.turn(
+            choice, sampling, bound.layout, call,
+            ShapeKey.of(bound.architecture, bound.binding.dtype, call, precision=flags), care.by_content,
+            care.held_features,
+        )
+
+    def _decline(self, unet: nn.Module, reason: str, host: HostForward, context: Tensor) -> Tensor:
+        """Run the host's forward, with the reason for the user."""
+        self.journal.note(HOST, reason)
+        self._leave_as_found(unet, context)
+        return self.pressure.run_host(host)
+
+    def note_host(self, reason: str, unet: nn.Module | None = None, context: Tensor | None = None) -> None:
+        """Take down that a host runs a call of which we know nothing, and why. unet: the one that it runs; context: the
+        call's, where the host does not announce its samplings."""
+        self.journal.begin()
+        self.journal.note(HOST, reason)
+        if unet is not None:
+            self._leave_as_found(unet, context)
+
+    def _leave_as_found(self, unet: nn.Module, context: Tensor | None = None) -> None:
+        """A sampling that begins with the host's own forward finds the weights laid out as the host had them, and so
+        makes the host's own image to the bit. One that takes turns with us does not move them at every turn."""
+        care = self._care.get(unet)
+        if care is not None and care.bound.channels_last and not care.takes_turns(context):
+            with self.computing(care.bound.binding.device):
+                if care.bound.undo_channels_last():
+                    care.drop_runners()
+
+    def care_for(self, unet: nn.Module) -> tuple[Care, Settings]:
+        """What is kept for a UNet, and the settings that hold now. Raises Declined with the reason why the host must
+        run the call."""
+        care = self._care.get(unet)
+        if care is None:
+            raise Declined("this UNet was not handed to OneDiff")
+        settings, why_off = self.run_settings or (care.settings or self.settings, "")
+        if not settings.enabled:
+            raise Declined(why_off or "OneDiff is switched off")
+        if torch.is_grad_enabled():
+            raise Declined("gradients are being recorded (training?)")
+        return care, settings
+
+    def _notice(self, entry: Entry) -> None:
+        self.journal.model, self.journal.entry, self.journal.backend = entry.model, entry, entry.key.backend
+
+
+runtime = Accelerator()

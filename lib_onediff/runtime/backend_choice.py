@@ -1,0 +1,92 @@
+"""Which backends are tried for a call, and why not the others: by the settings, the machine and the model."""
+from __future__ import annotations
+
+from .. import engines as backends
+from ..engines.graphs.cache import GraphCache
+from ..engines.inductor.helper import CannotCompile
+from ..engines.managed_unet import Care
+from ..engines.oneflow.route import OneFlowRoute
+from ..engines.operator_sets import OperatorSets
+from ..model.bound import BoundUNet
+from ..model.call import UNetCall
+from ..ops.precision import autocast_dtype
+from ..options.settings import Settings
+from ..shapes.key import layout_fits
+
+NO_ROOM = "there is no GPU memory for the weights in FP8"
+INDUCTOR_COMPILES = "Inductor compiles this model's blocks, in the background; on this machine it is done once"
+
+
+class Declined(Exception):
+    """We do not serve this call; the message is the reason, in one line for the user."""
+
+
+class BackendChoice:
+    """Whoever calls holds the runtime's lock."""
+
+    def __init__(self, graphs: GraphCache, operators: OperatorSets, oneflow: OneFlowRoute) -> None:
+        self._graphs = graphs
+        self._operators = operators
+        self._oneflow = oneflow
+
+    def begin(self, care: Care, settings: Settings, call: UNetCall, patient: bool) -> backends.Steps:
+        """The backends to try for a call, with the binding made true for it. patient: see Ladder.
+
+        Raises Declined, and UnsupportedUNet. To be called in the host's modes: they decide what can be served.
+        """
+        steps = self._steps(settings, call, patient)
+        care.bound.refresh(call, care.by_content, self._wants_channels_last(care, steps.backends[0], call))
+        refuse_inputs(care.bound, call)
+        if settings.backend == backends.AUTO and steps.backends[0] == backends.INDUCTOR:
+            steps = self._when_compiled(care, steps, call)
+        if settings.fp8:
+            return backends.with_float8(steps, lambda: self._why_not_float8(care, call))
+        self._graphs.drop_float8(care)
+        return steps
+
+    def _steps(self, settings: Settings, call: UNetCall, patient: bool) -> backends.Steps:
+        device, operators = call.latent.device, self._operators
+        steps = backends.steps(settings.backend, device, operators.why_not_native, operators.inductor.why_not)
+        if settings.backend == backends.AUTO and operators.inductor.why_not(device) is None:
+            return operators.auto.steps(steps, call)
+        if settings.backend != backends.ONEFLOW:
+            return steps
+        # They serve while OneFlow compiles. Our own kernels want their weights in another order.
+        others = backends.steps(backends.CUDAGRAPH, device, operators.why_not_native)
+        return self._oneflow.steps(settings, others, steps, call, patient)
+
+    def _when_compiled(self, care: Care, steps: backends.Steps, call: UNetCall) -> backends.Steps:
+        """The same steps, or those after Inductor until it has compiled: nobody has asked for it, and nobody waits."""
+        try:
+            if self._operators.inductor.prepare(care.bound, call.latent, patient=False):
+                return steps
+        except CannotCompile as failure:
+            self._operators.auto.fail(str(failure))
+        return backends.Steps(steps.backends[1:], INDUCTOR_COMPILES)
+
+    def _wants_channels_last(self, care: Care, backend: str, call: UNetCall) -> bool:
+        if backend == backends.INDUCTOR:
+            # Until its code is there another serves, which would turn the weights back at every call.
+            return self._operators.inductor.is_ready(care.bound, call.latent)
+        return backend == backends.NATIVE
+
+    def _why_not_float8(self, care: Care, call: UNetCall) -> str | None:
+        if care.no_room_for_float8:
+            return NO_ROOM
+        lack = self._operators.why_not_float8(call.latent.device, call.latent.dtype)
+        return lack or self._operators.why_no_float8_here(care.bound.layout, call)
+
+
+def refuse_inputs(bound: BoundUNet, call: UNetCall, y_is_embedded: bool = False) -> None:
+    """Raise Declined for inputs that do not fit the bound UNet. y_is_embedded: see layout_fits."""
+    binding = bound.binding
+    misfit = layout_fits(bound.layout, call, y_is_embedded)
+    if misfit:
+        raise Declined(misfit)
+    if call.latent.device != binding.device:
+        raise Declined(f"the UNet's weights are on {binding.device}, the latent is on {call.latent.device}")
+    if call.latent.dtype != binding.dtype:
+        raise Declined(f"the UNet's weights are {binding.dtype}, the latent is {call.latent.dtype}")
+    autocast = autocast_dtype(call.latent.device.type)
+    if autocast not in (None, binding.dtype):
+        raise Declined(f"autocast to {autocast} is on, but the UNet's weights are {binding.dtype}")

@@ -1,0 +1,206 @@
+"""Our blocks inside somebody else's loop: where an extension walks the UNet's stages itself (A1111's ControlNet)."""
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..engines import NATIVE, launched_steps
+from ..engines.managed_unet import Care
+from ..guard import first_line
+from ..model.call import UNetCall
+from ..model.forward import block_shifts, key_values_by_name
+from ..model.layers import Layers
+from ..model.layout import Stage, UnsupportedUNet
+from ..model.operators import Operators
+from ..ops import torch_ops
+from ..ops.precision import Flags, flags_for, our_modes
+from ..options.settings import Settings
+from ..shapes.key import ShapeKey
+from ..shapes.table import Entry, State
+from .accelerator import OUT_OF_MEMORY, Accelerator
+from .backend_choice import Declined, refuse_inputs
+from .call_stats import BLOCKS
+from .fallback import COMPILING, blame, network_of
+from .verify import relative_error, rounding_limit
+
+log = logging.getLogger("onediff")
+HostBlock = Callable[[], Tensor]
+
+
+class Skip(Exception):
+    """This pass through the loop is the host's."""
+
+
+@dataclass(eq=False)
+class LoopPass:
+    """One walk through the stages, from the first input block to the last output block."""
+
+    entry: Entry
+    settings: Settings
+    layers: Layers
+    stages: tuple[Stage, ...]
+    embedding: weakref.ref[Tensor]
+    context: weakref.ref[Tensor]
+    worst_error: float = 0.0
+
+
+@dataclass(eq=False)
+class WatchedLoop:
+    """A UNet whose blocks are looked after; running is the pass in progress, None where it is the host's."""
+
+    unet: weakref.ref[nn.Module]
+    running: LoopPass | None = field(default=None)
+
+    def note_gone(self, embedding: weakref.ref[Tensor]) -> None:
+        """An embedding, which its loop's owner has made, is gone: a pass that was given up keeps no weights alive."""
+        if self.running is not None and self.running.embedding is embedding:
+            self.running = None
+
+
+class BlockRoute:
+    """Serves the calls of single stages of the UNets that it watches."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._places: weakref.WeakKeyDictionary[nn.Module, tuple[WatchedLoop, int]] = weakref.WeakKeyDictionary()
+
+    def watch(self, unet: nn.Module, blocks: list[nn.Module]) -> None:
+        """Know these modules as the UNet's stages: the input blocks, the middle block, the output blocks."""
+        if self._places.get(blocks[0], (None, 0))[0] is None:
+            loop = WatchedLoop(weakref.ref(unet))
+            self._places.update({block: (loop, index) for index, block in enumerate(blocks)})
+
+    def forget(self) -> None:
+        """Watch nothing any more."""
+        self._places.clear()
+
+    def unet_of(self, block: nn.Module) -> nn.Module | None:
+        """The watched UNet that a block belongs to."""
+        loop, _ = self._places.get(block, (None, 0))
+        return None if loop is None else loop.unet()
+
+    def run(
+        self, block: nn.Module, image: Tensor, embedding: Tensor, context: Tensor, owner: str, host: HostBlock
+    ) -> Tensor:
+        """The output of one stage: (batch, channels, height, width).
+
+        embedding: (batch, width), the timestep's (and label's) embedding, made by the loop's owner; owner: its name
+        for people. Never raises for a reason of ours, as Accelerator.run.
+        """
+        loop, index = self._places[block]
+        try:
+            if index == 0:
+                loop.running = None
+                with self._accelerator.computing(image.device):
+                    loop.running = self._begin(loop, image, embedding, context, owner)
+            return self._stage(loop, index, image, embedding, context, host)
+        except Skip:
+            return self._accelerator.pressure.run_host(host)
+        except (Declined, UnsupportedUNet) as refusal:
+            reason = str(refusal)
+        except torch.cuda.OutOfMemoryError:
+            reason = OUT_OF_MEMORY
+        except Exception as error:
+            reason = self._accelerator.guard.note("the UNet's blocks", error)
+            if loop.running is not None:
+                entry = loop.running.entry
+                entry.fail(blame(entry.key.backend, f"our blocks failed: {first_line(error)}"))
+        loop.running = None
+        if reason is OUT_OF_MEMORY:
+            self._accelerator.free_graphs()
+        self._accelerator.note_host(reason, loop.unet())
+        return self._accelerator.pressure.run_host(host)
+
+    def _begin(
+        self, loop: WatchedLoop, image: Tensor, embedding: Tensor, context: Tensor, owner: str
+    ) -> LoopPass:
+        journal = self._accelerator.journal
+        journal.begin()
+        care, settings = self._accelerator.care_for(loop.unet())
+        # The owner of the loop has embedded timestep and y already.
+        call = UNetCall(latent=image, timestep=embedding[:, 0], context=context)
+        entry, why_not_faster = self._entry(care, settings, call)
+        journal.entry, journal.model, journal.backend = entry, entry.model, entry.key.backend
+        ops = self._accelerator.operators.of(entry.key.backend)
+        with our_modes(image.device, entry.key.precision):
+            layers = self._layers(care, ops, call, embedding, entry.key.precision)
+        care.note_served(context)
+        if settings.deepcache_interval > 1:
+            journal.note_half("", f"DeepCache rests: {owner} runs the UNet's loop itself")
+        no_float8 = "FP8 is for the whole UNet alone" if settings.fp8 else ""
+        journal.note(
+            BLOCKS, "; ".join(filter(None, (f"{owner} runs the UNet's loop itself", why_not_faster, no_float8)))
+        )
+        layout = care.bound.layout
+        stages = (*layout.input_stages, layout.middle_stage, *layout.output_stages)
+        made = weakref.ref(embedding, loop.note_gone)
+        return LoopPass(entry, settings, layers, stages, made, weakref.ref(context))
+
+    def _entry(self, care: Care, settings: Settings, call: UNetCall) -> tuple[Entry, str]:
+        """What is known of this shape by the best backend that has not failed, and why it is not a better one.
+
+        Raises Declined with the reason of the last.
+        """
+        bound, operators = care.bound, self._accelerator.operators
+        names, reason = launched_steps(settings.backend, call.latent.device, operators.why_not_native)
+        bound.refresh(call, care.by_content, channels_last=names[0] == NATIVE)
+        refuse_inputs(bound, call, y_is_embedded=True)
+        flags = flags_for(settings, bound.binding.dtype, call.latent.device)
+        for backend in names:
+            key = ShapeKey.of(bound.architecture, bound.binding.dtype, call, backend, flags)
+            entry = self._accelerator.table.entry(replace(key, inputs=("blocks",)), bound.layout.model_name)
+            if backend == NATIVE and entry.state is not State.FAILED:
+                try:
+                    ready = operators.prepare(network_of(care, call), self._accelerator.patient)
+                except RuntimeError as error:
+                    entry.fail(blame(backend, f"our kernels do not compile: {first_line(error)}"))
+                else:
+                    if not ready:
+                        raise Declined(COMPILING)
+            if entry.state is not State.FAILED:
+                return entry, reason
+            reason = entry.reason
+        raise Declined(reason)
+
+    @staticmethod
+    def _layers(care: Care, ops: Operators, call: UNetCall, embedding: Tensor, flags: Flags) -> Layers:
+        bound = care.bound
+        weights, layout = bound.binding.weights(), bound.layout
+        conditioning = bound.conditioning(torch_ops, call, care.by_content, flags)
+        shifts = block_shifts(layout, weights, ops, embedding.to(bound.binding.dtype))
+        return Layers(weights, ops, shifts, key_values_by_name(layout, conditioning), call.upcast_attention)
+
+    def _stage(
+        self, loop: WatchedLoop, index: int, image: Tensor, embedding: Tensor, context: Tensor, host: HostBlock
+    ) -> Tensor:
+        running = loop.running
+        if running is None:
+            raise Skip
+        if running.embedding() is not embedding or running.context() is not context:
+            raise Declined("the loop's owner gives some stages another timestep or context")
+        with self._accelerator.computing(image.device), our_modes(image.device, running.entry.key.precision):
+            # Another tensor: what our operators know of an image, they must not know of one that the owner writes into.
+            output = running.layers.stage(running.stages[index], image, None).detach()
+        if running.entry.state is State.COLD and running.settings.verify:
+            self._compare(running, output, host())
+        if index == len(running.stages) - 1:
+            # Nothing of ours may keep the weights alive between calls.
+            loop.running = None
+            if running.entry.state is State.COLD:
+                running.entry.state, running.entry.relative_error = State.PROVED, running.worst_error
+        return output
+
+    @staticmethod
+    def _compare(running: LoopPass, output: Tensor, expected: Tensor) -> None:
+        error = relative_error(output, expected)
+        running.worst_error = max(running.worst_error, error)
+        limit = rounding_limit(running.entry.key.dtype, output.device, running.entry.key.precision)
+        if not error <= limit:
+            what = f"a stage differs from the model's own by {error:.1e} (rounding explains {limit:.0e})"
+            running.entry.fail(blame(running.entry.key.backend, what))
+            raise Declined(running.entry.reason)

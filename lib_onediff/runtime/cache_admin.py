@@ -1,0 +1,161 @@
+"""What users ask of the runtime, by whichever page or API: to see, to pin, and to throw away."""
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..engines import AUTO
+from ..engines.graphs.accounting import Holdings
+from ..engines.graphs.cache import GraphCache
+from ..engines.operator_sets import OperatorSets
+from ..guard import Guard
+from ..ops.tuning_cache import Choices
+from ..options.settings import Settings
+from ..shapes.table import ShapeTable
+from ..store.history import History, Pins
+from .call_stats import GRAPH, Journal
+from .rows import ResolutionRow, Totals, rows_of
+
+if TYPE_CHECKING:
+    from ..engines.graphs.memory_pressure import MemoryPressure
+    from .fallback import Ladder
+    from .vae.route import DecoderRoute
+
+SECONDS_A_PAGE_WAITS = 0.05
+
+
+class UserRequests:
+    """The part of the runtime that answers users. Every method may be called from any thread."""
+
+    settings: Settings
+    table: ShapeTable
+    journal: Journal
+    history: History
+    choices: Choices
+    operators: OperatorSets
+    pins: Pins
+    vae: DecoderRoute
+    pressure: MemoryPressure
+    guard: Guard
+    _graphs: GraphCache
+    _ladder: Ladder
+    _lock: threading.RLock
+    _run_settings: Settings | None
+    _seen: Holdings
+
+    # --- to see ---------------------------------------------------------------------------------------------------
+
+    def rows(self) -> list[ResolutionRow]:
+        """What is known about every resolution, the last used first."""
+        holdings, entries = self._look(), self.table.entries()
+        for entry in entries:
+            entry.bytes = holdings.gives_back({entry.key})
+        return rows_of(entries, self.history.rows(), self.pins.all(), holdings.gives_back)
+
+    def totals(self) -> Totals:
+        """What all graphs hold and may hold, what lies on the disk, and how often a graph served a call."""
+        calls = self.journal.status()["calls"]
+        count = sum(calls.values())
+        return Totals(
+            vram=self._look().vram, budget=self._graphs.allowed(self.settings.memory_budget),
+            disk=self.history.size_bytes(), calls=calls, hit_rate=calls[GRAPH] / count if count else None,
+            prompts=self._graphs.prompt_bytes(), float8=self._graphs.float8_bytes(),
+            inductor=self.operators.inductor.status(), oneflow=self._ladder.oneflow_graphs,
+        )
+
+    def status(self) -> dict[str, Any]:
+        """What the last call was, by which route it went and why, as plain values for a page or JSON; see Journal."""
+        settings = self._run_settings or self.settings
+        status = self.journal.status()
+        return {
+            "enabled": settings.enabled, **status, "backend": status["backend"] or settings.backend,
+            "vae": self.vae.status(), "faults": self.guard.faults, "inductor": self.operators.inductor.status(),
+            "auto": self.operators.auto.sentence() if settings.backend == AUTO else "",
+            "hint": self.operators.hint() if settings.enabled else "",
+        }
+
+    # --- to keep --------------------------------------------------------------------------------------------------
+
+    def open_cache(self, folder: Path) -> None:
+        """Know what is remembered in a folder, and remember there from now on; safe to call again with the same one."""
+        self.history.open(folder)
+        self.history.keep_compiled()
+        self.choices.attach(self.history.tuned, self.history.tune)
+
+    def pin(self, resolution: str, model: str, pinned: bool) -> bool:
+        """Let the graphs of a resolution ("512x512") stay when others make room, or no longer, also in later
+        processes. Returns whether such a row, or pin, is known; what is not known is not pinned."""
+        known = any((row.resolution, row.model) == (resolution, model) for row in self.rows())
+        known = known or (not pinned and (model, resolution) in self.pins.all())
+        if known:
+            self.pins.set(model, resolution, pinned)
+        return known
+
+    def keep_history(self) -> None:
+        """Remember on the disk what was used; call it between pictures."""
+        with self._lock:
+            entries = self.table.entries()
+        self.history.keep(entries)
+        self.pressure.watch()
+
+    # --- to throw away --------------------------------------------------------------------------------------------
+
+    def purge(self, resolutions: Collection[str] | None = None, model: str | None = None) -> int:
+        """Forget these resolutions ("512x512"), or all, of this model ("SD1"), or of all: graphs, verdicts, timings,
+        and what is on the disk.
+
+        Returns the bytes of GPU memory that were given back. Where a large graph goes, those that stay may be captured
+        again in less memory; so it is best called while no picture is being made (hosts.webui.WebUI.exclusively):
+        torch lets nobody empty its cache during a capture.
+        """
+        wanted = None if resolutions is None else set(resolutions)
+        with self._lock:
+            doomed = [
+                entry for entry in self.table.entries()
+                if (wanted is None or entry.key.resolution in wanted) and model in (None, entry.model)
+            ]
+            freed = self._graphs.forget({entry.key for entry in doomed})
+        self.history.forget(wanted, model, {entry.key.architecture for entry in doomed})
+        if wanted is None and model is None:
+            self._keep_pins(self.pins.all())
+        return freed
+
+    def purge_disk(self) -> int:
+        """Forget what is on the disk, and what was measured to be best: it is measured again when it is needed. Graphs
+        and pins stay. Returns the bytes of disk that came back."""
+        before, pinned = self.history.size_bytes(), self.pins.all()
+        self.history.forget()
+        self.choices.clear()
+        self.operators.measure_anew()
+        self._keep_pins(pinned)
+        return max(0, before - self.history.size_bytes())
+
+    def release_memory(self) -> int:
+        """Drop every graph and empty torch's caches; what was proved stays proved. Returns the bytes given back.
+
+        To be called while no picture is being made; see hosts.webui.WebUI.exclusively.
+        """
+        with self._lock:
+            return self._graphs.free()
+
+    def free_graphs(self) -> None:
+        """Drop every graph and hand the memory back to the driver; the next call at a shape captures again."""
+        with self._lock:
+            self._graphs.free()
+
+    def _keep_pins(self, pinned: frozenset[tuple[str, str]]) -> None:
+        # They lie beside what was measured, which has been forgotten.
+        if pinned:
+            self.pins.replace(pinned)
+
+    def _look(self) -> Holdings:
+        """What the graphs hold: now, or, while a UNet call keeps the lock, when somebody last looked."""
+        if self._lock.acquire(timeout=SECONDS_A_PAGE_WAITS):
+            try:
+                self._graphs.note_lost()
+                self._seen = self._graphs.holdings()
+            finally:
+                self._lock.release()
+        return self._seen

@@ -1,0 +1,80 @@
+"""What was done last, by which route and why: for the status line, the API and the console."""
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from typing import Any
+
+from ..model.call import FULL, SHALLOW
+from ..shapes.table import Entry
+from .rows import ratio_values
+
+log = logging.getLogger("onediff")
+
+GRAPH, PLAIN, BLOCKS, HOST = ROUTES = ("graph", "plain", "blocks", "host")
+SECONDS_UNTIL_TOLD_AGAIN = 10.0
+
+
+class Journal:
+    """The last UNet call, and how many went by each route."""
+
+    def __init__(self) -> None:
+        self.route: str | None = None
+        self.reason = "no picture has been made yet"
+        self.model: str | None = None
+        self.backend: str | None = None
+        self.entry: Entry | None = None
+        self.calls: Counter[str] = Counter()
+        self.halves: Counter[str] = Counter()
+        self.why_not_shallow = ""
+        self._told: dict[tuple[str, str], float] = {}
+
+    @property
+    def total(self) -> int:
+        """How many UNet calls were seen."""
+        return sum(self.calls.values())
+
+    def begin(self) -> None:
+        """A call begins, of which nothing is known yet."""
+        self.entry = self.model = None
+        self.why_not_shallow = ""
+
+    def note(self, route: str, reason: str) -> None:
+        """The call went by this route; reason: why not by a faster one."""
+        self.calls[route] += 1
+        changed = (route, reason) != (self.route, self.reason)
+        self.route, self.reason = route, reason
+        sentence = f"{route} route" + (f" ({reason})" if reason else "")
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s%s", sentence, f" {self.entry.key}" if self.entry else "")
+        elif changed:
+            # Two routes may take turns within a step, and one line each is enough.
+            now = time.monotonic()
+            if now - self._told.get((route, reason), float("-inf")) > SECONDS_UNTIL_TOLD_AGAIN:
+                log.info("%s", sentence)
+            self._told[route, reason] = now
+
+    def note_half(self, part: str, why_not_shallow: str) -> None:
+        """The call computed this half of the UNet ("" for the whole without DeepCache)."""
+        self.why_not_shallow = why_not_shallow
+        if part:
+            self.halves[part] += 1
+
+    def status(self) -> dict[str, Any]:
+        """As plain values. step_ms and host_ms are medians at the last call's shape. ratio, host_ms / step_ms, and
+        between what their spread puts it are None until both were timed often enough."""
+        entry = self.entry
+        return {
+            "model": self.model,
+            "backend": self.backend,
+            "resolution": entry.key.resolution if entry else None,
+            "route": self.route,
+            "reason": self.reason,
+            "step_ms": entry.own.median_ms if entry else None,
+            "host_ms": entry.host.median_ms if entry else None,
+            **ratio_values(entry.ratio if entry else None),
+            "relative_error": entry.relative_error if entry else None,
+            "calls": {route: self.calls[route] for route in ROUTES},
+            "deepcache": {**{half: self.halves[half] for half in (FULL, SHALLOW)}, "reason": self.why_not_shallow},
+        }

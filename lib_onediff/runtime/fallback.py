@@ -1,0 +1,308 @@
+"""Serves a call by the best backend that can: what fails is taken down with its reason, and the next one is tried."""
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import engines as backends
+from ..engines import base as eager
+from ..engines.graphs.cache import GraphCache
+from ..engines.managed_unet import Care
+from ..engines.oneflow.route import NotYet, OneFlowRoute
+from ..engines.operator_sets import Network, OperatorSets
+from ..guard import first_line
+from ..model.call import UNetCall
+from ..model.deepcache.cache_run import Turn
+from ..model.forward import Conditioning
+from ..ops.precision import Flags
+from ..options.settings import Settings
+from ..shapes.key import ShapeKey
+from ..shapes.table import Entry, ShapeTable, State, Stopwatch
+from ..store.history import History
+from .backend_choice import INDUCTOR_COMPILES, NO_ROOM, BackendChoice, Declined
+from .call_stats import GRAPH, PLAIN
+from .verify import CannotJudge, Disagreement, judge, judge_shallow, recall, time_host
+
+log = logging.getLogger("onediff")
+COMPILING = "OneDiff's kernels are being compiled, in the background; on this machine it is done once"
+
+
+class Stale(Exception):
+    """The deep feature is not one of these weights."""
+
+
+class NoRoom(Exception):
+    """The weights in float8 do not fit; the message says so, in one line for the user."""
+
+
+class Served(NamedTuple):
+    """An output, and what is needed to go on from there. reason: why it did not go by a faster route. call: as it was
+    computed. turn: what DeepCache said of it."""
+
+    output: Tensor
+    entry: Entry
+    route: str
+    reason: str
+    conditioning: Conditioning
+    call: UNetCall
+    turn: Turn | None
+
+
+class Ladder:
+    """The backends of a device, from the best down to PyTorch's operators launched one by one."""
+
+    def __init__(self, table: ShapeTable, graphs: GraphCache, operators: OperatorSets) -> None:
+        self._table = table
+        self._graphs = graphs
+        self._operators = operators
+        self._oneflow = OneFlowRoute()
+        self._choice = BackendChoice(graphs, operators, self._oneflow)
+        self._patience = threading.local()
+
+    @property
+    def patient(self) -> bool:
+        """Whether this thread's calls wait for kernels that are being compiled, and are not the host's meanwhile."""
+        return getattr(self._patience, "is_on", False)
+
+    @patient.setter
+    def patient(self, is_on: bool) -> None:
+        self._patience.is_on = is_on
+
+    @property
+    def oneflow_graphs(self) -> dict[str, int]:
+        """How many graphs OneFlow has in this process, and may have."""
+        return self._oneflow.count
+
+    def begin(self, care: Care, settings: Settings, call: UNetCall) -> backends.Steps:
+        """See BackendChoice.begin."""
+        return self._choice.begin(care, settings, call, self.patient)
+
+    def serve(
+        self, care: Care, steps: backends.Steps, call: UNetCall, notice: Callable[[Entry], None], flags: Flags = (),
+        turn: Turn | None = None,
+    ) -> Served:
+        """The output by the first backend that does not fail. notice: told of every entry that is tried. flags: torch's
+        switches of precision, as they stand; the entry's key holds them. turn: what DeepCache says of the call; where
+        the shallow half cannot be, the full one is.
+
+        Raises Declined with the reason of the last, and torch.cuda.OutOfMemoryError.
+        """
+        reason = steps.reason
+        for backend, wanted in attempts(steps, call, turn):
+            entry = self._entry(care, wanted, backend, flags)
+            if entry.key.is_shallow and entry.state is State.COLD:
+                # It is judged beside a full half.
+                continue
+            notice(entry)
+            if entry.state is not State.FAILED:
+                try:
+                    self._have_kernels(care, backend, call)
+                    self._have_weights(care, backend)
+                    return self._run(care, entry, wanted, reason, turn)
+                except (torch.cuda.OutOfMemoryError, Declined):
+                    raise
+                except (NoRoom, NotYet) as lack:
+                    reason = str(lack)
+                    continue
+                except Stale:
+                    continue
+                except Exception as error:
+                    entry.fail(blame(backend, f"our forward failed: {first_line(error)}"))
+                    log.exception("%s (%s)", entry.reason, entry.key)
+            reason = entry.reason
+            if entry.key.is_shallow:
+                care.course.failure = reason
+        raise Declined(reason)
+
+    def prove(
+        self, served: Served, settings: Settings, history: History, host: Callable[[], Tensor],
+        yardstick: Callable[[], Tensor] | None = None,
+    ) -> None:
+        """Compare a first output with the host's, unless that was done on this machine before. yardstick: see judge.
+
+        Raises Declined if they differ, and CannotJudge.
+        """
+        entry, backend = served.entry, served.entry.key.backend
+        known = recall(entry, history)
+        if known and self.patient and entry.host.timing is None:
+            time_host(entry, served.output.device, host, often=True)
+        if not known and settings.verify:
+            try:
+                judge(entry, served.output, host, yardstick, self.patient)
+            except CannotJudge as reason:
+                if not bool(torch.isfinite(served.output).all()):
+                    raise
+                # The host would make a black picture, and we need not.
+                log.warning("OneDiff's output is used unchecked, because %s.", reason)
+                entry.state = State.PROVED
+                return
+            except Disagreement as miss:
+                entry.fail(blame(backend, str(miss)))
+                raise Declined(entry.reason) from miss
+            log.debug("checked %s: relative error %.1e", entry.key, entry.relative_error)
+            history.keep_verdict(backend, entry.key, entry.relative_error)
+        entry.state = State.PROVED
+
+    def note(self, settings: Settings, served: Served) -> None:
+        """A call of a shape that was proved before was served."""
+        if settings.backend == backends.AUTO:
+            self._operators.auto.note(served.entry, served.call)
+
+    def make_ready(self, care: Care, settings: Settings, served: Served) -> None:
+        """Capture the graph of a shape that was just served without one; the call itself has been answered.
+
+        Raises nothing: what stands in the way is noted in the entry.
+        """
+        entry = served.entry
+        if served.route != PLAIN or entry.state is State.COLD:
+            return
+        self._capture(care, settings, entry, served.call, served.conditioning)
+        if self.patient and served.turn is not None and entry.state is State.READY:
+            self._make_shallow_ready(care, settings, served)
+
+    def _make_shallow_ready(self, care: Care, settings: Settings, served: Served) -> None:
+        """The other half of what was made ready, which no call of its own will ask for."""
+        call = replace(served.call, half=served.turn.shallow)
+        entry = self._entry(care, call, served.entry.key.backend, served.entry.key.precision)
+        if entry.state is State.PROVED and not entry.no_graph:
+            self._graphs.measured(entry, lambda: self._plainly(care, entry, call, served.conditioning))
+            self._capture(care, settings, entry, call, served.conditioning)
+
+    def _capture(
+        self, care: Care, settings: Settings, entry: Entry, call: UNetCall, conditioning: Conditioning
+    ) -> None:
+        backend = entry.key.backend
+        if not backends.has_graphs(backend, entry.key.device) or entry.no_graph:
+            return
+        try:
+            if backend in backends.TUNED and self._tune(care, backend, call):
+                # Something else was chosen: let it do its first work outside the capture.
+                self._plainly(care, entry, call, conditioning)
+            self._graphs.capture(care, entry, settings.memory_budget, call, conditioning)
+        except torch.cuda.OutOfMemoryError:
+            self._graphs.free()
+            entry.no_graph = "out of GPU memory while its graph was captured: the other graphs were freed"
+        except Exception as error:
+            entry.no_graph = f"the graph could not be captured: {first_line(error)}"
+            log.exception("%s (%s)", entry.no_graph, entry.key)
+
+    def _tune(self, care: Care, backend: str, call: UNetCall) -> bool:
+        """Measure what is the fastest for this call, where that is not known; whether it was so."""
+        layout = care.bound.layout
+        measured = self._operators.tune(layout, call)
+        return (backend == backends.FLOAT8 and self._operators.tune_float8(layout, call)) or measured
+
+    def _entry(self, care: Care, call: UNetCall, backend: str, flags: Flags) -> Entry:
+        bound = care.bound
+        key = ShapeKey.of(bound.architecture, bound.binding.dtype, call, backend, flags)
+        return self._table.entry(key, bound.layout.model_name)
+
+    def _have_kernels(self, care: Care, backend: str, call: UNetCall) -> None:
+        if backend == backends.INDUCTOR:
+            if not self._operators.inductor.prepare(care.bound, call.latent, self.patient):
+                raise Declined(INDUCTOR_COMPILES)
+            if not care.bound.channels_last:
+                care.bound.refresh(call, care.by_content, channels_last=True)
+        if backend not in backends.OUR_KERNELS:
+            return
+        network = network_of(care, call, float8=backend == backends.FLOAT8)
+        if not self._operators.prepare(network, self.patient):
+            raise Declined(COMPILING)
+        if self.patient:
+            # Before the first use is checked, so that what is checked is what will run.
+            self._operators.tune_kernels(network)
+
+    def _have_weights(self, care: Care, backend: str) -> None:
+        if backend != backends.FLOAT8:
+            return
+        try:
+            care.fit_float8(self._operators.round_to_float8())
+        except torch.cuda.OutOfMemoryError as full:
+            self._graphs.drop_float8(care)
+            care.no_room_for_float8 = True
+            raise NoRoom(NO_ROOM) from full
+
+    def _run(self, care: Care, entry: Entry, call: UNetCall, reason: str, turn: Turn | None) -> Served:
+        backend, device = entry.key.backend, call.latent.device
+        # The context's keys and values are plain GEMMs: no operator of ours would make them otherwise.
+        conditioning = care.bound.conditioning(
+            self._operators.of(backends.EAGER), call, care.by_content, entry.key.precision
+        )
+        if turn is not None:
+            if entry.key.is_shallow and not turn.may_be_shallow(care.bound.weights_now()):
+                raise Stale
+            turn.prepare(call.half)
+        if backend == backends.ONEFLOW:
+            runner = self._oneflow.runner(care, entry.key, call, conditioning, self.patient)
+        else:
+            # What a graph replays was launched and judged before.
+            runner = None if entry.state is State.COLD else care.runner(entry.key, conditioning, call.half)
+        if runner is not None:
+            output = entry.own.time(device, lambda: runner.run(call), GRAPH)
+            self._note_full(care, entry, call, conditioning, turn, output)
+            return Served(output, entry, GRAPH, reason, conditioning, call, turn)
+        stopwatch = Stopwatch() if entry.state is State.COLD else entry.own
+        plainly = lambda: self._plainly(care, entry, call, conditioning)  # noqa: E731
+        # A first call of all chooses algorithms, and takes more memory for that than any later one.
+        has_graphs = backends.has_graphs(backend, device)
+        measures = has_graphs and entry.state is not State.COLD
+        output = stopwatch.time(device, lambda: self._graphs.measured(entry, plainly) if measures else plainly(), PLAIN)
+        self._note_full(care, entry, call, conditioning, turn, output)
+        if has_graphs:
+            reason = reason or entry.no_graph or entry.waits or (
+                "first call at this shape" if entry.state is State.COLD else "its graph is captured after this step"
+            )
+        return Served(output, entry, PLAIN, reason, conditioning, call, turn)
+
+    def _note_full(
+        self, care: Care, entry: Entry, call: UNetCall, conditioning: Conditioning, turn: Turn | None, output: Tensor
+    ) -> None:
+        """A full half was computed: its feature can be used, once the shallow half has shown that it repeats it."""
+        if turn is None or entry.key.is_shallow:
+            return
+        turn.note_full(care.bound.weights_now())
+        again = replace(call, half=turn.shallow)
+        shallow = self._entry(care, again, entry.key.backend, entry.key.precision)
+        if shallow.state is State.COLD:
+            try:
+                judge_shallow(shallow, output, lambda: self._plainly(care, shallow, again, conditioning))
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except Disagreement as miss:
+                shallow.fail(blame(shallow.key.backend, str(miss)))
+            except Exception as error:
+                shallow.fail(blame(shallow.key.backend, f"DeepCache's shallow half failed: {first_line(error)}"))
+                log.exception("%s (%s)", shallow.reason, shallow.key)
+
+    def _plainly(self, care: Care, entry: Entry, call: UNetCall, conditioning: Conditioning) -> Tensor:
+        backend = entry.key.backend
+        return eager.run(care.binding_for(backend), self._operators.of(backend), call, conditioning)
+
+
+def attempts(steps: backends.Steps, call: UNetCall, turn: Turn | None) -> Iterator[tuple[str, UNetCall]]:
+    """What to try for a call, the best first: backends and, of each, the half that DeepCache wants before the full."""
+    if turn is None:
+        wanted = [call]
+    else:
+        halves = [turn.full] if turn.is_whole else [turn.shallow, turn.full]
+        wanted = [replace(call, half=half) for half in halves]
+    for backend in steps.backends:
+        for one in wanted:
+            yield backend, one
+
+
+def network_of(care: Care, call: UNetCall, float8: bool = False) -> Network:
+    return Network(
+        care.bound.architecture, care.bound.kernel_users, call.latent.dtype, call.latent.device, float8
+    )
+
+
+def blame(backend: str, what: str) -> str:
+    """What went wrong, with the backend's name where another one may do better."""
+    return what if backend == backends.EAGER else f"{what} (backend {backend})"

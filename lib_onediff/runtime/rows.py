@@ -1,0 +1,196 @@
+"""The table as users see it: one row per model and resolution, with its shapes below."""
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..model.call import SHALLOW
+from ..shapes.key import ShapeKey
+from ..shapes.table import Entry, Ratio, State
+from ..store.store import HistoryRow
+
+GivesBack = Callable[[Collection[ShapeKey]], int]
+# The state of a resolution that only earlier processes have used.
+ON_DISK = "on disk"
+# What a row says of its shapes: the best of them, for that is what the next picture most likely gets.
+BEST_FIRST = (State.READY, State.PROVED, State.COLD, State.FAILED)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Everything together, in plain values.
+
+    vram: bytes of GPU memory that all graphs hold, with what was computed of prompts; budget: bytes that they may hold,
+    0 without a GPU. disk: bytes of the cache folder. calls: how many UNet calls went by each route. hit_rate: the share
+    of them that a graph served, None before the first. prompts: bytes of what was computed of prompts alone. float8:
+    bytes of the weights in FP8, which lie beside the WebUI's own. inductor: how many "graphs" Inductor has made, and
+    how many calls were "refused" because they fit none of them. oneflow: how many "graphs" it has compiled, and the
+    "most" that it may.
+    """
+
+    vram: int
+    budget: int
+    disk: int
+    calls: dict[str, int]
+    hit_rate: float | None
+    prompts: int = 0
+    float8: int = 0
+    inductor: dict[str, int] = field(default_factory=dict)
+    oneflow: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ShapeRow:
+    """One shape of a resolution, in plain values.
+
+    batch counts the latents of one UNet call, twice the pictures where guidance is batched. state is a State's value
+    or ON_DISK; reason says why it is not a better one. Times are medians in milliseconds. bytes is the GPU memory that
+    comes back when this graph alone goes, needs what it takes of the memory that all graphs share; last_used is a
+    time.time(), relative_error the distance from the host's own output, control whether a ControlNet or an adapter
+    adds to the call. part is DeepCache's half of the UNet, "" for the whole; backend who computes it, "" where that is
+    not known. A decode of the VAE takes no tokens: 0. ratio is known when both sides were timed often enough;
+    ratio_range, between what their spread puts it, while this process has timed them.
+    """
+
+    batch: int
+    tokens: int
+    dtype: str
+    state: str
+    reason: str
+    step_ms: float | None
+    host_ms: float | None
+    ratio: float | None
+    bytes: int
+    uses: int
+    last_used: float
+    relative_error: float | None
+    control: bool
+    needs: int = 0
+    pinned: bool = False
+    part: str = ""
+    backend: str = ""
+    ratio_range: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class ResolutionRow:
+    """All shapes of one model at one resolution ("512x512" in pixels); uses is a sum.
+
+    bytes is the GPU memory that purging this row gives back: graphs lie over each other in one memory, which shrinks
+    only when its largest goes, so it is no sum, and neither do rows add up. needs is what its largest graph takes.
+    Times are those of the shape that is used most, because shapes of different batch sizes have no common step. The
+    VAE's shapes stand last, below every model of their resolution, and count in none of that.
+    """
+
+    resolution: str
+    model: str
+    state: str
+    reason: str
+    step_ms: float | None
+    host_ms: float | None
+    ratio: float | None
+    bytes: int
+    uses: int
+    last_used: float
+    shapes: tuple[ShapeRow, ...]
+    needs: int = 0
+    pinned: bool = False
+    ratio_range: tuple[float, float] | None = None
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether only the VAE has used this resolution, no UNet (tiles, say)."""
+        return bool(self.shapes) and not any(shape.tokens for shape in self.shapes)
+
+
+def rows_of(
+    entries: Iterable[Entry], history: Iterable[HistoryRow] = (), pins: Collection[tuple[str, str]] = (),
+    gives_back: GivesBack | None = None,
+) -> list[ResolutionRow]:
+    """The entries as rows, the last used first, among the rows as within each.
+
+    history: what earlier processes used; it makes the rows of resolutions that have no entry yet. pins: the pinned
+    (model, resolution). gives_back: the GPU memory that comes back without these shapes; by default their sum.
+    """
+    groups: dict[tuple[str, str], list[Entry]] = {}
+    for entry in sorted(entries, key=lambda entry: -entry.last_used):
+        groups.setdefault((entry.model, entry.key.resolution), []).append(entry)
+    remembered: dict[tuple[str, str], list[HistoryRow]] = {}
+    for row in sorted(history, key=lambda row: -row.last_used):
+        if (row.model, row.resolution) not in groups:
+            remembered.setdefault((row.model, row.resolution), []).append(row)
+    rows = [resolution_row(group, gives_back) for group in groups.values()]
+    rows += map(remembered_row, remembered.values())
+    pinned = [with_pin(row) if (row.model, row.resolution) in pins else row for row in rows]
+    return with_decodes_below(sorted(pinned, key=lambda row: -row.last_used))
+
+
+def with_pin(row: ResolutionRow) -> ResolutionRow:
+    return replace(row, pinned=True, shapes=tuple(replace(shape, pinned=True) for shape in row.shapes))
+
+
+def with_decodes_below(rows: list[ResolutionRow]) -> list[ResolutionRow]:
+    """The VAE's rows move into those of the models that have used the same resolution, and stay where none has."""
+    decodes = {row.resolution: row for row in rows if row.is_decode}
+    models = {row.resolution for row in rows if not row.is_decode}
+    return [
+        row if row.is_decode or row.resolution not in decodes
+        else replace(row, shapes=row.shapes + decodes[row.resolution].shapes)
+        for row in rows if not (row.is_decode and row.resolution in models)
+    ]
+
+
+def remembered_row(history: list[HistoryRow]) -> ResolutionRow:
+    """The row of one model and resolution that this process has not used; the last used shape first."""
+    shapes = tuple(
+        ShapeRow(
+            batch=row.batch, tokens=row.tokens, dtype=row.dtype, state=ON_DISK, reason="", step_ms=row.step_ms,
+            host_ms=row.host_ms, ratio=row.ratio, bytes=0, uses=row.uses, last_used=row.last_used,
+            relative_error=row.relative_error, control=False,
+        )
+        for row in history
+    )
+    return row_of_shapes(history[0].resolution, history[0].model, ON_DISK, shapes)
+
+
+def resolution_row(entries: list[Entry], gives_back: GivesBack | None = None) -> ResolutionRow:
+    """The row of one model and resolution; entries are its shapes, the last used first."""
+    state = min((entry.state for entry in entries), key=BEST_FIRST.index).value
+    row = row_of_shapes(entries[0].key.resolution, entries[0].model, state, tuple(map(shape_row, entries)))
+    if gives_back is None or len(entries) == 1:
+        # What one shape gives back alone, its entry says.
+        return row
+    return replace(row, bytes=gives_back({entry.key for entry in entries}))
+
+
+def row_of_shapes(resolution: str, model: str, state: str, shapes: tuple[ShapeRow, ...]) -> ResolutionRow:
+    timed = [shape for shape in shapes if shape.step_ms is not None and shape.part != SHALLOW]
+    usual = max(timed or shapes, key=lambda shape: (shape.uses, shape.batch, shape.last_used))
+    return ResolutionRow(
+        resolution=resolution, model=model, state=state,
+        reason=next((shape.reason for shape in shapes if shape.reason), ""),
+        step_ms=usual.step_ms, host_ms=usual.host_ms, ratio=usual.ratio,
+        bytes=sum(shape.bytes for shape in shapes), uses=sum(shape.uses for shape in shapes),
+        last_used=shapes[0].last_used, shapes=shapes, needs=max(shape.needs for shape in shapes),
+        ratio_range=usual.ratio_range,
+    )
+
+
+def shape_row(entry: Entry) -> ShapeRow:
+    """One entry in plain values."""
+    return ShapeRow(
+        batch=entry.key.batch, tokens=entry.key.tokens, dtype=str(entry.key.dtype).removeprefix("torch."),
+        state=entry.state.value, reason=entry.reason or entry.no_graph or entry.waits,
+        step_ms=entry.own.median_ms, host_ms=entry.host.median_ms, **ratio_values(entry.ratio),
+        bytes=entry.bytes, uses=entry.uses, last_used=entry.last_used, relative_error=entry.relative_error,
+        control=bool(entry.key.control), needs=entry.needs, part=entry.key.part,
+        backend=entry.key.backend,
+    )
+
+
+def ratio_values(ratio: Ratio | None) -> dict[str, Any]:
+    """A ratio as rows and the status hold it."""
+    if ratio is None:
+        return {"ratio": None, "ratio_range": None}
+    return {"ratio": ratio.value, "ratio_range": None if ratio.low is None else (ratio.low, ratio.high)}

@@ -1,0 +1,293 @@
+"""One decode of ours, or one encode: by the first backend that can, and in a wider type where the result is no good."""
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ... import engines as backends
+from ...engines.operator_sets import Network
+from ...model.layout import UnsupportedUNet
+from ...model.vae.layout import DecoderLayout
+from ...model.vae.read import read_decoder
+from ...options.settings import Settings
+
+if TYPE_CHECKING:
+    from ..accelerator import Accelerator
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...guard import first_line
+from ...model.vae.forward import Decoding
+from ...model.weights import Weights
+from ...ops.precision import applied, flags_for, our_modes
+from ...shapes.key import ShapeKey
+from ...shapes.table import Entry, State, Stopwatch
+from ..fallback import COMPILING, blame
+from ..verify import recall
+from .call_stats import HOST, OURS
+from .checks import HostDecode, Outcome, check, short_name
+from .overflow import ONE_COLOUR, SATURATED, Finding, WatchedOperators, described, look_at
+from .precision import AUTO, BY_THE_HOST, NAMED, CastWeights, KnownVaes, digest_of
+
+if TYPE_CHECKING:
+    from ..accelerator import Accelerator
+
+
+log = logging.getLogger("onediff")
+
+
+def decoder_steps(accelerator: Accelerator, settings: Settings, device: torch.device) -> backends.Steps:
+    """The backends to try for a decode. It is one call a picture: no graph would pay for its memory."""
+    return backends.launched_steps(settings.backend, device, accelerator.operators.why_not_native)
+
+
+def kernels_are_ready(accelerator: Accelerator, layout: DecoderLayout, latent: Tensor) -> bool:
+    """Whether the native kernels of a decode are compiled; if not, they soon will be. Raises what Triton raised."""
+    network = Network(layout.architecture, layout.leaves(), latent.dtype, latent.device)
+    return accelerator.operators.prepare(network, accelerator.patient)
+
+
+def prepare_early(accelerator: Accelerator, decoder: nn.Module, settings: Settings) -> None:
+    """Begin to compile, in a thread, what the first decode would have to do without."""
+    parameter = next(decoder.parameters(), None)
+    if not settings.enabled or parameter is None or not torch.cuda.is_available():
+        return
+    # A VAE that waits in the computer's memory goes to the GPU when it is used.
+    latent = torch.empty(0, dtype=parameter.dtype, device=torch.device("cuda", torch.cuda.current_device()))
+    work = (accelerator, weakref.ref(decoder), settings, latent)
+    threading.Thread(target=prepare, args=work, name="onediff-vae", daemon=True).start()
+
+
+def prepare(
+    accelerator: Accelerator, decoder: weakref.ref[nn.Module], settings: Settings, latent: Tensor
+) -> None:
+    try:
+        if decoder_steps(accelerator, settings, latent.device).backends[0] == backends.NATIVE:
+            kernels_are_ready(accelerator, read_decoder(decoder()), latent)
+    except UnsupportedUNet as reason:
+        log.debug("VAE: %s", reason)
+    except Exception:
+        # The first decode meets the same fault, and says so.
+        log.debug("VAE: its kernels could not be prepared", exc_info=True)
+
+
+log = logging.getLogger("onediff")
+# As a mark of a key: a decode with nothing to compare it with, because the host's own picture cannot be shown.
+UNCOMPARED = "uncompared"
+# As a mark of a key: work of the VAE, but the other way round.
+ENCODE = "vae encode"
+# An image that was encoded by a damaged VAE looks the same here as a UNet's overflow.
+BAD_LATENT = (
+    "the latent has NaN or infinite values: they come from the UNet or, where an image was encoded before, from the "
+    "VAE's encoder, and not from this decode"
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A decode that was asked for; or an encode: then latent is a picture.
+
+    weights: as they are now; nobody keeps them after the decode.
+    """
+
+    layout: DecoderLayout
+    weights: Weights
+    latent: Tensor
+    host: HostDecode
+    upcast_attention: bool
+    settings: Settings
+
+    @property
+    def small(self) -> Tensor:
+        """Something of a latent's size: what is decoded is one; what is encoded is a picture."""
+        step = self.layout.reduction
+        return self.latent[..., ::step, ::step]
+
+    @property
+    def done(self) -> str:
+        return "encoded" if self.layout.encodes else "decoded"
+
+    @property
+    def choice(self) -> str:
+        return getattr(self.settings, "vae_precision", AUTO)
+
+    @property
+    def wanted(self) -> torch.dtype:
+        """The type to decode in. Auto keeps to the type of the host's own VAE: its options have decided that."""
+        return self.latent.dtype if self.choice == AUTO else NAMED[self.choice]
+
+    @cached_property
+    def digest(self) -> str:
+        return digest_of(self.layout.architecture, self.weights)
+
+
+class Attempt(NamedTuple):
+    """A picture in one type, or None where the host is to decode. reason: why not by a better backend."""
+
+    picture: Tensor | None
+    entry: Entry
+    reason: str
+    finding: Finding
+
+
+class DecodeLadder:
+    """The backends and the types of a decode.
+
+    A picture with NaN, or of one colour, is decoded again in float32, and so is, where the choice is auto, a decode in
+    float16 that came near the largest number of it. What was seen is remembered of the VAE.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._known = KnownVaes(accelerator.choices)
+
+    def serve(self, job: Job) -> Outcome:
+        """Our picture, or the reason why the host is to decode. Raises torch.cuda.OutOfMemoryError."""
+        wanted = job.wanted
+        # Nothing is wider than float32.
+        remembers = wanted != torch.float32
+        known = self._known.saw(job.digest, wanted) if remembers else None
+        if known is not None and (job.choice == AUTO or known != SATURATED):
+            return self._wider(job, job.done, f"this VAE {described(known, wanted)}")
+        uncompared = remembers and self._known.saw(job.digest, BY_THE_HOST) is not None
+        attempt = self._attempt(job, wanted, uncompared)
+        saw = attempt.finding.saw
+        if attempt.picture is None:
+            return Outcome(None, HOST, attempt.reason, attempt.entry)
+        if saw is None or (saw == ONE_COLOUR and not remembers):
+            return self._compared(job, attempt)
+        if not attempt.finding.latent_is_finite:
+            return Outcome(None, HOST, BAD_LATENT, attempt.entry, exhausted=True)
+        if not remembers:
+            return Outcome(None, HOST, f"its picture is {saw} in {short_name(wanted)}", attempt.entry, exhausted=True)
+        # Its memory is needed now.
+        del attempt
+        outcome = self._wider(job, f"{job.done} again", f"this VAE {described(saw, wanted)}")
+        if outcome.picture is not None and not (saw == ONE_COLOUR and self._has_one_colour(outcome, job)):
+            self._known.remember(job.digest, wanted, saw)
+            log.warning("VAE: %s. From now on, it is not %s in %s.", outcome.reason, job.done, short_name(wanted))
+        return outcome
+
+    def repeat(self, job: Job, saw: str) -> Outcome:
+        """Our picture in place of the host's own, of which this was seen; or why there is none.
+
+        Raises torch.cuda.OutOfMemoryError.
+        """
+        if not bool(torch.isfinite(job.latent).all()):
+            return Outcome(None, HOST, BAD_LATENT)
+        outcome = self._wider(job, f"{job.done} again", f"the VAE's own picture is {saw}")
+        if outcome.picture is None:
+            return outcome
+        if saw == ONE_COLOUR and self._has_one_colour(outcome, job):
+            return Outcome(None, HOST, f"it is of one colour in {short_name(outcome.entry.key.dtype)} too")
+        log.warning("VAE: %s.", outcome.reason)
+        return outcome
+
+    @staticmethod
+    def _has_one_colour(outcome: Outcome, job: Job) -> bool:
+        return look_at(outcome.picture, job.latent).saw == ONE_COLOUR
+
+    def _wider(self, job: Job, done: str, why: str) -> Outcome:
+        """The picture in float32, or in bfloat16 where that does not fit into memory: it has the range, and fewer
+        digits."""
+        attempt = self._attempt_if_it_fits(job, torch.float32)
+        if attempt is None:
+            attempt = self._attempt(job, torch.bfloat16, uncompared=True)
+            why = f"{why}, and there is no memory for float32"
+        name = short_name(attempt.entry.key.dtype)
+        if attempt.picture is None:
+            return Outcome(None, HOST, attempt.reason, attempt.entry)
+        if attempt.finding.saw not in (None, ONE_COLOUR):
+            finite = attempt.finding.latent_is_finite
+            reason = f"{why}, and its picture in {name} is {attempt.finding.saw} too" if finite else BAD_LATENT
+            return Outcome(None, HOST, reason, attempt.entry, exhausted=True)
+        return Outcome(attempt.picture, OURS, f"{done} in {name}, because {why}", attempt.entry)
+
+    def _attempt_if_it_fits(self, job: Job, dtype: torch.dtype) -> Attempt | None:
+        try:
+            return self._attempt(job, dtype, uncompared=True)
+        except torch.cuda.OutOfMemoryError:
+            if job.wanted == torch.bfloat16:
+                raise
+        return None
+
+    def _attempt(self, job: Job, dtype: torch.dtype, uncompared: bool) -> Attempt:
+        """Decode in a type by the first backend that does not fail. What cannot be compared with the host's own is
+        decoded by torch's operators, which all others are compared with."""
+        accelerator, sound, stored = self._accelerator, Finding(None), job.latent.dtype
+        names, reason = decoder_steps(accelerator, job.settings, job.latent.device)
+        latent = job.latent.to(dtype)
+        accelerator.pressure.before_decode(job.small.to(dtype))
+        for backend in (backends.EAGER,) if uncompared else names:
+            entry = self._entry(job, dtype, backend, uncompared)
+            if entry.state is not State.FAILED:
+                try:
+                    if backend == backends.NATIVE and not kernels_are_ready(accelerator, job.layout, latent):
+                        if dtype == stored:
+                            return Attempt(None, entry, COMPILING, sound)
+                        # The host would decode in another type than the user has chosen.
+                        reason = COMPILING
+                        continue
+                    picture, finding = self._picture(job, entry, latent)
+                except torch.cuda.OutOfMemoryError:
+                    raise
+                except Exception as error:
+                    entry.fail(blame(backend, f"our forward failed: {first_line(error)}"))
+                    log.exception("%s (%s)", entry.reason, entry.key)
+                else:
+                    return Attempt(picture, entry, "" if uncompared else reason, finding)
+            reason = entry.reason
+        return Attempt(None, entry, reason, sound)
+
+    def _entry(self, job: Job, dtype: torch.dtype, backend: str, uncompared: bool) -> Entry:
+        flags = flags_for(job.settings, dtype, job.latent.device, job.upcast_attention)
+        marks = (*((ENCODE,) if job.layout.encodes else ()), *((UNCOMPARED,) if uncompared else ()))
+        key = ShapeKey.of_decode(
+            job.layout.architecture, job.small, job.upcast_attention, backend, dtype, flags, marks
+        )
+        entry = self._accelerator.table.entry(key, job.layout.model_name)
+        if uncompared and entry.state is State.COLD:
+            entry.state = State.PROVED
+        return entry
+
+    def _picture(self, job: Job, entry: Entry, latent: Tensor) -> tuple[Tensor, Finding]:
+        """The picture of a latent in the type to compute in, in the type of the host's, and what it looks like."""
+        key, device = entry.key, latent.device
+        ops = self._accelerator.operators.of(key.backend)
+        watched = WatchedOperators(ops) if job.choice == AUTO and key.dtype == torch.float16 else None
+        weights = job.weights if key.dtype == job.latent.dtype else CastWeights(job.weights, key.dtype)
+        decoding = Decoding(
+            weights, watched or ops, key.upcast_attention, fold_biases=key.backend == backends.NATIVE
+        )
+        stopwatch = Stopwatch() if entry.state is State.COLD else entry.own
+        with our_modes(device):
+            with applied(key.precision):
+                picture = stopwatch.time(device, lambda: decoding.run(job.layout, latent).contiguous())
+            # Others wait for torch's switches; they need not wait for the GPU too.
+            return picture.to(job.latent.dtype), look_at(picture, latent, watched.peaks if watched else ())
+
+    def _compared(self, job: Job, attempt: Attempt) -> Outcome:
+        """Our picture if, the first time at a shape, it is like the host's own."""
+        entry = attempt.entry
+        ours = Outcome(attempt.picture, OURS, attempt.reason, entry)
+        if entry.state is not State.COLD:
+            return ours
+        history = self._accelerator.history
+        if not recall(entry, history) and job.settings.verify:
+            # Outside our modes: the host's forward must run exactly as the host would run it.
+            checked = check(ours, job.host)
+            if checked.host_saw is not None:
+                if job.wanted != torch.float32:
+                    self._known.remember(job.digest, BY_THE_HOST, checked.host_saw)
+            elif checked is ours:
+                history.keep_verdict(entry.key.backend, entry.key, entry.relative_error)
+            return checked
+        entry.state = State.PROVED
+        return ours

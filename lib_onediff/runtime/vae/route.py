@@ -1,0 +1,179 @@
+"""Serve the decodes of a host's VAE by our forward where it can, and say why where it cannot."""
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ...model.layout import UnsupportedUNet
+from ...model.patches import Habits
+from ...options.settings import Settings
+from ...weak_dictionary import WeakDictionary
+from .bound import BoundDecoder
+from .call_stats import HOST, OURS, DecodeJournal
+from .checks import HostDecode, NotServed, Outcome, refuse_latent, refuse_modes
+from .fallback import DecodeLadder, Job, prepare_early
+from .overflow import COLOURS, look_at
+
+if TYPE_CHECKING:
+    from ..accelerator import Accelerator
+
+log = logging.getLogger("onediff")
+
+
+class DecoderRoute:
+    """Routes the decodes of every decoder that a host has handed over."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.journal = DecodeJournal()
+        self._accelerator = accelerator
+        self._ladder = DecodeLadder(accelerator)
+        self._decoders: WeakDictionary[nn.Module, BoundDecoder] = WeakDictionary()
+        self._run: tuple[Settings, str] | None = None
+        # A live preview is decoded on another thread than the picture.
+        self._lock = threading.RLock()
+
+    # --- what hosts say -------------------------------------------------------------------------------------------
+
+    def adopt(self, decoder: nn.Module, settings: Settings | None = None, habits: Habits = Habits()) -> None:  # noqa: B008
+        """Take a decoder into care; nothing of it changes, then or later. settings override the runtime's."""
+        with self._lock:
+            known = self._decoders.get(decoder)
+            if known is None:
+                self._decoders[decoder] = BoundDecoder(decoder, settings, habits)
+                prepare_early(self._accelerator, decoder, settings or self._accelerator.settings)
+            else:
+                known.settings = settings
+
+    def release(self, decoder: nn.Module) -> None:
+        """Forget a decoder; nothing of it was changed."""
+        with self._lock:
+            self._decoders.pop(decoder, None)
+
+    def release_all(self) -> None:
+        """Forget every decoder."""
+        for decoder in self._decoders:
+            self.release(decoder)
+
+    def begin_run(self) -> None:
+        """A sampling begins: its picture is decoded after it, by the settings that hold now."""
+        self._run = self._accelerator.run_settings
+
+    def end_run(self) -> None:
+        """The picture is done."""
+        self._run = None
+
+    def note_host(self, reason: str) -> None:
+        """Take down that the host decodes a latent of which we know nothing, and why."""
+        self.journal.note(HOST, reason, None)
+
+    def tell_host(self, reason: str) -> None:
+        """As note_host, before a decode that may never come to us: it is told, but not counted."""
+        self.journal.note(HOST, reason, None, counted=False)
+
+    def status(self) -> dict[str, Any]:
+        """What became of the last decode, as plain values; see DecodeJournal."""
+        return self.journal.status()
+
+    # --- one decode -----------------------------------------------------------------------------------------------
+
+    def decode(self, decoder: nn.Module, latent: Tensor, host: HostDecode, upcast_attention: bool = False) -> Tensor:
+        """The decoder's picture of a latent, (batch, channels, h, w); host() is the host's own decode of the same.
+
+        Never raises for a reason of ours: what we cannot serve, the host decodes, and status() says why. A picture
+        with NaN or of one colour, whoever made it, is decoded again in a wider type; where that does not help, it is
+        the host's own, so that the host finds what it would have found without us.
+        """
+        outcome = self._attempt(decoder, latent, lambda: self._serve(decoder, latent, host, upcast_attention))
+        self.journal.note(outcome.route, outcome.reason, outcome.entry, counted=not is_encoded(latent))
+        if outcome.picture is not None:
+            return outcome.picture
+        return self._by_host(decoder, latent, host, upcast_attention, outcome)
+
+    def decode_by_host(
+        self, decoder: nn.Module, latent: Tensor, host: HostDecode, reason: str, upcast_attention: bool = False
+    ) -> Tensor:
+        """The host's own decode, for a reason that its adapter knows; its picture is looked at as decode() does."""
+        self.journal.note(HOST, reason, None, counted=not is_encoded(latent))
+        return self._by_host(decoder, latent, host, upcast_attention, Outcome(None, HOST, reason))
+
+    def _attempt(self, decoder: nn.Module, latent: Tensor, work: Callable[[], Outcome]) -> Outcome:
+        """work(), or what stands in its way."""
+        try:
+            return work()
+        except (NotServed, UnsupportedUNet) as refusal:
+            return Outcome(None, HOST, str(refusal))
+        except torch.cuda.OutOfMemoryError:
+            outcome = Outcome(None, HOST, "out of GPU memory: the graphs were freed")
+        except Exception as error:
+            return Outcome(None, HOST, self._accelerator.guard.note("the VAE's forward", error))
+        # Only now is everything gone that our forward had computed before it failed.
+        self._accelerator.free_graphs()
+        return outcome
+
+    def _settings(self, decoder: nn.Module) -> Settings:
+        """The settings that hold now. Raises NotServed where nothing of ours may run."""
+        bound = self._decoders.get(decoder)
+        if bound is None:
+            raise NotServed("this VAE was not handed to OneDiff")
+        own = bound.settings or self._accelerator.settings
+        settings, why_off = self._accelerator.run_settings or self._run or (own, "")
+        if not settings.enabled:
+            raise NotServed(why_off or "OneDiff is switched off")
+        return settings
+
+    def _serve(self, decoder: nn.Module, latent: Tensor, host: HostDecode, upcast_attention: bool) -> Outcome:
+        settings = self._settings(decoder)
+        refuse_modes(latent)
+        return self._ladder.serve(self._job(decoder, latent, host, upcast_attention, settings))
+
+    def _job(
+        self, decoder: nn.Module, latent: Tensor, host: HostDecode, upcast_attention: bool, settings: Settings
+    ) -> Job:
+        """Raises NotServed and UnsupportedUNet."""
+        bound = self._decoders[decoder]
+        with self._lock:
+            bound.look()
+            refuse_latent(bound, latent)
+            return Job(bound.layout, bound.weights(), latent, host, upcast_attention, settings)
+
+    def _by_host(
+        self, decoder: nn.Module, latent: Tensor, host: HostDecode, upcast_attention: bool, outcome: Outcome
+    ) -> Tensor:
+        """The host's own picture, or ours where that cannot be shown."""
+        picture = self._accelerator.pressure.run_host(host)
+        try:
+            settings = self._settings(decoder)
+        except NotServed:
+            return picture
+        if not is_picture(picture) or torch.is_grad_enabled():
+            return picture
+        saw = look_at(picture, latent).saw
+        if saw is None:
+            return picture
+        reason, made = outcome.reason, "picture" if picture.shape[1] == COLOURS else "latent"
+        if not outcome.exhausted:
+            repeated = self._attempt(decoder, latent, lambda: self._ladder.repeat(
+                self._job(decoder, latent, host, upcast_attention, settings), saw
+            ))
+            if repeated.picture is not None:
+                self.journal.correct(OURS, repeated.reason, repeated.entry)
+                return repeated.picture.to(picture.dtype)
+            reason = repeated.reason
+            both = f"{outcome.reason}; its {made} is {saw}, and ours could not take its place: {reason}"
+            self.journal.correct(HOST, both, outcome.entry)
+        log.warning("VAE: the %s is %s, and OneDiff could not help: %s.", made, saw, reason)
+        return picture
+
+
+def is_encoded(latent: Any) -> bool:
+    """Whether what was handed over is a picture, to be encoded, and no latent."""
+    return isinstance(latent, Tensor) and latent.dim() == 4 and latent.shape[1] == COLOURS
+
+
+def is_picture(decoded: Any) -> bool:
+    return isinstance(decoded, Tensor) and decoded.dim() == 4 and decoded.is_floating_point() and decoded.numel() > 0

@@ -1,0 +1,123 @@
+"""Check the first use of a shape against the host's own forward."""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..engines import FLOAT8, ONEFLOW
+from ..ops.precision import Flags, sums_in_half, tf32_is_on
+from ..shapes.table import ENOUGH, Entry, State
+from ..store.history import History
+
+# What rounding alone explains between two orders of the same arithmetic, relative to the output's norm. Seen: 1e-6 in
+# float32, 2e-3 in float16, 1e-2 in bfloat16. TF32 keeps ten bits of the inputs, as float16 does.
+ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+ROUNDING_TF32 = 1e-2
+# Sums of some thousand products in float16.
+ROUNDING_HALF_SUMS = 6e-2
+# Three bits after the point in every factor. Seen: 2e-2 in SDXL, 7e-2 in very small networks. A wrong one is off by 1.
+ROUNDING_FLOAT8 = 0.12
+# A generation waits for it, once for every shape on a machine.
+SECONDS_TO_TIME_THE_HOST = 0.5
+
+
+class CannotJudge(Exception):
+    """The host's own output is no yardstick; the message says why, in one line for the user."""
+
+
+class Disagreement(Exception):
+    """Our output is not the host's; the message says by how much."""
+
+
+def recall(entry: Entry, history: History) -> bool:
+    """Whether the first use of this shape was checked on this machine before; then the entry knows what was found."""
+    entry.relative_error = history.verdict(entry.key.backend, entry.key)
+    if entry.relative_error is None:
+        return False
+    host_ms = history.host_ms(entry)
+    if host_ms is not None and entry.host.timing is None:
+        entry.host.remember(host_ms)
+    return True
+
+
+def judge(
+    entry: Entry, output: Tensor, host: Callable[[], Tensor], yardstick: Callable[[], Tensor] | None = None,
+    nobody_waits: bool = False,
+) -> None:
+    """Compare our output with the host's, and time the host. Notes the error in the entry. yardstick: the host's
+    forward as our output must be, where the host's own is farther from exact than rounding explains. nobody_waits:
+    there is time to time the host often enough, however long it takes.
+
+    Raises CannotJudge if the host's own output is not finite, and Disagreement if ours differs by more than rounding.
+    """
+    with torch.no_grad():
+        # Not timed: a first run at a size loads kernels and picks algorithms.
+        expected = (yardstick or host)()
+        if not bool(torch.isfinite(expected).all()):
+            raise CannotJudge(
+                "the model's own output has NaN or infinite values: its weights are damaged, or it needs a higher "
+                "precision"
+            )
+        entry.relative_error = relative_error(output, expected)
+        time_host(entry, output.device, host, nobody_waits)
+    limit = rounding_limit(entry.key.dtype, output.device, entry.key.precision)
+    if entry.key.backend == FLOAT8:
+        limit = max(limit, ROUNDING_FLOAT8)
+    if entry.key.backend == ONEFLOW and entry.key.dtype == torch.float16:
+        # What is checked once serves with sums in half precision too: it is told of them when it runs.
+        limit = max(limit, ROUNDING_HALF_SUMS)
+    if not entry.relative_error <= limit:
+        raise Disagreement(
+            f"it differs from the model's own forward by {entry.relative_error:.1e} (rounding explains {limit:.0e})"
+        )
+
+
+def time_host(entry: Entry, device: torch.device, host: Callable[[], object], often: bool = False) -> None:
+    """Time the host's forward, which has run before: ENOUGH times, or as often as SECONDS_TO_TIME_THE_HOST allow, but
+    once at least. often: ENOUGH times, however long that takes."""
+    began = time.perf_counter()
+    for _ in range(ENOUGH):
+        entry.host.time(device, host)
+        if often:
+            continue
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if time.perf_counter() - began > SECONDS_TO_TIME_THE_HOST:
+            break
+
+
+def judge_shallow(entry: Entry, output: Tensor, shallow: Callable[[], Tensor]) -> None:
+    """Compare the shallow half with the full half's output of the same call, whose deep feature is fresh: the two must
+    be the same. Notes in the entry whether they are; an output that is not finite says nothing.
+
+    Raises Disagreement if they differ by more than rounding.
+    """
+    again = shallow()
+    if not bool(torch.isfinite(output).all()):
+        return
+    entry.relative_error = relative_error(again, output)
+    limit = rounding_limit(entry.key.dtype, output.device)
+    if not entry.relative_error <= limit:
+        raise Disagreement(
+            f"DeepCache's shallow half differs from the full one by {entry.relative_error:.1e} (rounding explains "
+            f"{limit:.0e})"
+        )
+    entry.state = State.PROVED
+
+
+def relative_error(output: Tensor, expected: Tensor) -> float:
+    """||output - expected|| / ||expected||, in float32."""
+    difference = (output.float() - expected.float()).norm()
+    return float(difference / expected.float().norm().clamp_min(torch.finfo(torch.float32).tiny))
+
+
+def rounding_limit(dtype: torch.dtype, device: torch.device, flags: Flags = ()) -> float:
+    """flags: with which our output was computed; the host's had those that stand now."""
+    if sums_in_half(flags):
+        return ROUNDING_HALF_SUMS
+    if dtype == torch.float32 and device.type == "cuda" and (tf32_is_on() or any(value for _, value in flags)):
+        return ROUNDING_TF32
+    return ROUNDING[dtype]

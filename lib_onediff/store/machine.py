@@ -1,0 +1,72 @@
+"""On what machine, and by which of our sources, something was measured."""
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..ops.availability import triton_version
+from ..version import __version__
+
+PACKAGE = Path(__file__).resolve().parents[1]
+# What no UNet's output passes through. Everything else counts, what is added later too.
+COMPUTES_NOTHING = {"api", "bench", "consistency", "quality", "ui"}
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What verdicts, timings and tuned choices depend on besides the shape. gpu: its name, or 'cpu'. onediff: our
+    version and the digest of our sources."""
+
+    gpu: str
+    driver: str
+    torch: str
+    triton: str
+    onediff: str
+
+    @classmethod
+    def of(cls, device: torch.device | None = None) -> Fingerprint:
+        """A device's fingerprint; by default the current GPU's, or the CPU's where torch can use no GPU."""
+        if device is None:
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        gpu, driver = device.type, "none"
+        if device.type == "cuda":
+            driver = f"hip {torch.version.hip}" if torch.version.hip else nvidia_driver()
+            try:
+                gpu = torch.cuda.get_device_name(device)
+            except RuntimeError:
+                gpu = "a GPU that does not start"
+        return cls(gpu, driver, torch.__version__, triton_version(), f"{__version__} {source_digest()}")
+
+
+@functools.cache
+def source_digest(package: Path = PACKAGE) -> str:
+    """A digest of the sources that compute, as they are at the first call: milliseconds, and nothing is imported."""
+    digest = hashlib.sha256()
+    for folder, inside, names in os.walk(package):
+        inside[:] = sorted(name for name in inside if name != "__pycache__" and name not in COMPUTES_NOTHING)
+        for name in sorted(name for name in names if name.endswith(".py")):
+            source = Path(folder, name)
+            digest.update(f"{source.relative_to(package).as_posix()}\0".encode() + source.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def nvidia_driver() -> str:
+    """The NVIDIA driver's version, such as '580.95.05', or 'unknown'; asks NVML, which takes milliseconds."""
+    try:
+        nvml = ctypes.CDLL("nvml.dll" if os.name == "nt" else "libnvidia-ml.so.1")
+    except OSError:
+        return "unknown"
+    version = ctypes.create_string_buffer(96)
+    if nvml.nvmlInit_v2() != 0:
+        return "unknown"
+    try:
+        answered = nvml.nvmlSystemGetDriverVersion(version, len(version)) == 0
+    finally:
+        nvml.nvmlShutdown()
+    return version.value.decode("ascii", "replace") if answered else "unknown"

@@ -1,0 +1,165 @@
+"""The OneDiff tab: which resolutions are ready, and buttons to make them ready or to throw them away.
+
+javascript/onediff.js asks for what is new while the tab can be seen, by a click on a hidden button: gradio has
+generators and timers, but the former keep connections open (see stream.py) and the latter are not in gradio 3.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gradio as gr
+
+from ...prewarm.job import TOKEN_CHOICES
+from ...prewarm.presets import FAMILIES
+from ...prewarm.worker import WarmUp
+from ...runtime.accelerator import Accelerator
+from ..events import HIDDEN, LIVE, QUIET, in_the_browser, kept_out_of_defaults
+from .handlers import PARTS, Exclusively, Panel
+from .table import legend_html
+from .view import ALL_MODELS, ORDERS, USUAL_ORDER
+
+TITLE, ELEM_ID = "OneDiff", "onediff"
+PLACEHOLDER = "1024x1024, 832x1216 x2"
+CONTROLS, ACTIONS = ["onediff-controls"], ["onediff-controls", "onediff-actions"]
+
+
+def build_cache_tab(runtime: Accelerator, warmup: WarmUp, exclusively: Exclusively) -> gr.Blocks:
+    """The tab's content, for on_ui_tabs: (build_cache_tab(...), TITLE, ELEM_ID).
+
+    exclusively: runs work while the WebUI makes no picture.
+    """
+    panel = Panel(runtime, warmup, exclusively)
+    with gr.Blocks(analytics_enabled=False) as tab, gr.Column(elem_id="onediff_cache"):
+        Tab(panel).build()
+    return tab
+
+
+class Tab:
+    """Puts the components on the page that is being built, and connects them with the panel."""
+
+    def __init__(self, panel: Panel) -> None:
+        self.panel = panel
+        self.parts: dict[str, Any] = {}
+        self.page = gr.State(None)
+
+    def build(self) -> None:
+        beat, tick, message = markup("beat", HIDDEN), a_button("", "tick", elem_classes=HIDDEN), nothing_seen()
+        totals = markup("totals")
+        with gr.Row(elem_classes="onediff-halves"):
+            with gr.Column(min_width=320, scale=3):
+                told, connect_prewarm = self.build_prewarm()
+            with gr.Column(min_width=320, scale=2):
+                chart = markup("chart")
+        gr.HTML("<h3>Resolutions</h3>")
+        with gr.Row(elem_classes=[*CONTROLS, "onediff-filter"]):
+            model = a_list("Model", [ALL_MODELS], ALL_MODELS, "model")
+            order = a_list("Sorted by", list(ORDERS), USUAL_ORDER, "order")
+        table = markup("table")
+        more = a_button("Show more", "more", visible=False, size="sm")
+        connect_actions, below, question, confirm = self.build_actions()
+        gr.HTML(legend_html())
+
+        self.parts.update(
+            totals=totals, models=model, table=table, more=more, question=question, confirm=confirm, chart=chart,
+        )
+        names = (*PARTS, *(family.name for family in FAMILIES))
+        outputs = [beat, told, below, *(self.parts[name] for name in names), self.page]
+        last = [model, order, self.page]
+
+        def on(event: Callable[..., Any], handler: Callable[..., Any], *own: Any, ask: str = "") -> None:
+            """ask: what of window.onediff gives the first input's value."""
+            inputs = [*own, *last]
+            script = f"(...values) => window.onediff.{ask}(values, {len(inputs)})"
+            event(handler, inputs=inputs, outputs=outputs, queue=False, **QUIET,
+                  **(in_the_browser(script) if ask else {}))
+
+        on(tick.click, self.panel.tick, message, ask="message")
+        on(more.click, self.panel.more)
+        for choice in (model, order):
+            on(choice.input, self.panel.look)
+        connect_prewarm(on)
+        connect_actions(on)
+
+    def build_prewarm(self) -> tuple[Any, Callable[..., None]]:
+        """The controls that make sizes ready; the sentence below them, and what connects them."""
+        presets = []
+        gr.HTML("<h3>Make sizes ready</h3>")
+        for family in FAMILIES:
+            with gr.Row(elem_classes="onediff-presets", elem_id=f"onediff_presets_{family.model}") as row:
+                gr.HTML(f"<b>{family.name}</b>")
+                for number, preset in enumerate(family.presets):
+                    button = a_button(preset.label, f"preset_{family.model}_{number}", size="sm", min_width=20)
+                    presets.append((button, preset))
+            self.parts[family.name] = row
+        with gr.Row(elem_classes=CONTROLS):
+            sizes = kept_out_of_defaults(gr.Textbox(
+                label="Own sizes", placeholder=PLACEHOLDER, elem_id="onediff_prewarm_sizes", scale=4, min_width=200,
+            ))
+            batch = kept_out_of_defaults(gr.Number(
+                1, label="Batch size", precision=0, elem_id="onediff_prewarm_batch", scale=1, min_width=100,
+            ))
+            tokens = a_list("Prompt tokens", [str(count) for count in TOKEN_CHOICES], str(TOKEN_CHOICES[0]), "tokens")
+        with gr.Row(elem_classes=ACTIONS):
+            prewarm = a_button("Pre-warm", "prewarm", variant="primary")
+            cancel = a_button("Cancel all", "prewarm_cancel")
+        told = markup("result")
+        self.parts["jobs"] = markup("jobs")
+
+        def connect(on: Callable[..., None]) -> None:
+            for event in (prewarm.click, sizes.submit):
+                on(event, self.panel.prewarm, sizes, batch, tokens)
+            for button, preset in presets:
+                on(button.click, self.panel.preset(preset), batch, tokens)
+            on(cancel.click, self.panel.cancel_all)
+
+        return told, connect
+
+    def build_actions(self) -> tuple[Callable[..., None], Any, Any, Any]:
+        """What can be done with rows; what connects it, the sentence below, the question and the row that asks it."""
+        with gr.Row(elem_classes=ACTIONS):
+            pin, unpin = a_button("Pin selected", "pin"), a_button("Unpin selected", "unpin")
+            purges = [
+                (a_button("Purge selected", "purge"), self.panel.ask_selected, True),
+                (a_button("Purge model", "purge_model"), self.panel.ask_model, False),
+                (a_button("Purge all", "purge_all"), self.panel.ask_all, False),
+                (a_button("Purge disk", "purge_disk"), self.panel.ask_disk, False),
+            ]
+            release = a_button("Release memory", "release")
+        with gr.Row(elem_classes=[*ACTIONS, "onediff-confirm"], elem_id="onediff_confirm", visible=False) as row:
+            question = markup("question")
+            confirm, keep = a_button("Confirm", "purge_confirm", variant="stop"), a_button("Keep", "purge_keep")
+        below = markup("outcome")
+        keys = nothing_seen()
+
+        def connect(on: Callable[..., None]) -> None:
+            on(pin.click, self.panel.pin(True), keys, ask="selected")
+            on(unpin.click, self.panel.pin(False), keys, ask="selected")
+            on(release.click, self.panel.release)
+            for button, handler, of_selected in purges:
+                on(button.click, handler, *([keys] if of_selected else []), ask="selected" if of_selected else "")
+            on(confirm.click, self.panel.confirm)
+            on(keep.click, self.panel.keep)
+
+        return connect, below, question, row
+
+
+def a_button(text: str, name: str, **more: Any) -> gr.Button:
+    return kept_out_of_defaults(gr.Button(text, elem_id=f"onediff_{name}", **{"scale": 0, "min_width": 110, **more}))
+
+
+def a_list(label: str, choices: list[str], value: str, name: str) -> gr.Dropdown:
+    """A list of which one is chosen."""
+    return kept_out_of_defaults(gr.Dropdown(
+        choices=choices, value=value, label=label, elem_id=f"onediff_{name}", scale=1, min_width=140,
+    ))
+
+
+def markup(name: str, *classes: str) -> gr.HTML:
+    """A place for markup that changes."""
+    return gr.HTML(elem_id=f"onediff_cache_{name}", elem_classes=[LIVE, *classes])
+
+
+def nothing_seen() -> gr.Textbox:
+    """What only stands for a value that JavaScript fills in."""
+    return kept_out_of_defaults(gr.Textbox("", visible=False))

@@ -1,0 +1,144 @@
+"""The table of resolutions in the OneDiff tab, as markup."""
+from __future__ import annotations
+
+import html
+from typing import Any
+
+from ...runtime.rows import ResolutionRow, ShapeRow
+from ...shapes.table import ENOUGH
+from ..amounts import NOTHING, ago, counted, memory, milliseconds, times
+
+ROWS_AT_FIRST = 40
+COLUMNS = ("Resolution", "State", "Model", "Step", "WebUI's own", "Ratio", "Memory", "Uses", "Last used")
+SHAPE_COLUMNS = (
+    "Batch", "Tokens", "Type", "Computed by", "State", "Step", "WebUI's own", "Ratio", "Memory", "Uses", "Error",
+)
+STATES = {
+    "cold": "seen, not checked yet",
+    "proved": "agrees with the WebUI's own; runs with plain launches",
+    "ready": "the next call replays a graph",
+    "failed": "the WebUI's own serves it",
+    "on disk": "used by an earlier process on this machine",
+    "queued": "waits in the pre-warm queue",
+    "warming": "is being made ready now",
+}
+WORDS = {
+    "Computed by": "the backend and, with DeepCache, the half of the UNet: full, or shallow between two full ones",
+    "pinned": "its graph stays when memory runs short",
+    "Ratio": f"how many times as fast as the WebUI's own, once {ENOUGH} calls of each were timed, and below that "
+             "between what the spread of the times puts it",
+    "Memory": "what its graphs need, and below that what comes back when this row alone is purged, if anything does: "
+              "all graphs share one pool, which shrinks only when the largest of them goes",
+    "Error": "the distance from the WebUI's own output when it was checked, relative to its size",
+}
+
+
+def key_of(row: ResolutionRow) -> str:
+    """What a page calls a row."""
+    return f"{row.resolution} {row.model}"
+
+
+def resolution_and_model(key: str) -> tuple[str, str]:
+    """What key_of was made of."""
+    resolution, _, model = key.partition(" ")
+    return resolution, model
+
+
+def table_html(rows: list[ResolutionRow], limit: int = ROWS_AT_FIRST, nothing: str = "") -> str:
+    """The first of the rows, each with its shapes below it in an element that opens.
+
+    nothing: what to say where there are no rows.
+    """
+    if not rows:
+        return f'<p class="onediff-reason">{nothing or "Nothing yet: make a picture, or pre-warm a size."}</p>'
+    head = "".join(heading(column) for column in COLUMNS)
+    body = "".join(map(resolution_html, rows[:limit]))
+    every = '<input type="checkbox" data-onediff-every aria-label="Select all rows that are shown">'
+    return (
+        '<div class="onediff-table" tabindex="0" role="region" aria-label="Resolutions">'
+        f'<table><thead><tr><td>{every}</td>{head}</tr></thead>{body}</table></div>'
+    )
+
+
+def legend_html() -> str:
+    """What the words in the table mean."""
+    words = "".join(f"<dt>{word}</dt><dd>{html.escape(meaning)}</dd>" for word, meaning in (STATES | WORDS).items())
+    return f'<details class="onediff-legend"><summary>What the words mean</summary><dl>{words}</dl></details>'
+
+
+def heading(column: str) -> str:
+    title = f' title="{html.escape(WORDS[column])}"' if column in WORDS else ""
+    return f'<th scope="col"{title}>{column}</th>'
+
+
+def resolution_html(row: ResolutionRow) -> str:
+    cells = (
+        state_html(row.state), html.escape(row.model or NOTHING), milliseconds(row.step_ms), milliseconds(row.host_ms),
+        ratio(row), memory_html(row), str(row.uses), ago(row.last_used) if row.last_used else NOTHING,
+    )
+    key, name = html.escape(key_of(row)), html.escape(f"{row.resolution} of {row.model}")
+    choose = f'<input type="checkbox" value="{key}" aria-label="Select {name}">'
+    pinned = f' <span class="onediff-pin" title="{html.escape(WORDS["pinned"])}">pinned</span>' if row.pinned else ""
+    return (
+        f'<tbody><tr><td>{choose}</td><th scope="row">{html.escape(row.resolution)}{pinned}</th>{table_cells(cells)}'
+        f'</tr>{below_html(row, key)}</tbody>'
+    )
+
+
+def below_html(row: ResolutionRow, key: str) -> str:
+    """Why the row is not better, and its shapes."""
+    reason = f'<p class="onediff-reason">{html.escape(row.reason)}</p>' if row.reason else ""
+    shapes = (
+        f'<details data-onediff-key="{key}"><summary>{counted(len(row.shapes), "shape")}</summary>'
+        f"{shapes_html(row.shapes)}</details>" if row.shapes else ""
+    )
+    if not reason and not shapes:
+        return ""
+    return f'<tr class="onediff-shapes"><td></td><td colspan="{len(COLUMNS)}">{reason}{shapes}</td></tr>'
+
+
+def shapes_html(shapes: tuple[ShapeRow, ...]) -> str:
+    head = "".join(map(heading, SHAPE_COLUMNS))
+    body = "".join(map(shape_html, shapes))
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def shape_html(shape: ShapeRow) -> str:
+    error = NOTHING if shape.relative_error is None else f"{shape.relative_error:.1e}"
+    tokens = str(shape.tokens) if shape.tokens else "VAE"
+    cells = (
+        f"{shape.batch}{' with control' if shape.control else ''}", tokens, html.escape(shape.dtype),
+        html.escape(", ".join(filter(None, (shape.backend, shape.part)))) or NOTHING,
+        state_html(shape.state), milliseconds(shape.step_ms), milliseconds(shape.host_ms), ratio(shape),
+        memory_html(shape), str(shape.uses), error,
+    )
+    reason = (
+        f'<tr><td class="onediff-reason" colspan="{len(SHAPE_COLUMNS)}">{html.escape(shape.reason)}</td></tr>'
+        if shape.reason else ""
+    )
+    return f"<tr>{table_cells(cells)}</tr>{reason}"
+
+
+def table_cells(cells: tuple[str, ...]) -> str:
+    return "".join(f"<td>{cell}</td>" for cell in cells)
+
+
+def state_html(state: str) -> str:
+    """state: one of STATES, or "warming 33 %"."""
+    kind = state if state in STATES else state.split(" ")[0]
+    meaning, name = html.escape(STATES.get(kind, "")), html.escape(kind.replace(" ", "-"))
+    return f'<span class="onediff-state onediff-state-{name}" title="{meaning}">{html.escape(state)}</span>'
+
+
+def memory_html(row: Any) -> str:
+    """What graphs need, and what would come back."""
+    if not row.needs and not row.bytes:
+        return NOTHING
+    frees = f"<small>frees {memory(row.bytes)}</small>" if row.bytes else ""
+    return f"{memory(row.needs)}{frees}"
+
+
+def ratio(row: Any) -> str:
+    """Nothing before both sides were timed often enough."""
+    spread = "<small>{:.2f} to {:.2f}</small>".format(*row.ratio_range) if row.ratio_range else ""
+    return f"{times(row.ratio)}{spread}"

@@ -1,0 +1,167 @@
+"""What the comparison does when somebody uses it."""
+from __future__ import annotations
+
+import html
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from ...consistency import Facts, differences, parse, report
+from ...options.settings import Settings
+from ..progress import sentence
+from ..stream import UNCHANGED
+from .job import CANCELLED, FAILED, Comparison, Exclusively, Maker, Request
+from .markup import numbers_html, pictures_html, summary_html
+from .report import save
+from .request import request_of
+from .sides import Presets, choices, side_of
+
+SECONDS_BETWEEN_LOOKS = 0.5
+# The components that show what came of it, in the order of what follow yields; the job itself is the last.
+Shown = tuple[Any, ...]
+log = logging.getLogger("onediff")
+
+
+class ComparePanel:
+    """The handlers of one page's comparison and consistency report."""
+
+    def __init__(
+        self, maker: Maker, exclusively: Exclusively, standing: Callable[[], Settings], presets: Presets,
+        facts: Callable[[], Facts], folder: Callable[[], Path],
+    ) -> None:
+        """standing: the settings tab's. facts: of the consistency report. folder: where reports go."""
+        self.maker, self.exclusively, self.standing, self.presets = maker, exclusively, standing, presets
+        self.facts, self.folder = facts, folder
+
+    def choices(self) -> list[str]:
+        return choices(self.presets)
+
+    def refresh(self) -> tuple[Any, Any]:
+        """What both lists of settings offer now."""
+        offered = gr.update(choices=self.choices())
+        return offered, offered
+
+    # --- making the pictures --------------------------------------------------------------------------------------
+
+    def follow(self, *values: Any) -> Iterator[Shown]:
+        """Make the pictures, and show how far it is and what there is already.
+
+        values: choice and changes of the left side, of the right side, then the arguments of request_of after sides.
+        """
+        try:
+            request = self._request(*values)
+        except ValueError as problem:
+            yield sentence(str(problem), wrong=True), *[UNCHANGED] * 6
+            return
+        job = Comparison(request, self.maker, self.exclusively)
+        yield progress_html(job), "", nothing_to_choose(), "", "", gr.update(visible=False), job
+        shown = 0
+        while True:
+            over = job.wait(SECONDS_BETWEEN_LOOKS)
+            pairs = job.pairs
+            fresh = len(pairs) > shown
+            yield (
+                outcome_html(job) if over else progress_html(job),
+                summary_html(pairs, request.sides, request.warm_up) if fresh else UNCHANGED,
+                seeds_to_choose(job, first=not shown) if fresh else UNCHANGED,
+                # Megabytes: once, and not again when another seed is ready.
+                pictures_html(pairs[0], request.sides) if pairs and not shown else UNCHANGED,
+                numbers_html(pairs) if fresh else UNCHANGED,
+                gr.update(visible=bool(pairs)) if over else UNCHANGED, job,
+            )
+            shown = len(pairs)
+            if over:
+                return
+
+    def _request(
+        self, left: Any, left_changes: Any, right: Any, right_changes: Any, *order: Any
+    ) -> Request:
+        standing = self.standing()
+        if not standing.enabled:
+            raise ValueError("OneDiff is switched off in the settings tab, so it cannot make a picture on either side.")
+        sides = (
+            side_of(left, left_changes, standing, self.presets), side_of(right, right_changes, standing, self.presets),
+        )
+        return request_of(sides, *order)
+
+    def cancel(self, job: Comparison | None) -> Any:
+        if job is None or job.over:
+            return sentence("Nothing is being compared.")
+        job.cancel()
+        return sentence("Stopping.")
+
+    def choose(self, seed: str, job: Comparison | None) -> Any:
+        """Show the pictures of another seed."""
+        for pair in () if job is None else job.pairs:
+            if seed == seed_label(pair.seed):
+                return pictures_html(pair, job.request.sides)
+        return UNCHANGED
+
+    def save(self, job: Comparison | None) -> str:
+        """Write the report."""
+        if job is None or not job.pairs:
+            return sentence("There is nothing to save yet.", wrong=True)
+        try:
+            page, *pictures = save(job.request, job.pairs, report(self.facts()), self.folder())
+        except OSError as error:
+            log.warning("The comparison could not be saved: %s", error)
+            return sentence(f"The report could not be saved: {error.strerror or 'the folder cannot be used'}.", True)
+        beside = "a PNG" if len(pictures) == 1 else f"{len(pictures)} PNGs"
+        return sentence(f"Saved {page.parent.name}/{page.name}, and {beside}, in the WebUI's output folder.")
+
+    # --- the consistency report -----------------------------------------------------------------------------------
+
+    def report(self) -> str:
+        return report(self.facts())
+
+    def differences(self, text: str) -> str:
+        """What another machine's report has otherwise."""
+        if not str(text or "").strip():
+            return ""
+        try:
+            theirs = parse(text)
+        except ValueError as problem:
+            return sentence(str(problem), wrong=True)
+        found = differences(self.facts(), theirs)
+        if not found:
+            return sentence("Nothing differs: both machines should make the same picture.")
+        lines = "".join(f"<li>{html.escape(line)}</li>" for line in found)
+        told = "1 fact differs." if len(found) == 1 else f"{len(found)} facts differ."
+        return f'{sentence(told)}<ul class="onediff-differing">{lines}</ul>'
+
+
+def seed_label(seed: int) -> str:
+    return f"Seed {seed}"
+
+
+def nothing_to_choose() -> Any:
+    return gr.update(choices=[], value=None, visible=False)
+
+
+def seeds_to_choose(job: Comparison, first: bool) -> Any:
+    labels = [seed_label(pair.seed) for pair in job.pairs]
+    return gr.update(choices=labels, visible=len(labels) > 1, **({"value": labels[0]} if first else {}))
+
+
+def progress_html(job: Comparison) -> str:
+    """A bar, and what is being done."""
+    share, what = job.progress()
+    percent = round(100 * share)
+    return (
+        '<div class="onediff-jobs"><div class="onediff-job">'
+        f'<div class="onediff-bar" role="progressbar" aria-valuemin="0" aria-valuemax="100" aria-valuenow="{percent}" '
+        f'aria-label="Comparing"><div style="width: {percent}%"></div></div>'
+        f"<span>{percent} %, {html.escape(what)}</span></div></div>"
+    )
+
+
+def outcome_html(job: Comparison) -> str:
+    """What came of a comparison that is over."""
+    if job.state == FAILED:
+        return sentence(job.problem, wrong=True)
+    if job.state == CANCELLED:
+        return sentence("Stopped before all pictures were made." if job.pairs else "Stopped.")
+    return ""

@@ -1,0 +1,146 @@
+"""Single pictures through the WebUI's own txt2img, with OneDiff's settings for each.
+
+Only our script takes part, with arguments of its own: what other extensions are set to in the txt2img tab is left out.
+"""
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ...options.settings import Settings
+
+JOB = "OneDiff comparison"
+FOLDER = "onediff-compare"
+USUAL_SAMPLER = "Euler a"
+
+
+class Interrupted(Exception):
+    """The user stopped the picture."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A picture to make. width, height: pixels."""
+
+    prompt: str
+    negative_prompt: str
+    seed: int
+    width: int
+    height: int
+    steps: int
+    cfg_scale: float
+    sampler: str
+
+
+@dataclass(frozen=True)
+class Made:
+    """A picture (a PIL image) and how it came about. seconds: all of the WebUI's txt2img. status: runtime.status()
+    right after it."""
+
+    image: Any
+    infotext: str
+    seconds: float
+    status: dict[str, Any]
+
+
+class TextToImage:
+    """Makes one picture after the other. Call make through the adapter's exclusively()."""
+
+    def __init__(self, make_script: Callable[[], Any], status: Callable[[], dict[str, Any]]) -> None:
+        """make_script: our script's class, as the WebUI calls it. status: runtime.status."""
+        self._make_script = make_script
+        self._status = status
+        self._current: Order | None = None
+        self._lock = threading.Lock()
+
+    def make(self, order: Order, settings: Settings) -> Made:
+        """Make a picture with these settings. Raises Interrupted, and whatever the WebUI raises."""
+        from modules import processing, shared
+
+        p = processing.StableDiffusionProcessingTxt2Img(
+            prompt=order.prompt, negative_prompt=order.negative_prompt, seed=order.seed, width=order.width,
+            height=order.height, steps=order.steps, cfg_scale=order.cfg_scale, sampler_name=order.sampler,
+            scheduler="Automatic", batch_size=1, n_iter=1, do_not_save_samples=True, override_settings={},
+        )
+        p.do_not_save_grid = True
+        # Our script alone is there, and none of those that fill in what a tab's components say.
+        p.is_api = True
+        p.scripts, p.script_args = self._scripts(), (of_a_run(settings),)
+        shared.state.begin(job=JOB)
+        try:
+            with self._working_on(order), contextlib.closing(p):
+                began = time.perf_counter()
+                processed = processing.process_images(p)
+                seconds = time.perf_counter() - began
+                if shared.state.interrupted or shared.state.skipped or not processed.images:
+                    raise Interrupted
+        finally:
+            shared.state.end()
+        return Made(processed.images[0], processed.infotexts[0], seconds, self._status())
+
+    def _scripts(self) -> Any:
+        """A runner of the WebUI's with our script in it."""
+        from modules import scripts
+
+        script, runner = self._make_script(), scripts.ScriptRunner()
+        script.filename, script.is_txt2img, script.is_img2img, script.tabname = __file__, True, False, "txt2img"
+        script.alwayson, script.args_from, script.args_to = True, 0, 1
+        runner.scripts, runner.alwayson_scripts = [script], [script]
+        return runner
+
+    @contextlib.contextmanager
+    def _working_on(self, order: Order) -> Any:
+        with self._lock:
+            self._current = order
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._current = None
+
+    def interrupt(self) -> None:
+        """Stop the picture that is being made, if it is one of ours."""
+        from modules import shared
+
+        with self._lock:
+            if self._current is not None:
+                shared.state.interrupt()
+
+    def share_done(self) -> float:
+        """How far the picture is that is being made, from 0 to 1; 0 while it waits."""
+        from modules import shared
+
+        steps = shared.state.sampling_steps
+        return min(1.0, shared.state.sampling_step / steps) if self._current is not None and steps else 0.0
+
+
+def of_a_run(settings: Settings) -> dict[str, Any]:
+    """What our script takes as its argument for a generation with these settings."""
+    return {
+        option.name: getattr(settings, option.name) for option in fields(Settings) if option.metadata["per_run"]
+    }
+
+
+def sampler_names() -> list[str]:
+    """The samplers that the WebUI offers."""
+    from modules import sd_samplers
+
+    return list(sd_samplers.visible_sampler_names())
+
+
+def output_folder() -> Path:
+    """Where comparisons are kept: beside the WebUI's folders of pictures."""
+    from modules import paths, shared
+
+    everything = getattr(shared.opts, "outdir_samples", "")
+    if everything:
+        return Path(everything, FOLDER)
+    pictures = getattr(shared.opts, "outdir_txt2img_samples", "")
+    parent = Path(pictures).parent if pictures else Path(paths.data_path)
+    # As the WebUI itself takes them: relative to where it runs.
+    return parent / FOLDER

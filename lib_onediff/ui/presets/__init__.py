@@ -1,0 +1,1 @@
+"""The presets page: settings under a name."""
