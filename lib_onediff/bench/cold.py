@@ -93,7 +93,7 @@ def child(task: Task, device: torch.device) -> dict[str, Any]:
     synchronize(device)
     began = time.perf_counter()
     # To make a variant is part of its start: torch.compile loads a compiler.
-    run = Own(unet, variant.backend, patient=False) if variant.ours else variant.make(unet)
+    run = Own(unet, variant.backend, waits_for_compile=False) if variant.ours else variant.make(unet)
     run(arguments)
     synchronize(device)
     first_s = time.perf_counter() - began

@@ -115,16 +115,16 @@ def host(vae: nn.Module) -> Decode:
 
 def served(run: Decode, backend: str) -> Decode:
     """The same, but a RuntimeError where the VAE's own decoder or another backend ran instead of this one."""
-    journal = runtime.vae.journal
+    call_stats = runtime.vae.call_stats
 
     def checked(latents: Tensor) -> Tensor:
-        before = journal.calls[HOST]
-        with runtime.patience():
+        before = call_stats.calls[HOST]
+        with runtime.wait_for_compile():
             picture = run(latents)
-        if journal.calls[HOST] > before:
-            raise RuntimeError(f"the VAE's own decoder ran: {journal.reason}")
-        if journal.entry.key.backend != backend:
-            raise RuntimeError(f"the backend {journal.entry.key.backend} ran: {journal.reason}")
+        if call_stats.calls[HOST] > before:
+            raise RuntimeError(f"the VAE's own decoder ran: {call_stats.reason}")
+        if call_stats.entry.key.backend != backend:
+            raise RuntimeError(f"the backend {call_stats.entry.key.backend} ran: {call_stats.reason}")
         return picture
 
     return checked
@@ -134,10 +134,10 @@ def at_size(
     size: Size, ways: dict[str, tuple[Decode, torch.dtype]], exact: nn.Module, runs: int, device: torch.device
 ) -> list[DecodeRow]:
     latents = latents_for(exact, size, device)
-    half = next(iter(ways.values()))[1]
+    deepcache = next(iter(ways.values()))[1]
     with without_tf32():
-        reference = host(exact)(latents.to(half).float()).cpu()
-    given = {name: latents.to(half).to(dtype) for name, (_, dtype) in ways.items()}
+        reference = host(exact)(latents.to(deepcache).float()).cpu()
+    given = {name: latents.to(deepcache).to(dtype) for name, (_, dtype) in ways.items()}
     rows = []
     for name, (run, _) in ways.items():
         row = DecodeRow(name_of(size), name)

@@ -75,12 +75,12 @@ def child(task: Task, device: torch.device) -> dict[str, Any]:
         return statistics.mean(seconds(lambda: alone(arguments), device) for _ in range(CALLS_ALONE))
 
     before_s = alone_s()
-    own = Own(unet, INDUCTOR, patient=False)
+    own = Own(unet, INDUCTOR, waits_for_compile=False)
     loaded_s = seconds(own.attach, device)
     taken: list[float] = []
     while len(taken) < MOST_CALLS:
         taken.append(seconds(lambda: own(arguments), device))
-        if runtime.journal.route != HOST:
+        if runtime.call_stats.route != HOST:
             break
     else:
         raise Unavailable(f"Inductor was not ready after {MOST_CALLS} calls ({sum(taken):.0f} s)")

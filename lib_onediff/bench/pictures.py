@@ -120,7 +120,7 @@ def pictures(model: str, options: argparse.Namespace, device: torch.device) -> l
     rows = [PictureRow(model, name_of(size), HOST, host, 1.0, times=times)]
     for name, choices in VARIANTS.items():
         compile_pipe(drawing.pipe, **choices)
-        with runtime.patience():
+        with runtime.wait_for_compile():
             for _ in range(PATIENT_PICTURES):
                 drawing.draw(size)
         for _ in range(PICTURES_TO_SETTLE):

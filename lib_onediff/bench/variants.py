@@ -64,14 +64,14 @@ class Own:
     otherwise the model's own forward serves them meanwhile.
     """
 
-    def __init__(self, unet: nn.Module, backend: str, verify: bool = False, patient: bool = True) -> None:
+    def __init__(self, unet: nn.Module, backend: str, verify: bool = False, waits_for_compile: bool = True) -> None:
         if backend in OUR_KERNELS and not torch.cuda.is_available():
             raise Unavailable("the native backend needs an NVIDIA GPU")
         self._unet = unet
         self._backend = backend
         float8 = backend == FLOAT8
         self._settings = Settings(backend=NATIVE if float8 else backend, fp8=float8, verify=verify)
-        self._patient = patient
+        self._patient = waits_for_compile
         self._reason = ""
         self.served: Counter[tuple[str, str]] = Counter()
 
@@ -80,11 +80,11 @@ class Own:
 
     def __call__(self, arguments: Arguments) -> Tensor:
         self.attach()
-        with runtime.patience() if self._patient else contextlib.nullcontext():
+        with runtime.wait_for_compile() if self._patient else contextlib.nullcontext():
             output = self._unet(**arguments, return_dict=False)[0]
-        journal = runtime.journal
-        self._reason = journal.reason
-        self.served[str(journal.backend), str(journal.route)] += 1
+        call_stats = runtime.call_stats
+        self._reason = call_stats.reason
+        self.served[str(call_stats.backend), str(call_stats.route)] += 1
         return output
 
     def how_served(self) -> str:
@@ -152,9 +152,9 @@ class Variant:
         calls = 0
         while True:
             output, calls = run(arguments), calls + 1
-            journal = runtime.journal
-            launched = journal.entry is not None and not has_graphs(self.backend, journal.entry.key.device)
-            fast = self.backend in ("", EAGER) or journal.route == (PLAIN if launched else GRAPH)
+            call_stats = runtime.call_stats
+            launched = call_stats.entry is not None and not has_graphs(self.backend, call_stats.entry.key.device)
+            fast = self.backend in ("", EAGER) or call_stats.route == (PLAIN if launched else GRAPH)
             if fast or calls == most:
                 return output, calls
 

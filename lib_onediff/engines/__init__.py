@@ -16,7 +16,7 @@ WITH_GRAPHS = (FLOAT8, NATIVE, INDUCTOR, CUDAGRAPH)
 TUNED = (*OUR_KERNELS, INDUCTOR)
 
 
-class Steps(NamedTuple):
+class Candidates(NamedTuple):
     """The backends to try, the best first, and why that is not the one that was wanted."""
 
     backends: tuple[str, ...]
@@ -28,37 +28,37 @@ def has_graphs(backend: str, device: torch.device) -> bool:
     return backend in WITH_GRAPHS and (backend != INDUCTOR or device.type == "cuda")
 
 
-def steps(
+def candidates(
     wanted: str, device: torch.device, why_not_native: Callable[[torch.device], str | None],
     why_not_inductor: Callable[[torch.device], str | None] = lambda device: "Inductor is for the whole UNet alone",
-) -> Steps:
+) -> Candidates:
     """What to try on a device. wanted: as settings.Settings.backend. why_not_native, why_not_inductor: what our
     kernels lack there, and what Inductor does."""
     if wanted == INDUCTOR:
         lack, plain = why_not_inductor(device), CUDAGRAPH if device.type == "cuda" else EAGER
-        return Steps((INDUCTOR, plain), "") if lack is None else Steps((plain,), lack)
+        return Candidates((INDUCTOR, plain), "") if lack is None else Candidates((plain,), lack)
     if wanted == EAGER:
-        return Steps((EAGER,), "")
+        return Candidates((EAGER,), "")
     if device.type != "cuda":
-        return Steps((EAGER,), f"CUDA graphs need a GPU, and this UNet is on the {device.type}")
+        return Candidates((EAGER,), f"CUDA graphs need a GPU, and this UNet is on the {device.type}")
     lack = "" if wanted == CUDAGRAPH else why_not_native(device)
-    return Steps((NATIVE, CUDAGRAPH), "") if lack is None else Steps((CUDAGRAPH,), lack)
+    return Candidates((NATIVE, CUDAGRAPH), "") if lack is None else Candidates((CUDAGRAPH,), lack)
 
 
-def with_float8(found: Steps, why_not: Callable[[], str | None]) -> Steps:
+def with_float8(found: Candidates, why_not: Callable[[], str | None]) -> Candidates:
     """The same steps with float8 before them, or the reason why not. why_not: what the device lacks for that."""
     if found.backends[0] != NATIVE:
-        return Steps(found.backends, f"FP8 needs the native backend: {found.reason or 'another one was chosen'}")
+        return Candidates(found.backends, f"FP8 needs the native backend: {found.reason or 'another one was chosen'}")
     lack = why_not()
-    return Steps((FLOAT8, *found.backends), "") if lack is None else Steps(found.backends, lack)
+    return Candidates((FLOAT8, *found.backends), "") if lack is None else Candidates(found.backends, lack)
 
 
-def launched_steps(
+def launched_candidates(
     wanted: str, device: torch.device, why_not_native: Callable[[torch.device], str | None]
-) -> Steps:
-    """As steps, for work that is launched operator by operator: without a graph, cudagraph is eager."""
+) -> Candidates:
+    """As candidates, for work that is launched operator by operator: without a graph, cudagraph is eager."""
     if device.type != "cuda":
-        return Steps((EAGER,), "")
-    found = steps(wanted, device, why_not_native)
+        return Candidates((EAGER,), "")
+    found = candidates(wanted, device, why_not_native)
     names = dict.fromkeys(name if name == NATIVE else EAGER for name in found.backends)
-    return Steps(tuple(names), found.reason)
+    return Candidates(tuple(names), found.reason)

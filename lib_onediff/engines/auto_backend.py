@@ -10,7 +10,7 @@ import torch
 from ..model.call import UNetCall
 from ..ops.tuning_cache import Choices
 from ..shapes.table import Entry
-from . import CUDAGRAPH, EAGER, INDUCTOR, Steps
+from . import CUDAGRAPH, EAGER, INDUCTOR, Candidates
 
 PLAIN = (EAGER, CUDAGRAPH)
 # Of each backend, at one shape.
@@ -39,7 +39,7 @@ class AutoChoice:
         self._calls: dict[Hashable, dict[str, Seen]] = {}
         self._failure = ""
 
-    def steps(self, plain: Steps, call: UNetCall) -> Steps:
+    def candidates(self, plain: Candidates, call: UNetCall) -> Candidates:
         """The backends to try for a call, where these would serve without Inductor."""
         backend = plain.backends[0]
         if backend not in PLAIN or self._failure:
@@ -48,7 +48,7 @@ class AutoChoice:
         if chosen and chosen["backend"] != INDUCTOR:
             return plain
         if chosen or self._is_next(backend, call):
-            return Steps((INDUCTOR, *plain.backends), "")
+            return Candidates((INDUCTOR, *plain.backends), "")
         return plain
 
     def note(self, entry: Entry, call: UNetCall) -> None:
@@ -111,4 +111,5 @@ def name_for(device: torch.device) -> str:
 
 
 def shape_of(call: UNetCall) -> Hashable:
-    return tuple(call.latent.shape), call.context.shape[1], call.latent.dtype, call.latent.device, call.half is None
+    latent = call.latent
+    return tuple(latent.shape), call.context.shape[1], latent.dtype, latent.device, call.deepcache is None

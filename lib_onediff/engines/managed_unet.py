@@ -8,14 +8,14 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from ..model.bound import BoundUNet
-from ..model.call import DeepFeature, Half
+from ..model.call import DeepCachePass, DeepFeature
 from ..model.conditioning import returns_none
-from ..model.deepcache.cache_run import Course
+from ..model.deepcache.cache_run import CacheRun
 from ..model.deepcache.sampling import Sampling
 from ..model.float8 import Float8Binding, Float8Weights, Round
 from ..model.forward import Conditioning
 from ..model.layout import UnsupportedUNet
-from ..model.patches import Habits
+from ..model.patches import HostTraits
 from ..model.weights import Binding
 from ..options.settings import Settings
 from ..shapes.key import ShapeKey
@@ -23,7 +23,7 @@ from . import FLOAT8
 from .base import Memory, Runner
 
 
-class Kept(NamedTuple):
+class CachedRunner(NamedTuple):
     """A runner, and what it was made for: it serves as long as both are the same."""
 
     generation: int
@@ -31,26 +31,26 @@ class Kept(NamedTuple):
     runner: Runner
 
 
-class Care:
+class ManagedUNet:
     """The bound module, its own settings, and its graphs.
 
     course: its DeepCache. sampling: what its own host says of the sampling that it is in, where that host says it.
     float8: the weights in float8, while they are used. no_room_for_float8: in this sampling.
     """
 
-    def __init__(self, unet: nn.Module, settings: Settings | None, habits: Habits) -> None:
+    def __init__(self, unet: nn.Module, settings: Settings | None, host_traits: HostTraits) -> None:
         self.settings = settings
-        self.bound = BoundUNet(unet, habits)
-        self.by_content = habits.by_content
+        self.bound = BoundUNet(unet, host_traits)
+        self.by_content = host_traits.by_content
         self.served_in_sampling = False
         self._served_context: Callable[[], Tensor | None] = returns_none
-        self.course = Course()
+        self.cache_run = CacheRun()
         self.sampling: Sampling | None = None
         self.float8: Float8Weights | None = None
         self.no_room_for_float8 = False
-        self._kept: dict[ShapeKey, Kept] = {}
+        self._kept: dict[ShapeKey, CachedRunner] = {}
         # Beside the graphs that are torch's: OneFlow's memory is no part of any budget.
-        self.oneflow: dict[ShapeKey, Kept] = {}
+        self.oneflow: dict[ShapeKey, CachedRunner] = {}
         # The graphs come and go with weights and prompts; their memory stays for the next ones.
         self._memory: Memory | None = None
 
@@ -87,20 +87,22 @@ class Care:
             return Float8Binding(self.bound.binding, self.float8)
         return self.bound.binding
 
-    def runner(self, key: ShapeKey, conditioning: Conditioning, half: Half | None = None) -> Runner | None:
+    def runner(
+        self, key: ShapeKey, conditioning: Conditioning, deepcache: DeepCachePass | None = None
+    ) -> Runner | None:
         """The runner for a shape, unless weights, conditioning or deep feature have moved since it was made."""
         kept = self._kept.get(key)
         if kept is None:
             return None
-        if self.serves(kept, conditioning, half):
+        if self.serves(kept, conditioning, deepcache):
             return kept.runner
         del self._kept[key]
         return None
 
-    def serves(self, kept: Kept, conditioning: Conditioning, half: Half | None) -> bool:
+    def serves(self, kept: CachedRunner, conditioning: Conditioning, deepcache: DeepCachePass | None) -> bool:
         """Whether a runner is still good for these."""
         return kept.generation == self.bound.generation and kept.conditioning is conditioning and (
-            feature_of(kept.runner) is (half and half.feature)
+            feature_of(kept.runner) is (deepcache and deepcache.feature)
         )
 
     def keep(self, key: ShapeKey, conditioning: Conditioning, runner: Runner) -> None:
@@ -108,7 +110,7 @@ class Care:
         self._kept = {
             other: kept for other, kept in self._kept.items() if kept.generation == self.bound.generation
         }
-        self._kept[key] = Kept(self.bound.generation, conditioning, runner)
+        self._kept[key] = CachedRunner(self.bound.generation, conditioning, runner)
         self._memory = runner.memory
 
     def held_features(self) -> list[DeepFeature]:
@@ -120,7 +122,7 @@ class Care:
         """The shapes that have a graph."""
         return set(self._kept)
 
-    def kept(self) -> Iterator[tuple[ShapeKey, Kept]]:
+    def kept(self) -> Iterator[tuple[ShapeKey, CachedRunner]]:
         """Every graph, with what it was made for."""
         # A copy: a page asks in another thread than the one that makes graphs.
         yield from self._kept.copy().items()
@@ -132,7 +134,7 @@ class Care:
         }
         if keys is None:
             self.oneflow = {}
-            self.course.forget()
+            self.cache_run.forget()
             self.float8 = None
             self.bound.drop_prompts()
         if not self._kept:
@@ -146,7 +148,7 @@ class Care:
         """Drop graphs and their memory where the weights are elsewhere by now, as when the host has taken the UNet off
         the GPU: half a millisecond."""
         holds = (
-            self._memory is not None or self.float8 is not None or self.course.bytes() or self.bound.prompt_bytes()
+            self._memory is not None or self.float8 is not None or self.cache_run.bytes() or self.bound.prompt_bytes()
         )
         if holds and not self.bound.unmoved():
             self.drop_runners()
@@ -154,5 +156,5 @@ class Care:
 
 def feature_of(runner: Runner) -> DeepFeature | None:
     """The deep feature that a runner writes or reads."""
-    half = runner.inputs.half
-    return None if half is None else half.feature
+    deepcache = runner.inputs.deepcache
+    return None if deepcache is None else deepcache.feature

@@ -127,7 +127,7 @@ class OperatorSets:
     def _float8_result(self, device: torch.device, dtype: torch.dtype) -> torch.dtype:
         return self._float8_support(device, dtype).result
 
-    def prepare(self, network: Network, patient: bool) -> bool:
+    def prepare(self, network: Network, waits_for_compile: bool) -> bool:
         """Whether the native kernels that a network needs are compiled; if not, they soon will be, in a thread.
 
         patient: wait until they are. Raises RuntimeError with what the compiler said.
@@ -137,12 +137,12 @@ class OperatorSets:
             return True
         if kind in self._failed:
             raise RuntimeError(self._failed[kind])
-        if patient or kind not in self._pending:
+        if waits_for_compile or kind not in self._pending:
             self._pending.add(kind)
             compiling = self._worker.submit(self._compile, network)
-            if patient:
+            if waits_for_compile:
                 compiling.result()
-                return self.prepare(network, patient=False)
+                return self.prepare(network, waits_for_compile=False)
         return False
 
     def prepare_early(self, unet: nn.Module, settings: Settings) -> Future[list[Future[Any]]] | None:
@@ -176,7 +176,7 @@ class OperatorSets:
     def _prepare_early(
         self, unet: weakref.ref[nn.Module], settings: Settings, dtype: torch.dtype, device: torch.device
     ) -> list[Future[Any]]:
-        found = backends.steps(settings.backend, device, self.why_not_native, self.inductor.why_not)
+        found = backends.candidates(settings.backend, device, self.why_not_native, self.inductor.why_not)
         backend = found.backends[0]
         if settings.backend == backends.AUTO and backend != backends.NATIVE and self.auto.is_inductor(device):
             backend = backends.INDUCTOR
@@ -252,7 +252,7 @@ class OperatorSets:
         self._launches.forget()
 
     def tune_kernels(self, network: Network) -> None:
-        """Measure how the kernels are best cut on this GPU, where that is not known: seconds, once on a machine.
+        """Measure how the kernels are best configured on this GPU, where that is not known: seconds, once on a machine.
 
         Where that fails, they stay as they are cut.
         """

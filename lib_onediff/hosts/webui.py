@@ -81,10 +81,10 @@ class WebUI(Protocol):
 
 def network_name(unet: nn.Module | None) -> str | None:
     """What the rows call a UNet ("SD1"); None for what is none that we know. Waits for no call that is being made."""
-    care = None if unet is None else runtime.care_of(unet)
+    managed = None if unet is None else runtime.managed_unet(unet)
     try:
-        if care is not None:
-            return care.bound.layout.model_name
+        if managed is not None:
+            return managed.bound.layout.model_name
     except UnsupportedUNet:
         pass  # It has not been called yet.
     try:

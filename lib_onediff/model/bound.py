@@ -16,7 +16,7 @@ from .forward import Conditioning, condition
 from .identity import UNCOUNTED, Edits, Signature
 from .layout import UNetLayout, UnsupportedUNet
 from .operators import Operators
-from .patches import Habits, Structure, scan
+from .patches import HostTraits, Structure, scan
 from .read import read_layout
 from .weights import LAYERS_GONE, Binding
 
@@ -31,9 +31,9 @@ class BoundUNet:
     generation counts the changes of addresses: what was captured under another generation must not be replayed.
     """
 
-    def __init__(self, unet: nn.Module, habits: Habits = Habits()) -> None:  # noqa: B008
+    def __init__(self, unet: nn.Module, host_traits: HostTraits = HostTraits()) -> None:  # noqa: B008
         self._unet = weakref.ref(unet)
-        self.habits = habits
+        self.host_traits = host_traits
         self._structure: Structure | None = None
         self._sampling_began = True
         self._last_call_ended = 0.0
@@ -142,8 +142,8 @@ class BoundUNet:
             self._last_prompt.remember((call.context, call.y))
         if self._refusal is not None:
             raise UnsupportedUNet(self._refusal)
-        if self.habits.settle is not None:
-            self.habits.settle(self.binding.layers())
+        if self.host_traits.sync_lora is not None:
+            self.host_traits.sync_lora(self.binding.layers())
         if not (self._stands(goes_on) and channels_last == self._channels_last):
             began = time.perf_counter()
             try:
@@ -175,7 +175,7 @@ class BoundUNet:
             return False
         if goes_on:
             # What settles a layer may have given it another parameter.
-            return self.habits.settle is None or self._signature.still_true()
+            return self.host_traits.sync_lora is None or self._signature.still_true()
         self._edits = self._all_edits = None
         return self._signature == self.binding.signature()
 
@@ -184,10 +184,10 @@ class BoundUNet:
         unet = self._unet()
         if unet is None:
             return "the host has unloaded this UNet"
-        structure = scan(unet, self.habits)
-        if structure.foreign is not None:
+        structure = scan(unet, self.host_traits)
+        if structure.patched is not None:
             self.undo_channels_last()
-            return structure.foreign
+            return structure.patched
         if structure != self._structure:
             self.undo_channels_last()
             self._structure, self._binding, self._signature, self._architecture = structure, None, None, None

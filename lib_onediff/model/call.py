@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-FULL, SHALLOW = "full", "shallow"
+FULL, CACHED = "full", "cached"
 
 
 class DeepFeature:
@@ -38,20 +38,20 @@ class DeepFeature:
 
 
 @dataclass(frozen=True)
-class Half:
-    """The full half computes everything and writes the feature; the shallow half reads it. depth: see deepcache.py."""
+class DeepCachePass:
+    """The full pass computes everything and writes the feature; the cached pass reads it. depth: see deepcache.py."""
 
     depth: int
-    is_shallow: bool
+    is_cached_pass: bool
     feature: DeepFeature
 
     @property
     def name(self) -> str:
-        return SHALLOW if self.is_shallow else FULL
+        return CACHED if self.is_cached_pass else FULL
 
-    def apart(self) -> Half:
+    def apart(self) -> DeepCachePass:
         """The same half, by which nothing is written that anybody reads."""
-        return self if self.is_shallow else replace(self, feature=DeepFeature())
+        return self if self.is_cached_pass else replace(self, feature=DeepFeature())
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class UNetCall:
     timestep_condition: (batch, width) guidance embedding of LCM-distilled models, else None.
     control: residuals to add, else None.
     upcast_attention: compute attention scores in float32 (SD2.1 overflows in float16).
-    half: which half of the UNet is wanted (DeepCache), None for the whole.
+    deepcache: which pass of DeepCache is wanted, None for the whole UNet.
     """
 
     latent: Tensor
@@ -89,4 +89,4 @@ class UNetCall:
     timestep_condition: Tensor | None = None
     control: Control | None = None
     upcast_attention: bool = False
-    half: Half | None = None
+    deepcache: DeepCachePass | None = None

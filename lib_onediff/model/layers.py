@@ -76,7 +76,7 @@ class Layers:
         stream = Stream(tokens)
         for block in transformer.blocks:
             stream = self._transformer_block(block, stream)
-        tokens = ops.linear(ops.settle(stream), weights[transformer.project_out.path])
+        tokens = ops.linear(ops.materialize(stream), weights[transformer.project_out.path])
         return ops.residual_add(image, ops.tokens_to_image(tokens, height, width), None)
 
     def _transformer_block(self, block: TransformerBlock, stream: Stream) -> Stream:

@@ -22,7 +22,7 @@ class Stream(NamedTuple):
     """
 
     tokens: Tensor
-    owed: Tensor | None = None
+    deferred_bias: Tensor | None = None
     bias: Tensor | None = None
     update: Tensor | None = None
 
@@ -70,7 +70,7 @@ class Operators(Protocol):
     def add_linear(self, stream: Stream, x: Rows, affine: Affine) -> Stream:
         """stream + linear(x). May write into the stream that it was given, which nobody uses afterwards."""
 
-    def settle(self, stream: Stream) -> Tensor:
+    def materialize(self, stream: Stream) -> Tensor:
         """The stream's tokens, with everything added."""
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:

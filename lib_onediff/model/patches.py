@@ -22,7 +22,7 @@ class Structure:
 
     members: tuple[tuple[weakref.ref[nn.Module], type], ...]
     switches: tuple[tuple[weakref.ref[nn.Module], object], ...]
-    foreign: str | None
+    patched: str | None
 
 
 def never(unet: nn.Module, module: nn.Module) -> bool:
@@ -34,24 +34,24 @@ def as_it_is(host: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 @dataclass(frozen=True)
-class Habits:
+class HostTraits:
     """What a host adapter knows of its host's ways with a UNet.
 
     trusted: Python modules whose class-level patches change nothing that the adapter does not see to.
     inert: whether the forwards set on a module's instance (unet, module) do now just what its class's would.
-    settle: brings the parameters of these layers up to date, where the host does that lazily in each one's forward.
+    sync_lora: brings the parameters of these layers up to date, where the host does that lazily in each one's forward.
     by_content: every call brings new tensors, so that a prompt is known by its content only.
     yardstick: the host's forward, with what it only approximates (8-bit attention) computed exactly, to compare with.
     """
 
     trusted: Collection[str] = ()
     inert: Callable[[nn.Module, nn.Module], bool] = never
-    settle: Callable[[Iterable[nn.Module]], None] | None = None
+    sync_lora: Callable[[Iterable[nn.Module]], None] | None = None
     by_content: bool = False
     yardstick: Callable[[Callable[[], Tensor]], Callable[[], Tensor]] = as_it_is
 
 
-def scan(unet: nn.Module, habits: Habits = Habits()) -> Structure:
+def scan(unet: nn.Module, host_traits: HostTraits = HostTraits()) -> Structure:
     """Look through every module below unet, in a millisecond or two per thousand.
 
     foreign is None, or one line that names the first thing that makes a module compute something other than its
@@ -63,7 +63,7 @@ def scan(unet: nn.Module, habits: Habits = Habits()) -> Structure:
     switches: list[tuple[weakref.ref[nn.Module], object]] = []
     classes: set[type] = set()
     processors: set[type] = set()
-    foreign = None
+    patched = None
     for name, module in unet.named_modules():
         reference = weakref.ref(module)
         members.append((reference, type(module)))
@@ -73,22 +73,22 @@ def scan(unet: nn.Module, habits: Habits = Habits()) -> Structure:
         if "processor" in state:
             processors.add(type(state["processor"]))
             switches.append((reference, type(state["processor"])))
-        if module is unet or foreign:
+        if module is unet or patched:
             continue
         replaced = own_method(module, "forward") or own_method(module, "_forward")
-        if replaced is not None and not habits.inert(unet, module):
-            foreign = f"{name} has a forward of its own, set by {origin(replaced)}"
+        if replaced is not None and not host_traits.inert(unet, module):
+            patched = f"{name} has a forward of its own, set by {origin(replaced)}"
         elif state["_forward_hooks"] or state["_forward_pre_hooks"]:
-            foreign = f"{name} has a forward hook"
+            patched = f"{name} has a forward hook"
         elif any(state.get(name) for name in APPLIED_AT_CALL):
-            foreign = "a LoRA is applied at every call, not merged (fp16 LoRA in Diffusion in Low Bits, or low VRAM)"
+            patched = "a LoRA is applied at every call, not merged (fp16 LoRA in Diffusion in Low Bits, or low VRAM)"
         elif isinstance(module, nn.Dropout) and module.training and module.p > 0:
-            foreign = f"{name} drops values (the UNet is in training mode)"
-    if foreign is None:
-        foreign = replaced_method(classes - {type(unet)}, ("forward", "_forward"), habits.trusted)
-    if foreign is None:
-        foreign = replaced_method(processors, ("__call__",), habits.trusted)
-    return Structure(tuple(members), tuple(switches), foreign)
+            patched = f"{name} drops values (the UNet is in training mode)"
+    if patched is None:
+        patched = replaced_method(classes - {type(unet)}, ("forward", "_forward"), host_traits.trusted)
+    if patched is None:
+        patched = replaced_method(processors, ("__call__",), host_traits.trusted)
+    return Structure(tuple(members), tuple(switches), patched)
 
 
 def own_method(module: nn.Module, name: str) -> object | None:

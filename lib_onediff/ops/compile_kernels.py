@@ -38,15 +38,15 @@ SIDE = 4
 
 
 def compile_kernels(
-    users: Iterable[Any], dtype: torch.dtype, device: torch.device, cuts: Launches | None = None,
+    users: Iterable[Any], dtype: torch.dtype, device: torch.device, configs: Launches | None = None,
     float8: bool = False,
 ) -> None:
-    """Launch every kernel that a network with these layers (unet.layout) needs once, on a few numbers.
+    """Launch every kernel that a network with these layers (model.layout) needs once, on a few numbers.
 
-    cuts: how they are cut, None for their first choice. float8: also those of ops.float8_ops. What was compiled before
-    costs a millisecond. Raises what Triton raises.
+    configs: how they are launched, None for each one's first candidate. float8: also those of ops.quantized. What was
+    compiled before costs a millisecond. Raises what Triton raises.
     """
-    network, chosen = list(users), cuts or Launches(Choices())
+    network, chosen = list(users), configs or Launches(Choices())
     first, *others = launches(network, dtype, device, chosen)
     if float8:
         others += float8_launches(network, dtype, device, chosen)
@@ -64,7 +64,7 @@ def launch(work: Callable[[], object], device: torch.device) -> None:
 
 
 def launches(
-    users: list[Any], dtype: torch.dtype, device: torch.device, cuts: Launches
+    users: list[Any], dtype: torch.dtype, device: torch.device, configs: Launches
 ) -> list[Callable[[], object]]:
     """One launch for each kernel as Triton specialises it: by block sizes, not by sizes of images or layers."""
 
@@ -76,8 +76,8 @@ def launches(
 
     def large(norm: GroupNorm, shape_class: str) -> object:
         return triton_group_norm.large_group_norm(
-            *of_norm(norm), statistics_cut=cuts.of(STATISTICS, shape_class, dtype),
-            application_cut=cuts.of(APPLICATION, shape_class, dtype),
+            *of_norm(norm), statistics_cut=configs.of(STATISTICS, shape_class, dtype),
+            application_cut=configs.of(APPLICATION, shape_class, dtype),
         )
 
     def of_norm(norm: GroupNorm) -> tuple:
@@ -86,25 +86,25 @@ def launches(
 
     def add(shape_class: str) -> object:
         of_sum = image(channels), image(channels), of_channels(channels), image(channels)
-        triton_images.add(*of_sum, cuts.of(ADDITION, shape_class, dtype))
-        return triton_strips.add_and_measure(*of_sum, cuts.of(MEASURED_ADDITION, shape_class, dtype))
+        triton_images.add(*of_sum, configs.of(ADDITION, shape_class, dtype))
+        return triton_strips.add_and_measure(*of_sum, configs.of(MEASURED_ADDITION, shape_class, dtype))
 
     def layer_norm(width: int) -> object:
         tokens = torch.zeros((SIDE, width), dtype=dtype, device=device)
-        cut = cuts.of(LAYER_NORM, row_class(width), dtype)
-        stream, _ = triton_tokens.layer_norm(Stream(tokens), of_channels(width), of_channels(width), 1e-5, cut)
-        return triton_tokens.settle(stream, cut)
+        config = configs.of(LAYER_NORM, row_class(width), dtype)
+        stream, _ = triton_tokens.layer_norm(Stream(tokens), of_channels(width), of_channels(width), 1e-5, config)
+        return triton_tokens.materialize(stream, config)
 
     def geglu(width: int) -> object:
         hidden = torch.zeros((SIDE, 2 * width), dtype=dtype, device=device)
-        return triton_tokens.geglu(hidden, cuts.of(GEGLU, row_class(width), dtype))
+        return triton_tokens.geglu(hidden, configs.of(GEGLU, row_class(width), dtype))
 
     def attend(head_width: int) -> object:
-        cut = cuts.of(attention_kernel(head_width), str(head_width), dtype)
+        config = configs.of(attention_kernel(head_width), str(head_width), dtype)
         # Strides as they are in a network: Triton compiles another kernel for those that are no multiples of 16.
         tokens = torch.zeros((1, SIDE, 3, 16, head_width), dtype=dtype, device=device).transpose(1, 3)
         query, key, value = (tokens[:, :, part] for part in range(3))
-        return None if cut == LIBRARY else triton_attention.attention(query, key, value, cut)
+        return None if config == LIBRARY else triton_attention.attention(query, key, value, config)
 
     norms = [leaf for leaf in users if isinstance(leaf, GroupNorm)]
     channels = norms[0].channels
@@ -130,14 +130,14 @@ def launches(
 
 
 def float8_launches(
-    users: list[Any], dtype: torch.dtype, device: torch.device, cuts: Launches
+    users: list[Any], dtype: torch.dtype, device: torch.device, configs: Launches
 ) -> list[Callable[[], object]]:
     """As launches, for what the operators in float8 have besides."""
 
     def of_width(width: int) -> object:
         tokens, weight = (torch.zeros(shape, dtype=dtype, device=device) for shape in ((SIDE, width), (width,)))
-        cut = cuts.of(LAYER_NORM, row_class(width), dtype)
-        triton_float8.layer_norm(Stream(tokens, None, weight, tokens.clone()), weight, weight, 1e-5, cut)
+        config = configs.of(LAYER_NORM, row_class(width), dtype)
+        triton_float8.layer_norm(Stream(tokens, None, weight, tokens.clone()), weight, weight, 1e-5, config)
         return rounded(torch.zeros((SIDE, 2 * FEED_FORWARD * width), dtype=dtype, device=device), width)
 
     def rounded(hidden: torch.Tensor, width: int) -> object:

@@ -23,8 +23,8 @@ def sinusoids(timestep: Tensor, time: TimeEmbedding) -> Tensor:
 
 def frequencies(time: TimeEmbedding, device: torch.device) -> Tensor:
     """Those of the sinusoids, (channels / 2,) in float32."""
-    half = time.channels // 2
-    exponents = torch.arange(half, dtype=torch.float32, device=device) / (half - time.frequency_shift)
+    deepcache = time.channels // 2
+    exponents = torch.arange(deepcache, dtype=torch.float32, device=device) / (deepcache - time.frequency_shift)
     return torch.exp(-math.log(10000) * exponents)
 
 
@@ -63,7 +63,7 @@ def group_norm(image: Tensor, affine: Affine, norm: GroupNorm, silu: bool, shift
 
 
 def layer_norm(stream: Stream, affine: Affine, norm: LayerNorm, reader: Affine) -> tuple[Stream, Tensor]:
-    tokens = settle(stream)
+    tokens = materialize(stream)
     return Stream(tokens), functional.layer_norm(tokens, (norm.width,), affine.weight, affine.bias, norm.eps)
 
 
@@ -71,7 +71,7 @@ def add_linear(stream: Stream, x: Tensor, affine: Affine) -> Stream:
     return stream._replace(tokens=stream.tokens + linear(x, affine))
 
 
-def settle(stream: Stream) -> Tensor:
+def materialize(stream: Stream) -> Tensor:
     tokens, *addends = stream
     for addend in addends:
         tokens = tokens if addend is None else tokens + addend.to(tokens.dtype)

@@ -74,7 +74,7 @@ class Reports(Protocol):
     def compiling(self) -> Iterable[Future[Any]]:
         """Begin what the model still lacks; one after the other what has to end until nothing is lacking."""
 
-    def patience(self) -> contextlib.AbstractContextManager[None]:
+    def wait_for_compile(self) -> contextlib.AbstractContextManager[None]:
         """Inside, a UNet call waits for what is being compiled."""
 
 
@@ -215,7 +215,7 @@ class WarmUp:
             return
         self._queue.say(job, DECODING)
         try:
-            with self._runtime.patience():
+            with self._runtime.wait_for_compile():
                 self._webui.warm_decode(size.width, size.height, size.batch)
             self._runtime.history.keep(self._runtime.table.entries(), in_pictures=False)
         except Exception as error:
@@ -228,7 +228,7 @@ class WarmUp:
         self._queue.say(job, self._what(call))
         began = time.perf_counter()
         try:
-            with self._runtime.patience():
+            with self._runtime.wait_for_compile():
                 self._webui.warm(call.size.width, call.size.height, *call.shape)
             status = self._runtime.status()
             self._runtime.history.keep(self._runtime.table.entries(), in_pictures=False)

@@ -12,20 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engines import Steps
-from ..engines.graphs.accounting import Holdings
+from ..engines import Candidates
+from ..engines.graphs.accounting import MemorySnapshot
 from ..engines.graphs.cache import GraphCache
 from ..engines.graphs.memory_pressure import MemoryPressure
 from ..engines.graphs.stream_order import StreamOrder
-from ..engines.managed_unet import Care
+from ..engines.managed_unet import ManagedUNet
 from ..engines.operator_sets import OperatorSets
 from ..guard import Guard, HostFunction
 from ..model.call import UNetCall
-from ..model.deepcache.cache_run import Turn
-from ..model.deepcache.options import DeepCacheChoice
+from ..model.deepcache.cache_run import StepPlan
+from ..model.deepcache.options import DeepCacheOptions
 from ..model.deepcache.sampling import Sampling
 from ..model.layout import UNetLayout, UnsupportedUNet
-from ..model.patches import Habits
+from ..model.patches import HostTraits
 from ..ops.precision import AttentionOverflows, Flags, flags_for, our_modes, upcasts_attention
 from ..ops.tuning_cache import Choices
 from ..options.settings import Settings
@@ -34,9 +34,9 @@ from ..shapes.table import Entry, ShapeTable, State
 from ..store.history import History, Pins
 from ..weak_dictionary import WeakDictionary
 from .backend_choice import Declined
-from .cache_admin import UserRequests
-from .call_stats import HOST, PLAIN, Journal
-from .fallback import Ladder, Served
+from .cache_admin import CacheAdmin
+from .call_stats import HOST, PLAIN, CallStats
+from .fallback import CallResult, FallbackChain
 from .generations import Generations
 from .vae.route import DecoderRoute
 from .verify import CannotJudge
@@ -47,7 +47,7 @@ HostForward = Callable[[], Tensor]
 OUT_OF_MEMORY = "out of GPU memory: the graphs were freed"
 
 
-class Accelerator(UserRequests):
+class Accelerator(CacheAdmin):
     """Routes the calls of every UNet that a host has handed over."""
 
     def __init__(self) -> None:
@@ -55,25 +55,25 @@ class Accelerator(UserRequests):
         self.guard = Guard()
         self.settings = Settings()
         self.table = ShapeTable()
-        self.journal = Journal()
+        self.call_stats = CallStats()
         self.history = History()
         # What was measured to be best on this machine.
         self.choices = Choices()
         self.pins = Pins(self.choices)
         self.attention_overflows = AttentionOverflows(self.choices)
         self.operators = OperatorSets(self.choices)
-        self._care: WeakDictionary[nn.Module, Care] = WeakDictionary()
+        self._managed: WeakDictionary[nn.Module, ManagedUNet] = WeakDictionary()
         self._run_settings: Settings | None = None
         self._why_off = ""
         # What a generation makes inside itself (a face's inpainting) has its settings.
         self.generations = Generations()
         # What the host says of the sampling in progress.
         self._sampling = Sampling()
-        self._graphs = GraphCache(self.table, self._care, self.pins, self.operators.of)
-        self._ladder = Ladder(self.table, self._graphs, self.operators)
+        self._graphs = GraphCache(self.table, self._managed, self.pins, self.operators.of)
+        self._fallback = FallbackChain(self.table, self._graphs, self.operators)
         self._lock = threading.RLock()
         self._order = StreamOrder()
-        self._seen = Holdings()
+        self._seen = MemorySnapshot()
         # Who needs GPU memory besides us asks here.
         self.pressure = MemoryPressure(
             self._graphs, self._lock, self.guard, lambda: self.generations.innermost is not None
@@ -98,12 +98,12 @@ class Accelerator(UserRequests):
         finally:
             self._run_settings, self._why_off = before
 
-    def adopt(self, unet: nn.Module, settings: Settings | None = None, habits: Habits = Habits()) -> None:  # noqa: B008
+    def adopt(self, unet: nn.Module, settings: Settings | None = None, host_traits: HostTraits = HostTraits()) -> None:  # noqa: B008
         """Take a UNet into care; nothing of it changes before its first call. settings override the runtime's own."""
         with self._lock:
-            known = self._care.get(unet)
+            known = self._managed.get(unet)
             if known is None:
-                self._care[unet] = Care(unet, settings, habits)
+                self._managed[unet] = ManagedUNet(unet, settings, host_traits)
             else:
                 known.settings = settings
         if known is None:
@@ -111,33 +111,33 @@ class Accelerator(UserRequests):
 
     def compiling(self) -> Iterator[Future[Any]]:
         """Begin what the UNets in care still lack; one after the other what has to end until nothing is lacking."""
-        for unet, care in self._care.items():
-            yield from self.operators.compiling(unet, care.settings or self.settings)
+        for unet, managed in self._managed.items():
+            yield from self.operators.compiling(unet, managed.settings or self.settings)
 
     def layout_of(self, unet: nn.Module) -> UNetLayout:
         """The layout of a UNet in our care. Raises UnsupportedUNet with the reason."""
-        care = self._care.get(unet)
-        if care is None:
+        managed = self._managed.get(unet)
+        if managed is None:
             raise UnsupportedUNet("this UNet was not handed to OneDiff")
         with self._lock:
-            return care.bound.layout_now()
+            return managed.bound.layout_now()
 
-    def care_of(self, unet: nn.Module) -> Care | None:
+    def managed_unet(self, unet: nn.Module) -> ManagedUNet | None:
         """What is kept for a UNet, or None if it was not handed over."""
-        return self._care.get(unet)
+        return self._managed.get(unet)
 
     def release(self, unet: nn.Module) -> None:
         """Give a UNet back as it was: ordinary parameters with the same values, and no memory of ours."""
         with self._lock:
-            care = self._care.pop(unet, None)
-            if care is not None:
-                care.drop_runners()
-                care.bound.release()
+            managed = self._managed.pop(unet, None)
+            if managed is not None:
+                managed.drop_runners()
+                managed.bound.release()
                 self._graphs.note_lost()
 
     def release_all(self) -> None:
         """Give every UNet and every decoder back."""
-        for unet in self._care:
+        for unet in self._managed:
             self.release(unet)
         self.vae.release_all()
 
@@ -146,40 +146,40 @@ class Accelerator(UserRequests):
         """The settings of the generation in progress and why they switch OneDiff off; None where it has none."""
         if self._run_settings is not None:
             return self._run_settings, self._why_off
-        generation = None if self.patient else self.generations.innermost
+        generation = None if self.waits_for_compile else self.generations.innermost
         return None if generation is None else (generation.settings, generation.why_off)
 
     @property
-    def patient(self) -> bool:
+    def waits_for_compile(self) -> bool:
         """Whether calls wait for kernels that are being compiled."""
-        return self._ladder.patient
+        return self._fallback.waits_for_compile
 
     @contextlib.contextmanager
-    def patience(self) -> Iterator[None]:
+    def wait_for_compile(self) -> Iterator[None]:
         """Calls made inside wait for kernels that are being compiled; otherwise the host serves them meanwhile."""
-        before, self._ladder.patient = self._ladder.patient, True
+        before, self._fallback.waits_for_compile = self._fallback.waits_for_compile, True
         try:
             yield
         finally:
-            self._ladder.patient = before
+            self._fallback.waits_for_compile = before
 
     def announce(self, sampling: Sampling, unet: nn.Module | None = None) -> None:
         """A host says what it knows of the sampling that begins: of this UNet, or of all that it may use for it."""
         if unet is None:
             self._sampling = sampling
-        elif (care := self._care.get(unet)) is not None:
-            care.sampling = sampling
+        elif (managed := self._managed.get(unet)) is not None:
+            managed.sampling = sampling
 
     def begin_sampling(self, unet: nn.Module, sampling: Sampling | None = None) -> None:
         """A host that hands over a new context tensor at every call announces each sampling here."""
         self.announce(sampling or Sampling())
-        care = self._care.get(unet)
-        if care is not None:
-            care.by_content = True
-            care.served_in_sampling = care.no_room_for_float8 = False
-            care.bound.begin_sampling()
-            budget = (care.settings or self.settings).memory_budget
-            self.pressure.before_sampling(care.architecture, budget)
+        managed = self._managed.get(unet)
+        if managed is not None:
+            managed.by_content = True
+            managed.served_in_sampling = managed.no_room_for_float8 = False
+            managed.bound.begin_sampling()
+            budget = (managed.settings or self.settings).memory_budget
+            self.pressure.before_sampling(managed.architecture, budget)
 
     @contextlib.contextmanager
     def computing(self, device: torch.device) -> Iterator[None]:
@@ -198,12 +198,12 @@ class Accelerator(UserRequests):
         try:
             return self._run(unet, call, host)
         finally:
-            care = self._care.get(unet)
-            if care is not None:
-                care.bound.rest()
+            managed = self._managed.get(unet)
+            if managed is not None:
+                managed.bound.rest()
 
     def _run(self, unet: nn.Module, call: UNetCall, host: HostForward) -> Tensor:
-        self.journal.begin()
+        self.call_stats.begin()
         host = HostFunction(host)
         try:
             served = self._serve(unet, call, host)
@@ -216,37 +216,37 @@ class Accelerator(UserRequests):
                 raise
             reason = self.guard.give_up("the UNet's forward", error)
         else:
-            self.journal.note(served.route, served.reason)
+            self.call_stats.note(served.route, served.reason)
             return served.output
         # Only now is everything gone that our forward had computed before it failed.
         if reason is OUT_OF_MEMORY:
             self.free_graphs()
         return self._decline(unet, reason, host, call.context)
 
-    def _serve(self, unet: nn.Module, call: UNetCall, host: HostForward) -> Served:
+    def _serve(self, unet: nn.Module, call: UNetCall, host: HostForward) -> CallResult:
         with self.computing(call.latent.device):
-            care, settings = self.care_for(unet)
-            steps = self._ladder.begin(care, settings, call)
-            served = self._compute(care, settings, steps, call)
+            managed, settings = self.managed_and_settings(unet)
+            steps = self._fallback.begin(managed, settings, call)
+            served = self._compute(managed, settings, steps, call)
         if served.entry.state is State.COLD:
             # Outside our modes: the host's forward must run exactly as the host would run it.
-            self._ladder.prove(served, settings, self.history, host, care.bound.habits.yardstick(host))
+            self._fallback.prove(served, settings, self.history, host, managed.bound.host_traits.yardstick(host))
         else:
             with self._lock:
-                self._ladder.note(settings, served)
+                self._fallback.note(settings, served)
             if served.route == PLAIN:
                 with self.computing(call.latent.device), our_modes(call.latent.device, served.entry.key.precision):
-                    self._ladder.make_ready(care, settings, served)
-        care.note_served(call.context)
+                    self._fallback.make_ready(managed, settings, served)
+        managed.note_served(call.context)
         return served
 
-    def _compute(self, care: Care, settings: Settings, steps: Steps, call: UNetCall) -> Served:
+    def _compute(self, managed: ManagedUNet, settings: Settings, steps: Candidates, call: UNetCall) -> CallResult:
         """The output of a call.
 
         The first output of a shape that overflows is computed again with attention in float32, where the choice is
         auto; so is every other of this network from then on.
         """
-        architecture, dtype = care.bound.architecture, care.bound.binding.dtype
+        architecture, dtype = managed.bound.architecture, managed.bound.binding.dtype
         device, by_host = call.latent.device, call.upcast_attention
         overflows = self.attention_overflows.seen(architecture, dtype)
         while True:
@@ -255,9 +255,9 @@ class Accelerator(UserRequests):
                 call = replace(call, upcast_attention=upcast)
             flags = flags_for(settings, dtype, device, call.upcast_attention)
             with our_modes(device, flags):
-                turn = self._turn(care, settings, call, flags)
-                served = self._ladder.serve(care, steps, call, self._notice, flags, turn)
-                self.journal.note_half(served.entry.key.part, care.course.reason or care.course.failure)
+                plan = self._turn(managed, settings, call, flags)
+                served = self._fallback.serve(managed, steps, call, self._notice, flags, plan)
+                self.call_stats.note_pass(served.entry.key.part, managed.cache_run.reason or managed.cache_run.failure)
             untried = not call.upcast_attention and upcasts_attention(settings, by_host, True)
             if served.entry.state is not State.COLD or not untried or bool(torch.isfinite(served.output).all()):
                 break
@@ -268,58 +268,58 @@ class Accelerator(UserRequests):
             log.warning("This model's attention overflows in %s: it is computed in float32 from now on.", dtype)
         return served
 
-    def _turn(self, care: Care, settings: Settings, call: UNetCall, flags: Flags) -> Turn | None:
+    def _turn(self, managed: ManagedUNet, settings: Settings, call: UNetCall, flags: Flags) -> StepPlan | None:
         """What DeepCache says of a call."""
         # What is called to be made ready is no picture.
-        sampling = Sampling() if self.patient else care.sampling or self._sampling
-        choice, bound = DeepCacheChoice.of(settings, sampling.second_pass), care.bound
+        sampling = Sampling() if self.waits_for_compile else managed.sampling or self._sampling
+        choice, bound = DeepCacheOptions.of(settings, sampling.second_pass), managed.bound
         if choice.interval <= 1:
-            care.course.rest(care.held_features)
+            managed.cache_run.rest(managed.held_features)
             return None
-        return care.course.turn(
+        return managed.cache_run.plan(
             choice, sampling, bound.layout, call,
-            ShapeKey.of(bound.architecture, bound.binding.dtype, call, precision=flags), care.by_content,
-            care.held_features,
+            ShapeKey.of(bound.architecture, bound.binding.dtype, call, precision=flags), managed.by_content,
+            managed.held_features,
         )
 
     def _decline(self, unet: nn.Module, reason: str, host: HostForward, context: Tensor) -> Tensor:
         """Run the host's forward, with the reason for the user."""
-        self.journal.note(HOST, reason)
+        self.call_stats.note(HOST, reason)
         self._leave_as_found(unet, context)
         return self.pressure.run_host(host)
 
     def note_host(self, reason: str, unet: nn.Module | None = None, context: Tensor | None = None) -> None:
         """Take down that a host runs a call of which we know nothing, and why. unet: the one that it runs; context: the
         call's, where the host does not announce its samplings."""
-        self.journal.begin()
-        self.journal.note(HOST, reason)
+        self.call_stats.begin()
+        self.call_stats.note(HOST, reason)
         if unet is not None:
             self._leave_as_found(unet, context)
 
     def _leave_as_found(self, unet: nn.Module, context: Tensor | None = None) -> None:
         """A sampling that begins with the host's own forward finds the weights laid out as the host had them, and so
         makes the host's own image to the bit. One that takes turns with us does not move them at every turn."""
-        care = self._care.get(unet)
-        if care is not None and care.bound.channels_last and not care.takes_turns(context):
-            with self.computing(care.bound.binding.device):
-                if care.bound.undo_channels_last():
-                    care.drop_runners()
+        managed = self._managed.get(unet)
+        if managed is not None and managed.bound.channels_last and not managed.takes_turns(context):
+            with self.computing(managed.bound.binding.device):
+                if managed.bound.undo_channels_last():
+                    managed.drop_runners()
 
-    def care_for(self, unet: nn.Module) -> tuple[Care, Settings]:
+    def managed_and_settings(self, unet: nn.Module) -> tuple[ManagedUNet, Settings]:
         """What is kept for a UNet, and the settings that hold now. Raises Declined with the reason why the host must
         run the call."""
-        care = self._care.get(unet)
-        if care is None:
+        managed = self._managed.get(unet)
+        if managed is None:
             raise Declined("this UNet was not handed to OneDiff")
-        settings, why_off = self.run_settings or (care.settings or self.settings, "")
+        settings, why_off = self.run_settings or (managed.settings or self.settings, "")
         if not settings.enabled:
             raise Declined(why_off or "OneDiff is switched off")
         if torch.is_grad_enabled():
             raise Declined("gradients are being recorded (training?)")
-        return care, settings
+        return managed, settings
 
     def _notice(self, entry: Entry) -> None:
-        self.journal.model, self.journal.entry, self.journal.backend = entry.model, entry, entry.key.backend
+        self.call_stats.model, self.call_stats.entry, self.call_stats.backend = entry.model, entry, entry.key.backend
 
 
 runtime = Accelerator()

@@ -4,7 +4,7 @@ from __future__ import annotations
 from .. import engines as backends
 from ..engines.graphs.cache import GraphCache
 from ..engines.inductor.helper import CannotCompile
-from ..engines.managed_unet import Care
+from ..engines.managed_unet import ManagedUNet
 from ..engines.oneflow.route import OneFlowRoute
 from ..engines.operator_sets import OperatorSets
 from ..model.bound import BoundUNet
@@ -29,52 +29,54 @@ class BackendChoice:
         self._operators = operators
         self._oneflow = oneflow
 
-    def begin(self, care: Care, settings: Settings, call: UNetCall, patient: bool) -> backends.Steps:
-        """The backends to try for a call, with the binding made true for it. patient: see Ladder.
+    def begin(
+        self, managed: ManagedUNet, settings: Settings, call: UNetCall, waits_for_compile: bool
+    ) -> backends.Candidates:
+        """The backends to try for a call, with the binding made true for it. patient: see FallbackChain.
 
         Raises Declined, and UnsupportedUNet. To be called in the host's modes: they decide what can be served.
         """
-        steps = self._steps(settings, call, patient)
-        care.bound.refresh(call, care.by_content, self._wants_channels_last(care, steps.backends[0], call))
-        refuse_inputs(care.bound, call)
+        steps = self._steps(settings, call, waits_for_compile)
+        managed.bound.refresh(call, managed.by_content, self._wants_channels_last(managed, steps.backends[0], call))
+        refuse_inputs(managed.bound, call)
         if settings.backend == backends.AUTO and steps.backends[0] == backends.INDUCTOR:
-            steps = self._when_compiled(care, steps, call)
+            steps = self._when_compiled(managed, steps, call)
         if settings.fp8:
-            return backends.with_float8(steps, lambda: self._why_not_float8(care, call))
-        self._graphs.drop_float8(care)
+            return backends.with_float8(steps, lambda: self._why_not_float8(managed, call))
+        self._graphs.drop_float8(managed)
         return steps
 
-    def _steps(self, settings: Settings, call: UNetCall, patient: bool) -> backends.Steps:
+    def _steps(self, settings: Settings, call: UNetCall, waits_for_compile: bool) -> backends.Candidates:
         device, operators = call.latent.device, self._operators
-        steps = backends.steps(settings.backend, device, operators.why_not_native, operators.inductor.why_not)
+        steps = backends.candidates(settings.backend, device, operators.why_not_native, operators.inductor.why_not)
         if settings.backend == backends.AUTO and operators.inductor.why_not(device) is None:
-            return operators.auto.steps(steps, call)
+            return operators.auto.candidates(steps, call)
         if settings.backend != backends.ONEFLOW:
             return steps
         # They serve while OneFlow compiles. Our own kernels want their weights in another order.
-        others = backends.steps(backends.CUDAGRAPH, device, operators.why_not_native)
-        return self._oneflow.steps(settings, others, steps, call, patient)
+        others = backends.candidates(backends.CUDAGRAPH, device, operators.why_not_native)
+        return self._oneflow.candidates(settings, others, steps, call, waits_for_compile)
 
-    def _when_compiled(self, care: Care, steps: backends.Steps, call: UNetCall) -> backends.Steps:
+    def _when_compiled(self, managed: ManagedUNet, steps: backends.Candidates, call: UNetCall) -> backends.Candidates:
         """The same steps, or those after Inductor until it has compiled: nobody has asked for it, and nobody waits."""
         try:
-            if self._operators.inductor.prepare(care.bound, call.latent, patient=False):
+            if self._operators.inductor.prepare(managed.bound, call.latent, waits_for_compile=False):
                 return steps
         except CannotCompile as failure:
             self._operators.auto.fail(str(failure))
-        return backends.Steps(steps.backends[1:], INDUCTOR_COMPILES)
+        return backends.Candidates(steps.backends[1:], INDUCTOR_COMPILES)
 
-    def _wants_channels_last(self, care: Care, backend: str, call: UNetCall) -> bool:
+    def _wants_channels_last(self, managed: ManagedUNet, backend: str, call: UNetCall) -> bool:
         if backend == backends.INDUCTOR:
             # Until its code is there another serves, which would turn the weights back at every call.
-            return self._operators.inductor.is_ready(care.bound, call.latent)
+            return self._operators.inductor.is_ready(managed.bound, call.latent)
         return backend == backends.NATIVE
 
-    def _why_not_float8(self, care: Care, call: UNetCall) -> str | None:
-        if care.no_room_for_float8:
+    def _why_not_float8(self, managed: ManagedUNet, call: UNetCall) -> str | None:
+        if managed.no_room_for_float8:
             return NO_ROOM
         lack = self._operators.why_not_float8(call.latent.device, call.latent.dtype)
-        return lack or self._operators.why_no_float8_here(care.bound.layout, call)
+        return lack or self._operators.why_no_float8_here(managed.bound.layout, call)
 
 
 def refuse_inputs(bound: BoundUNet, call: UNetCall, y_is_embedded: bool = False) -> None:

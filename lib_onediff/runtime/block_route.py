@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from ..engines import NATIVE, launched_steps
-from ..engines.managed_unet import Care
+from ..engines import NATIVE, launched_candidates
+from ..engines.managed_unet import ManagedUNet
 from ..guard import first_line
 from ..model.call import UNetCall
 from ..model.forward import block_shifts, key_values_by_name
@@ -119,36 +119,36 @@ class BlockRoute:
     def _begin(
         self, loop: WatchedLoop, image: Tensor, embedding: Tensor, context: Tensor, owner: str
     ) -> LoopPass:
-        journal = self._accelerator.journal
-        journal.begin()
-        care, settings = self._accelerator.care_for(loop.unet())
+        call_stats = self._accelerator.call_stats
+        call_stats.begin()
+        managed, settings = self._accelerator.managed_and_settings(loop.unet())
         # The owner of the loop has embedded timestep and y already.
         call = UNetCall(latent=image, timestep=embedding[:, 0], context=context)
-        entry, why_not_faster = self._entry(care, settings, call)
-        journal.entry, journal.model, journal.backend = entry, entry.model, entry.key.backend
+        entry, why_not_faster = self._entry(managed, settings, call)
+        call_stats.entry, call_stats.model, call_stats.backend = entry, entry.model, entry.key.backend
         ops = self._accelerator.operators.of(entry.key.backend)
         with our_modes(image.device, entry.key.precision):
-            layers = self._layers(care, ops, call, embedding, entry.key.precision)
-        care.note_served(context)
+            layers = self._layers(managed, ops, call, embedding, entry.key.precision)
+        managed.note_served(context)
         if settings.deepcache_interval > 1:
-            journal.note_half("", f"DeepCache rests: {owner} runs the UNet's loop itself")
+            call_stats.note_pass("", f"DeepCache rests: {owner} runs the UNet's loop itself")
         no_float8 = "FP8 is for the whole UNet alone" if settings.fp8 else ""
-        journal.note(
+        call_stats.note(
             BLOCKS, "; ".join(filter(None, (f"{owner} runs the UNet's loop itself", why_not_faster, no_float8)))
         )
-        layout = care.bound.layout
+        layout = managed.bound.layout
         stages = (*layout.input_stages, layout.middle_stage, *layout.output_stages)
         made = weakref.ref(embedding, loop.note_gone)
         return LoopPass(entry, settings, layers, stages, made, weakref.ref(context))
 
-    def _entry(self, care: Care, settings: Settings, call: UNetCall) -> tuple[Entry, str]:
+    def _entry(self, managed: ManagedUNet, settings: Settings, call: UNetCall) -> tuple[Entry, str]:
         """What is known of this shape by the best backend that has not failed, and why it is not a better one.
 
         Raises Declined with the reason of the last.
         """
-        bound, operators = care.bound, self._accelerator.operators
-        names, reason = launched_steps(settings.backend, call.latent.device, operators.why_not_native)
-        bound.refresh(call, care.by_content, channels_last=names[0] == NATIVE)
+        bound, operators = managed.bound, self._accelerator.operators
+        names, reason = launched_candidates(settings.backend, call.latent.device, operators.why_not_native)
+        bound.refresh(call, managed.by_content, channels_last=names[0] == NATIVE)
         refuse_inputs(bound, call, y_is_embedded=True)
         flags = flags_for(settings, bound.binding.dtype, call.latent.device)
         for backend in names:
@@ -156,7 +156,7 @@ class BlockRoute:
             entry = self._accelerator.table.entry(replace(key, inputs=("blocks",)), bound.layout.model_name)
             if backend == NATIVE and entry.state is not State.FAILED:
                 try:
-                    ready = operators.prepare(network_of(care, call), self._accelerator.patient)
+                    ready = operators.prepare(network_of(managed, call), self._accelerator.waits_for_compile)
                 except RuntimeError as error:
                     entry.fail(blame(backend, f"our kernels do not compile: {first_line(error)}"))
                 else:
@@ -168,10 +168,10 @@ class BlockRoute:
         raise Declined(reason)
 
     @staticmethod
-    def _layers(care: Care, ops: Operators, call: UNetCall, embedding: Tensor, flags: Flags) -> Layers:
-        bound = care.bound
+    def _layers(managed: ManagedUNet, ops: Operators, call: UNetCall, embedding: Tensor, flags: Flags) -> Layers:
+        bound = managed.bound
         weights, layout = bound.binding.weights(), bound.layout
-        conditioning = bound.conditioning(torch_ops, call, care.by_content, flags)
+        conditioning = bound.conditioning(torch_ops, call, managed.by_content, flags)
         shifts = block_shifts(layout, weights, ops, embedding.to(bound.binding.dtype))
         return Layers(weights, ops, shifts, key_values_by_name(layout, conditioning), call.upcast_attention)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..engines import AUTO
-from ..engines.graphs.accounting import Holdings
+from ..engines.graphs.accounting import MemorySnapshot
 from ..engines.graphs.cache import GraphCache
 from ..engines.operator_sets import OperatorSets
 from ..guard import Guard
@@ -15,23 +15,23 @@ from ..ops.tuning_cache import Choices
 from ..options.settings import Settings
 from ..shapes.table import ShapeTable
 from ..store.history import History, Pins
-from .call_stats import GRAPH, Journal
+from .call_stats import GRAPH, CallStats
 from .rows import ResolutionRow, Totals, rows_of
 
 if TYPE_CHECKING:
     from ..engines.graphs.memory_pressure import MemoryPressure
-    from .fallback import Ladder
+    from .fallback import FallbackChain
     from .vae.route import DecoderRoute
 
 SECONDS_A_PAGE_WAITS = 0.05
 
 
-class UserRequests:
+class CacheAdmin:
     """The part of the runtime that answers users. Every method may be called from any thread."""
 
     settings: Settings
     table: ShapeTable
-    journal: Journal
+    call_stats: CallStats
     history: History
     choices: Choices
     operators: OperatorSets
@@ -40,35 +40,35 @@ class UserRequests:
     pressure: MemoryPressure
     guard: Guard
     _graphs: GraphCache
-    _ladder: Ladder
+    _fallback: FallbackChain
     _lock: threading.RLock
     _run_settings: Settings | None
-    _seen: Holdings
+    _seen: MemorySnapshot
 
     # --- to see ---------------------------------------------------------------------------------------------------
 
     def rows(self) -> list[ResolutionRow]:
         """What is known about every resolution, the last used first."""
-        holdings, entries = self._look(), self.table.entries()
+        memory, entries = self._look(), self.table.entries()
         for entry in entries:
-            entry.bytes = holdings.gives_back({entry.key})
-        return rows_of(entries, self.history.rows(), self.pins.all(), holdings.gives_back)
+            entry.bytes = memory.gives_back({entry.key})
+        return rows_of(entries, self.history.rows(), self.pins.all(), memory.gives_back)
 
     def totals(self) -> Totals:
         """What all graphs hold and may hold, what lies on the disk, and how often a graph served a call."""
-        calls = self.journal.status()["calls"]
+        calls = self.call_stats.status()["calls"]
         count = sum(calls.values())
         return Totals(
             vram=self._look().vram, budget=self._graphs.allowed(self.settings.memory_budget),
             disk=self.history.size_bytes(), calls=calls, hit_rate=calls[GRAPH] / count if count else None,
             prompts=self._graphs.prompt_bytes(), float8=self._graphs.float8_bytes(),
-            inductor=self.operators.inductor.status(), oneflow=self._ladder.oneflow_graphs,
+            inductor=self.operators.inductor.status(), oneflow=self._fallback.oneflow_graphs,
         )
 
     def status(self) -> dict[str, Any]:
-        """What the last call was, by which route it went and why, as plain values for a page or JSON; see Journal."""
+        """What the last call was, by which route it went and why, as plain values for a page or JSON; see CallStats."""
         settings = self._run_settings or self.settings
-        status = self.journal.status()
+        status = self.call_stats.status()
         return {
             "enabled": settings.enabled, **status, "backend": status["backend"] or settings.backend,
             "vae": self.vae.status(), "faults": self.guard.faults, "inductor": self.operators.inductor.status(),
@@ -150,12 +150,12 @@ class UserRequests:
         if pinned:
             self.pins.replace(pinned)
 
-    def _look(self) -> Holdings:
+    def _look(self) -> MemorySnapshot:
         """What the graphs hold: now, or, while a UNet call keeps the lock, when somebody last looked."""
         if self._lock.acquire(timeout=SECONDS_A_PAGE_WAITS):
             try:
                 self._graphs.note_lost()
-                self._seen = self._graphs.holdings()
+                self._seen = self._graphs.memory()
             finally:
                 self._lock.release()
         return self._seen

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from ..model.call import FULL, SHALLOW
+from ..model.call import CACHED, FULL
 from ..shapes.table import Entry
 from .rows import ratio_values
 
@@ -16,7 +16,7 @@ GRAPH, PLAIN, BLOCKS, HOST = ROUTES = ("graph", "plain", "blocks", "host")
 SECONDS_UNTIL_TOLD_AGAIN = 10.0
 
 
-class Journal:
+class CallStats:
     """The last UNet call, and how many went by each route."""
 
     def __init__(self) -> None:
@@ -26,8 +26,8 @@ class Journal:
         self.backend: str | None = None
         self.entry: Entry | None = None
         self.calls: Counter[str] = Counter()
-        self.halves: Counter[str] = Counter()
-        self.why_not_shallow = ""
+        self.passes: Counter[str] = Counter()
+        self.why_not_cached = ""
         self._told: dict[tuple[str, str], float] = {}
 
     @property
@@ -38,7 +38,7 @@ class Journal:
     def begin(self) -> None:
         """A call begins, of which nothing is known yet."""
         self.entry = self.model = None
-        self.why_not_shallow = ""
+        self.why_not_cached = ""
 
     def note(self, route: str, reason: str) -> None:
         """The call went by this route; reason: why not by a faster one."""
@@ -55,11 +55,11 @@ class Journal:
                 log.info("%s", sentence)
             self._told[route, reason] = now
 
-    def note_half(self, part: str, why_not_shallow: str) -> None:
+    def note_pass(self, part: str, why_not_cached: str) -> None:
         """The call computed this half of the UNet ("" for the whole without DeepCache)."""
-        self.why_not_shallow = why_not_shallow
+        self.why_not_cached = why_not_cached
         if part:
-            self.halves[part] += 1
+            self.passes[part] += 1
 
     def status(self) -> dict[str, Any]:
         """As plain values. step_ms and host_ms are medians at the last call's shape. ratio, host_ms / step_ms, and
@@ -76,5 +76,5 @@ class Journal:
             **ratio_values(entry.ratio if entry else None),
             "relative_error": entry.relative_error if entry else None,
             "calls": {route: self.calls[route] for route in ROUTES},
-            "deepcache": {**{half: self.halves[half] for half in (FULL, SHALLOW)}, "reason": self.why_not_shallow},
+            "deepcache": {**{name: self.passes[name] for name in (FULL, CACHED)}, "reason": self.why_not_cached},
         }

@@ -13,12 +13,12 @@ from torch import Tensor
 from .. import engines as backends
 from ..engines import base as eager
 from ..engines.graphs.cache import GraphCache
-from ..engines.managed_unet import Care
+from ..engines.managed_unet import ManagedUNet
 from ..engines.oneflow.route import NotYet, OneFlowRoute
 from ..engines.operator_sets import Network, OperatorSets
 from ..guard import first_line
 from ..model.call import UNetCall
-from ..model.deepcache.cache_run import Turn
+from ..model.deepcache.cache_run import StepPlan
 from ..model.forward import Conditioning
 from ..ops.precision import Flags
 from ..options.settings import Settings
@@ -27,7 +27,7 @@ from ..shapes.table import Entry, ShapeTable, State, Stopwatch
 from ..store.history import History
 from .backend_choice import INDUCTOR_COMPILES, NO_ROOM, BackendChoice, Declined
 from .call_stats import GRAPH, PLAIN
-from .verify import CannotJudge, Disagreement, judge, judge_shallow, recall, time_host
+from .verify import CannotJudge, Disagreement, judge, judge_cached_pass, recall, time_host
 
 log = logging.getLogger("onediff")
 COMPILING = "OneDiff's kernels are being compiled, in the background; on this machine it is done once"
@@ -41,7 +41,7 @@ class NoRoom(Exception):
     """The weights in float8 do not fit; the message says so, in one line for the user."""
 
 
-class Served(NamedTuple):
+class CallResult(NamedTuple):
     """An output, and what is needed to go on from there. reason: why it did not go by a faster route. call: as it was
     computed. turn: what DeepCache said of it."""
 
@@ -51,10 +51,10 @@ class Served(NamedTuple):
     reason: str
     conditioning: Conditioning
     call: UNetCall
-    turn: Turn | None
+    plan: StepPlan | None
 
 
-class Ladder:
+class FallbackChain:
     """The backends of a device, from the best down to PyTorch's operators launched one by one."""
 
     def __init__(self, table: ShapeTable, graphs: GraphCache, operators: OperatorSets) -> None:
@@ -63,48 +63,48 @@ class Ladder:
         self._operators = operators
         self._oneflow = OneFlowRoute()
         self._choice = BackendChoice(graphs, operators, self._oneflow)
-        self._patience = threading.local()
+        self._waiting = threading.local()
 
     @property
-    def patient(self) -> bool:
+    def waits_for_compile(self) -> bool:
         """Whether this thread's calls wait for kernels that are being compiled, and are not the host's meanwhile."""
-        return getattr(self._patience, "is_on", False)
+        return getattr(self._waiting, "is_on", False)
 
-    @patient.setter
-    def patient(self, is_on: bool) -> None:
-        self._patience.is_on = is_on
+    @waits_for_compile.setter
+    def waits_for_compile(self, is_on: bool) -> None:
+        self._waiting.is_on = is_on
 
     @property
     def oneflow_graphs(self) -> dict[str, int]:
         """How many graphs OneFlow has in this process, and may have."""
         return self._oneflow.count
 
-    def begin(self, care: Care, settings: Settings, call: UNetCall) -> backends.Steps:
+    def begin(self, managed: ManagedUNet, settings: Settings, call: UNetCall) -> backends.Candidates:
         """See BackendChoice.begin."""
-        return self._choice.begin(care, settings, call, self.patient)
+        return self._choice.begin(managed, settings, call, self.waits_for_compile)
 
     def serve(
-        self, care: Care, steps: backends.Steps, call: UNetCall, notice: Callable[[Entry], None], flags: Flags = (),
-        turn: Turn | None = None,
-    ) -> Served:
+        self, managed: ManagedUNet, candidates: backends.Candidates, call: UNetCall, notice: Callable[[Entry], None],
+        flags: Flags = (), plan: StepPlan | None = None,
+    ) -> CallResult:
         """The output by the first backend that does not fail. notice: told of every entry that is tried. flags: torch's
         switches of precision, as they stand; the entry's key holds them. turn: what DeepCache says of the call; where
-        the shallow half cannot be, the full one is.
+        the cached pass cannot be, the full one is.
 
         Raises Declined with the reason of the last, and torch.cuda.OutOfMemoryError.
         """
-        reason = steps.reason
-        for backend, wanted in attempts(steps, call, turn):
-            entry = self._entry(care, wanted, backend, flags)
-            if entry.key.is_shallow and entry.state is State.COLD:
-                # It is judged beside a full half.
+        reason = candidates.reason
+        for backend, wanted in attempts(candidates, call, plan):
+            entry = self._entry(managed, wanted, backend, flags)
+            if entry.key.is_cached_pass and entry.state is State.COLD:
+                # It is judged beside a full pass.
                 continue
             notice(entry)
             if entry.state is not State.FAILED:
                 try:
-                    self._have_kernels(care, backend, call)
-                    self._have_weights(care, backend)
-                    return self._run(care, entry, wanted, reason, turn)
+                    self._have_kernels(managed, backend, call)
+                    self._have_weights(managed, backend)
+                    return self._run(managed, entry, wanted, reason, plan)
                 except (torch.cuda.OutOfMemoryError, Declined):
                     raise
                 except (NoRoom, NotYet) as lack:
@@ -116,12 +116,12 @@ class Ladder:
                     entry.fail(blame(backend, f"our forward failed: {first_line(error)}"))
                     log.exception("%s (%s)", entry.reason, entry.key)
             reason = entry.reason
-            if entry.key.is_shallow:
-                care.course.failure = reason
+            if entry.key.is_cached_pass:
+                managed.cache_run.failure = reason
         raise Declined(reason)
 
     def prove(
-        self, served: Served, settings: Settings, history: History, host: Callable[[], Tensor],
+        self, served: CallResult, settings: Settings, history: History, host: Callable[[], Tensor],
         yardstick: Callable[[], Tensor] | None = None,
     ) -> None:
         """Compare a first output with the host's, unless that was done on this machine before. yardstick: see judge.
@@ -130,11 +130,11 @@ class Ladder:
         """
         entry, backend = served.entry, served.entry.key.backend
         known = recall(entry, history)
-        if known and self.patient and entry.host.timing is None:
+        if known and self.waits_for_compile and entry.host.timing is None:
             time_host(entry, served.output.device, host, often=True)
         if not known and settings.verify:
             try:
-                judge(entry, served.output, host, yardstick, self.patient)
+                judge(entry, served.output, host, yardstick, self.waits_for_compile)
             except CannotJudge as reason:
                 if not bool(torch.isfinite(served.output).all()):
                     raise
@@ -149,12 +149,12 @@ class Ladder:
             history.keep_verdict(backend, entry.key, entry.relative_error)
         entry.state = State.PROVED
 
-    def note(self, settings: Settings, served: Served) -> None:
+    def note(self, settings: Settings, served: CallResult) -> None:
         """A call of a shape that was proved before was served."""
         if settings.backend == backends.AUTO:
             self._operators.auto.note(served.entry, served.call)
 
-    def make_ready(self, care: Care, settings: Settings, served: Served) -> None:
+    def make_ready(self, managed: ManagedUNet, settings: Settings, served: CallResult) -> None:
         """Capture the graph of a shape that was just served without one; the call itself has been answered.
 
         Raises nothing: what stands in the way is noted in the entry.
@@ -162,29 +162,29 @@ class Ladder:
         entry = served.entry
         if served.route != PLAIN or entry.state is State.COLD:
             return
-        self._capture(care, settings, entry, served.call, served.conditioning)
-        if self.patient and served.turn is not None and entry.state is State.READY:
-            self._make_shallow_ready(care, settings, served)
+        self._capture(managed, settings, entry, served.call, served.conditioning)
+        if self.waits_for_compile and served.plan is not None and entry.state is State.READY:
+            self._make_cached_pass_ready(managed, settings, served)
 
-    def _make_shallow_ready(self, care: Care, settings: Settings, served: Served) -> None:
+    def _make_cached_pass_ready(self, managed: ManagedUNet, settings: Settings, served: CallResult) -> None:
         """The other half of what was made ready, which no call of its own will ask for."""
-        call = replace(served.call, half=served.turn.shallow)
-        entry = self._entry(care, call, served.entry.key.backend, served.entry.key.precision)
+        call = replace(served.call, deepcache=served.plan.cached)
+        entry = self._entry(managed, call, served.entry.key.backend, served.entry.key.precision)
         if entry.state is State.PROVED and not entry.no_graph:
-            self._graphs.measured(entry, lambda: self._plainly(care, entry, call, served.conditioning))
-            self._capture(care, settings, entry, call, served.conditioning)
+            self._graphs.measured(entry, lambda: self._plainly(managed, entry, call, served.conditioning))
+            self._capture(managed, settings, entry, call, served.conditioning)
 
     def _capture(
-        self, care: Care, settings: Settings, entry: Entry, call: UNetCall, conditioning: Conditioning
+        self, managed: ManagedUNet, settings: Settings, entry: Entry, call: UNetCall, conditioning: Conditioning
     ) -> None:
         backend = entry.key.backend
         if not backends.has_graphs(backend, entry.key.device) or entry.no_graph:
             return
         try:
-            if backend in backends.TUNED and self._tune(care, backend, call):
+            if backend in backends.TUNED and self._tune(managed, backend, call):
                 # Something else was chosen: let it do its first work outside the capture.
-                self._plainly(care, entry, call, conditioning)
-            self._graphs.capture(care, entry, settings.memory_budget, call, conditioning)
+                self._plainly(managed, entry, call, conditioning)
+            self._graphs.capture(managed, entry, settings.memory_budget, call, conditioning)
         except torch.cuda.OutOfMemoryError:
             self._graphs.free()
             entry.no_graph = "out of GPU memory while its graph was captured: the other graphs were freed"
@@ -192,114 +192,117 @@ class Ladder:
             entry.no_graph = f"the graph could not be captured: {first_line(error)}"
             log.exception("%s (%s)", entry.no_graph, entry.key)
 
-    def _tune(self, care: Care, backend: str, call: UNetCall) -> bool:
+    def _tune(self, managed: ManagedUNet, backend: str, call: UNetCall) -> bool:
         """Measure what is the fastest for this call, where that is not known; whether it was so."""
-        layout = care.bound.layout
+        layout = managed.bound.layout
         measured = self._operators.tune(layout, call)
         return (backend == backends.FLOAT8 and self._operators.tune_float8(layout, call)) or measured
 
-    def _entry(self, care: Care, call: UNetCall, backend: str, flags: Flags) -> Entry:
-        bound = care.bound
+    def _entry(self, managed: ManagedUNet, call: UNetCall, backend: str, flags: Flags) -> Entry:
+        bound = managed.bound
         key = ShapeKey.of(bound.architecture, bound.binding.dtype, call, backend, flags)
         return self._table.entry(key, bound.layout.model_name)
 
-    def _have_kernels(self, care: Care, backend: str, call: UNetCall) -> None:
+    def _have_kernels(self, managed: ManagedUNet, backend: str, call: UNetCall) -> None:
         if backend == backends.INDUCTOR:
-            if not self._operators.inductor.prepare(care.bound, call.latent, self.patient):
+            if not self._operators.inductor.prepare(managed.bound, call.latent, self.waits_for_compile):
                 raise Declined(INDUCTOR_COMPILES)
-            if not care.bound.channels_last:
-                care.bound.refresh(call, care.by_content, channels_last=True)
+            if not managed.bound.channels_last:
+                managed.bound.refresh(call, managed.by_content, channels_last=True)
         if backend not in backends.OUR_KERNELS:
             return
-        network = network_of(care, call, float8=backend == backends.FLOAT8)
-        if not self._operators.prepare(network, self.patient):
+        network = network_of(managed, call, float8=backend == backends.FLOAT8)
+        if not self._operators.prepare(network, self.waits_for_compile):
             raise Declined(COMPILING)
-        if self.patient:
+        if self.waits_for_compile:
             # Before the first use is checked, so that what is checked is what will run.
             self._operators.tune_kernels(network)
 
-    def _have_weights(self, care: Care, backend: str) -> None:
+    def _have_weights(self, managed: ManagedUNet, backend: str) -> None:
         if backend != backends.FLOAT8:
             return
         try:
-            care.fit_float8(self._operators.round_to_float8())
+            managed.fit_float8(self._operators.round_to_float8())
         except torch.cuda.OutOfMemoryError as full:
-            self._graphs.drop_float8(care)
-            care.no_room_for_float8 = True
+            self._graphs.drop_float8(managed)
+            managed.no_room_for_float8 = True
             raise NoRoom(NO_ROOM) from full
 
-    def _run(self, care: Care, entry: Entry, call: UNetCall, reason: str, turn: Turn | None) -> Served:
+    def _run(
+        self, managed: ManagedUNet, entry: Entry, call: UNetCall, reason: str, plan: StepPlan | None
+    ) -> CallResult:
         backend, device = entry.key.backend, call.latent.device
         # The context's keys and values are plain GEMMs: no operator of ours would make them otherwise.
-        conditioning = care.bound.conditioning(
-            self._operators.of(backends.EAGER), call, care.by_content, entry.key.precision
+        conditioning = managed.bound.conditioning(
+            self._operators.of(backends.EAGER), call, managed.by_content, entry.key.precision
         )
-        if turn is not None:
-            if entry.key.is_shallow and not turn.may_be_shallow(care.bound.weights_now()):
+        if plan is not None:
+            if entry.key.is_cached_pass and not plan.may_use_cache(managed.bound.weights_now()):
                 raise Stale
-            turn.prepare(call.half)
+            plan.prepare(call.deepcache)
         if backend == backends.ONEFLOW:
-            runner = self._oneflow.runner(care, entry.key, call, conditioning, self.patient)
+            runner = self._oneflow.runner(managed, entry.key, call, conditioning, self.waits_for_compile)
         else:
             # What a graph replays was launched and judged before.
-            runner = None if entry.state is State.COLD else care.runner(entry.key, conditioning, call.half)
+            runner = None if entry.state is State.COLD else managed.runner(entry.key, conditioning, call.deepcache)
         if runner is not None:
             output = entry.own.time(device, lambda: runner.run(call), GRAPH)
-            self._note_full(care, entry, call, conditioning, turn, output)
-            return Served(output, entry, GRAPH, reason, conditioning, call, turn)
+            self._note_full(managed, entry, call, conditioning, plan, output)
+            return CallResult(output, entry, GRAPH, reason, conditioning, call, plan)
         stopwatch = Stopwatch() if entry.state is State.COLD else entry.own
-        plainly = lambda: self._plainly(care, entry, call, conditioning)  # noqa: E731
+        plainly = lambda: self._plainly(managed, entry, call, conditioning)  # noqa: E731
         # A first call of all chooses algorithms, and takes more memory for that than any later one.
         has_graphs = backends.has_graphs(backend, device)
         measures = has_graphs and entry.state is not State.COLD
         output = stopwatch.time(device, lambda: self._graphs.measured(entry, plainly) if measures else plainly(), PLAIN)
-        self._note_full(care, entry, call, conditioning, turn, output)
+        self._note_full(managed, entry, call, conditioning, plan, output)
         if has_graphs:
             reason = reason or entry.no_graph or entry.waits or (
                 "first call at this shape" if entry.state is State.COLD else "its graph is captured after this step"
             )
-        return Served(output, entry, PLAIN, reason, conditioning, call, turn)
+        return CallResult(output, entry, PLAIN, reason, conditioning, call, plan)
 
     def _note_full(
-        self, care: Care, entry: Entry, call: UNetCall, conditioning: Conditioning, turn: Turn | None, output: Tensor
+        self, managed: ManagedUNet, entry: Entry, call: UNetCall, conditioning: Conditioning, plan: StepPlan | None,
+        output: Tensor,
     ) -> None:
-        """A full half was computed: its feature can be used, once the shallow half has shown that it repeats it."""
-        if turn is None or entry.key.is_shallow:
+        """A full pass was computed: its feature can be used, once the cached pass has shown that it repeats it."""
+        if plan is None or entry.key.is_cached_pass:
             return
-        turn.note_full(care.bound.weights_now())
-        again = replace(call, half=turn.shallow)
-        shallow = self._entry(care, again, entry.key.backend, entry.key.precision)
+        plan.note_full(managed.bound.weights_now())
+        again = replace(call, deepcache=plan.cached)
+        shallow = self._entry(managed, again, entry.key.backend, entry.key.precision)
         if shallow.state is State.COLD:
             try:
-                judge_shallow(shallow, output, lambda: self._plainly(care, shallow, again, conditioning))
+                judge_cached_pass(shallow, output, lambda: self._plainly(managed, shallow, again, conditioning))
             except torch.cuda.OutOfMemoryError:
                 raise
             except Disagreement as miss:
                 shallow.fail(blame(shallow.key.backend, str(miss)))
             except Exception as error:
-                shallow.fail(blame(shallow.key.backend, f"DeepCache's shallow half failed: {first_line(error)}"))
+                shallow.fail(blame(shallow.key.backend, f"DeepCache's cached pass failed: {first_line(error)}"))
                 log.exception("%s (%s)", shallow.reason, shallow.key)
 
-    def _plainly(self, care: Care, entry: Entry, call: UNetCall, conditioning: Conditioning) -> Tensor:
+    def _plainly(self, managed: ManagedUNet, entry: Entry, call: UNetCall, conditioning: Conditioning) -> Tensor:
         backend = entry.key.backend
-        return eager.run(care.binding_for(backend), self._operators.of(backend), call, conditioning)
+        return eager.run(managed.binding_for(backend), self._operators.of(backend), call, conditioning)
 
 
-def attempts(steps: backends.Steps, call: UNetCall, turn: Turn | None) -> Iterator[tuple[str, UNetCall]]:
+def attempts(candidates: backends.Candidates, call: UNetCall, plan: StepPlan | None) -> Iterator[tuple[str, UNetCall]]:
     """What to try for a call, the best first: backends and, of each, the half that DeepCache wants before the full."""
-    if turn is None:
+    if plan is None:
         wanted = [call]
     else:
-        halves = [turn.full] if turn.is_whole else [turn.shallow, turn.full]
-        wanted = [replace(call, half=half) for half in halves]
-    for backend in steps.backends:
+        passes = [plan.full] if plan.is_whole else [plan.cached, plan.full]
+        wanted = [replace(call, deepcache=deepcache) for deepcache in passes]
+    for backend in candidates.backends:
         for one in wanted:
             yield backend, one
 
 
-def network_of(care: Care, call: UNetCall, float8: bool = False) -> Network:
+def network_of(managed: ManagedUNet, call: UNetCall, float8: bool = False) -> Network:
     return Network(
-        care.bound.architecture, care.bound.kernel_users, call.latent.dtype, call.latent.device, float8
+        managed.bound.architecture, managed.bound.kernel_users, call.latent.dtype, call.latent.device, float8
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..model.call import SHALLOW
+from ..model.call import CACHED
 from ..shapes.key import ShapeKey
 from ..shapes.table import Entry, Ratio, State
 from ..store.store import HistoryRow
@@ -165,7 +165,7 @@ def resolution_row(entries: list[Entry], gives_back: GivesBack | None = None) ->
 
 
 def row_of_shapes(resolution: str, model: str, state: str, shapes: tuple[ShapeRow, ...]) -> ResolutionRow:
-    timed = [shape for shape in shapes if shape.step_ms is not None and shape.part != SHALLOW]
+    timed = [shape for shape in shapes if shape.step_ms is not None and shape.part != CACHED]
     usual = max(timed or shapes, key=lambda shape: (shape.uses, shape.batch, shape.last_used))
     return ResolutionRow(
         resolution=resolution, model=model, state=state,

@@ -89,8 +89,8 @@ def time_host(entry: Entry, device: torch.device, host: Callable[[], object], of
             break
 
 
-def judge_shallow(entry: Entry, output: Tensor, shallow: Callable[[], Tensor]) -> None:
-    """Compare the shallow half with the full half's output of the same call, whose deep feature is fresh: the two must
+def judge_cached_pass(entry: Entry, output: Tensor, shallow: Callable[[], Tensor]) -> None:
+    """Compare the cached pass with the full pass's output of the same call, whose deep feature is fresh: the two must
     be the same. Notes in the entry whether they are; an output that is not finite says nothing.
 
     Raises Disagreement if they differ by more than rounding.
@@ -102,7 +102,7 @@ def judge_shallow(entry: Entry, output: Tensor, shallow: Callable[[], Tensor]) -
     limit = rounding_limit(entry.key.dtype, output.device)
     if not entry.relative_error <= limit:
         raise Disagreement(
-            f"DeepCache's shallow half differs from the full one by {entry.relative_error:.1e} (rounding explains "
+            f"DeepCache's cached pass differs from the full one by {entry.relative_error:.1e} (rounding explains "
             f"{limit:.0e})"
         )
     entry.state = State.PROVED

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..model.call import SHALLOW, Control, UNetCall
+from ..model.call import CACHED, Control, UNetCall
 from ..model.layout import UNetLayout
 from ..ops.precision import Flags
 
@@ -45,13 +45,14 @@ class ShapeKey:
     ) -> ShapeKey:
         """The key of a call; height and width are in latent pixels. dtype is the weights'."""
         batch, _, height, width = call.latent.shape
+        deepcache = call.deepcache
         optional = {"y": call.y, "timestep condition": call.timestep_condition}
         return cls(
             architecture=architecture, height=height, width=width, batch=batch, tokens=call.context.shape[1],
             dtype=dtype, latent_dtype=call.latent.dtype,
             device=call.latent.device, inputs=tuple(name for name, tensor in optional.items() if tensor is not None),
             control=control_shapes(call.control), upcast_attention=call.upcast_attention, backend=backend,
-            precision=precision, part=call.half.name if call.half else "", depth=call.half.depth if call.half else 0,
+            precision=precision, part=deepcache.name if deepcache else "", depth=deepcache.depth if deepcache else 0,
         )
 
     @classmethod
@@ -76,9 +77,9 @@ class ShapeKey:
         return DECODE in self.inputs
 
     @property
-    def is_shallow(self) -> bool:
+    def is_cached_pass(self) -> bool:
         """Whether only the outer stages are computed (DeepCache)."""
-        return self.part == SHALLOW
+        return self.part == CACHED
 
     @property
     def resolution(self) -> str:

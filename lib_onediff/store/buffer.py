@@ -1,7 +1,7 @@
 """What the store has in memory until it is written."""
 from __future__ import annotations
 
-from .rows import VERDICTS, Choice, ChoiceName, Doomed, HistoryRow, ShapeName
+from .rows import VERDICTS, Choice, ChoiceName, HistoryRow, PurgeFilter, ShapeName
 
 # How many shapes, and how many choices, are kept while they cannot be written.
 BUFFERED_ROWS = 4096
@@ -30,7 +30,7 @@ class Buffer:
         if len(self.choices) > BUFFERED_ROWS:
             self.choices = dict(list(self.choices.items())[BUFFERED_ROWS // 8:])
 
-    def forget(self, doomed: Doomed) -> None:
+    def forget(self, doomed: PurgeFilter) -> None:
         """Forget history and verdicts, or all that there is."""
         self.rows = {name: row for name, row in self.rows.items() if not doomed.row(row)}
         self.choices = {

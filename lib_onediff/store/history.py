@@ -14,7 +14,7 @@ from ..shapes.key import ShapeKey
 from ..shapes.table import Entry
 from .compiler_caches import CompilerCaches
 from .private_folder import private_folder
-from .rows import VERDICTS, Doomed, HistoryRow, ShapeName
+from .rows import VERDICTS, HistoryRow, PurgeFilter, ShapeName
 from .store import Store
 
 PINNED = "pinned"
@@ -117,11 +117,11 @@ class History:
         """
         if self._store is None:
             return
-        # A shallow half's time is no step's: half a step has no row of its own on the disk.
+        # A cached pass's time is no step's: half a step has no row of its own on the disk.
         with self._lock:
             used = [
                 entry for entry in entries
-                if entry.uses > self._counted.get(entry.key, 0) and not entry.key.is_shallow
+                if entry.uses > self._counted.get(entry.key, 0) and not entry.key.is_cached_pass
             ]
             for entry in used:
                 uses = entry.uses - self._counted.get(entry.key, 0) if in_pictures else 0
@@ -181,7 +181,7 @@ class History:
         """
         if model is not None:
             architectures = {*architectures, *(row.architecture for row in self.rows() if row.model == model)}
-        doomed = Doomed.of(resolutions, model, architectures)
+        doomed = PurgeFilter.of(resolutions, model, architectures)
         with self._lock:
             self._counted = {
                 key: uses for key, uses in self._counted.items()

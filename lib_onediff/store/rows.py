@@ -71,7 +71,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Doomed:
+class PurgeFilter:
     """What a purge takes: these resolutions (None: all) of this model (None: all), whose architectures are these."""
 
     resolutions: frozenset[str] | None
@@ -79,7 +79,7 @@ class Doomed:
     architectures: frozenset[str]
 
     @classmethod
-    def of(cls, resolutions: Collection[str] | None, model: str | None, architectures: Collection[str]) -> Doomed:
+    def of(cls, resolutions: Collection[str] | None, model: str | None, architectures: Collection[str]) -> PurgeFilter:
         return cls(None if resolutions is None else frozenset(resolutions), model, frozenset(architectures))
 
     @property

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 from .machine import Fingerprint
-from .rows import VERDICTS, Choice, ChoiceName, Damaged, Doomed, HistoryRow
+from .rows import VERDICTS, Choice, ChoiceName, Damaged, HistoryRow, PurgeFilter
 
 APPLICATION_ID = 0x0D1FF001
 # A new schema gets a new number and with it a file of its own: two versions of the extension may share a folder.
@@ -234,7 +234,7 @@ def used_bytes(connection: sqlite3.Connection) -> int:
     return (pages - free) * size
 
 
-def delete(connection: sqlite3.Connection, doomed: Doomed) -> int:
+def delete(connection: sqlite3.Connection, doomed: PurgeFilter) -> int:
     """Forget history and verdicts on every machine, or all that there is; the number of history rows."""
     with transaction(connection):
         if doomed.everything:

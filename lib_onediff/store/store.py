@@ -19,7 +19,7 @@ from . import schema
 from .buffer import Buffer
 from .file import BESIDE, InTheWay, Unusable, identity, locked, opened, understood
 from .machine import Fingerprint
-from .rows import Choice, Damaged, Doomed, HistoryRow, ShapeName
+from .rows import Choice, Damaged, HistoryRow, PurgeFilter, ShapeName
 
 Result = TypeVar("Result")
 
@@ -144,7 +144,7 @@ class Store:
         architectures: whose verdicts are the model's. None and None: everything, also the tuned choices and files set
         aside. What cannot be deleted stays; trouble says why.
         """
-        doomed = Doomed.of(resolutions, model, architectures)
+        doomed = PurgeFilter.of(resolutions, model, architectures)
         with self._disk_lock:
             if doomed.everything:
                 self._discard_set_aside(keep=0)

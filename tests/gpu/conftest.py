@@ -9,8 +9,8 @@ from lib_onediff.runtime.accelerator import runtime
 
 
 @pytest.fixture(autouse=True)
-def patience() -> Iterator[None]:
-    with runtime.patience():
+def wait_for_compile() -> Iterator[None]:
+    with runtime.wait_for_compile():
         yield
 
 

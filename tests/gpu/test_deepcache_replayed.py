@@ -34,13 +34,13 @@ def fresh_runtime() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def patience() -> None:
+def wait_for_compile() -> None:
     """Not for whole tests: a call that waits for kernels makes every step whole."""
 
 
 def with_kernels(pipe: Any) -> Any:
     """The pipe, once its kernels are compiled."""
-    with runtime.patience():
+    with runtime.wait_for_compile():
         latents(pipe, **PICTURE)
     return pipe
 
@@ -95,7 +95,7 @@ def test_new_weights_and_freed_memory_between_pictures() -> None:
 def test_both_halves_of_sdxl_are_ready_and_the_feature_is_counted() -> None:
     unet = compile_unet(random_unet("sdxl", torch.device("cuda")).half(), deepcache_interval=2, verify=False)
     given = inputs(unet, 1024, 1024, 2, 77, torch.float16)
-    with runtime.patience():
+    with runtime.wait_for_compile():
         unet(**given, return_dict=False)
     times = [float(time) for time in range(960, 0, -40)]
     runtime.announce(Sampling(times=lambda: times), unet)
@@ -104,7 +104,7 @@ def test_both_halves_of_sdxl_are_ready_and_the_feature_is_counted() -> None:
     entries = {entry.key.part: entry for entry in runtime.table.entries()}
     assert [entries[part].state for part in ("full", "shallow")] == [State.READY] * 2
     print({part: f"{entry.own.median_ms:.2f} ms" for part, entry in entries.items()})
-    feature = runtime.care_of(unet).held_features()[0].tensor
-    assert runtime.care_of(unet).course.bytes() == feature.nbytes
-    own = {key.part: kept.runner.own_bytes for key, kept in runtime.care_of(unet).kept()}
+    feature = runtime.managed_unet(unet).held_features()[0].tensor
+    assert runtime.managed_unet(unet).cache_run.bytes() == feature.nbytes
+    own = {key.part: kept.runner.own_bytes for key, kept in runtime.managed_unet(unet).kept()}
     assert own["full"] - own["shallow"] == feature.nbytes

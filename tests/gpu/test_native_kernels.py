@@ -90,7 +90,7 @@ def test_layer_norm(tokens: int, width: int, dtype: torch.dtype) -> None:
     torchs = functional.layer_norm(image + addend, (width,), weight, bias, 1e-5)
     stream, ours = triton_tokens.layer_norm(Stream(image, None, addend), weight, bias, 1e-5)
     assert_as_good(ours, torchs, expected)
-    assert torch.equal(triton_tokens.settle(stream), image + addend)
+    assert torch.equal(triton_tokens.materialize(stream), image + addend)
 
 
 @DTYPES
@@ -177,7 +177,7 @@ def test_tokens_of_more_than_two_to_the_31_elements() -> None:
     assert relative_error(gated[-1000:], exact.geglu(few)) < 1e-3
     del gated
     stream, normed = triton_tokens.layer_norm(Stream(many, None, bias), weight, bias, 1e-5)
-    assert torch.equal(triton_tokens.settle(stream)[-1000:], few + bias)
+    assert torch.equal(triton_tokens.materialize(stream)[-1000:], few + bias)
     assert relative_error(normed[-1000:], exact.layer_norm(few + bias, weight, bias, 1e-5)) < 1e-3
     assert torch.equal(normed[:1000], normed[-1000:])
 

@@ -79,10 +79,10 @@ def test_sdxl_image_to_image_with_lcm_at_three_sizes_captures_each_once() -> Non
     pipe = pipeline("StableDiffusionXLImg2ImgPipeline", torch.float16)
     pipe.scheduler = LCMScheduler.from_config(pipe.scheduler.config)
     compile_pipe(pipe, ignores=("vae",))
-    care = runtime._care[pipe.unet]
+    managed = runtime._managed[pipe.unet]
     sizes = [(1024, 1024), (512, 2048), (2048, 512)]
     for width, height in [*sizes, *sizes]:
         start = torch.rand(1, 3, height, width, generator=torch.Generator().manual_seed(0))
         latents(pipe, image=start, strength=0.8, num_inference_steps=5, guidance_scale=1.0)
         assert status()["route"] == "graph" and status()["resolution"] == f"{width}x{height}"
-    assert care.bound.generation == 1 and len(care.ready_keys()) == 3 and len(runtime.table.entries()) == 3
+    assert managed.bound.generation == 1 and len(managed.ready_keys()) == 3 and len(runtime.table.entries()) == 3

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 pytest.importorskip("diffusers")
 
 from lib_onediff.bench.models import random_vae
-from lib_onediff.hosts.diffusers.unet import vae as diffusers_decoder
+from lib_onediff.hosts.diffusers import vae as diffusers_decoder
 from lib_onediff.ops.precision import HALF_SUMS, SWITCHES, TF32_CONVOLUTION, TF32_MATMUL, Flags, applied, switch_of
 from lib_onediff.options.effects import Machine, why_no_effect
 from lib_onediff.options.settings import Settings
@@ -219,7 +219,7 @@ def test_a_vae_that_overflows(vae: Any, backend: str, caplog: pytest.LogCaptureF
 def test_a_healthy_vae_decodes_in_float16_once(vae: Any) -> None:
     latent = latent_of()
     diffusers_decoder.attach(vae.decoder)
-    before = dict(runtime.vae.journal.calls)
+    before = dict(runtime.vae.call_stats.calls)
     pictures = [decoded(vae, latent) for _ in range(3)]
     assert all(bool(picture.isfinite().all()) for picture in pictures)
     assert runtime.vae.status()["calls"]["ours"] == before.get("ours", 0) + 3

@@ -88,18 +88,18 @@ def test_the_first_call_afterwards_replays_a_graph(host: Host) -> None:
     # Pictures come from other threads than the worker that has captured.
     for size in SIZES:
         for latents in (2 * size.batch, size.batch):
-            before = runtime.journal.calls["graph"]
+            before = runtime.call_stats.calls["graph"]
             warm(size.width, size.height, latents, 77)
-            assert runtime.journal.calls["graph"] == before + 1, runtime.status()
+            assert runtime.call_stats.calls["graph"] == before + 1, runtime.status()
 
 
 def test_what_is_ready_costs_one_call_of_each_kind(host: Host) -> None:
     queue = WarmUp(host, runtime)
     for _ in range(2):
-        before = runtime.journal.total
+        before = runtime.call_stats.total
         queue.add(SIZES[:1], "settings")
         finish(queue)
-    assert runtime.journal.total - before == 2 and queue.jobs()[-1].share == 1.0
+    assert runtime.call_stats.total - before == 2 and queue.jobs()[-1].share == 1.0
 
 
 def test_the_estimate_is_of_the_right_size(host: Host, tmp_path: Path) -> None:

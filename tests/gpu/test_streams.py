@@ -60,7 +60,7 @@ def test_two_threads_with_streams_of_their_own(unets: list[nn.Module], shared: b
 
     def work(index: int) -> None:
         stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream), torch.no_grad(), runtime.patience():
+        with torch.cuda.stream(stream), torch.no_grad(), runtime.wait_for_compile():
             start.wait(SECONDS)
             outputs = [users[index](**given[index], return_dict=False)[0] for _ in range(CALLS)]
             stream.synchronize()

@@ -26,12 +26,14 @@ class Ours:
         self.bound = BoundUNet(unet)
         self.graphs = graphs
 
-    def runner(self, call: UNetCall, patient: bool = True) -> OneFlowRunner | None:
+    def runner(self, call: UNetCall, waits_for_compile: bool = True) -> OneFlowRunner | None:
         self.bound.refresh(call, by_content=False)
         conditioning = self.bound.conditioning(torch_ops, call, by_content=False)
         key = ShapeKey.of(self.bound.architecture, self.bound.binding.dtype, call)
         variables = oneflow_variables(Precision())
-        return self.graphs.runner(key, self.bound.binding, call, conditioning, variables, patient=patient)
+        return self.graphs.runner(
+            key, self.bound.binding, call, conditioning, variables, waits_for_compile=waits_for_compile
+        )
 
     def output(self, call: UNetCall) -> Tensor:
         return self.runner(call).run(call)

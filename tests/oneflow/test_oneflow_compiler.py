@@ -77,10 +77,10 @@ def test_a_cap_on_graphs() -> None:
 def test_it_compiles_in_the_background() -> None:
     unet = diffusers_unet(**SMALL)
     ours, call = Ours(unet, OneFlowGraphs()), a_call(unet)
-    assert ours.runner(call, patient=False) is None
+    assert ours.runner(call, waits_for_compile=False) is None
     assert len(ours.graphs) == 1
     steps, until = 0, time.monotonic() + 120
-    while (runner := ours.runner(call, patient=False)) is None and time.monotonic() < until:
+    while (runner := ours.runner(call, waits_for_compile=False)) is None and time.monotonic() < until:
         diffusers_output(unet, call)
         steps += 1
     assert steps > 1
@@ -91,7 +91,7 @@ def test_it_compiles_in_the_background() -> None:
 def test_a_model_that_goes_while_its_graph_is_compiled() -> None:
     unet = diffusers_unet(**SMALL)
     ours, call = Ours(unet, OneFlowGraphs()), a_call(unet)
-    assert ours.runner(call, patient=False) is None
+    assert ours.runner(call, waits_for_compile=False) is None
     for parameter in unet.parameters():
         parameter.data = torch.empty(0)
     del unet

@@ -10,7 +10,7 @@ from torch import nn
 pytest.importorskip("diffusers")
 
 from builders import SMALL, SMALL_XL, a_call, diffusers_output, diffusers_unet, served
-from deepcache_builders import STEPS, Rig, call_of, halves
+from deepcache_builders import STEPS, Rig, call_of, passes
 from oneflow_builders import agree
 
 from lib_onediff import compile_unet, status, uncompile_unet
@@ -39,7 +39,7 @@ def test_it_serves_once_it_is_ready() -> None:
 
 def test_patience_edits_and_exchanges() -> None:
     unet = compile_unet(diffusers_unet(**SMALL), backend="oneflow")
-    with runtime.patience():
+    with runtime.wait_for_compile():
         for seed, size in enumerate([(8, 8), (16, 8), (8, 8)]):
             call = a_call(unet, *size, seed=seed)
             assert agree(served(unet, call), diffusers_output(unet, call))
@@ -56,7 +56,7 @@ def test_patience_edits_and_exchanges() -> None:
 def test_backends_back_and_forth() -> None:
     unet = diffusers_unet(**SMALL)
     call = a_call(unet)
-    with runtime.patience():
+    with runtime.wait_for_compile():
         for backend in ("oneflow", "eager", "oneflow"):
             compile_unet(unet, backend=backend)
             assert agree(served(unet, call), diffusers_output(unet, call))
@@ -74,7 +74,7 @@ def test_where_it_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_deepcache_has_a_graph_for_each_half() -> None:
     rig, times, until = Rig.of(SMALL, backend="oneflow"), STEPS[:7], time.monotonic() + 240
-    wanted, served_by = halves([0, 3, 6], 7), []
+    wanted, served_by = passes([0, 3, 6], 7), []
     while (rig.log, set(served_by)) != (wanted, {("oneflow", "graph")}) and time.monotonic() < until:
         rig.log.clear()
         served_by.clear()
@@ -85,7 +85,7 @@ def test_deepcache_has_a_graph_for_each_half() -> None:
             served_by.append((status_now["backend"], status_now["route"]))
     rig.log.clear()
     rig.begin(times)
-    for step, half in zip(times, wanted, strict=True):
-        rig.check(call_of(rig.unet, step), "a", half)
+    for step, deepcache in zip(times, wanted, strict=True):
+        rig.check(call_of(rig.unet, step), "a", deepcache)
         status_now = rig.runtime.status()
         assert (status_now["backend"], status_now["route"]) == ("oneflow", "graph"), status_now["reason"]

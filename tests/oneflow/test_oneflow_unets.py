@@ -13,7 +13,7 @@ import builders
 from builders import a_call, diffusers_output, diffusers_unet, ldm_output, ldm_unet
 from oneflow_builders import GRAPHS, Ours, agree
 
-from lib_onediff.model.call import Control, DeepFeature, Half
+from lib_onediff.model.call import Control, DeepCachePass, DeepFeature
 from lib_onediff.model.deepcache import forward as deepcache
 from lib_onediff.model.layout import TimeEmbedding
 from lib_onediff.ops import torch_ops
@@ -91,14 +91,14 @@ def test_both_halves_of_deepcache() -> None:
     unet = diffusers_unet(**builders.SMALL)
     call, feature = a_call(unet), DeepFeature()
     ours, expected = Ours(unet), diffusers_output(unet, call)
-    full, shallow = (replace(call, half=Half(1, is_shallow, feature)) for is_shallow in (False, True))
+    full, shallow = (replace(call, deepcache=DeepCachePass(1, cached, feature)) for cached in (False, True))
     runner = ours.runner(full)
     feature.write(torch.zeros(2, 16, 8, 8))
     assert agree(runner.run(full), expected)
     assert float(feature.read().abs().max()) > 0
     halved = ours.runner(shallow)
     assert agree(halved.run(shallow), expected)
-    # It is the feature that it reads, where the full half writes it.
+    # It is the feature that it reads, where the full pass writes it.
     feature.write(torch.zeros(2, 16, 8, 8))
     assert not agree(halved.run(shallow), expected)
 

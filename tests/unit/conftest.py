@@ -42,7 +42,7 @@ def weather(monkeypatch: pytest.MonkeyPatch) -> Weather:
     operators = Weather()
     monkeypatch.setattr(backends, "steps", steps_of_a_gpu)
     monkeypatch.setitem(runtime.operators._made, backends.NATIVE, operators)
-    monkeypatch.setattr(runtime.operators, "prepare", lambda network, patient: True)
+    monkeypatch.setattr(runtime.operators, "prepare", lambda network, waits_for_compile: True)
     return operators
 
 

@@ -14,12 +14,12 @@ from lib_onediff.model.bound import BoundUNet
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.deepcache import forward as deepcache
 from lib_onediff.model.deepcache.sampling import Sampling
-from lib_onediff.model.patches import Habits
+from lib_onediff.model.patches import HostTraits
 from lib_onediff.ops import torch_ops
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.accelerator import Accelerator
 
-WEBUI = Habits(by_content=True)
+WEBUI = HostTraits(by_content=True)
 STEPS = [float(time) for time in range(951, 0, -50)]
 
 
@@ -42,7 +42,7 @@ def call_of(unet: Any, time: float, names: Sequence[str] = ("cat", "ugly"), size
 
 
 class Oracle:
-    """The whole UNet, and the shallow half around a feature that another call left."""
+    """The whole UNet, and the cached pass around a feature that another call left."""
 
     def __init__(self, unet: Any, depth: int) -> None:
         self.unet, self.depth = unet, depth
@@ -77,14 +77,14 @@ class Rig:
     _feature: dict[str, Tensor]
 
     @classmethod
-    def of(cls, config: dict[str, Any] = SMALL, habits: Habits = WEBUI, seed: int = 0, runtime: Any = None,
+    def of(cls, config: dict[str, Any] = SMALL, host_traits: HostTraits = WEBUI, seed: int = 0, runtime: Any = None,
            **options: Any) -> Rig:
         """options: those of Settings; by default DeepCache with an interval of 3."""
         unet = diffusers_unet(seed, **config)
         runtime = runtime or Accelerator()
         settings = Settings(**{"deepcache_interval": 3, **options})
         runtime.configure(settings)
-        runtime.adopt(unet, habits=habits)
+        runtime.adopt(unet, host_traits=host_traits)
         return cls(runtime, unet, Oracle(diffusers_unet(seed, **config), settings.deepcache_depth), [], {})
 
     def begin(self, times: Sequence[float] | None = STEPS, **more: Any) -> None:
@@ -93,11 +93,11 @@ class Rig:
     @torch.no_grad()
     def run(self, call: UNetCall) -> Tensor:
         """What the runtime answers; log takes down which half it was."""
-        before = dict(self.runtime.journal.halves)
+        before = dict(self.runtime.call_stats.passes)
         output = self.runtime.run(self.unet, call, lambda: diffusers_output(self.unet, call))
-        after = self.runtime.journal.halves
-        changed = [half for half in after if after[half] != before.get(half, 0)]
-        assert self.runtime.journal.route != "host", self.runtime.journal.reason
+        after = self.runtime.call_stats.passes
+        changed = [deepcache for deepcache in after if after[deepcache] != before.get(deepcache, 0)]
+        assert self.runtime.call_stats.route != "host", self.runtime.call_stats.reason
         self.log.append(changed[0] if changed else "whole")
         return output
 
@@ -125,7 +125,7 @@ class Rig:
         return self.runtime.status()["deepcache"]["reason"]
 
 
-def halves(whole: Iterable[int], count: int) -> list[str]:
+def passes(whole: Iterable[int], count: int) -> list[str]:
     """What answers a sampling with these whole steps."""
     chosen = set(whole)
-    return ["full" if index in chosen else "shallow" for index in range(count)]
+    return ["full" if index in chosen else "cached" for index in range(count)]

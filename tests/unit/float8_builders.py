@@ -31,7 +31,7 @@ def in_float8(tokens: Tensor) -> Float8Tokens:
 def layer_norm(
     stream: Stream, weight: Tensor, bias: Tensor | None, eps: float, cut: Any
 ) -> tuple[Stream, Float8Tokens]:
-    tokens = torch_ops.settle(stream)
+    tokens = torch_ops.materialize(stream)
     normed = torch.nn.functional.layer_norm(tokens, (tokens.shape[-1],), weight, bias, eps)
     return Stream(tokens), in_float8(normed)
 

@@ -116,10 +116,10 @@ def sample(patcher: Any, size: tuple[int, int], batch: int = 1) -> Tensor:
     positive, negative = condition(), condition()
     sampling_prepare(patcher, image)
     for sigma in (9.0, 1.5):
-        halves = calc_cond_uncond_batch(
+        passes = calc_cond_uncond_batch(
             patcher.model, positive, negative, image, torch.full((batch,), sigma), patcher.model_options
         )
-        image = 0.5 * image + 0.5 * (halves[0] + 3 * (halves[0] - halves[1]))
+        image = 0.5 * image + 0.5 * (passes[0] + 3 * (passes[0] - passes[1]))
     sampling_cleanup(patcher)
     return image.clone()
 

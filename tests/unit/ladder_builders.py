@@ -9,7 +9,7 @@ from builders import SMALL_XL, diffusers_output, diffusers_unet, relative_error,
 from torch import Tensor, nn
 
 import lib_onediff
-from lib_onediff.engines import CUDAGRAPH, EAGER, NATIVE, Steps
+from lib_onediff.engines import CUDAGRAPH, EAGER, NATIVE, Candidates
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.weights import Affine
 from lib_onediff.ops import torch_ops
@@ -43,10 +43,10 @@ class Weather:
 
 def steps_of_a_gpu(
     wanted: str, device: torch.device, why_not_native: Callable[..., str | None], *others: Callable[..., str | None]
-) -> Steps:
+) -> Candidates:
     if wanted == EAGER:
-        return Steps((EAGER,), "")
-    return Steps((CUDAGRAPH,) if wanted == CUDAGRAPH else (NATIVE, CUDAGRAPH), "")
+        return Candidates((EAGER,), "")
+    return Candidates((CUDAGRAPH,) if wanted == CUDAGRAPH else (NATIVE, CUDAGRAPH), "")
 
 
 def small_xl() -> nn.Module:

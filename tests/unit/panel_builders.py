@@ -13,7 +13,7 @@ pytest.importorskip("gradio")
 
 import gradio
 
-from lib_onediff.hosts.diffusers.unet import unet as diffusers_host
+from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.runtime.rows import ResolutionRow, ShapeRow, Totals

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lib_onediff.hosts.a1111.adapter import does_nothing_now
 from lib_onediff.hosts.a1111.lora import apply_wanted_networks, lora_module, wanted_names
-from lib_onediff.model.patches import Habits
+from lib_onediff.model.patches import HostTraits
 from lib_onediff.runtime.accelerator import runtime
 
 CLOSE = 1e-5
@@ -70,7 +70,7 @@ def unet() -> Any:
     for name, layer in unet.named_modules():
         if isinstance(layer, ADAPTED):
             layer.network_layer_name = name
-    runtime.adopt(unet, habits=Habits(settle=apply_wanted_networks, by_content=True))
+    runtime.adopt(unet, host_traits=HostTraits(sync_lora=apply_wanted_networks, by_content=True))
     yield unet
     runtime.release_all()
 
@@ -114,7 +114,7 @@ def test_a_merge_happens_once_per_change_and_layer(unet: Any, networks: LazyNetw
 
 def test_a_merge_in_place_binds_nothing_anew(unet: Any, networks: LazyNetworks) -> None:
     ours(unet)
-    bound = runtime.care_of(unet).bound
+    bound = runtime.managed_unet(unet).bound
     generation = bound.generation
     networks.loaded_networks = [Network("one", 1)]
     ours(unet)

@@ -11,7 +11,7 @@ from builders import a_call, diffusers_output, diffusers_unet, relative_error, s
 from test_inductor import LACK, SMALL_SD1
 
 import lib_onediff
-from lib_onediff.engines import EAGER, INDUCTOR, Steps
+from lib_onediff.engines import EAGER, INDUCTOR, Candidates
 from lib_onediff.engines import auto_backend as auto_choice
 from lib_onediff.engines.auto_backend import ENOUGH_CALLS, AutoChoice, name_for
 from lib_onediff.engines.inductor.compiler import Inductor
@@ -19,10 +19,10 @@ from lib_onediff.ops.inductor.compiled import CompiledRegion
 from lib_onediff.ops.tuning_cache import Choices
 from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.runtime.call_stats import GRAPH
-from lib_onediff.runtime.fallback import Ladder
+from lib_onediff.runtime.fallback import FallbackChain
 
 CPU = torch.device("cpu")
-PLAIN = Steps((EAGER,), "there is no GPU")
+PLAIN = Candidates((EAGER,), "there is no GPU")
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def backends_of(count: int, unet: Any) -> list[str]:
     for seed in range(count):
         call = a_call(unet, seed=seed)
         runtime.operators.inductor.finish()
-        with runtime.patience():
+        with runtime.wait_for_compile():
             assert relative_error(served(unet, call), diffusers_output(unet, call)) < 1e-5
         used.append(str(lib_onediff.status()["backend"]))
     return used
@@ -79,8 +79,8 @@ def test_calls_that_take_no_time_are_not_worth_a_compiler(
 
 
 def test_calls_that_a_graph_serves_count_too(choices: Choices, monkeypatch: pytest.MonkeyPatch) -> None:
-    serve, noted = Ladder.serve, []
-    monkeypatch.setattr(Ladder, "serve", lambda self, *given: serve(self, *given)._replace(route=GRAPH))
+    serve, noted = FallbackChain.serve, []
+    monkeypatch.setattr(FallbackChain, "serve", lambda self, *given: serve(self, *given)._replace(route=GRAPH))
     monkeypatch.setattr(runtime.operators.auto, "note", lambda entry, call: noted.append(entry))
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_SD1), backend="auto")
     backends_of(3, unet)
@@ -111,5 +111,5 @@ def test_a_store_that_anybody_may_have_written(nonsense: Any) -> None:
     choices.set(name_for(CPU), nonsense)
     auto = AutoChoice(choices)
     unet = diffusers_unet(**SMALL_SD1)
-    assert auto.steps(PLAIN, a_call(unet)) == PLAIN
+    assert auto.candidates(PLAIN, a_call(unet)) == PLAIN
     assert auto.sentence() == "" and not auto.is_inductor(CPU)

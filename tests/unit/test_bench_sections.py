@@ -18,7 +18,7 @@ from lib_onediff.bench.children import ChildFailed, Task, ask
 from lib_onediff.bench.compilations import count_compilations, hook_place
 from lib_onediff.bench.options import parse
 from lib_onediff.bench.variants import BASELINE, Unavailable
-from lib_onediff.hosts.diffusers.unet import vae as diffusers_decoder
+from lib_onediff.hosts.diffusers import vae as diffusers_decoder
 from lib_onediff.options.settings import Settings
 
 CPU = torch.device("cpu")

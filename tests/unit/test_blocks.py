@@ -15,9 +15,9 @@ from builders import a_call, ldm_unet, randomise, relative_error
 from ladder_builders import Weather
 from torch import Tensor, nn
 
-from lib_onediff.engines import EAGER, NATIVE, Steps
+from lib_onediff.engines import EAGER, NATIVE, Candidates
 from lib_onediff.hosts.a1111.controlnet_loop import HostLoop
-from lib_onediff.model.patches import Habits
+from lib_onediff.model.patches import HostTraits
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime import block_route as blocks
 from lib_onediff.runtime.accelerator import runtime
@@ -52,7 +52,7 @@ def loop(unet: Any) -> Iterator[HostLoop]:
 
     loop = HostLoop([TimestepEmbedSequential])
     loop.serve()
-    runtime.adopt(unet, habits=Habits(by_content=True))
+    runtime.adopt(unet, host_traits=HostTraits(by_content=True))
     loop.watch(unet)
     yield loop
     loop.stop()
@@ -90,7 +90,7 @@ def test_blocks_in_a_foreign_loop_are_ours_and_exact(unet: Any, loop: HostLoop, 
 def test_the_first_pass_is_compared_with_the_hosts_stages(unet: Any, loop: HostLoop) -> None:
     own_loop(unet)
     controlled(unet)
-    entry = runtime.journal.entry
+    entry = runtime.call_stats.entry
     assert entry.state is State.PROVED
     assert 0 < entry.relative_error < CLOSE
 
@@ -111,7 +111,7 @@ def test_a_stage_that_differs_is_left_to_the_host(unet: Any, loop: HostLoop, mon
 
 @pytest.fixture
 def native(weather: Weather, monkeypatch: pytest.MonkeyPatch) -> Weather:
-    monkeypatch.setattr(blocks, "launched_steps", lambda *wanted: Steps((NATIVE, EAGER), ""))
+    monkeypatch.setattr(blocks, "launched_candidates", lambda *wanted: Candidates((NATIVE, EAGER), ""))
     return weather
 
 
@@ -140,7 +140,7 @@ def test_where_one_backend_fails_the_next_computes_the_blocks(unet: Any, loop: H
 def test_kernels_that_do_not_compile_give_way_to_the_next_backend(
     unet: Any, loop: HostLoop, native: Weather, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(network: Any, patient: bool) -> bool:
+    def broken(network: Any, waits_for_compile: bool) -> bool:
         raise RuntimeError("ptxas died")
 
     own_loop(unet)
@@ -167,7 +167,7 @@ def test_while_kernels_are_compiled_the_host_computes_the_blocks(
     unet: Any, loop: HostLoop, native: Weather, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own_loop(unet)
-    monkeypatch.setattr(runtime.operators, "prepare", lambda network, patient: False)
+    monkeypatch.setattr(runtime.operators, "prepare", lambda network, waits_for_compile: False)
     controlled(unet)
     assert runtime.status()["route"] == "host" and "being compiled" in runtime.status()["reason"]
 
@@ -212,7 +212,7 @@ def test_weights_changed_between_passes_are_seen(unet: Any, loop: HostLoop) -> N
 
 def test_nothing_keeps_the_weights_between_passes(loop: HostLoop) -> None:
     unet = ldm_unet(seed=2)
-    runtime.adopt(unet, habits=Habits(by_content=True))
+    runtime.adopt(unet, host_traits=HostTraits(by_content=True))
     loop.watch(unet)
     own_loop(unet)
     controlled(unet)
@@ -226,9 +226,9 @@ def test_nothing_keeps_the_weights_between_passes(loop: HostLoop) -> None:
 def test_blocks_of_a_unet_that_nobody_watches_are_the_hosts(loop: HostLoop) -> None:
     other: nn.Module = ldm_unet(seed=3)
     own_loop(other)
-    before = runtime.journal.total
+    before = runtime.call_stats.total
     controlled(other)
-    assert runtime.journal.total == before
+    assert runtime.call_stats.total == before
 
 
 def test_a_pass_that_its_owner_gives_up_keeps_no_weights(unet: Any, loop: HostLoop) -> None:
@@ -252,6 +252,6 @@ def test_another_thread_waits_before_it_binds(unet: Any, loop: HostLoop) -> None
     thread = threading.Thread(target=lambda: (controlled(unet), ended.set()))
     with runtime.computing(torch.device("cpu")):
         thread.start()
-        assert not ended.wait(0.5) and not runtime.care_of(unet).bound.channels_last
-        assert runtime.care_of(unet).architecture is None, "nothing is bound yet"
+        assert not ended.wait(0.5) and not runtime.managed_unet(unet).bound.channels_last
+        assert runtime.managed_unet(unet).architecture is None, "nothing is bound yet"
     assert ended.wait(60)

@@ -19,7 +19,7 @@ SIZES = pytest.mark.parametrize("size", [(8, 8), (9, 11)], ids=["even", "odd"])
 DEPTHS = [("SD1", depth) for depth in range(1, 12)] + [("SDXL", depth) for depth in range(1, 9)]
 
 
-class Cut:
+class TwoPasses:
     """A UNet and its forward, whole and cut."""
 
     def __init__(self, unet: nn.Module) -> None:
@@ -45,7 +45,7 @@ class Cut:
 @pytest.mark.parametrize(("name", "depth"), DEPTHS)
 def test_full_is_forward_and_shallow_repeats_it(name: str, depth: int, size: tuple[int, int]) -> None:
     unet = shared_unet(name)
-    cut, call = Cut(unet), a_call(unet, *size)
+    cut, call = TwoPasses(unet), a_call(unet, *size)
     output, deep = cut.full(call, depth)
     assert torch.equal(output, cut.forward(call))
     assert torch.equal(cut.shallow(call, depth, deep), output)
@@ -54,7 +54,7 @@ def test_full_is_forward_and_shallow_repeats_it(name: str, depth: int, size: tup
 @pytest.mark.parametrize("depth", [1, 3, 4, 11])
 def test_ldm_is_cut_like_diffusers(depth: int) -> None:
     unet = shared_ldm_unet()
-    cut, call = Cut(unet), a_call(unet, 9, 11)
+    cut, call = TwoPasses(unet), a_call(unet, 9, 11)
     output, deep = cut.full(call, depth)
     assert torch.equal(output, cut.forward(call))
     assert torch.equal(cut.shallow(call, depth, deep), output)
@@ -97,7 +97,7 @@ def test_the_deep_feature_is_what_the_host_has_there(depth: int, size: tuple[int
     unet = shared_ldm_unet()
     call = a_call(unet, *size)
     expected = deep_feature_of_ldm(unet, call, depth)
-    _, deep = Cut(unet).full(call, depth)
+    _, deep = TwoPasses(unet).full(call, depth)
     deep = functional.interpolate(deep, expected.shape[-2:], mode="nearest")
     assert relative_error(deep, expected) < 1e-5
 
@@ -106,7 +106,7 @@ def test_the_deep_feature_is_what_the_host_has_there(depth: int, size: tuple[int
 @pytest.mark.parametrize("depth", [1, 3, 4, 11])
 def test_a_stale_deep_feature_gives_the_hosts_outer_blocks_around_it(depth: int, size: tuple[int, int]) -> None:
     unet = shared_ldm_unet()
-    cut, call = Cut(unet), a_call(unet, *size)
+    cut, call = TwoPasses(unet), a_call(unet, *size)
     _, stale = cut.full(a_call(unet, *size, seed=1), depth)
     output = cut.shallow(call, depth, stale)
     assert relative_error(output, outer_blocks_of_ldm(unet, call, depth, stale)) < 1e-5
@@ -117,7 +117,7 @@ def test_a_stale_deep_feature_gives_the_hosts_outer_blocks_around_it(depth: int,
 @pytest.mark.parametrize("depth", [-1, 0, 12, 100])
 def test_a_depth_that_leaves_nothing_is_refused(name: str, depth: int) -> None:
     unet = shared_unet(name)
-    cut, call = Cut(unet), a_call(unet)
+    cut, call = TwoPasses(unet), a_call(unet)
     with pytest.raises(ValueError, match="DeepCache depth is 1 to (11|8) for this UNet"):
         cut.full(call, depth)
     with pytest.raises(ValueError, match="DeepCache depth is 1 to (11|8) for this UNet"):
@@ -126,7 +126,7 @@ def test_a_depth_that_leaves_nothing_is_refused(name: str, depth: int) -> None:
 
 def test_shallow_steps_take_their_control_residuals_too() -> None:
     unet = shared_unet("SD1")
-    cut, call = Cut(unet), a_call(unet)
+    cut, call = TwoPasses(unet), a_call(unet)
     first, last = torch.randn(2, 16, 8, 8), torch.randn(2, 16, 8, 8)
     controlled = replace(call, control=Control(input=(first,), output=(None,) * 11 + (last,)))
     output, deep = cut.full(controlled, 3)
@@ -139,7 +139,7 @@ def test_a_latent_of_half_precision_is_cut_as_well() -> None:
     unet = diffusers_unet(**SDXL).bfloat16()
     call = a_call(unet)
     call = replace(call, latent=call.latent.bfloat16(), context=call.context.bfloat16(), y=call.y.bfloat16())
-    cut = Cut(unet)
+    cut = TwoPasses(unet)
     output, deep = cut.full(call, 3)
     assert output.dtype == deep.dtype == torch.bfloat16
     assert torch.equal(output, cut.forward(call))

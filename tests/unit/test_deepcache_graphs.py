@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 import torch
 from builders import SMALL, SMALL_XL
-from deepcache_builders import STEPS, Rig, call_of, halves
+from deepcache_builders import STEPS, Rig, call_of, passes
 from graph_builders import PretendedGraphs
 
 from lib_onediff.engines.graphs.recapture import Wanted
@@ -13,7 +13,7 @@ from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.shapes.table import Entry, State
 
-FULL, SHALLOW = "full", "shallow"
+FULL, CACHED = "full", "cached"
 
 
 def rig_of(**options: object) -> Rig:
@@ -34,15 +34,15 @@ def sample(rig: Rig, count: int = 8, prompts: tuple[tuple[str, ...], ...] = (("c
     for index, time in enumerate(STEPS[:count]):
         for names in prompts:
             rig.check(call_of(rig.unet, time, names, seed=id(rig) % 97), "+".join(names),
-                      FULL if index in whole else SHALLOW)
-            routes.append(runtime.journal.route)
+                      FULL if index in whole else CACHED)
+            routes.append(runtime.call_stats.route)
     return routes
 
 
 def test_both_halves_are_captured_and_replayed(pretended: PretendedGraphs) -> None:
     rig = rig_of()
     assert sample(rig) == ["plain", "plain", "graph", "plain", "graph", "graph", "graph", "graph"]
-    assert [entry(part).state for part in (FULL, SHALLOW)] == [State.READY] * 2
+    assert [entry(part).state for part in (FULL, CACHED)] == [State.READY] * 2
     assert len(pretended.captured) == 2
     for _ in range(3):
         assert set(sample(rig)) == {"graph"}
@@ -52,8 +52,8 @@ def test_both_halves_are_captured_and_replayed(pretended: PretendedGraphs) -> No
 def test_the_feature_stays_where_it_is(pretended: PretendedGraphs) -> None:
     rig = rig_of()
     sample(rig)
-    care = runtime.care_of(rig.unet)
-    first, second = care.held_features()
+    managed = runtime.managed_unet(rig.unet)
+    first, second = managed.held_features()
     address = first.tensor.data_ptr()
     sample(rig)
     assert first is second and first.tensor.data_ptr() == address
@@ -72,19 +72,19 @@ def test_prompts_in_calls_of_their_own_share_the_graphs(pretended: PretendedGrap
 def test_the_feature_is_counted_once(pretended: PretendedGraphs) -> None:
     rig = rig_of()
     sample(rig)
-    [feature, _] = runtime.care_of(rig.unet).held_features()
-    own = {part: kept.runner.own_bytes for part in (FULL, SHALLOW)
-           for key, kept in runtime.care_of(rig.unet).kept() if key.part == part}
-    held = runtime.care_of(rig.unet).course._features.bytes()
-    assert own[FULL] - own[SHALLOW] == feature.tensor.nbytes == held
+    [feature, _] = runtime.managed_unet(rig.unet).held_features()
+    own = {part: kept.runner.own_bytes for part in (FULL, CACHED)
+           for key, kept in runtime.managed_unet(rig.unet).kept() if key.part == part}
+    held = runtime.managed_unet(rig.unet).cache_run._features.bytes()
+    assert own[FULL] - own[CACHED] == feature.tensor.nbytes == held
 
 
 def test_freed_graphs_take_the_feature_with_them(pretended: PretendedGraphs) -> None:
     rig = rig_of()
     sample(rig)
     runtime.release_memory()
-    assert runtime.care_of(rig.unet).course.bytes() == 0
-    assert [entry(part).state for part in (FULL, SHALLOW)] == [State.PROVED] * 2
+    assert runtime.managed_unet(rig.unet).cache_run.bytes() == 0
+    assert [entry(part).state for part in (FULL, CACHED)] == [State.PROVED] * 2
     assert "graph" in sample(rig)
 
 
@@ -99,10 +99,10 @@ def test_weights_that_move_take_both_graphs_with_them(pretended: PretendedGraphs
 
 def test_pre_warming_makes_both_halves_ready(pretended: PretendedGraphs) -> None:
     rig = rig_of()
-    with runtime.patience():
+    with runtime.wait_for_compile():
         for _ in range(3):
             rig.run(call_of(rig.unet, 500.0))
-    assert [entry(part).state for part in (FULL, SHALLOW)] == [State.READY] * 2
+    assert [entry(part).state for part in (FULL, CACHED)] == [State.READY] * 2
     assert set(sample(rig)) == {"graph"}
     assert rig.reason == ""
 
@@ -114,9 +114,9 @@ def test_graphs_that_are_captured_again_in_mid_sampling_leave_the_feature_alone(
     for _ in range(2):
         sample(rig, prompts=prompts)
     rig.begin(STEPS[:6])
-    for index, half in enumerate(halves([0, 3, 5], 6)):
+    for index, deepcache in enumerate(passes([0, 3, 5], 6)):
         for names in prompts:
-            rig.check(call_of(rig.unet, STEPS[index], names), names[0], half)
+            rig.check(call_of(rig.unet, STEPS[index], names), names[0], deepcache)
             rehearsed = pretended.rehearsed
             wanted = [Wanted.of(held) for held in runtime._graphs.graphs()]
             for one in wanted:
@@ -125,21 +125,21 @@ def test_graphs_that_are_captured_again_in_mid_sampling_leave_the_feature_alone(
             runtime._graphs._drop({one.entry.key for one in wanted})
             runtime._graphs.capture_again(wanted)
             assert pretended.rehearsed > rehearsed
-    assert runtime.journal.route == "graph"
+    assert runtime.call_stats.route == "graph"
 
 
 def test_a_shallow_half_that_cannot_be_captured_runs_plainly(pretended: PretendedGraphs) -> None:
     rig = rig_of()
 
     def refuse(inputs: object) -> None:
-        if inputs.half.is_shallow:
+        if inputs.deepcache.is_cached_pass:
             raise RuntimeError("operation not permitted when stream is capturing")
 
     pretended.before_capture = refuse
     sample(rig)
     routes = sample(rig)
-    assert routes == ["graph" if half == FULL else "plain" for half in halves([0, 3, 6, 7], 8)]
-    assert "could not be captured" in entry(SHALLOW).no_graph
+    assert routes == ["graph" if deepcache == FULL else "plain" for deepcache in passes([0, 3, 6, 7], 8)]
+    assert "could not be captured" in entry(CACHED).no_graph
 
 
 def test_a_shallow_half_that_fails_leaves_the_full_one(
@@ -148,19 +148,19 @@ def test_a_shallow_half_that_fails_leaves_the_full_one(
     def broken(*args: object) -> torch.Tensor:
         raise RuntimeError("a kernel is missing")
 
-    monkeypatch.setattr(compute, "shallow", broken)
+    monkeypatch.setattr(compute, "cached", broken)
     rig = rig_of()
     rig.begin(STEPS[:6])
     assert rig.sample(STEPS[:6]) == [FULL] * 6
-    assert entry(SHALLOW).state is State.FAILED
-    assert "shallow half failed: a kernel is missing" in rig.reason
+    assert entry(CACHED).state is State.FAILED
+    assert "cached pass failed: a kernel is missing" in rig.reason
 
 
 def test_a_shallow_half_that_is_not_the_full_one_is_not_used(
     pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = compute.shallow
-    monkeypatch.setattr(compute, "shallow", lambda *args: right(*args) * 1.01)
+    monkeypatch.setattr(compute, "cached", lambda *args: right(*args) * 1.01)
     rig = rig_of()
     rig.begin(STEPS[:4])
     assert rig.sample(STEPS[:4]) == [FULL] * 4
@@ -173,9 +173,9 @@ def test_a_picture_of_nothing_but_nan_does_not_condemn_it() -> None:
     call = call_of(rig.unet, STEPS[0])
     call.latent.fill_(float("nan"))
     rig.run(call)
-    assert {one.state for one in rig.runtime.table.entries() if one.key.is_shallow} == {State.COLD}
+    assert {one.state for one in rig.runtime.table.entries() if one.key.is_cached_pass} == {State.COLD}
     rig.begin(STEPS[:4])
-    assert rig.sample(STEPS[:4]) == halves([0, 3], 4)
+    assert rig.sample(STEPS[:4]) == passes([0, 3], 4)
 
 
 def test_settings_on_the_way_back_to_off_find_the_plain_graph(pretended: PretendedGraphs) -> None:

@@ -71,10 +71,10 @@ def counted() -> dict[str, Any]:
 
 
 @pytest.fixture
-def halves() -> Iterator[Any]:
+def passes() -> Iterator[Any]:
     """How many full and shallow halves were computed since."""
     before = counted()
-    yield lambda: (counted()["full"] - before["full"], counted()["shallow"] - before["shallow"])
+    yield lambda: (counted()["full"] - before["full"], counted()["cached"] - before["cached"])
 
 
 @pytest.mark.parametrize("scheduler", ["DDIMScheduler", "EulerDiscreteScheduler"])
@@ -82,7 +82,7 @@ def halves() -> Iterator[Any]:
 @pytest.mark.parametrize("branch", [0, 1, 2, 3, 5])
 @pytest.mark.parametrize("name", ["SD1", "SDXL"])
 def test_the_same_picture_as_the_packages(
-    name: str, branch: int, interval: int, scheduler: str, halves: Any
+    name: str, branch: int, interval: int, scheduler: str, passes: Any
 ) -> None:
     """Seven steps: the package's schedule of 2 and of 3 ends with a whole step."""
     pipe = pipeline(*PIPELINES[name], scheduler)
@@ -90,23 +90,23 @@ def test_the_same_picture_as_the_packages(
     found = ours(pipe, 7, interval, branch)
     assert relative_error(found, expected) < 1e-4
     assert relative_error(expected, exact) > 1e-3
-    assert halves() == {2: (4, 3), 3: (3, 4)}[interval]
+    assert passes() == {2: (4, 3), 3: (3, 4)}[interval]
 
 
 @pytest.mark.parametrize("name", ["SD1 img2img", "SDXL img2img"])
-def test_the_same_picture_as_the_packages_from_an_image(name: str, halves: Any) -> None:
+def test_the_same_picture_as_the_packages_from_an_image(name: str, passes: Any) -> None:
     """Nine steps at a strength of 0.75 are six, counted from the first."""
     pipe = pipeline(*PIPELINES[name], "DDIMScheduler")
     expected = theirs(pipe, 9, 5, 1)
     assert relative_error(ours(pipe, 9, 5, 1), expected) < 1e-4
-    assert halves() == (2, 4)
+    assert passes() == (2, 4)
 
 
 @pytest.mark.parametrize("name", ["SD1", "SDXL"])
-def test_but_for_the_last_step(name: str, halves: Any) -> None:
+def test_but_for_the_last_step(name: str, passes: Any) -> None:
     pipe = pipeline(*PIPELINES[name])
     assert relative_error(ours(pipe, 8, 3, 0), theirs(pipe, 8, 3, 0, {0, 3, 6, 7})) < 1e-4
-    assert halves() == (4, 4)
+    assert passes() == (4, 4)
 
 
 @pytest.mark.parametrize("name", ["SD1", "SDXL"])
@@ -118,25 +118,25 @@ def test_the_uneven_schedule_in_the_packages_blocks(name: str) -> None:
     assert relative_error(found, theirs(pipe, 9, 3, 2, whole)) < 1e-4
 
 
-def test_onediffs_arguments(halves: Any) -> None:
+def test_onediffs_arguments(passes: Any) -> None:
     """cache_layer_id and cache_block_id of OneDiff, both 0: the second of the package's branches."""
     pipe = pipeline(*PIPELINES["SDXL"])
     expected = theirs(pipe, 7, 3, 1)
     lib_onediff.compile_pipe(pipe, ignores=("vae",), cache_interval=3, cache_layer_id=0, cache_block_id=0)
     assert relative_error(latents(pipe, 7), expected) < 1e-4
-    assert halves() == (3, 4)
+    assert passes() == (3, 4)
 
 
 @pytest.mark.parametrize("scheduler", ["HeunDiscreteScheduler", "KDPM2DiscreteScheduler"])
 @pytest.mark.parametrize("name", ["SD1", "SD1 img2img"])
-def test_schedulers_that_call_twice_a_step(name: str, scheduler: str, halves: Any) -> None:
+def test_schedulers_that_call_twice_a_step(name: str, scheduler: str, passes: Any) -> None:
     """A step's calls go the same way, and interval 1 is exact."""
     pipe = pipeline(*PIPELINES[name], scheduler)
     exact = latents(pipe, 8)
     assert relative_error(ours(pipe, 8, 1, 0), exact) < 1e-4
-    assert halves() == (0, 0)
+    assert passes() == (0, 0)
     ours(pipe, 8, 3, 0)
     steps = {"SD1": 8, "SD1 img2img": 6}[name]
     whole = {*range(0, steps, 3), steps - 1}
     # The first of Heun's timesteps has one call, and so has the last step of DPM2.
-    assert halves() == (2 * len(whole) - 1, 2 * (steps - len(whole)))
+    assert passes() == (2 * len(whole) - 1, 2 * (steps - len(whole)))

@@ -27,12 +27,12 @@ def picture(pipe: Any, steps: int = 7, **more: Any) -> torch.Tensor:
 
 def counted() -> tuple[int, int]:
     now = lib_onediff.status()["deepcache"]
-    return now["full"], now["shallow"]
+    return now["full"], now["cached"]
 
 
 @pytest.fixture(autouse=True)
 def from_zero() -> None:
-    runtime.journal.halves.clear()
+    runtime.call_stats.passes.clear()
     # Of what a WebUI in another test has announced, these know nothing.
     runtime.announce(Sampling())
 

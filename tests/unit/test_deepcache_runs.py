@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from builders import SD1, SDXL, SMALL, SMALL_XL, diffusers_output, diffusers_unet, relative_error
-from deepcache_builders import STEPS, Rig, call_of, halves
+from deepcache_builders import STEPS, Rig, call_of, passes
 
 from lib_onediff.model.call import Control
 from lib_onediff.model.deepcache.prompts import PromptNumbers
-from lib_onediff.model.patches import Habits
+from lib_onediff.model.patches import HostTraits
 from lib_onediff.options.settings import Settings
 
 
@@ -21,8 +21,8 @@ def test_a_sampling_at_every_depth(config: dict, depth: int) -> None:
     rig = Rig.of(config, deepcache_depth=depth)
     rig.oracle.depth = min(depth, 11 if config is SD1 else 8)
     rig.begin(STEPS[:7])
-    for time, half in zip(STEPS, halves([0, 3, 6], 7), strict=False):
-        rig.check(call_of(rig.unet, time), "a", half)
+    for time, deepcache in zip(STEPS, passes([0, 3, 6], 7), strict=False):
+        rig.check(call_of(rig.unet, time), "a", deepcache)
 
 
 def test_interval_one_is_exact_and_keeps_nothing() -> None:
@@ -34,8 +34,8 @@ def test_interval_one_is_exact_and_keeps_nothing() -> None:
         assert torch.equal(rig.run(call), plain.run(call))
         assert relative_error(rig.run(call), diffusers_output(rig.unet, call)) < 1e-5
     assert set(rig.log) == {"whole"}
-    assert rig.runtime.care_of(rig.unet).course.bytes() == 0
-    assert rig.runtime.status()["deepcache"] == {"full": 0, "shallow": 0, "reason": ""}
+    assert rig.runtime.managed_unet(rig.unet).cache_run.bytes() == 0
+    assert rig.runtime.status()["deepcache"] == {"full": 0, "cached": 0, "reason": ""}
 
 
 @pytest.mark.parametrize("interval", [2, 3, 5, 20])
@@ -45,25 +45,25 @@ def test_the_deep_part_is_computed_exactly_as_scheduled(interval: int, total: in
     for _ in range(2):
         rig.begin(STEPS[:total])
         found = rig.sample(STEPS[:total])
-        assert found == halves([*range(0, total, interval), total - 1], total)
+        assert found == passes([*range(0, total, interval), total - 1], total)
         assert found.count("full") == math.ceil(total / interval) + bool((total - 1) % interval)
     counted = rig.runtime.status()["deepcache"]
-    assert counted["full"] + counted["shallow"] == 2 * total
+    assert counted["full"] + counted["cached"] == 2 * total
 
 
 def test_without_a_hosts_help_the_last_step_is_whole_too() -> None:
     rig = Rig.of()
     rig.begin(None)
-    assert rig.sample(STEPS) == halves([0, 3, 6, 9, 12, 15, 18, 19], 20)
+    assert rig.sample(STEPS) == passes([0, 3, 6, 9, 12, 15, 18, 19], 20)
 
 
 def test_start_end_and_the_uneven_schedule_reach_the_steps() -> None:
     rig = Rig.of(deepcache_start=0.5, deepcache_end=0.8)
     rig.begin()
-    assert rig.sample(STEPS) == halves([*range(10), 12, 15, *range(16, 20)], 20)
+    assert rig.sample(STEPS) == passes([*range(10), 12, 15, *range(16, 20)], 20)
     rig.runtime.configure(Settings(deepcache_interval=3, deepcache_schedule="uneven"))
     rig.begin()
-    assert rig.sample(STEPS) == halves([0, 3, 5, 7, 10, 13, 16, 19], 20)
+    assert rig.sample(STEPS) == passes([0, 3, 5, 7, 10, 13, 16, 19], 20)
 
 
 # --- prompts and batches ------------------------------------------------------------------------------------------
@@ -75,9 +75,9 @@ def test_prompt_and_negative_prompt_in_calls_of_their_own(config: dict, tokens: 
     """Of the same length or not: each reads its own feature."""
     rig = Rig.of(config)
     rig.begin(STEPS[:8])
-    for time, half in zip(STEPS, halves([0, 3, 6, 7], 8), strict=False):
-        rig.check(call_of(rig.unet, time, ["cat"]), "cat", half)
-        rig.check(call_of(rig.unet, time, ["ugly"], tokens=tokens), "ugly", half)
+    for time, deepcache in zip(STEPS, passes([0, 3, 6, 7], 8), strict=False):
+        rig.check(call_of(rig.unet, time, ["cat"]), "cat", deepcache)
+        rig.check(call_of(rig.unet, time, ["ugly"], tokens=tokens), "ugly", deepcache)
 
 
 def test_a_batch_that_changes_inside_a_sampling() -> None:
@@ -85,48 +85,48 @@ def test_a_batch_that_changes_inside_a_sampling() -> None:
     rig = Rig.of()
     rig.begin(STEPS[:10])
     both, alone = ["cat", "ugly"], ["cat"]
-    calls = [(both, "full"), (both, "shallow"), (alone, "full"), (alone, "full"), (both, "full"), (alone, "shallow"),
-             (alone, "full"), (both, "full"), (both, "shallow"), (both, "full")]
-    for time, (names, half) in zip(STEPS, calls, strict=False):
-        rig.check(call_of(rig.unet, time, names), "+".join(names), half)
+    calls = [(both, "full"), (both, "cached"), (alone, "full"), (alone, "full"), (both, "full"), (alone, "cached"),
+             (alone, "full"), (both, "full"), (both, "cached"), (both, "full")]
+    for time, (names, deepcache) in zip(STEPS, calls, strict=False):
+        rig.check(call_of(rig.unet, time, names), "+".join(names), deepcache)
 
 
 def test_a_prompt_that_changes_inside_a_sampling() -> None:
     rig = Rig.of()
     rig.begin(STEPS[:8])
     names = ["cat", "cat", "dog", "dog", "dog", "cat", "cat", "cat"]
-    expected = ["full", "shallow", "full", "full", "shallow", "full", "full", "full"]
-    for time, name, half in zip(STEPS, names, expected, strict=False):
-        rig.check(call_of(rig.unet, time, [name, "ugly"]), name, half)
+    expected = ["full", "cached", "full", "full", "cached", "full", "full", "full"]
+    for time, name, deepcache in zip(STEPS, names, expected, strict=False):
+        rig.check(call_of(rig.unet, time, [name, "ugly"]), name, deepcache)
 
 
 def test_words_that_take_turns_read_features_of_their_own() -> None:
     rig = Rig.of(deepcache_interval=4)
     rig.begin(STEPS[:9])
-    expected = ["full", "full", "shallow", "shallow", "full", "full", "shallow", "shallow", "full"]
-    for index, half in enumerate(expected):
+    expected = ["full", "full", "cached", "cached", "full", "full", "cached", "cached", "full"]
+    for index, deepcache in enumerate(expected):
         name = ("cat", "dog")[index % 2]
-        rig.check(call_of(rig.unet, STEPS[index], [name, "ugly"]), name, half)
+        rig.check(call_of(rig.unet, STEPS[index], [name, "ugly"]), name, deepcache)
 
 
 def test_sizes_do_not_read_each_others_features() -> None:
     rig = Rig.of()
     rig.begin(STEPS[:6])
-    for time, half in zip(STEPS, halves([0, 3, 5], 6), strict=False):
+    for time, deepcache in zip(STEPS, passes([0, 3, 5], 6), strict=False):
         for size in (8, 9):
-            rig.check(call_of(rig.unet, time, size=size), str(size), half)
+            rig.check(call_of(rig.unet, time, size=size), str(size), deepcache)
 
 
 def test_control_that_ends_inside_a_sampling_makes_the_next_step_whole() -> None:
     # The host of these tests adds no residuals.
     rig = Rig.of(verify=False)
     rig.begin(STEPS[:6])
-    for index, half in enumerate(["full", "shallow", "full", "full", "shallow", "full"]):
+    for index, deepcache in enumerate(["full", "cached", "full", "full", "cached", "full"]):
         call = call_of(rig.unet, STEPS[index])
         if index < 2:
             ones = torch.ones(2, 16, 8, 8)
             call = replace(call, control=Control(input=(ones,), output=(None, None, None, ones)))
-        rig.check(call, str(index < 2), half)
+        rig.check(call, str(index < 2), deepcache)
 
 
 def test_features_of_a_batch_with_several_timesteps_are_not_used() -> None:
@@ -148,7 +148,7 @@ def test_heun_calls_twice_at_a_timestep(announced: bool) -> None:
     rig.log.clear()
     steps = [STEPS.index(time) for time in times]
     for time, step in zip(times, steps, strict=True):
-        rig.check(call_of(rig.unet, time, seed=len(rig.log)), "a", "full" if step in (0, 3, 6, 9) else "shallow")
+        rig.check(call_of(rig.unet, time, seed=len(rig.log)), "a", "full" if step in (0, 3, 6, 9) else "cached")
     assert rig.reason == ""
 
 
@@ -158,19 +158,19 @@ def test_a_second_call_between_two_steps_goes_as_the_first() -> None:
     known = STEPS[:8]
     rig.begin(known)
     for index, time in enumerate(known):
-        half = "full" if index in (0, 3, 6, 7) else "shallow"
+        deepcache = "full" if index in (0, 3, 6, 7) else "cached"
         for moment in (time, time - 23.4)[:1 + (index < 7)]:
             for name in ("cat", "ugly"):
-                rig.check(call_of(rig.unet, moment, [name]), name, half)
+                rig.check(call_of(rig.unet, moment, [name]), name, deepcache)
 
 
 def test_a_sampler_that_goes_back_up_begins_with_a_whole_step() -> None:
     """Restart, and a step that DPM adaptive rejects."""
     rig = Rig.of()
     rig.begin(STEPS)
-    expected = ["full", "shallow", "shallow", "full", "shallow", "full", "shallow", "full"]
-    for index, half in zip([0, 1, 2, 3, 4, 1, 2, 3], expected, strict=True):
-        rig.check(call_of(rig.unet, STEPS[index]), "a", half)
+    expected = ["full", "cached", "cached", "full", "cached", "full", "cached", "full"]
+    for index, deepcache in zip([0, 1, 2, 3, 4, 1, 2, 3], expected, strict=True):
+        rig.check(call_of(rig.unet, STEPS[index]), "a", deepcache)
 
 
 def test_tiles_are_noticed_and_every_step_is_whole() -> None:
@@ -189,9 +189,9 @@ def test_a_new_sampling_begins_with_a_whole_step_wherever_the_last_one_ended() -
     """Interrupted; then img2img, whose timesteps go on where the others stopped."""
     rig = Rig.of()
     rig.begin(STEPS)
-    assert rig.sample(STEPS[:5]) == halves([0, 3], 5)
+    assert rig.sample(STEPS[:5]) == passes([0, 3], 5)
     rig.begin(STEPS)
-    assert rig.sample(STEPS[12:]) == halves([0, 3, 6, 7], 8)
+    assert rig.sample(STEPS[12:]) == passes([0, 3, 6, 7], 8)
 
 
 def test_settings_that_change_begin_anew() -> None:
@@ -203,22 +203,22 @@ def test_settings_that_change_begin_anew() -> None:
     rig.check(call_of(rig.unet, STEPS[2]), "a", "full")
     rig.runtime.configure(Settings())
     rig.run(call_of(rig.unet, STEPS[3]))
-    assert rig.log[-1] == "whole" and rig.runtime.care_of(rig.unet).course.bytes() == 0
+    assert rig.log[-1] == "whole" and rig.runtime.managed_unet(rig.unet).cache_run.bytes() == 0
 
 
 def test_the_hires_pass_has_its_own_values() -> None:
     rig = Rig.of(deepcache_hires="own values", deepcache_hires_interval=2, deepcache_hires_depth=2)
     rig.begin()
-    assert rig.sample(STEPS[:6]) == halves([0, 3], 6)
+    assert rig.sample(STEPS[:6]) == passes([0, 3], 6)
     rig.begin(second_pass=True)
-    assert rig.sample(STEPS[10:], size=16) == halves([0, 2, 4, 6, 8, 9], 10)
+    assert rig.sample(STEPS[10:], size=16) == passes([0, 2, 4, 6, 8, 9], 10)
     assert rig.runtime.table.entries()[0].key.depth == 2
     rig.runtime.configure(Settings(deepcache_interval=3, deepcache_hires="off"))
     rig.begin(second_pass=True)
     assert set(rig.sample(STEPS[10:])) == {"whole"}
     rig.runtime.configure(Settings(deepcache_interval=3))
     rig.begin(second_pass=True)
-    assert rig.sample(STEPS[10:]) == halves([0, 3, 6, 9], 10)
+    assert rig.sample(STEPS[10:]) == passes([0, 3, 6, 9], 10)
 
 
 def test_a_refiner_begins_with_a_whole_step_and_the_last_step_is_its_own() -> None:
@@ -226,11 +226,11 @@ def test_a_refiner_begins_with_a_whole_step_and_the_last_step_is_its_own() -> No
     refiner = Rig.of(SMALL, seed=1, runtime=base.runtime)
     for _ in range(2):
         base.begin(STEPS)
-        assert base.sample(STEPS[:8]) == halves([0, 3, 6], 8)
+        assert base.sample(STEPS[:8]) == passes([0, 3, 6], 8)
         # Nobody announces the second UNet.
         refiner.log.clear()
         for index, time in enumerate(STEPS[8:]):
-            refiner.check(call_of(refiner.unet, time), "a", "full" if index in (0, 3, 6, 9, 11) else "shallow")
+            refiner.check(call_of(refiner.unet, time), "a", "full" if index in (0, 3, 6, 9, 11) else "cached")
 
 
 @pytest.mark.parametrize("path", ["down_blocks.0.resnets.0.conv1", "mid_block.resnets.0.conv1"])
@@ -250,28 +250,28 @@ def test_weights_that_change_inside_a_sampling_make_the_next_step_whole(path: st
     assert rig.log[-1] == "full"
     rig.run(call_of(rig.unet, STEPS[3]))
     rig.run(call_of(rig.unet, STEPS[4]))
-    assert rig.log[-2:] == ["full", "shallow"]
+    assert rig.log[-2:] == ["full", "cached"]
 
 
 def test_a_host_whose_prompt_tensors_stay_is_known_by_them() -> None:
-    rig = Rig.of(habits=Habits())
+    rig = Rig.of(host_traits=HostTraits())
     first, second = call_of(rig.unet, 0.0), call_of(rig.unet, 0.0)
-    for time, half in zip(STEPS[:8], halves([0, 3, 6], 8), strict=True):
-        rig.check(replace(call_of(rig.unet, time), context=first.context), "a", half)
+    for time, deepcache in zip(STEPS[:8], passes([0, 3, 6], 8), strict=True):
+        rig.check(replace(call_of(rig.unet, time), context=first.context), "a", deepcache)
     # The next picture begins lower than the last one ended, with the same prompt in another tensor.
-    for time, half in zip(STEPS[10:14], ["full", "full", "shallow", "shallow"], strict=True):
-        rig.check(replace(call_of(rig.unet, time), context=second.context), "b", half)
+    for time, deepcache in zip(STEPS[10:14], ["full", "full", "cached", "cached"], strict=True):
+        rig.check(replace(call_of(rig.unet, time), context=second.context), "b", deepcache)
 
 
 def test_a_release_gives_the_features_back() -> None:
     rig = Rig.of()
     rig.begin()
     rig.sample(STEPS[:2])
-    course = rig.runtime.care_of(rig.unet).course
-    assert course.bytes() > 0
+    cache_run = rig.runtime.managed_unet(rig.unet).cache_run
+    assert cache_run.bytes() > 0
     rig.runtime.release_memory()
-    assert course.bytes() == 0
-    assert rig.sample(STEPS[2:5]) == ["full", "full", "shallow"]
+    assert cache_run.bytes() == 0
+    assert rig.sample(STEPS[2:5]) == ["full", "full", "cached"]
 
 
 def test_prompts_known_by_their_content_are_counted_and_given_back() -> None:

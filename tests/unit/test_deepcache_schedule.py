@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from lib_onediff.model.deepcache.options import UNEVEN, DeepCacheChoice, depth_of
+from lib_onediff.model.deepcache.options import UNEVEN, DeepCacheOptions, depth_of
 from lib_onediff.model.deepcache.schedule import is_whole, last_whole, uneven
 from lib_onediff.model.deepcache.timeline import Step, timeline_of
 
@@ -17,7 +17,7 @@ def steps_of(times: list[float], known: list[float] | None = None, count: int | 
     return [timeline.step(time)[0] for time in times]
 
 
-def whole(choice: DeepCacheChoice, total: int) -> list[int]:
+def whole(choice: DeepCacheOptions, total: int) -> list[int]:
     """The whole steps of a sampling whose host says where its steps begin."""
     times = [1000 - 1000 * index / total for index in range(total)]
     return [step.index for step in steps_of(times, times) if is_whole(choice, step)]
@@ -26,7 +26,7 @@ def whole(choice: DeepCacheChoice, total: int) -> list[int]:
 @pytest.mark.parametrize("total", [1, 2, 3, 4, 7, 10, 20, 25, 30, 50])
 @pytest.mark.parametrize("interval", [1, 2, 3, 5, 10, 20])
 def test_every_nth_step_and_the_last_is_whole(interval: int, total: int) -> None:
-    found = whole(DeepCacheChoice(interval), total)
+    found = whole(DeepCacheOptions(interval), total)
     assert found == sorted({*range(0, total, interval), total - 1})
     assert len(found) == math.ceil(total / interval) + bool((total - 1) % interval)
 
@@ -37,7 +37,7 @@ def test_every_nth_step_and_the_last_is_whole(interval: int, total: int) -> None
     (0.0, 0.0, list(range(10))),
 ])
 def test_outside_of_start_and_end_every_step_is_whole(start: float, end: float, expected: list[int]) -> None:
-    assert whole(DeepCacheChoice(3, start=start, end=end), 10) == expected
+    assert whole(DeepCacheOptions(3, start=start, end=end), 10) == expected
 
 
 # What the authors' sample_from_quad_center gives for these (steps, interval, center, power).
@@ -52,7 +52,7 @@ PUBLISHED = {
 def test_the_uneven_schedule_is_the_authors(case: tuple[int, int, int, float]) -> None:
     total, interval, center, power = case
     assert sorted(uneven(total, interval, center / total, power)) == PUBLISHED[case]
-    found = whole(DeepCacheChoice(interval, schedule=UNEVEN, center=center / total, power=power), total)
+    found = whole(DeepCacheOptions(interval, schedule=UNEVEN, center=center / total, power=power), total)
     assert found == sorted({*PUBLISHED[case], total - 1})
 
 
@@ -68,12 +68,12 @@ def test_an_uneven_schedule_always_has_a_first_step_and_no_more_than_the_even_on
 
 def test_where_the_number_of_steps_is_unknown_uneven_is_uniform() -> None:
     found = [step.index for step in steps_of([1000 - 50 * index for index in range(19)])
-             if is_whole(DeepCacheChoice(4, schedule=UNEVEN), step)]
+             if is_whole(DeepCacheOptions(4, schedule=UNEVEN), step)]
     assert found[:5] == [0, 4, 8, 12, 16]
 
 
 def test_a_feature_is_too_old_when_a_whole_step_has_come_between() -> None:
-    choice = DeepCacheChoice(3)
+    choice = DeepCacheOptions(3)
     steps = steps_of(list(range(10, 0, -1)), list(range(10, 0, -1)))
     assert [last_whole(choice, step) for step in steps] == [0, 0, 0, 3, 3, 3, 6, 6, 6, 9]
 
@@ -97,9 +97,9 @@ def test_a_call_between_two_steps_belongs_to_the_earlier_one() -> None:
     assert {step.total for step in steps} == {4}
 
 
-@pytest.mark.parametrize("half", [900.0 + 1e-4, 900.0 - 1e-4, 899.5, 900.5])
-def test_rounding_does_not_move_a_step(half: float) -> None:
-    steps = steps_of([999.0, half, 800.0, 0.0], [999.0, 900.0, 800.0, 0.0])
+@pytest.mark.parametrize("middle", [900.0 + 1e-4, 900.0 - 1e-4, 899.5, 900.5])
+def test_rounding_does_not_move_a_step(middle: float) -> None:
+    steps = steps_of([999.0, middle, 800.0, 0.0], [999.0, 900.0, 800.0, 0.0])
     assert [step.index for step in steps] == [0, 1, 2, 3]
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="needs Triton")
 from float8_builders import fewest_weights, use_float8
 
 import lib_onediff
-from lib_onediff.engines import CUDAGRAPH, FLOAT8, NATIVE, Steps, with_float8
+from lib_onediff.engines import CUDAGRAPH, FLOAT8, NATIVE, Candidates, with_float8
 from lib_onediff.model import float8 as float8_weights
 from lib_onediff.ops import torch_ops
 from lib_onediff.ops.quantized import kernels as triton_float8
@@ -79,14 +79,14 @@ def test_an_edit_of_a_weight_is_rounded_anew_where_the_old_was(on_a_gpu: Weather
     unet = lib_onediff.compile_unet(half_unet(), fp8=True)
     call = half_call(unet)
     before = served(unet, call)
-    kept = runtime.care_of(unet).float8
+    kept = runtime.managed_unet(unet).float8
     addresses = {name: weight.values.data_ptr() for name, weight in kept._kept.items()}
     with torch.no_grad():
         for name, parameter in unet.named_parameters():
             if "ff.net" in name:
                 parameter.mul_(1.5)
     assert relative_error(served(unet, call), before) > 0.1
-    for name, weight in runtime.care_of(unet).binding_for(FLOAT8).weights().items():
+    for name, weight in runtime.managed_unet(unet).binding_for(FLOAT8).weights().items():
         if weight.float8 is not None:
             back = weight.float8.values.float() * weight.float8.scales.t()
             assert relative_error(back.half(), weight.weight) < 0.05, name
@@ -155,11 +155,11 @@ def test_what_is_too_far_from_the_host_is_not_used(on_a_gpu: Weather, monkeypatc
 
 
 def test_steps_with_and_without_it() -> None:
-    gpu, other = Steps((NATIVE, CUDAGRAPH), ""), Steps((CUDAGRAPH,), "there is no Triton")
-    assert with_float8(gpu, lambda: None) == Steps((FLOAT8, NATIVE, CUDAGRAPH), "")
-    assert with_float8(gpu, lambda: "too old") == Steps((NATIVE, CUDAGRAPH), "too old")
+    gpu, other = Candidates((NATIVE, CUDAGRAPH), ""), Candidates((CUDAGRAPH,), "there is no Triton")
+    assert with_float8(gpu, lambda: None) == Candidates((FLOAT8, NATIVE, CUDAGRAPH), "")
+    assert with_float8(gpu, lambda: "too old") == Candidates((NATIVE, CUDAGRAPH), "too old")
     assert "there is no Triton" in with_float8(other, lambda: None).reason
-    assert "native backend" in with_float8(Steps((CUDAGRAPH,), ""), lambda: None).reason
+    assert "native backend" in with_float8(Candidates((CUDAGRAPH,), ""), lambda: None).reason
 
 
 def test_a_model_in_float32_says_why_not(on_a_gpu: Weather) -> None:

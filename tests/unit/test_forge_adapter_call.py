@@ -9,7 +9,7 @@ import torch
 from builders import a_call, our_output, relative_error, shared_ldm_unet
 from torch import Tensor, nn
 
-from lib_onediff.hosts.forge.call import NotOurs, control_of, copied_lists, foreign_options, unet_call
+from lib_onediff.hosts.forge.call import NotOurs, control_of, copied_lists, unet_call, unknown_options
 from lib_onediff.model.call import UNetCall
 
 STAGES = 12
@@ -124,12 +124,12 @@ READ = {"patches", "patches_replace", "block_modifiers", "block_inner_modifiers"
 
 
 def test_what_forge_itself_writes_is_harmless() -> None:
-    assert foreign_options(HARMLESS, READ) == []
+    assert unknown_options(HARMLESS, READ) == []
 
 
 @pytest.mark.parametrize("value", [torch.ones(20), 3, [0.5, None], {"start": 1}, uuid.uuid4()])
 def test_data_that_the_unet_never_asks_for_is_harmless(value: Any) -> None:
-    assert foreign_options({**HARMLESS, "sampling_sigmas": value}, READ) == []
+    assert unknown_options({**HARMLESS, "sampling_sigmas": value}, READ) == []
 
 
 @pytest.mark.parametrize("empty", [
@@ -137,7 +137,7 @@ def test_data_that_the_unet_never_asks_for_is_harmless(value: Any) -> None:
     {"group_norm_wrapper": None},
 ])
 def test_what_is_empty_changes_nothing(empty: dict[str, Any]) -> None:
-    assert foreign_options({**HARMLESS, **empty}, READ) == []
+    assert unknown_options({**HARMLESS, **empty}, READ) == []
 
 
 @pytest.mark.parametrize(("options", "names"), [
@@ -154,7 +154,7 @@ def test_what_is_empty_changes_nothing(empty: dict[str, Any]) -> None:
      ["patches[attn2_patch] by builtins", "of_tomorrow[strength] by builtins"]),
 ])
 def test_what_changes_the_unet_is_named(options: dict[str, Any], names: list[str]) -> None:
-    named = foreign_options({**HARMLESS, **options}, READ)
+    named = unknown_options({**HARMLESS, **options}, READ)
     assert [name.replace("builtin_function_or_method", "builtins") for name in named] == names
     with pytest.raises(NotOurs, match="another extension changes the UNet for this call"):
         made(options={**HARMLESS, **options})

@@ -15,7 +15,7 @@ from torch import nn
 
 from lib_onediff.engines.graphs.accounting import Place
 from lib_onediff.engines.graphs.pool_size import LEAST_GAIN, gives_back, memory_of, needs_of
-from lib_onediff.hosts.diffusers.unet import unet as diffusers_host
+from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.runtime.rows import ResolutionRow
@@ -304,7 +304,7 @@ def test_releasing_memory_keeps_what_was_proved(unet: nn.Module) -> None:
 
 
 def test_totals(unet: nn.Module, pretended: PretendedGraphs) -> None:
-    runtime.journal.calls.clear()
+    runtime.call_stats.calls.clear()
     assert runtime.totals().hit_rate is None
     make_ready(unet, SMALL)
     totals = runtime.totals()

@@ -10,7 +10,7 @@ import builders
 import pytest
 from test_warmup import SECONDS, SmallWebUI, wait_until_idle
 
-from lib_onediff.hosts.diffusers.unet import unet as diffusers_host
+from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.prewarm import idle as idle_module
 from lib_onediff.prewarm.idle import IdleWarmUp, count_ready
 from lib_onediff.prewarm.most_used import Wanted

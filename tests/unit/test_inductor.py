@@ -89,7 +89,7 @@ def ours(config: dict[str, Any], seed: int = 0) -> nn.Module:
 
 
 def check(unet: nn.Module, call: UNetCall) -> None:
-    with runtime.patience():
+    with runtime.wait_for_compile():
         output = served(unet, call)
     assert relative_error(output, diffusers_output(unet, call)) < CLOSE
     status = lib_onediff.status()
@@ -221,7 +221,7 @@ def test_what_cannot_be_compiled_is_served_by_the_next_backend(
     unet = ours(SMALL_SD1)
     for size in (8, 16):
         call = a_call(unet, size)
-        with runtime.patience():
+        with runtime.wait_for_compile():
             assert relative_error(served(unet, call), diffusers_output(unet, call)) < CLOSE
         status = lib_onediff.status()
         assert (status["backend"], status["route"]) == ("eager", "plain")
@@ -335,7 +335,7 @@ def test_what_cannot_be_prepared_is_said_and_keeps_no_unet_alive(monkeypatch: py
     monkeypatch.setattr(backend_module, "import_compiler", full_disk)
     unet = ours(SMALL_SD1)
     for _ in range(2):
-        with runtime.patience():
+        with runtime.wait_for_compile():
             assert relative_error(served(unet, a_call(unet)), diffusers_output(unet, a_call(unet))) < CLOSE
         assert "the disk is full" in lib_onediff.status()["reason"]
     gone = weakref.ref(unet)

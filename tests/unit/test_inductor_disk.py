@@ -165,7 +165,8 @@ def test_the_store_knows_what_was_compiled_and_nothing_else_is_run(
         inductor = Inductor(runtime.operators.attention, helpers, choices)
         compiled = inductor.operators.region(region)
         planned = inductor._compile({compiled: shapes}, torch.device("cpu"))
-        assert inductor._read(Compilable("", torch.float32, torch.device("cpu"), False), planned, patient=True)
+        wanted = Compilable("", torch.float32, torch.device("cpu"), False)
+        assert inductor._read(wanted, planned, waits_for_compile=True)
         assert relative_error(compiled(*inputs), sum(inputs)) < CLOSE
         history._store.close()
         return len(reads) - before

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lib_onediff.bench.models import random_unet
 from lib_onediff.engines.inductor.plan import regions_of, weights_without_numbers
-from lib_onediff.model.call import DeepFeature, Half, UNetCall
+from lib_onediff.model.call import DeepCachePass, DeepFeature, UNetCall
 from lib_onediff.model.forward import condition, forward
 from lib_onediff.model.layout import UNetLayout
 from lib_onediff.model.read import read_layout
@@ -30,11 +30,11 @@ def needed(layout: UNetLayout, absent: Weights, call: UNetCall) -> set:
     return set(recorder.needed)
 
 
-def a_call(layout: UNetLayout, shape: tuple[int, ...], half: Half | None = None) -> UNetCall:
+def a_call(layout: UNetLayout, shape: tuple[int, ...], deepcache: DeepCachePass | None = None) -> UNetCall:
     *size, batch, tokens = shape
     y = None if layout.y_width is None else of(batch, layout.y_width)
     context = of(batch, tokens, layout.context_width)
-    return UNetCall(of(batch, layout.in_channels, *size), of(batch), context, y, half=half)
+    return UNetCall(of(batch, layout.in_channels, *size), of(batch), context, y, deepcache=deepcache)
 
 
 @pytest.mark.parametrize("name", ["sd15", "sd21", "sdxl"])
@@ -47,5 +47,5 @@ def test_no_call_needs_a_region_that_is_not_planned(name: str) -> None:
     for shape in CALLS:
         assert needed(layout, absent, a_call(layout, shape)) <= planned[shape[2] == 1], shape
     feature = DeepFeature()
-    for is_shallow in (False, True):
-        assert needed(layout, absent, a_call(layout, CALLS[1], Half(1, is_shallow, feature))) <= planned[False]
+    for cached in (False, True):
+        assert needed(layout, absent, a_call(layout, CALLS[1], DeepCachePass(1, cached, feature))) <= planned[False]

@@ -21,10 +21,11 @@ def test_pixels_lie_as_compiled_code_was_told(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("width", [320, 1031])
 def test_a_layer_norm_with_what_is_owed(width: int) -> None:
-    tokens, owed, weight, bias = torch.randn(7, width), torch.randn(width), torch.randn(width), torch.randn(width)
-    settled, normed = layer_norm(tokens, owed, weight, bias, 1e-5)
-    expected = functional.layer_norm((tokens + owed).double(), (width,), weight.double(), bias.double(), 1e-5)
-    assert torch.equal(settled, tokens + owed)
+    tokens = torch.randn(7, width)
+    deferred_bias, weight, bias = (torch.randn(width) for _ in range(3))
+    settled, normed = layer_norm(tokens, deferred_bias, weight, bias, 1e-5)
+    expected = functional.layer_norm((tokens + deferred_bias).double(), (width,), weight.double(), bias.double(), 1e-5)
+    assert torch.equal(settled, tokens + deferred_bias)
     assert relative_error(normed, expected.float()) < 1e-6
 
 

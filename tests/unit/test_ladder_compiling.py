@@ -48,7 +48,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     monkeypatch.setitem(operators._made, NATIVE, Weather())
     monkeypatch.setattr(backends, "steps", steps_of_a_gpu)
     monkeypatch.setattr(runtime, "operators", operators)
-    monkeypatch.setattr(runtime._ladder, "_operators", operators)
+    monkeypatch.setattr(runtime._fallback, "_operators", operators)
     monkeypatch.setitem(
         sys.modules, "lib_onediff.ops.compile_kernels", SimpleNamespace(compile_kernels=compiler.compile_kernels)
     )
@@ -88,7 +88,7 @@ def test_one_that_is_patient_waits_for_them(compiler: Compiler) -> None:
     served(unet, call)
     assert now()[1] == "host"
     threading.Timer(0.2, compiler.may_end.set).start()
-    with runtime.patience():
+    with runtime.wait_for_compile():
         assert error(unet, call) < CLOSE
     assert now() == ("native", "plain")
 
@@ -114,7 +114,7 @@ def test_a_triton_that_cannot_be_imported(compiler: Compiler, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "lib_onediff.ops.triton.operators", None)
     compiler.may_end.set()
     unet = small_xl()
-    with runtime.patience():
+    with runtime.wait_for_compile():
         assert error(unet, a_call(unet)) < CLOSE
     assert now() == ("cudagraph", "plain")
     assert "Triton cannot be imported" in reason()
@@ -124,7 +124,7 @@ def test_another_network_lives_on_when_one_does_not_compile(compiler: Compiler) 
     compiler.fault = RuntimeError("ptxas died")
     compiler.may_end.set()
     first = small_xl()
-    with runtime.patience():
+    with runtime.wait_for_compile():
         served(first, a_call(first))
         assert now()[0] == "cudagraph"
         compiler.fault = None
@@ -142,7 +142,7 @@ def test_two_threads_wait_for_one_compilation(compiler: Compiler) -> None:
         output = served(unets[index], call)
         errors.append(relative_error(output, diffusers_output(unets[index], call)))
 
-    with runtime.patience():
+    with runtime.wait_for_compile():
         threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
         for thread in threads:
             thread.start()
@@ -160,8 +160,8 @@ def test_what_does_not_compile_keeps_no_unet_alive(compiler: Compiler, monkeypat
     compiler.fault = RuntimeError("ptxas died")
     compiler.may_end.set()
     unet = small_xl()
-    for patient in (True, False):
-        with runtime.patience() if patient else contextlib.nullcontext():
+    for waits_for_compile in (True, False):
+        with runtime.wait_for_compile() if waits_for_compile else contextlib.nullcontext():
             assert error(unet, a_call(unet)) < CLOSE
         assert "ptxas died" in reason()
     gone = weakref.ref(unet)

@@ -10,7 +10,7 @@ from builders import a_call, served, shared_unet
 
 import lib_onediff
 from lib_onediff.logs import DEBUG_VARIABLE, debug_wanted, show_on_console
-from lib_onediff.runtime.call_stats import Journal
+from lib_onediff.runtime.call_stats import CallStats
 
 
 @pytest.fixture
@@ -33,20 +33,20 @@ def test_the_variable(value: str, wanted: bool, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_one_line_per_change_of_route(console: Any) -> None:
-    lines, journal = console(), Journal()
+    lines, call_stats = console(), CallStats()
     for route, reason in [("plain", ""), ("plain", ""), ("host", "because"), ("host", "because"), ("plain", "")]:
-        journal.note(route, reason)
+        call_stats.note(route, reason)
     # The route that comes back within the same moments has been told already.
     assert lines() == ["OneDiff: plain route", "OneDiff: host route (because)"]
 
 
 def test_two_routes_that_take_turns_within_a_step_are_two_lines(console: Any) -> None:
-    lines, journal = console(), Journal()
+    lines, call_stats = console(), CallStats()
     for _ in range(20):
-        journal.note("plain", "")
-        journal.note("host", "perturbed attention")
+        call_stats.note("plain", "")
+        call_stats.note("host", "perturbed attention")
     assert len(lines()) == 2
-    assert journal.calls == {"plain": 20, "host": 20}
+    assert call_stats.calls == {"plain": 20, "host": 20}
 
 
 def test_debug_tells_every_call_binding_and_its_time(console: Any) -> None:
@@ -65,7 +65,7 @@ def test_debug_tells_every_call_binding_and_its_time(console: Any) -> None:
 def test_showing_twice_shows_every_line_once(console: Any) -> None:
     lines = console()
     show_on_console()
-    Journal().note("plain", "")
+    CallStats().note("plain", "")
     assert lines() == ["OneDiff: plain route"]
     assert not logging.getLogger("onediff").propagate
 

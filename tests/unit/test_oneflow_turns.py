@@ -53,26 +53,26 @@ def test_nothing_runs_while_another_shape_is_compiled(watched: Watched) -> None:
     calls = [a_call(unet), a_call(unet, 16, 8)]
     for call in calls:
         served(unet, call)
-    care, route = runtime.care_of(unet), OneFlowRoute()
+    managed, route = runtime.managed_unet(unet), OneFlowRoute()
 
-    def runner(index: int, patient: bool = False) -> oneflow.OneFlowRunner:
-        call, bound = calls[index], care.bound
+    def runner(index: int, waits_for_compile: bool = False) -> oneflow.OneFlowRunner:
+        call, bound = calls[index], managed.bound
         conditioning = bound.conditioning(torch_ops, call, by_content=True)
         key = ShapeKey.of(bound.architecture, bound.binding.dtype, call, ONEFLOW)
-        return route.runner(care, key, call, conditioning, patient)
+        return route.runner(managed, key, call, conditioning, waits_for_compile)
 
-    runner(0, patient=True).run(calls[0])
+    runner(0, waits_for_compile=True).run(calls[0])
     watched.may_end.clear()
     with pytest.raises(NotYet, match=COMPILING):
         runner(1)
     with pytest.raises(NotYet, match=COMPILING_ANOTHER):
         runner(0)
-    waiting = threading.Thread(target=lambda: runner(0, patient=True).run(calls[0]))
+    waiting = threading.Thread(target=lambda: runner(0, waits_for_compile=True).run(calls[0]))
     waiting.start()
     waiting.join(0.2)
     assert waiting.is_alive() and not watched.overlapped
     watched.may_end.set()
     waiting.join(SECONDS)
-    runner(1, patient=True).run(calls[1])
+    runner(1, waits_for_compile=True).run(calls[1])
     runner(0).run(calls[0])
     assert not watched.overlapped and watched.runs == 6

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lib_onediff.engines.graphs import memory_pressure as pressure
 from lib_onediff.engines.graphs.cache import CARD_IS_FULL
 from lib_onediff.engines.graphs.device_memory import LEAST, MOST, Card
-from lib_onediff.hosts.diffusers.unet import unet as diffusers_host
+from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.model.call import UNetCall
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.accelerator import runtime
@@ -221,10 +221,10 @@ def test_nothing_is_given_back_by_a_thread_of_its_own_while_the_host_makes_an_im
     runtime.generations.begin(p, Settings())
     emptied = card.emptied
     runtime.pressure._note_lost()
-    assert card.emptied == emptied and runtime.care_of(unet).ready_keys()
+    assert card.emptied == emptied and runtime.managed_unet(unet).ready_keys()
     runtime.generations.end(p)
     runtime.pressure._note_lost()
-    assert card.emptied > emptied and not runtime.care_of(unet).ready_keys()
+    assert card.emptied > emptied and not runtime.managed_unet(unet).ready_keys()
 
 
 def test_a_card_whose_cache_cannot_be_emptied_now(monkeypatch: pytest.MonkeyPatch) -> None:

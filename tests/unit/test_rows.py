@@ -8,7 +8,7 @@ from typing import Any
 import builders
 import torch
 
-from lib_onediff.hosts.diffusers.unet import unet as diffusers_host
+from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.model.call import Control, UNetCall
 from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.runtime.rows import ResolutionRow, rows_of

@@ -146,14 +146,14 @@ def test_prewarming_times_a_host_whose_output_was_checked_by_an_earlier_process(
     runtime.history.open(tmp_path)
     runtime.adopt(unet)
     try:
-        with runtime.patience():
+        with runtime.wait_for_compile():
             run()
         (entry,) = runtime.table.entries()
         runtime.history.keep_verdict(entry.key.backend, entry.key, entry.relative_error)
-        for patient, calls in ((False, 0), (True, ENOUGH)):
+        for waits_for_compile, calls in ((False, 0), (True, ENOUGH)):
             runtime.table.forget({entry.key})
             host.calls = 0
-            with runtime.patience() if patient else contextlib.nullcontext():
+            with runtime.wait_for_compile() if waits_for_compile else contextlib.nullcontext():
                 run()
             assert host.calls == calls
     finally:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lib_onediff.ops.attention_tuning import random_inputs
 from lib_onediff.ops.triton.attention import attention, heads_lie_beside
-from lib_onediff.ops.triton.launch_config import ATTENTION, LIBRARY, WIDE_ATTENTION, Cut
+from lib_onediff.ops.triton.launch_config import ATTENTION, LIBRARY, WIDE_ATTENTION, LaunchConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Of a half type, with the weights rounded to it before they meet the values. The interpreter cuts bfloat16 off.
@@ -43,12 +43,12 @@ def test_it_is_exact(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("width", "cut"),
-    [(width, cut) for width, kernel in ((64, ATTENTION), (80, WIDE_ATTENTION)) for cut in kernel.candidates
-     if cut != LIBRARY], ids=str,
+    [(width, config) for width, kernel in ((64, ATTENTION), (80, WIDE_ATTENTION)) for config in kernel.candidates
+     if config != LIBRARY], ids=str,
 )
-def test_every_cut_gives_the_same(width: int, cut: Cut) -> None:
+def test_every_cut_gives_the_same(width: int, config: LaunchConfig) -> None:
     inputs = random_inputs((1, 2, 70, width), (1, 2, 154, width), torch.float16, DEVICE)
-    assert relative_error(attention(*inputs, cut).double(), exact(*inputs)) < ROUNDING[torch.float16]
+    assert relative_error(attention(*inputs, config).double(), exact(*inputs)) < ROUNDING[torch.float16]
 
 
 def test_large_scores_do_not_overflow() -> None:

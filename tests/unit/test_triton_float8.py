@@ -46,21 +46,21 @@ def assert_rounded(rows: Float8Tokens, exact: Tensor) -> None:
 @pytest.mark.parametrize("whole", [True, False], ids=["with everything owed", "tokens alone"])
 def test_a_layer_norm_comes_in_float8(shape: tuple[int, ...], dtype: torch.dtype, whole: bool) -> None:
     tokens, update, weight = random(*shape, dtype=dtype), random(*shape, dtype=dtype), random(shape[-1], dtype=dtype)
-    owed, bias = random(shape[-1], dtype=torch.float32), random(shape[-1], dtype=dtype)
-    stream = Stream(tokens.clone(), owed, bias, update) if whole else Stream(tokens.clone())
+    deferred_bias, bias = random(shape[-1], dtype=torch.float32), random(shape[-1], dtype=dtype)
+    stream = Stream(tokens.clone(), deferred_bias, bias, update) if whole else Stream(tokens.clone())
     total = tokens.double() + update.double() if whole else tokens.double()
     standing, normed = triton_float8.layer_norm(stream, weight, bias if whole else None, 1e-5)
-    vectors = owed.double() + bias.double() if whole else torch.zeros(shape[-1], device=DEVICE)
+    vectors = deferred_bias.double() + bias.double() if whole else torch.zeros(shape[-1], device=DEVICE)
     assert_rounded(normed, exact_layer_norm(total + vectors, weight, bias if whole else None, 1e-5))
     assert standing.update is None and standing.bias is None
     assert relative_error(standing.tokens, total.to(dtype)) < 1e-2
-    assert torch.allclose(standing.owed, vectors.float(), atol=1e-5)
+    assert torch.allclose(standing.deferred_bias, vectors.float(), atol=1e-5)
 
 
-@pytest.mark.parametrize("cut", LAYER_NORM.candidates, ids=str)
-def test_every_cut_gives_the_same_rows(cut: tuple[int, int]) -> None:
+@pytest.mark.parametrize("config", LAYER_NORM.candidates, ids=str)
+def test_every_cut_gives_the_same_rows(config: tuple[int, int]) -> None:
     tokens, weight = random(7, 96), random(96)
-    _, normed = triton_float8.layer_norm(Stream(tokens), weight, None, 1e-5, cut)
+    _, normed = triton_float8.layer_norm(Stream(tokens), weight, None, 1e-5, config)
     _, first = triton_float8.layer_norm(Stream(tokens), weight, None, 1e-5)
     assert torch.allclose(normed.scales, first.scales, rtol=1e-5)
     # Sums in another order may move a value over the middle between two of float8's.

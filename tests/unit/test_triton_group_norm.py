@@ -27,8 +27,8 @@ from lib_onediff.ops.triton.launch_config import APPLICATION, STATISTICS
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Norm = Callable[..., Tensor]
 CUTS = [
-    *({"statistics_cut": cut} for cut in STATISTICS.candidates),
-    *({"application_cut": cut} for cut in APPLICATION.candidates),
+    *({"statistics_cut": config} for config in STATISTICS.candidates),
+    *({"application_cut": config} for config in APPLICATION.candidates),
 ]
 # In units of float32's rounding, for values of about 1: a sum over some thousand members and a root.
 CLOSE = 40
@@ -95,9 +95,9 @@ def test_the_choice_between_the_two(pixels: int, group_width: int, monkeypatch: 
     assert error(group_norm, random_image(1, 2 * group_width, 1, pixels), None, 2) < CLOSE
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_every_cut_gives_the_same(cut: dict[str, tuple[int, int]]) -> None:
-    assert error(large_group_norm, random_image(1, 72, 5, 11, mean=1.0), None, 4, silu=True, **cut) < CLOSE
+@pytest.mark.parametrize("config", CUTS, ids=str)
+def test_every_cut_gives_the_same(config: dict[str, tuple[int, int]]) -> None:
+    assert error(large_group_norm, random_image(1, 72, 5, 11, mean=1.0), None, 4, silu=True, **config) < CLOSE
 
 
 @pytest.mark.parametrize(

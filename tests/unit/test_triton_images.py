@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs Triton")
 
 from lib_onediff.ops.triton.images import add, resize
-from lib_onediff.ops.triton.launch_config import ADDITION, MEASURED_ADDITION, Cut
+from lib_onediff.ops.triton.launch_config import ADDITION, MEASURED_ADDITION, LaunchConfig
 from lib_onediff.ops.triton.partial_statistics import add_and_measure
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -25,13 +25,16 @@ def random_image(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape).to(DEVICE, dtype).to(memory_format=torch.channels_last)
 
 
-CUTS = [*((add, cut) for cut in ADDITION.candidates), *((add_and_measure, cut) for cut in MEASURED_ADDITION.candidates)]
+KERNELS = [(add, ADDITION), (add_and_measure, MEASURED_ADDITION)]
+CONFIGS = [(added, config) for added, kernel in KERNELS for config in kernel.candidates]
 BY_EITHER_KERNEL = pytest.mark.parametrize("added", [add, add_and_measure])
 
 
-def sum_of(added: Callable[..., object], image: Tensor, update: Tensor, bias: Tensor | None, *cut: Cut) -> Tensor:
+def sum_of(
+    added: Callable[..., object], image: Tensor, update: Tensor, bias: Tensor | None, *config: LaunchConfig
+) -> Tensor:
     output = torch.full_like(update, torch.nan)
-    added(image, update, bias, output, *cut)
+    added(image, update, bias, output, *config)
     return output
 
 
@@ -57,12 +60,12 @@ def test_a_bias_is_added_in_place(shape: tuple[int, ...], added: Callable[..., o
     assert torch.equal(image, expected)
 
 
-@pytest.mark.parametrize(("added", "cut"), CUTS, ids=str)
-def test_every_cut_of_an_addition_gives_the_same(added: Callable[..., object], cut: Cut) -> None:
+@pytest.mark.parametrize(("added", "config"), CONFIGS, ids=str)
+def test_every_cut_of_an_addition_gives_the_same(added: Callable[..., object], config: LaunchConfig) -> None:
     image, update, bias = random_image(1, 72, 5, 27), random_image(1, 72, 5, 27), torch.randn(72, device=DEVICE)
-    assert torch.equal(sum_of(added, image, update, bias, cut), sum_of(add, image, update, bias))
+    assert torch.equal(sum_of(added, image, update, bias, config), sum_of(add, image, update, bias))
     expected = image + bias[:, None, None]
-    added(None, image, bias, image, cut)
+    added(None, image, bias, image, config)
     assert torch.equal(image, expected)
 
 

@@ -15,7 +15,7 @@ from lib_onediff.model.operators import Stream
 from lib_onediff.model.weights import Affine
 from lib_onediff.ops import torch_ops
 from lib_onediff.ops.attention_tuning import random_inputs
-from lib_onediff.ops.triton.operators import Beside, TritonOperators
+from lib_onediff.ops.triton.operators import TritonOperators, VirtualConcatenation
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -64,7 +64,7 @@ def test_two_images_side_by_side_are_their_concatenation(
 ) -> None:
     image, skip = random(2, 40, 5, 6), random(2, 24, 5, 6)
     beside, together = native.concatenate(form(image), form(skip)), torch.cat([image, skip], dim=1)
-    assert isinstance(beside, Beside) and beside.shape == together.shape
+    assert isinstance(beside, VirtualConcatenation) and beside.shape == together.shape
     norm, parameters, projection = GroupNorm("norm", 64, 4, 1e-5), affine(64), affine(16, 64, 1, 1)
     expected = torch_ops.group_norm(together, parameters, norm, True)
     assert relative_error(native.group_norm(beside, parameters, norm, True), expected) < CLOSE
@@ -106,7 +106,7 @@ def test_tokens_may_be_slices_and_transposed(native: TritonOperators) -> None:
         # Two additions between the norms, and one after the last.
         stream = ops.add_linear(ops.add_linear(stream, hidden, out), hidden, out)
         stream, second = ops.layer_norm(stream, parameters, norm, out)
-        outputs.append((first, second, ops.settle(ops.add_linear(stream, hidden, out)), ops.geglu(tokens, out)))
+        outputs.append((first, second, ops.materialize(ops.add_linear(stream, hidden, out)), ops.geglu(tokens, out)))
     for ours, expected in zip(*outputs, strict=True):
         assert relative_error(ours, expected) < CLOSE
 
@@ -114,7 +114,7 @@ def test_tokens_may_be_slices_and_transposed(native: TritonOperators) -> None:
 def test_a_linear_layer_without_bias_adds_too(native: TritonOperators) -> None:
     tokens, hidden, out = random(2, 7, 24), random(2, 7, 48), affine(24, 48, biased=False)
     expected = tokens + torch_ops.linear(hidden, out)
-    assert relative_error(native.settle(native.add_linear(Stream(tokens.clone()), hidden, out)), expected) < CLOSE
+    assert relative_error(native.materialize(native.add_linear(Stream(tokens.clone()), hidden, out)), expected) < CLOSE
 
 
 @pytest.mark.parametrize("channels", [64, 40], ids=str)

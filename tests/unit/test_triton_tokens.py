@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from lib_onediff.model.operators import Stream
 from lib_onediff.ops.triton.launch_config import GEGLU, LAYER_NORM
-from lib_onediff.ops.triton.tokens import geglu, layer_norm, settle
+from lib_onediff.ops.triton.tokens import geglu, layer_norm, materialize
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # In units of float32's rounding, for values of about 1.
@@ -25,40 +25,40 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape).to(DEVICE, dtype)
 
 
-def owing(tokens: Tensor, owed: bool, addend: bool) -> tuple[Stream, Tensor]:
+def owing(tokens: Tensor, deferred_bias: bool, addend: bool) -> tuple[Stream, Tensor]:
     """A stream that is owed up to two vectors, and what it comes to."""
     width = tokens.shape[-1]
-    first, second = random(width) if owed else None, random(width, dtype=tokens.dtype) if addend else None
+    first, second = random(width) if deferred_bias else None, random(width, dtype=tokens.dtype) if addend else None
     total = tokens.double() + sum((vector.double() for vector in (first, second) if vector is not None), 0.0)
     return Stream(tokens, first, second), total
 
 
 @pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize(("owed", "addend"), [(False, False), (False, True), (True, True), (True, False)])
+@pytest.mark.parametrize(("deferred_bias", "addend"), [(False, False), (False, True), (True, True), (True, False)])
 @pytest.mark.parametrize("shape", [(2, 7, 320), (3, 5, 96), (1, 77, 33), (2, 1280), (1, 1, 1)], ids=str)
-def test_layer_norm_of_a_stream(shape: tuple[int, ...], owed: bool, addend: bool, biased: bool) -> None:
+def test_layer_norm_of_a_stream(shape: tuple[int, ...], deferred_bias: bool, addend: bool, biased: bool) -> None:
     tokens = random(*shape)
-    stream, total = owing(tokens, owed, addend)
+    stream, total = owing(tokens, deferred_bias, addend)
     weight, bias = 1 + 0.3 * random(shape[-1]), random(shape[-1]) if biased else None
     before = tokens.clone()
     settled, output = layer_norm(stream, weight, bias, 1e-5)
     assert torch.equal(tokens, before), "an input is not written to"
-    assert settled.tokens is tokens and settled.bias is None and settled.owed.dtype == torch.float32
-    assert worst_error(settled.tokens + settled.owed, total) < CLOSE
+    assert settled.tokens is tokens and settled.bias is None and settled.deferred_bias.dtype == torch.float32
+    assert worst_error(settled.tokens + settled.deferred_bias, total) < CLOSE
     assert worst_error(output, exact_layer_norm(total, weight, bias, 1e-5)) < CLOSE
-    assert worst_error(settle(stream), total) < CLOSE
+    assert worst_error(materialize(stream), total) < CLOSE
     # What the norm has added up is owed from then on, and another bias beside it.
     further = settled._replace(bias=random(shape[-1]))
-    assert worst_error(settle(further), total + further.bias.double()) < CLOSE
+    assert worst_error(materialize(further), total + further.bias.double()) < CLOSE
 
 
-@pytest.mark.parametrize("cut", LAYER_NORM.candidates, ids=str)
-def test_every_cut_of_layer_norm_gives_the_same(cut: tuple[int, int]) -> None:
+@pytest.mark.parametrize("config", LAYER_NORM.candidates, ids=str)
+def test_every_cut_of_layer_norm_gives_the_same(config: tuple[int, int]) -> None:
     stream, total = owing(random(7, 96), True, True)
     weight, bias = random(96), random(96)
-    _, output = layer_norm(stream, weight, bias, 1e-5, cut)
+    _, output = layer_norm(stream, weight, bias, 1e-5, config)
     assert worst_error(output, exact_layer_norm(total, weight, bias, 1e-5)) < CLOSE
-    assert worst_error(settle(stream, cut), total) < CLOSE
+    assert worst_error(materialize(stream, config), total) < CLOSE
 
 
 @pytest.mark.parametrize("eps", [1e-6, 1e-2])
@@ -70,11 +70,11 @@ def test_eps_counts_where_tokens_hardly_vary(eps: float) -> None:
 
 @pytest.mark.parametrize("mean", [50.0, -50.0])
 def test_a_mean_of_500_deviations_costs_no_more_than_its_rounding(mean: float) -> None:
-    tokens, owed = 0.1 * random(5, 320) + 0.5 * mean, 0.1 * random(320) + 0.5 * mean
+    tokens, deferred_bias = 0.1 * random(5, 320) + 0.5 * mean, 0.1 * random(320) + 0.5 * mean
     weight, bias = random(320), random(320)
-    _, output = layer_norm(Stream(tokens, owed), weight, bias, 1e-5)
+    _, output = layer_norm(Stream(tokens, deferred_bias), weight, bias, 1e-5)
     # The mean itself is rounded: to 2**-19, which is 3e-5 of a deviation.
-    assert worst_error(output, exact_layer_norm(tokens + owed, weight, bias, 1e-5)) < 1000
+    assert worst_error(output, exact_layer_norm(tokens + deferred_bias, weight, bias, 1e-5)) < 1000
 
 
 @pytest.mark.parametrize("dtype", NEAREST, ids=str)
@@ -82,7 +82,7 @@ def test_a_stream_in_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
     stream, total = owing(random(9, 96, dtype=dtype), True, True)
     weight, bias = random(96, dtype=dtype), random(96, dtype=dtype)
     _, output = layer_norm(stream, weight, bias, 1e-5)
-    assert worst_error(settle(stream), total) <= NEAREST[dtype]
+    assert worst_error(materialize(stream), total) <= NEAREST[dtype]
     assert worst_error(output, exact_layer_norm(total, weight, bias, 1e-5)) <= NEAREST[dtype]
 
 
@@ -94,10 +94,10 @@ def test_geglu_of_every_width(shape: tuple[int, ...]) -> None:
     assert worst_error(output, exact_geglu(tokens)) < CLOSE
 
 
-@pytest.mark.parametrize("cut", GEGLU.candidates, ids=str)
-def test_every_cut_of_geglu_gives_the_same(cut: tuple[int, int]) -> None:
+@pytest.mark.parametrize("config", GEGLU.candidates, ids=str)
+def test_every_cut_of_geglu_gives_the_same(config: tuple[int, int]) -> None:
     tokens = 3 * random(3, 2 * 1111)
-    assert worst_error(geglu(tokens, cut), exact_geglu(tokens)) < CLOSE
+    assert worst_error(geglu(tokens, config), exact_geglu(tokens)) < CLOSE
 
 
 def test_geglu_of_large_gates_is_the_identity_or_nothing() -> None:

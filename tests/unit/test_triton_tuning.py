@@ -17,7 +17,7 @@ from lib_onediff.ops.triton.launch_config import (
     LAYER_NORM,
     SMALL,
     STATISTICS,
-    Cut,
+    LaunchConfig,
     Launches,
     row_class,
 )
@@ -33,12 +33,12 @@ class Clock:
 
     def __init__(self, **ms: float) -> None:
         self.ms = ms
-        self.timed: list[Cut] = []
+        self.timed: list[LaunchConfig] = []
 
     def __call__(self, work: Callable[[], object]) -> float:
-        cut = work.args[-1]
-        self.timed.append(cut)
-        return self.ms.get(str(cut), 1.0)
+        config = work.args[-1]
+        self.timed.append(config)
+        return self.ms.get(str(config), 1.0)
 
 
 def test_a_network_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def test_a_choice_is_kept_for_the_next_process_and_a_strange_one_is_none() -> No
 @pytest.mark.parametrize(("other_ms", "place"), [(0.98, 0), (0.9, 1), (2.0, 0)])
 def test_another_cut_must_be_clearly_faster(other_ms: float, place: int) -> None:
     clock = Clock(**{str(ADDITION.candidates[1]): other_ms})
-    assert best_cut(Trial(ADDITION, SMALL, lambda cut: None), clock) == ADDITION.candidates[place]
+    assert best_cut(Trial(ADDITION, SMALL, lambda config: None), clock) == ADDITION.candidates[place]
 
 
 def test_a_cut_that_this_gpu_cannot_run_is_out() -> None:
@@ -75,8 +75,8 @@ def test_a_cut_that_this_gpu_cannot_run_is_out() -> None:
         work()
         return next(times)
 
-    def run(cut: Cut) -> None:
-        if cut == GEGLU.candidates[1]:
+    def run(config: LaunchConfig) -> None:
+        if config == GEGLU.candidates[1]:
             raise RuntimeError("out of resource: shared memory")
 
     times = iter([1.0, 0.5, 0.7, 0.9])
@@ -86,6 +86,6 @@ def test_a_cut_that_this_gpu_cannot_run_is_out() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="interpreted, it takes minutes")
 def test_every_trial_runs_on_this_gpu() -> None:
     for trial in trials(LAYERS, torch.float16, torch.device("cuda")):
-        for cut in trial.kernel.candidates:
-            trial.run(cut)
+        for config in trial.kernel.candidates:
+            trial.run(config)
     torch.cuda.synchronize()

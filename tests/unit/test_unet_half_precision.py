@@ -49,11 +49,11 @@ def error_ratio(
     """Our error over the host's in this dtype, mean over networks; the same half weights for all three."""
     ratios = []
     for seed in range(NETWORKS):
-        half = build(seed).to(dtype)
-        call = cast(a_call(half, 8, 8, PICTURES, seed=seed), dtype)
-        expected = exact(copy.deepcopy(half).float(), cast(call, torch.float32))
-        ours = our_output(half, replace(call, upcast_attention=upcast))
-        ratios.append(relative_error(ours.float(), expected) / relative_error(host(half, call).float(), expected))
+        deepcache = build(seed).to(dtype)
+        call = cast(a_call(deepcache, 8, 8, PICTURES, seed=seed), dtype)
+        expected = exact(copy.deepcopy(deepcache).float(), cast(call, torch.float32))
+        ours = our_output(deepcache, replace(call, upcast_attention=upcast))
+        ratios.append(relative_error(ours.float(), expected) / relative_error(host(deepcache, call).float(), expected))
     return statistics.geometric_mean(ratios)
 
 

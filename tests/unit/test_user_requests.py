@@ -11,7 +11,7 @@ from builders import SMALL_XL, a_call, diffusers_unet, served
 from graph_builders import PretendedGraphs
 from torch import nn
 
-from lib_onediff.hosts.diffusers.unet import unet as diffusers_host
+from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.ops.tuning_cache import Choices
 from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.shapes.table import State
@@ -101,12 +101,12 @@ def test_five_hundred_ready_rows_are_quick(unet: nn.Module) -> None:
     for _ in range(3):
         served(unet, a_call(unet))
     [entry] = runtime.table.entries()
-    [(care, kept)] = [(held.care, held.kept) for held in runtime._graphs.graphs()]
+    [(managed, kept)] = [(held.managed, held.kept) for held in runtime._graphs.graphs()]
     for height in range(1, 501):
         key = type(entry.key)(**{**vars(entry.key), "height": height})
         again = runtime.table.entry(key, entry.model)
         again.state, again.needs = State.READY, height << 20
-        care.keep(key, kept.conditioning, kept.runner)
+        managed.keep(key, kept.conditioning, kept.runner)
         again.own._times.extend([1.0] * 32)
         again.host._times.extend([2.0] * 32)
     seconds = []

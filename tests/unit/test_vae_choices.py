@@ -33,7 +33,7 @@ from lib_onediff.model.vae.forward import Decoding
 from lib_onediff.model.weights import Affine
 from lib_onediff.ops import torch_ops
 from lib_onediff.runtime.accelerator import runtime
-from lib_onediff.runtime.vae.bound import BoundDecoder, Habits
+from lib_onediff.runtime.vae.bound import BoundDecoder, HostTraits
 from lib_onediff.runtime.vae.fallback import UNCOMPARED
 from lib_onediff.runtime.vae.overflow import NOT_FINITE, ONE_COLOUR, SATURATED, WatchedOperators, look_at
 from lib_onediff.runtime.vae.precision import CastWeights, KnownVaes, digest_of, verdict_name
@@ -76,13 +76,13 @@ def test_auto_keeps_to_the_hosts_type(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_whoever_chooses_float16_sees_no_black_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    half, latent = scaled(3)
-    decoder, types = copy.deepcopy(half).float(), count_decodes(monkeypatch)
+    deepcache, latent = scaled(3)
+    decoder, types = copy.deepcopy(deepcache).float(), count_decodes(monkeypatch)
     runtime.configure(chosen("fp16"))
     host = Host(decoder)
     for _ in range(2):
         picture = decode(host, latent.float())
-        assert (shown(picture) - shown(in_float32(half, latent))).abs().max() <= STEP
+        assert (shown(picture) - shown(in_float32(deepcache, latent))).abs().max() <= STEP
     assert types == [torch.float16, torch.float32, torch.float32] and host.calls == 0
 
 
@@ -111,7 +111,7 @@ def test_the_digest_of_a_vae() -> None:
     decoder = diffusers_vae().decoder.half()
 
     def digest() -> str:
-        bound = BoundDecoder(decoder, None, Habits())
+        bound = BoundDecoder(decoder, None, HostTraits())
         bound.look()
         return digest_of(bound.layout.architecture, bound.weights())
 
@@ -166,7 +166,7 @@ def test_what_is_seen_of_a_decode(spoil: Any, peaks: list[float], saw: str | Non
 
 def test_every_image_is_watched() -> None:
     decoder = diffusers_vae(**SD).decoder
-    bound = BoundDecoder(decoder, None, Habits())
+    bound = BoundDecoder(decoder, None, HostTraits())
     bound.look()
     watched = WatchedOperators(torch_ops)
     with torch.no_grad():

@@ -24,10 +24,10 @@ from vae_builders import (
     with_small_groups,
 )
 
-from lib_onediff.engines import EAGER, NATIVE, Steps
+from lib_onediff.engines import EAGER, NATIVE, Candidates
 from lib_onediff.hosts.ldm_decoder import DecoderPatches
 from lib_onediff.model.layout import Convolution, UnsupportedUNet
-from lib_onediff.model.patches import Habits
+from lib_onediff.model.patches import HostTraits
 from lib_onediff.model.vae.forward import Decoding
 from lib_onediff.model.vae.read import read_decoder
 from lib_onediff.ops import torch_ops
@@ -92,7 +92,7 @@ def test_tiling_goes_round_where_the_hosts_does() -> None:
 def test_folded_biases_make_the_same(make: Any) -> None:
     encoder = make()
     picture = a_picture(encoder)
-    bound = BoundDecoder(encoder, None, Habits())
+    bound = BoundDecoder(encoder, None, HostTraits())
     bound.look()
     with torch.no_grad():
         folded = Decoding(bound.weights(), torch_ops, False, fold_biases=True).run(bound.layout, picture)
@@ -114,7 +114,7 @@ def test_an_encoder_that_overflows() -> None:
     encoder = diffusers_vae(**SD).encoder.half()
     picture = a_picture(encoder)
     wide = copy.deepcopy(encoder).float()
-    bound = BoundDecoder(wide, None, Habits())
+    bound = BoundDecoder(wide, None, HostTraits())
     bound.look()
     watched = WatchedOperators(torch_ops)
     with torch.no_grad():
@@ -156,9 +156,10 @@ def test_a_plain_latent_is_no_black_picture() -> None:
 
 
 def test_native_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lib_onediff.runtime.vae.fallback.decoder_steps", lambda *given: Steps((NATIVE, EAGER), ""))
+    native_first = Candidates((NATIVE, EAGER), "")
+    monkeypatch.setattr("lib_onediff.runtime.vae.fallback.decoder_candidates", lambda *given: native_first)
     monkeypatch.setitem(runtime.operators._made, NATIVE, torch_ops)
-    monkeypatch.setattr(runtime.operators, "prepare", lambda network, patient: True)
+    monkeypatch.setattr(runtime.operators, "prepare", lambda network, waits_for_compile: True)
     encoder = diffusers_vae(**SD).encoder
     picture = a_picture(encoder)
     assert relative_error(our_picture(encoder, picture), host_picture(encoder, picture)) < 1e-5
@@ -169,7 +170,7 @@ def test_a_class_level_patch_serves_encoders_too() -> None:
     encoder = ldm_encoder()
     picture = a_picture(encoder)
     expected = host_picture(encoder, picture)
-    patches = DecoderPatches([ldm_module().Decoder, ldm_module().Encoder], Habits())
+    patches = DecoderPatches([ldm_module().Decoder, ldm_module().Encoder], HostTraits())
     patches.serve()
     try:
         with torch.no_grad():
@@ -220,15 +221,15 @@ def test_every_layer_is_described() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("half", ["encoder", "decoder"])
-def test_the_kernels_themselves_watched(half: str, dtype: torch.dtype) -> None:
+def test_the_kernels_themselves_watched(deepcache: str, dtype: torch.dtype) -> None:
     """What is watched is what a norm that follows has measured on the way: the very same tensor."""
     pytest.importorskip("triton", reason="needs Triton")
     from lib_onediff.ops.triton.operators import TritonOperators
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    module = getattr(diffusers_vae(**SD), half).to(device, dtype)
-    given = torch.rand((1, 3, 40, 24) if half == "encoder" else (1, 4, 3, 2)).to(device, dtype)
-    bound = BoundDecoder(module, None, Habits())
+    module = getattr(diffusers_vae(**SD), deepcache).to(device, dtype)
+    given = torch.rand((1, 3, 40, 24) if deepcache == "encoder" else (1, 4, 3, 2)).to(device, dtype)
+    bound = BoundDecoder(module, None, HostTraits())
     bound.look()
     made = {}
     for watched in (WatchedOperators(TritonOperators()), TritonOperators()):

@@ -21,7 +21,7 @@ from vae_builders import (
 )
 
 from lib_onediff.model.layout import Convolution
-from lib_onediff.model.patches import Habits
+from lib_onediff.model.patches import HostTraits
 from lib_onediff.model.vae.forward import Decoding
 from lib_onediff.model.vae.read import read_decoder
 from lib_onediff.ops import torch_ops
@@ -55,7 +55,7 @@ def test_folded_biases_make_the_same_picture(make: Any) -> None:
     """As the native operators get them, here with PyTorch's."""
     decoder = make()
     latent = a_latent(decoder, 5, 7, batch=2)
-    bound = BoundDecoder(decoder, None, Habits())
+    bound = BoundDecoder(decoder, None, HostTraits())
     bound.look()
     with torch.no_grad():
         folded = Decoding(bound.weights(), torch_ops, False, fold_biases=True).run(bound.layout, latent)
@@ -101,7 +101,7 @@ def test_tiling_of_a1111(circular: bool) -> None:
 
 @pytest.mark.parametrize("given", [{}, {"tile_latent_min_size": 4, "tile_sample_min_size": 8}], ids=["whole", "tiles"])
 def test_diffusers_tiling_and_slicing_stay_the_hosts(given: dict[str, Any]) -> None:
-    from lib_onediff.hosts.diffusers.unet import vae as diffusers_decoder
+    from lib_onediff.hosts.diffusers import vae as diffusers_decoder
 
     vae = diffusers_vae()
     latent = a_latent(vae.decoder, 11, 9, batch=3)

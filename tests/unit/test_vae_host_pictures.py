@@ -27,7 +27,7 @@ from vae_precision_builders import (
 
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.accelerator import runtime
-from lib_onediff.runtime.vae.fallback import DecodeLadder
+from lib_onediff.runtime.vae.fallback import DecodeFallbackChain
 from lib_onediff.runtime.vae.overflow import NOT_FINITE, ONE_COLOUR
 
 pytestmark = pytest.mark.usefixtures("fresh_route", "nothing_known")
@@ -122,6 +122,6 @@ def test_a_fault_of_ours_costs_no_picture_of_the_hosts(monkeypatch: pytest.Monke
         raise AttributeError("no such thing")
 
     host = Host(diffusers_vae().decoder.half(), lambda picture: picture * 0)
-    monkeypatch.setattr(DecodeLadder, "repeat", broken)
+    monkeypatch.setattr(DecodeFallbackChain, "repeat", broken)
     assert (foreign(host, a_latent(host.decoder)) == 0).all()
     assert "a fault of OneDiff in the VAE's forward, please report it: no such thing" in last()[1]

@@ -24,9 +24,9 @@ from vae_builders import (
 )
 
 import lib_onediff
-from lib_onediff.hosts.diffusers.unet import vae as diffusers_decoder
+from lib_onediff.hosts.diffusers import vae as diffusers_decoder
 from lib_onediff.hosts.ldm_decoder import DecoderPatches
-from lib_onediff.model.patches import Habits
+from lib_onediff.model.patches import HostTraits
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
 
@@ -163,7 +163,7 @@ def decoder(fresh_route: Any) -> Any:  # noqa: F811
 
 @pytest.fixture
 def patches(decoder: Any) -> Iterator[DecoderPatches]:
-    made = DecoderPatches([ldm_module().Decoder], Habits())
+    made = DecoderPatches([ldm_module().Decoder], HostTraits())
     made.serve()
     yield made
     made.stop()
@@ -178,7 +178,7 @@ def test_a_class_patch_serves_every_decoder_and_leaves_nothing(decoder: Any) -> 
     own = ldm_module().Decoder.__dict__["forward"]
     latent = a_latent(decoder, 5, 7)
     expected, before, attributes = called(decoder, latent), state(decoder), set(decoder.__dict__)
-    patches = DecoderPatches([ldm_module().Decoder], Habits())
+    patches = DecoderPatches([ldm_module().Decoder], HostTraits())
     for _ in range(2):
         patches.serve()
     assert relative_error(called(decoder, latent), expected) < 1e-5
@@ -227,7 +227,7 @@ def test_somebody_elses_patch_of_the_class_beneath_ours(decoder: Any, monkeypatc
         return 2 * own(self, z)
 
     monkeypatch.setattr(kind, "forward", theirs)
-    patches = DecoderPatches([kind], Habits())
+    patches = DecoderPatches([kind], HostTraits())
     patches.serve()
     try:
         latent = a_latent(decoder)
@@ -246,7 +246,7 @@ def test_arguments_that_we_do_not_know_are_the_hosts(decoder: Any, patches: Deco
 
 def test_what_the_adapter_knows_of_its_host(decoder: Any) -> None:
     reasons = ["the host said so", None]
-    patches = DecoderPatches([ldm_module().Decoder], Habits(), lambda decoder: reasons.pop(0), lambda: True)
+    patches = DecoderPatches([ldm_module().Decoder], HostTraits(), lambda decoder: reasons.pop(0), lambda: True)
     patches.serve()
     try:
         latent = a_latent(decoder)

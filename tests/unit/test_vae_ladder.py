@@ -19,14 +19,14 @@ from vae_builders import (
     our_picture,
 )
 
-from lib_onediff.engines import EAGER, NATIVE, Steps
-from lib_onediff.model.patches import Habits
+from lib_onediff.engines import EAGER, NATIVE, Candidates
+from lib_onediff.model.patches import HostTraits
 from lib_onediff.model.vae.forward import Decoding
 from lib_onediff.ops import torch_ops
 from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.runtime.fallback import COMPILING
 from lib_onediff.runtime.vae.bound import BoundDecoder
-from lib_onediff.runtime.vae.fallback import decoder_steps
+from lib_onediff.runtime.vae.fallback import decoder_candidates
 
 pytestmark = pytest.mark.usefixtures("fresh_route", "exact_products")
 
@@ -48,9 +48,10 @@ class Stand:
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
     stand = Stand()
-    monkeypatch.setattr("lib_onediff.runtime.vae.fallback.decoder_steps", lambda *given: Steps((NATIVE, EAGER), ""))
+    native_first = Candidates((NATIVE, EAGER), "")
+    monkeypatch.setattr("lib_onediff.runtime.vae.fallback.decoder_candidates", lambda *given: native_first)
     monkeypatch.setitem(runtime.operators._made, NATIVE, stand)
-    monkeypatch.setattr(runtime.operators, "prepare", lambda network, patient: stand.ready())
+    monkeypatch.setattr(runtime.operators, "prepare", lambda network, waits_for_compile: stand.ready())
     return stand
 
 
@@ -112,12 +113,12 @@ def test_kernels_that_do_not_compile(native: Stand) -> None:
 def test_steps() -> None:
     """A decode has no graph: what would run in one runs by plain launches."""
     settings = runtime.settings
-    assert decoder_steps(runtime, settings, torch.device("cpu")) == Steps((EAGER,), "")
+    assert decoder_candidates(runtime, settings, torch.device("cpu")) == Candidates((EAGER,), "")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime.operators, "why_not_native", lambda device: None)
-        assert decoder_steps(runtime, settings, torch.device("cuda")) == Steps((NATIVE, EAGER), "")
+        assert decoder_candidates(runtime, settings, torch.device("cuda")) == Candidates((NATIVE, EAGER), "")
         patch.setattr(runtime.operators, "why_not_native", lambda device: "Install it.")
-        assert decoder_steps(runtime, settings, torch.device("cuda")) == Steps((EAGER,), "Install it.")
+        assert decoder_candidates(runtime, settings, torch.device("cuda")) == Candidates((EAGER,), "Install it.")
 
 
 @pytest.mark.parametrize("size", [(2, 2), (3, 1)], ids=str)
@@ -129,7 +130,7 @@ def test_the_kernels_themselves(make: Any, size: tuple[int, int]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     decoder = make().to(device)
     latent = a_latent(decoder, *size, batch=2)
-    bound = BoundDecoder(decoder, None, Habits())
+    bound = BoundDecoder(decoder, None, HostTraits())
     bound.look()
     with torch.no_grad():
         picture = Decoding(bound.weights(), TritonOperators(), False, fold_biases=True).run(bound.layout, latent)

@@ -31,7 +31,7 @@ from vae_builders import (
 from lib_onediff.hosts.forge.checks import replaced_vae_helper
 from lib_onediff.hosts.forge.traits import FORGE as FORGE_TRAITS
 from lib_onediff.hosts.ldm_decoder import DecoderPatches
-from lib_onediff.model.patches import Habits
+from lib_onediff.model.patches import HostTraits
 from lib_onediff.model.vae.read import read_decoder
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
@@ -123,7 +123,7 @@ def test_forge_with_another_attention_is_left_to_it(forge_vae: Any, monkeypatch:
     decoder = forge_decoder(forge_vae, forge_layers=True)
     own = forge_vae.Decoder.__dict__["forward"]
     patches = DecoderPatches(
-        [forge_vae.Decoder], Habits(), lambda decoder: replaced_vae_helper(FORGE_TRAITS, decoder)
+        [forge_vae.Decoder], HostTraits(), lambda decoder: replaced_vae_helper(FORGE_TRAITS, decoder)
     )
     patches.serve()
     try:

@@ -19,7 +19,7 @@ from vae_builders import (
 )
 
 from lib_onediff.model.layout import UnsupportedUNet
-from lib_onediff.model.patches import Habits
+from lib_onediff.model.patches import HostTraits
 from lib_onediff.model.vae.read import read_decoder
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
@@ -139,7 +139,7 @@ def test_class_patch_of_somebody_trusted(monkeypatch: pytest.MonkeyPatch) -> Non
     decoder = ldm_decoder()
     original = ldm_module().AttnBlock.forward
     monkeypatch.setattr(ldm_module().AttnBlock, "forward", lambda self, x: original(self, x))
-    our_picture(decoder, a_latent(decoder), Habits(trusted=(__name__,)))
+    our_picture(decoder, a_latent(decoder), HostTraits(trusted=(__name__,)))
     assert last() == ("ours", "")
 
 
@@ -221,7 +221,7 @@ def test_autocast_to_another_type() -> None:
 
 
 def test_training() -> None:
-    from lib_onediff.hosts.diffusers.unet import vae as diffusers_decoder
+    from lib_onediff.hosts.diffusers import vae as diffusers_decoder
 
     vae = diffusers_vae()
     diffusers_decoder.attach(vae.decoder)

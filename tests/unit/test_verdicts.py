@@ -22,7 +22,7 @@ from lib_onediff.shapes.key import ShapeKey
 from lib_onediff.store import history as history_module
 from lib_onediff.store.history import History, verdict_name
 from lib_onediff.store.machine import Fingerprint
-from lib_onediff.store.rows import VERDICTS, Doomed, HistoryRow
+from lib_onediff.store.rows import VERDICTS, HistoryRow, PurgeFilter
 from lib_onediff.store.store import Store
 
 KEY = ShapeKey(
@@ -182,8 +182,8 @@ def test_a_purge_finds_a_verdict_by_its_name() -> None:
         (None, "SD1", ["sd1"], True), (None, "SD1", ["sd"], False), (["512x512"], "SD1", ["sd1"], True),
         (["512x512"], "SD1", [], False), ([], None, [], False),
     ):
-        assert Doomed.of(resolutions, model, architectures).verdict_named(name) is goes, (resolutions, model)
-    assert not Doomed.of(["512x512"], "SD1", ["sd1"]).verdict_named("no such thing")
+        assert PurgeFilter.of(resolutions, model, architectures).verdict_named(name) is goes, (resolutions, model)
+    assert not PurgeFilter.of(["512x512"], "SD1", ["sd1"]).verdict_named("no such thing")
 
 
 def test_the_oldest_verdicts_make_room(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import builders
 from test_warmup import SECONDS, SMALL, SmallWebUI, finished, queue, wait_until_idle, webui
 
-from lib_onediff.hosts.diffusers.unet import unet as diffusers_host
+from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.shapes.sizes import Size

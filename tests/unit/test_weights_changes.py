@@ -44,7 +44,7 @@ class Compiled:
 
     @property
     def generation(self) -> int:
-        return runtime._care[self.unet].bound.generation
+        return runtime._managed[self.unet].bound.generation
 
     def layer(self, path: str) -> nn.Module:
         return self.unet.get_submodule(path)
@@ -193,11 +193,11 @@ def test_a_unet_cast_to_half_precision_and_back_is_followed(dtype: torch.dtype) 
     compiled = Compiled()
     compiled.unet.to(dtype)
     call = compiled.call
-    half = replace(call, latent=call.latent.to(dtype), context=call.context.to(dtype), y=call.y.to(dtype))
-    output = served(compiled.unet, half)
+    deepcache = replace(call, latent=call.latent.to(dtype), context=call.context.to(dtype), y=call.y.to(dtype))
+    output = served(compiled.unet, deepcache)
     assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
     assert output.dtype == dtype
-    assert relative_error(output, diffusers_output(compiled.unet, half)) < 5 * torch.finfo(dtype).eps
+    assert relative_error(output, diffusers_output(compiled.unet, deepcache)) < 5 * torch.finfo(dtype).eps
     compiled.unet.float()
     assert relative_error(served(compiled.unet, compiled.call), diffusers_output(compiled.unet, compiled.call)) < 1e-5
     assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]

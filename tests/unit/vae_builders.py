@@ -13,7 +13,7 @@ import torch
 from builders import randomise, without_initial_values
 from torch import Tensor, nn
 
-from lib_onediff.model.patches import Habits
+from lib_onediff.model.patches import HostTraits
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.runtime.vae.route import DecoderRoute
@@ -95,11 +95,12 @@ def host_picture(decoder: Any, latent: Tensor) -> Tensor:
 
 @torch.no_grad()
 def our_picture(
-    decoder: Any, latent: Tensor, habits: Habits = Habits(), settings: Settings | None = None, **options: Any  # noqa: B008
+    decoder: Any, latent: Tensor, host_traits: HostTraits = HostTraits(),  # noqa: B008
+    settings: Settings | None = None, **options: Any
 ) -> Tensor:
     """What the runtime's route makes of it, whoever serves it."""
     route = runtime.vae
-    route.adopt(decoder, settings, habits)
+    route.adopt(decoder, settings, host_traits)
     return route.decode(decoder, latent, lambda: type(decoder).forward(decoder, latent), **options)
 
 

@@ -19,7 +19,7 @@ from lib_onediff.model.vae.forward import Decoding
 from lib_onediff.ops import torch_ops
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.accelerator import runtime
-from lib_onediff.runtime.vae.bound import BoundDecoder, Habits
+from lib_onediff.runtime.vae.bound import BoundDecoder, HostTraits
 from lib_onediff.runtime.vae.overflow import WatchedOperators
 
 LIMIT = torch.finfo(torch.float16).max
@@ -61,7 +61,7 @@ def chosen(precision: str, **others: Any) -> Settings:
 def largest_of(decoder: Any, latent: Tensor) -> float:
     """The largest activation of a decode in float32."""
     wide = copy.deepcopy(decoder).float()
-    bound = BoundDecoder(wide, None, Habits())
+    bound = BoundDecoder(wide, None, HostTraits())
     bound.look()
     watched = WatchedOperators(torch_ops)
     with torch.no_grad():

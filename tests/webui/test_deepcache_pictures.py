@@ -13,16 +13,16 @@ SEVEN = {"steps": 7, "sampler_name": "Euler", "negative_prompt": "snow"}
 LONG = "a red fox in the snow and " * 20
 
 
-def halves(webui: WebUI) -> tuple[int, int]:
+def passes(webui: WebUI) -> tuple[int, int]:
     counted = webui.status()["deepcache"]
-    return counted["full"], counted["shallow"]
+    return counted["full"], counted["cached"]
 
 
 def made(webui: WebUI, options: dict[str, Any], **request: Any) -> tuple[Pictures, tuple[int, int]]:
     """Pictures, and how many full and shallow halves they took."""
-    before = halves(webui)
+    before = passes(webui)
     pictures = webui.make({**PICTURE, **SEVEN, **request, **one_run(**options)})
-    return pictures, tuple(after - then for after, then in zip(halves(webui), before, strict=True))
+    return pictures, tuple(after - then for after, then in zip(passes(webui), before, strict=True))
 
 
 @pytest.mark.parametrize(("interval", "expected"), [(1, (0, 0)), (2, (4, 3)), (3, (3, 4)), (5, (3, 4)), (20, (2, 5))])

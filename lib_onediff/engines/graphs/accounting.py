@@ -11,7 +11,7 @@ from ...shapes.key import ShapeKey
 from ...shapes.table import Entry, ShapeTable
 from ...store.history import Pins
 from ...weak_dictionary import WeakDictionary
-from ..managed_unet import Care, Kept
+from ..managed_unet import CachedRunner, ManagedUNet
 from .capture import CudaGraphs
 from .device_memory import Card
 from .pool_size import MEBIBYTE, gives_back
@@ -19,12 +19,12 @@ from .pool_size import MEBIBYTE, gives_back
 SHARE_OF_THE_CARD = 4
 
 
-class Held(NamedTuple):
+class GraphRecord(NamedTuple):
     """A graph that somebody's UNet has."""
 
-    care: Care
+    managed: ManagedUNet
     entry: Entry
-    kept: Kept
+    kept: CachedRunner
 
     @property
     def key(self) -> ShapeKey:
@@ -42,16 +42,16 @@ class Place(NamedTuple):
         return cls(key.device, key.architecture)
 
 
-def own_bytes(held: Iterable[Held]) -> int:
+def own_bytes(held: Iterable[GraphRecord]) -> int:
     """What graphs hold for themselves, beside the memory that they share."""
     return sum(graph.kept.runner.own_bytes for graph in held)
 
 
-class HeldGraphs:
+class GraphRecords:
     """Every graph that the UNets in our care have. Whoever asks holds the runtime's lock: a graph that somebody looks
     at keeps the memory of all."""
 
-    def __init__(self, table: ShapeTable, cares: WeakDictionary[nn.Module, Care], pins: Pins) -> None:
+    def __init__(self, table: ShapeTable, cares: WeakDictionary[nn.Module, ManagedUNet], pins: Pins) -> None:
         self._table = table
         self._cares = cares
         self._pins = pins
@@ -84,8 +84,8 @@ class HeldGraphs:
     def prompt_bytes(self, device: torch.device | None = None, architecture: str | None = None) -> int:
         """Bytes of what was computed of prompts alone: on a device, or on all; for an architecture, or for all."""
         return sum(
-            care.bound.prompt_bytes(device) for care in self._cares.values()
-            if architecture in (None, care.architecture)
+            managed.bound.prompt_bytes(device) for managed in self._cares.values()
+            if architecture in (None, managed.architecture)
         )
 
     def held_by(self, place: Place) -> int:
@@ -101,23 +101,23 @@ class HeldGraphs:
 
     def keys(self) -> set[ShapeKey]:
         """The shapes that have a graph."""
-        return set().union(*(care.ready_keys() for care in self._cares.values()))
+        return set().union(*(managed.ready_keys() for managed in self._cares.values()))
 
     def pinned(self) -> set[ShapeKey]:
         """Those of them that the user has pinned."""
         pins = self._pins.all()
         return {held.key for held in self.graphs() if (held.entry.model, held.key.resolution) in pins}
 
-    def holdings(self) -> Holdings:
+    def memory(self) -> MemorySnapshot:
         """What would come back without some graphs."""
-        return Holdings(self.graphs(), self.vram())
+        return MemorySnapshot(self.graphs(), self.vram())
 
-    def graphs(self) -> list[Held]:
+    def graphs(self) -> list[GraphRecord]:
         """Every graph. Drop it soon: it keeps them alive."""
         entries = self._table.by_key()
         return [
-            Held(care, entries[key], kept)
-            for care in self._cares.values() for key, kept in care.kept() if key in entries
+            GraphRecord(managed, entries[key], kept)
+            for managed in self._cares.values() for key, kept in managed.kept() if key in entries
         ]
 
     def others(self, place: Place) -> list[set[ShapeKey]]:
@@ -132,10 +132,10 @@ class HeldGraphs:
         return [group for group in keys.values() if not group & pinned]
 
 
-class Holdings:
+class MemorySnapshot:
     """A picture of all graphs at one moment, quick to ask; it keeps none alive. vram: bytes that they hold together."""
 
-    def __init__(self, held: Iterable[Held] = (), vram: int = 0) -> None:
+    def __init__(self, held: Iterable[GraphRecord] = (), vram: int = 0) -> None:
         self.vram = vram
         self._own: dict[ShapeKey, int] = {}
         # By an identity for each memory.

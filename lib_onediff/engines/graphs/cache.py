@@ -15,8 +15,8 @@ from ...shapes.table import Entry, ShapeTable, State
 from ...store.history import Pins
 from ...weak_dictionary import WeakDictionary
 from .. import FLOAT8
-from ..managed_unet import Care
-from .accounting import HeldGraphs, Place
+from ..managed_unet import ManagedUNet
+from .accounting import GraphRecords, Place
 from .inputs import own_inputs
 from .pool_size import SMALL_THINGS, fits, memory_of, needs_of, too_large
 from .recapture import Wanted, capture_again, in_time
@@ -27,12 +27,12 @@ CARD_IS_FULL = "the GPU's memory is nearly full, so its graph waits until there 
 PINNED_TAKE_IT = "pinned resolutions of another model hold the memory that all graphs may have"
 
 
-class GraphCache(HeldGraphs):
+class GraphCache(GraphRecords):
     """Keeps each UNet's graphs with its Care, and the table's states true to them. Whoever makes or drops any holds the
     runtime's lock."""
 
     def __init__(
-        self, table: ShapeTable, cares: WeakDictionary[nn.Module, Care], pins: Pins,
+        self, table: ShapeTable, cares: WeakDictionary[nn.Module, ManagedUNet], pins: Pins,
         operators_of: Callable[[str], Operators],
     ) -> None:
         super().__init__(table, cares, pins)
@@ -49,7 +49,9 @@ class GraphCache(HeldGraphs):
         entry.needs = needs_of(peak, self._graphs.in_one_piece(entry.key.device))
         return result
 
-    def capture(self, care: Care, entry: Entry, budget: int, call: UNetCall, conditioning: Conditioning) -> None:
+    def capture(
+        self, managed: ManagedUNet, entry: Entry, budget: int, call: UNetCall, conditioning: Conditioning
+    ) -> None:
         """Make the graph of a shape that a call was just served at, within a budget in MiB for all graphs of the device
         (0: a quarter of the card).
 
@@ -63,7 +65,7 @@ class GraphCache(HeldGraphs):
         entry.waits = self._why_wait(entry, allowed)
         if entry.waits:
             return
-        wanted = Wanted(care, entry, care.bound.generation, own_inputs(call), conditioning)
+        wanted = Wanted(managed, entry, managed.bound.generation, own_inputs(call), conditioning)
         self._make(wanted)
         if not fits(self.held(device), allowed):
             self._compact(Place.of(entry.key), allowed, wanted)
@@ -92,7 +94,7 @@ class GraphCache(HeldGraphs):
         entry, key = wanted.entry, wanted.entry.key
         before = self._graphs.bytes(key.device, key.architecture)
         runner = self._graphs.prepare(
-            key.architecture, wanted.care.binding_for(key.backend), self._operators_of(key.backend), wanted.inputs,
+            key.architecture, wanted.managed.binding_for(key.backend), self._operators_of(key.backend), wanted.inputs,
             wanted.conditioning, entry.needs,
         )
         log.debug("captured %s in %.0f ms", key, runner.seconds * 1e3)
@@ -103,7 +105,7 @@ class GraphCache(HeldGraphs):
         # What was captured into a new memory has shown exactly what it needs.
         entry.needs = max(entry.needs, 0 if before else grown - SMALL_THINGS) or grown
         entry.state, entry.waits = State.READY, ""
-        wanted.care.keep(key, wanted.conditioning, runner)
+        wanted.managed.keep(key, wanted.conditioning, runner)
         self._shared_noticed = self.shared()
 
     def keep_within(self, budget: int, place: Place) -> None:
@@ -144,7 +146,7 @@ class GraphCache(HeldGraphs):
             entry.needs, entry.no_graph = needed, too_large(needed, allowed)
 
     def capture_again(self, wanted: Collection[Wanted], allowed: int = 0) -> None:
-        """Capture what was dropped a moment ago; see captured_again.capture_again."""
+        """Capture what was dropped a moment ago; see recaptured.capture_again."""
         capture_again(
             wanted, self._make, self._rehearse, lambda device: fits(self.held(device), allowed),
             self.card.empty_cache,
@@ -152,14 +154,15 @@ class GraphCache(HeldGraphs):
 
     def _rehearse(self, one: Wanted) -> None:
         backend = one.entry.key.backend
-        self._graphs.rehearse(one.care.binding_for(backend), self._operators_of(backend), one.inputs, one.conditioning)
+        binding, ops = one.managed.binding_for(backend), self._operators_of(backend)
+        self._graphs.rehearse(binding, ops, one.inputs, one.conditioning)
 
     # --- to throw away --------------------------------------------------------------------------------------------
 
     def drop(self, keys: Collection[ShapeKey]) -> None:
         """Drop the graphs of these shapes and give their memory back: those that share it are captured again in less,
         where that is worth it. The next call at a dropped shape captures anew."""
-        again = set(self.holdings().captured_again_without(keys))
+        again = set(self.memory().captured_again_without(keys))
         wanted = [Wanted.of(held) for held in self.graphs() if held.key in again]
         self._drop({*keys, *again})
         self.capture_again(wanted)
@@ -178,38 +181,38 @@ class GraphCache(HeldGraphs):
         """Drop every graph and hand all unused memory back to the driver; the next call at a shape captures again.
         Returns the bytes that came back."""
         reserved = self.card.reserved()
-        for care in self._cares.values():
-            care.course.forget()
-            self._drop_float8_weights(care)
+        for managed in self._cares.values():
+            managed.cache_run.forget()
+            self._drop_float8_weights(managed)
         self._drop_prompts()
         self._drop({*self.keys(), *(entry.key for entry in self._table.entries() if entry.state is State.READY)})
         return max(0, reserved - self.card.reserved())
 
-    def drop_float8(self, care: Care) -> None:
+    def drop_float8(self, managed: ManagedUNet) -> None:
         """Drop what a UNet's calls in float8 need, and give the memory back."""
-        if care.float8 is not None:
-            self._drop_float8_weights(care)
+        if managed.float8 is not None:
+            self._drop_float8_weights(managed)
             self.card.empty_cache()
 
-    def _drop_float8_weights(self, care: Care) -> None:
+    def _drop_float8_weights(self, managed: ManagedUNet) -> None:
         # Their graphs know where they lie.
-        self._drop({key for key in care.ready_keys() if key.backend == FLOAT8})
-        care.float8 = None
+        self._drop({key for key in managed.ready_keys() if key.backend == FLOAT8})
+        managed.float8 = None
 
     def _drop_prompts(self) -> None:
         """Give back what was computed of prompts that no graph reads. The others' goes with their graphs."""
-        for care in self._cares.values():
-            care.bound.drop_prompts()
+        for managed in self._cares.values():
+            managed.bound.drop_prompts()
 
     def float8_bytes(self) -> int:
         """GPU memory of all weights in float8, which lie beside the hosts' own."""
-        return sum(held.bytes for care in self._cares.values() if (held := care.float8) is not None)
+        return sum(held.bytes for managed in self._cares.values() if (held := managed.float8) is not None)
 
     def note_lost(self) -> None:
         """Graphs go with their UNet when a host unloads it, and are of no use when it was taken off the GPU: let the
         table say so, and give their memory back."""
-        for care in self._cares.values():
-            care.let_go_if_moved()
+        for managed in self._cares.values():
+            managed.let_go_if_moved()
         held = self.keys()
         for entry in self._table.entries():
             if entry.state is State.READY and entry.key not in held:
@@ -222,8 +225,8 @@ class GraphCache(HeldGraphs):
         for device in self.devices():
             # The last replay may not be over, and its memory is about to go.
             self.card.wait(device)
-        for care in self._cares.values():
-            care.drop_runners(keys)
+        for managed in self._cares.values():
+            managed.drop_runners(keys)
         for key, entry in self._table.by_key().items():
             if key in keys:
                 entry.bytes = 0

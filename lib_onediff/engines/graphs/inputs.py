@@ -38,13 +38,14 @@ def bytes_of(inputs: UNetCall) -> int:
     control = inputs.control or Control()
     residuals = (residual for part in fields(Control) for residual in getattr(control, part.name))
     given = (inputs.latent, inputs.timestep, inputs.timestep_condition, *residuals)
-    written = inputs.half.feature.bytes if inputs.half is not None and not inputs.half.is_shallow else 0
+    deepcache = inputs.deepcache
+    written = deepcache.feature.bytes if deepcache is not None and not deepcache.is_cached_pass else 0
     return sum(tensor.nbytes for tensor in given if tensor is not None) + written
 
 
 def rehearsal_of(inputs: UNetCall) -> UNetCall:
     """The same inputs for a call whose answer nobody wants: a deep feature that is in use stays as it is."""
-    return inputs if inputs.half is None else replace(inputs, half=inputs.half.apart())
+    return inputs if inputs.deepcache is None else replace(inputs, deepcache=inputs.deepcache.apart())
 
 
 def copy_inputs(source: UNetCall, target: UNetCall) -> None:

@@ -12,8 +12,8 @@ from ...model.forward import Conditioning
 from ...ops.precision import our_modes
 from ...shapes.key import ShapeKey
 from ...shapes.table import Entry, State
-from ..managed_unet import Care
-from .accounting import Held
+from ..managed_unet import ManagedUNet
+from .accounting import GraphRecord
 from .pool_size import memory_of
 
 log = logging.getLogger("onediff")
@@ -27,7 +27,7 @@ class Wanted(NamedTuple):
     """What a graph is made of. generation: of the weights that it was made for; seconds: how long that took. Holds
     nothing of the graph itself."""
 
-    care: Care
+    managed: ManagedUNet
     entry: Entry
     generation: int
     inputs: UNetCall
@@ -35,13 +35,13 @@ class Wanted(NamedTuple):
     seconds: float = 0.0
 
     @classmethod
-    def of(cls, held: Held) -> Wanted:
-        runner = held.kept.runner
-        return cls(held.care, held.entry, held.kept.generation, runner.inputs, held.kept.conditioning, runner.seconds)
+    def of(cls, held: GraphRecord) -> Wanted:
+        kept, runner = held.kept, held.kept.runner
+        return cls(held.managed, held.entry, kept.generation, runner.inputs, kept.conditioning, runner.seconds)
 
     def can_be(self) -> bool:
         """Whether the weights lie where they lay, and nothing has come between."""
-        return self.entry.state is State.PROVED and self.care.stands(self.generation)
+        return self.entry.state is State.PROVED and self.managed.stands(self.generation)
 
 
 def in_time(

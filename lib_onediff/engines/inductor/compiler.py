@@ -96,7 +96,7 @@ class Inductor:
             self._why_not[device] = why_no_inductor(device)
         return self._why_not[device]
 
-    def prepare(self, bound: BoundUNet, latent: Tensor, patient: bool) -> bool:
+    def prepare(self, bound: BoundUNet, latent: Tensor, waits_for_compile: bool) -> bool:
         """Whether everything that a call of this UNet needs is compiled; if not, it soon will be.
 
         patient: wait until it is. Raises CannotCompile.
@@ -107,7 +107,7 @@ class Inductor:
         if network in self._failures:
             raise CannotCompile(self._failures[network])
         planning = self._begin(network, bound.module, bound.layout)
-        if not patient and not planning.done():
+        if not waits_for_compile and not planning.done():
             self._allowance.step()
             return False
         planned = planning.result()
@@ -118,8 +118,8 @@ class Inductor:
             # Or the calls would compile it.
             with self._lock:
                 self._begun.pop(network, None)
-            return self.prepare(bound, latent, patient)
-        if not self._read(network, planned, patient):
+            return self.prepare(bound, latent, waits_for_compile)
+        if not self._read(network, planned, waits_for_compile):
             return False
         self._ready.add(network)
         note_modules()
@@ -195,9 +195,9 @@ class Inductor:
         log.debug("Inductor: %d of %d regions were not on the disk", len(missing), len(regions))
         return Planned(regions, not missing, {compiled: path for compiled, path in paths.items() if path.exists()})
 
-    def _read(self, network: Compilable, planned: Planned, patient: bool) -> bool:
+    def _read(self, network: Compilable, planned: Planned, waits_for_compile: bool) -> bool:
         """Read what was compiled; whether nothing is left."""
-        at_once = patient or planned.at_once
+        at_once = waits_for_compile or planned.at_once
         self._allowance.step()
         for compiled, shapes in planned.regions.items():
             if compiled.is_ready:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...model.call import UNetCall
-from ...model.deepcache.forward import full, shallow
+from ...model.deepcache.forward import cached_pass, full_pass
 from ...model.forward import Conditioning, forward
 from ...model.layout import UNetLayout
 from ...model.weights import Affine, Binding, Weights
@@ -88,7 +88,7 @@ class OneFlowGraphs:
 
     def runner(
         self, key: Hashable, binding: Binding, call: UNetCall, conditioning: Conditioning,
-        variables: Mapping[str, str] | None = None, fused_attention: bool = False, patient: bool = False,
+        variables: Mapping[str, str] | None = None, fused_attention: bool = False, waits_for_compile: bool = False,
     ) -> OneFlowRunner | None:
         """A runner for calls of this shape with this conditioning. None as long as its graph is being compiled, in
         another thread: seconds, where the shape or the address of a weight is new.
@@ -108,7 +108,7 @@ class OneFlowGraphs:
                 self._pending[identity] = self._worker.submit(self._compile, identity, forward, weights, given)
             pending = self._pending.get(identity)
         if pending is not None:
-            if not patient:
+            if not waits_for_compile:
                 return None
             pending.result()
         compiled = self._compiled.get(identity)
@@ -166,15 +166,15 @@ class OneFlowRunner:
         copy_inputs(call, self.inputs)
         with self.running, environment(self.variables):
             output, *deep = run_graph(self.graph, self.given)
-        half = self.inputs.half
-        if half is not None and deep:
-            half.feature.write(deep[0])
+        deepcache = self.inputs.deepcache
+        if deepcache is not None and deep:
+            deepcache.feature.write(deep[0])
         return output
 
 
 def forward_of(layout: UNetLayout, inputs: UNetCall, conditioning: Conditioning, fused_attention: bool) -> Forward:
     """The forward for inputs and conditioning like these."""
-    half, has_label, count = inputs.half, conditioning.label is not None, len(conditioning.key_values)
+    deepcache, has_label, count = inputs.deepcache, conditioning.label is not None, len(conditioning.key_values)
 
     def build(weights: Weights, *given: Any) -> tuple[Any, ...]:
         from .operators import OneFlowOperators
@@ -182,11 +182,11 @@ def forward_of(layout: UNetLayout, inputs: UNetCall, conditioning: Conditioning,
         ops, rest = OneFlowOperators(fused_attention), iter(given)
         call = mapped(inputs, lambda _: next(rest))
         prompt = Conditioning(tuple(next(rest) for _ in range(count)), next(rest) if has_label else None)
-        if half is None:
+        if deepcache is None:
             return (forward(layout, weights, ops, call, prompt),)
-        if half.is_shallow:
-            return (shallow(layout, weights, ops, call, prompt, half.depth, next(rest)),)
-        return full(layout, weights, ops, call, prompt, half.depth)
+        if deepcache.is_cached_pass:
+            return (cached_pass(layout, weights, ops, call, prompt, deepcache.depth, next(rest)),)
+        return full_pass(layout, weights, ops, call, prompt, deepcache.depth)
 
     return build
 
@@ -196,8 +196,8 @@ def tensors_of(inputs: UNetCall, conditioning: Conditioning) -> list[Tensor]:
     tensors: list[Tensor] = []
     mapped(inputs, tensors.append)
     tensors += [tensor.detach().contiguous() for tensor in conditioning.tensors()]
-    if inputs.half is not None and inputs.half.is_shallow:
-        tensors.append(inputs.half.feature.read())
+    if inputs.deepcache is not None and inputs.deepcache.is_cached_pass:
+        tensors.append(inputs.deepcache.feature.read())
     return tensors
 
 

@@ -72,13 +72,13 @@ class OneFlowOperators:
     def layer_norm(
         self, stream: Stream, affine: Affine, norm: LayerNorm, reader: Affine
     ) -> tuple[Stream, Tensor]:
-        tokens = self.settle(stream)
+        tokens = self.materialize(stream)
         return Stream(tokens), functional.layer_norm(tokens, (norm.width,), affine.weight, affine.bias, norm.eps)
 
     def add_linear(self, stream: Stream, x: Tensor, affine: Affine) -> Stream:
         return stream._replace(tokens=stream.tokens + self.linear(x, affine))
 
-    def settle(self, stream: Stream) -> Tensor:
+    def materialize(self, stream: Stream) -> Tensor:
         tokens, *addends = stream
         for addend in addends:
             tokens = tokens if addend is None else tokens + addend.to(tokens.dtype)

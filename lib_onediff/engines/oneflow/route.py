@@ -11,8 +11,8 @@ from ...model.forward import Conditioning
 from ...ops.precision import oneflow_variables
 from ...options.settings import Settings
 from ...shapes.key import ShapeKey
-from .. import ONEFLOW, Steps
-from ..managed_unet import Care, Kept
+from .. import ONEFLOW, Candidates
+from ..managed_unet import CachedRunner, ManagedUNet
 from .gate import OneFlowGate, Verdict
 from .graphs import OneFlowGraphs, OneFlowRefusal, OneFlowRunner
 
@@ -39,35 +39,37 @@ class OneFlowRoute:
         """How many graphs there are, and how many there may be."""
         return {"graphs": len(self._graphs), "most": self._graphs.most}
 
-    def steps(self, settings: Settings, others: Steps, without: Steps, call: UNetCall, patient: bool) -> Steps:
+    def candidates(
+        self, settings: Settings, others: Candidates, without: Candidates, call: UNetCall, waits_for_compile: bool
+    ) -> Candidates:
         """OneFlow before the others, or what serves without it, and why. For calls by these settings."""
         device, dtype = call.latent.device, call.latent.dtype
-        verdict = self._gate.verdict(device, dtype) if patient else self._gate.verdict_soon(device, dtype)
+        verdict = self._gate.verdict(device, dtype) if waits_for_compile else self._gate.verdict_soon(device, dtype)
         verdict = verdict or Verdict(TRYING)
         if verdict.reason is not None:
-            return Steps(without.backends, verdict.reason)
+            return Candidates(without.backends, verdict.reason)
         self._variables = oneflow_variables(settings)
         self._fused_attention[device, dtype] = verdict.fused_attention
-        return Steps((ONEFLOW, *others.backends), "")
+        return Candidates((ONEFLOW, *others.backends), "")
 
     def runner(
-        self, care: Care, key: ShapeKey, call: UNetCall, conditioning: Conditioning, patient: bool
+        self, managed: ManagedUNet, key: ShapeKey, call: UNetCall, conditioning: Conditioning, waits_for_compile: bool
     ) -> OneFlowRunner:
         """What runs a call. Raises NotYet."""
-        kept = care.oneflow.get(key)
-        if kept is not None and care.serves(kept, conditioning, call.half):
-            if self._graphs.is_compiling and not patient:
+        kept = managed.oneflow.get(key)
+        if kept is not None and managed.serves(kept, conditioning, call.deepcache):
+            if self._graphs.is_compiling and not waits_for_compile:
                 raise NotYet(COMPILING_ANOTHER)
             # Settings change, and graphs do not know them.
             return replace(kept.runner, variables=self._variables)
         try:
             runner = self._graphs.runner(
-                replace(key, precision=()), care.bound.binding, call, conditioning, self._variables,
-                self._fused_attention.get((call.latent.device, call.latent.dtype), False), patient,
+                replace(key, precision=()), managed.bound.binding, call, conditioning, self._variables,
+                self._fused_attention.get((call.latent.device, call.latent.dtype), False), waits_for_compile,
             )
         except OneFlowRefusal as refusal:
             raise NotYet(str(refusal)) from refusal
         if runner is None:
             raise NotYet(COMPILING)
-        care.oneflow[key] = Kept(care.bound.generation, conditioning, runner)
+        managed.oneflow[key] = CachedRunner(managed.bound.generation, conditioning, runner)
         return runner

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...model.call import UNetCall
 from ...model.layout import UnsupportedUNet
-from ...model.patches import Habits
+from ...model.patches import HostTraits
 from ...prewarm.job import TOKENS
 from ...runtime.accelerator import runtime
 from .. import sampler_schedule
@@ -78,10 +78,10 @@ class A1111:
             for module in self._unet_modules
         ]
         self._loop = HostLoop([module.TimestepEmbedSequential for module in self._unet_modules])
-        self._habits = Habits(TRUSTED, does_nothing_now, apply_wanted_networks, by_content=True)
+        self._habits = HostTraits(TRUSTED, does_nothing_now, apply_wanted_networks, by_content=True)
         modules = [importlib.import_module(name) for name in VAE_MODULES]
-        halves = [half for module in modules for half in (module.Decoder, module.Encoder)]
-        self._vae = DecoderPatches(halves, Habits(TRUSTED_IN_VAE), upcasts=upcasts_attention)
+        passes = [deepcache for module in modules for deepcache in (module.Decoder, module.Encoder)]
+        self._vae = DecoderPatches(passes, HostTraits(TRUSTED_IN_VAE), upcasts=upcasts_attention)
         self._calls_before: int | None = None
         self._unmet: str | None = None
 
@@ -114,22 +114,22 @@ class A1111:
             log.warning("%s.", self._unmet)
         unet = unet_of(sd_model)
         if unet is not None:
-            runtime.adopt(unet, habits=self._habits)
+            runtime.adopt(unet, host_traits=self._habits)
 
     def before_sampling(self, p: Any) -> None:
-        self._calls_before = runtime.journal.total
+        self._calls_before = runtime.call_stats.total
         self._vae.begin_run(getattr(getattr(p.sd_model, "first_stage_model", None), "decoder", None))
         unet = unet_of(p.sd_model)
         if unet is None:
             return
-        runtime.adopt(unet, habits=self._habits)
+        runtime.adopt(unet, host_traits=self._habits)
         runtime.begin_sampling(unet, sampler_schedule.sampling_of(p))
         self._loop.watch(unet)
 
     def after_run(self, p: Any) -> None:
         from modules import shared
 
-        bypassed = self._calls_before is not None and self._calls_before == runtime.journal.total
+        bypassed = self._calls_before is not None and self._calls_before == runtime.call_stats.total
         if bypassed and not (shared.state.interrupted or shared.state.skipped):
             runtime.note_host("another extension runs the UNet past OneDiff's hook")
         self._calls_before = None
@@ -158,7 +158,7 @@ class A1111:
         unet = unet_of(model)
         if unet is None:
             raise CannotWarm(self.why_not_served() or "no checkpoint is loaded yet")
-        runtime.adopt(unet, habits=self._habits)
+        runtime.adopt(unet, host_traits=self._habits)
         try:
             layout = runtime.layout_of(unet)
         except UnsupportedUNet as reason:
@@ -215,7 +215,7 @@ class A1111:
         if reason is not None:
             runtime.note_host(reason, unet)
             return runtime.pressure.run_host(host)
-        runtime.adopt(unet, habits=self._habits)
+        runtime.adopt(unet, host_traits=self._habits)
         y = args[0] if args else kwargs.get("y")
         return runtime.run(unet, UNetCall(x, timesteps, context, y, upcast_attention=upcasts_attention()), host)
 

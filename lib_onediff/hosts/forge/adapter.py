@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...model.deepcache.sampling import Sampling
-from ...model.patches import Habits, origin
+from ...model.patches import HostTraits, origin
 from ...model.weights import shares_storage
 from ...runtime.accelerator import runtime
 from ...runtime.call_stats import HOST
@@ -63,9 +63,9 @@ class Forge:
         )
         vae = traits.module(traits.vae)
         self._vae = DecoderPatches(
-            [vae.Decoder, vae.Encoder], Habits(), lambda decoder: checks.replaced_vae_helper(traits, decoder)
+            [vae.Decoder, vae.Encoder], HostTraits(), lambda decoder: checks.replaced_vae_helper(traits, decoder)
         )
-        self._habits = Habits(by_content=True, yardstick=lambda host: checks.with_exact_attention(traits, host))
+        self._habits = HostTraits(by_content=True, yardstick=lambda host: checks.with_exact_attention(traits, host))
         self._names_read = checks.names_read_by(traits.module(traits.unet), traits.module(traits.attention))
         self._looks: weakref.WeakKeyDictionary[nn.Module, Look] = weakref.WeakKeyDictionary()
         self._calls = self._samplings = 0
@@ -107,7 +107,7 @@ class Forge:
             log.warning("%s.", self._unmet)
         unet = unet_of(sd_model, self.traits)
         if unet is not None and self._patch.active:
-            runtime.adopt(unet, habits=self._habits)
+            runtime.adopt(unet, host_traits=self._habits)
 
     # --- a generation ---------------------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class Forge:
         self._sampling = sampler_schedule.sampling_of(p)
         unet = unet_of(p.sd_model, self.traits)
         if unet is not None:
-            runtime.adopt(unet, habits=self._habits)
+            runtime.adopt(unet, host_traits=self._habits)
             self._announced = Announced(generation, is_second_pass, self._calls)
 
     def after_run(self, p: Any) -> None:
@@ -177,7 +177,7 @@ class Forge:
         if look is None or look.sampling != self._samplings:
             refusal = self._unmet or checks.why_not_unet(unet, self._patch.original)
             look = self._looks[unet] = Look(self._samplings, refusal)
-            runtime.adopt(unet, habits=self._habits)
+            runtime.adopt(unet, host_traits=self._habits)
             runtime.begin_sampling(unet, self._sampling)
         return look.refusal
 
@@ -216,7 +216,7 @@ class Forge:
         unet = unet_of(engine, self.traits)
         if unet is None:
             raise CannotWarm(self.why_not_served() or "no UNet is loaded")
-        runtime.adopt(unet, habits=self._habits)
+        runtime.adopt(unet, host_traits=self._habits)
         self._samplings += 1
         self._sampling = Sampling()
         calls = self._calls

@@ -30,9 +30,9 @@ def unet_call(
 
     names_read: every name by which the host's UNet may ask for an option or another argument. Raises NotOurs.
     """
-    foreign = foreign_options(transformer_options, names_read)
-    if foreign:
-        raise NotOurs(f"another extension changes the UNet for this call: {', '.join(foreign)}")
+    patched = unknown_options(transformer_options, names_read)
+    if patched:
+        raise NotOurs(f"another extension changes the UNet for this call: {', '.join(patched)}")
     unknown = sorted(name for name, value in others.items() if value is not None and name in names_read)
     if unknown:
         raise NotOurs(f"the UNet is called with more than we know ({', '.join(unknown)})")
@@ -42,7 +42,7 @@ def unet_call(
     )
 
 
-def foreign_options(options: Mapping[str, Any], names_read: Collection[str]) -> list[str]:
+def unknown_options(options: Mapping[str, Any], names_read: Collection[str]) -> list[str]:
     """What an extension has put into transformer_options that may change what the UNet computes, each by its name.
 
     Such as "patches[output_block_patch] by forge_freeu.py". Empty entries change nothing, and neither does plain data

@@ -5,11 +5,11 @@ from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from ..call import DeepFeature, Half, UNetCall
+from ..call import DeepCachePass, DeepFeature, UNetCall
 from ..layout import UNetLayout
 from .buffers import Features, Place, Record
 from .forward import deepest
-from .options import DeepCacheChoice
+from .options import DeepCacheOptions
 from .prompts import PromptNumbers
 from .sampling import Sampling
 from .schedule import is_whole, last_whole
@@ -17,11 +17,11 @@ from .timeline import Step, Timeline, timeline_of
 
 UNEQUAL_TIMES = "DeepCache rests: the pictures of this batch are at different steps"
 TILES = "DeepCache rests: an extension calls the UNet several times a step with the same prompt (tiles?)"
-Held = Callable[[], Collection[DeepFeature]]
+GraphRecord = Callable[[], Collection[DeepFeature]]
 
 
 @dataclass(frozen=True)
-class Turn:
+class StepPlan:
     """What DeepCache says of one call. is_whole: whether the schedule wants the whole UNet."""
 
     step: Step
@@ -31,20 +31,20 @@ class Turn:
     is_whole: bool
 
     @property
-    def full(self) -> Half:
-        return Half(self.depth, False, self.place.feature)
+    def full(self) -> DeepCachePass:
+        return DeepCachePass(self.depth, False, self.place.feature)
 
     @property
-    def shallow(self) -> Half:
-        return Half(self.depth, True, self.place.feature)
+    def cached(self) -> DeepCachePass:
+        return DeepCachePass(self.depth, True, self.place.feature)
 
-    def may_be_shallow(self, weights: Any) -> bool:
+    def may_use_cache(self, weights: Any) -> bool:
         """Whether this call can do with a feature that is there, made by these weights."""
         return not self.is_whole and self.record.made_at is not None and self.record.weights == weights
 
-    def prepare(self, half: Half) -> None:
+    def prepare(self, deepcache: DeepCachePass) -> None:
         """Have the place ready for a half: to be written, or with this call's feature in it."""
-        if half.is_shallow:
+        if deepcache.is_cached_pass:
             self.place.bring_back(self.record)
         else:
             self.place.make_room(self.record)
@@ -54,7 +54,7 @@ class Turn:
         self.record.made_at, self.record.weights = self.step.index, weights
 
 
-class Course:
+class CacheRun:
     """The DeepCache of one UNet: it lasts from sampling to sampling.
 
     reason: why no call of the sampling in progress is shallow; failure: why some are not; each one line for the user.
@@ -63,15 +63,15 @@ class Course:
     def __init__(self) -> None:
         self.reason = self.failure = ""
         self._sampling: Sampling | None = None
-        self._choice: DeepCacheChoice | None = None
+        self._choice: DeepCacheOptions | None = None
         self._timeline: Timeline | None = None
         self._features = Features()
         self._begin_again(())
 
-    def turn(
-        self, choice: DeepCacheChoice, sampling: Sampling, layout: UNetLayout, call: UNetCall, shape: Hashable,
-        by_content: bool, held: Held,
-    ) -> Turn | None:
+    def plan(
+        self, choice: DeepCacheOptions, sampling: Sampling, layout: UNetLayout, call: UNetCall, shape: Hashable,
+        by_content: bool, held: GraphRecord,
+    ) -> StepPlan | None:
         """What to do with a call; None where DeepCache cannot be for this call, and reason says why.
 
         shape: two calls of the same shape have deep features of the same shape. by_content: see PromptNumbers. held:
@@ -97,7 +97,7 @@ class Course:
         self._look_for_tiles(time, (shape, prompt))
         place.drop_older(last_whole(choice, step))
         record = place.records.setdefault(prompt, Record())
-        return Turn(step, depth, place, record, bool(self.reason) or is_whole(choice, step))
+        return StepPlan(step, depth, place, record, bool(self.reason) or is_whole(choice, step))
 
     def forget(self) -> None:
         """Trust no feature, and keep none, nor any prompt."""
@@ -108,7 +108,7 @@ class Course:
         """GPU memory of all deep features, and of the prompts that they belong to."""
         return self._features.bytes() + self._prompts.bytes()
 
-    def rest(self, held: Held, reason: str = "") -> None:
+    def rest(self, held: GraphRecord, reason: str = "") -> None:
         """DeepCache is off, or rests for a reason: what it knew of a sampling is over."""
         if self._sampling is not None:
             self._sampling = None

@@ -21,7 +21,7 @@ def check_depth(layout: UNetLayout, depth: int) -> None:
         raise ValueError(f"DeepCache depth is 1 to {most} for this UNet, not {depth}.")
 
 
-def full(
+def full_pass(
     layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, conditioning: Conditioning, depth: int
 ) -> tuple[Tensor, Tensor]:
     """The whole UNet; returns (output, deep feature). The output is exactly forward's."""
@@ -35,7 +35,7 @@ def full(
     return output, deep
 
 
-def shallow(
+def cached_pass(
     layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, conditioning: Conditioning, depth: int,
     deep: Tensor,
 ) -> Tensor:
@@ -57,14 +57,14 @@ def compute(
 ) -> Tensor:
     """The UNet's output, (batch, out channels, height, width) in the latent's dtype: see forward.forward.
 
-    A full half also writes the call's deep feature, a shallow one reads it. Raises ValueError for a depth that this
+    A full pass also writes the call's deep feature, a shallow one reads it. Raises ValueError for a depth that this
     UNet does not have.
     """
-    half = call.half
-    if half is None:
+    deepcache = call.deepcache
+    if deepcache is None:
         return forward(layout, weights, ops, call, conditioning)
-    if half.is_shallow:
-        return shallow(layout, weights, ops, call, conditioning, half.depth, half.feature.read())
-    output, deep = full(layout, weights, ops, call, conditioning, half.depth)
-    half.feature.write(deep)
+    if deepcache.is_cached_pass:
+        return cached_pass(layout, weights, ops, call, conditioning, deepcache.depth, deepcache.feature.read())
+    output, deep = full_pass(layout, weights, ops, call, conditioning, deepcache.depth)
+    deepcache.feature.write(deep)
     return output

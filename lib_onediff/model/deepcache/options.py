@@ -14,7 +14,7 @@ POWERS = (1.05, 3.0)
 
 
 @dataclass(frozen=True)
-class DeepCacheChoice:
+class DeepCacheOptions:
     """interval: every so many steps the whole UNet is computed; 1: at every step, which is exact.
 
     depth: how many input stages, and as many output stages, run at every step. start, end: outside of these fractions
@@ -31,7 +31,7 @@ class DeepCacheChoice:
     power: float = POWER
 
     @classmethod
-    def of(cls, settings: Any, second_pass: bool) -> DeepCacheChoice:
+    def of(cls, settings: Any, second_pass: bool) -> DeepCacheOptions:
         """What settings (see settings.Settings) say for the first or the second pass of hires fix."""
         if second_pass and settings.deepcache_hires == OFF:
             return cls()

@@ -4,7 +4,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from .options import UNEVEN, DeepCacheChoice
+from .options import UNEVEN, DeepCacheOptions
 from .timeline import Step
 
 # How the authors' search for a power that leaves as many different steps goes down.
@@ -12,7 +12,7 @@ POWER_STEP = 0.02
 ROUNDING = 1e-6
 
 
-def is_whole(choice: DeepCacheChoice, step: Step) -> bool:
+def is_whole(choice: DeepCacheOptions, step: Step) -> bool:
     """Whether this step computes the whole UNet. The first and the last step always do."""
     if choice.interval <= 1 or step.index == 0 or step.is_last:
         return True
@@ -23,7 +23,7 @@ def is_whole(choice: DeepCacheChoice, step: Step) -> bool:
     return step.index % choice.interval == 0
 
 
-def last_whole(choice: DeepCacheChoice, step: Step) -> int:
+def last_whole(choice: DeepCacheOptions, step: Step) -> int:
     """The index of the last step, up to this one, that computes the whole UNet, as far as indices alone decide it:
     a deep feature that is older is too old for this step."""
     if is_whole(choice, step):

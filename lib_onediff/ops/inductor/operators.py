@@ -52,16 +52,16 @@ class RegionOperators(ABC):
         return image_of(self._compute(GROUP_NORM, inputs, (norm.groups, norm.eps, silu)), image)
 
     def layer_norm(self, stream: Stream, affine: Affine, norm: LayerNorm, reader: Affine) -> tuple[Stream, Tensor]:
-        tokens, owed = stream.tokens.contiguous(), stream.owed
-        # Only the first norm of a transformer is owed nothing: a region of its own would not pay.
-        owed = torch.zeros_like(affine.weight) if owed is None else owed
-        inputs = tokens.flatten(0, -2), owed, affine.weight, affine.bias
+        tokens, deferred_bias = stream.tokens.contiguous(), stream.deferred_bias
+        # Only the first norm of a transformer is deferred_bias nothing: a region of its own would not pay.
+        deferred_bias = torch.zeros_like(affine.weight) if deferred_bias is None else deferred_bias
+        inputs = tokens.flatten(0, -2), deferred_bias, affine.weight, affine.bias
         settled, normed = self._compute(LAYER_NORM, inputs, (norm.eps,))
         return Stream(settled.view(tokens.shape)), normed.view(tokens.shape)
 
     def add_linear(self, stream: Stream, x: Tensor, affine: Affine) -> Stream:
         # A GEMM adds to its output for nothing; with a bias too it would need another pass.
-        tokens = torch_ops.settle(stream).contiguous()
+        tokens = torch_ops.materialize(stream).contiguous()
         tokens.view(-1, tokens.shape[-1]).addmm_(x.flatten(0, -2), affine.weight.t())
         return Stream(tokens, affine.bias)
 

@@ -100,12 +100,14 @@ def group_norm(
     return (functional.silu(normed) if silu else normed).to(pixels.dtype)
 
 
-def layer_norm(tokens: Tensor, owed: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """tokens (rows, width) + owed (width,), and the layer norm of that.
+def layer_norm(
+    tokens: Tensor, deferred_bias: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """tokens (rows, width) + deferred_bias (width,), and the layer norm of that.
 
     In these steps, because Inductor's own layer norm takes half as long again where rows are wider than 1024.
     """
-    tokens = tokens + owed
+    tokens = tokens + deferred_bias
     wide = tokens.float()
     deviations = wide - wide.mean(1, keepdim=True)
     factor = torch.rsqrt(deviations.square().mean(1, keepdim=True) + eps)

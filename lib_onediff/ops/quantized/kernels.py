@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...model.operators import Float8Tokens, Stream
-from ..triton.launch_config import LAYER_NORM, Cut
-from ..triton.tokens import owed_vector
+from ..triton.launch_config import LAYER_NORM, LaunchConfig
+from ..triton.tokens import deferred_vector
 from .scaled_mm import LARGEST, SMALLEST_MAXIMUM
 
 FLOAT8 = torch.float8_e4m3fn
@@ -22,19 +22,22 @@ def scale_of(numbers, valid, SMALLEST: tl.constexpr, LARGEST: tl.constexpr):
     return tl.maximum(tl.max(tl.where(valid, tl.abs(numbers), 0.0), 1), SMALLEST)[:, None] / LARGEST
 
 
-@triton.jit(do_not_specialize=["rows", "has_owed", "has_addend", "has_update", "has_bias"])
+@triton.jit(do_not_specialize=["rows", "has_deferred", "has_addend", "has_update", "has_bias"])
 def layer_norm_rows(
-    tokens, update, owed, addend, weight, bias, owed_now, values, scales, rows, width, has_owed, has_addend,
-    has_update, has_bias, eps, BLOCK: tl.constexpr, ROWS: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
+    tokens, update, deferred_bias, addend, weight, bias, deferred_now, values, scales, rows, width, has_deferred,
+    has_addend, has_update, has_bias, eps,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
 ):
-    """The layer norm of tokens + update + owed + addend; tokens + update into tokens, owed + addend into owed_now."""
+    """The layer norm of tokens + update + deferred_bias + addend.
+
+    Writes tokens + update into tokens, and deferred_bias + addend into deferred_now."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < width
     valid = (row < rows) & inside
     place = row * width + column
-    vector = owed_vector(owed, addend, column, inside, has_owed, has_addend)
-    tl.store(owed_now + column, vector, inside & (tl.program_id(0) == 0))
+    vector = deferred_vector(deferred_bias, addend, column, inside, has_deferred, has_addend)
+    tl.store(deferred_now + column, vector, inside & (tl.program_id(0) == 0))
     numbers = tl.load(tokens + place, valid, 0.0).to(tl.float32)
     numbers += tl.load(update + place, valid & (has_update != 0), 0.0).to(tl.float32)
     tl.store(tokens + place, numbers.to(tokens.dtype.element_ty), valid & (has_update != 0))
@@ -91,26 +94,26 @@ def plain_row(
 
 
 def layer_norm(
-    stream: Stream, weight: Tensor, bias: Tensor | None, eps: float, cut: Cut = LAYER_NORM.candidates[0]
+    stream: Stream, weight: Tensor, bias: Tensor | None, eps: float, config: LaunchConfig = LAYER_NORM.candidates[0]
 ) -> tuple[Stream, Float8Tokens]:
-    """The stream, owed one vector in float32 and no update, and its layer norm in float8.
+    """The stream, deferred_bias one vector in float32 and no update, and its layer norm in float8.
 
     Writes the update into the stream's tokens, where there is one. Tokens and update must be contiguous.
     """
-    tokens, owed, addend, update = stream
-    width, (rows_together, warps) = tokens.shape[-1], cut
+    tokens, deferred_bias, addend, update = stream
+    width, (rows_together, warps) = tokens.shape[-1], config
     normed = empty_rows(tokens, width)
     rows = len(normed.values)
-    owed_now = torch.empty(width, device=tokens.device, dtype=torch.float32)
+    deferred_now = torch.empty(width, device=tokens.device, dtype=torch.float32)
     # Triton compiles a kernel for each set of types: what is not there is stood for by something of its type.
     layer_norm_rows[(triton.cdiv(rows, rows_together),)](
-        tokens, tokens if update is None else update, owed_now if owed is None else owed,
-        weight if addend is None else addend, weight, weight if bias is None else bias, owed_now, normed.values,
-        normed.scales, rows, width, int(owed is not None), int(addend is not None), int(update is not None),
+        tokens, tokens if update is None else update, deferred_now if deferred_bias is None else deferred_bias,
+        weight if addend is None else addend, weight, weight if bias is None else bias, deferred_now, normed.values,
+        normed.scales, rows, width, int(deferred_bias is not None), int(addend is not None), int(update is not None),
         int(bias is not None), eps, triton.next_power_of_2(width), rows_together, LARGEST, SMALLEST_MAXIMUM,
         num_warps=warps,
     )
-    return Stream(tokens, owed_now), normed
+    return Stream(tokens, deferred_now), normed
 
 
 def geglu(tokens: Tensor) -> Float8Tokens:

@@ -41,21 +41,21 @@ class Float8Operators(TritonOperators):
     def layer_norm(self, stream: Stream, affine: Affine, norm: LayerNorm, reader: Affine) -> tuple[Stream, Rows]:
         if not self._reads_float8(stream.tokens, reader, gated=False):
             return super().layer_norm(updated(stream), affine, norm, reader)
-        cut = self._launches.of(LAYER_NORM, row_class(norm.width), stream.tokens.dtype)
+        config = self._launches.of(LAYER_NORM, row_class(norm.width), stream.tokens.dtype)
         stream = stream._replace(tokens=stream.tokens.contiguous())
-        return triton_float8.layer_norm(stream, affine.weight, affine.bias, norm.eps, cut)
+        return triton_float8.layer_norm(stream, affine.weight, affine.bias, norm.eps, config)
 
     def add_linear(self, stream: Stream, x: Rows, affine: Affine) -> Stream:
         if not isinstance(x, Float8Tokens):
             return super().add_linear(updated(stream), x, affine)
         if stream.bias is not None or stream.update is not None:
-            stream = Stream(self.settle(stream))
+            stream = Stream(self.materialize(stream))
         # No library adds such a product to what is there: the next norm does.
         update = self._product(x, affine, None).view(*x.shape, -1)
-        return Stream(stream.tokens, stream.owed, affine.bias, update)
+        return Stream(stream.tokens, stream.deferred_bias, affine.bias, update)
 
-    def settle(self, stream: Stream) -> Tensor:
-        return super().settle(updated(stream))
+    def materialize(self, stream: Stream) -> Tensor:
+        return super().materialize(updated(stream))
 
     def geglu(self, tokens: Tensor, reader: Affine) -> Rows:
         if not self._reads_float8(tokens, reader, gated=True):

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch_config import ATTENTION, Cut
+from .launch_config import ATTENTION, LaunchConfig
 
 DTYPES = (torch.float16, torch.bfloat16)
 # exp2 is one instruction, exp is two.
@@ -53,13 +53,13 @@ def attend(
     tl.store(place, (mixed / total[:, None]).to(output.dtype.element_ty), mine)
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, cut: Cut = ATTENTION.candidates[0]) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, config: LaunchConfig = ATTENTION.candidates[0]) -> Tensor:
     """Softmax attention over (batch, heads, tokens, width) in half precision, for parts of one GEMM's output: heads lie
-    beside each other in memory. cut: queries and keys of a block, warps, and stages of loading.
+    beside each other in memory. config: queries and keys of a block, warps, and stages of loading.
     """
     batch, heads, queries, width = query.shape
     output = query.new_empty((batch, queries, heads, width))
-    queries_of_block, keys_of_block, warps, stages = cut
+    queries_of_block, keys_of_block, warps, stages = config
     attend[(triton.cdiv(queries, queries_of_block), batch * heads)](
         query, key, value, output, queries, key.shape[2], heads, width**-0.5 * LOG2_E, query.stride(0),
         query.stride(2), key.stride(0), key.stride(2), value.stride(0), value.stride(2), width,

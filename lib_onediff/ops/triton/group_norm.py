@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch_config import APPLICATION, STATISTICS, Cut
-from .partial_statistics import CHANNEL_BLOCK, Strips, measure
+from .launch_config import APPLICATION, STATISTICS, LaunchConfig
+from .partial_statistics import CHANNEL_BLOCK, PartialStatistics, measure
 
 JOINED_STRIPS = 64
 SMALL_IMAGE_PIXELS = 256
@@ -35,13 +35,13 @@ def beside(first, second, pixel, channel, first_channels, second_channels):
 
 @triton.jit
 def with_strips(
-    total, squares, place, strips, strip_pixels, channels, pixels, offset, inside, STRIPS: tl.constexpr
+    total, squares, place, partial_statistics, strip_pixels, channels, pixels, offset, inside, STRIPS: tl.constexpr
 ):
     """The sums of distances from a centre and of their squares, with an image's strips added. offset: from centre."""
     strip = tl.arange(0, STRIPS)[:, None]
-    for chunk in range(0, strips, STRIPS):
+    for chunk in range(0, partial_statistics, STRIPS):
         number = tl.minimum(pixels - (chunk + strip) * strip_pixels, strip_pixels).to(tl.float32)
-        valid = (chunk + strip < strips) & inside
+        valid = (chunk + strip < partial_statistics) & inside
         means = place + (chunk + strip) * 2 * channels
         distance = tl.load(means, valid, 0.0) + offset
         deviations = tl.load(means + channels, valid, 0.0)
@@ -162,8 +162,8 @@ def small_group_norm(
 
 def group_norm(
     first: Tensor, second: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool,
-    shift: Tensor | None, measured: tuple[Strips | None, Strips | None] = (None, None),
-    small_pixels: int = SMALL_IMAGE_PIXELS, **cuts: Cut,
+    shift: Tensor | None, measured: tuple[PartialStatistics | None, PartialStatistics | None] = (None, None),
+    small_pixels: int = SMALL_IMAGE_PIXELS, **configs: LaunchConfig,
 ) -> Tensor:
     """Group norm of (first beside second) + shift, then SiLU if silu.
 
@@ -175,7 +175,7 @@ def group_norm(
     channels = first.shape[1] + (0 if second is None else second.shape[1])
     if first.shape[2] * first.shape[3] <= small_pixels and channels >= groups * SMALL_IMAGE_GROUP_WIDTH:
         return small_image_group_norm(*arguments)
-    return large_group_norm(*arguments, measured, **cuts)
+    return large_group_norm(*arguments, measured, **configs)
 
 
 def small_image_group_norm(
@@ -196,8 +196,8 @@ def small_image_group_norm(
 
 def large_group_norm(
     first: Tensor, second: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool,
-    shift: Tensor | None, measured: tuple[Strips | None, Strips | None] = (None, None),
-    statistics_cut: Cut = STATISTICS.candidates[0], application_cut: Cut = APPLICATION.candidates[0],
+    shift: Tensor | None, measured: tuple[PartialStatistics | None, PartialStatistics | None] = (None, None),
+    statistics_cut: LaunchConfig = STATISTICS.candidates[0], application_cut: LaunchConfig = APPLICATION.candidates[0],
 ) -> Tensor:
     """As group_norm, by kernels that keep a whole GPU busy. measured: of the images, where whoever made them has."""
     output, images, of_channels = arrange(first, second)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch_config import ADDITION, Cut
+from .launch_config import ADDITION, LaunchConfig
 
 CHANNEL_BLOCK = 64
 ROWS = 64
@@ -45,12 +45,13 @@ def nearest(
 
 
 def add(
-    image: Tensor | None, update: Tensor, bias: Tensor | None, output: Tensor, cut: Cut = ADDITION.candidates[0]
+    image: Tensor | None, update: Tensor, bias: Tensor | None, output: Tensor,
+    config: LaunchConfig = ADDITION.candidates[0],
 ) -> None:
     """output = image + update + bias (channels), of images in channels-last memory. output may be update."""
     batch, channels, height, width = output.shape
     pixels = batch * height * width
-    rows, warps = cut
+    rows, warps = config
     add_with_bias[(triton.cdiv(pixels, rows), triton.cdiv(channels, CHANNEL_BLOCK))](
         update if image is None else image, update, update if bias is None else bias, output, pixels, channels,
         int(image is not None), int(bias is not None), CHANNEL_BLOCK, rows, num_warps=warps,

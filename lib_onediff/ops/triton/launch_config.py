@@ -10,7 +10,7 @@ import torch
 
 from ..tuning_cache import Choices
 
-Cut = tuple[int, ...]
+LaunchConfig = tuple[int, ...]
 SMALL, LARGE = "small", "large"
 LARGE_IMAGE_PIXELS = 48 * 48
 # How many times wider than its tokens a feed-forward is.
@@ -23,7 +23,7 @@ class Kernel:
     """candidates: what can be chosen; the first was the best on most shapes of an H200."""
 
     name: str
-    candidates: tuple[Cut, ...]
+    candidates: tuple[LaunchConfig, ...]
 
 
 # (rows of pixels, warps)
@@ -34,7 +34,7 @@ ADDITION = Kernel("addition", ((64, 4), (32, 4), (32, 2), (128, 8)))
 # (tokens, warps)
 LAYER_NORM = Kernel("layer norm", ((2, 2), (1, 1), (1, 4), (4, 4)))
 # (queries, keys, warps, stages), or what ops.attention has chosen. Wide heads may not fit into a processor's memory.
-LIBRARY: Cut = (0,)
+LIBRARY: LaunchConfig = (0,)
 ATTENTION = Kernel("attention over few keys", ((64, 64, 4, 2), (64, 128, 4, 1), (128, 128, 8, 1), LIBRARY))
 WIDE_ATTENTION = Kernel("attention over few keys", (LIBRARY, (64, 64, 4, 2), (64, 64, 4, 1), (64, 128, 8, 1)))
 # (columns, warps)
@@ -42,34 +42,34 @@ GEGLU = Kernel("geglu", ((512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 8)))
 
 
 class Launches:
-    """The cut of every kernel, by its class of shapes: an image's size, or the width of a row of tokens."""
+    """The launch configuration of every kernel, by its class of shapes: an image's size, or a token's width."""
 
     def __init__(self, choices: Choices) -> None:
         self._choices = choices
-        self._known: dict[tuple[str, str, torch.dtype], Cut] = {}
+        self._known: dict[tuple[str, str, torch.dtype], LaunchConfig] = {}
 
-    def of(self, kernel: Kernel, shape_class: str, dtype: torch.dtype) -> Cut:
-        """The cut that was chosen, or the kernel's first."""
+    def of(self, kernel: Kernel, shape_class: str, dtype: torch.dtype) -> LaunchConfig:
+        """The configuration that was chosen, or the kernel's first."""
         known = self._known.get((kernel.name, shape_class, dtype))
         return known or self.chosen(kernel, shape_class, dtype) or kernel.candidates[0]
 
-    def chosen(self, kernel: Kernel, shape_class: str, dtype: torch.dtype) -> Cut | None:
-        """The cut that was chosen; None where nothing was measured."""
+    def chosen(self, kernel: Kernel, shape_class: str, dtype: torch.dtype) -> LaunchConfig | None:
+        """The configuration that was chosen; None where nothing was measured."""
         value = self._choices.get(choice_name(kernel, shape_class, dtype))
-        cut = tuple(value) if isinstance(value, list) else None
-        if cut not in kernel.candidates:
+        config = tuple(value) if isinstance(value, list) else None
+        if config not in kernel.candidates:
             return None
-        self._known[kernel.name, shape_class, dtype] = cut
-        return cut
+        self._known[kernel.name, shape_class, dtype] = config
+        return config
 
     def forget(self) -> None:
         """Ask for every choice again."""
         self._known = {}
 
-    def choose(self, kernel: Kernel, shape_class: str, dtype: torch.dtype, cut: Cut) -> None:
+    def choose(self, kernel: Kernel, shape_class: str, dtype: torch.dtype, config: LaunchConfig) -> None:
         """Cut it so from now on; graphs that were captured before stay as they are."""
         self._known.pop((kernel.name, shape_class, dtype), None)
-        self._choices.set(choice_name(kernel, shape_class, dtype), list(cut))
+        self._choices.set(choice_name(kernel, shape_class, dtype), list(config))
 
 
 def image_class(pixels: int) -> str:

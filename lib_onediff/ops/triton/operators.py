@@ -29,8 +29,8 @@ from .launch_config import (
     LIBRARY,
     MEASURED_ADDITION,
     STATISTICS,
-    Cut,
     Kernel,
+    LaunchConfig,
     Launches,
     attention_kernel,
     image_class,
@@ -42,7 +42,7 @@ ALIGNED_CHANNELS = 16
 FEW_KEYS = 256
 
 
-class Beside(NamedTuple):
+class VirtualConcatenation(NamedTuple):
     """Two images that are one along the channels, without being copied together."""
 
     first: Tensor
@@ -54,7 +54,7 @@ class Beside(NamedTuple):
         return torch.Size((batch, channels + self.second.shape[1], height, width))
 
 
-Image = Tensor | Beside
+Image = Tensor | VirtualConcatenation
 
 
 class TritonOperators:
@@ -64,11 +64,11 @@ class TritonOperators:
         self, launches: Launches | None = None,
         attention: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = torch_ops.attention,
     ) -> None:
-        """launches: how kernels are cut, None for their first choice. attention: as Operators.attention."""
+        """launches: how kernels are launched, None for their first choice. attention: as Operators.attention."""
         self._launches = launches or Launches(Choices())
         self._attention = attention
         # Of images that were made by an addition, as long as they live.
-        self._strips: MutableMapping[Tensor, triton_strips.Strips] = WeakIdKeyDictionary()
+        self._strips: MutableMapping[Tensor, triton_strips.PartialStatistics] = WeakIdKeyDictionary()
 
     def sinusoids(self, timestep: Tensor, time: TimeEmbedding) -> Tensor:
         return torch_ops.sinusoids(timestep, time)
@@ -80,7 +80,7 @@ class TritonOperators:
         return torch_ops.linear(x, affine)
 
     def pointwise(self, image: Image, affine: Affine) -> Tensor:
-        first, second = halves(image)
+        first, second = passes(image)
         weight, channels = affine.weight.flatten(1), first.shape[1]
         if second is None:
             pixels = functional.linear(rows(first), weight, affine.bias)
@@ -101,7 +101,7 @@ class TritonOperators:
     def group_norm(
         self, image: Image, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None
     ) -> Tensor:
-        first, second = halves(image)
+        first, second = passes(image)
         return triton_group_norm.group_norm(
             first, second, affine.weight, affine.bias, norm.groups, norm.eps, silu, shift,
             (self._strips.get(first), None if second is None else self._strips.get(second)),
@@ -109,34 +109,34 @@ class TritonOperators:
         )
 
     def layer_norm(self, stream: Stream, affine: Affine, norm: LayerNorm, reader: Affine) -> tuple[Stream, Rows]:
-        cut = self._launches.of(LAYER_NORM, row_class(norm.width), stream.tokens.dtype)
+        config = self._launches.of(LAYER_NORM, row_class(norm.width), stream.tokens.dtype)
         stream = stream._replace(tokens=stream.tokens.contiguous())
-        return triton_tokens.layer_norm(stream, affine.weight, affine.bias, norm.eps, cut)
+        return triton_tokens.layer_norm(stream, affine.weight, affine.bias, norm.eps, config)
 
     def add_linear(self, stream: Stream, x: Tensor, affine: Affine) -> Stream:
         # A GEMM adds to its output for nothing; with a bias too it would need another pass.
         if stream.bias is not None:
-            stream = Stream(self.settle(stream))
+            stream = Stream(self.materialize(stream))
         tokens = stream.tokens.contiguous()
         tokens.view(-1, tokens.shape[-1]).addmm_(x.flatten(0, -2), affine.weight.t())
-        return Stream(tokens, stream.owed, affine.bias)
+        return Stream(tokens, stream.deferred_bias, affine.bias)
 
-    def settle(self, stream: Stream) -> Tensor:
-        cut = self._launches.of(LAYER_NORM, row_class(stream.tokens.shape[-1]), stream.tokens.dtype)
-        return triton_tokens.settle(stream, cut)
+    def materialize(self, stream: Stream) -> Tensor:
+        config = self._launches.of(LAYER_NORM, row_class(stream.tokens.shape[-1]), stream.tokens.dtype)
+        return triton_tokens.materialize(stream, config)
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:
         given = query, key, value
         few = key.shape[2] <= FEW_KEYS and query.dtype in triton_attention.DTYPES and not upcast
         if few and all(map(triton_attention.heads_lie_beside, given)):
-            cut = self._launches.of(attention_kernel(query.shape[3]), str(query.shape[3]), query.dtype)
-            if cut != LIBRARY:
-                return triton_attention.attention(*given, cut)
+            config = self._launches.of(attention_kernel(query.shape[3]), str(query.shape[3]), query.dtype)
+            if config != LIBRARY:
+                return triton_attention.attention(*given, config)
         return self._attention(query, key, value, upcast)
 
     def geglu(self, tokens: Tensor, reader: Affine) -> Rows:
-        cut = self._launches.of(GEGLU, row_class(tokens.shape[-1] // 2), tokens.dtype)
-        return triton_tokens.geglu(tokens.contiguous(), cut)
+        config = self._launches.of(GEGLU, row_class(tokens.shape[-1] // 2), tokens.dtype)
+        return triton_tokens.geglu(tokens.contiguous(), config)
 
     def silu(self, x: Tensor) -> Tensor:
         return torch_ops.silu(x)
@@ -147,8 +147,8 @@ class TritonOperators:
         self._add(channels_last(image), update, bias, output)
         return output
 
-    def concatenate(self, image: Tensor, skip: Tensor) -> Beside:
-        return Beside(image, skip)
+    def concatenate(self, image: Tensor, skip: Tensor) -> VirtualConcatenation:
+        return VirtualConcatenation(image, skip)
 
     def resize(self, image: Tensor, height: int, width: int) -> Tensor:
         return triton_images.resize(channels_last(image), height, width)
@@ -164,15 +164,15 @@ class TritonOperators:
         if output.shape[2] * output.shape[3] <= triton_group_norm.SMALL_IMAGE_PIXELS:
             triton_images.add(image, update, bias, output, self._cut(ADDITION, output))
         else:
-            cut = self._cut(MEASURED_ADDITION, output)
-            self._strips[output] = triton_strips.add_and_measure(image, update, bias, output, cut)
+            config = self._cut(MEASURED_ADDITION, output)
+            self._strips[output] = triton_strips.add_and_measure(image, update, bias, output, config)
 
-    def _cut(self, kernel: Kernel, image: Tensor) -> Cut:
+    def _cut(self, kernel: Kernel, image: Tensor) -> LaunchConfig:
         return self._launches.of(kernel, image_class(image.shape[2] * image.shape[3]), image.dtype)
 
 
-def halves(image: Image) -> tuple[Tensor, Tensor | None]:
-    if isinstance(image, Beside):
+def passes(image: Image) -> tuple[Tensor, Tensor | None]:
+    if isinstance(image, VirtualConcatenation):
         return channels_last(image.first), channels_last(image.second)
     return channels_last(image), None
 

@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch_config import MEASURED_ADDITION, STATISTICS, Cut
+from .launch_config import MEASURED_ADDITION, STATISTICS, LaunchConfig
 
 CHANNEL_BLOCK = 64
 STRIPS_PER_PROCESSOR = 20
 MOST_STRIPS = 128
 
 
-class Strips(NamedTuple):
+class PartialStatistics(NamedTuple):
     """statistics: (batch, count, mean then squared deviations, channels) in float32, each over so many pixels, but the
     last over what is left."""
 
@@ -31,7 +31,7 @@ class Strips(NamedTuple):
 
 @triton.jit(do_not_specialize=["pixels", "strips", "tiles", "adds", "has_image", "has_bias"])
 def strip_statistics(
-    image, update, bias, output, statistics, pixels, strips, tiles, channels, adds, has_image, has_bias,
+    image, update, bias, output, statistics, pixels, partial_statistics, tiles, channels, adds, has_image, has_bias,
     BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):
     """The statistics of update, each strip over tiles * ROWS pixels; or, if adds, of output = image + update + bias."""
@@ -61,29 +61,29 @@ def strip_statistics(
         squares += distance * distance
     number = tl.minimum(pixels - start, tiles * ROWS).to(tl.float32)
     moved = tl.sum(total, 0)[None, :]
-    target = statistics + (sample * strips + strip) * 2 * channels + channel
+    target = statistics + (sample * partial_statistics + strip) * 2 * channels + channel
     tl.store(target, centre + moved / number, inside)
     tl.store(target + channels, tl.sum(squares, 0)[None, :] - moved * moved / number, inside)
 
 
-def measure(image: Tensor, cut: Cut = STATISTICS.candidates[0]) -> Strips:
+def measure(image: Tensor, config: LaunchConfig = STATISTICS.candidates[0]) -> PartialStatistics:
     """The statistics of an image (batch, channels, height, width) in channels-last memory."""
-    return measure_sum(None, image, None, None, cut)
+    return measure_sum(None, image, None, None, config)
 
 
 def add_and_measure(
     image: Tensor | None, update: Tensor, bias: Tensor | None, output: Tensor,
-    cut: Cut = MEASURED_ADDITION.candidates[0],
-) -> Strips:
+    config: LaunchConfig = MEASURED_ADDITION.candidates[0],
+) -> PartialStatistics:
     """output = image + update + bias (channels) in channels-last memory, and its statistics. output may be update."""
-    return measure_sum(image, update, bias, output, cut)
+    return measure_sum(image, update, bias, output, config)
 
 
 def measure_sum(
-    image: Tensor | None, update: Tensor, bias: Tensor | None, output: Tensor | None, cut: Cut
-) -> Strips:
+    image: Tensor | None, update: Tensor, bias: Tensor | None, output: Tensor | None, config: LaunchConfig
+) -> PartialStatistics:
     batch, channels, height, width = update.shape
-    pixels, (rows, warps) = height * width, cut
+    pixels, (rows, warps) = height * width, config
     channel_blocks = triton.cdiv(channels, CHANNEL_BLOCK)
     tiles = triton.cdiv(triton.cdiv(pixels, rows), wanted_strips(update.device, channel_blocks * batch))
     count = triton.cdiv(pixels, tiles * rows)
@@ -93,7 +93,7 @@ def measure_sum(
         update if output is None else output, statistics, pixels, count, tiles, channels, int(output is not None),
         int(image is not None), int(bias is not None), CHANNEL_BLOCK, rows, num_warps=warps,
     )
-    return Strips(statistics, count, tiles * rows)
+    return PartialStatistics(statistics, count, tiles * rows)
 
 
 def wanted_strips(device: torch.device, programs_per_strip: int) -> int:

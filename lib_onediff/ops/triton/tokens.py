@@ -1,4 +1,4 @@
-"""Layer norm of a residual stream that is owed a vector, and GEGLU, over rows of tokens."""
+"""Layer norm of a residual stream that is deferred_bias a vector, and GEGLU, over rows of tokens."""
 from __future__ import annotations
 
 import torch
@@ -7,29 +7,29 @@ import triton.language as tl
 from torch import Tensor
 
 from ...model.operators import Stream
-from .launch_config import GEGLU, LAYER_NORM, Cut
+from .launch_config import GEGLU, LAYER_NORM, LaunchConfig
 
 
 @triton.jit
-def owed_vector(owed, addend, column, inside, has_owed, has_addend):
+def deferred_vector(deferred_bias, addend, column, inside, has_deferred, has_addend):
     """The sum of two vectors, either of which may not be there."""
-    vector = tl.load(owed + column, inside & (has_owed != 0), 0.0).to(tl.float32)
+    vector = tl.load(deferred_bias + column, inside & (has_deferred != 0), 0.0).to(tl.float32)
     return vector + tl.load(addend + column, inside & (has_addend != 0), 0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["rows", "has_owed", "has_addend", "has_bias"])
+@triton.jit(do_not_specialize=["rows", "has_deferred", "has_addend", "has_bias"])
 def layer_norm_rows(
-    tokens, owed, addend, weight, bias, owed_now, output, rows, width, has_owed, has_addend, has_bias, eps,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    tokens, deferred_bias, addend, weight, bias, deferred_now, output, rows, width, has_deferred, has_addend, has_bias,
+    eps, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """The layer norm of tokens + owed + addend, and into owed_now what the tokens are owed then."""
+    """The layer norm of tokens + deferred_bias + addend, and their sum without the tokens into deferred_now."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < width
     valid = (row < rows) & inside
     place = row * width + column
-    vector = owed_vector(owed, addend, column, inside, has_owed, has_addend)
-    tl.store(owed_now + column, vector, inside & (tl.program_id(0) == 0))
+    vector = deferred_vector(deferred_bias, addend, column, inside, has_deferred, has_addend)
+    tl.store(deferred_now + column, vector, inside & (tl.program_id(0) == 0))
     values = tl.load(tokens + place, valid, 0.0).to(tl.float32) + vector
     mean = tl.sum(values, 1) / width
     distance = tl.where(inside, values - mean[:, None], 0.0)
@@ -41,8 +41,8 @@ def layer_norm_rows(
 
 
 @triton.jit(do_not_specialize=["rows", "has_addend"])
-def settle_rows(
-    tokens, owed, addend, output, rows, width, has_addend, BLOCK: tl.constexpr, ROWS: tl.constexpr
+def materialize_rows(
+    tokens, deferred_bias, addend, output, rows, width, has_addend, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -50,7 +50,7 @@ def settle_rows(
     valid = (row < rows) & inside
     place = row * width + column
     values = tl.load(tokens + place, valid, 0.0).to(tl.float32)
-    values += owed_vector(owed, addend, column, inside, 1, has_addend)
+    values += deferred_vector(deferred_bias, addend, column, inside, 1, has_addend)
     tl.store(output + place, values.to(output.dtype.element_ty), valid)
 
 
@@ -69,46 +69,46 @@ def geglu_row(tokens, output, width, BLOCK: tl.constexpr):
 
 
 def layer_norm(
-    stream: Stream, weight: Tensor, bias: Tensor | None, eps: float, cut: Cut = LAYER_NORM.candidates[0]
+    stream: Stream, weight: Tensor, bias: Tensor | None, eps: float, config: LaunchConfig = LAYER_NORM.candidates[0]
 ) -> tuple[Stream, Tensor]:
-    """The stream, owed one vector in float32, and its layer norm (..., width), contiguous.
+    """The stream, deferred_bias one vector in float32, and its layer norm (..., width), contiguous.
 
-    What is owed is added in float32, and is not rounded on the way.
+    What is deferred_bias is added in float32, and is not rounded on the way.
     """
-    tokens, owed, addend = stream[:3]
-    width, (rows_together, warps) = tokens.shape[-1], cut
+    tokens, deferred_bias, addend = stream[:3]
+    width, (rows_together, warps) = tokens.shape[-1], config
     rows = tokens.numel() // width
     output = torch.empty_like(tokens)
-    owed_now = torch.empty(width, device=tokens.device, dtype=torch.float32)
+    deferred_now = torch.empty(width, device=tokens.device, dtype=torch.float32)
     # Triton compiles a kernel for each set of types: what is not there is stood for by something of its type.
     layer_norm_rows[(triton.cdiv(rows, rows_together),)](
-        tokens, owed_now if owed is None else owed, weight if addend is None else addend, weight,
-        weight if bias is None else bias, owed_now, output, rows, width, int(owed is not None),
+        tokens, deferred_now if deferred_bias is None else deferred_bias, weight if addend is None else addend, weight,
+        weight if bias is None else bias, deferred_now, output, rows, width, int(deferred_bias is not None),
         int(addend is not None), int(bias is not None), eps, triton.next_power_of_2(width), rows_together,
         num_warps=warps,
     )
-    return Stream(tokens, owed_now), output
+    return Stream(tokens, deferred_now), output
 
 
-def settle(stream: Stream, cut: Cut = LAYER_NORM.candidates[0]) -> Tensor:
-    """The tokens with what they are owed; the very tokens where that is nothing."""
-    tokens, owed, addend = stream[:3]
-    if owed is None:
+def materialize(stream: Stream, config: LaunchConfig = LAYER_NORM.candidates[0]) -> Tensor:
+    """The tokens with what they are deferred_bias; the very tokens where that is nothing."""
+    tokens, deferred_bias, addend = stream[:3]
+    if deferred_bias is None:
         return tokens if addend is None else tokens + addend
-    width, (rows_together, warps) = tokens.shape[-1], cut
+    width, (rows_together, warps) = tokens.shape[-1], config
     rows = tokens.numel() // width
     output = torch.empty_like(tokens)
-    settle_rows[(triton.cdiv(rows, rows_together),)](
-        tokens, owed, tokens if addend is None else addend, output, rows, width, int(addend is not None),
+    materialize_rows[(triton.cdiv(rows, rows_together),)](
+        tokens, deferred_bias, tokens if addend is None else addend, output, rows, width, int(addend is not None),
         triton.next_power_of_2(width), rows_together, num_warps=warps,
     )
     return output
 
 
-def geglu(tokens: Tensor, cut: Cut = GEGLU.candidates[0]) -> Tensor:
+def geglu(tokens: Tensor, config: LaunchConfig = GEGLU.candidates[0]) -> Tensor:
     """(..., 2 n) -> (..., n), contiguous: the first half times the GELU (erf form) of the second."""
     width = tokens.shape[-1] // 2
-    block, warps = cut
+    block, warps = config
     output = tokens.new_empty((*tokens.shape[:-1], width))
     rows = tokens.numel() // (2 * width)
     geglu_row[(rows * triton.cdiv(width, block),)](tokens, output, width, block, num_warps=warps)

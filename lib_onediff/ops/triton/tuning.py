@@ -1,4 +1,4 @@
-"""Measure how the kernels are best cut on this GPU, at the shapes that a network has."""
+"""Measure how the kernels are best configured on this GPU, at the shapes that a network has."""
 from __future__ import annotations
 
 import logging
@@ -28,8 +28,8 @@ from .launch_config import (
     MEASURED_ADDITION,
     SMALL,
     STATISTICS,
-    Cut,
     Kernel,
+    LaunchConfig,
     Launches,
     attention_kernel,
     row_class,
@@ -48,11 +48,11 @@ TimeMs = Callable[[Callable[[], object]], float]
 
 
 class Trial(NamedTuple):
-    """One kernel at one class of shapes; run(cut) launches it."""
+    """One kernel at one class of shapes; run(config) launches it."""
 
     kernel: Kernel
     shape_class: str
-    run: Callable[[Cut], object]
+    run: Callable[[LaunchConfig], object]
 
 
 def tune_kernels(
@@ -70,21 +70,21 @@ def tune_kernels(
     return measured
 
 
-def best_cut(trial: Trial, time_ms: TimeMs) -> Cut:
+def best_cut(trial: Trial, time_ms: TimeMs) -> LaunchConfig:
     """The fastest of the kernel's cuts; the first, unless another is clearly faster. One that this GPU cannot run is
     out."""
     first, *others = trial.kernel.candidates
     best, best_ms = first, time_ms(partial(trial.run, first)) * WORTH_CHANGING
-    for cut in others:
+    for config in others:
         try:
-            ms = time_ms(partial(trial.run, cut))
+            ms = time_ms(partial(trial.run, config))
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:
-            log.debug("%s cannot be cut as %s: %s", trial.kernel.name, cut, error, exc_info=True)
+            log.debug("%s cannot be cut as %s: %s", trial.kernel.name, config, error, exc_info=True)
             continue
         if ms < best_ms:
-            best, best_ms = cut, ms
+            best, best_ms = config, ms
     return best
 
 
@@ -95,11 +95,11 @@ def cross_attention(width: int, heads: int, random: Callable[..., Tensor]) -> tu
     return query, key, value
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, cut: Cut) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, config: LaunchConfig) -> Tensor:
     """By our kernel, or by torch's, as the cut says."""
-    if cut == LIBRARY:
+    if config == LIBRARY:
         return functional.scaled_dot_product_attention(query, key, value)
-    return triton_attention.attention(query, key, value, cut)
+    return triton_attention.attention(query, key, value, config)
 
 
 def trials(users: list[Any], dtype: torch.dtype, device: torch.device) -> Iterator[Trial]:
@@ -114,8 +114,8 @@ def trials(users: list[Any], dtype: torch.dtype, device: torch.device) -> Iterat
         norm = partial(
             triton_group_norm.large_group_norm, image, None, random(widest), random(widest), GROUPS, 1e-5, True, None
         )
-        yield Trial(STATISTICS, shape_class, lambda cut, norm=norm: norm(statistics_cut=cut))
-        yield Trial(APPLICATION, shape_class, lambda cut, norm=norm: norm(application_cut=cut))
+        yield Trial(STATISTICS, shape_class, lambda config, norm=norm: norm(statistics_cut=config))
+        yield Trial(APPLICATION, shape_class, lambda config, norm=norm: norm(application_cut=config))
         bias = random(widest)
         added = partial(triton_images.add, image, image, bias, torch.empty_like(image))
         yield Trial(ADDITION, shape_class, added)
@@ -123,10 +123,11 @@ def trials(users: list[Any], dtype: torch.dtype, device: torch.device) -> Iterat
         yield Trial(MEASURED_ADDITION, shape_class, measured)
     for width in {row_class(leaf.width): leaf.width for leaf in users if isinstance(leaf, LayerNorm)}.values():
         tokens, hidden, weight = random(ROWS, width), random(ROWS, 2 * FEED_FORWARD * width), random(width)
-        yield Trial(LAYER_NORM, row_class(width), lambda cut, tokens=tokens, weight=weight: triton_tokens.layer_norm(
-            Stream(tokens, None, weight), weight, weight, 1e-5, cut
+        yield Trial(LAYER_NORM, row_class(width), lambda config, tokens=tokens, weight=weight: triton_tokens.layer_norm(
+            Stream(tokens, None, weight), weight, weight, 1e-5, config
         ))
-        yield Trial(GEGLU, row_class(FEED_FORWARD * width), lambda cut, hidden=hidden: triton_tokens.geglu(hidden, cut))
+        geglu = lambda config, hidden=hidden: triton_tokens.geglu(hidden, config)  # noqa: E731
+        yield Trial(GEGLU, row_class(FEED_FORWARD * width), geglu)
     if dtype in triton_attention.DTYPES:
         heads = {user.head_width: user.heads for user in users if isinstance(user, CrossAttention)}
         for width, count in heads.items():

@@ -6,7 +6,7 @@ import weakref
 from torch import nn
 
 from ...model.layout import UnsupportedUNet
-from ...model.patches import Habits, Structure, scan
+from ...model.patches import HostTraits, Structure, scan
 from ...model.vae.layout import DecoderLayout
 from ...model.vae.read import read_decoder
 from ...model.weights import Binding, Weights
@@ -16,10 +16,10 @@ from ...options.settings import Settings
 class BoundDecoder:
     """Holds no reference to the decoder. settings override the runtime's; habits are the host's."""
 
-    def __init__(self, decoder: nn.Module, settings: Settings | None, habits: Habits) -> None:
+    def __init__(self, decoder: nn.Module, settings: Settings | None, host_traits: HostTraits) -> None:
         self._decoder = weakref.ref(decoder)
         self.settings = settings
-        self.habits = habits
+        self.host_traits = host_traits
         self._structure: Structure | None = None
         self._options: tuple[bool, ...] = ()
         self._binding: Binding | None = None
@@ -43,9 +43,9 @@ class BoundDecoder:
         decoder = self._decoder()
         if decoder is None:
             raise UnsupportedUNet("the host has unloaded this decoder")
-        structure = scan(decoder, self.habits)
-        if structure.foreign is not None:
-            raise UnsupportedUNet(structure.foreign)
+        structure = scan(decoder, self.host_traits)
+        if structure.patched is not None:
+            raise UnsupportedUNet(structure.patched)
         options = tuple(bool(getattr(decoder, name, False)) for name in ("give_pre_end", "tanh_out"))
         if (structure, options) != (self._structure, self._options):
             self._structure, self._options = structure, options
@@ -64,7 +64,7 @@ class BoundDecoder:
         thousandth of a decode, so torch may do that at each convolution, and the host's own decode finds its weights
         as it left them. Raises UnsupportedUNet with the reason if they are of several types or on several devices.
         """
-        if self.habits.settle is not None:
-            self.habits.settle(self.binding.layers())
+        if self.host_traits.sync_lora is not None:
+            self.host_traits.sync_lora(self.binding.layers())
         self.binding.refuse_mixture()
         return self.binding.weights()

@@ -14,7 +14,7 @@ OURS, HOST = ROUTES = ("ours", "host")
 SECONDS_UNTIL_TOLD_AGAIN = 10.0
 
 
-class DecodeJournal:
+class DecodeStats:
     """The last decode, and how many went by each route."""
 
     def __init__(self) -> None:

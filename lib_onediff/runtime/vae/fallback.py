@@ -43,15 +43,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("onediff")
 
 
-def decoder_steps(accelerator: Accelerator, settings: Settings, device: torch.device) -> backends.Steps:
+def decoder_candidates(accelerator: Accelerator, settings: Settings, device: torch.device) -> backends.Candidates:
     """The backends to try for a decode. It is one call a picture: no graph would pay for its memory."""
-    return backends.launched_steps(settings.backend, device, accelerator.operators.why_not_native)
+    return backends.launched_candidates(settings.backend, device, accelerator.operators.why_not_native)
 
 
 def kernels_are_ready(accelerator: Accelerator, layout: DecoderLayout, latent: Tensor) -> bool:
     """Whether the native kernels of a decode are compiled; if not, they soon will be. Raises what Triton raised."""
     network = Network(layout.architecture, layout.leaves(), latent.dtype, latent.device)
-    return accelerator.operators.prepare(network, accelerator.patient)
+    return accelerator.operators.prepare(network, accelerator.waits_for_compile)
 
 
 def prepare_early(accelerator: Accelerator, decoder: nn.Module, settings: Settings) -> None:
@@ -69,7 +69,7 @@ def prepare(
     accelerator: Accelerator, decoder: weakref.ref[nn.Module], settings: Settings, latent: Tensor
 ) -> None:
     try:
-        if decoder_steps(accelerator, settings, latent.device).backends[0] == backends.NATIVE:
+        if decoder_candidates(accelerator, settings, latent.device).backends[0] == backends.NATIVE:
             kernels_are_ready(accelerator, read_decoder(decoder()), latent)
     except UnsupportedUNet as reason:
         log.debug("VAE: %s", reason)
@@ -137,7 +137,7 @@ class Attempt(NamedTuple):
     finding: Finding
 
 
-class DecodeLadder:
+class DecodeFallbackChain:
     """The backends and the types of a decode.
 
     A picture with NaN, or of one colour, is decoded again in float32, and so is, where the choice is auto, a decode in
@@ -222,7 +222,7 @@ class DecodeLadder:
         """Decode in a type by the first backend that does not fail. What cannot be compared with the host's own is
         decoded by torch's operators, which all others are compared with."""
         accelerator, sound, stored = self._accelerator, Finding(None), job.latent.dtype
-        names, reason = decoder_steps(accelerator, job.settings, job.latent.device)
+        names, reason = decoder_candidates(accelerator, job.settings, job.latent.device)
         latent = job.latent.to(dtype)
         accelerator.pressure.before_decode(job.small.to(dtype))
         for backend in (backends.EAGER,) if uncompared else names:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from ...model.layout import UnsupportedUNet
-from ...model.patches import Habits
+from ...model.patches import HostTraits
 from ...options.settings import Settings
 from ...weak_dictionary import WeakDictionary
 from .bound import BoundDecoder
-from .call_stats import HOST, OURS, DecodeJournal
+from .call_stats import HOST, OURS, DecodeStats
 from .checks import HostDecode, NotServed, Outcome, refuse_latent, refuse_modes
-from .fallback import DecodeLadder, Job, prepare_early
+from .fallback import DecodeFallbackChain, Job, prepare_early
 from .overflow import COLOURS, look_at
 
 if TYPE_CHECKING:
@@ -29,9 +29,9 @@ class DecoderRoute:
     """Routes the decodes of every decoder that a host has handed over."""
 
     def __init__(self, accelerator: Accelerator) -> None:
-        self.journal = DecodeJournal()
+        self.call_stats = DecodeStats()
         self._accelerator = accelerator
-        self._ladder = DecodeLadder(accelerator)
+        self._fallback = DecodeFallbackChain(accelerator)
         self._decoders: WeakDictionary[nn.Module, BoundDecoder] = WeakDictionary()
         self._run: tuple[Settings, str] | None = None
         # A live preview is decoded on another thread than the picture.
@@ -39,12 +39,14 @@ class DecoderRoute:
 
     # --- what hosts say -------------------------------------------------------------------------------------------
 
-    def adopt(self, decoder: nn.Module, settings: Settings | None = None, habits: Habits = Habits()) -> None:  # noqa: B008
+    def adopt(
+        self, decoder: nn.Module, settings: Settings | None = None, host_traits: HostTraits = HostTraits()  # noqa: B008
+    ) -> None:
         """Take a decoder into care; nothing of it changes, then or later. settings override the runtime's."""
         with self._lock:
             known = self._decoders.get(decoder)
             if known is None:
-                self._decoders[decoder] = BoundDecoder(decoder, settings, habits)
+                self._decoders[decoder] = BoundDecoder(decoder, settings, host_traits)
                 prepare_early(self._accelerator, decoder, settings or self._accelerator.settings)
             else:
                 known.settings = settings
@@ -69,15 +71,15 @@ class DecoderRoute:
 
     def note_host(self, reason: str) -> None:
         """Take down that the host decodes a latent of which we know nothing, and why."""
-        self.journal.note(HOST, reason, None)
+        self.call_stats.note(HOST, reason, None)
 
     def tell_host(self, reason: str) -> None:
         """As note_host, before a decode that may never come to us: it is told, but not counted."""
-        self.journal.note(HOST, reason, None, counted=False)
+        self.call_stats.note(HOST, reason, None, counted=False)
 
     def status(self) -> dict[str, Any]:
-        """What became of the last decode, as plain values; see DecodeJournal."""
-        return self.journal.status()
+        """What became of the last decode, as plain values; see DecodeStats."""
+        return self.call_stats.status()
 
     # --- one decode -----------------------------------------------------------------------------------------------
 
@@ -89,7 +91,7 @@ class DecoderRoute:
         the host's own, so that the host finds what it would have found without us.
         """
         outcome = self._attempt(decoder, latent, lambda: self._serve(decoder, latent, host, upcast_attention))
-        self.journal.note(outcome.route, outcome.reason, outcome.entry, counted=not is_encoded(latent))
+        self.call_stats.note(outcome.route, outcome.reason, outcome.entry, counted=not is_encoded(latent))
         if outcome.picture is not None:
             return outcome.picture
         return self._by_host(decoder, latent, host, upcast_attention, outcome)
@@ -98,7 +100,7 @@ class DecoderRoute:
         self, decoder: nn.Module, latent: Tensor, host: HostDecode, reason: str, upcast_attention: bool = False
     ) -> Tensor:
         """The host's own decode, for a reason that its adapter knows; its picture is looked at as decode() does."""
-        self.journal.note(HOST, reason, None, counted=not is_encoded(latent))
+        self.call_stats.note(HOST, reason, None, counted=not is_encoded(latent))
         return self._by_host(decoder, latent, host, upcast_attention, Outcome(None, HOST, reason))
 
     def _attempt(self, decoder: nn.Module, latent: Tensor, work: Callable[[], Outcome]) -> Outcome:
@@ -129,7 +131,7 @@ class DecoderRoute:
     def _serve(self, decoder: nn.Module, latent: Tensor, host: HostDecode, upcast_attention: bool) -> Outcome:
         settings = self._settings(decoder)
         refuse_modes(latent)
-        return self._ladder.serve(self._job(decoder, latent, host, upcast_attention, settings))
+        return self._fallback.serve(self._job(decoder, latent, host, upcast_attention, settings))
 
     def _job(
         self, decoder: nn.Module, latent: Tensor, host: HostDecode, upcast_attention: bool, settings: Settings
@@ -157,15 +159,15 @@ class DecoderRoute:
             return picture
         reason, made = outcome.reason, "picture" if picture.shape[1] == COLOURS else "latent"
         if not outcome.exhausted:
-            repeated = self._attempt(decoder, latent, lambda: self._ladder.repeat(
+            repeated = self._attempt(decoder, latent, lambda: self._fallback.repeat(
                 self._job(decoder, latent, host, upcast_attention, settings), saw
             ))
             if repeated.picture is not None:
-                self.journal.correct(OURS, repeated.reason, repeated.entry)
+                self.call_stats.correct(OURS, repeated.reason, repeated.entry)
                 return repeated.picture.to(picture.dtype)
             reason = repeated.reason
             both = f"{outcome.reason}; its {made} is {saw}, and ours could not take its place: {reason}"
-            self.journal.correct(HOST, both, outcome.entry)
+            self.call_stats.correct(HOST, both, outcome.entry)
         log.warning("VAE: the %s is %s, and OneDiff could not help: %s.", made, saw, reason)
         return picture
 

@@ -99,8 +99,8 @@ class TiledDecoder:
     def __call__(self, z: Tensor) -> Tensor:
         if self.walks:
             return self.walk(z)
-        half = z.shape[3] // 2
-        tiles = [self.decoder.original_forward(tile.contiguous()) for tile in (z[..., :half], z[..., half:])]
+        deepcache = z.shape[3] // 2
+        tiles = [self.decoder.original_forward(tile.contiguous()) for tile in (z[..., :deepcache], z[..., deepcache:])]
         return torch.cat(tiles, dim=3)
 
     def walk(self, z: Tensor) -> Tensor:
