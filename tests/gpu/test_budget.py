@@ -19,7 +19,7 @@ from lib_onediff.bench.models import inputs, random_unet
 from lib_onediff.engines.graphs.accounting import Place
 from lib_onediff.engines.graphs.cache import CARD_IS_FULL
 from lib_onediff.engines.graphs.pool_size import memory_of
-from lib_onediff.hosts.diffusers.unet.unet import attach
+from lib_onediff.hosts.diffusers.unet import attach
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.runtime.verify import relative_error

@@ -15,7 +15,7 @@ pytest.importorskip("diffusers")
 
 from lib_onediff.bench.models import random_unet
 from lib_onediff.demo.adapter import random_inputs
-from lib_onediff.hosts.diffusers.unet.unet import attach, detach
+from lib_onediff.hosts.diffusers.unet import attach, detach
 from lib_onediff.hosts.webui import network_name
 from lib_onediff.options.settings import Settings
 from lib_onediff.prewarm.worker import CAPTURING, CHECKING, WarmUp

@@ -10,7 +10,7 @@ from builders import ONE_LAYER_A_BLOCK, SD1, a_call, diffusers_unet, served
 from test_public_api_pipelines import inputs, pipeline, quiet
 
 import lib_onediff
-from lib_onediff.hosts.diffusers.unet.schedule import Clock
+from lib_onediff.hosts.diffusers.schedule import Clock
 from lib_onediff.model.deepcache.sampling import Sampling, time_of
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.accelerator import runtime

@@ -13,8 +13,7 @@ import lib_onediff
 from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.shapes.key import ShapeKey
 from lib_onediff.shapes.table import Entry
-from lib_onediff.store.history import EVERY_ARCHITECTURE, History
-from lib_onediff.store.history import NAME as PINNED
+from lib_onediff.store.history import EVERY_ARCHITECTURE, PINNED, History
 from lib_onediff.store.machine import Fingerprint
 from lib_onediff.store.rows import HistoryRow
 from lib_onediff.store.store import Store

@@ -234,7 +234,7 @@ def test_script_serves_diffusers_models_only(tmp_path: Path, monkeypatch: pytest
     from lib_onediff.demo.modules import paths, script_callbacks, script_loading, sd_models
     from lib_onediff.demo.registration import modules_importable
     from lib_onediff.demo.tiny_model import tiny_sd15_pipeline
-    from lib_onediff.hosts.diffusers.unet.unet import is_attached
+    from lib_onediff.hosts.diffusers.unet import is_attached
 
     root = settings_tab.__file__.rsplit("/lib_onediff/", 1)[0]
     script_callbacks.clear_callbacks()

@@ -42,7 +42,7 @@ def test_it_is_exact(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "cut"),
+    ("width", "config"),
     [(width, config) for width, kernel in ((64, ATTENTION), (80, WIDE_ATTENTION)) for config in kernel.candidates
      if config != LIBRARY], ids=str,
 )

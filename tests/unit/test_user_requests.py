@@ -15,7 +15,7 @@ from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.ops.tuning_cache import Choices
 from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.shapes.table import State
-from lib_onediff.store.history import NAME, History, Pins
+from lib_onediff.store.history import PINNED, History, Pins
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def test_only_what_is_known_can_be_pinned(unet: nn.Module) -> None:
 @pytest.mark.parametrize("stored", [None, "512x512", [1, 2], [["SD1"]], [["SD1", 5]], {"SD1": "512x512"}, [None]])
 def test_a_store_that_anybody_has_written(stored: object) -> None:
     choices = Choices()
-    choices.set(NAME, stored)
+    choices.set(PINNED, stored)
     assert Pins(choices).all() == frozenset()
 
 

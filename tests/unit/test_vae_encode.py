@@ -220,15 +220,15 @@ def test_every_layer_is_described() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("half", ["encoder", "decoder"])
-def test_the_kernels_themselves_watched(deepcache: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("part", ["encoder", "decoder"])
+def test_the_kernels_themselves_watched(part: str, dtype: torch.dtype) -> None:
     """What is watched is what a norm that follows has measured on the way: the very same tensor."""
     pytest.importorskip("triton", reason="needs Triton")
     from lib_onediff.ops.triton.operators import TritonOperators
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    module = getattr(diffusers_vae(**SD), deepcache).to(device, dtype)
-    given = torch.rand((1, 3, 40, 24) if deepcache == "encoder" else (1, 4, 3, 2)).to(device, dtype)
+    module = getattr(diffusers_vae(**SD), part).to(device, dtype)
+    given = torch.rand((1, 3, 40, 24) if part == "encoder" else (1, 4, 3, 2)).to(device, dtype)
     bound = BoundDecoder(module, None, HostTraits())
     bound.look()
     made = {}
