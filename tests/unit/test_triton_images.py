@@ -30,6 +30,10 @@ CONFIGS = [(added, config) for added, kernel in KERNELS for config in kernel.can
 BY_EITHER_KERNEL = pytest.mark.parametrize("added", [add, add_and_measure])
 
 
+def name_of(value: object) -> str:
+    return getattr(value, "__name__", str(value))
+
+
 def sum_of(
     added: Callable[..., object], image: Tensor, update: Tensor, bias: Tensor | None, *config: LaunchConfig
 ) -> Tensor:
@@ -60,7 +64,7 @@ def test_a_bias_is_added_in_place(shape: tuple[int, ...], added: Callable[..., o
     assert torch.equal(image, expected)
 
 
-@pytest.mark.parametrize(("added", "config"), CONFIGS, ids=str)
+@pytest.mark.parametrize(("added", "config"), CONFIGS, ids=name_of)
 def test_every_cut_of_an_addition_gives_the_same(added: Callable[..., object], config: LaunchConfig) -> None:
     image, update, bias = random_image(1, 72, 5, 27), random_image(1, 72, 5, 27), torch.randn(72, device=DEVICE)
     assert torch.equal(sum_of(added, image, update, bias, config), sum_of(add, image, update, bias))
