@@ -14,7 +14,7 @@ from .model.layout import UnsupportedUNet
 from .model.read import read_layout
 from .model.vae.read import read_decoder
 from .options.settings import Settings
-from .runtime.accelerator import runtime
+from .runtime.runtime import runtime
 from .store.history import chosen_folder
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from lib_onediff.options.settings import Settings
 from lib_onediff.prewarm.idle import IdleWarmUp
 from lib_onediff.prewarm.most_used import Wanted, most_used
 from lib_onediff.prewarm.worker import WarmUp
-from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.runtime.freed_memory import give_back_freed_memory
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.sizes import parse_sizes
 from lib_onediff.store.history import chosen_folder
 from lib_onediff.ui import accordion, onediff_tab, run_settings, settings_tab, status

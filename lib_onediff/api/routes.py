@@ -17,7 +17,7 @@ from .turns import Busy, Turns
 if TYPE_CHECKING:
     from ..hosts.webui import WebUI
     from ..prewarm.worker import WarmUp
-    from ..runtime.accelerator import Accelerator
+    from ..runtime.runtime import Runtime
 
 Status = Callable[[], dict[str, Any]]
 PREFIX, TAG, SOURCE = "/onediff/v1", "OneDiff", "API"
@@ -32,7 +32,7 @@ JobId = Path(..., ge=1, le=models.LARGEST_NUMBER, description="As GET jobs names
 
 
 def add_routes(
-    app: FastAPI, cmd_opts: Any, runtime: Accelerator, warmup: WarmUp, webui: WebUI, status: Status
+    app: FastAPI, cmd_opts: Any, runtime: Runtime, warmup: WarmUp, webui: WebUI, status: Status
 ) -> None:
     """Serve the API from app where the WebUI serves its own, which it does with --api and with --nowebui.
 
@@ -72,7 +72,7 @@ def described(problems: dict[int, str]) -> dict[int | str, dict[str, Any]]:
 class Routes:
     """What the routes do; the docstrings stand in the host's /docs."""
 
-    def __init__(self, runtime: Accelerator, warmup: WarmUp, webui: WebUI, status: Status) -> None:
+    def __init__(self, runtime: Runtime, warmup: WarmUp, webui: WebUI, status: Status) -> None:
         self._runtime, self._warmup, self._status = runtime, warmup, status
         self._turns = Turns(webui.exclusively)
 

@@ -12,7 +12,7 @@ import torch
 
 from ..hosts.diffusers import unet as diffusers
 from ..options.settings import Settings
-from ..runtime.accelerator import runtime
+from ..runtime.runtime import runtime
 from .children import ChildFailed, Task, ask
 from .clock import synchronize
 from .options import sizes_for

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..engines import EAGER, NATIVE
 from ..hosts.diffusers import vae as diffusers_decoder
 from ..options.settings import Settings
-from ..runtime.accelerator import runtime
+from ..runtime.runtime import runtime
 from ..runtime.vae.call_stats import HOST
 from ..runtime.verify import relative_error
 from .clock import in_turn, memory_use, seconds

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ..engines import INDUCTOR
-from ..runtime.accelerator import runtime
 from ..runtime.call_stats import HOST
+from ..runtime.runtime import runtime
 from .children import ChildFailed, Task, ask
 from .clock import seconds
 from .options import sizes_for

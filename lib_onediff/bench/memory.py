@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..runtime.accelerator import runtime
+from ..runtime.runtime import runtime
 from .children import ChildFailed, Task, ask
 from .clock import MIB, synchronize
 from .options import Size, many_sizes_for, name_of, ours_among

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..public import compile_pipe, uncompile_pipe
-from ..runtime.accelerator import runtime
+from ..runtime.runtime import runtime
 from .clock import give_back_memory, seconds
 from .models import random_unet, random_vae
 from .options import DTYPES, Size, kind_of, name_of, sizes_for

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ..engines import EAGER, FLOAT8, INDUCTOR, NATIVE, OUR_KERNELS, has_graphs
 from ..hosts.diffusers import unet as diffusers
 from ..options.settings import Settings
-from ..runtime.accelerator import runtime
 from ..runtime.call_stats import GRAPH, HOST, PLAIN
+from ..runtime.runtime import runtime
 
 Arguments = dict[str, Any]
 Run = Callable[[Arguments], Tensor]

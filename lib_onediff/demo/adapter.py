@@ -13,7 +13,7 @@ from ..hosts.diffusers import unet as diffusers_host
 from ..hosts.diffusers import vae as diffusers_decoder
 from ..hosts.webui import PROMPT_NOISE, CannotWarm, Result, network_name
 from ..model.layout import UNetLayout, UnsupportedUNet
-from ..runtime.accelerator import runtime
+from ..runtime.runtime import runtime
 
 MIDDLE_OF_THE_SCHEDULE = 500
 # Sizes, crop and target; the refiner takes a score in place of the target's two.

@@ -27,7 +27,7 @@ class Seen(NamedTuple):
     count: int
 
 
-class AutoChoice:
+class AutoBackend:
     """Has Inductor compiled where calls take long, lets it and the plain backend each make some of them, and keeps to
     the faster one from then on.
 
@@ -67,6 +67,10 @@ class AutoChoice:
             rounded = {name: round(time.median, 2) for name, time in times.items()}
             self._choices.set(name_for(device), {"backend": better, "times": rounded})
             self._calls.clear()
+
+    def is_choosing(self, backend: str, device: torch.device) -> bool:
+        """Whether calls by this backend are still being counted and timed, to choose."""
+        return backend in (*PLAIN, INDUCTOR) and not self._failure and self._chosen(device) is None
 
     def is_inductor(self, device: torch.device) -> bool:
         """Whether that is what was chosen."""

@@ -39,6 +39,6 @@ class Runner(Protocol):
         """The UNet's output as a new tensor. The conditioning is read from where it was when this was made."""
 
 
-def run(binding: Binding, ops: Operators, call: UNetCall, conditioning: Conditioning) -> Tensor:
+def run(binding: Binding, ops: Operators, call: UNetCall, conditioning: Conditioning | None) -> Tensor:
     """The UNet's output; see compute.compute."""
     return compute(binding.layout, binding.weights(), ops, call, conditioning)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from ..model.bound import BoundUNet
-from ..model.call import DeepCachePass, DeepFeature
+from ..model.call import DeepCachePass, DeepFeature, UNetCall
 from ..model.conditioning import returns_none
 from ..model.deepcache.cache_run import CacheRun
 from ..model.deepcache.sampling import Sampling
@@ -27,7 +27,7 @@ class CachedRunner(NamedTuple):
     """A runner, and what it was made for: it serves as long as both are the same."""
 
     generation: int
-    conditioning: Conditioning
+    conditioning: Conditioning | None
     runner: Runner
 
 
@@ -88,7 +88,7 @@ class ManagedUNet:
         return self.bound.binding
 
     def runner(
-        self, key: ShapeKey, conditioning: Conditioning, deepcache: DeepCachePass | None = None
+        self, key: ShapeKey, conditioning: Conditioning | None, deepcache: DeepCachePass | None = None
     ) -> Runner | None:
         """The runner for a shape, unless weights, conditioning or deep feature have moved since it was made."""
         kept = self._kept.get(key)
@@ -99,13 +99,21 @@ class ManagedUNet:
         del self._kept[key]
         return None
 
-    def serves(self, kept: CachedRunner, conditioning: Conditioning, deepcache: DeepCachePass | None) -> bool:
+    def runner_in_sampling(self, key: ShapeKey, call: UNetCall) -> Runner | None:
+        """As runner, in a sampling that goes on (see BoundUNet.goes_on): nothing is computed for it."""
+        kept = self._kept.get(key)
+        if kept is None or kept.generation != self.bound.generation:
+            return None
+        known = kept.conditioning is None or self.bound.holds(kept.conditioning, call)
+        return kept.runner if known else None
+
+    def serves(self, kept: CachedRunner, conditioning: Conditioning | None, deepcache: DeepCachePass | None) -> bool:
         """Whether a runner is still good for these."""
         return kept.generation == self.bound.generation and kept.conditioning is conditioning and (
             feature_of(kept.runner) is (deepcache and deepcache.feature)
         )
 
-    def keep(self, key: ShapeKey, conditioning: Conditioning, runner: Runner) -> None:
+    def keep(self, key: ShapeKey, conditioning: Conditioning | None, runner: Runner) -> None:
         """Keep a runner that was made just now; those that weights have moved away from go."""
         self._kept = {
             other: kept for other, kept in self._kept.items() if kept.generation == self.bound.generation

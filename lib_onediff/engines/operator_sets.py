@@ -30,7 +30,7 @@ from ..ops.quantized.scaled_mm import Float8Support, support
 from ..ops.triton.launch_config import Launches
 from ..ops.tuning_cache import Choices
 from ..options.settings import Settings
-from .auto_backend import AutoChoice
+from .auto_backend import AutoBackend
 from .inductor.compiler import Inductor
 
 log = logging.getLogger("onediff")
@@ -58,7 +58,7 @@ class OperatorSets:
         self.attention = Attention(choices)
         self.float8 = Float8Choice(choices)
         self.inductor = Inductor(self.attention, choices=choices)
-        self.auto = AutoChoice(choices)
+        self.auto = AutoBackend(choices)
         self._launches = Launches(choices)
         self._made: dict[str, Operators] = {}
         self._why_not: dict[torch.device, str | None] = {}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..runtime.accelerator import runtime
+from ..runtime.runtime import runtime
 from .contract import Need, first_unmet, offers
 from .unknown import UnknownHost
 from .webui import WebUI

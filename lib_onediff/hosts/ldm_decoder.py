@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..model.patches import HostTraits, origin, own_method, package
-from ..runtime.accelerator import runtime
+from ..runtime.runtime import runtime
 from .class_patch import ClassPatch
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..model.deepcache.sampling import Sampling
-from ..runtime.accelerator import runtime
+from ..runtime.runtime import runtime
 
 # These call the UNet at every timestep but the lowest.
 ALL_BUT_THE_LOWEST = ("ddim", "ddim_cfgpp", "plms")

@@ -10,7 +10,7 @@ from torch import nn
 from ..model.layout import UnsupportedUNet
 from ..model.read import read_layout
 from ..prewarm.job import CannotWarm
-from ..runtime.accelerator import runtime
+from ..runtime.runtime import runtime
 
 __all__ = ["PROMPT_NOISE", "CannotWarm", "Result", "WebUI", "network_name"]
 Result = TypeVar("Result")

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
@@ -191,6 +191,15 @@ class PromptMemory:
                 held, self._slots[size] = fresh, Slot(fresh, prompt)
         self._note_used(size, held)
         return held
+
+    def holds(
+        self, conditioning: Conditioning, context: Tensor, y: Tensor | None, generation: int, edits: Hashable
+    ) -> bool:
+        """Whether these tensors hold the conditioning of these very context and y. generation, edits: the weights'."""
+        slot = self._slots.get(prompt_size(context, y))
+        return slot is not None and slot.conditioning is conditioning and (
+            slot.current.edits[:2] == (generation, edits) and slot.current.sighting.recognises((context, y))
+        )
 
     def _note_used(self, size: tuple, conditioning: Conditioning) -> None:
         self._used[size] = conditioning

@@ -6,7 +6,7 @@ the context and the label embedding once per prompt (condition), all time embedd
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -39,16 +39,38 @@ class Conditioning:
 
 def condition(layout: UNetLayout, weights: Weights, ops: Operators, context: Tensor, y: Tensor | None) -> Conditioning:
     """Compute what depends on the prompt alone from context (batch, tokens, width) and y (batch, width)."""
-    dtype = weights[layout.time.first.path].weight.dtype
-    context = context.to(dtype)
+    context = context.to(weights[layout.time.first.path].weight.dtype)
     key_values = tuple(
         ops.linear(context, weights[attention.key_value.name]) for attention in layout.cross_attentions
     )
-    label = None
-    if layout.label is not None and y is not None:
-        hidden = ops.silu(ops.linear(y.to(dtype), weights[layout.label.first.path]))
-        label = ops.linear(hidden, weights[layout.label.second.path])
-    return Conditioning(key_values, label)
+    return Conditioning(key_values, embedded_label(layout, weights, ops, y))
+
+
+def embedded_label(layout: UNetLayout, weights: Weights, ops: Operators, y: Tensor | None) -> Tensor | None:
+    """The embedding of y (batch, width): (batch, embedding width). None where the UNet takes none."""
+    if layout.label is None or y is None:
+        return None
+    dtype = weights[layout.time.first.path].weight.dtype
+    hidden = ops.silu(ops.linear(y.to(dtype), weights[layout.label.first.path]))
+    return ops.linear(hidden, weights[layout.label.second.path])
+
+
+class ContextProjections(Mapping[str, Tensor]):
+    """Keys and values of each cross attention, by the name of its fused layer, computed where they are used."""
+
+    def __init__(self, layout: UNetLayout, weights: Weights, ops: Operators, context: Tensor) -> None:
+        self._names = tuple(attention.key_value.name for attention in layout.cross_attentions)
+        self._weights, self._ops = weights, ops
+        self._context = context.to(weights[layout.time.first.path].weight.dtype)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._ops.linear(self._context, self._weights[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def time_embedding(
@@ -81,18 +103,24 @@ def key_values_by_name(layout: UNetLayout, conditioning: Conditioning) -> dict[s
 
 
 class Pass:
-    """One forward pass in progress: the inputs that every layer needs, and the way through the layers."""
+    """One forward pass in progress: the inputs that every layer needs, and the way through the layers.
+
+    conditioning: of the call's prompt; None: it is computed on the way from the call's context and y.
+    """
 
     def __init__(
-        self, layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, conditioning: Conditioning
+        self, layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, conditioning: Conditioning | None
     ) -> None:
         self.layout, self.weights, self.ops, self.call = layout, weights, ops, call
         self.control = call.control or Control()
-        embedding = time_embedding(layout, weights, ops, call, conditioning.label)
-        self.layers = Layers(
-            weights, ops, block_shifts(layout, weights, ops, embedding), key_values_by_name(layout, conditioning),
-            call.upcast_attention,
-        )
+        key_values: Mapping[str, Tensor]
+        if conditioning is None:
+            label = embedded_label(layout, weights, ops, call.y)
+            key_values = ContextProjections(layout, weights, ops, call.context)
+        else:
+            label, key_values = conditioning.label, key_values_by_name(layout, conditioning)
+        shifts = block_shifts(layout, weights, ops, time_embedding(layout, weights, ops, call, label))
+        self.layers = Layers(weights, ops, shifts, key_values, call.upcast_attention)
 
     def encode(self, stages: int) -> tuple[Tensor, list[Tensor]]:
         """Run the first input stages; returns the image and a skip from each stage."""
@@ -131,7 +159,7 @@ class Pass:
         return image.to(self.call.latent.dtype)
 
 def forward(
-    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, conditioning: Conditioning
+    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, conditioning: Conditioning | None
 ) -> Tensor:
     """The whole UNet: (batch, out channels, height, width) in the latent's dtype, for latents of any size."""
     running = Pass(layout, weights, ops, call, conditioning)

@@ -36,16 +36,25 @@ class Edits:
 
 
 class Signature:
-    """Where parameters lay when this was taken. Equal if the same number of them lies in the same places."""
+    """Where parameters lay when this was taken: weights, then biases. Equal if as many lie in the same places."""
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self._references = list(map(weakref.ref, parameters))
-        self._addresses = list(map(Tensor.data_ptr, parameters))
+    def __init__(self, weights: list[nn.Parameter], biases: list[nn.Parameter]) -> None:
+        self._references = list(map(weakref.ref, [*weights, *biases]))
+        self._addresses = list(map(Tensor.data_ptr, [*weights, *biases]))
+        self._weights = self._references[: len(weights)], self._addresses[: len(weights)]
 
     def still_true(self) -> bool:
         """Whether these very parameters are alive and have not moved; see Edits.still_true."""
         try:
             return self._addresses == [reference().data_ptr() for reference in self._references]
+        except AttributeError:
+            return False
+
+    def weights_lie_still(self) -> bool:
+        """As still_true, of the weights alone: half the time, a tenth of a millisecond for SDXL."""
+        references, addresses = self._weights
+        try:
+            return addresses == [reference().data_ptr() for reference in references]
         except AttributeError:
             return False
 

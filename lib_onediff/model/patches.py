@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ class HostTraits:
     trusted: Python modules whose class-level patches change nothing that the adapter does not see to.
     inert: whether the forwards set on a module's instance (unet, module) do now just what its class's would.
     sync_lora: brings the parameters of these layers up to date, where the host does that lazily in each one's forward.
+    wanted_lora: what sync_lora brings them up to; equal as long as nothing has to be done.
     by_content: every call brings new tensors, so that a prompt is known by its content only.
     yardstick: the host's forward, with what it only approximates (8-bit attention) computed exactly, to compare with.
     """
@@ -47,6 +48,7 @@ class HostTraits:
     trusted: Collection[str] = ()
     inert: Callable[[nn.Module, nn.Module], bool] = never
     sync_lora: Callable[[Iterable[nn.Module]], None] | None = None
+    wanted_lora: Callable[[], Hashable] | None = None
     by_content: bool = False
     yardstick: Callable[[Callable[[], Tensor]], Callable[[], Tensor]] = as_it_is
 
@@ -54,10 +56,10 @@ class HostTraits:
 def scan(unet: nn.Module, host_traits: HostTraits = HostTraits()) -> Structure:
     """Look through every module below unet, in a millisecond or two per thousand.
 
-    foreign is None, or one line that names the first thing that makes a module compute something other than its
+    patched is None, or one line that names the first thing that makes a module compute something other than its
     class says: a forward set on the instance, a hook, a LoRA that is not merged, dropout at work, or a class whose
-    forward was replaced by code from a Python module that is neither the class's own nor in habits.trusted. unet itself
-    is the caller's to judge: its hooks run around any forward.
+    forward was replaced by code from a Python module that is neither the class's own nor in host_traits.trusted. unet
+    itself is the caller's to judge: its hooks run around any forward.
     """
     members: list[tuple[weakref.ref[nn.Module], type]] = []
     switches: list[tuple[weakref.ref[nn.Module], object]] = []

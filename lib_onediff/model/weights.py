@@ -132,7 +132,13 @@ class Binding:
 
         Raises UnsupportedUNet if a layer is gone.
         """
-        return Signature(present_parameters(self._leaves))
+        weights, biases = [], []
+        for _, leaf in self._leaves:
+            weight, bias = self._parameters(leaf)
+            weights.append(weight)
+            if bias is not None:
+                biases.append(bias)
+        return Signature(weights, biases)
 
     def edits(self) -> Edits:
         """How the attention's and the label embedding's parameters stand now.

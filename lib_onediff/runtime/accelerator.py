@@ -1,9 +1,7 @@
-"""The one runtime object: takes a UNet call, picks the route, runs it, and says why."""
+"""The UNet's route: takes a call, replays what is ready for it, or finds out who serves it, and says why."""
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -12,14 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engines import Candidates
-from ..engines.graphs.accounting import MemorySnapshot
-from ..engines.graphs.cache import GraphCache
-from ..engines.graphs.memory_pressure import MemoryPressure
-from ..engines.graphs.stream_order import StreamOrder
+from ..engines import AUTO, FLOAT8, ONEFLOW, Candidates
 from ..engines.managed_unet import ManagedUNet
-from ..engines.operator_sets import OperatorSets
-from ..guard import Guard, HostFunction
+from ..guard import HostFunction
 from ..model.call import UNetCall
 from ..model.deepcache.cache_run import StepPlan
 from ..model.deepcache.options import DeepCacheOptions
@@ -27,17 +20,15 @@ from ..model.deepcache.sampling import Sampling
 from ..model.layout import UNetLayout, UnsupportedUNet
 from ..model.patches import HostTraits
 from ..ops.precision import AttentionOverflows, Flags, flags_for, our_modes, upcasts_attention
-from ..ops.tuning_cache import Choices
 from ..options.settings import Settings
 from ..shapes.key import ShapeKey
-from ..shapes.table import Entry, ShapeTable, State
-from ..store.history import History, Pins
+from ..shapes.table import Entry, State
 from ..weak_dictionary import WeakDictionary
 from .backend_choice import Declined
-from .cache_admin import CacheAdmin
-from .call_stats import HOST, PLAIN, CallStats
+from .call_stats import GRAPH, HOST, PLAIN
 from .fallback import CallResult, FallbackChain
-from .generations import Generations
+from .services import Services
+from .session import Session
 from .vae.route import DecoderRoute
 from .verify import CannotJudge
 
@@ -47,56 +38,23 @@ HostForward = Callable[[], Tensor]
 OUT_OF_MEMORY = "out of GPU memory: the graphs were freed"
 
 
-class Accelerator(CacheAdmin):
+class Accelerator(Services):
     """Routes the calls of every UNet that a host has handed over."""
 
     def __init__(self) -> None:
-        # Stands around every hook of ours.
-        self.guard = Guard()
-        self.settings = Settings()
-        self.table = ShapeTable()
-        self.call_stats = CallStats()
-        self.history = History()
-        # What was measured to be best on this machine.
-        self.choices = Choices()
-        self.pins = Pins(self.choices)
+        super().__init__()
         self.attention_overflows = AttentionOverflows(self.choices)
-        self.operators = OperatorSets(self.choices)
-        self._managed: WeakDictionary[nn.Module, ManagedUNet] = WeakDictionary()
-        self._run_settings: Settings | None = None
-        self._why_off = ""
-        # What a generation makes inside itself (a face's inpainting) has its settings.
-        self.generations = Generations()
+        self._sessions: WeakDictionary[nn.Module, Session] = WeakDictionary()
         # What the host says of the sampling in progress.
         self._sampling = Sampling()
-        self._graphs = GraphCache(self.table, self._managed, self.pins, self.operators.of)
-        self._fallback = FallbackChain(self.table, self._graphs, self.operators)
-        self._lock = threading.RLock()
-        self._order = StreamOrder()
-        self._seen = MemorySnapshot()
-        # Who needs GPU memory besides us asks here.
-        self.pressure = MemoryPressure(
-            self._graphs, self._lock, self.guard, lambda: self.generations.innermost is not None
+        self._fallback = FallbackChain(
+            self.table, self._graphs, self.operators, lambda: self.waits_for_compile
         )
         self.vae = DecoderRoute(self)
         # The adapter of the WebUI that we run in (a hosts.webui.WebUI): it must outlive a reload of the scripts.
         self.webui: Any = None
 
     # --- what hosts say -------------------------------------------------------------------------------------------
-
-    def configure(self, settings: Settings) -> None:
-        """Use these settings from the next UNet call on."""
-        self.settings = settings
-
-    @contextlib.contextmanager
-    def settings_for_run(self, settings: Settings, why_off: str = "") -> Iterator[None]:
-        """Use other settings for the calls made inside. why_off: the reason to show if they switch OneDiff off."""
-        before = self._run_settings, self._why_off
-        self._run_settings, self._why_off = settings, why_off
-        try:
-            yield
-        finally:
-            self._run_settings, self._why_off = before
 
     def adopt(self, unet: nn.Module, settings: Settings | None = None, host_traits: HostTraits = HostTraits()) -> None:  # noqa: B008
         """Take a UNet into care; nothing of it changes before its first call. settings override the runtime's own."""
@@ -141,28 +99,6 @@ class Accelerator(CacheAdmin):
             self.release(unet)
         self.vae.release_all()
 
-    @property
-    def run_settings(self) -> tuple[Settings, str] | None:
-        """The settings of the generation in progress and why they switch OneDiff off; None where it has none."""
-        if self._run_settings is not None:
-            return self._run_settings, self._why_off
-        generation = None if self.waits_for_compile else self.generations.innermost
-        return None if generation is None else (generation.settings, generation.why_off)
-
-    @property
-    def waits_for_compile(self) -> bool:
-        """Whether calls wait for kernels that are being compiled."""
-        return self._fallback.waits_for_compile
-
-    @contextlib.contextmanager
-    def wait_for_compile(self) -> Iterator[None]:
-        """Calls made inside wait for kernels that are being compiled; otherwise the host serves them meanwhile."""
-        before, self._fallback.waits_for_compile = self._fallback.waits_for_compile, True
-        try:
-            yield
-        finally:
-            self._fallback.waits_for_compile = before
-
     def announce(self, sampling: Sampling, unet: nn.Module | None = None) -> None:
         """A host says what it knows of the sampling that begins: of this UNet, or of all that it may use for it."""
         if unet is None:
@@ -180,13 +116,6 @@ class Accelerator(CacheAdmin):
             managed.bound.begin_sampling()
             budget = (managed.settings or self.settings).memory_budget
             self.pressure.before_sampling(managed.architecture, budget)
-
-    @contextlib.contextmanager
-    def computing(self, device: torch.device) -> Iterator[None]:
-        """Kernels launched inside run alone: other threads wait for the lock, and the GPU finishes the work of other
-        streams first."""
-        with self._lock, self._order.after_the_last(device):
-            yield
 
     # --- one call -------------------------------------------------------------------------------------------------
 
@@ -226,8 +155,11 @@ class Accelerator(CacheAdmin):
     def _serve(self, unet: nn.Module, call: UNetCall, host: HostForward) -> CallResult:
         with self.computing(call.latent.device):
             managed, settings = self.managed_and_settings(unet)
-            steps = self._fallback.begin(managed, settings, call)
-            served = self._compute(managed, settings, steps, call)
+            replayed = self._replay(unet, managed, settings, call)
+            if replayed is not None:
+                return replayed
+            candidates = self._fallback.begin(managed, settings, call)
+            served = self._compute(managed, settings, candidates, call)
         if served.entry.state is State.COLD:
             # Outside our modes: the host's forward must run exactly as the host would run it.
             self._fallback.prove(served, settings, self.history, host, managed.bound.host_traits.yardstick(host))
@@ -238,9 +170,42 @@ class Accelerator(CacheAdmin):
                 with self.computing(call.latent.device), our_modes(call.latent.device, served.entry.key.precision):
                     self._fallback.make_ready(managed, settings, served)
         managed.note_served(call.context)
+        self._note_session(unet, settings, call, served)
         return served
 
-    def _compute(self, managed: ManagedUNet, settings: Settings, steps: Candidates, call: UNetCall) -> CallResult:
+    def _replay(self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: UNetCall) -> CallResult | None:
+        """The answer to a call like an earlier one of its sampling: look up, copy the inputs, replay, clone. None where
+        something has to be found out first."""
+        session = self._sessions.get(unet)
+        if session is None or self.waits_for_compile or not session.holds(settings, call.latent.device):
+            return None
+        known = session.find(call)
+        if known is None or known.entry.state is not State.READY or not managed.bound.goes_on(call, managed.by_content):
+            return None
+        runner, entry = managed.runner_in_sampling(known.key, call), known.entry
+        if runner is None:
+            return None
+        entry.note_use()
+        self._notice(entry)
+        output = entry.own.time(entry.key.device, lambda: runner.run(call), GRAPH)
+        managed.note_served(call.context)
+        return CallResult(output, entry, GRAPH, known.reason, None, call, None)
+
+    def _note_session(self, unet: nn.Module, settings: Settings, call: UNetCall, served: CallResult) -> None:
+        """Let later calls of this sampling go by _replay, unless something is decided anew at each of them: the step of
+        DeepCache, rounded weights, OneFlow's compiling, the choice of a backend."""
+        backend, device = served.entry.key.backend, call.latent.device
+        looks_again = backend in (FLOAT8, ONEFLOW) or served.plan is not None or settings.deepcache_interval > 1 or (
+            settings.fp8 or settings.backend == AUTO and self.operators.auto.is_choosing(backend, device)
+        )
+        if served.route != GRAPH or looks_again or self.waits_for_compile:
+            return
+        session = self._sessions.get(unet)
+        if session is None or not session.holds(settings, device):
+            session = self._sessions[unet] = Session(settings, device)
+        session.note(call, served.entry, served.reason)
+
+    def _compute(self, managed: ManagedUNet, settings: Settings, candidates: Candidates, call: UNetCall) -> CallResult:
         """The output of a call.
 
         The first output of a shape that overflows is computed again with attention in float32, where the choice is
@@ -256,7 +221,7 @@ class Accelerator(CacheAdmin):
             flags = flags_for(settings, dtype, device, call.upcast_attention)
             with our_modes(device, flags):
                 plan = self._turn(managed, settings, call, flags)
-                served = self._fallback.serve(managed, steps, call, self._notice, flags, plan)
+                served = self._fallback.serve(managed, candidates, call, self._notice, flags, plan)
                 self.call_stats.note_pass(served.entry.key.part, managed.cache_run.reason or managed.cache_run.failure)
             untried = not call.upcast_attention and upcasts_attention(settings, by_host, True)
             if served.entry.state is not State.COLD or not untried or bool(torch.isfinite(served.output).all()):
@@ -321,5 +286,3 @@ class Accelerator(CacheAdmin):
     def _notice(self, entry: Entry) -> None:
         self.call_stats.model, self.call_stats.entry, self.call_stats.backend = entry.model, entry, entry.key.backend
 
-
-runtime = Accelerator()

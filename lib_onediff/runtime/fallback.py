@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -49,7 +48,7 @@ class CallResult(NamedTuple):
     entry: Entry
     route: str
     reason: str
-    conditioning: Conditioning
+    conditioning: Conditioning | None
     call: UNetCall
     plan: StepPlan | None
 
@@ -57,22 +56,16 @@ class CallResult(NamedTuple):
 class FallbackChain:
     """The backends of a device, from the best down to PyTorch's operators launched one by one."""
 
-    def __init__(self, table: ShapeTable, graphs: GraphCache, operators: OperatorSets) -> None:
+    def __init__(
+        self, table: ShapeTable, graphs: GraphCache, operators: OperatorSets, waits_for_compile: Callable[[], bool]
+    ) -> None:
+        """waits_for_compile: see Services."""
         self._table = table
         self._graphs = graphs
         self._operators = operators
         self._oneflow = OneFlowRoute()
         self._choice = BackendChoice(graphs, operators, self._oneflow)
-        self._waiting = threading.local()
-
-    @property
-    def waits_for_compile(self) -> bool:
-        """Whether this thread's calls wait for kernels that are being compiled, and are not the host's meanwhile."""
-        return getattr(self._waiting, "is_on", False)
-
-    @waits_for_compile.setter
-    def waits_for_compile(self, is_on: bool) -> None:
-        self._waiting.is_on = is_on
+        self._waits_for_compile = waits_for_compile
 
     @property
     def oneflow_graphs(self) -> dict[str, int]:
@@ -81,7 +74,7 @@ class FallbackChain:
 
     def begin(self, managed: ManagedUNet, settings: Settings, call: UNetCall) -> backends.Candidates:
         """See BackendChoice.begin."""
-        return self._choice.begin(managed, settings, call, self.waits_for_compile)
+        return self._choice.begin(managed, settings, call, self._waits_for_compile())
 
     def serve(
         self, managed: ManagedUNet, candidates: backends.Candidates, call: UNetCall, notice: Callable[[Entry], None],
@@ -130,11 +123,11 @@ class FallbackChain:
         """
         entry, backend = served.entry, served.entry.key.backend
         known = recall(entry, history)
-        if known and self.waits_for_compile and entry.host.timing is None:
+        if known and self._waits_for_compile() and entry.host.timing is None:
             time_host(entry, served.output.device, host, often=True)
         if not known and settings.verify:
             try:
-                judge(entry, served.output, host, yardstick, self.waits_for_compile)
+                judge(entry, served.output, host, yardstick, self._waits_for_compile())
             except CannotJudge as reason:
                 if not bool(torch.isfinite(served.output).all()):
                     raise
@@ -163,7 +156,7 @@ class FallbackChain:
         if served.route != PLAIN or entry.state is State.COLD:
             return
         self._capture(managed, settings, entry, served.call, served.conditioning)
-        if self.waits_for_compile and served.plan is not None and entry.state is State.READY:
+        if self._waits_for_compile() and served.plan is not None and entry.state is State.READY:
             self._make_cached_pass_ready(managed, settings, served)
 
     def _make_cached_pass_ready(self, managed: ManagedUNet, settings: Settings, served: CallResult) -> None:
@@ -175,7 +168,7 @@ class FallbackChain:
             self._capture(managed, settings, entry, call, served.conditioning)
 
     def _capture(
-        self, managed: ManagedUNet, settings: Settings, entry: Entry, call: UNetCall, conditioning: Conditioning
+        self, managed: ManagedUNet, settings: Settings, entry: Entry, call: UNetCall, conditioning: Conditioning | None
     ) -> None:
         backend = entry.key.backend
         if not backends.has_graphs(backend, entry.key.device) or entry.no_graph:
@@ -205,16 +198,16 @@ class FallbackChain:
 
     def _have_kernels(self, managed: ManagedUNet, backend: str, call: UNetCall) -> None:
         if backend == backends.INDUCTOR:
-            if not self._operators.inductor.prepare(managed.bound, call.latent, self.waits_for_compile):
+            if not self._operators.inductor.prepare(managed.bound, call.latent, self._waits_for_compile()):
                 raise Declined(INDUCTOR_COMPILES)
             if not managed.bound.channels_last:
                 managed.bound.refresh(call, managed.by_content, channels_last=True)
         if backend not in backends.OUR_KERNELS:
             return
         network = network_of(managed, call, float8=backend == backends.FLOAT8)
-        if not self._operators.prepare(network, self.waits_for_compile):
+        if not self._operators.prepare(network, self._waits_for_compile()):
             raise Declined(COMPILING)
-        if self.waits_for_compile:
+        if self._waits_for_compile():
             # Before the first use is checked, so that what is checked is what will run.
             self._operators.tune_kernels(network)
 
@@ -232,16 +225,13 @@ class FallbackChain:
         self, managed: ManagedUNet, entry: Entry, call: UNetCall, reason: str, plan: StepPlan | None
     ) -> CallResult:
         backend, device = entry.key.backend, call.latent.device
-        # The context's keys and values are plain GEMMs: no operator of ours would make them otherwise.
-        conditioning = managed.bound.conditioning(
-            self._operators.of(backends.EAGER), call, managed.by_content, entry.key.precision
-        )
+        conditioning = self._conditioning(managed, entry, call)
         if plan is not None:
             if entry.key.is_cached_pass and not plan.may_use_cache(managed.bound.weights_now()):
                 raise Stale
             plan.prepare(call.deepcache)
         if backend == backends.ONEFLOW:
-            runner = self._oneflow.runner(managed, entry.key, call, conditioning, self.waits_for_compile)
+            runner = self._oneflow.runner(managed, entry.key, call, conditioning, self._waits_for_compile())
         else:
             # What a graph replays was launched and judged before.
             runner = None if entry.state is State.COLD else managed.runner(entry.key, conditioning, call.deepcache)
@@ -262,9 +252,21 @@ class FallbackChain:
             )
         return CallResult(output, entry, PLAIN, reason, conditioning, call, plan)
 
+    def _conditioning(self, managed: ManagedUNet, entry: Entry, call: UNetCall) -> Conditioning | None:
+        """What was computed of the call's prompt before. None where the host hands over new tensors at every call:
+        whether they hold the same prompt could only be told by waiting for the GPU, so keys and values are computed in
+        the call, 1% of its time."""
+        by_content = managed.by_content or call.context.is_inference()
+        if by_content and entry.key.backend != backends.ONEFLOW:
+            return None
+        # Keys and values are plain GEMMs: no operator of ours would make them otherwise.
+        return managed.bound.conditioning(
+            self._operators.of(backends.EAGER), call, by_content, entry.key.precision
+        )
+
     def _note_full(
-        self, managed: ManagedUNet, entry: Entry, call: UNetCall, conditioning: Conditioning, plan: StepPlan | None,
-        output: Tensor,
+        self, managed: ManagedUNet, entry: Entry, call: UNetCall, conditioning: Conditioning | None,
+        plan: StepPlan | None, output: Tensor,
     ) -> None:
         """A full pass was computed: its feature can be used, once the cached pass has shown that it repeats it."""
         if plan is None or entry.key.is_cached_pass:
@@ -283,7 +285,7 @@ class FallbackChain:
                 shallow.fail(blame(shallow.key.backend, f"DeepCache's cached pass failed: {first_line(error)}"))
                 log.exception("%s (%s)", shallow.reason, shallow.key)
 
-    def _plainly(self, managed: ManagedUNet, entry: Entry, call: UNetCall, conditioning: Conditioning) -> Tensor:
+    def _plainly(self, managed: ManagedUNet, entry: Entry, call: UNetCall, conditioning: Conditioning | None) -> Tensor:
         backend = entry.key.backend
         return eager.run(managed.binding_for(backend), self._operators.of(backend), call, conditioning)
 

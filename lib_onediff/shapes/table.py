@@ -157,6 +157,11 @@ class Entry:
         """How many times faster than the host's own forward; None while one of the two was not timed often enough."""
         return Ratio.of(self.own.timing, self.host.timing)
 
+    def note_use(self) -> None:
+        """A call of this shape begins."""
+        self.uses += 1
+        self.last_used = time.time()
+
     def fail(self, reason: str) -> None:
         self.state, self.reason = State.FAILED, reason
 
@@ -175,8 +180,7 @@ class ShapeTable:
             entry = self._entries.get(key)
             if entry is None:
                 entry = self._entries[key] = Entry(key, model)
-        entry.uses += 1
-        entry.last_used = time.time()
+        entry.note_use()
         return entry
 
     def entries(self) -> list[Entry]:

@@ -10,7 +10,7 @@ from ..options.infotext import describe
 from ..options.presets import AS_IN_SETTINGS
 from ..options.settings import OFF_IN_SETTINGS, Settings
 from ..prewarm.worker import WarmUp
-from ..runtime.accelerator import runtime
+from ..runtime.runtime import runtime
 from ..shapes.sizes import Size
 from .events import HIDDEN, LIVE, QUIET, kept_out_of_defaults
 from .progress import jobs_html, sentence, watch

@@ -12,7 +12,7 @@ from ..hosts.webui import WebUI
 from ..options.presets import all_presets
 from ..options.settings import Settings
 from ..prewarm.worker import WarmUp
-from ..runtime.accelerator import Accelerator
+from ..runtime.runtime import Runtime
 from .cache.panel import build_cache_tab
 from .compare.handlers import ComparePanel
 from .compare.tab import build_compare_page, build_facts_page
@@ -25,7 +25,7 @@ CACHE, PRESETS, COMPARE, CONSISTENCY = "Cache", "Presets", "Compare", "Consisten
 
 
 def build_onediff_tab(
-    runtime: Accelerator, warmup: WarmUp, webui: WebUI, make_script: Callable[[], Any],
+    runtime: Runtime, warmup: WarmUp, webui: WebUI, make_script: Callable[[], Any],
     standing: Callable[[], Settings], store: Store,
 ) -> gr.Blocks:
     """The tab's content, for on_ui_tabs: (build_onediff_tab(...), TITLE, ELEM_ID).

@@ -9,7 +9,7 @@ from typing import Any
 from ..options.infotext import PROBLEM
 from ..options.presets import AS_IN_SETTINGS, with_preset
 from ..options.settings import OFF_IN_SETTINGS, Settings
-from ..runtime.accelerator import runtime
+from ..runtime.runtime import runtime
 from .compare.sides import read_changes
 
 log = logging.getLogger("onediff")

@@ -14,7 +14,7 @@ from ..engines import ONEFLOW
 from ..options.effects import Machine, described, note
 from ..options.option import word_of
 from ..options.settings import Settings, host_key
-from ..runtime.accelerator import runtime
+from ..runtime.runtime import runtime
 from ..store.history import CACHE_VARIABLE
 
 SECTION = ("onediff", "OneDiff")

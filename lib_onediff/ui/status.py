@@ -6,7 +6,7 @@ from typing import Any
 
 from ..hosts.webui import WebUI
 from ..options.settings import OFF_IN_SETTINGS
-from ..runtime.accelerator import runtime
+from ..runtime.runtime import runtime
 from ..runtime.vae.call_stats import described as decode_described
 from .amounts import NOTHING, milliseconds, times
 

@@ -18,7 +18,7 @@ from vae_builders import LDM_LAYOUTS, ldm_decoder
 from lib_onediff.hosts import this_webui
 from lib_onediff.hosts.webui import WebUI
 from lib_onediff.options.settings import Settings
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 
 STAND_INS = Path(__file__).with_name("stand_ins")
 # Each host's own folder first: what is not in it is looked for in the next.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lib_onediff.hosts import this_webui
 from lib_onediff.model.weights import shares_storage
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 
 RELEASES = {
     "a1111": ("a1111", "A1111 v1.10.1"), "forge": ("forge", "Forge 2.0.1v1.10.1"), "neo": ("forge", "Forge Neo 2.26"),

@@ -9,7 +9,7 @@ from builders import relative_error
 from contract_hosts import FAMILY, Host, calls_of
 
 from lib_onediff.hosts.forge.checks import upcasts_attention
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 
 # The host's own, and one that is off by far more than rounding.
 SOURCE = """

@@ -11,7 +11,7 @@ from test_generations import BY_HOST, OURS, RELEASES, close, same
 from lib_onediff.hosts import this_webui
 from lib_onediff.hosts.unknown import UnknownHost
 from lib_onediff.hosts.webui import CannotWarm
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui import status
 
 LDM = "ldm_patched.ldm.modules."

@@ -10,7 +10,7 @@ import torch._dynamo
 from builders import CONTEXT_WIDTH, relative_error
 from contract_hosts import Host, Sampler, calls_of, random
 
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 
 
 class Traced:

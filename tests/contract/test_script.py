@@ -21,7 +21,7 @@ from lib_onediff import api
 from lib_onediff.demo.modules import paths, script_callbacks, script_loading, sd_models, shared
 from lib_onediff.demo.registration import modules_importable
 from lib_onediff.hosts.diffusers.vae import is_attached
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui import settings_tab
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "onediff.py"

@@ -59,7 +59,7 @@ def test_the_webui_takes_our_functions_from_a_stack_of_modules(
     """For a frame of any other file, inspect looks at every module of the process, which takes the WebUI 0.1 s."""
     from lib_onediff.demo.modules import paths, script_callbacks, script_loading
     from lib_onediff.demo.registration import modules_importable
-    from lib_onediff.runtime.accelerator import runtime
+    from lib_onediff.runtime.runtime import runtime
 
     files: list[str] = []
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from lib_onediff import compile_unet, status
 from lib_onediff.bench.models import random_unet
 from lib_onediff.ops import availability, requirements
 from lib_onediff.ops.triton import tokens as triton_tokens
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import State
 
 pytestmark = [

@@ -17,7 +17,7 @@ from weather import CLOSE, arguments, geglu_that, gpu_is_usable, host, now, out_
 from lib_onediff import compile_unet, status
 from lib_onediff.bench.models import random_unet
 from lib_onediff.ops.triton import tokens as triton_tokens
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import State
 
 pytestmark = [

@@ -21,7 +21,7 @@ from lib_onediff.engines.graphs.cache import CARD_IS_FULL
 from lib_onediff.engines.graphs.pool_size import memory_of
 from lib_onediff.hosts.diffusers.unet import attach
 from lib_onediff.options.settings import Settings
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
 
 pytestmark = [

@@ -16,7 +16,7 @@ from lib_onediff.bench.models import inputs, random_unet
 from lib_onediff.engines.graphs.capture import CudaGraphs
 from lib_onediff.model.bound import BoundUNet
 from lib_onediff.model.call import UNetCall
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
 
 pytestmark = [

@@ -14,7 +14,7 @@ from test_pipelines import latents, pipeline
 from lib_onediff import compile_pipe, compile_unet, status, uncompile_pipe
 from lib_onediff.bench.models import inputs, random_unet
 from lib_onediff.model.deepcache.sampling import Sampling
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import State
 
 pytestmark = [

@@ -18,7 +18,7 @@ from lib_onediff.model import float8
 from lib_onediff.ops.quantized.gains import WORTH_ROUNDING
 from lib_onediff.ops.quantized.scaled_mm import support
 from lib_onediff.options.settings import Settings
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,7 +18,7 @@ from lib_onediff.engines.graphs.allocations import peak
 from lib_onediff.engines.graphs.device_memory import empty_cache
 from lib_onediff.hosts.diffusers.unet import attach
 from lib_onediff.options.settings import Settings
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 
 pytestmark = [
     pytest.mark.gpu,

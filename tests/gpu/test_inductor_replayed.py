@@ -11,7 +11,7 @@ pytest.importorskip("diffusers")
 
 from lib_onediff import compile_unet, status, uncompile_unet
 from lib_onediff.bench.models import inputs, random_unet
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
 
 pytestmark = [

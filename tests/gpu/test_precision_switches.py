@@ -19,7 +19,7 @@ from lib_onediff.hosts.diffusers import vae as diffusers_decoder
 from lib_onediff.ops.precision import HALF_SUMS, SWITCHES, TF32_CONVOLUTION, TF32_MATMUL, Flags, applied, switch_of
 from lib_onediff.options.effects import Machine, why_no_effect
 from lib_onediff.options.settings import Settings
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.overflow import WatchedOperators
 
 pytestmark = [

@@ -19,7 +19,7 @@ from lib_onediff.hosts.diffusers.unet import attach, detach
 from lib_onediff.hosts.webui import network_name
 from lib_onediff.options.settings import Settings
 from lib_onediff.prewarm.worker import CAPTURING, CHECKING, WarmUp
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.sizes import Size
 from lib_onediff.store.history import History
 

@@ -15,7 +15,7 @@ pytest.importorskip("diffusers")
 from lib_onediff import status
 from lib_onediff.bench.models import inputs, random_unet
 from lib_onediff.hosts.diffusers.unet import attach
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 
 pytestmark = [
     pytest.mark.gpu,

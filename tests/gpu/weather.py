@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lib_onediff import status
 from lib_onediff.bench.models import inputs
 from lib_onediff.ops.triton import tokens as triton_tokens
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import Entry
 
 CLOSE = 1e-2

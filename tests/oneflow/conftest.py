@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lib_onediff.engines.oneflow.gate import OneFlowGate
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 
 HERE = Path(__file__).parent
 # Theirs are the small UNets.

@@ -15,7 +15,7 @@ from oneflow_builders import agree
 
 from lib_onediff import compile_unet, status, uncompile_unet
 from lib_onediff.engines.oneflow.gate import OneFlowGate, Verdict
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 
 
 def now() -> tuple[str, str]:

@@ -15,7 +15,7 @@ from lib_onediff import api
 from lib_onediff.demo.modules.call_queue import FIFOLock
 from lib_onediff.prewarm.job import CannotWarm
 from lib_onediff.prewarm.worker import WarmUp
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.store.store import HistoryRow, Store
 
 STATUS = {"host": "standalone", "hooks": 1, "reason": "no UNet call yet", "ratio": float("nan")}

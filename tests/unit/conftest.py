@@ -11,7 +11,7 @@ from ladder_builders import Weather, steps_of_a_gpu
 from runtime_fixtures import fresh_runtime, no_machine_is_too_slow  # noqa: F401
 
 from lib_onediff import engines as backends
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 
 
 @pytest.hookimpl(wrapper=True)

@@ -17,7 +17,7 @@ from lib_onediff.model.deepcache.sampling import Sampling
 from lib_onediff.model.patches import HostTraits
 from lib_onediff.ops import torch_ops
 from lib_onediff.options.settings import Settings
-from lib_onediff.runtime.accelerator import Accelerator
+from lib_onediff.runtime.runtime import Runtime
 
 WEBUI = HostTraits(by_content=True)
 STEPS = [float(time) for time in range(951, 0, -50)]
@@ -70,7 +70,7 @@ class Oracle:
 class Rig:
     """A UNet in the care of a runtime, with an oracle beside it; the oracle has weights of its own."""
 
-    runtime: Accelerator
+    runtime: Runtime
     unet: Any
     oracle: Oracle
     log: list[str]
@@ -81,7 +81,7 @@ class Rig:
            **options: Any) -> Rig:
         """options: those of Settings; by default DeepCache with an interval of 3."""
         unet = diffusers_unet(seed, **config)
-        runtime = runtime or Accelerator()
+        runtime = runtime or Runtime()
         settings = Settings(**{"deepcache_interval": 3, **options})
         runtime.configure(settings)
         runtime.adopt(unet, host_traits=host_traits)

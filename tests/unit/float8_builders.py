@@ -19,7 +19,7 @@ from lib_onediff.ops.quantized.operators import Float8Operators
 from lib_onediff.ops.triton.launch_config import Launches
 from lib_onediff.ops.triton.operators import TritonOperators
 from lib_onediff.ops.tuning_cache import Choices
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 
 NAMES = [name for name in vars(Operators) if not name.startswith("_")]
 

@@ -20,7 +20,7 @@ from test_real_host_unets import FORGE, SD1, Y_WIDTH, forge_unet
 from torch import Tensor, nn
 
 from lib_onediff.hosts.forge.adapter import Forge
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 
 FORWARD_PATCH = "diffusion_model.forward"
 ATTENTION = "diffusion_model.input_blocks.1.1.transformer_blocks.0.attn1.to_q.weight"

@@ -13,7 +13,7 @@ from lib_onediff.engines import CUDAGRAPH, EAGER, NATIVE, Candidates
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.weights import Affine
 from lib_onediff.ops import torch_ops
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import Entry
 
 

@@ -15,8 +15,8 @@ import gradio
 
 from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.prewarm.worker import WarmUp
-from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.runtime.rows import ResolutionRow, ShapeRow, Totals
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui.cache.handlers import PARTS, Panel
 from lib_onediff.ui.cache.page import Page
 from lib_onediff.ui.cache.view import ALL_MODELS, USUAL_ORDER

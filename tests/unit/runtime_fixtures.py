@@ -11,7 +11,7 @@ import torch
 from lib_onediff.engines import auto_backend as auto_choice
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime import verify
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.store.history import History
 
 __all__ = ["fresh_runtime", "no_machine_is_too_slow"]

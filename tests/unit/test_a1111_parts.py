@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lib_onediff.hosts.a1111.adapter import does_nothing_now
 from lib_onediff.hosts.a1111.lora import apply_wanted_networks, lora_module, wanted_names
 from lib_onediff.model.patches import HostTraits
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 
 CLOSE = 1e-5
 ADAPTED = (nn.Linear, nn.Conv2d)

@@ -15,7 +15,7 @@ from torch import Tensor
 import lib_onediff
 from lib_onediff.model.call import UNetCall
 from lib_onediff.ops import torch_ops
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import State
 
 

@@ -16,7 +16,7 @@ from lib_onediff.model import bound
 from lib_onediff.model import conditioning as prompts
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.conditioning import MOST_SAVED, MOST_SIZES
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 
 CROSS_ATTENTION = "mid_block.attentions.0.transformer_blocks.0.attn2"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lib_onediff.model.call import UNetCall
 from lib_onediff.options.settings import Settings
-from lib_onediff.runtime.accelerator import Accelerator
+from lib_onediff.runtime.runtime import Runtime
 
 
 class Host:
@@ -26,25 +26,25 @@ class Host:
 
 
 @torch.no_grad()
-def run(accelerator: Accelerator, unet: Any, call: UNetCall) -> tuple[Tensor, int]:
+def run(accelerator: Runtime, unet: Any, call: UNetCall) -> tuple[Tensor, int]:
     """(output, how often the host's forward ran for it)"""
     host = Host(unet, call)
     return accelerator.run(unet, call, host), host.runs
 
 
 @pytest.fixture
-def accelerator() -> Accelerator:
-    return Accelerator()
+def accelerator() -> Runtime:
+    return Runtime()
 
 
 @pytest.fixture
-def adopted(accelerator: Accelerator) -> Any:
+def adopted(accelerator: Runtime) -> Any:
     unet = diffusers_unet()
     accelerator.adopt(unet)
     return unet
 
 
-def test_only_the_first_use_of_a_shape_is_checked(accelerator: Accelerator, adopted: Any) -> None:
+def test_only_the_first_use_of_a_shape_is_checked(accelerator: Runtime, adopted: Any) -> None:
     call = a_call(adopted)
     expected = diffusers_output(adopted, call)
     first, checks = run(accelerator, adopted, call)
@@ -58,13 +58,13 @@ def test_only_the_first_use_of_a_shape_is_checked(accelerator: Accelerator, adop
 @pytest.mark.parametrize("other", [
     {"height": 9}, {"width": 9}, {"batch": 1}, {"tokens": 154},
 ], ids=str)
-def test_every_new_shape_is_checked(accelerator: Accelerator, adopted: Any, other: dict[str, int]) -> None:
+def test_every_new_shape_is_checked(accelerator: Runtime, adopted: Any, other: dict[str, int]) -> None:
     run(accelerator, adopted, a_call(adopted))
     assert run(accelerator, adopted, a_call(adopted, **other))[1] > 0
     assert len(accelerator.table.entries()) == 2
 
 
-def test_another_checkpoint_of_the_architecture_is_not_checked_again(accelerator: Accelerator, adopted: Any) -> None:
+def test_another_checkpoint_of_the_architecture_is_not_checked_again(accelerator: Runtime, adopted: Any) -> None:
     run(accelerator, adopted, a_call(adopted))
     other = diffusers_unet(1)
     accelerator.adopt(other)
@@ -73,20 +73,20 @@ def test_another_checkpoint_of_the_architecture_is_not_checked_again(accelerator
     assert relative_error(output, diffusers_output(other, a_call(other))) < 1e-5
 
 
-def test_without_verification_the_host_never_runs(accelerator: Accelerator, adopted: Any) -> None:
+def test_without_verification_the_host_never_runs(accelerator: Runtime, adopted: Any) -> None:
     accelerator.configure(Settings(verify=False))
     assert run(accelerator, adopted, a_call(adopted))[1] == 0
     assert accelerator.status()["route"] == "plain"
 
 
-def test_a_unet_that_nobody_handed_over_is_the_hosts(accelerator: Accelerator) -> None:
+def test_a_unet_that_nobody_handed_over_is_the_hosts(accelerator: Runtime) -> None:
     unet = diffusers_unet()
     output, runs = run(accelerator, unet, a_call(unet))
     assert runs == 1 and torch.equal(output, diffusers_output(unet, a_call(unet)))
     assert accelerator.status()["reason"] == "this UNet was not handed to OneDiff"
 
 
-def test_a_released_unet_is_the_hosts_again(accelerator: Accelerator, adopted: Any) -> None:
+def test_a_released_unet_is_the_hosts_again(accelerator: Runtime, adopted: Any) -> None:
     run(accelerator, adopted, a_call(adopted))
     accelerator.release(adopted)
     accelerator.release(adopted)
@@ -95,7 +95,7 @@ def test_a_released_unet_is_the_hosts_again(accelerator: Accelerator, adopted: A
     assert accelerator.status()["route"] == "host"
 
 
-def test_the_hosts_own_error_is_the_hosts(accelerator: Accelerator, adopted: Any) -> None:
+def test_the_hosts_own_error_is_the_hosts(accelerator: Runtime, adopted: Any) -> None:
     def broken() -> Tensor:
         raise LookupError("the host has a fault")
 
@@ -103,14 +103,14 @@ def test_the_hosts_own_error_is_the_hosts(accelerator: Accelerator, adopted: Any
         accelerator.run(adopted, a_call(adopted), broken)
 
 
-def test_status_starts_without_a_picture(accelerator: Accelerator) -> None:
+def test_status_starts_without_a_picture(accelerator: Runtime) -> None:
     status = accelerator.status()
     assert (status["route"], status["model"], status["resolution"], status["step_ms"]) == (None, None, None, None)
     assert status["reason"] == "no picture has been made yet"
     assert status["calls"] == {"graph": 0, "plain": 0, "blocks": 0, "host": 0}
 
 
-def test_status_tells_what_the_last_call_was(accelerator: Accelerator, adopted: Any) -> None:
+def test_status_tells_what_the_last_call_was(accelerator: Runtime, adopted: Any) -> None:
     for _ in range(3):
         run(accelerator, adopted, a_call(adopted, height=9, width=11))
     # Of the three, the first was checked and not timed.
@@ -129,19 +129,19 @@ def test_status_tells_what_the_last_call_was(accelerator: Accelerator, adopted: 
     assert status["calls"] == {"graph": 0, "plain": 4, "blocks": 0, "host": 0}
 
 
-def test_status_is_plain_values(accelerator: Accelerator, adopted: Any) -> None:
+def test_status_is_plain_values(accelerator: Runtime, adopted: Any) -> None:
     run(accelerator, adopted, a_call(adopted))
     assert json.loads(json.dumps(accelerator.status())) == accelerator.status()
 
 
-def test_the_backend_chosen_by_name_needs_no_excuse(accelerator: Accelerator, adopted: Any) -> None:
+def test_the_backend_chosen_by_name_needs_no_excuse(accelerator: Runtime, adopted: Any) -> None:
     accelerator.configure(Settings(backend="eager"))
     run(accelerator, adopted, a_call(adopted))
     assert (accelerator.status()["route"], accelerator.status()["reason"]) == ("plain", "")
 
 
 @pytest.mark.parametrize("how", ["configured", "own", "for the run"])
-def test_switched_off_is_the_hosts_picture(accelerator: Accelerator, how: str) -> None:
+def test_switched_off_is_the_hosts_picture(accelerator: Runtime, how: str) -> None:
     unet, off = diffusers_unet(), Settings(enabled=False)
     accelerator.adopt(unet, off if how == "own" else None)
     if how == "configured":
@@ -152,7 +152,7 @@ def test_switched_off_is_the_hosts_picture(accelerator: Accelerator, how: str) -
     assert (accelerator.status()["route"], accelerator.status()["reason"]) == ("host", "OneDiff is switched off")
 
 
-def test_settings_for_a_run_nest_and_end_even_by_an_error(accelerator: Accelerator, adopted: Any) -> None:
+def test_settings_for_a_run_nest_and_end_even_by_an_error(accelerator: Runtime, adopted: Any) -> None:
     def now() -> str:
         run(accelerator, adopted, a_call(adopted))
         return accelerator.status()["route"]

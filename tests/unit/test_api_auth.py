@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from lib_onediff.api.auth import FOREIGN_PAGE, LOG_IN, NO_PAGE
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 
 PREFIX = "/onediff/v1"
 REQUESTS = [

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from lib_onediff.api import answers, models
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 
 JSON = {"Content-Type": "application/json"}
 PATHS = ("prewarm", "purge", "pin", "release")

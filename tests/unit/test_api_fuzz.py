@@ -19,7 +19,7 @@ from api_requests import PASSWORD, ROWS, Request, requests
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.store.history import History
 
 REQUESTS = 2000

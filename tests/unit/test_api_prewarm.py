@@ -12,7 +12,7 @@ from api_builders import SECONDS, Api, wait_until
 
 from lib_onediff.api import models, routes
 from lib_onediff.options.settings import Settings
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 
 
 @pytest.fixture

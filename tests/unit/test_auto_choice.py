@@ -13,13 +13,13 @@ from test_inductor import LACK, SMALL_SD1
 import lib_onediff
 from lib_onediff.engines import EAGER, INDUCTOR, Candidates
 from lib_onediff.engines import auto_backend as auto_choice
-from lib_onediff.engines.auto_backend import ENOUGH_CALLS, AutoChoice, name_for
+from lib_onediff.engines.auto_backend import ENOUGH_CALLS, AutoBackend, name_for
 from lib_onediff.engines.inductor.compiler import Inductor
 from lib_onediff.ops.inductor.compiled import CompiledRegion
 from lib_onediff.ops.tuning_cache import Choices
-from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.runtime.call_stats import GRAPH
 from lib_onediff.runtime.fallback import FallbackChain
+from lib_onediff.runtime.runtime import runtime
 
 CPU = torch.device("cpu")
 PLAIN = Candidates((EAGER,), "there is no GPU")
@@ -29,7 +29,7 @@ PLAIN = Candidates((EAGER,), "there is no GPU")
 def choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Choices]:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     choices = Choices()
-    monkeypatch.setattr(runtime.operators, "auto", AutoChoice(choices))
+    monkeypatch.setattr(runtime.operators, "auto", AutoBackend(choices))
     monkeypatch.setattr(runtime.operators, "inductor", Inductor(runtime.operators.attention, helpers=0))
     yield choices
     runtime.operators.inductor.finish()
@@ -64,7 +64,7 @@ def test_both_make_some_calls_and_the_faster_one_makes_the_rest(
     sentence = lib_onediff.status()["auto"]
     assert sentence.startswith(f"auto is {faster} here: ") and sentence.endswith("measured once on this machine")
     # Another process of this machine begins with it.
-    monkeypatch.setattr(runtime.operators, "auto", AutoChoice(choices))
+    monkeypatch.setattr(runtime.operators, "auto", AutoBackend(choices))
     assert backends_of(1, unet) == [faster]
 
 
@@ -109,7 +109,7 @@ def test_where_inductor_cannot_compile_it_is_done_without(choices: Choices, monk
 def test_a_store_that_anybody_may_have_written(nonsense: Any) -> None:
     choices = Choices()
     choices.set(name_for(CPU), nonsense)
-    auto = AutoChoice(choices)
+    auto = AutoBackend(choices)
     unet = diffusers_unet(**SMALL_SD1)
     assert auto.candidates(PLAIN, a_call(unet)) == PLAIN
     assert auto.sentence() == "" and not auto.is_inductor(CPU)

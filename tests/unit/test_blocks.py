@@ -20,7 +20,7 @@ from lib_onediff.hosts.a1111.controlnet_loop import HostLoop
 from lib_onediff.model.patches import HostTraits
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime import block_route as blocks
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import State
 
 CLOSE = 1e-5

@@ -15,7 +15,7 @@ from test_warmup import wait_until_idle
 
 from lib_onediff.options.settings import Settings
 from lib_onediff.prewarm.presets import FAMILIES, Preset
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.sizes import Size
 from lib_onediff.ui.cache.page import Message, read_keys, read_message
 

@@ -12,7 +12,7 @@ import pytest
 from panel_builders import MEBIBYTE, ROW, SHAPE, TOTALS, Seen, changed, keys, used
 from test_warmup import SmallWebUI, ThreadChoosingWebUI
 
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui.cache import handlers as cache_handlers
 from lib_onediff.ui.cache import purge as cache_purge
 from lib_onediff.ui.chores import Chore

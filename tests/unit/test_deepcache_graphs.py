@@ -10,7 +10,7 @@ from graph_builders import PretendedGraphs
 from lib_onediff.engines.graphs.recapture import Wanted
 from lib_onediff.model.deepcache import forward as compute
 from lib_onediff.options.settings import Settings
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import Entry, State
 
 FULL, CACHED = "full", "cached"

@@ -13,7 +13,7 @@ import lib_onediff
 from lib_onediff.hosts.diffusers.schedule import Clock
 from lib_onediff.model.deepcache.sampling import Sampling, time_of
 from lib_onediff.options.settings import Settings
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 
 __all__ = ["quiet"]
 NAME = "StableDiffusionPipeline"

@@ -26,7 +26,7 @@ from lib_onediff.ops.quantized.operators import Float8Operators
 from lib_onediff.ops.triton.launch_config import Launches
 from lib_onediff.ops.tuning_cache import Choices
 from lib_onediff.options.settings import Settings
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import State
 
 CPU = torch.device("cpu")

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lib_onediff.hosts.webui import CannotWarm
 from lib_onediff.model.weights import shares_storage
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 
 pytestmark = needs_forge
 

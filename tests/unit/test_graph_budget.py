@@ -17,8 +17,8 @@ from lib_onediff.engines.graphs.accounting import Place
 from lib_onediff.engines.graphs.pool_size import LEAST_GAIN, gives_back, memory_of, needs_of
 from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.options.settings import Settings
-from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.runtime.rows import ResolutionRow
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import Entry, State
 
 CLOSE = 1e-5

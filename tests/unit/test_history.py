@@ -10,7 +10,7 @@ import torch
 from builders import a_call, served, shared_unet
 
 import lib_onediff
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.key import ShapeKey
 from lib_onediff.shapes.table import Entry
 from lib_onediff.store.history import EVERY_ARCHITECTURE, PINNED, History

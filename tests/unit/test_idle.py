@@ -15,7 +15,7 @@ from lib_onediff.prewarm import idle as idle_module
 from lib_onediff.prewarm.idle import IdleWarmUp, count_ready
 from lib_onediff.prewarm.most_used import Wanted
 from lib_onediff.prewarm.worker import WarmUp
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.sizes import Size
 
 IDLE = 0.15

@@ -37,7 +37,7 @@ from lib_onediff.ops.inductor import artifact
 from lib_onediff.ops.inductor import operators as inductor_ops
 from lib_onediff.ops.inductor.compiled import CompiledRegion
 from lib_onediff.ops.tuning_cache import Choices
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.store.history import History
 
 CLOSE = 1e-5
@@ -234,7 +234,7 @@ sys.path[:0] = json.loads(sys.argv[1])
 import lib_onediff, torch
 assert "torch._dynamo" not in sys.modules, "importing OneDiff is slow"
 torch.set_num_threads(1)
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from test_inductor import SMALL_SD1, a_call, check, ours
 unet = ours(SMALL_SD1, seed=5)
 check(unet, a_call(unet, 10, 11))

@@ -19,7 +19,7 @@ from lib_onediff.ops.inductor import artifact
 from lib_onediff.ops.inductor.compiled import CompiledRegion
 from lib_onediff.ops.inductor.regions import ADDITION, Region, Shapes, region_for
 from lib_onediff.ops.tuning_cache import Choices
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.store.history import History
 
 Addition = tuple[Region, Shapes, tuple[torch.Tensor, ...]]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lib_onediff.engines import CUDAGRAPH, NATIVE
 from lib_onediff.ops import torch_ops
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import State
 
 CLOSE = 1e-5

@@ -20,7 +20,7 @@ import lib_onediff
 from lib_onediff import engines as backends
 from lib_onediff.engines import NATIVE
 from lib_onediff.engines.operator_sets import OperatorSets
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import State
 
 CLOSE = 1e-5

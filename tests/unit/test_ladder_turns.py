@@ -9,7 +9,7 @@ from torch import nn
 import lib_onediff
 from lib_onediff.engines import CUDAGRAPH, EAGER, NATIVE
 from lib_onediff.model.call import UNetCall
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 
 CLOSE = 1e-5
 

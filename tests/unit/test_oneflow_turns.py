@@ -14,7 +14,7 @@ from lib_onediff.engines import ONEFLOW
 from lib_onediff.engines.oneflow import graphs as oneflow
 from lib_onediff.engines.oneflow.route import COMPILING, COMPILING_ANOTHER, NotYet, OneFlowRoute
 from lib_onediff.ops import torch_ops
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.key import ShapeKey
 
 SECONDS = 60

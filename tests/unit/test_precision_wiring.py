@@ -17,7 +17,7 @@ from lib_onediff.ops import precision as modes
 from lib_onediff.ops import torch_ops
 from lib_onediff.ops.precision import FP16_REDUCTION, SWITCHES, Flags, flags_for
 from lib_onediff.options.settings import Settings
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.key import ShapeKey
 from lib_onediff.shapes.table import State
 from lib_onediff.store.history import verdict_name

@@ -14,7 +14,7 @@ import gradio
 from lib_onediff.demo.modules.options import OptionInfo, Options
 from lib_onediff.options.preset_data import BALANCED, PRESETS, PROFILES, QUALITY, SPEED
 from lib_onediff.options.settings import Settings
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui import settings_tab
 from lib_onediff.ui.presets.panel import PresetsPanel
 from lib_onediff.ui.presets.tab import build_presets_page

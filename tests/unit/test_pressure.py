@@ -19,7 +19,7 @@ from lib_onediff.engines.graphs.device_memory import LEAST, MOST, Card
 from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.model.call import UNetCall
 from lib_onediff.options.settings import Settings
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 
 CLOSE = 1e-5
 GIBIBYTE = 2**30

@@ -16,7 +16,7 @@ from torch import nn
 
 import lib_onediff
 from lib_onediff.options.settings import Settings
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 
 
 def route() -> str:

@@ -11,7 +11,7 @@ import torch
 from builders import CONTEXT_WIDTH, INPAINTING, LCM, POOLED_WIDTH, SD1, SD2, SDXL, diffusers_unet, randomise
 
 import lib_onediff
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 
 # Of the schedulers' defaults and of NumPy 2.
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "DeprecationWarning")]

@@ -10,7 +10,7 @@ import torch
 import install as installer
 from lib_onediff.ops import availability, requirements
 from lib_onediff.ops.requirements import OLDEST_TORCH, OLDEST_TRITON, Setup, how_to_be_fast, release
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui.status import status_html
 
 LINUX, WINDOWS = "/home/me/venv/bin/python", r"C:\My UI\venv\Scripts\python.exe"

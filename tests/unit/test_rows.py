@@ -10,8 +10,8 @@ import torch
 
 from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.model.call import Control, UNetCall
-from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.runtime.rows import ResolutionRow, rows_of
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.key import ShapeKey
 from lib_onediff.shapes.table import Entry, State
 

@@ -13,7 +13,7 @@ import gradio
 
 from lib_onediff.demo.modules.options import OptionInfo, Options
 from lib_onediff.options.settings import Settings, host_key
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui import settings_tab
 
 

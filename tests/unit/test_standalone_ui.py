@@ -21,7 +21,7 @@ from lib_onediff.demo.refusal import Refusal
 from lib_onediff.hosts.unknown import UnknownHost
 from lib_onediff.options.settings import OFF_IN_SETTINGS, Settings
 from lib_onediff.prewarm.worker import WarmUp
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui import accordion, run_settings, settings_tab, status
 
 STATUS = {

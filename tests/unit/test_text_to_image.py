@@ -17,7 +17,7 @@ from lib_onediff.demo.modules import paths, script_callbacks, script_loading, sd
 from lib_onediff.demo.registration import modules_importable
 from lib_onediff.demo.tiny_model import tiny_sd15_pipeline
 from lib_onediff.options.settings import Settings
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui.compare.text_to_image import (
     FOLDER,
     Interrupted,

@@ -13,8 +13,8 @@ from panel_builders import ROW, changed, text_of
 
 from lib_onediff.model.call import UNetCall
 from lib_onediff.runtime import verify
-from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.runtime.rows import ratio_values, resolution_row
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import judge
 from lib_onediff.shapes.key import ShapeKey
 from lib_onediff.shapes.table import ENOUGH, Entry, Ratio, Stopwatch, Timing

@@ -13,7 +13,7 @@ from torch import nn
 
 from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.ops.tuning_cache import Choices
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import State
 from lib_onediff.store.history import PINNED, History, Pins
 

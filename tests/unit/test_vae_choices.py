@@ -32,7 +32,7 @@ from vae_precision_builders import (
 from lib_onediff.model.vae.forward import Decoding
 from lib_onediff.model.weights import Affine
 from lib_onediff.ops import torch_ops
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.bound import BoundDecoder, HostTraits
 from lib_onediff.runtime.vae.fallback import UNCOMPARED
 from lib_onediff.runtime.vae.overflow import NOT_FINITE, ONE_COLOUR, SATURATED, WatchedOperators, look_at

@@ -31,7 +31,7 @@ from lib_onediff.model.patches import HostTraits
 from lib_onediff.model.vae.forward import Decoding
 from lib_onediff.model.vae.read import read_decoder
 from lib_onediff.ops import torch_ops
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.bound import BoundDecoder
 from lib_onediff.runtime.vae.overflow import WatchedOperators
 

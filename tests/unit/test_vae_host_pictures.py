@@ -26,7 +26,7 @@ from vae_precision_builders import (
 )
 
 from lib_onediff.options.settings import Settings
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.fallback import DecodeFallbackChain
 from lib_onediff.runtime.vae.overflow import NOT_FINITE, ONE_COLOUR
 

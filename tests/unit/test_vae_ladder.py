@@ -23,8 +23,8 @@ from lib_onediff.engines import EAGER, NATIVE, Candidates
 from lib_onediff.model.patches import HostTraits
 from lib_onediff.model.vae.forward import Decoding
 from lib_onediff.ops import torch_ops
-from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.runtime.fallback import COMPILING
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.bound import BoundDecoder
 from lib_onediff.runtime.vae.fallback import decoder_candidates
 

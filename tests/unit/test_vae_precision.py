@@ -35,7 +35,7 @@ from vae_precision_builders import (
 )
 
 from lib_onediff.model.vae.forward import Decoding
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.store.history import History
 
 pytestmark = pytest.mark.usefixtures("fresh_route", "nothing_known")

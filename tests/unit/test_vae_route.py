@@ -23,8 +23,8 @@ from vae_builders import (
 from lib_onediff.model.call import UNetCall
 from lib_onediff.ops import torch_ops
 from lib_onediff.options.settings import Settings
-from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.runtime.rows import rows_of
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.route import DecoderRoute
 from lib_onediff.shapes.key import ShapeKey
 from lib_onediff.shapes.table import State

@@ -17,7 +17,7 @@ import torch
 from builders import a_call, diffusers_output, diffusers_unet
 
 import lib_onediff
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.key import ShapeKey
 from lib_onediff.store import history as history_module
 from lib_onediff.store.history import History, verdict_name
@@ -251,7 +251,7 @@ torch.set_num_threads(1)
 import lib_onediff
 assert lib_onediff.__file__.startswith(sys.argv[1])
 from builders import a_call, diffusers_output, diffusers_unet, relative_error, served
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 runtime.history.open(Path(sys.argv[3]))
 unet = lib_onediff.compile_unet(diffusers_unet(), backend="eager")
 call = a_call(unet)

@@ -16,7 +16,7 @@ from lib_onediff.hosts.webui import network_name
 from lib_onediff.options.settings import Settings
 from lib_onediff.prewarm import queue as job_queue
 from lib_onediff.prewarm.worker import CannotWarm, Job, WarmUp
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.sizes import Size
 
 SECONDS = 60

@@ -15,8 +15,8 @@ from lib_onediff.engines.inductor.compiler import Inductor, Planned
 from lib_onediff.ops.availability import why_no_inductor
 from lib_onediff.options.settings import Settings
 from lib_onediff.prewarm.worker import COMPILING, WarmUp
-from lib_onediff.runtime.accelerator import runtime
 from lib_onediff.runtime.backend_choice import INDUCTOR_COMPILES
+from lib_onediff.runtime.runtime import runtime
 
 __all__ = ["queue", "webui"]  # Fixtures.
 LACK = why_no_inductor(torch.device("cpu"))

@@ -13,7 +13,7 @@ from test_warmup import SECONDS, SMALL, SmallWebUI, finished, queue, wait_until_
 from lib_onediff.prewarm import worker as warmup
 from lib_onediff.prewarm.job import Job
 from lib_onediff.prewarm.worker import WarmUp
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.key import ShapeKey
 from lib_onediff.shapes.sizes import Size
 from lib_onediff.shapes.table import State

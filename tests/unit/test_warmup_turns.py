@@ -14,7 +14,7 @@ from test_warmup import SECONDS, SMALL, SmallWebUI, finished, queue, wait_until_
 
 from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.prewarm.worker import WarmUp
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.sizes import Size
 
 __all__ = ["queue", "webui"]  # Fixtures.
@@ -120,7 +120,7 @@ def test_the_program_can_end_in_the_middle() -> None:
 import sys, threading
 sys.path.insert(0, "tests/unit")
 import builders, test_warmup
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.sizes import Size
 from lib_onediff.prewarm.worker import WarmUp
 webui = test_warmup.SmallWebUI(builders.diffusers_unet())

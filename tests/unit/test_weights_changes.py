@@ -21,7 +21,7 @@ from torch import nn
 
 import lib_onediff
 from lib_onediff.model.call import UNetCall
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 
 CROSS_ATTENTION = "mid_block.attentions.0.transformer_blocks.0.attn2"
 LAYERS = {

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lib_onediff.model.patches import HostTraits
 from lib_onediff.options.settings import Settings
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.route import DecoderRoute
 
 # With the 32 groups of the real models, so few channels would leave one to a group, whose norm swallows every bias.

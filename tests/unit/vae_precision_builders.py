@@ -18,7 +18,7 @@ from vae_builders import (
 from lib_onediff.model.vae.forward import Decoding
 from lib_onediff.ops import torch_ops
 from lib_onediff.options.settings import Settings
-from lib_onediff.runtime.accelerator import runtime
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.bound import BoundDecoder, HostTraits
 from lib_onediff.runtime.vae.overflow import WatchedOperators
 

@@ -189,7 +189,7 @@ class OneDiffOverSage(OneDiff):
 def onediff_adapter() -> tuple[Any, Any]:
     """Our adapter for Forge, not serving yet, and the runtime that it hands calls to."""
     from ...hosts.forge.adapter import Forge
-    from ...runtime.accelerator import runtime
+    from ...runtime.runtime import runtime
 
     return Forge(), runtime
 

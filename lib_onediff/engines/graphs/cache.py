@@ -50,7 +50,7 @@ class GraphCache(GraphRecords):
         return result
 
     def capture(
-        self, managed: ManagedUNet, entry: Entry, budget: int, call: UNetCall, conditioning: Conditioning
+        self, managed: ManagedUNet, entry: Entry, budget: int, call: UNetCall, conditioning: Conditioning | None
     ) -> None:
         """Make the graph of a shape that a call was just served at, within a budget in MiB for all graphs of the device
         (0: a quarter of the card).
@@ -65,7 +65,8 @@ class GraphCache(GraphRecords):
         entry.waits = self._why_wait(entry, allowed)
         if entry.waits:
             return
-        wanted = Wanted(managed, entry, managed.bound.generation, own_inputs(call), conditioning)
+        inputs = own_inputs(call, with_prompt=conditioning is None)
+        wanted = Wanted(managed, entry, managed.bound.generation, inputs, conditioning)
         self._make(wanted)
         if not fits(self.held(device), allowed):
             self._compact(Place.of(entry.key), allowed, wanted)

@@ -80,7 +80,7 @@ class CudaGraphs:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def prepare(
-        self, architecture: str, binding: Binding, ops: Operators, inputs: UNetCall, conditioning: Conditioning,
+        self, architecture: str, binding: Binding, ops: Operators, inputs: UNetCall, conditioning: Conditioning | None,
         needs: int = 0,
     ) -> GraphRunner:
         """Capture the forward for calls of this shape, with own_inputs of one. Such a call must have been made in this
@@ -107,7 +107,7 @@ class CudaGraphs:
         seconds = time.perf_counter() - began
         return GraphRunner(graph, inputs, output, conditioning, pool, bytes_of(inputs), seconds)
 
-    def rehearse(self, binding: Binding, ops: Operators, inputs: UNetCall, conditioning: Conditioning) -> None:
+    def rehearse(self, binding: Binding, ops: Operators, inputs: UNetCall, conditioning: Conditioning | None) -> None:
         """Make a call as the capture will, so that this thread has chosen its algorithms.
 
         Raises torch.cuda.OutOfMemoryError.
@@ -164,7 +164,7 @@ class GraphRunner:
     graph: torch.cuda.CUDAGraph
     inputs: UNetCall
     output: Tensor
-    conditioning: Conditioning
+    conditioning: Conditioning | None
     memory: Pool
     own_bytes: int
     seconds: float
@@ -176,7 +176,7 @@ class GraphRunner:
 
 
 def capture(
-    binding: Binding, ops: Operators, inputs: UNetCall, conditioning: Conditioning, pool: Any,
+    binding: Binding, ops: Operators, inputs: UNetCall, conditioning: Conditioning | None, pool: Any,
     stream: torch.cuda.Stream, piece: int,
 ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """A graph, and the output that it writes. piece: bytes that the pool gets in one piece before."""

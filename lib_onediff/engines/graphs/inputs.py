@@ -11,13 +11,18 @@ from torch import Tensor
 from ...model.call import Control, UNetCall
 
 
-def own_inputs(call: UNetCall, memory_format: torch.memory_format = torch.preserve_format) -> UNetCall:
-    """The call with inputs that belong to the graph. The context is not among them: the conditioning stands for it.
+def own_inputs(
+    call: UNetCall, memory_format: torch.memory_format = torch.preserve_format, with_prompt: bool = False
+) -> UNetCall:
+    """The call with inputs that belong to the graph. with_prompt: context and y are among them; otherwise a
+    conditioning stands for them.
 
     The timestep becomes a float, whole or not, so that samplers of either kind share a graph.
     """
-    own = mapped(call, lambda tensor: tensor.detach().clone(memory_format=memory_format))
-    return replace(own, timestep=own.timestep.float())
+    of = lambda tensor: None if tensor is None else tensor.detach().clone(memory_format=memory_format)  # noqa: E731
+    own = mapped(call, of)
+    own = replace(own, timestep=own.timestep.float())
+    return replace(own, context=of(call.context), y=of(call.y)) if with_prompt else own
 
 
 def mapped(call: UNetCall, of: Callable[[Tensor], Any]) -> UNetCall:
@@ -37,7 +42,7 @@ def bytes_of(inputs: UNetCall) -> int:
     """What a graph's own inputs hold, the deep feature that it writes among them: who reads it shares it."""
     control = inputs.control or Control()
     residuals = (residual for part in fields(Control) for residual in getattr(control, part.name))
-    given = (inputs.latent, inputs.timestep, inputs.timestep_condition, *residuals)
+    given = (inputs.latent, inputs.timestep, inputs.timestep_condition, inputs.context, inputs.y, *residuals)
     deepcache = inputs.deepcache
     written = deepcache.feature.bytes if deepcache is not None and not deepcache.is_cached_pass else 0
     return sum(tensor.nbytes for tensor in given if tensor is not None) + written
@@ -50,9 +55,11 @@ def rehearsal_of(inputs: UNetCall) -> UNetCall:
 
 def copy_inputs(source: UNetCall, target: UNetCall) -> None:
     pairs = [(source.latent, target.latent), (source.timestep, target.timestep)]
-    pairs.append((source.timestep_condition, target.timestep_condition))
-    for part in fields(Control):
-        if source.control is not None:
+    pairs += [(source.timestep_condition, target.timestep_condition), (source.y, target.y)]
+    if target.context.numel():
+        pairs.append((source.context, target.context))
+    if source.control is not None:
+        for part in fields(Control):
             pairs += zip(getattr(source.control, part.name), getattr(target.control, part.name), strict=True)
     for given, own in pairs:
         if own is not None:

@@ -31,7 +31,7 @@ class Wanted(NamedTuple):
     entry: Entry
     generation: int
     inputs: UNetCall
-    conditioning: Conditioning
+    conditioning: Conditioning | None
     seconds: float = 0.0
 
     @classmethod

@@ -20,14 +20,14 @@ from ...model.call import UNetCall
 from ...model.layout import UnsupportedUNet
 from ...model.patches import HostTraits
 from ...prewarm.job import TOKENS
-from ...runtime.accelerator import runtime
+from ...runtime.runtime import runtime
 from .. import sampler_schedule
 from ..class_patch import ClassPatch, active_patches
 from ..contract import Need, first_missing
 from ..ldm_decoder import DecoderPatches
 from ..webui import PROMPT_NOISE, CannotWarm, Result, network_name
 from .controlnet_loop import HostLoop, foreign_forward
-from .lora import apply_wanted_networks, why_functional
+from .lora import apply_wanted_networks, wanted_networks, why_functional
 
 log = logging.getLogger("onediff")
 UNET_MODULES = ("ldm.modules.diffusionmodules.openaimodel", "sgm.modules.diffusionmodules.openaimodel")
@@ -78,7 +78,7 @@ class A1111:
             for module in self._unet_modules
         ]
         self._loop = HostLoop([module.TimestepEmbedSequential for module in self._unet_modules])
-        self._habits = HostTraits(TRUSTED, does_nothing_now, apply_wanted_networks, by_content=True)
+        self._habits = HostTraits(TRUSTED, does_nothing_now, apply_wanted_networks, wanted_networks, by_content=True)
         modules = [importlib.import_module(name) for name in VAE_MODULES]
         passes = [deepcache for module in modules for deepcache in (module.Decoder, module.Encoder)]
         self._vae = DecoderPatches(passes, HostTraits(TRUSTED_IN_VAE), upcasts=upcasts_attention)

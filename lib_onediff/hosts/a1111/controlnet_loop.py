@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...model.patches import origin
-from ...runtime.accelerator import runtime
 from ...runtime.block_route import BlockRoute
+from ...runtime.runtime import runtime
 from ..class_patch import ClassPatch
 
 

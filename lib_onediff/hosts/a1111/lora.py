@@ -48,6 +48,12 @@ def apply_wanted_networks(layers: Iterable[nn.Module]) -> None:
         log.debug("LoRA: %s, %d layers in %.0f ms", names, len(stale), (time.perf_counter() - began) * 1e3)
 
 
+def wanted_networks() -> tuple[tuple[Any, ...], ...]:
+    """What apply_wanted_networks brings layers up to; empty where LoRA is switched off."""
+    networks = lora_module()
+    return () if networks is None else wanted_names(networks)
+
+
 def wanted_names(networks: Any) -> tuple[tuple[Any, ...], ...]:
     """What network_apply_weights compares a layer's network_current_names with."""
     return tuple((net.name, net.te_multiplier, net.unet_multiplier, net.dyn_dim) for net in networks.loaded_networks)

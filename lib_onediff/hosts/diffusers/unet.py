@@ -16,7 +16,7 @@ from ...model.conditioning import MOST_SAVED, Sighting, returns_none
 from ...model.patches import replaced_by
 from ...model.read_diffusers import is_diffusers_unet
 from ...options.settings import Settings
-from ...runtime.accelerator import runtime
+from ...runtime.runtime import runtime
 from .schedule import PipelineSchedule
 
 # accelerate's offloading hooks put their forward in front and keep the one that they found here.

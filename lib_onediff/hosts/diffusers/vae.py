@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...model.patches import replaced_by
 from ...model.vae.read_diffusers import is_diffusers_decoder, is_diffusers_encoder
 from ...options.settings import Settings
-from ...runtime.accelerator import runtime
+from ...runtime.runtime import runtime
 from .unet import BEHIND_A_HOOK, own_forward
 
 

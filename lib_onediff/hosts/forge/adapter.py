@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ...model.deepcache.sampling import Sampling
 from ...model.patches import HostTraits, origin
 from ...model.weights import shares_storage
-from ...runtime.accelerator import runtime
 from ...runtime.call_stats import HOST
+from ...runtime.runtime import runtime
 from .. import sampler_schedule
 from ..class_patch import ClassPatch, active_patches
 from ..contract import first_missing

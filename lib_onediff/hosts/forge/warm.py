@@ -10,7 +10,7 @@ import torch
 
 from ...guard import first_line, outcome_of
 from ...model.layout import UnsupportedUNet
-from ...runtime.accelerator import runtime
+from ...runtime.runtime import runtime
 from ..webui import PROMPT_NOISE, CannotWarm, Result
 from .traits import Traits
 

@@ -22,7 +22,7 @@ def check_depth(layout: UNetLayout, depth: int) -> None:
 
 
 def full_pass(
-    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, conditioning: Conditioning, depth: int
+    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, conditioning: Conditioning | None, depth: int
 ) -> tuple[Tensor, Tensor]:
     """The whole UNet; returns (output, deep feature). The output is exactly forward's."""
     check_depth(layout, depth)
@@ -36,7 +36,7 @@ def full_pass(
 
 
 def cached_pass(
-    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, conditioning: Conditioning, depth: int,
+    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, conditioning: Conditioning | None, depth: int,
     deep: Tensor,
 ) -> Tensor:
     """The outer stages only, around a deep feature from an earlier step."""
@@ -53,7 +53,7 @@ def deepest(layout: UNetLayout) -> int:
 
 
 def compute(
-    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, conditioning: Conditioning
+    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, conditioning: Conditioning | None
 ) -> Tensor:
     """The UNet's output, (batch, out channels, height, width) in the latent's dtype: see forward.forward.
 

@@ -4,73 +4,64 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ... import engines as backends
 from ...engines.operator_sets import Network
+from ...guard import first_line
 from ...model.layout import UnsupportedUNet
+from ...model.vae.forward import Decoding
 from ...model.vae.layout import DecoderLayout
 from ...model.vae.read import read_decoder
-from ...options.settings import Settings
-
-if TYPE_CHECKING:
-    from ..accelerator import Accelerator
-
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
-
-from ...guard import first_line
-from ...model.vae.forward import Decoding
 from ...model.weights import Weights
 from ...ops.precision import applied, flags_for, our_modes
+from ...options.settings import Settings
 from ...shapes.key import ShapeKey
 from ...shapes.table import Entry, State, Stopwatch
 from ..fallback import COMPILING, blame
+from ..services import Services
 from ..verify import recall
 from .call_stats import HOST, OURS
 from .checks import HostDecode, Outcome, check, short_name
 from .overflow import ONE_COLOUR, SATURATED, Finding, WatchedOperators, described, look_at
 from .precision import AUTO, BY_THE_HOST, NAMED, CastWeights, KnownVaes, digest_of
 
-if TYPE_CHECKING:
-    from ..accelerator import Accelerator
-
-
 log = logging.getLogger("onediff")
 
 
-def decoder_candidates(accelerator: Accelerator, settings: Settings, device: torch.device) -> backends.Candidates:
+def decoder_candidates(services: Services, settings: Settings, device: torch.device) -> backends.Candidates:
     """The backends to try for a decode. It is one call a picture: no graph would pay for its memory."""
-    return backends.launched_candidates(settings.backend, device, accelerator.operators.why_not_native)
+    return backends.launched_candidates(settings.backend, device, services.operators.why_not_native)
 
 
-def kernels_are_ready(accelerator: Accelerator, layout: DecoderLayout, latent: Tensor) -> bool:
+def kernels_are_ready(services: Services, layout: DecoderLayout, latent: Tensor) -> bool:
     """Whether the native kernels of a decode are compiled; if not, they soon will be. Raises what Triton raised."""
     network = Network(layout.architecture, layout.leaves(), latent.dtype, latent.device)
-    return accelerator.operators.prepare(network, accelerator.waits_for_compile)
+    return services.operators.prepare(network, services.waits_for_compile)
 
 
-def prepare_early(accelerator: Accelerator, decoder: nn.Module, settings: Settings) -> None:
+def prepare_early(services: Services, decoder: nn.Module, settings: Settings) -> None:
     """Begin to compile, in a thread, what the first decode would have to do without."""
     parameter = next(decoder.parameters(), None)
     if not settings.enabled or parameter is None or not torch.cuda.is_available():
         return
     # A VAE that waits in the computer's memory goes to the GPU when it is used.
     latent = torch.empty(0, dtype=parameter.dtype, device=torch.device("cuda", torch.cuda.current_device()))
-    work = (accelerator, weakref.ref(decoder), settings, latent)
+    work = (services, weakref.ref(decoder), settings, latent)
     threading.Thread(target=prepare, args=work, name="onediff-vae", daemon=True).start()
 
 
 def prepare(
-    accelerator: Accelerator, decoder: weakref.ref[nn.Module], settings: Settings, latent: Tensor
+    services: Services, decoder: weakref.ref[nn.Module], settings: Settings, latent: Tensor
 ) -> None:
     try:
-        if decoder_candidates(accelerator, settings, latent.device).backends[0] == backends.NATIVE:
-            kernels_are_ready(accelerator, read_decoder(decoder()), latent)
+        if decoder_candidates(services, settings, latent.device).backends[0] == backends.NATIVE:
+            kernels_are_ready(services, read_decoder(decoder()), latent)
     except UnsupportedUNet as reason:
         log.debug("VAE: %s", reason)
     except Exception:
@@ -144,9 +135,9 @@ class DecodeFallbackChain:
     float16 that came near the largest number of it. What was seen is remembered of the VAE.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-        self._known = KnownVaes(accelerator.choices)
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._known = KnownVaes(services.choices)
 
     def serve(self, job: Job) -> Outcome:
         """Our picture, or the reason why the host is to decode. Raises torch.cuda.OutOfMemoryError."""
@@ -221,15 +212,15 @@ class DecodeFallbackChain:
     def _attempt(self, job: Job, dtype: torch.dtype, uncompared: bool) -> Attempt:
         """Decode in a type by the first backend that does not fail. What cannot be compared with the host's own is
         decoded by torch's operators, which all others are compared with."""
-        accelerator, sound, stored = self._accelerator, Finding(None), job.latent.dtype
-        names, reason = decoder_candidates(accelerator, job.settings, job.latent.device)
+        services, sound, stored = self._services, Finding(None), job.latent.dtype
+        names, reason = decoder_candidates(services, job.settings, job.latent.device)
         latent = job.latent.to(dtype)
-        accelerator.pressure.before_decode(job.small.to(dtype))
+        services.pressure.before_decode(job.small.to(dtype))
         for backend in (backends.EAGER,) if uncompared else names:
             entry = self._entry(job, dtype, backend, uncompared)
             if entry.state is not State.FAILED:
                 try:
-                    if backend == backends.NATIVE and not kernels_are_ready(accelerator, job.layout, latent):
+                    if backend == backends.NATIVE and not kernels_are_ready(services, job.layout, latent):
                         if dtype == stored:
                             return Attempt(None, entry, COMPILING, sound)
                         # The host would decode in another type than the user has chosen.
@@ -252,7 +243,7 @@ class DecodeFallbackChain:
         key = ShapeKey.of_decode(
             job.layout.architecture, job.small, job.upcast_attention, backend, dtype, flags, marks
         )
-        entry = self._accelerator.table.entry(key, job.layout.model_name)
+        entry = self._services.table.entry(key, job.layout.model_name)
         if uncompared and entry.state is State.COLD:
             entry.state = State.PROVED
         return entry
@@ -260,7 +251,7 @@ class DecodeFallbackChain:
     def _picture(self, job: Job, entry: Entry, latent: Tensor) -> tuple[Tensor, Finding]:
         """The picture of a latent in the type to compute in, in the type of the host's, and what it looks like."""
         key, device = entry.key, latent.device
-        ops = self._accelerator.operators.of(key.backend)
+        ops = self._services.operators.of(key.backend)
         watched = WatchedOperators(ops) if job.choice == AUTO and key.dtype == torch.float16 else None
         weights = job.weights if key.dtype == job.latent.dtype else CastWeights(job.weights, key.dtype)
         decoding = Decoding(
@@ -279,7 +270,7 @@ class DecodeFallbackChain:
         ours = Outcome(attempt.picture, OURS, attempt.reason, entry)
         if entry.state is not State.COLD:
             return ours
-        history = self._accelerator.history
+        history = self._services.history
         if not recall(entry, history) and job.settings.verify:
             # Outside our modes: the host's forward must run exactly as the host would run it.
             checked = check(ours, job.host)

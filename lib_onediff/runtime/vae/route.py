@@ -4,7 +4,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +13,12 @@ from ...model.layout import UnsupportedUNet
 from ...model.patches import HostTraits
 from ...options.settings import Settings
 from ...weak_dictionary import WeakDictionary
+from ..services import Services
 from .bound import BoundDecoder
 from .call_stats import HOST, OURS, DecodeStats
 from .checks import HostDecode, NotServed, Outcome, refuse_latent, refuse_modes
 from .fallback import DecodeFallbackChain, Job, prepare_early
 from .overflow import COLOURS, look_at
-
-if TYPE_CHECKING:
-    from ..accelerator import Accelerator
 
 log = logging.getLogger("onediff")
 
@@ -28,10 +26,10 @@ log = logging.getLogger("onediff")
 class DecoderRoute:
     """Routes the decodes of every decoder that a host has handed over."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, services: Services) -> None:
         self.call_stats = DecodeStats()
-        self._accelerator = accelerator
-        self._fallback = DecodeFallbackChain(accelerator)
+        self._services = services
+        self._fallback = DecodeFallbackChain(services)
         self._decoders: WeakDictionary[nn.Module, BoundDecoder] = WeakDictionary()
         self._run: tuple[Settings, str] | None = None
         # A live preview is decoded on another thread than the picture.
@@ -47,7 +45,7 @@ class DecoderRoute:
             known = self._decoders.get(decoder)
             if known is None:
                 self._decoders[decoder] = BoundDecoder(decoder, settings, host_traits)
-                prepare_early(self._accelerator, decoder, settings or self._accelerator.settings)
+                prepare_early(self._services, decoder, settings or self._services.settings)
             else:
                 known.settings = settings
 
@@ -63,7 +61,7 @@ class DecoderRoute:
 
     def begin_run(self) -> None:
         """A sampling begins: its picture is decoded after it, by the settings that hold now."""
-        self._run = self._accelerator.run_settings
+        self._run = self._services.run_settings
 
     def end_run(self) -> None:
         """The picture is done."""
@@ -112,9 +110,9 @@ class DecoderRoute:
         except torch.cuda.OutOfMemoryError:
             outcome = Outcome(None, HOST, "out of GPU memory: the graphs were freed")
         except Exception as error:
-            return Outcome(None, HOST, self._accelerator.guard.note("the VAE's forward", error))
+            return Outcome(None, HOST, self._services.guard.note("the VAE's forward", error))
         # Only now is everything gone that our forward had computed before it failed.
-        self._accelerator.free_graphs()
+        self._services.free_graphs()
         return outcome
 
     def _settings(self, decoder: nn.Module) -> Settings:
@@ -122,8 +120,8 @@ class DecoderRoute:
         bound = self._decoders.get(decoder)
         if bound is None:
             raise NotServed("this VAE was not handed to OneDiff")
-        own = bound.settings or self._accelerator.settings
-        settings, why_off = self._accelerator.run_settings or self._run or (own, "")
+        own = bound.settings or self._services.settings
+        settings, why_off = self._services.run_settings or self._run or (own, "")
         if not settings.enabled:
             raise NotServed(why_off or "OneDiff is switched off")
         return settings
@@ -147,7 +145,7 @@ class DecoderRoute:
         self, decoder: nn.Module, latent: Tensor, host: HostDecode, upcast_attention: bool, outcome: Outcome
     ) -> Tensor:
         """The host's own picture, or ours where that cannot be shown."""
-        picture = self._accelerator.pressure.run_host(host)
+        picture = self._services.pressure.run_host(host)
         try:
             settings = self._settings(decoder)
         except NotServed:

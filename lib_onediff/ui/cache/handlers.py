@@ -11,8 +11,8 @@ import gradio as gr
 from ...prewarm.job import QUEUED, TOKENS, Job, rows_with_jobs
 from ...prewarm.presets import FAMILIES, Preset, families_for
 from ...prewarm.worker import WarmUp
-from ...runtime.accelerator import Accelerator
 from ...runtime.rows import ResolutionRow
+from ...runtime.runtime import Runtime
 from ...shapes.sizes import Size, parse_sizes
 from ..amounts import counted, memory
 from ..chores import Chore
@@ -42,7 +42,7 @@ class Panel:
     keeps of the page; it returns the value of every component in the order of the tab's outputs.
     """
 
-    def __init__(self, runtime: Accelerator, warmup: WarmUp, exclusively: Exclusively) -> None:
+    def __init__(self, runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) -> None:
         """exclusively: runs work while the WebUI makes no picture."""
         self.runtime = runtime
         self.warmup = warmup

@@ -13,7 +13,7 @@ import gradio as gr
 from ...prewarm.job import TOKEN_CHOICES
 from ...prewarm.presets import FAMILIES
 from ...prewarm.worker import WarmUp
-from ...runtime.accelerator import Accelerator
+from ...runtime.runtime import Runtime
 from ..events import HIDDEN, LIVE, QUIET, in_the_browser, kept_out_of_defaults
 from .handlers import PARTS, Exclusively, Panel
 from .table import legend_html
@@ -24,7 +24,7 @@ PLACEHOLDER = "1024x1024, 832x1216 x2"
 CONTROLS, ACTIONS = ["onediff-controls"], ["onediff-controls", "onediff-actions"]
 
 
-def build_cache_tab(runtime: Accelerator, warmup: WarmUp, exclusively: Exclusively) -> gr.Blocks:
+def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) -> gr.Blocks:
     """The tab's content, for on_ui_tabs: (build_cache_tab(...), TITLE, ELEM_ID).
 
     exclusively: runs work while the WebUI makes no picture.

@@ -4,8 +4,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ...runtime.accelerator import Accelerator
 from ...runtime.rows import ResolutionRow
+from ...runtime.runtime import Runtime
 from ..amounts import counted, memory
 from .table import key_of, resolution_and_model
 
@@ -20,7 +20,7 @@ class Purge:
     work: Callable[[], str]
 
 
-def purge_of_rows(runtime: Accelerator, keys: Iterable[str]) -> Purge:
+def purge_of_rows(runtime: Runtime, keys: Iterable[str]) -> Purge:
     """Of rows by key_of."""
     keys = set(keys)
     rows = runtime.rows()
@@ -36,7 +36,7 @@ def purge_of_rows(runtime: Accelerator, keys: Iterable[str]) -> Purge:
     return Purge(question(counted(len(doomed), "resolution"), would_free(runtime, doomed)), "Purging", work)
 
 
-def purge_of_model(runtime: Accelerator, model: str) -> Purge:
+def purge_of_model(runtime: Runtime, model: str) -> Purge:
     doomed = [row for row in runtime.rows() if row.model == model]
     what = f"{counted(len(doomed), 'resolution')} of {model}"
     return Purge(
@@ -45,7 +45,7 @@ def purge_of_model(runtime: Accelerator, model: str) -> Purge:
     )
 
 
-def purge_of_all(runtime: Accelerator) -> Purge:
+def purge_of_all(runtime: Runtime) -> Purge:
     doomed = runtime.rows()
     what = "the only resolution" if len(doomed) == 1 else f"all {len(doomed)} resolutions"
     return Purge(
@@ -53,7 +53,7 @@ def purge_of_all(runtime: Accelerator) -> Purge:
     )
 
 
-def purge_of_disk(runtime: Accelerator) -> Purge:
+def purge_of_disk(runtime: Runtime) -> Purge:
     held = runtime.totals().disk
     return Purge(
         f"Delete history, verdicts, measured choices and compiled kernels? This frees about {memory(held)} of disk; "
@@ -62,7 +62,7 @@ def purge_of_disk(runtime: Accelerator) -> Purge:
     )
 
 
-def purge_decodes(runtime: Accelerator, gone: list[ResolutionRow]) -> int:
+def purge_decodes(runtime: Runtime, gone: list[ResolutionRow]) -> int:
     """The VAE's shapes stood in the rows that are gone: they go too, unless another model's row has them. Returns the
     bytes of GPU memory that were given back."""
     resolutions = {row.resolution for row in gone}
@@ -70,7 +70,7 @@ def purge_decodes(runtime: Accelerator, gone: list[ResolutionRow]) -> int:
     return sum(runtime.purge({row.resolution}, row.model) for row in left)
 
 
-def would_free(runtime: Accelerator, doomed: list[ResolutionRow]) -> int:
+def would_free(runtime: Runtime, doomed: list[ResolutionRow]) -> int:
     """About how many bytes of GPU memory come back with these rows: all graphs lie over each other in one memory, which
     is as large as the largest of them."""
     keys = {key_of(row) for row in doomed}

@@ -53,7 +53,7 @@ class Faults:
         return True
 
     def hooks(self) -> dict[str, tuple[str, str]]:
-        from lib_onediff.runtime.accelerator import runtime
+        from lib_onediff.runtime.runtime import runtime
 
         return {**ANY_HOST, **HOSTS.get(runtime.webui.name, {})}
 

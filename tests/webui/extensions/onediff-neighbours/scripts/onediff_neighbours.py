@@ -278,7 +278,7 @@ def add_routes(demo: Any, app: FastAPI) -> None:
 
     @app.get("/onediff-neighbours/v1/table")
     def table() -> dict[str, Any]:
-        from lib_onediff.runtime.accelerator import runtime
+        from lib_onediff.runtime.runtime import runtime
 
         return {"entries": len(runtime.table.by_key()), "pins": sorted(map(list, runtime.pins.all()))}
 

@@ -1,49 +1,25 @@
-"""What users ask of the runtime, by whichever page or API: to see, to pin, and to throw away."""
+"""The one runtime object: the routes, and what users ask of the cache: to see, to pin, and to throw away."""
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..engines import AUTO
 from ..engines.graphs.accounting import MemorySnapshot
-from ..engines.graphs.cache import GraphCache
-from ..engines.operator_sets import OperatorSets
-from ..guard import Guard
-from ..ops.tuning_cache import Choices
-from ..options.settings import Settings
-from ..shapes.table import ShapeTable
-from ..store.history import History, Pins
-from .call_stats import GRAPH, CallStats
+from .accelerator import Accelerator
+from .call_stats import GRAPH
 from .rows import ResolutionRow, Totals, rows_of
-
-if TYPE_CHECKING:
-    from ..engines.graphs.memory_pressure import MemoryPressure
-    from .fallback import FallbackChain
-    from .vae.route import DecoderRoute
 
 SECONDS_A_PAGE_WAITS = 0.05
 
 
-class CacheAdmin:
-    """The part of the runtime that answers users. Every method may be called from any thread."""
+class Runtime(Accelerator):
+    """The runtime with what users ask of its cache. Every method may be called from any thread."""
 
-    settings: Settings
-    table: ShapeTable
-    call_stats: CallStats
-    history: History
-    choices: Choices
-    operators: OperatorSets
-    pins: Pins
-    vae: DecoderRoute
-    pressure: MemoryPressure
-    guard: Guard
-    _graphs: GraphCache
-    _fallback: FallbackChain
-    _lock: threading.RLock
-    _run_settings: Settings | None
-    _seen: MemorySnapshot
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen = MemorySnapshot()
 
     # --- to see ---------------------------------------------------------------------------------------------------
 
@@ -140,11 +116,6 @@ class CacheAdmin:
         with self._lock:
             return self._graphs.free()
 
-    def free_graphs(self) -> None:
-        """Drop every graph and hand the memory back to the driver; the next call at a shape captures again."""
-        with self._lock:
-            self._graphs.free()
-
     def _keep_pins(self, pinned: frozenset[tuple[str, str]]) -> None:
         # They lie beside what was measured, which has been forgotten.
         if pinned:
@@ -159,3 +130,7 @@ class CacheAdmin:
             finally:
                 self._lock.release()
         return self._seen
+
+
+# The one runtime object of the process.
+runtime = Runtime()

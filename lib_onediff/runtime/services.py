@@ -1,0 +1,100 @@
+"""What the UNet's route and the VAE's share: settings, what is known of shapes, operators, memory, and the lock."""
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ..engines.graphs.cache import GraphCache
+from ..engines.graphs.memory_pressure import MemoryPressure
+from ..engines.graphs.stream_order import StreamOrder
+from ..engines.managed_unet import ManagedUNet
+from ..engines.operator_sets import OperatorSets
+from ..guard import Guard
+from ..ops.tuning_cache import Choices
+from ..options.settings import Settings
+from ..shapes.table import ShapeTable
+from ..store.history import History, Pins
+from ..weak_dictionary import WeakDictionary
+from .call_stats import CallStats
+from .generations import Generations
+
+
+class Services:
+    """Made once. Whoever computes or captures does it inside computing()."""
+
+    def __init__(self) -> None:
+        # Stands around every hook of ours.
+        self.guard = Guard()
+        self.settings = Settings()
+        self.table = ShapeTable()
+        self.call_stats = CallStats()
+        self.history = History()
+        # What was measured to be best on this machine.
+        self.choices = Choices()
+        self.pins = Pins(self.choices)
+        self.operators = OperatorSets(self.choices)
+        # What a generation makes inside itself (a face's inpainting) has its settings.
+        self.generations = Generations()
+        self._managed: WeakDictionary[nn.Module, ManagedUNet] = WeakDictionary()
+        self._graphs = GraphCache(self.table, self._managed, self.pins, self.operators.of)
+        self._run_settings: Settings | None = None
+        self._why_off = ""
+        self._waiting = threading.local()
+        self._lock = threading.RLock()
+        self._order = StreamOrder()
+        # Who needs GPU memory besides us asks here.
+        self.pressure = MemoryPressure(
+            self._graphs, self._lock, self.guard, lambda: self.generations.innermost is not None
+        )
+
+    def configure(self, settings: Settings) -> None:
+        """Use these settings from the next UNet call on."""
+        self.settings = settings
+
+    @contextlib.contextmanager
+    def settings_for_run(self, settings: Settings, why_off: str = "") -> Iterator[None]:
+        """Use other settings for the calls made inside. why_off: the reason to show if they switch OneDiff off."""
+        before = self._run_settings, self._why_off
+        self._run_settings, self._why_off = settings, why_off
+        try:
+            yield
+        finally:
+            self._run_settings, self._why_off = before
+
+    @property
+    def run_settings(self) -> tuple[Settings, str] | None:
+        """The settings of the generation in progress and why they switch OneDiff off; None where it has none."""
+        if self._run_settings is not None:
+            return self._run_settings, self._why_off
+        generation = None if self.waits_for_compile else self.generations.innermost
+        return None if generation is None else (generation.settings, generation.why_off)
+
+    @property
+    def waits_for_compile(self) -> bool:
+        """Whether this thread's calls wait for kernels that are being compiled, and are not the host's meanwhile."""
+        return getattr(self._waiting, "is_on", False)
+
+    @contextlib.contextmanager
+    def wait_for_compile(self) -> Iterator[None]:
+        """Calls made inside wait for kernels that are being compiled; otherwise the host serves them meanwhile."""
+        before, self._waiting.is_on = self.waits_for_compile, True
+        try:
+            yield
+        finally:
+            self._waiting.is_on = before
+
+    @contextlib.contextmanager
+    def computing(self, device: torch.device) -> Iterator[None]:
+        """Kernels launched inside run alone: other threads wait for the lock, and the GPU finishes the work of other
+        streams first."""
+        with self._lock, self._order.after_the_last(device):
+            yield
+
+    def free_graphs(self) -> None:
+        """Drop every graph and hand the memory back to the driver; the next call at a shape captures again."""
+        with self._lock:
+            self._graphs.free()
