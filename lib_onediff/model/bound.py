@@ -225,17 +225,18 @@ class BoundUNet:
     def conditioning(
         self, ops: Operators, call: UNetCall, by_content: bool, precision: Hashable = ()
     ) -> Conditioning:
-        """What depends on the prompt alone, computed only when prompt, weights or precision have changed."""
+        """What depends on the prompt alone, computed only when prompt, weights or precision have changed.
+
+        by_content: the host hands over new tensors at every call, so that no prompt is recognised. An inference tensor
+        never is.
+        """
+        compute = lambda: condition(self.layout, self.binding.weights(), ops, call.context, call.y)  # noqa: E731
+        if by_content or call.context.is_inference():
+            return self._prompts.computed_anew(call.context, call.y, compute)
         if self._edits is None or not self._edits.still_true():
             self._edits = self.binding.edits()
-        edits = self._edits
-        if call.context.is_inference() and UNCOUNTED not in edits.counts:
-            # Such a tensor cannot be recognised, but edits of the weights can.
-            by_content = True
-        return self._prompts.conditioning(
-            call.context, call.y, (self.generation, edits, precision), by_content,
-            lambda: condition(self.layout, self.binding.weights(), ops, call.context, call.y),
-        )
+        edits = (self.generation, self._edits, precision)
+        return self._prompts.conditioning(call.context, call.y, edits, compute)
 
     def undo_channels_last(self) -> bool:
         """Let the host's own forward find the convolutions' weights as torch makes them. Returns whether they moved."""

@@ -53,30 +53,24 @@ def edit_count(tensor: Tensor | None) -> int:
 
 @dataclass(eq=False)
 class HeldPrompt:
-    """A prompt that a slot has computed. edits: the weights' edit counts then. content: copies of context and y, where
-    a host passes new tensors at every call. saved: a copy of its conditioning, if there is one."""
+    """A prompt that a slot has computed. edits: the weights' edit counts then. saved: a copy of its conditioning, if
+    there is one."""
 
     edits: tuple
     sighting: Sighting
-    content: tuple[Tensor, Tensor | None] | None = None
     saved: Conditioning | None = None
 
     @classmethod
-    def of(cls, context: Tensor, y: Tensor | None, edits: tuple, by_content: bool) -> HeldPrompt:
+    def of(cls, context: Tensor, y: Tensor | None, edits: tuple) -> HeldPrompt:
         sighting = Sighting()
         sighting.remember((context, y))
-        return cls(edits, sighting, (context.clone(), None if y is None else y.clone()) if by_content else None)
+        return cls(edits, sighting)
 
     def is_same(self, context: Tensor, y: Tensor | None, edits: tuple) -> bool:
         return self.edits == edits and self.sighting.recognises((context, y))
 
-    def is_equal(self, context: Tensor, y: Tensor | None, edits: tuple) -> bool:
-        """As is_same, by the values; on a GPU this waits for the queue."""
-        return self.edits == edits and self.content is not None and same_content(self.content, (context, y))
-
     def bytes(self) -> int:
-        content = [tensor for tensor in self.content or () if tensor is not None]
-        return sum(tensor.nbytes for tensor in (*content, *(self.saved.tensors() if self.saved else ())))
+        return bytes_of(self.saved) if self.saved else 0
 
 
 class Slot:
@@ -99,16 +93,15 @@ class Slot:
         """None once no graph and no recent call holds it."""
         return self._conditioning()
 
-    def find(self, context: Tensor, y: Tensor | None, edits: tuple, by_content: bool) -> HeldPrompt | None:
-        """The prompt, if this slot has computed it. by_content: compare values where the tensors are new."""
-        # Each comparison of values waits for the GPU: the likeliest first.
-        known = [*self._earlier, self.current] if self._alternates else [self.current, *self._earlier]
-        found = next((held for held in known if held.is_same(context, y, edits)), None)
-        if found is None and by_content:
-            found = next((held for held in known if held.is_equal(context, y, edits)), None)
-            if found is not None:
-                found.sighting.remember((context, y))
-        return found
+    def find(self, context: Tensor, y: Tensor | None, edits: tuple) -> HeldPrompt | None:
+        """The prompt, if this slot has computed it."""
+        return next((held for held in [self.current, *self._earlier] if held.is_same(context, y, edits)), None)
+
+    def overwrite(self, fresh: Conditioning) -> None:
+        """Let the tensors hold a conditioning whose prompt nobody will recognise."""
+        for target, source in zip(self._conditioning().tensors(), fresh.tensors(), strict=True):
+            target.copy_(source)
+        self.forget()
 
     def show(self, prompt: HeldPrompt, fresh: Conditioning) -> None:
         """Overwrite the tensors with another prompt's conditioning."""
@@ -169,26 +162,36 @@ class PromptMemory:
         return sum(slot.bytes() for size, slot in self._slots.copy().items() if device in (None, size[-1]))
 
     def conditioning(
-        self, context: Tensor, y: Tensor | None, edits: tuple, by_content: bool,
-        compute: Callable[[], Conditioning],
+        self, context: Tensor, y: Tensor | None, edits: tuple, compute: Callable[[], Conditioning],
     ) -> Conditioning:
-        """The conditioning for context and y, computed only if the prompt or the weights (edits) have changed.
-
-        by_content: the tensors themselves tell nothing (the host hands over new ones at every call), so compare what
-        is in them; on a GPU this waits for the queue. The returned tensors stay valid until the next call with the
-        same batch and token count.
-        """
+        """The conditioning for context and y, computed only if the prompt or the weights (edits) have changed. It stays
+        valid until the next call with the same batch and token count."""
         size = prompt_size(context, y)
         slot = self._slots.get(size)
         held = None if slot is None else slot.conditioning
-        prompt = None if held is None else slot.find(context, y, edits, by_content)
+        prompt = None if held is None else slot.find(context, y, edits)
         if prompt is None or prompt is not slot.current:
             fresh = compute() if prompt is None or prompt.saved is None else prompt.saved
-            prompt = prompt or HeldPrompt.of(context, y, edits, by_content)
+            prompt = prompt or HeldPrompt.of(context, y, edits)
             if held is not None and fits(held, fresh):
                 slot.show(prompt, fresh)
             else:
                 held, self._slots[size] = fresh, Slot(fresh, prompt)
+        self._note_used(size, held)
+        return held
+
+    def computed_anew(
+        self, context: Tensor, y: Tensor | None, compute: Callable[[], Conditioning]
+    ) -> Conditioning:
+        """As conditioning, where the tensors tell nothing: the host hands over new ones at every call, and comparing
+        what is in them would wait for the GPU."""
+        size, fresh = prompt_size(context, y), compute()
+        slot = self._slots.get(size)
+        held = None if slot is None else slot.conditioning
+        if held is not None and fits(held, fresh):
+            slot.overwrite(fresh)
+        else:
+            held, self._slots[size] = fresh, Slot(fresh, HeldPrompt((), Sighting()))
         self._note_used(size, held)
         return held
 
@@ -214,12 +217,6 @@ def bytes_of(conditioning: Conditioning) -> int:
 
 def prompt_size(context: Tensor, y: Tensor | None) -> tuple:
     return context.shape, None if y is None else y.shape, context.dtype, context.device
-
-
-def same_content(one: tuple[Tensor, Tensor | None], other: tuple[Tensor, Tensor | None]) -> bool:
-    if not torch.equal(one[0], other[0]):
-        return False
-    return one[1] is other[1] if one[1] is None or other[1] is None else torch.equal(one[1], other[1])
 
 
 def fits(kept: Conditioning, fresh: Conditioning) -> bool:

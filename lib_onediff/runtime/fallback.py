@@ -261,7 +261,7 @@ class FallbackChain:
             return None
         # Keys and values are plain GEMMs: no operator of ours would make them otherwise.
         return managed.bound.conditioning(
-            self._operators.of(backends.EAGER), call, by_content, entry.key.precision
+            self._operators.of(backends.EAGER), call, managed.by_content, entry.key.precision
         )
 
     def _note_full(
