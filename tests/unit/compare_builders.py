@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from PIL import Image
-from quality_pictures import desaturated, painted
+from quality_images import desaturated, painted
 
 from lib_onediff.options.settings import Settings
 from lib_onediff.quality import compare, difference_map

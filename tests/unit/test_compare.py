@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -231,6 +232,15 @@ def test_wrong_input_is_said_at_once(panel: ComparePanel) -> None:
     (values,) = panel.follow(OFF, "", CURRENT, "", *FIELDS)
     assert "switched off in the settings tab" in values[0]
     assert "nothing to save" in panel.save(None)
+
+
+def test_without_scikit_image_no_image_is_made_and_a_sentence_says_why(
+    panel: ComparePanel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "skimage", None)
+    (values,) = panel.follow(OFF, "", CURRENT, "", *FIELDS)
+    assert "scikit-image" in values[0] and "pip install scikit-image" in values[0] and "<" not in values[0][4:-5]
+    assert all(value == gradio.update() for value in values[1:]) and not panel.maker.orders
 
 
 def test_folder_that_cannot_be_used_gets_a_sentence(panel: ComparePanel, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import gradio as gr
 
 from ...consistency import Facts, differences, parse, report
 from ...options.settings import Settings
+from ...quality import require_scikit_image
 from ..progress import sentence
 from ..stream import UNCHANGED
 from .job import CANCELLED, FAILED, Comparison, Exclusively, Maker, Request
@@ -82,6 +83,7 @@ class ComparePanel:
         standing = self.standing()
         if not standing.enabled:
             raise ValueError("OneDiff is switched off in the settings tab, so it cannot make a picture on either side.")
+        require_scikit_image()
         sides = (
             side_of(left, left_changes, standing, self.presets), side_of(right, right_changes, standing, self.presets),
         )

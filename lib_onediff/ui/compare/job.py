@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from ...guard import first_line, outcome_of
 from ...options.settings import Settings
-from ...quality import Difference, PictureComparison, compare, difference_map
+from ...quality import Difference, ImageComparison, compare, difference_map
 from .sides import Side
 from .text_to_image import Interrupted, Made, Order
 
@@ -38,7 +38,7 @@ class Pair:
     seed: int
     first: Made
     second: Made
-    comparison: PictureComparison
+    comparison: ImageComparison
     difference: Difference
 
 
