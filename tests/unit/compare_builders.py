@@ -1,4 +1,4 @@
-"""Comparisons of painted pictures, without a WebUI."""
+"""Comparisons of painted images, without a WebUI."""
 from __future__ import annotations
 
 import threading
@@ -67,4 +67,4 @@ def a_pair(seed: int = 7, kept: float = 1.0) -> Pair:
 
 
 def a_request(**changes: Any) -> Request:
-    return Request(**{"sides": SIDES, "order": ORDER, "pictures": 2, "warm_up": True, **changes})
+    return Request(**{"sides": SIDES, "order": ORDER, "images": 2, "warm_up": True, **changes})

@@ -18,7 +18,7 @@ IMAGES = [painted(seed) for seed in range(4)] + [poster(seed) for seed in range(
 IDS = ["painted"] * 4 + ["poster"] * 3
 
 
-# --- what an image may be ----------------------------------------------------------------------------------------
+# --- what an image may be -----------------------------------------------------------------------------------------
 
 
 def test_the_same_image_in_every_form() -> None:
@@ -195,7 +195,7 @@ def test_one_image_with_noise_or_moved_is_no_different_image(image: Tensor) -> N
         assert not compare(image, changed).sentence().startswith("Different images")
 
 
-# --- the difference as an image ----------------------------------------------------------------------------------
+# --- the difference as an image -----------------------------------------------------------------------------------
 
 
 def test_difference_map_shows_where() -> None:
