@@ -1,4 +1,4 @@
-"""Compare the host's UNet and VAE with ours in one run: python -m lib_onediff.bench --help."""
+"""Compare the host's UNet with ours in one run: python -m lib_onediff.bench --help."""
 from __future__ import annotations
 
 import argparse
@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import cold, decode, first_calls, float8, meanwhile, memory, models, pictures, profile, report, webui
+from . import cold, first_calls, images, models, report, webui
 from .children import Task
 from .clock import give_back_memory
 from .measure import Plan, measure
-from .options import DTYPES, ours_among, parse, sizes_for
+from .options import DTYPES, parse, sizes_for
 from .variants import Unavailable
 
-JOBS = {"cold": cold.child, "first calls": first_calls.child, "memory": memory.child, "meanwhile": meanwhile.child}
+JOBS = {"cold": cold.child, "first calls": first_calls.child}
 
 
 class Report:
@@ -29,8 +29,7 @@ class Report:
     def __init__(self, options: argparse.Namespace, facts: dict[str, Any]) -> None:
         self._options = options
         self._facts = facts
-        names = ("rows", "cold", "meanwhile", "new_sizes", "memory", "pictures", "float8", "decode", "profile")
-        self.sections: dict[str, list[Any]] = {name: [] for name in names}
+        self.sections: dict[str, list[Any]] = {name: [] for name in ("rows", "cold", "new_sizes", "images")}
         self.complete = True
 
     def add_rows(self, section: str, module: ModuleType, rows: list[Any]) -> None:
@@ -83,47 +82,27 @@ def measure_model(name: str, options: argparse.Namespace, device: torch.device, 
         with done.part(f"{name}, UNet calls"):
             rows = measure(unet_for(name, options, device), plan_for(name, options))
             done.add("rows", rows, report.table(rows))
-    if options.profile is not None and device.type == "cuda":
-        for variant in options.profile or [ours_among(options.variants)]:
-            with done.part(f"{name}, profile of {variant}"):
-                unet = unet_for(name, options, device).to(DTYPES[options.dtype])
-                done.add_rows("profile", profile, profile.profile(unet, plan_for(name, options), variant))
-                del unet
-    if options.float8:
-        with done.part(f"{name}, products in float8"):
-            done.add_rows("float8", float8, float8.float8(name, options, device))
-    if options.pictures:
-        with done.part(f"{name}, pictures"):
-            done.add_rows("pictures", pictures, pictures.pictures(name, options, device))
+    if options.images:
+        with done.part(f"{name}, images"):
+            done.add_rows("images", images, images.images(name, options, device))
     # From here on other processes measure, and they need the GPU's memory.
     give_back_memory()
     if options.new_sizes is not None:
         done.add_rows("new_sizes", first_calls, first_calls.first_calls(name, options))
-    if options.memory and device.type == "cuda":
-        done.add_rows("memory", memory, memory.memory(name, options))
     if options.cold:
         done.add_rows("cold", cold, [cold.start_of(name, variant, options) for variant in options.variants])
-    if options.meanwhile:
-        done.add_rows("meanwhile", meanwhile, meanwhile.meanwhile(name, options))
 
 
-def measure_vae(options: argparse.Namespace, device: torch.device, done: Report) -> None:
-    with done.part("VAE"):
-        done.add_rows("decode", decode, decode.decode(options, device))
-        if options.profile is not None and device.type == "cuda":
-            done.add_rows("profile", profile, decode.profile(options, device))
-
-
-def pictures_of_webui(options: argparse.Namespace) -> int:
-    """Print how long pictures take in a running WebUI, with OneDiff on and off."""
+def images_of_webui(options: argparse.Namespace) -> int:
+    """Print how long images take in a running WebUI, with OneDiff on and off."""
     running, rows = webui.RunningWebUI(options.webui), []
     try:
         for size in options.sizes or [(512, 512)]:
-            rows.append(webui.measure_pictures(running, size, options.steps, options.runs))
+            rows.append(webui.measure_images(running, size, options.steps, options.runs))
     except webui.NoAnswer as problem:
         print(f"OneDiff bench: {problem}")
         return 1
-    print(f"{options.steps} steps, medians of {options.runs} pictures each, off and on in turn")
+    print(f"{options.steps} steps, medians of {options.runs} images each, off and on in turn")
     print(webui.table(rows))
     return 0
 
@@ -143,7 +122,7 @@ def work_for_parent(text: str, device: torch.device) -> int:
 def main() -> int:
     options = parse()
     if options.webui:
-        return pictures_of_webui(options)
+        return images_of_webui(options)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
@@ -153,17 +132,12 @@ def main() -> int:
     print("OneDiff bench: " + ", ".join(f"{name} {value}" for name, value in facts.items())
           + f"; {options.dtype}, batch {options.batch}, {options.tokens} tokens", flush=True)
     done = Report(options, facts)
-    for option, what in (("memory", "counts the memory"), ("profile", "shows the kernels")):
-        if getattr(options, option) not in (None, False) and not gpu:
-            print(f"--{option} {what} of an NVIDIA GPU, and there is none here.")
     for name in [options.model.name] if options.model else options.models:
         try:
             measure_model(name, options, device, done)
         except ValueError as error:
             print(f"OneDiff bench: {error}")
             return 1
-    if options.vae:
-        measure_vae(options, device, done)
     return done.finish()
 
 

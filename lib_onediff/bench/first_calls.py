@@ -74,7 +74,7 @@ def first_calls(model: str, options: argparse.Namespace) -> list[NewSize]:
 def child(task: Task, device: torch.device) -> dict[str, Any]:
     """Host and ours at another size and then at each of the task's, each first at every second one; verify: ours alone.
 
-    Ours goes on at every size until its graph replays, as a picture does.
+    Ours goes on at every size until its graph replays, as an image does.
     """
     unet = task.unet(device)
     variant = VARIANTS[task.variant]

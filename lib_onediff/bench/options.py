@@ -46,7 +46,7 @@ def name_of(size: Size) -> str:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(
-        prog="python -m lib_onediff.bench", description="Compare the host's UNet and VAE with ours in one run."
+        prog="python -m lib_onediff.bench", description="Compare the host's UNet with ours in one run."
     )
     parser.add_argument("--models", nargs="+", choices=list(models.CONFIGURATIONS), metavar="NAME",
                         default=["sdxl", "sd15"] if gpu else ["tiny-sd15", "tiny-sdxl"],
@@ -56,30 +56,21 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), metavar="NAME",
                         default=list(VARIANTS) if gpu else list(WITHOUT_GPU), help=f"of: {', '.join(VARIANTS)}")
     parser.add_argument("--dtype", choices=list(DTYPES), default="fp16" if gpu else "fp32")
-    parser.add_argument("--batch", type=int, default=2, help="latents per call (2: one picture with guidance)")
+    parser.add_argument("--batch", type=int, default=2, help="latents per call (2: one image with guidance)")
     parser.add_argument("--tokens", type=int, default=77)
     parser.add_argument("--runs", type=int, default=30,
                         help="timed calls per variant and size; 0: only what the options below ask for")
     sections = parser.add_argument_group("what else to measure")
     sections.add_argument("--cold", action="store_true",
                           help="each variant's first calls in a fresh process with empty caches, and in the next one")
-    sections.add_argument("--meanwhile", action="store_true",
-                          help="the model's own forward while Inductor compiles")
     sections.add_argument("--new-sizes", nargs="*", type=size_of, metavar="WxH",
                           help="first calls at sizes never seen, the host's and ours; without sizes: twelve")
-    sections.add_argument("--memory", action="store_true",
-                          help="GPU memory with these sizes (or twelve) ready, over the host's peak")
-    sections.add_argument("--vae", action="store_true", help="decode pictures of 1024x1024 and of --sizes")
-    sections.add_argument("--pictures", action="store_true",
-                          help="whole pictures of the first size through a pipeline, with --steps steps")
-    sections.add_argument("--float8", action="store_true",
-                          help="the matrix products that FP8 replaces, at the first size, in --dtype and in float8")
-    sections.add_argument("--profile", nargs="*", choices=list(VARIANTS), metavar="NAME",
-                          help="kernel times of one call at the first size; without names: of our first variant")
+    sections.add_argument("--images", action="store_true",
+                          help="whole images of the first size through a pipeline, with --steps steps")
     parser.add_argument("--json", type=Path, default=Path("onediff-bench.json"))
     parser.add_argument("--plot", type=Path, default=Path("onediff-bench.png"))
-    parser.add_argument("--webui", metavar="URL", help="time the pictures of a running WebUI instead")
-    parser.add_argument("--steps", type=int, default=20, help="steps of a picture with --webui or --pictures")
+    parser.add_argument("--webui", metavar="URL", help="time the images of a running WebUI instead")
+    parser.add_argument("--steps", type=int, default=20, help="steps of an image with --webui or --images")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 

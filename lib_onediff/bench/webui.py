@@ -1,4 +1,4 @@
-"""Time the pictures of a running WebUI with OneDiff on and off, in turn, over its API."""
+"""Time the images of a running WebUI with OneDiff on and off, in turn, over its API."""
 from __future__ import annotations
 
 import json
@@ -9,10 +9,10 @@ import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
-SECONDS_FOR_A_PICTURE = 600
+SECONDS_FOR_AN_IMAGE = 600
 STEPS_TO_SETTLE = 4
 HEADINGS = (
-    "model", "size", "seconds a picture, off", "on", "x", "ms a step, off", "on", "x", "route",
+    "model", "size", "seconds an image, off", "on", "x", "ms a step, off", "on", "x", "route",
 )
 
 
@@ -22,14 +22,14 @@ class NoAnswer(Exception):
 
 @dataclass(frozen=True)
 class Timing:
-    """Medians of pictures with OneDiff on, or off. step_ms: what each further step costs, everything included."""
+    """Medians of images with OneDiff on, or off. step_ms: what each further step costs, everything included."""
 
-    picture_s: float
+    image_s: float
     step_ms: float
 
 
 @dataclass(frozen=True)
-class PictureRow:
+class ImageRow:
     model: str
     size: str
     off: Timing
@@ -38,8 +38,8 @@ class PictureRow:
 
     def cells(self) -> list[str]:
         return [
-            self.model, self.size, f"{self.off.picture_s:.2f}", f"{self.on.picture_s:.2f}",
-            f"{self.off.picture_s / self.on.picture_s:.2f}", f"{self.off.step_ms:.1f}", f"{self.on.step_ms:.1f}",
+            self.model, self.size, f"{self.off.image_s:.2f}", f"{self.on.image_s:.2f}",
+            f"{self.off.image_s / self.on.image_s:.2f}", f"{self.off.step_ms:.1f}", f"{self.on.step_ms:.1f}",
             f"{self.off.step_ms / self.on.step_ms:.2f}",
             ", ".join(f"{count} {route}" for route, count in self.routes.items() if count),
         ]
@@ -58,7 +58,7 @@ class RunningWebUI:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
         try:
-            with self._open(request, timeout=SECONDS_FOR_A_PICTURE) as answer:
+            with self._open(request, timeout=SECONDS_FOR_AN_IMAGE) as answer:
                 return json.load(answer)
         except (urllib.error.URLError, OSError, ValueError) as error:
             raise NoAnswer(f"{self._url}{path}: {error} (is it running, with --api, and with OneDiff?)") from error
@@ -67,7 +67,7 @@ class RunningWebUI:
         return self.ask("/onediff/v1/status")["calls"]
 
     def seconds(self, size: tuple[int, int], steps: int, enabled: bool) -> float:
-        """How long one picture takes."""
+        """How long one image takes."""
         body = {
             "prompt": "a lighthouse at night", "seed": 1, "steps": steps, "width": size[0], "height": size[1],
             "sampler_name": "Euler", "cfg_scale": 7.0, "save_images": False,
@@ -78,8 +78,8 @@ class RunningWebUI:
         return time.perf_counter() - began
 
 
-def measure_pictures(webui: RunningWebUI, size: tuple[int, int], steps: int, runs: int) -> PictureRow:
-    """Medians of runs pictures of steps and of 2 * steps steps, off and on in turn, after a short picture each time.
+def measure_images(webui: RunningWebUI, size: tuple[int, int], steps: int, runs: int) -> ImageRow:
+    """Medians of runs images of steps and of 2 * steps steps, off and on in turn, after a short image each time.
 
     Raises NoAnswer.
     """
@@ -98,7 +98,7 @@ def measure_pictures(webui: RunningWebUI, size: tuple[int, int], steps: int, run
             if enabled:
                 after = webui.calls()
                 routes = {route: routes.get(route, 0) + after[route] - before[route] for route in after}
-    return PictureRow(model, f"{size[0]}x{size[1]}", timing(taken, False, steps), timing(taken, True, steps), routes)
+    return ImageRow(model, f"{size[0]}x{size[1]}", timing(taken, False, steps), timing(taken, True, steps), routes)
 
 
 def timing(taken: dict[tuple[bool, int], list[float]], enabled: bool, steps: int) -> Timing:
@@ -106,7 +106,7 @@ def timing(taken: dict[tuple[bool, int], list[float]], enabled: bool, steps: int
     return Timing(single, (double - single) / steps * 1e3)
 
 
-def table(rows: list[PictureRow]) -> str:
+def table(rows: list[ImageRow]) -> str:
     """A Markdown table."""
     lines = [HEADINGS, ["---"] * len(HEADINGS), *(row.cells() for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

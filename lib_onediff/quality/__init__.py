@@ -1,8 +1,9 @@
-"""How two pictures differ: in numbers, in words, and as a picture. Pure functions of pixels."""
+"""How two images differ: in numbers, in words, and as an image. Pure functions of pixels."""
 from __future__ import annotations
 
-from .comparison import PictureComparison, compare
+from .comparison import ImageComparison, compare
 from .difference import Difference, difference_map
+from .measures import require_scikit_image
 from .pixels import pixels_of
 
-__all__ = ["Difference", "PictureComparison", "compare", "difference_map", "pixels_of"]
+__all__ = ["Difference", "ImageComparison", "compare", "difference_map", "pixels_of", "require_scikit_image"]

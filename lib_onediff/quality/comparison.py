@@ -1,12 +1,12 @@
-"""Two pictures compared: the numbers, and a sentence."""
+"""Two images compared: the numbers, and a sentence."""
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from typing import Any
 
+from .measures import psnr, require_scikit_image, ssim
 from .pixels import WHITE, pair_of
-from .similarity import psnr, ssim
 from .tone import Shift, shift_of
 
 # From so many decibels on a difference is not seen: 8-bit rounding alone is at 59 dB.
@@ -18,8 +18,8 @@ DIFFERENT = 14.0
 
 
 @dataclass(frozen=True)
-class PictureComparison:
-    """How the second picture differs from the first. psnr in decibels; ssim up to 1; largest and mean: absolute
+class ImageComparison:
+    """How the second image differs from the first. psnr in decibels; ssim up to 1; largest and mean: absolute
     differences of channels, of 255; shift: of lightness, contrast and saturation."""
 
     psnr: float
@@ -34,7 +34,7 @@ class PictureComparison:
 
     @property
     def washed_out(self) -> bool:
-        """Whether the second picture is paler than the first, beyond noise; see tone.Shift.washed_out."""
+        """Whether the second image is paler than the first, beyond noise; see tone.Shift.washed_out."""
         return self.shift.washed_out
 
     def sentence(self) -> str:
@@ -63,14 +63,15 @@ class PictureComparison:
         }
 
 
-def compare(first: Any, second: Any) -> PictureComparison:
-    """Compare two pictures of one size; see pixels.pixels_of for what a picture may be.
+def compare(first: Any, second: Any) -> ImageComparison:
+    """Compare two images of one size; see pixels.pixels_of for what an image may be.
 
-    Raises ValueError with a sentence for what cannot be compared.
+    Raises ValueError with a sentence for what cannot be compared, and without scikit-image.
     """
+    require_scikit_image()
     one, other = pair_of(first, second)
     difference = (one - other).abs() * WHITE
-    return PictureComparison(
+    return ImageComparison(
         psnr=psnr(one, other), ssim=ssim(one, other), largest=difference.max().item(), mean=difference.mean().item(),
         shift=shift_of(one, other),
     )

@@ -1,4 +1,4 @@
-"""Where two pictures differ, as a picture."""
+"""Where two images differ, as an image."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ MOST_GAIN = 64
 
 @dataclass(frozen=True)
 class Difference:
-    """image: a PIL image of the absolute difference of each channel times gain, black where the pictures agree."""
+    """image: a PIL image of the absolute difference of each channel times gain, black where the images agree."""
 
     image: Any
     gain: int
 
 
 def difference_map(first: Any, second: Any, gain: int | None = None) -> Difference:
-    """The difference of two pictures of one size (see pixels.pixels_of), as a picture.
+    """The difference of two images of one size (see pixels.pixels_of), as an image.
 
     gain: how much it is amplified; by default the highest power of two, up to 64, at which nothing is cut off.
     """

@@ -1,4 +1,4 @@
-"""Pictures of any kind as tensors of one kind."""
+"""Images of any kind as tensors of one kind."""
 from __future__ import annotations
 
 from typing import Any
@@ -10,27 +10,27 @@ CHANNELS = 3
 WHITE = 255
 
 
-def pixels_of(picture: Any) -> Tensor:
-    """A picture as float64 (height, width, 3), sRGB from 0 to 1, on the CPU.
+def pixels_of(image: Any) -> Tensor:
+    """An image as float64 (height, width, 3), sRGB from 0 to 1, on the CPU.
 
-    picture: a PIL image; or an array or tensor, (height, width, 3) or (3, height, width), of uint8 from 0 to 255 or of
+    image: a PIL image; or an array or tensor, (height, width, 3) or (3, height, width), of uint8 from 0 to 255 or of
     floats from 0 to 1. Raises ValueError with a sentence for anything else, and for floats that are not finite.
     """
-    if hasattr(picture, "tobytes") and hasattr(picture, "convert"):
-        return of_image(picture)
-    values = torch.as_tensor(picture).detach().cpu()
+    if hasattr(image, "tobytes") and hasattr(image, "convert"):
+        return of_image(image)
+    values = torch.as_tensor(image).detach().cpu()
     if values.ndim != 3:
-        raise ValueError(f"A picture has three dimensions, not {values.ndim}.")
+        raise ValueError(f"An image has three dimensions, not {values.ndim}.")
     if values.shape[-1] != CHANNELS:
         if values.shape[0] != CHANNELS:
-            raise ValueError(f"A picture has {CHANNELS} channels, and this is {tuple(values.shape)}.")
+            raise ValueError(f"An image has {CHANNELS} channels, and this is {tuple(values.shape)}.")
         values = values.permute(1, 2, 0)
     if values.dtype == torch.uint8:
         return values.double() / WHITE
     if not values.is_floating_point():
-        raise ValueError(f"A picture is of uint8 or of floats, not of {values.dtype}.")
+        raise ValueError(f"An image is of uint8 or of floats, not of {values.dtype}.")
     if not values.isfinite().all():
-        raise ValueError("The picture has pixels that are no numbers.")
+        raise ValueError("The image has pixels that are no numbers.")
     return values.double().clamp(0, 1)
 
 
@@ -46,5 +46,5 @@ def pair_of(first: Any, second: Any) -> tuple[Tensor, Tensor]:
     one, other = pixels_of(first), pixels_of(second)
     if one.shape != other.shape:
         sizes = " and ".join(f"{pixels.shape[1]}x{pixels.shape[0]}" for pixels in (one, other))
-        raise ValueError(f"Only pictures of one size can be compared, not {sizes}.")
+        raise ValueError(f"Only images of one size can be compared, not {sizes}.")
     return one, other

@@ -1,4 +1,4 @@
-"""What happened to a picture's lightness, contrast and saturation, and whether that makes it washed out.
+"""What happened to an image's lightness, contrast and saturation, and whether that makes it washed out.
 
 All three are measured in CIELAB on means of squares of a few pixels, where noise has all but gone: noise alone makes
 grey pixels colourful and flat ones contrasty.
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .colour import lab_of
+from .measures import lab_of
 
 SQUARE = 8
 # A fall counts from so much on, relative and in CIELAB's units. People notice 2.3 of those between two patches (Mahy,
-# Van Eycken, Oosterlinck: "Evaluation of uniform color spaces", 1994); of a whole picture less than half will do.
+# Van Eycken, Oosterlinck: "Evaluation of uniform color spaces", 1994); of a whole image less than half will do.
 LEAST_FALL, LEAST_UNITS = 0.04, 1.0
 # Colour or contrast of so few units is none: grey has as much from rounding.
 NOTHING = 0.25
@@ -24,7 +24,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Tone:
-    """A picture's mean lightness L*, its contrast (the standard deviation of L*) and its saturation (the root mean
+    """An image's mean lightness L*, its contrast (the standard deviation of L*) and its saturation (the root mean
     square of the chroma C*ab), all in CIELAB's units."""
 
     lightness: float
@@ -34,8 +34,8 @@ class Tone:
 
 @dataclass(frozen=True)
 class Shift:
-    """What became of the first picture's tone in the second. contrast_fall, saturation_fall: how much of it was lost
-    at least, relative, whatever noise and what the pictures show besides may have done to the plain numbers."""
+    """What became of the first image's tone in the second. contrast_fall, saturation_fall: how much of it was lost
+    at least, relative, whatever noise and what the images show besides may have done to the plain numbers."""
 
     first: Tone
     second: Tone
@@ -44,12 +44,12 @@ class Shift:
 
     @property
     def lightness(self) -> float:
-        """In units of L*, positive where the second picture is lighter."""
+        """In units of L*, positive where the second image is lighter."""
         return self.second.lightness - self.first.lightness
 
     @property
     def contrast(self) -> float:
-        """Relative: -0.1 where the second picture has a tenth less."""
+        """Relative: -0.1 where the second image has a tenth less."""
         return relative(self.second.contrast, self.first.contrast)
 
     @property
@@ -59,9 +59,9 @@ class Shift:
 
     @property
     def washed_out(self) -> bool:
-        """Whether the second picture lost saturation or contrast, more than it gained of the other and more than it
+        """Whether the second image lost saturation or contrast, more than it gained of the other and more than it
         got darker, beyond what is seen and what noise does."""
-        # A darker picture has less of both, in proportion, and is not pale.
+        # A darker image has less of both, in proportion, and is not pale.
         darker = -min(0.0, relative(self.second.lightness, self.first.lightness))
         saturation = counts(self.saturation_fall - darker, self.first.saturation)
         contrast = counts(self.contrast_fall - darker, self.first.contrast)
@@ -78,7 +78,7 @@ def counts(fall: float, before: float) -> bool:
 
 
 def shift_of(first: Tensor, second: Tensor) -> Shift:
-    """What became of the first picture's tone in the second; both float64 (height, width, 3), sRGB from 0 to 1."""
+    """What became of the first image's tone in the second; both float64 (height, width, 3), sRGB from 0 to 1."""
     # What noise of this strength does by itself, because it cannot go beyond black, white and pure colours.
     signs = torch.randint(0, 2, first.shape[:2], generator=torch.Generator().manual_seed(SEED)) * 2 - 1
     noisy = (first + fine_part(second - first) * signs[..., None]).clamp(0, 1)
@@ -112,7 +112,7 @@ def loss(before: Tensor, after: Tensor) -> float:
     """How much smaller after is than before, relative, counting only what is alike in both.
 
     It is 1 - k for after = k before. Whatever is in one of them alone, such as noise or another detail, makes it
-    smaller: a picture that has merely less noise has lost nothing, nor has one that shows something else.
+    smaller: an image that has merely less noise has lost nothing, nor has one that shows something else.
     """
     alike, energy = (before * after).sum(-1).mean().item(), after.square().sum(-1).mean().item()
     if energy < NOTHING**2:
@@ -121,7 +121,7 @@ def loss(before: Tensor, after: Tensor) -> float:
 
 
 def coarse(values: Tensor) -> Tensor:
-    """The means of squares of a picture's (height, width, channels)."""
+    """The means of squares of an image's (height, width, channels)."""
     planes = values.permute(2, 0, 1)[None]
     return functional.avg_pool2d(planes, SQUARE, ceil_mode=True, count_include_pad=False)[0].permute(1, 2, 0)
 

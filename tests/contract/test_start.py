@@ -41,14 +41,25 @@ with modules_importable():
 """
 
 
-def test_the_page_loads_nothing_that_only_a_model_needs(tmp_path: Path) -> None:
+def loaded_at_start(data: Path, before: str = "") -> list[str]:
+    """The modules that a WebUI's start loads. before: what this Python runs first."""
     run = subprocess.run(
-        [sys.executable, "-c", START, str(tmp_path), str(SCRIPT)], cwd=REPOSITORY, capture_output=True, text=True,
+        [sys.executable, "-c", before + START, str(data), str(SCRIPT)], cwd=REPOSITORY, capture_output=True, text=True,
         timeout=300, check=False,
     )
     assert run.returncode == 0, run.stderr
-    loaded = json.loads(run.stdout.splitlines()[-1])
+    loaded: list[str] = json.loads(run.stdout.splitlines()[-1])
     assert "lib_onediff.ui.accordion" in loaded
+    return loaded
+
+
+def test_the_webui_starts_without_triton_and_without_scikit_image(tmp_path: Path) -> None:
+    """As on Windows, on a Mac and with torch's CPU builds."""
+    loaded_at_start(tmp_path, "import sys\nsys.modules.update(triton=None, skimage=None)\n")
+
+
+def test_the_page_loads_nothing_that_only_a_model_needs(tmp_path: Path) -> None:
+    loaded = loaded_at_start(tmp_path)
     heavy = [name for name in loaded if any(name == late or name.startswith(f"{late}.") for late in FOR_LATER)]
     assert heavy == []
 

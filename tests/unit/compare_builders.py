@@ -1,4 +1,4 @@
-"""Comparisons of painted pictures, without a WebUI."""
+"""Comparisons of painted images, without a WebUI."""
 from __future__ import annotations
 
 import threading
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from PIL import Image
-from quality_pictures import desaturated, painted
+from quality_images import desaturated, painted
 
 from lib_onediff.options.settings import Settings
 from lib_onediff.quality import compare, difference_map
@@ -67,4 +67,4 @@ def a_pair(seed: int = 7, kept: float = 1.0) -> Pair:
 
 
 def a_request(**changes: Any) -> Request:
-    return Request(**{"sides": SIDES, "order": ORDER, "pictures": 2, "warm_up": True, **changes})
+    return Request(**{"sides": SIDES, "order": ORDER, "images": 2, "warm_up": True, **changes})

@@ -3,6 +3,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,12 +15,14 @@ pytest.importorskip("diffusers")
 
 from lib_onediff.bench import measure as measuring
 from lib_onediff.bench import models, report
+from lib_onediff.bench.forge_neo import __main__ as forge_neo
 from lib_onediff.bench.measure import Plan, Row, compare, measure, modules_in_turn
 from lib_onediff.bench.options import another_size, many_sizes_for, ours_among, parse, size_of
 from lib_onediff.bench.variants import BASELINE, COMPILED, VARIANTS, Own, Unavailable
 from lib_onediff.options.settings import Settings
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
 EAGER = "onediff eager"
 
 
@@ -35,11 +40,26 @@ def test_a_wrong_size_is_refused_with_a_sentence(wrong: str) -> None:
         size_of(wrong)
 
 
+def documented_commands() -> list[tuple[str, list[str]]]:
+    """The benchmark's commands in the documentation: the module, and its arguments."""
+    pages = [ROOT / "README.md", *sorted((ROOT / ".readme").glob("*.md"))]
+    lines = [line for page in pages for line in page.read_text(encoding="utf-8").splitlines()]
+    # A command within a sentence ends with its backtick.
+    found = [re.search(r"-m lib_onediff\.bench(\S*) ([^`]*)", line) for line in lines]
+    return [(match[1], shlex.split(match[2])) for match in found if match]
+
+
+@pytest.mark.parametrize("module, arguments", documented_commands())
+def test_the_commands_of_the_documentation_are_understood(module: str, arguments: list[str]) -> None:
+    if arguments != ["--help"]:
+        (forge_neo.parse if module else parse)(arguments)
+
+
 def test_sections_are_off_unless_asked_for_and_take_sizes_or_the_twelve() -> None:
     nothing = parse([])
-    assert (nothing.new_sizes, nothing.profile, nothing.memory, nothing.vae) == (None, None, False, False)
-    asked = parse(["--new-sizes", "--profile"])
-    assert asked.new_sizes == [] and asked.profile == []
+    assert (nothing.new_sizes, nothing.cold, nothing.images) == (None, False, False)
+    asked = parse(["--new-sizes"])
+    assert asked.new_sizes == []
     for model in ("sdxl", "sd15", "tiny-sdxl"):
         twelve = many_sizes_for(model, asked.new_sizes)
         assert len(set(twelve)) == 12 and all(width % 8 == height % 8 == 0 for width, height in twelve)

@@ -12,7 +12,6 @@ import pytest
 from lib_onediff.bench.forge_neo.__main__ import main, parse
 from lib_onediff.bench.forge_neo.host import NotNeo, import_backend
 from lib_onediff.bench.forge_neo.measure import LORA, START, After, Row
-from lib_onediff.bench.forge_neo.overhead import Overhead
 from lib_onediff.bench.forge_neo.partial import Stage
 from lib_onediff.bench.forge_neo.report import HEADINGS, cells, table
 from lib_onediff.bench.forge_neo.time_limit import OutOfTime, time_limit
@@ -84,14 +83,12 @@ def test_what_takes_too_long_is_stopped_past_who_swallows_exceptions() -> None:
     time.sleep(0.1)
 
 
-def test_partial_loading_and_overheads_are_told_in_a_line() -> None:
+def test_partial_loading_is_told_in_a_line() -> None:
     stage = Stage("sdxl", "ours, card full", 4.0, 2800.0, [9.0], {"host": 16}, "partial loading", True, 0.0, 1e-3)
     assert stage.line() == (
         "sdxl, ours, card full: 2800 MiB of weights loaded; 4.00 GiB were free; 9.00 s; 16 host; partial loading;"
         " the host's latent bit for bit; 1.0e-03 from the host's with room"
     )
-    line = Overhead("sd15", 0.1, 0.2, 3.0, 1.0, 1.0, 1.0, {"host": 120}, "patched").line()
-    assert "add 0.100 ms a call" in line and "3.00 ms a sampling" in line and "120 host; patched" in line
 
 
 def test_sage_says_how_many_calls_it_took() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from lib_onediff.options.settings import Settings
 from lib_onediff.ui.compare import tab as compare_tab
 from lib_onediff.ui.compare.handlers import ComparePanel
 from lib_onediff.ui.compare.job import STEPS_TO_WARM_UP, Comparison
-from lib_onediff.ui.compare.markup import numbers_html, pictures_html, summary_html, verdict
+from lib_onediff.ui.compare.markup import images_html, numbers_html, summary_html, verdict
 from lib_onediff.ui.compare.report import page_html, save
 from lib_onediff.ui.compare.request import request_of
 from lib_onediff.ui.compare.sides import CURRENT, OFF, choices, read_changes, side_of
@@ -69,7 +70,7 @@ def test_wrong_changes_get_a_sentence(text: str, part: str) -> None:
 
 def test_request_of_the_fields() -> None:
     request = request_of(SIDES, *FIELDS)
-    assert (request.order.width, request.order.seed, request.pictures, request.warm_up) == (160, 7, 2, True)
+    assert (request.order.width, request.order.seed, request.images, request.warm_up) == (160, 7, 2, True)
     seeds = {request_of(SIDES, *FIELDS[:7], -1, 2, True).order.seed for _ in range(3)}
     assert len(seeds) == 3 and all(0 <= seed < 2**32 for seed in seeds)
 
@@ -77,7 +78,7 @@ def test_request_of_the_fields() -> None:
 @pytest.mark.parametrize("place, value, part", [
     (2, 65, "multiple of 8"), (3, None, "The height must be a whole number"), (4, 0, "number of steps is from 1"),
     (5, "x", "CFG scale must be a number"), (5, 99, "CFG scale is from 1 to 30, not 99"),
-    (5, float("nan"), "CFG scale is from"), (7, -2, "The seed is from 0"), (8, 9, "number of pictures is from 1 to 8"),
+    (5, float("nan"), "CFG scale is from"), (7, -2, "The seed is from 0"), (8, 9, "number of images is from 1 to 8"),
 ])
 def test_wrong_fields_get_a_sentence(place: int, value: Any, part: str) -> None:
     fields = [*FIELDS]
@@ -86,10 +87,10 @@ def test_wrong_fields_get_a_sentence(place: int, value: Any, part: str) -> None:
         request_of(SIDES, *fields)
 
 
-# --- making the pictures ------------------------------------------------------------------------------------------
+# --- making the images --------------------------------------------------------------------------------------------
 
 
-def test_pictures_are_made_in_turn_and_compared() -> None:
+def test_images_are_made_in_turn_and_compared() -> None:
     painter = Painter(lambda settings: 0.5 if settings.enabled else 1.0)
     job = Comparison(a_request(), painter, exclusively)
     assert job.wait(SECONDS) and job.state == "done"
@@ -104,10 +105,10 @@ def test_pictures_are_made_in_turn_and_compared() -> None:
 def test_failure_is_a_sentence_and_keeps_what_there_is() -> None:
     job = Comparison(a_request(order=type(ORDER)(**{**vars(ORDER), "prompt": "fail"})), Painter(), exclusively)
     assert job.wait(SECONDS) and (job.state, job.pairs) == ("failed", ())
-    assert job.problem == "The picture could not be made: no memory"
+    assert job.problem == "The image could not be made: no memory"
 
 
-def test_cancelled_comparison_stops_the_picture_and_makes_no_more() -> None:
+def test_cancelled_comparison_stops_the_image_and_makes_no_more() -> None:
     painter = Painter()
     painter.hold.clear()
     job = Comparison(a_request(), painter, exclusively)
@@ -118,17 +119,17 @@ def test_cancelled_comparison_stops_the_picture_and_makes_no_more() -> None:
     assert job.wait(SECONDS) and job.state == "cancelled" and len(painter.orders) == 1
 
 
-def test_same_settings_give_the_same_picture() -> None:
-    job = Comparison(a_request(sides=(SIDES[1], SIDES[1]), pictures=1, warm_up=False), Painter(), exclusively)
+def test_same_settings_give_the_same_image() -> None:
+    job = Comparison(a_request(sides=(SIDES[1], SIDES[1]), images=1, warm_up=False), Painter(), exclusively)
     assert job.wait(SECONDS) and job.pairs[0].comparison.identical
 
 
 # --- showing them -------------------------------------------------------------------------------------------------
 
 
-def test_markup_has_pictures_numbers_and_no_markup_of_others() -> None:
+def test_markup_has_images_numbers_and_no_markup_of_others() -> None:
     pair = a_pair(kept=0.5)
-    markup = pictures_html(pair, SIDES) + summary_html([pair], SIDES, True) + numbers_html([pair])
+    markup = images_html(pair, SIDES) + summary_html([pair], SIDES, True) + numbers_html([pair])
     assert markup.count('src="data:image/png;base64,') == 3
     assert 'type="range"' in markup and "aria-label" in markup
     assert "Washed out: saturation -4" in markup and 'class="onediff-pale"' in markup
@@ -137,8 +138,8 @@ def test_markup_has_pictures_numbers_and_no_markup_of_others() -> None:
 
 
 def test_verdict_over_several_seeds() -> None:
-    assert "washed out in 1 of 2 pictures" in verdict([a_pair(7), a_pair(8, 0.5)], True)
-    assert verdict([a_pair(7), a_pair(8)], True).startswith("Identical: every pixel of every picture")
+    assert "washed out in 1 of 2 images" in verdict([a_pair(7), a_pair(8, 0.5)], True)
+    assert verdict([a_pair(7), a_pair(8)], True).startswith("Identical: every pixel of every image")
     assert verdict([a_pair(7, 0.995), a_pair(8)], True).startswith("Seed 7 differs most: ")
 
 
@@ -186,7 +187,7 @@ def test_report_needs_nothing_else(tmp_path: Path) -> None:
     assert "Seed: 8" in image.info["parameters"]
 
 
-def test_pictures_in_the_report_are_the_pictures() -> None:
+def test_images_in_the_report_are_the_images() -> None:
     import base64
 
     pair = a_pair()
@@ -209,10 +210,10 @@ def test_following_shows_all_of_it(panel: ComparePanel) -> None:
     shown: list[Any] = [None] * 7
     for values in panel.follow(OFF, "", CURRENT, "", *FIELDS):
         shown = [old if new == gradio.update() else new for old, new in zip(shown, values, strict=True)]
-    told, summary, seeds, pictures, numbers, saving, job = shown
-    assert told == "" and "Identical" in summary and pictures.count("<img") == 3 and numbers.count("<tr") == 3
+    told, summary, seeds, images, numbers, saving, job = shown
+    assert told == "" and "Identical" in summary and images.count("<img") == 3 and numbers.count("<tr") == 3
     assert seeds["choices"] == ["Seed 7", "Seed 8"] and seeds["visible"] is True and saving["visible"] is True
-    assert panel.choose("Seed 8", job) != pictures and panel.choose("Seed 9", job) == gradio.update()
+    assert panel.choose("Seed 8", job) != images and panel.choose("Seed 9", job) == gradio.update()
     assert "Saved out/" in panel.save(job) and "2 PNGs" in panel.save(job)
     assert "Nothing is being compared" in panel.cancel(job)
 
@@ -231,6 +232,15 @@ def test_wrong_input_is_said_at_once(panel: ComparePanel) -> None:
     (values,) = panel.follow(OFF, "", CURRENT, "", *FIELDS)
     assert "switched off in the settings tab" in values[0]
     assert "nothing to save" in panel.save(None)
+
+
+def test_without_scikit_image_no_image_is_made_and_a_sentence_says_why(
+    panel: ComparePanel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "skimage", None)
+    (values,) = panel.follow(OFF, "", CURRENT, "", *FIELDS)
+    assert "scikit-image" in values[0] and "pip install scikit-image" in values[0] and "<" not in values[0][4:-5]
+    assert all(value == gradio.update() for value in values[1:]) and not panel.maker.orders
 
 
 def test_folder_that_cannot_be_used_gets_a_sentence(panel: ComparePanel, tmp_path: Path) -> None:

@@ -1,26 +1,27 @@
-"""Two pictures compared."""
+"""Two images compared."""
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from quality_pictures import HEIGHT, WIDTH, desaturated, noisy, painted, poster, veiled
+from quality_images import HEIGHT, WIDTH, desaturated, noisy, painted, poster, veiled
 from torch import Tensor
 from torch.nn import functional
 
 from lib_onediff.quality import compare, difference_map, pixels_of
-from lib_onediff.quality.colour import lab_of
-from lib_onediff.quality.similarity import own_ssim, psnr, ssim
+from lib_onediff.quality.measures import lab_of, psnr, ssim
 
-PICTURES = [painted(seed) for seed in range(4)] + [poster(seed) for seed in range(3)]
+IMAGES = [painted(seed) for seed in range(4)] + [poster(seed) for seed in range(3)]
 IDS = ["painted"] * 4 + ["poster"] * 3
 
 
-# --- what a picture may be ----------------------------------------------------------------------------------------
+# --- what an image may be -----------------------------------------------------------------------------------------
 
 
-def test_the_same_picture_in_every_form() -> None:
+def test_the_same_image_in_every_form() -> None:
     image_module = pytest.importorskip("PIL.Image")
     numpy = pytest.importorskip("numpy")
     values = (painted() * 255).round().to(torch.uint8)
@@ -35,12 +36,12 @@ def test_the_same_picture_in_every_form() -> None:
     (torch.zeros(8, 8), "three dimensions"), (torch.zeros(8, 8, 4), "3 channels"),
     (torch.zeros(8, 8, 3, dtype=torch.int64), "uint8 or of floats"), (torch.full((8, 8, 3), math.nan), "no numbers"),
 ])
-def test_what_is_no_picture_gets_a_sentence(wrong: Tensor, part: str) -> None:
+def test_what_is_no_image_gets_a_sentence(wrong: Tensor, part: str) -> None:
     with pytest.raises(ValueError, match=part):
         pixels_of(wrong)
 
 
-def test_pictures_of_two_sizes_get_a_sentence() -> None:
+def test_images_of_two_sizes_get_a_sentence() -> None:
     with pytest.raises(ValueError, match="compared, not 160x128 and 159x128"):
         compare(painted(), painted()[:, :-1])
     with pytest.raises(ValueError, match="at least 11x11"):
@@ -58,82 +59,86 @@ def test_psnr_by_its_definition() -> None:
 
 
 def test_ssim_by_its_definition() -> None:
-    """Of two flat pictures only the first factor of Wang's formula is left."""
+    """Of two flat images only the first factor of Wang's formula is left; beside one bright pixel, his Gaussian too."""
     one, other = (torch.full((32, 32, 3), level, dtype=torch.float64) for level in (0.5, 0.25))
     expected = (2 * 0.5 * 0.25 + 1e-4) / (0.5**2 + 0.25**2 + 1e-4)
-    assert own_ssim(one, other) == pytest.approx(expected, rel=1e-9)
-    assert own_ssim(painted(), painted()) == pytest.approx(1)
+    assert ssim(one, other) == pytest.approx(expected, rel=1e-9)
+    assert ssim(painted(), painted()) == pytest.approx(1)
+
+    black = torch.zeros(11, 11, 3, dtype=torch.float64)
+    dot = black.clone()
+    dot[5, 5] = 1
+    weights = torch.exp(-0.5 * (torch.arange(-5, 6, dtype=torch.float64) / 1.5).square())
+    middle = float(1 / weights.sum()) ** 2  # the window's weight at its own centre
+    expected = 1e-4 / (middle**2 + 1e-4) * 9e-4 / (middle - middle**2 + 9e-4)
+    assert ssim(black, dot) == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("picture", PICTURES, ids=IDS)
-@pytest.mark.parametrize("deviation", [1, 20])
-def test_own_measures_agree_with_scikit_image(picture: Tensor, deviation: float) -> None:
-    metrics = pytest.importorskip("skimage.metrics")
-    color = pytest.importorskip("skimage.color")
-    other = noisy(picture, deviation)
-    expected = metrics.structural_similarity(
-        picture.numpy(), other.numpy(), channel_axis=-1, data_range=1.0, gaussian_weights=True, sigma=1.5,
-        use_sample_covariance=False,
-    )
-    assert own_ssim(picture, other) == pytest.approx(expected, abs=1e-9)
-    assert ssim(picture, other) == pytest.approx(expected, abs=1e-9)
-    expected = metrics.peak_signal_noise_ratio(picture.numpy(), other.numpy(), data_range=1.0)
-    assert psnr(picture, other) == pytest.approx(expected, abs=1e-9)
-    torch.testing.assert_close(lab_of(other), torch.from_numpy(color.rgb2lab(other.numpy())), rtol=0, atol=1e-3)
-
-
-def test_lightness_and_colour_of_known_colours() -> None:
+def test_colours_and_greys_are_measured_as_cielab() -> None:
     """Lindbloom's values for sRGB's corners under D65."""
     corners = torch.tensor([[1, 1, 1], [0, 0, 0], [1, 0, 0], [0, 0, 1]], dtype=torch.float64)
     expected = torch.tensor([[100, 0, 0], [0, 0, 0], [53.24, 80.09, 67.20], [32.30, 79.19, -107.86]]).double()
     torch.testing.assert_close(lab_of(corners), expected, rtol=0, atol=0.03)
 
 
+@pytest.mark.parametrize("why", ["missing", "built for another NumPy"])
+def test_without_scikit_image_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "skimage"]:
+        monkeypatch.delitem(sys.modules, name)
+    if why == "missing":
+        monkeypatch.setitem(sys.modules, "skimage", None)
+    else:
+        (tmp_path / "skimage.py").write_text("raise ValueError('numpy.dtype size changed')\n")
+        monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="^Images are compared by scikit-image, which cannot .*pip install"):
+        compare(painted(), painted())
+
+
 def test_shifts_are_what_was_done() -> None:
-    picture = painted()
-    assert compare(picture, desaturated(picture, 0.5)).shift.saturation == pytest.approx(-0.5, abs=0.05)
-    lighter = compare(picture, veiled(picture, 0.3)).shift
+    image = painted()
+    assert compare(image, desaturated(image, 0.5)).shift.saturation == pytest.approx(-0.5, abs=0.05)
+    lighter = compare(image, veiled(image, 0.3)).shift
     assert lighter.lightness > 3 and lighter.contrast < -0.2 and lighter.saturation < -0.2
-    assert (darker := compare(veiled(picture, 0.3), picture).shift).lightness == pytest.approx(-lighter.lightness)
+    assert (darker := compare(veiled(image, 0.3), image).shift).lightness == pytest.approx(-lighter.lightness)
     assert darker.contrast > 0.2
 
 
 # --- washed out ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("picture", PICTURES, ids=IDS)
+@pytest.mark.parametrize("image", IMAGES, ids=IDS)
 @pytest.mark.parametrize("kept", [0.0, 0.5, 0.8])
-def test_desaturated_picture_is_washed_out(picture: Tensor, kept: float) -> None:
-    found = compare(picture, desaturated(picture, kept))
+def test_desaturated_image_is_washed_out(image: Tensor, kept: float) -> None:
+    found = compare(image, desaturated(image, kept))
     assert found.washed_out and found.sentence().startswith("Washed out: saturation -")
-    assert not compare(desaturated(picture, kept), picture).washed_out
+    assert not compare(desaturated(image, kept), image).washed_out
 
 
-def test_slightly_desaturated_picture_is_washed_out() -> None:
+def test_slightly_desaturated_image_is_washed_out() -> None:
     for seed in range(4):
         assert compare(painted(seed), desaturated(painted(seed), 0.9)).washed_out
         assert not compare(painted(seed), desaturated(painted(seed), 0.98)).washed_out
 
 
-@pytest.mark.parametrize("picture", PICTURES, ids=IDS)
+@pytest.mark.parametrize("image", IMAGES, ids=IDS)
 @pytest.mark.parametrize("veil", [0.1, 0.2, 0.4])
-def test_veiled_picture_is_washed_out_with_noise_on_it_too(picture: Tensor, veil: float) -> None:
+def test_veiled_image_is_washed_out_with_noise_on_it_too(image: Tensor, veil: float) -> None:
     for deviation in (0, 8):
-        assert compare(picture, noisy(veiled(picture, veil), deviation)).washed_out
-        assert not compare(noisy(veiled(picture, veil), deviation), picture).washed_out
+        assert compare(image, noisy(veiled(image, veil), deviation)).washed_out
+        assert not compare(noisy(veiled(image, veil), deviation), image).washed_out
 
 
 @pytest.mark.parametrize("deviation", [0.5, 2, 8, 16, 32])
-@pytest.mark.parametrize("picture", PICTURES, ids=IDS)
-def test_noise_is_not_washed_out(picture: Tensor, deviation: float) -> None:
-    """Neither on the second picture nor on the first, nor on both, nor noise that is as coarse as a latent's."""
-    small = torch.randn(1, 3, picture.shape[0] // 8, picture.shape[1] // 8, generator=torch.Generator().manual_seed(5))
-    coarse = functional.interpolate(small.double(), picture.shape[:2], mode="bicubic")[0].permute(1, 2, 0)
-    coarse = (picture + coarse * deviation / 255).clamp(0, 1)
-    grey = desaturated(picture, 0.1)
+@pytest.mark.parametrize("image", IMAGES, ids=IDS)
+def test_noise_is_not_washed_out(image: Tensor, deviation: float) -> None:
+    """Neither on the second image nor on the first, nor on both, nor noise that is as coarse as a latent's."""
+    small = torch.randn(1, 3, image.shape[0] // 8, image.shape[1] // 8, generator=torch.Generator().manual_seed(5))
+    coarse = functional.interpolate(small.double(), image.shape[:2], mode="bicubic")[0].permute(1, 2, 0)
+    coarse = (image + coarse * deviation / 255).clamp(0, 1)
+    grey = desaturated(image, 0.1)
     for first, second in (
-        (picture, noisy(picture, deviation)), (noisy(picture, deviation), picture),
-        (noisy(picture, deviation, 2), noisy(picture, deviation, 3)), (picture, coarse), (coarse, picture),
+        (image, noisy(image, deviation)), (noisy(image, deviation), image),
+        (noisy(image, deviation, 2), noisy(image, deviation, 3)), (image, coarse), (coarse, image),
         (grey, noisy(grey, deviation)), (noisy(grey, deviation), grey),
     ):
         assert not compare(first, second).washed_out
@@ -141,25 +146,25 @@ def test_noise_is_not_washed_out(picture: Tensor, deviation: float) -> None:
 
 def test_other_changes_are_not_washed_out() -> None:
     for seed in range(4):
-        picture = painted(seed)
+        image = painted(seed)
         for name, changed in {
-            "equal": picture, "darker": picture * 0.8, "lighter": (picture * 1.1).clamp(0, 1),
-            "more colourful": desaturated(picture, 1.2).clamp(0, 1),
-            "moved": picture.roll((3, 5), (0, 1)), "upside down": picture.flip(0),
-            "another picture": painted(seed + 10), "less blue": picture * picture.new_tensor([1, 1, 0.97]),
+            "equal": image, "darker": image * 0.8, "lighter": (image * 1.1).clamp(0, 1),
+            "more colourful": desaturated(image, 1.2).clamp(0, 1),
+            "moved": image.roll((3, 5), (0, 1)), "upside down": image.flip(0),
+            "another image": painted(seed + 10), "less blue": image * image.new_tensor([1, 1, 0.97]),
         }.items():
-            assert not compare(picture, changed).washed_out, name
+            assert not compare(image, changed).washed_out, name
 
 
 def test_sentences() -> None:
-    picture = (painted() * 255).round() / 255
-    assert compare(picture, picture).sentence() == "Identical: every pixel is the same."
-    off_by_one = picture.clone()
+    image = (painted() * 255).round() / 255
+    assert compare(image, image).sentence() == "Identical: every pixel is the same."
+    off_by_one = image.clone()
     off_by_one[::7, ::5] = (off_by_one[::7, ::5] + 1 / 255).clamp(0, 1)
-    assert compare(picture, off_by_one).sentence() == "Not to be seen: the largest difference is 1 of 255."
-    assert compare(picture, noisy(picture, 2)).sentence() == "The same image, with fine differences."
-    assert compare(picture, noisy(picture, 32)).sentence() == "The images differ in detail."
-    assert compare(picture, picture).as_dict()["psnr"] is None
+    assert compare(image, off_by_one).sentence() == "Not to be seen: the largest difference is 1 of 255."
+    assert compare(image, noisy(image, 2)).sentence() == "The same image, with fine differences."
+    assert compare(image, noisy(image, 32)).sentence() == "The images differ in detail."
+    assert compare(image, image).as_dict()["psnr"] is None
 
 
 def flat(*colour: float) -> Tensor:
@@ -184,23 +189,23 @@ def test_images_that_have_nothing_in_common(first: Tensor, second: Tensor) -> No
     assert found.sentence() == f"Different images: a channel differs by {found.mean:.0f} of 255 on average."
 
 
-@pytest.mark.parametrize("picture", PICTURES, ids=IDS)
-def test_one_image_with_noise_or_moved_is_no_different_image(picture: Tensor) -> None:
-    for changed in (noisy(picture, 8), noisy(picture, 32), picture.roll(1, 0)):
-        assert not compare(picture, changed).sentence().startswith("Different images")
+@pytest.mark.parametrize("image", IMAGES, ids=IDS)
+def test_one_image_with_noise_or_moved_is_no_different_image(image: Tensor) -> None:
+    for changed in (noisy(image, 8), noisy(image, 32), image.roll(1, 0)):
+        assert not compare(image, changed).sentence().startswith("Different images")
 
 
-# --- the difference as a picture ----------------------------------------------------------------------------------
+# --- the difference as an image -----------------------------------------------------------------------------------
 
 
 def test_difference_map_shows_where() -> None:
     pytest.importorskip("PIL")
-    picture = torch.full((16, 24, 3), 0.5, dtype=torch.float64)
-    changed = picture.clone()
+    image = torch.full((16, 24, 3), 0.5, dtype=torch.float64)
+    changed = image.clone()
     changed[4, 6] += 3 / 255
-    found = difference_map(picture, changed)
+    found = difference_map(image, changed)
     assert (found.gain, found.image.size) == (64, (24, 16))
     assert found.image.getpixel((6, 4)) == (192, 192, 192) and found.image.getpixel((5, 4)) == (0, 0, 0)
-    assert difference_map(picture, changed, gain=2).image.getpixel((6, 4)) == (6, 6, 6)
-    assert difference_map(picture, 1 - picture * 0).gain == 2
-    assert difference_map(picture * 0, 1 - picture * 0).gain == 1
+    assert difference_map(image, changed, gain=2).image.getpixel((6, 4)) == (6, 6, 6)
+    assert difference_map(image, 1 - image * 0).gain == 2
+    assert difference_map(image * 0, 1 - image * 0).gain == 1

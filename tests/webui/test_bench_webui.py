@@ -15,12 +15,12 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
-def test_pictures_are_timed_on_and_off(webui: WebUI) -> None:
+def test_images_are_timed_on_and_off(webui: WebUI) -> None:
     before = webui.calls()
     finished = bench("--webui", webui.url, "--sizes", "64x64", "72x88", "--steps", "2", "--runs", "1")
     assert finished.returncode == 0, finished.stdout + finished.stderr
     after = webui.calls()
-    # Two sizes; a picture of 2 steps first, one of 4 at every turn that is not counted, then of 2 and of 4.
+    # Two sizes; an image of 2 steps first, one of 4 at every turn that is not counted, then of 2 and of 4.
     assert after["host"] - before["host"] == 24
     assert sum(after[route] - before[route] for route in ("graph", "plain")) == 24
     rows = [line for line in finished.stdout.splitlines() if "64x64" in line or "72x88" in line]

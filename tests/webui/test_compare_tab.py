@@ -21,11 +21,11 @@ from webui_compare_tab import (
     FACTS,
     FACTS_COPY,
     HANDLE,
+    IMAGES,
     LEFT,
     NUMBERS,
     OFF,
     OTHER_FACTS,
-    PICTURES,
     RIGHT,
     SAVE,
     SAVED,
@@ -40,7 +40,7 @@ from webui_page import open_page
 @pytest.fixture
 def compare(browser, webui: WebUI, sd15: Models) -> Compare:
     """The Compare page."""
-    webui.txt2img()  # Some hosts load the checkpoint with the first picture.
+    webui.txt2img()  # Some hosts load the checkpoint with the first image.
     shown = Compare(open_page(browser, webui.url))
     shown.show()
     return shown
@@ -60,7 +60,7 @@ def pixels(address: str) -> numpy.ndarray:
 
 
 def test_off_against_current(compare: Compare, webui: WebUI) -> None:
-    """Both pictures are made, by the routes that were asked for, and shown with their numbers."""
+    """Both images are made, by the routes that were asked for, and shown with their numbers."""
     before = webui.calls()
     told = compare.made()
     calls = webui.calls()
@@ -84,7 +84,7 @@ def test_two_presets(compare: Compare) -> None:
     assert len(compare.images()) == 3 and [row[0] for row in compare.rows()] == ["21"]
 
 
-def test_pictures_are_those_of_txt2img(compare: Compare, webui: WebUI) -> None:
+def test_images_are_those_of_txt2img(compare: Compare, webui: WebUI) -> None:
     compare.made(seed=77)
     asked = {"prompt": "a lighthouse at dusk", "seed": 77, "steps": 3, "cfg_scale": 7, "sampler_name": "Euler a"}
     expected = webui.txt2img(**asked).arrays[0]
@@ -101,23 +101,23 @@ def test_slider_and_views_by_keyboard(compare: Compare) -> None:
     handle.send_keys("\ue012" * 5)  # the left arrow
     assert page.run(at) == "45%"
     seen = "return [...document.querySelectorAll('#%s figure')].filter(at => at.offsetParent).map(at => at.className)"
-    assert page.run(seen % PICTURES) == ["onediff-left", "onediff-right"]
-    page.run(f"document.querySelector('#{PICTURES} input[type=radio]').focus()")
+    assert page.run(seen % IMAGES) == ["onediff-left", "onediff-right"]
+    page.run(f"document.querySelector('#{IMAGES} input[type=radio]').focus()")
     page.driver.switch_to.active_element.send_keys("\ue014")  # the right arrow
-    assert page.run(seen % PICTURES) == ["onediff-left", "onediff-right"]
+    assert page.run(seen % IMAGES) == ["onediff-left", "onediff-right"]
     assert page.driver.find_elements("css selector", HANDLE)[0].is_displayed() is False
     page.driver.switch_to.active_element.send_keys("\ue014")
-    assert page.run(seen % PICTURES) == ["onediff-map"]
+    assert page.run(seen % IMAGES) == ["onediff-map"]
 
 
 def test_several_seeds_and_changed_options(compare: Compare) -> None:
     compare.choose(LEFT, CURRENT)
-    told = compare.made(pictures=3, left_changes="backend eager; verify off", right_changes="backend cudagraph")
+    told = compare.made(images=3, left_changes="backend eager; verify off", right_changes="backend cudagraph")
     assert "on; backend eager; verify off" in told and "on; backend cudagraph" in told
     assert [row[0] for row in compare.rows()] == ["21", "22", "23"]
     first = compare.images()
     compare.page.find("#onediff_compare_seeds label:nth-of-type(3)").click()
-    compare.page.wait(lambda: compare.images() != first and len(compare.images()) == 3, "another picture", 20)
+    compare.page.wait(lambda: compare.images() != first and len(compare.images()) == 3, "another image", 20)
 
 
 @pytest.mark.parametrize("values, part", [
@@ -157,7 +157,7 @@ def test_values_come_from_txt2img(compare: Compare) -> None:
 
 
 def test_report_is_saved(compare: Compare) -> None:
-    compare.made(pictures=2)
+    compare.made(images=2)
     compare.click(SAVE)
     assert "2 PNGs" in compare.told("Saved onediff-compare/", SAVED)
 
@@ -166,13 +166,14 @@ def test_report_needs_nothing_else(compare: Compare, data_folder: Path) -> None:
     compare.made(prompt="a </script><b>café</b>")
     compare.click(SAVE)
     told = compare.told("Saved onediff-compare/", SAVED)
-    (page_file,) = data_folder.glob(f"data*/{told.split(' ')[1].rstrip(',')}")
+    found = data_folder.glob(f"data*/{told.split(' ')[1].rstrip(',')}")
+    (page_file,) = {page.resolve() for page in found}  # pytest keeps a link to its newest folder
     text = page_file.read_text(encoding="utf-8")
     assert "a &lt;/script&gt;&lt;b&gt;café&lt;/b&gt;" in text and "</script>" not in text
     assert all(address in text for address in compare.images())
     assert "[PyTorch]" in text and str(data_folder) not in text
-    (picture,) = page_file.parent.glob(f"{page_file.stem}-seed-*.png")
-    chunks = Image.open(picture).info
+    (image,) = page_file.parent.glob(f"{page_file.stem}-seed-*.png")
+    chunks = Image.open(image).info
     assert "Seed: 21" in chunks["parameters"] and "OneDiff: off" in chunks["parameters"]
     described = json.loads(chunks["OneDiff comparison"])
     assert [side["settings"] for side in described["sides"]] == ["off", "on"]
@@ -207,7 +208,7 @@ def test_nothing_of_ours_sticks_out(
     try:
         open_page(browser, f"{webui.url}/?__theme={theme}")
         compare.show()
-        compare.made(pictures=2)
+        compare.made(images=2)
         assert browser.sticking_out("onediff_compare") == []
         browser.find(f"#{NUMBERS}")
         browser.driver.save_screenshot(str(tmp_path / "compare.png"))

@@ -8,14 +8,14 @@ from webui_panel import Panel
 
 LEFT, RIGHT = "onediff_compare_left", "onediff_compare_right"
 START, CANCEL, SAVE, COPY = (f"onediff_compare_{name}" for name in ("start", "cancel", "save", "copy"))
-TOLD, SUMMARY, PICTURES, NUMBERS, SEEDS, SAVED = (
-    f"onediff_compare_{name}" for name in ("told", "summary", "pictures", "numbers", "seeds", "saved")
+TOLD, SUMMARY, IMAGES, NUMBERS, SEEDS, SAVED = (
+    f"onediff_compare_{name}" for name in ("told", "summary", "images", "numbers", "seeds", "saved")
 )
 FACTS, OTHER_FACTS, FACTS_COPY, COPIED, DIFFERENCES = (
     "onediff_facts", "onediff_other_facts", "onediff_facts_copy", "onediff_compare_copied",
     "onediff_compare_differences",
 )
-HANDLE = f"#{PICTURES} .onediff-handle"
+HANDLE = f"#{IMAGES} .onediff-handle"
 OFF, CURRENT = "Off: the WebUI's own", "Current settings"
 SMALL = {"prompt": "a lighthouse at dusk", "width": 64, "height": 64, "steps": 3, "seed": 21}
 SECONDS = 300
@@ -39,7 +39,7 @@ class Compare(Panel):
         super().choose(elem_id, choice)
 
     def ask(self, **values: Any) -> None:
-        """Fill in the fields of a small picture; values: other than in SMALL, left_changes and right_changes too."""
+        """Fill in the fields of a small image; values: other than in SMALL, left_changes and right_changes too."""
         for name, value in {**SMALL, **values}.items():
             field = f"#onediff_compare_{name}"
             self.page.type(f"{field} textarea, {field} input", value)
@@ -49,7 +49,7 @@ class Compare(Panel):
         self.click(START)
 
     def finished(self, verdict: str = "") -> str:
-        """Wait for the numbers of a comparison that is over, and return what it says of all pictures."""
+        """Wait for the numbers of a comparison that is over, and return what it says of all images."""
         shown = f"return document.querySelector('#{SAVE}')?.offsetParent != null"
         self.page.wait(lambda: self.page.run(shown), "the end of the comparison", SECONDS)
         return self.page.wait_for_text(SUMMARY, verdict, 10)
@@ -61,8 +61,8 @@ class Compare(Panel):
         return self.finished()
 
     def images(self) -> list[str]:
-        """The addresses of the three pictures that are shown: left, right, difference."""
-        selector = f"#{PICTURES} .onediff-frame img"
+        """The addresses of the three images that are shown: left, right, difference."""
+        selector = f"#{IMAGES} .onediff-frame img"
         return self.page.run("return [...document.querySelectorAll(arguments[0])].map(image => image.src)", selector)
 
     def rows(self) -> list[list[str]]:

@@ -19,7 +19,6 @@ import torch
 from ..report import machine
 from .host import UNETS, Checkpoint, NotNeo, import_backend
 from .measure import Plan, Reference, Row, measure, warm_up
-from .overhead import measure_overhead
 from .partial import FREE_GIB, measure_partial
 from .report import table
 from .variants import ALL, COMPILE_PRESETS, HOST, OneDiff, Variant, variants_for
@@ -44,9 +43,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=160.0, metavar="SECONDS",
                         help="how long a variant may take for all its images; 0: as long as it likes")
     parser.add_argument("--small", action="store_true", help="tiny networks and sizes, on the CPU")
-    parser.add_argument("--overhead", action="store_true", help="what our hooks cost on the host's route")
     parser.add_argument("--partial", action="store_true", help="with a card too full for the model")
-    parser.add_argument("--no-images", action="store_true", help="only what --overhead and --partial ask for")
+    parser.add_argument("--no-images", action="store_true", help="only what --partial asks for")
     parser.add_argument("--free-gib", type=float, help="how much --partial leaves free; 4 for SDXL, 2 for SD1.5")
     parser.add_argument("--json", type=Path, default=Path("onediff-forge-neo.json"))
     options = parser.parse_args(arguments)
@@ -73,7 +71,7 @@ class Results:
     def __init__(self, path: Path, facts: dict[str, Any]) -> None:
         self._path = path
         self.rows: list[Row] = []
-        self.document: dict[str, Any] = {"machine": facts, "images": [], "overhead": [], "partial": []}
+        self.document: dict[str, Any] = {"machine": facts, "images": [], "partial": []}
 
     def add_row(self, row: Row) -> None:
         self.rows.append(row)
@@ -123,26 +121,23 @@ def measure_model(name: str, options: argparse.Namespace, results: Results) -> N
             say(f"{name}, {row.variant}: {row.seconds:.1f} s{', ' + row.problem if row.problem else ''}")
 
     images([variant for variant in options.variants if variant not in COMPILE_PRESETS])
-    if options.overhead:
-        attempt(results, "overhead", lambda: [measure_overhead(checkpoint, Variant(HOST), OneDiff())])
     if options.partial:
-        free = options.free_gib or FREE_GIB[name]
-        attempt(results, "partial",
-                lambda: measure_partial(checkpoint, Variant(HOST), OneDiff(), options.steps, free))
+        partly_loaded(checkpoint, options, results)
     images([variant for variant in options.variants if variant in COMPILE_PRESETS])
     checkpoint.unload()
 
 
-def attempt(results: Results, section: str, work: Any) -> None:
-    """Measure one thing more; where that fails, the others stand."""
+def partly_loaded(checkpoint: Checkpoint, options: argparse.Namespace, results: Results) -> None:
+    """With a card too full for the model; where that fails, the rest is still measured."""
+    free = options.free_gib or FREE_GIB[checkpoint.name]
     try:
-        for each in work():
-            results.add(section, each.as_dict())
-            say(each.line())
+        for stage in measure_partial(checkpoint, Variant(HOST), OneDiff(), options.steps, free):
+            results.add("partial", stage.as_dict())
+            say(stage.line())
     except Exception as error:
         traceback.print_exc()
-        problem = f"{section}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        results.add(section, {"problem": problem})
+        problem = f"partial: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        results.add("partial", {"problem": problem})
         say(problem)
 
 

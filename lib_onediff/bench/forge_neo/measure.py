@@ -18,7 +18,7 @@ from ..reference import without_tf32
 from .generation import Image, exact_call, generate, one_call, relative
 from .host import Checkpoint, Size
 from .time_limit import OutOfTime, time_limit
-from .variants import AGAIN, HOST, CannotRun, Variant, switched_on
+from .variants import HOST, CannotRun, Variant, switched_on
 
 START, NEW_SIZE, LORA = CHANGES = ("start", "new size", "LoRA")
 MOST_UNSETTLED = 6
@@ -92,7 +92,7 @@ def measure(checkpoint: Checkpoint, variant: Variant, plan: Plan, reference: Ref
     change = START
     try:
         with switched_on(variant, checkpoint), time_limit(plan.limit_s):
-            for change, size, done in changes(checkpoint, variant):
+            for change, size, done in changes(checkpoint):
                 measure_change(checkpoint, variant, plan, reference, row, change, size, done)
     except OutOfTime:
         row.problem = f"not done within {plan.limit_s:.0f} s ({change})"
@@ -106,12 +106,10 @@ def measure(checkpoint: Checkpoint, variant: Variant, plan: Plan, reference: Ref
     return row
 
 
-def changes(checkpoint: Checkpoint, variant: Variant) -> Iterator[tuple[str, Size, Callable[[], None] | None]]:
+def changes(checkpoint: Checkpoint) -> Iterator[tuple[str, Size, Callable[[], None] | None]]:
     """What the user does, the size from then on, and how it is done."""
     first, second = checkpoint.sizes
     yield START, first, None
-    if variant.name == AGAIN:
-        return
     yield NEW_SIZE, second, None
     yield LORA, first, checkpoint.apply_lora
 

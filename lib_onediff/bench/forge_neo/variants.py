@@ -14,7 +14,7 @@ import torch
 from .generation import Hooks
 from .host import Checkpoint, torch_compile_script
 
-HOST, AGAIN, ONEDIFF, SAGE, OVER_SAGE = "host", "host-again", "onediff", "sage", "onediff-over-sage"
+HOST, ONEDIFF, SAGE, OVER_SAGE = "host", "onediff", "sage", "onediff-over-sage"
 COMPILE_PRESETS = ("guard_filter_fn", "dynamic")
 SAGE_HEADS = (64, 96, 128)
 
@@ -157,11 +157,6 @@ class OneDiff(Variant):
     def settled(self, routes: Counter[str]) -> bool:
         return set(routes) == ({"graph"} if torch.cuda.is_available() else {"plain"})
 
-    @property
-    def reason(self) -> str:
-        """Why the last call of the last sampling was not served faster."""
-        return self._reason
-
     def note(self) -> str:
         return "; ".join(filter(None, dict.fromkeys([self._reason, *self._runtime.guard.faults])))
 
@@ -229,12 +224,11 @@ def switched_on(variant: Variant, checkpoint: Checkpoint) -> Iterator[None]:
 
 def variants_for(names: list[str], checkout: Path) -> list[Variant]:
     made = {
-        HOST: lambda: Variant(HOST), AGAIN: lambda: Variant(AGAIN), ONEDIFF: OneDiff, SAGE: Sage,
-        OVER_SAGE: OneDiffOverSage,
+        HOST: lambda: Variant(HOST), ONEDIFF: OneDiff, SAGE: Sage, OVER_SAGE: OneDiffOverSage,
         **{preset: lambda preset=preset: TorchCompile(preset, checkout) for preset in COMPILE_PRESETS},
     }
     return [made[name]() for name in names]
 
 
 # In this order: what may leave work behind in the process, stopped half-way, comes last.
-ALL = (HOST, ONEDIFF, SAGE, OVER_SAGE, AGAIN, *COMPILE_PRESETS)
+ALL = (HOST, ONEDIFF, SAGE, OVER_SAGE, *COMPILE_PRESETS)

@@ -13,7 +13,6 @@ from ...model.operators import Operators, Stream
 from ...model.sizes import transformer_blocks
 from ...model.weights import Affine, Float8Weight
 from ..tuning_cache import Choices
-from . import kernels as triton_float8
 from .scaled_mm import rounded_rows
 
 # Rows times in times out. On an H200 a product that is smaller, or comes after a GEGLU, gains less than it costs.
@@ -112,6 +111,7 @@ def both_ways(
     """A product by the native operators, and by those that do it in float8, with what makes its tokens and the norm
     after it.
     """
+    from .kernels import layer_norm  # without Triton there are none, and this module is imported all the same
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype)
@@ -125,7 +125,7 @@ def both_ways(
 
         def gated(ops: Operators) -> object:
             added = ops.add_linear(stream, ops.geglu(hidden, affine), affine)
-            return triton_float8.layer_norm(added, vector, None, EPS)
+            return layer_norm(added, vector, None, EPS)
 
         return lambda: gated(native), lambda: gated(always)
     tokens, parameters = random(product.rows, product.width), Affine(random(product.width), None)

@@ -11,10 +11,11 @@ import gradio as gr
 
 from ...consistency import Facts, differences, parse, report
 from ...options.settings import Settings
+from ...quality import require_scikit_image
 from ..progress import sentence
 from ..stream import UNCHANGED
 from .job import CANCELLED, FAILED, Comparison, Exclusively, Maker, Request
-from .markup import numbers_html, pictures_html, summary_html
+from .markup import images_html, numbers_html, summary_html
 from .report import save
 from .request import request_of
 from .sides import Presets, choices, side_of
@@ -44,10 +45,10 @@ class ComparePanel:
         offered = gr.update(choices=self.choices())
         return offered, offered
 
-    # --- making the pictures --------------------------------------------------------------------------------------
+    # --- making the images ----------------------------------------------------------------------------------------
 
     def follow(self, *values: Any) -> Iterator[Shown]:
-        """Make the pictures, and show how far it is and what there is already.
+        """Make the images, and show how far it is and what there is already.
 
         values: choice and changes of the left side, of the right side, then the arguments of request_of after sides.
         """
@@ -68,7 +69,7 @@ class ComparePanel:
                 summary_html(pairs, request.sides, request.warm_up) if fresh else UNCHANGED,
                 seeds_to_choose(job, first=not shown) if fresh else UNCHANGED,
                 # Megabytes: once, and not again when another seed is ready.
-                pictures_html(pairs[0], request.sides) if pairs and not shown else UNCHANGED,
+                images_html(pairs[0], request.sides) if pairs and not shown else UNCHANGED,
                 numbers_html(pairs) if fresh else UNCHANGED,
                 gr.update(visible=bool(pairs)) if over else UNCHANGED, job,
             )
@@ -81,7 +82,8 @@ class ComparePanel:
     ) -> Request:
         standing = self.standing()
         if not standing.enabled:
-            raise ValueError("OneDiff is switched off in the settings tab, so it cannot make a picture on either side.")
+            raise ValueError("OneDiff is switched off in the settings tab, so it cannot make an image on either side.")
+        require_scikit_image()
         sides = (
             side_of(left, left_changes, standing, self.presets), side_of(right, right_changes, standing, self.presets),
         )
@@ -94,10 +96,10 @@ class ComparePanel:
         return sentence("Stopping.")
 
     def choose(self, seed: str, job: Comparison | None) -> Any:
-        """Show the pictures of another seed."""
+        """Show the images of another seed."""
         for pair in () if job is None else job.pairs:
             if seed == seed_label(pair.seed):
-                return pictures_html(pair, job.request.sides)
+                return images_html(pair, job.request.sides)
         return UNCHANGED
 
     def save(self, job: Comparison | None) -> str:
@@ -105,11 +107,11 @@ class ComparePanel:
         if job is None or not job.pairs:
             return sentence("There is nothing to save yet.", wrong=True)
         try:
-            page, *pictures = save(job.request, job.pairs, report(self.facts()), self.folder())
+            page, *images = save(job.request, job.pairs, report(self.facts()), self.folder())
         except OSError as error:
             log.warning("The comparison could not be saved: %s", error)
             return sentence(f"The report could not be saved: {error.strerror or 'the folder cannot be used'}.", True)
-        beside = "a PNG" if len(pictures) == 1 else f"{len(pictures)} PNGs"
+        beside = "a PNG" if len(images) == 1 else f"{len(images)} PNGs"
         return sentence(f"Saved {page.parent.name}/{page.name}, and {beside}, in the WebUI's output folder.")
 
     # --- the consistency report -----------------------------------------------------------------------------------
@@ -127,7 +129,7 @@ class ComparePanel:
             return sentence(str(problem), wrong=True)
         found = differences(self.facts(), theirs)
         if not found:
-            return sentence("Nothing differs: both machines should make the same picture.")
+            return sentence("Nothing differs: both machines should make the same image.")
         lines = "".join(f"<li>{html.escape(line)}</li>" for line in found)
         told = "1 fact differs." if len(found) == 1 else f"{len(found)} facts differ."
         return f'{sentence(told)}<ul class="onediff-differing">{lines}</ul>'
@@ -163,5 +165,5 @@ def outcome_html(job: Comparison) -> str:
     if job.state == FAILED:
         return sentence(job.problem, wrong=True)
     if job.state == CANCELLED:
-        return sentence("Stopped before all pictures were made." if job.pairs else "Stopped.")
+        return sentence("Stopped before all images were made." if job.pairs else "Stopped.")
     return ""

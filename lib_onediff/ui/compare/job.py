@@ -1,4 +1,4 @@
-"""A comparison: pictures made with two settings in turn, in a thread of its own."""
+"""A comparison: images made with two settings in turn, in a thread of its own."""
 from __future__ import annotations
 
 import logging
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from ...guard import first_line, outcome_of
 from ...options.settings import Settings
-from ...quality import Difference, PictureComparison, compare, difference_map
+from ...quality import Difference, ImageComparison, compare, difference_map
 from .sides import Side
 from .text_to_image import Interrupted, Made, Order
 
@@ -22,23 +22,23 @@ log = logging.getLogger("onediff")
 
 @dataclass(frozen=True)
 class Request:
-    """What to compare. order: the first picture; the others have the seeds that follow. pictures: how many of each
-    side. warm_up: whether a short picture of each side comes first, so that times do not count what happens once."""
+    """What to compare. order: the first image; the others have the seeds that follow. images: how many of each
+    side. warm_up: whether a short image of each side comes first, so that times do not count what happens once."""
 
     sides: tuple[Side, Side]
     order: Order
-    pictures: int
+    images: int
     warm_up: bool
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The two pictures of a seed, and how they differ."""
+    """The two images of a seed, and how they differ."""
 
     seed: int
     first: Made
     second: Made
-    comparison: PictureComparison
+    comparison: ImageComparison
     difference: Difference
 
 
@@ -53,16 +53,16 @@ class Maker(Protocol):
 
 
 class Comparison:
-    """A comparison that is being made. Its pictures wait their turn in the WebUI's queue, one by one."""
+    """A comparison that is being made. Its images wait their turn in the WebUI's queue, one by one."""
 
     def __init__(self, request: Request, maker: Maker, exclusively: Exclusively) -> None:
-        """exclusively: runs work while the WebUI makes no other picture."""
+        """exclusively: runs work while the WebUI makes no other image."""
         self.request = request
         self.pairs: tuple[Pair, ...] = ()
         self.state = RUNNING
         self.problem = ""
         self._maker, self._exclusively = maker, exclusively
-        self._made, self._wanted = 0, 2 * (request.pictures + int(request.warm_up))
+        self._made, self._wanted = 0, 2 * (request.images + int(request.warm_up))
         self._cancelled = threading.Event()
         self._over = threading.Event()
         threading.Thread(target=self._run, name="onediff-compare", daemon=True).start()
@@ -85,7 +85,7 @@ class Comparison:
         share = (self._made + self._maker.share_done()) / self._wanted
         warming = self.request.warm_up and self._made < 2
         number = self._made + 1 - 2 * int(self.request.warm_up)
-        what = f"warming up {self._made + 1} of 2" if warming else f"picture {number} of {2 * self.request.pictures}"
+        what = f"warming up {self._made + 1} of 2" if warming else f"image {number} of {2 * self.request.images}"
         return min(1.0, share), what
 
     def _run(self) -> None:
@@ -94,14 +94,14 @@ class Comparison:
                 short = replace(self.request.order, steps=min(STEPS_TO_WARM_UP, self.request.order.steps))
                 for side in self.request.sides:
                     self._make(short, side)
-            for number in range(self.request.pictures):
+            for number in range(self.request.images):
                 self.pairs += (self._pair(number),)
             self.state = DONE
         except Interrupted:
             self.state = CANCELLED
         except Exception as error:
             log.exception("A comparison failed")
-            self.state, self.problem = FAILED, f"The picture could not be made: {first_line(error)}"
+            self.state, self.problem = FAILED, f"The image could not be made: {first_line(error)}"
         finally:
             self._over.set()
 
@@ -116,7 +116,7 @@ class Comparison:
         )
 
     def _make(self, order: Order, side: Side) -> Made:
-        """Make a picture when it is our turn. Raises Interrupted."""
+        """Make an image when it is our turn. Raises Interrupted."""
 
         def work() -> Made:
             self._go_on()

@@ -1,4 +1,4 @@
-"""A comparison's pictures and numbers as markup, for the page and for the report alike. It needs compare.css."""
+"""A comparison's images and numbers as markup, for the page and for the report alike. It needs compare.css."""
 from __future__ import annotations
 
 import base64
@@ -21,17 +21,17 @@ from .sides import Side
 
 STYLE = Path(__file__).with_name("compare.css")
 VIEWS = {"slide": "Slider", "beside": "Side by side", "difference": "Difference"}
-# A picture that is smaller than so many pixels is shown enlarged.
+# An image that is smaller than so many pixels is shown enlarged.
 LEAST_WIDTH = 512
 COLUMNS = ("Seed", "Verdict", "PSNR", "SSIM", "Largest", "Lightness", "Contrast", "Saturation", "Left", "Right")
 MEANINGS = {
     "PSNR": "peak signal-to-noise ratio: above 48 dB no difference is seen",
-    "SSIM": "structural similarity: 1 is the same picture",
+    "SSIM": "structural similarity: 1 is the same image",
     "Largest": "the largest difference of a pixel's channel, of 255",
     "Lightness": "change of the mean lightness L*, from 0 to 100",
     "Contrast": "change of the standard deviation of L*",
     "Saturation": "change of the root mean square of the chroma C*ab",
-    "Left": "how long the left picture took", "Right": "how long the right picture took",
+    "Left": "how long the left image took", "Right": "how long the right image took",
 }
 SLIDE = "this.parentElement.style.setProperty('--onediff-at', this.value + '%')"
 
@@ -41,8 +41,8 @@ def style_html() -> str:
     return f"<style>{STYLE.read_text(encoding='utf-8')}</style>"
 
 
-def pictures_html(pair: Pair, sides: Sequence[Side], name: str = "page") -> str:
-    """The two pictures of a seed over one another, side by side, and their difference; radio buttons choose.
+def images_html(pair: Pair, sides: Sequence[Side], name: str = "page") -> str:
+    """The two images of a seed over one another, side by side, and their difference; radio buttons choose.
 
     name: tells several of them on one page apart.
     """
@@ -61,7 +61,7 @@ def pictures_html(pair: Pair, sides: Sequence[Side], name: str = "page") -> str:
         f'<div class="onediff-compare" role="group" aria-label="Seed {pair.seed}, left and right">{views}'
         f'<div class="onediff-frame{" onediff-enlarged" if scale > 1 else ""}" style="{style}">{figures}'
         f'<input type="range" class="onediff-handle" min="0" max="100" step="1" value="50" oninput="{SLIDE}" '
-        f'aria-label="Where the left picture ends and the right one begins"><div class="onediff-line"></div>'
+        f'aria-label="Where the left image ends and the right one begins"><div class="onediff-line"></div>'
         "</div></div>"
     )
 
@@ -81,21 +81,21 @@ def figure(kind: str, image: Any, caption: str) -> str:
 
 
 def data_address(image: Any) -> str:
-    """The picture as an address that holds all of it, without its metadata."""
+    """The image as an address that holds all of it, without its metadata."""
     file = io.BytesIO()
     image.convert("RGB").save(file, format="PNG")
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode('ascii')}"
 
 
 def numbers_html(pairs: Sequence[Pair]) -> str:
-    """How the pictures of each seed differ."""
+    """How the images of each seed differ."""
     headings = "".join(
         f'<th scope="col" title="{MEANINGS[name]}">{name}</th>' if name in MEANINGS else f'<th scope="col">{name}</th>'
         for name in COLUMNS
     )
     rows = "".join(row_html(pair) for pair in pairs)
     return (
-        '<div class="onediff-numbers" tabindex="0" role="region" aria-label="How the pictures differ">'
+        '<div class="onediff-numbers" tabindex="0" role="region" aria-label="How the images differ">'
         f"<table><thead><tr>{headings}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
 
@@ -114,7 +114,7 @@ def summary_html(pairs: Sequence[Pair], sides: Sequence[Side], warmed_up: bool) 
 def card_html(label: str, side: Side, made: Sequence[Made]) -> str:
     status = made[-1].status
     facts = (
-        ("Settings", side.described), ("Time", seconds_a_picture(made)),
+        ("Settings", side.described), ("Time", seconds_an_image(made)),
         ("UNet step", milliseconds(status.get("step_ms")) if side.settings.enabled else ""),
         ("Route", ROUTES.get(status.get("route"), NOTHING)),
         ("Why", status.get("reason") if side.settings.enabled else ""), *remarks(side),
@@ -138,9 +138,9 @@ def verdict(pairs: Sequence[Pair], warmed_up: bool) -> str:
     if len(pairs) == 1:
         words = pairs[0].comparison.sentence()
     elif pale:
-        words = f"The right side is washed out in {pale} of {counted(len(pairs), 'picture')}."
+        words = f"The right side is washed out in {pale} of {counted(len(pairs), 'image')}."
     elif all(pair.comparison.identical for pair in pairs):
-        words = "Identical: every pixel of every picture is the same."
+        words = "Identical: every pixel of every image is the same."
     else:
         worst = min(pairs, key=lambda pair: pair.comparison.psnr)
         words = f"Seed {worst.seed} differs most: {worst.comparison.sentence()}"
@@ -180,9 +180,9 @@ def row_html(pair: Pair) -> str:
 
 
 def mean_seconds(made: Sequence[Made]) -> float:
-    return sum(picture.seconds for picture in made) / len(made)
+    return sum(image.seconds for image in made) / len(made)
 
 
-def seconds_a_picture(made: Sequence[Made]) -> str:
-    mean = f"{seconds(mean_seconds(made))} a picture"
+def seconds_an_image(made: Sequence[Made]) -> str:
+    mean = f"{seconds(mean_seconds(made))} an image"
     return mean if len(made) == 1 else f"{mean}, mean of {len(made)}"

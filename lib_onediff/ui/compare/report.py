@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .job import Pair, Request
-from .markup import numbers_html, pictures_html, style_html, summary_html
+from .markup import images_html, numbers_html, style_html, summary_html
 
 INFOTEXT_CHUNK, COMPARISON_CHUNK, FACTS_CHUNK = "parameters", "OneDiff comparison", "OneDiff consistency"
 GAP, BACKGROUND = 8, "#202020"
@@ -37,10 +37,10 @@ def save(request: Request, pairs: Sequence[Pair], facts: str, folder: Path) -> l
     while (page := folder / f"{stem}{f'-{number}' if number else ''}.html").exists():
         number += 1
     write(page, page_html(request, pairs, facts).encode("utf-8"))
-    pictures = [page.with_name(f"{page.stem}-seed-{pair.seed}.png") for pair in pairs]
-    for path, pair in zip(pictures, pairs, strict=True):
+    images = [page.with_name(f"{page.stem}-seed-{pair.seed}.png") for pair in pairs]
+    for path, pair in zip(images, pairs, strict=True):
         write(path, png_of(request, pair, facts))
-    return [page, *pictures]
+    return [page, *images]
 
 
 def write(path: Path, data: bytes) -> None:
@@ -54,15 +54,15 @@ def write(path: Path, data: bytes) -> None:
 
 
 def page_html(request: Request, pairs: Sequence[Pair], facts: str) -> str:
-    """The report as a page of its own, pictures and style included."""
+    """The report as a page of its own, images and style included."""
     order = request.order
     what = (
         ("Prompt", order.prompt), ("Negative prompt", order.negative_prompt), ("Size", f"{order.width}x{order.height}"),
         ("Steps", order.steps), ("CFG scale", f"{order.cfg_scale:g}"), ("Sampler", order.sampler),
     )
     asked = "\n".join(f"{name}: {value}" for name, value in what if value)
-    pictures = "".join(
-        f"<h2>Seed {pair.seed}</h2>{pictures_html(pair, request.sides, str(number))}"
+    images = "".join(
+        f"<h2>Seed {pair.seed}</h2>{images_html(pair, request.sides, str(number))}"
         for number, pair in enumerate(pairs)
     )
     infotexts = "\n\n".join(made.infotext for pair in pairs for made in (pair.first, pair.second))
@@ -71,8 +71,8 @@ def page_html(request: Request, pairs: Sequence[Pair], facts: str) -> str:
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>OneDiff comparison</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<style>{PAGE_STYLE}</style>{style_html()}</head><body class="onediff-report"><h1>OneDiff comparison</h1>'
-        f"{numbers}<h2>What was asked for</h2><pre>{html.escape(asked)}</pre>{pictures}"
-        f"{folded('What every picture says of itself', infotexts)}{folded('The machine', facts)}</body></html>"
+        f"{numbers}<h2>What was asked for</h2><pre>{html.escape(asked)}</pre>{images}"
+        f"{folded('What every image says of itself', infotexts)}{folded('The machine', facts)}</body></html>"
     )
 
 
@@ -81,7 +81,7 @@ def folded(title: str, text: str) -> str:
 
 
 def png_of(request: Request, pair: Pair, facts: str) -> bytes:
-    """Both pictures of a seed and their difference beside one another. The text chunks: the left picture's infotext,
+    """Both images of a seed and their difference beside one another. The text chunks: the left image's infotext,
     as a WebUI reads it; the comparison as JSON; the consistency report."""
     from PIL import Image, PngImagePlugin
 
@@ -102,7 +102,7 @@ def png_of(request: Request, pair: Pair, facts: str) -> bytes:
 
 
 def described(request: Request, pair: Pair) -> dict[str, Any]:
-    """The comparison of a seed for programs. Seconds are those of a whole picture."""
+    """The comparison of a seed for programs. Seconds are those of a whole image."""
     return {
         "seed": pair.seed, **pair.comparison.as_dict(), "difference_gain": pair.difference.gain,
         "order": {**vars(request.order), "seed": pair.seed},

@@ -10,20 +10,20 @@ from .job import Request
 from .sides import Side
 from .text_to_image import Order
 
-MOST_PICTURES, MOST_STEPS, LARGEST_SEED = 8, 150, 2**32 - 1
+MOST_IMAGES, MOST_STEPS, LARGEST_SEED = 8, 150, 2**32 - 1
 LEAST_CFG, MOST_CFG = 1.0, 30.0
 
 
 def request_of(
     sides: tuple[Side, Side], prompt: Any, negative_prompt: Any, width: Any, height: Any, steps: Any, cfg_scale: Any,
-    sampler: Any, seed: Any, pictures: Any, warm_up: Any,
+    sampler: Any, seed: Any, images: Any, warm_up: Any,
 ) -> Request:
     """The request. Raises ValueError with a sentence for the user.
 
-    Both sides may have the same settings: that shows whether a picture can be made twice.
+    Both sides may have the same settings: that shows whether an image can be made twice.
     """
     size = Size(whole_number(width, "The width"), whole_number(height, "The height"))
-    count = within("The number of pictures", whole_number(pictures, "The number of pictures"), 1, MOST_PICTURES)
+    count = within("The number of images", whole_number(images, "The number of images"), 1, MOST_IMAGES)
     first = whole_number(-1 if seed is None else seed, "The seed")
     first = random.SystemRandom().randrange(LARGEST_SEED - count) if first == -1 else first
     return Request(

@@ -37,7 +37,7 @@ def choices(presets: Presets) -> list[str]:
 def side_of(choice: Any, changes: Any, standing: Settings, presets: Presets) -> Side:
     """The settings for a side.
 
-    choice: one of choices(presets). changes: such as "backend eager; verify off", also as a picture's infotext has it.
+    choice: one of choices(presets). changes: such as "backend eager; verify off", also as an image's infotext has it.
     standing: the settings tab's. Raises ValueError with a sentence.
     """
     if choice == OFF:

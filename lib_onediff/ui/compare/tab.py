@@ -11,7 +11,7 @@ from ..events import LIVE, QUIET, in_the_browser, kept_out_of_defaults
 from ..stream import show_stream
 from .handlers import ComparePanel
 from .markup import style_html
-from .request import LEAST_CFG, MOST_CFG, MOST_PICTURES, MOST_STEPS
+from .request import LEAST_CFG, MOST_CFG, MOST_IMAGES, MOST_STEPS
 from .sides import CURRENT, OFF
 
 ELEM_ID, FACTS_ID = "onediff_compare", "onediff_facts_page"
@@ -73,18 +73,18 @@ class Tab:
             ))
         told, summary = markup("told"), markup("summary")
         seeds = kept_out_of_defaults(gr.Radio(
-            [], label="Pictures of", visible=False, elem_id="onediff_compare_seeds",
+            [], label="Images of", visible=False, elem_id="onediff_compare_seeds",
         ))
-        pictures, numbers = markup("pictures"), markup("numbers")
+        images, numbers = markup("images"), markup("numbers")
         with gr.Row(elem_classes=ACTIONS, visible=False) as saving:
             save = a_button("Save report", "compare_save")
             saved = markup("saved")
 
         copy.click(None, inputs=order[:8], outputs=order[:8], api_name=False, **in_the_browser(COPY_FROM_TXT2IMG))
         show_stream([compare.click], self.panel.follow, [*sides, *order, warm_up],
-                    [told, summary, seeds, pictures, numbers, saving, self.job])
+                    [told, summary, seeds, images, numbers, saving, self.job])
         cancel.click(self.panel.cancel, inputs=[self.job], outputs=[told], queue=False, **QUIET)
-        seeds.input(self.panel.choose, inputs=[seeds, self.job], outputs=[pictures], queue=False, **QUIET)
+        seeds.input(self.panel.choose, inputs=[seeds, self.job], outputs=[images], queue=False, **QUIET)
         save.click(self.panel.save, inputs=[self.job], outputs=[saved], queue=False, **QUIET)
         return [sides[0], sides[2]]
 
@@ -96,7 +96,7 @@ class Tab:
         return [choice, changes]
 
     def build_order(self) -> list[Any]:
-        """What the pictures shall be, in the order of request_of's arguments."""
+        """What the images shall be, in the order of request_of's arguments."""
         with gr.Row():
             prompt = text("Prompt", "compare_prompt", lines=2, min_width=280)
             negative = text("Negative prompt", "compare_negative", lines=2, min_width=280)
@@ -109,8 +109,8 @@ class Tab:
             ))
             sampler = a_list("Sampler", names, names[0], "compare_sampler")
             seed = number("Seed", "seed", -1, -1, 2**32)
-            pictures = number("Pictures", "pictures", 1, 1, MOST_PICTURES)
-        return [prompt, negative, width, height, steps, cfg, sampler, seed, pictures]
+            images = number("Images", "images", 1, 1, MOST_IMAGES)
+        return [prompt, negative, width, height, steps, cfg, sampler, seed, images]
 
     def samplers(self) -> list[str]:
         """The WebUI's samplers, the usual one first."""
@@ -129,8 +129,8 @@ def build_facts_page(panel: ComparePanel, opened: Callable[..., Any]) -> None:
 
 def build_facts(panel: ComparePanel) -> gr.Textbox:
     """The component that shows this machine's report."""
-    gr.HTML("<h3>The same seed, another picture? Compare the machines</h3>")
-    gr.HTML('<p class="onediff-reason">The report names everything that the last digits of a picture depend on. It has '
+    gr.HTML("<h3>The same seed, another image? Compare the machines</h3>")
+    gr.HTML('<p class="onediff-reason">The report names everything that the last digits of an image depend on. It has '
             "no paths and no secrets. Copy it here, paste it on the other machine, or the other way round.</p>")
     with gr.Row():
         with gr.Column(min_width=320):

@@ -1,4 +1,4 @@
-"""Single pictures through the WebUI's own txt2img, with OneDiff's settings for each.
+"""Single images through the WebUI's own txt2img, with OneDiff's settings for each.
 
 Only our script takes part, with arguments of its own: what other extensions are set to in the txt2img tab is left out.
 """
@@ -20,12 +20,12 @@ USUAL_SAMPLER = "Euler a"
 
 
 class Interrupted(Exception):
-    """The user stopped the picture."""
+    """The user stopped the image."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """A picture to make. width, height: pixels."""
+    """An image to make. width, height: pixels."""
 
     prompt: str
     negative_prompt: str
@@ -39,7 +39,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Made:
-    """A picture (a PIL image) and how it came about. seconds: all of the WebUI's txt2img. status: runtime.status()
+    """An image (a PIL image) and how it came about. seconds: all of the WebUI's txt2img. status: runtime.status()
     right after it."""
 
     image: Any
@@ -49,7 +49,7 @@ class Made:
 
 
 class TextToImage:
-    """Makes one picture after the other. Call make through the adapter's exclusively()."""
+    """Makes one image after the other. Call make through the adapter's exclusively()."""
 
     def __init__(self, make_script: Callable[[], Any], status: Callable[[], dict[str, Any]]) -> None:
         """make_script: our script's class, as the WebUI calls it. status: runtime.status."""
@@ -59,7 +59,7 @@ class TextToImage:
         self._lock = threading.Lock()
 
     def make(self, order: Order, settings: Settings) -> Made:
-        """Make a picture with these settings. Raises Interrupted, and whatever the WebUI raises."""
+        """Make an image with these settings. Raises Interrupted, and whatever the WebUI raises."""
         from modules import processing, shared
 
         p = processing.StableDiffusionProcessingTxt2Img(
@@ -104,7 +104,7 @@ class TextToImage:
                 self._current = None
 
     def interrupt(self) -> None:
-        """Stop the picture that is being made, if it is one of ours."""
+        """Stop the image that is being made, if it is one of ours."""
         from modules import shared
 
         with self._lock:
@@ -112,7 +112,7 @@ class TextToImage:
                 shared.state.interrupt()
 
     def share_done(self) -> float:
-        """How far the picture is that is being made, from 0 to 1; 0 while it waits."""
+        """How far the image is that is being made, from 0 to 1; 0 while it waits."""
         from modules import shared
 
         steps = shared.state.sampling_steps
@@ -134,13 +134,13 @@ def sampler_names() -> list[str]:
 
 
 def output_folder() -> Path:
-    """Where comparisons are kept: beside the WebUI's folders of pictures."""
+    """Where comparisons are kept: beside the WebUI's folders of images."""
     from modules import paths, shared
 
     everything = getattr(shared.opts, "outdir_samples", "")
     if everything:
         return Path(everything, FOLDER)
-    pictures = getattr(shared.opts, "outdir_txt2img_samples", "")
-    parent = Path(pictures).parent if pictures else Path(paths.data_path)
+    images = getattr(shared.opts, "outdir_txt2img_samples", "")
+    parent = Path(images).parent if images else Path(paths.data_path)
     # As the WebUI itself takes them: relative to where it runs.
     return parent / FOLDER

@@ -1,4 +1,4 @@
-"""Pictures to compare, and what may have been done to them."""
+"""Images to compare, and what may have been done to them."""
 from __future__ import annotations
 
 import torch
@@ -13,14 +13,14 @@ def random(seed: int) -> torch.Generator:
 
 
 def painted(seed: int = 0) -> Tensor:
-    """A picture (height, width, 3) with soft colours, hard edges and texture, as a photograph has them."""
+    """An image (height, width, 3) with soft colours, hard edges and texture, as a photograph has them."""
     generator = random(seed)
     soft = torch.rand(1, 3, 4, 5, generator=generator, dtype=torch.float64)
     patches = torch.rand(1, 3, 8, 10, generator=generator, dtype=torch.float64)
     texture = torch.rand(1, 1, HEIGHT, WIDTH, generator=generator, dtype=torch.float64)
-    picture = 0.55 * functional.interpolate(soft, (HEIGHT, WIDTH), mode="bicubic", align_corners=False)
-    picture = picture + 0.35 * functional.interpolate(patches, (HEIGHT, WIDTH)) + 0.1 * texture
-    return picture[0].permute(1, 2, 0).clamp(0, 1)
+    image = 0.55 * functional.interpolate(soft, (HEIGHT, WIDTH), mode="bicubic", align_corners=False)
+    image = image + 0.35 * functional.interpolate(patches, (HEIGHT, WIDTH)) + 0.1 * texture
+    return image[0].permute(1, 2, 0).clamp(0, 1)
 
 
 def poster(seed: int = 0) -> Tensor:
@@ -29,18 +29,18 @@ def poster(seed: int = 0) -> Tensor:
     return colours.repeat_interleave(HEIGHT // 8, 0).repeat_interleave(WIDTH // 10, 1)
 
 
-def noisy(picture: Tensor, deviation: float, seed: int = 1) -> Tensor:
-    """deviation: of 255. Pixels keep within 0 to 1, as a picture's must."""
-    noise = torch.randn(picture.shape, generator=random(seed), dtype=picture.dtype)
-    return (picture + noise * deviation / 255).clamp(0, 1)
+def noisy(image: Tensor, deviation: float, seed: int = 1) -> Tensor:
+    """deviation: of 255. Pixels keep within 0 to 1, as an image's must."""
+    noise = torch.randn(image.shape, generator=random(seed), dtype=image.dtype)
+    return (image + noise * deviation / 255).clamp(0, 1)
 
 
-def desaturated(picture: Tensor, kept: float) -> Tensor:
+def desaturated(image: Tensor, kept: float) -> Tensor:
     """Mixed with its own grey (ITU-R BT.601), as photo editors and PIL's ImageEnhance.Color do."""
-    grey = (picture @ picture.new_tensor((0.299, 0.587, 0.114)))[..., None]
-    return grey + kept * (picture - grey)
+    grey = (image @ image.new_tensor((0.299, 0.587, 0.114)))[..., None]
+    return grey + kept * (image - grey)
 
 
-def veiled(picture: Tensor, veil: float) -> Tensor:
+def veiled(image: Tensor, veil: float) -> Tensor:
     """Under a light grey veil: lighter, with less contrast and less saturation."""
-    return picture * (1 - veil) + 0.8 * veil
+    return image * (1 - veil) + 0.8 * veil

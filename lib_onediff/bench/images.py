@@ -1,4 +1,4 @@
-"""Measure whole pictures through a pipeline of diffusers, sampler and decode included."""
+"""Measure whole images through a pipeline of diffusers, sampler and decode included."""
 from __future__ import annotations
 
 import argparse
@@ -16,8 +16,8 @@ from .models import random_unet, random_vae
 from .options import DTYPES, Size, kind_of, name_of, sizes_for
 
 HOST = "host eager"
-# Compiling, checking and capturing are over after so many pictures that wait for kernels, and so many that do not.
-PATIENT_PICTURES, PICTURES_TO_SETTLE = 2, 1
+# Compiling, checking and capturing are over after so many images that wait for kernels, and so many that do not.
+WAITING_IMAGES, SETTLING_IMAGES = 2, 1
 MOST_RUNS = 5
 VARIANTS: dict[str, dict[str, Any]] = {
     "onediff": {},
@@ -27,14 +27,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "onediff + fp8": {"fp8": True},
     "onediff + fp8 + DeepCache 3, depth 1": {"fp8": True, "deepcache_interval": 3, "deepcache_depth": 1},
 }
-HEADINGS = ("model", "size", "pipeline", "s a picture", "x host", "mean difference", "largest", "route")
+HEADINGS = ("model", "size", "pipeline", "s an image", "x host", "mean difference", "largest", "route")
 # A prompt's embedding is quieter than an image's noise.
 PROMPT_NOISE = 0.1
 
 
 @dataclass
-class PictureRow:
-    """One pipeline at one size. seconds: the median; differences: from the host's picture, of a range of 1."""
+class ImageRow:
+    """One pipeline at one size. seconds: the median; differences: from the host's image, of a range of 1."""
 
     model: str
     size: str
@@ -57,8 +57,8 @@ class PictureRow:
         return [self.model, self.size, self.pipeline, *times, *difference, self.route]
 
 
-class Pictures:
-    """A pipeline with random weights that draws one picture of a size, from the same numbers every time."""
+class Images:
+    """A pipeline with random weights that draws one image of a size, from the same numbers every time."""
 
     def __init__(self, model: str, options: argparse.Namespace, device: torch.device) -> None:
         self.device, self.dtype, self.steps = device, DTYPES[options.dtype], options.steps
@@ -74,7 +74,7 @@ class Pictures:
         ).images
 
     def timed(self, size: Size, runs: int) -> tuple[list[float], Tensor]:
-        """Seconds of each of some pictures, and the last."""
+        """Seconds of each of some images, and the last."""
         drawn: list[Tensor] = []
         times = [seconds(lambda: drawn.append(self.draw(size)), self.device) for _ in range(runs)]
         return times, drawn[-1]
@@ -109,25 +109,25 @@ def pipeline(unet: nn.Module, vae: nn.Module) -> Any:
     return pipe
 
 
-def pictures(model: str, options: argparse.Namespace, device: torch.device) -> list[PictureRow]:
-    """Medians of up to MOST_RUNS pictures at the first size, one pipeline after the other on the same weights."""
+def images(model: str, options: argparse.Namespace, device: torch.device) -> list[ImageRow]:
+    """Medians of up to MOST_RUNS images at the first size, one pipeline after the other on the same weights."""
     size = sizes_for(model, options.sizes)[0]
     runs = max(1, min(options.runs or MOST_RUNS, MOST_RUNS))
-    drawing = Pictures(model, options, device)
+    drawing = Images(model, options, device)
     drawing.draw(size)
     times, expected = drawing.timed(size, runs)
     host = statistics.median(times)
-    rows = [PictureRow(model, name_of(size), HOST, host, 1.0, times=times)]
+    rows = [ImageRow(model, name_of(size), HOST, host, 1.0, times=times)]
     for name, choices in VARIANTS.items():
         compile_pipe(drawing.pipe, **choices)
         with runtime.wait_for_compile():
-            for _ in range(PATIENT_PICTURES):
+            for _ in range(WAITING_IMAGES):
                 drawing.draw(size)
-        for _ in range(PICTURES_TO_SETTLE):
+        for _ in range(SETTLING_IMAGES):
             drawing.draw(size)
         times, output = drawing.timed(size, runs)
         difference = (output - expected).abs().float()
-        rows.append(PictureRow(
+        rows.append(ImageRow(
             model, name_of(size), name, statistics.median(times), host / statistics.median(times),
             float(difference.mean()), float(difference.max()), runtime.status()["route"] or "", times,
         ))
