@@ -22,6 +22,7 @@ TABLES = (
 )
 COLUMNS = tuple(field.name for field in dataclasses.fields(HistoryRow))
 ROW = ", ".join(COLUMNS)
+TYPES = (str, str, str, int, int, str, int, float, *[(float, type(None))] * 3)
 WRITE_ROW = f"""
     INSERT INTO history (machine, {ROW}) VALUES (?{", ?" * len(COLUMNS)})
     ON CONFLICT (machine, architecture, model, resolution, batch, tokens, dtype) DO UPDATE SET
@@ -96,15 +97,8 @@ def read_history(connection: sqlite3.Connection, machine: str | None) -> list[Hi
 
 def row_from(values: tuple) -> HistoryRow:
     """A row of the table. Raises Damaged if a value cannot be ours."""
-    architecture, model, resolution, batch, tokens, dtype, uses, last_used, *measured = values
-    try:
-        row = HistoryRow(
-            str(architecture), str(model), str(resolution), int(batch), int(tokens), str(dtype), int(uses),
-            float(last_used), *(None if value is None else float(value) for value in measured),
-        )
-    except (TypeError, ValueError) as error:
-        raise Damaged("damaged") from error
-    if not (0 <= row.uses < LIMIT and 0 <= row.last_used < LIMIT):
+    row = HistoryRow(*values)
+    if not all(map(isinstance, values, TYPES)) or not (0 <= row.uses < LIMIT and 0 <= row.last_used < LIMIT):
         raise Damaged("damaged")
     return row
 

@@ -117,6 +117,7 @@ def test_purging_one_resolution_leaves_them_and_purging_all_does_not(tmp_path: P
     history, choices = opened(tmp_path)
     choices.set("tile", 64)
     history.forget(["512x512"])
+    wait_for_the_disk()
     assert opened(tmp_path)[1].get("tile") == 64
     history.forget()
     assert opened(tmp_path)[1].get("tile") is None
