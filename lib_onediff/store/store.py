@@ -107,19 +107,17 @@ class Store:
         """
         with self._disk_lock:
             with self._pending_lock:
-                taken, self._pending = self._pending, deque(maxlen=PENDING)
-            if not taken and self.on_disk:
+                items = list(self._pending)
+            if not items and self.on_disk:
                 return True
-            written = None
-            try:
-                written = self._attempt(
-                    lambda connection: schema.write(connection, self.machine, taken, self.size_limit)
-                )
-            finally:
-                if not written:
-                    with self._pending_lock:
-                        self._pending = deque([*taken, *self._pending], PENDING)
-            return bool(written)
+            if not self._attempt(lambda connection: schema.write(connection, self.machine, items, self.size_limit)):
+                return False
+            with self._pending_lock:
+                for item in items:
+                    # Unless what came meanwhile has pushed it out.
+                    if self._pending and self._pending[0] is item:
+                        self._pending.popleft()
+            return True
 
     def history(self, every_machine: bool = False) -> list[HistoryRow]:
         """The shapes seen on this machine, written or not, the most used first. every_machine: with what was used

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from lib_onediff.store import schema as store_schema
 from lib_onediff.store.machine import Fingerprint
 from lib_onediff.store.rows import TUNED, HistoryRow, PurgeFilter
 from lib_onediff.store.store import Store
@@ -124,28 +123,6 @@ def test_another_process_that_has_the_damaged_file_open_goes_on_in_the_new_one(t
     assert sorted(file.name for file in tmp_path.iterdir()) == [NAME, NEXT]
     store.close()
     other.close()
-
-
-@pytest.mark.parametrize("statement", range(3))
-def test_a_store_that_another_process_is_just_making_is_no_other_programs(tmp_path: Path, statement: int) -> None:
-    run_in(tmp_path / NAME, "PRAGMA journal_mode = WAL")
-    looking = sqlite3.connect(tmp_path / NAME, isolation_level=None)
-    maker = sqlite3.connect(tmp_path / NAME, isolation_level=None)
-    begun: list[str] = []
-
-    def make_in_between(text: str) -> None:
-        begun.append(text)
-        if len(begun) == statement + 1:
-            store_schema.set_journal(maker)
-            store_schema.make_tables(maker)
-
-    looking.set_trace_callback(make_in_between)
-    ours = store_schema.is_ours(looking)
-    looking.set_trace_callback(None)
-    assert len(begun) > statement and store_schema.is_ours(maker)
-    assert ours is (statement == 0), "what it saw is the state of one moment"
-    looking.close()
-    maker.close()
 
 
 def test_an_empty_file_is_a_new_store(tmp_path: Path) -> None:

@@ -7,12 +7,13 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 
 import pytest
 
 import lib_onediff
+from lib_onediff.store import store as store_module
 from lib_onediff.store.machine import Fingerprint
 from lib_onediff.store.rows import HistoryRow, PurgeFilter
 from lib_onediff.store.store import Store
@@ -188,39 +189,41 @@ def test_a_path_that_can_hold_no_store(tmp_path: Path, kind: str) -> None:
     store.close()
 
 
-def test_a_store_that_another_program_locks(tmp_path: Path) -> None:
+def test_a_store_that_another_program_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "BUSY_SECONDS", 0.2)
     Store.open(tmp_path, MACHINE).close()
     other = sqlite3.connect(tmp_path / "onediff-2-1.sqlite3", isolation_level=None)
     other.execute("PRAGMA locking_mode = EXCLUSIVE")
     other.execute("BEGIN EXCLUSIVE")
+    connect, timeouts = sqlite3.connect, []
+    monkeypatch.setattr(
+        sqlite3, "connect", lambda *where, timeout, **how: (timeouts.append(timeout), connect(*where, timeout=timeout, **how))[1]
+    )
     store = Store.open(tmp_path, MACHINE)
     assert store.trouble is not None and "locked" in store.trouble
     store.record(row())
-    start = time.perf_counter()
     assert not store.flush() and store.history() == [row()]
-    assert time.perf_counter() - start < 1, "only the first attempt waits long"
+    assert timeouts[0] == 0.2 and 0.2 not in timeouts[1:], "only the first attempt waits long"
     other.execute("ROLLBACK")
     other.close()
     assert store.flush() and store.trouble is None
     assert Store.open(tmp_path, MACHINE).history() == [row()]
 
 
-def test_a_short_lock_is_waited_for(tmp_path: Path) -> None:
+def test_a_short_lock_is_waited_for_and_recording_waits_for_nothing(tmp_path: Path) -> None:
     store = Store.open(tmp_path, MACHINE)
-    holder = subprocess.Popen(
-        [sys.executable, "-c", "import sqlite3, sys, time\n"
-         "connection = sqlite3.connect(sys.argv[1], isolation_level=None)\n"
-         "connection.execute('BEGIN EXCLUSIVE')\nprint('locked', flush=True)\ntime.sleep(0.5)", store.path],
-        stdout=subprocess.PIPE, text=True,
-    )
-    assert holder.stdout is not None and holder.stdout.readline() == "locked\n"
+    holder = sqlite3.connect(store.path, isolation_level=None)
+    holder.execute("BEGIN EXCLUSIVE")
     store.record(row())
-    start = time.perf_counter()
+    flush = threading.Thread(target=store.flush)
+    flush.start()
     store.record(row())
-    assert time.perf_counter() - start < 0.05, "recording waits for nothing"
-    assert store.flush() and store.trouble is None
-    assert time.perf_counter() - start > 0.1
-    holder.wait()
+    assert flush.is_alive()
+    holder.execute("ROLLBACK")
+    holder.close()
+    flush.join()
+    assert store.trouble is None and store.flush()
+    assert [found.uses for found in Store.open(tmp_path, MACHINE).history()] == [2]
 
 
 def test_a_folder_that_is_deleted_while_it_is_used(tmp_path: Path) -> None:
