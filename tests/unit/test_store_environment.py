@@ -7,8 +7,10 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -196,9 +198,12 @@ def test_a_store_that_another_program_locks(tmp_path: Path, monkeypatch: pytest.
     other.execute("PRAGMA locking_mode = EXCLUSIVE")
     other.execute("BEGIN EXCLUSIVE")
     connect, timeouts = sqlite3.connect, []
-    monkeypatch.setattr(
-        sqlite3, "connect", lambda *where, timeout, **how: (timeouts.append(timeout), connect(*where, timeout=timeout, **how))[1]
-    )
+
+    def noted(*where: Path, timeout: float, **how: Any) -> sqlite3.Connection:
+        timeouts.append(timeout)
+        return connect(*where, timeout=timeout, **how)
+
+    monkeypatch.setattr(sqlite3, "connect", noted)
     store = Store.open(tmp_path, MACHINE)
     assert store.trouble is not None and "locked" in store.trouble
     store.record(row())
@@ -215,14 +220,16 @@ def test_a_short_lock_is_waited_for_and_recording_waits_for_nothing(tmp_path: Pa
     holder = sqlite3.connect(store.path, isolation_level=None)
     holder.execute("BEGIN EXCLUSIVE")
     store.record(row())
-    flush = threading.Thread(target=store.flush)
-    flush.start()
-    store.record(row())
-    assert flush.is_alive()
-    holder.execute("ROLLBACK")
-    holder.close()
-    flush.join()
-    assert store.trouble is None and store.flush()
+    with ThreadPoolExecutor() as pool:
+        flush = pool.submit(store.flush)
+        time.sleep(0.3)
+        store.record(row())
+        assert not flush.done()
+        holder.execute("ROLLBACK")
+        holder.close()
+        assert flush.result() and store.trouble is None
+    assert [found.uses for found in Store.open(tmp_path, MACHINE).history()] == [1]
+    assert store.flush()
     assert [found.uses for found in Store.open(tmp_path, MACHINE).history()] == [2]
 
 

@@ -69,15 +69,6 @@ def write_until_killed(folder: Path, first: int, sender: Connection) -> None:
             store.forget(PurgeFilter(["49x8"]))
 
 
-def last_received(receiver: Connection) -> int | None:
-    number = None
-    with contextlib.suppress(EOFError):
-        while receiver.poll():
-            number = receiver.recv()
-    receiver.close()
-    return number
-
-
 def test_a_killed_writer_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
     chance = random.Random(5)
     expected = after_a_write = within_an_access = 0
@@ -86,12 +77,17 @@ def test_a_killed_writer_loses_nothing_that_was_acknowledged(tmp_path: Path) -> 
         process = FORK.Process(target=write_until_killed, args=(tmp_path, expected + 1, sender))
         process.start()
         sender.close()
-        assert receiver.recv() is None
-        time.sleep(chance.uniform(0, 0.03))
+        # The first is the word that it runs.
+        received = [receiver.recv() for _ in range(chance.randrange(1, 4))]
+        time.sleep(chance.uniform(0, 0.02))
         process.kill()
         process.join()
         assert process.exitcode == -signal.SIGKILL
-        acknowledged = last_received(receiver)
+        with contextlib.suppress(EOFError):
+            while receiver.poll():
+                received.append(receiver.recv())
+        receiver.close()
+        acknowledged = received[-1]
         after_a_write += acknowledged is not None
         within_an_access += (tmp_path / "onediff-2-1.sqlite3-wal").exists()
 
@@ -108,7 +104,7 @@ def test_a_killed_writer_loses_nothing_that_was_acknowledged(tmp_path: Path) -> 
             assert store.saved(VERDICTS) == verdicts
         store.close()
         expected = written
-    assert after_a_write and within_an_access > KILLS // 20, "they must have been killed while they were at work"
+    assert after_a_write and within_an_access, "they must have been killed while they were at work"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["onediff-2-1.sqlite3"], "nothing was set aside"
 
 
@@ -165,7 +161,9 @@ def test_a_process_killed_while_it_begins_anew_leaves_a_store_that_opens(tmp_pat
         receiver, sender = FORK.Pipe(duplex=False)
         process = FORK.Process(target=open_and_write, args=(folder, 0.0, sender))
         process.start()
-        time.sleep(chance.uniform(0.001, 0.012))
+        while attempt % 2 and not (folder / "onediff-2-2.sqlite3").exists():
+            time.sleep(0.0005)
+        time.sleep(chance.uniform(0, 0.012))
         process.kill()
         process.join()
         begun += (folder / "onediff-2-2.sqlite3").exists()
@@ -176,7 +174,7 @@ def test_a_process_killed_while_it_begins_anew_leaves_a_store_that_opens(tmp_pat
         store.record(row("512x512"))
         assert store.flush()
         assert sum(found.uses for found in Store.open(folder, MACHINE).history()) == before + 1
-    assert begun > 0, "some must have been killed after it"
+    assert begun >= KILLS // 2, "some must have been killed after it"
 
 
 def test_two_processes_write_at_once_and_no_update_is_lost(tmp_path: Path) -> None:
