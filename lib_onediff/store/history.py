@@ -14,7 +14,7 @@ from ..shapes.key import ShapeKey
 from ..shapes.table import Entry
 from .compiler_caches import CompilerCaches
 from .private_folder import private_folder
-from .rows import VERDICTS, HistoryRow, PurgeFilter, ShapeName
+from .rows import CHOSEN, TUNED, VERDICTS, HistoryRow, PurgeFilter, ShapeName
 from .store import Store
 
 PINNED = "pinned"
@@ -48,8 +48,6 @@ class Pins:
         self._choices.set(PINNED, sorted(map(list, pairs)))
 
 
-# Under which name the store keeps what holds for every architecture.
-EVERY_ARCHITECTURE = "every architecture"
 # What no update of anything changes.
 CHOSEN_BY_USERS = (PINNED,)
 # Findings come in bursts, and while something is being measured: one write for all, when it is over.
@@ -100,7 +98,7 @@ class History:
         compiled, self._elsewhere = private_folder(folder / COMPILED)
         self._compiled = CompilerCaches(compiled)
         with self._lock:
-            self._verdicts = {**sound_verdicts(self._store.choices(VERDICTS)), **self._verdicts}
+            self._verdicts = {**sound_verdicts(self._store.saved(VERDICTS)), **self._verdicts}
         self._host_ms = {row.shape: row.host_ms for row in self._store.history() if row.host_ms}
 
     def keep_compiled(self) -> None:
@@ -152,7 +150,7 @@ class History:
         name = verdict_name(backend, key)
         with self._lock:
             self._verdicts[name] = error
-        self._choose(VERDICTS, name, error)
+        self._save(VERDICTS, name, error)
 
     def host_ms(self, entry: Entry) -> float | None:
         """What the host's own forward took at this shape in an earlier process, in milliseconds; None if unknown."""
@@ -162,13 +160,11 @@ class History:
         """What was measured to be best on this machine, by name; see ops.choices.Choices.attach."""
         if self._store is None:
             return {}
-        of_anywhere = self._store.choices(EVERY_ARCHITECTURE, every_machine=True)
-        of_the_user = {name: of_anywhere[name] for name in CHOSEN_BY_USERS if name in of_anywhere}
-        return {**self._store.choices(EVERY_ARCHITECTURE), **of_the_user}
+        return {**self._store.saved(TUNED), **self._store.saved(CHOSEN)}
 
     def tune(self, name: str, value: Any) -> None:
         """Remember what was measured to be best. Returns at once. Raises TypeError if JSON cannot hold it."""
-        self._choose(EVERY_ARCHITECTURE, name, value)
+        self._save(CHOSEN if name in CHOSEN_BY_USERS else TUNED, name, value)
 
     def forget(
         self, resolutions: Collection[str] | None = None, model: str | None = None,
@@ -181,18 +177,18 @@ class History:
         """
         if model is not None:
             architectures = {*architectures, *(row.architecture for row in self.rows() if row.model == model)}
-        doomed = PurgeFilter.of(resolutions, model, architectures)
+        gone = PurgeFilter(resolutions, model, architectures)
         with self._lock:
             self._counted = {
                 key: uses for key, uses in self._counted.items()
-                if not doomed.verdict(key.resolution, key.architecture)
+                if not gone.verdict(key.resolution, key.architecture)
             }
             self._verdicts = {
-                name: error for name, error in self._verdicts.items() if not doomed.verdict_named(name)
+                name: error for name, error in self._verdicts.items() if not gone.finding(VERDICTS, name)
             }
         if self._store is not None:
-            self._store.forget(resolutions, model, architectures)
-        if resolutions is None and model is None and self._compiled is not None:
+            self._store.forget(gone)
+        if gone.everything and self._compiled is not None:
             self._compiled.purge()
 
     def size_bytes(self) -> int:
@@ -201,11 +197,10 @@ class History:
             return 0
         return self._store.size_bytes() + self._compiled.size_bytes()
 
-    def _choose(self, architecture: str, name: str, value: Any) -> None:
-        if self._store is None:
-            return
-        self._store.choose(architecture, name, value)
-        self._write_soon()
+    def _save(self, kind: str, name: str, value: Any) -> None:
+        if self._store is not None:
+            self._store.save(kind, name, value)
+            self._write_soon()
 
     def _write_soon(self) -> None:
         if self._store is not None and (self._writer is None or not self._writer.is_alive()):

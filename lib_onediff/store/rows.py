@@ -1,4 +1,4 @@
-"""What the store keeps: history, choices and verdicts, and what a purge takes of them."""
+"""What the store keeps: history and findings, and what a purge takes of them."""
 from __future__ import annotations
 
 import dataclasses
@@ -6,12 +6,13 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-# Verdicts are choices under a name of their own in place of an architecture, and each has a name that begins with its
-# resolution and its architecture: so the tables are those of before, and a purge finds them.
-VERDICTS = "verdicts"
+# The kinds of findings. The name of a verdict begins with its resolution and its architecture: so a purge finds it.
+VERDICTS = "verdict"
+TUNED = "tuned"
+# What users chose holds on every machine.
+CHOSEN = "chosen"
 
 ShapeName = tuple[str, str, str, int, int, str]
-ChoiceName = tuple[str, str]
 
 
 class Damaged(Exception):
@@ -48,56 +49,51 @@ class HistoryRow:
         """How many times faster than the host's own forward, or None while one of the two is unknown."""
         return self.host_ms / self.step_ms if self.host_ms and self.step_ms else None
 
-    def with_other(self, other: HistoryRow | None) -> HistoryRow:
-        """The sum of two rows of one shape: all uses, and of everything else what the later one knows."""
-        if other is None:
+    def after(self, earlier: HistoryRow | None) -> HistoryRow:
+        """The sum of two rows of one shape, as schema.write sums them: all uses, and the latest of everything else."""
+        if earlier is None:
             return self
-        now = time.time()
-        # What is of the future was used before somebody set the clock back.
-        earlier, later = sorted((other, self), key=lambda row: (row.last_used <= now, row.last_used))
         known = {
-            name: getattr(earlier if getattr(later, name) is None else later, name)
+            name: getattr(earlier if getattr(self, name) is None else self, name)
             for name in ("step_ms", "host_ms", "relative_error")
         }
-        return dataclasses.replace(later, uses=self.uses + other.uses, **known)
+        return dataclasses.replace(self, uses=self.uses + earlier.uses, **known)
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What was found to be best for an architecture on this machine: JSON text, and the time.time() of the finding."""
+class Finding:
+    """What was found, or chosen, under a name. value: JSON."""
 
+    kind: str
+    name: str
     value: str
-    changed: float
 
 
 @dataclass(frozen=True)
 class PurgeFilter:
-    """What a purge takes: these resolutions (None: all) of this model (None: all), whose architectures are these."""
+    """What a purge takes: these resolutions (None: all) of this model (None: all), whose architectures are these.
+    Without resolutions and model: everything."""
 
-    resolutions: frozenset[str] | None
-    model: str | None
-    architectures: frozenset[str]
-
-    @classmethod
-    def of(cls, resolutions: Collection[str] | None, model: str | None, architectures: Collection[str]) -> PurgeFilter:
-        return cls(None if resolutions is None else frozenset(resolutions), model, frozenset(architectures))
+    resolutions: Collection[str] | None = None
+    model: str | None = None
+    architectures: Collection[str] = ()
 
     @property
     def everything(self) -> bool:
         return self.resolutions is None and self.model is None
 
-    def row(self, row: HistoryRow) -> bool:
+    def history(self, resolution: str, model: str) -> bool:
         """Whether a row of the history goes."""
-        return self._resolution(row.resolution) and self.model in (None, row.model)
+        return self._resolution(resolution) and self.model in (None, model)
 
     def verdict(self, resolution: str, architecture: str) -> bool:
         """Whether a verdict of a shape goes."""
         return self._resolution(resolution) and (self.model is None or architecture in self.architectures)
 
-    def verdict_named(self, name: str) -> bool:
-        """The same, by the name of the verdict."""
+    def finding(self, kind: str, name: str) -> bool:
+        """Whether a finding goes."""
         resolution, architecture, *_ = (*name.split(" ", 2), "", "")
-        return self.verdict(resolution, architecture)
+        return self.everything or (kind == VERDICTS and self.verdict(resolution, architecture))
 
     def _resolution(self, resolution: str) -> bool:
         return self.resolutions is None or resolution in self.resolutions

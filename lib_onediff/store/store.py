@@ -1,4 +1,4 @@
-"""What outlives the process: history of use, timings, verdicts and tuned choices, in SQLite in the cache folder."""
+"""What outlives the process: history of use, timings, verdicts and what was tuned, in SQLite in the cache folder."""
 from __future__ import annotations
 
 import atexit
@@ -6,49 +6,56 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import sqlite3
 import threading
-import time
-from collections.abc import Callable, Collection
-from datetime import datetime
+from collections import deque
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from . import schema
-from .buffer import Buffer
-from .file import BESIDE, InTheWay, Unusable, identity, locked, opened, understood
+from .connection import Unusable, opened, opened_as_it_lies
 from .machine import Fingerprint
-from .rows import Choice, Damaged, HistoryRow, PurgeFilter, ShapeName
+from .rows import Damaged, Finding, HistoryRow, PurgeFilter, ShapeName
 
 Result = TypeVar("Result")
 
-NAME = f"onediff-{schema.SCHEMA_VERSION}"
+NAME = f"onediff-{schema.VERSION}-"
+ENDING = ".sqlite3"
+# The stores of earlier versions are counted and purged with ours.
+ALL_STORES = "onediff-[0-9]*"
 SIZE_LIMIT = 2 << 20
 # How many damaged files are kept for whoever wants to look at them.
 KEPT_ASIDE = 2
-PATIENCE_SECONDS = 2.0
-# A lock that did not go away while we waited must not hold up every picture.
-PATIENCE_IN_TROUBLE_SECONDS = 0.05
+# How many new stores may be damaged too before we give up.
+STORES_TRIED = 3
+# How many uses and findings stay in memory while they cannot be written.
+PENDING = 4096
+BUSY_SECONDS = 5.0
+# A lock that did not go away while we waited must not hold up every image.
+BUSY_SECONDS_IN_TROUBLE = 0.05
 
 
 class Store:
     """The rows of one machine in one folder. All methods may be called from any thread; none raises for a reason of
     the environment: what cannot be written stays in memory, trouble says why, and the next flush() tries again.
 
-    Every access opens the file anew, so nothing is held between pictures: another WebUI may share the folder, and a
-    user may delete it.
+    Every access opens the file anew, so nothing is held between images: another WebUI may share the folder, and a
+    user may delete it. Files are numbered, and the highest is the store: where it is damaged, the next one is begun.
+    To rename it would not be safe: SQLite finds a log by the name of its database, and another process that has the
+    old one open would take, or delete, the log of the new one.
     """
 
     def __init__(self, folder: Path, machine: Fingerprint, size_limit: int = SIZE_LIMIT) -> None:
         self.folder = folder
-        self.machine = machine
+        self.machine = machine.digest
         self.size_limit = size_limit
-        self._buffer = Buffer()
-        self._buffer_lock = threading.Lock()
+        self._pending: deque[HistoryRow | Finding] = deque(maxlen=PENDING)
+        self._pending_lock = threading.Lock()
         self._disk_lock = threading.RLock()
+        self._number = 1
         self._cause = ""
-        self._set_aside = ""
+        self._damage = ""
 
     @classmethod
     def open(cls, folder: Path, machine: Fingerprint | None = None, size_limit: int = SIZE_LIMIT) -> Store:
@@ -67,102 +74,88 @@ class Store:
         """What the user should know about this store, in one sentence; None if all is well."""
         if self._cause:
             return f"What OneDiff learns about resolutions is forgotten when this WebUI is closed: {self._cause}."
-        return self._set_aside or None
+        return self._damage or None
 
     @property
     def on_disk(self) -> bool:
         """Whether what is recorded reaches the disk."""
         return not self._cause
 
+    @property
+    def path(self) -> Path:
+        """The file in use: the one with the highest number."""
+        return self._path(max((self._number, *self._numbers())))
+
     def record(self, row: HistoryRow) -> None:
         """Add to the history, in memory: microseconds, and never behind a write. flush() writes it."""
-        if not row.model.isascii():
-            # A file's name may hold what UTF-8 cannot.
-            row = dataclasses.replace(row, model=row.model.encode("utf-8", "replace").decode())
-        if row.relative_error is not None and math.isnan(row.relative_error):
-            # SQLite takes NaN for unknown.
-            row = dataclasses.replace(row, relative_error=math.inf)
-        with self._buffer_lock:
-            self._buffer.add(row)
+        # A file's name may hold what UTF-8 cannot, and SQLite takes NaN for unknown.
+        error = row.relative_error
+        self._add(dataclasses.replace(
+            row, model=row.model.encode("utf-8", "replace").decode(),
+            relative_error=math.inf if error is not None and math.isnan(error) else error,
+        ))
 
-    def choose(self, architecture: str, name: str, value: Any) -> None:
-        """Take down what was found to be best, under a name; flush() writes it. Raises TypeError if JSON cannot."""
-        choice = Choice(json.dumps(value), time.time())
-        with self._buffer_lock:
-            self._buffer.choose((architecture, name), choice)
+    def save(self, kind: str, name: str, value: Any) -> None:
+        """Remember a finding, in memory; flush() writes it. Raises TypeError if JSON cannot hold it."""
+        self._add(Finding(kind, name, json.dumps(value)))
 
     def flush(self) -> bool:
         """Write all that was recorded before, in one transaction: whether it is on the disk now.
 
-        What a True was said of survives a killed process. Takes some 20 ms; two seconds the first time that another
+        What a True was said of survives a killed process. Takes some 20 ms; five seconds the first time that another
         program has locked the file.
         """
         with self._disk_lock:
-            with self._buffer_lock:
-                taken, self._buffer = self._buffer, Buffer()
-            if not taken and self.on_disk:
+            with self._pending_lock:
+                items = list(self._pending)
+            if not items and self.on_disk:
                 return True
-            written = None
-            try:
-                written = self._attempt(lambda connection: schema.merge(
-                    connection, self.machine, taken.rows.values(), taken.choices, self.size_limit
+            if not self._attempt(lambda connection: schema.write(connection, self.machine, items, self.size_limit)):
+                return False
+            with self._pending_lock:
+                for item in items:
+                    # Unless what came meanwhile has pushed it out.
+                    if self._pending and self._pending[0] is item:
+                        self._pending.popleft()
+            return True
+
+    def history(self, every_machine: bool = False) -> list[HistoryRow]:
+        """The shapes seen on this machine, written or not, the most used first. every_machine: with what was used
+        under another driver, another torch, another version of ours."""
+        machine = None if every_machine else self.machine
+        known: dict[ShapeName, HistoryRow] = {}
+        for row in self._read(lambda connection: schema.read_history(connection, machine), HistoryRow):
+            known[row.shape] = row.after(known.get(row.shape))
+        return sorted(known.values(), key=lambda row: (-row.uses, -row.last_used))
+
+    def saved(self, kind: str) -> dict[str, Any]:
+        """The findings of a kind that hold on this machine, written or not, by name."""
+        found = self._read(lambda connection: schema.read_findings(connection, self.machine), Finding)
+        return {finding.name: json.loads(finding.value) for finding in found if finding.kind == kind}
+
+    def forget(self, gone: PurgeFilter) -> None:
+        """Forget history and verdicts on every machine, or everything, also the stores that were set aside and those of
+        earlier versions. What cannot be deleted stays; trouble says why."""
+        with self._disk_lock:
+            with self._pending_lock:
+                kept = (item for item in self._pending if not (
+                    gone.history(item.resolution, item.model) if isinstance(item, HistoryRow)
+                    else gone.finding(item.kind, item.name)
                 ))
-            finally:
-                if written is None:
-                    with self._buffer_lock:
-                        self._buffer.put_back(taken)
-            return written is not None
-
-    def history(self, architecture: str | None = None, every_machine: bool = False) -> list[HistoryRow]:
-        """The shapes seen on this machine, written or not, the most used first; of all architectures by default.
-        every_machine: with what was used under another driver, another torch, another version of ours."""
-        machine = None if every_machine else self.machine
-        with self._disk_lock:
-            rows = self._attempt(lambda connection: schema.read_history(connection, machine), writes=False) or []
-            known: dict[ShapeName, HistoryRow] = {}
-            with self._buffer_lock:
-                for row in (*rows, *self._buffer.rows.values()):
-                    known[row.shape] = row.with_other(known.get(row.shape))
-        chosen = (row for row in known.values() if architecture in (None, row.architecture))
-        return sorted(chosen, key=lambda row: (-row.uses, -row.last_used))
-
-    def choices(self, architecture: str, every_machine: bool = False) -> dict[str, Any]:
-        """What was found to be best for an architecture on this machine, by name. every_machine: as for history; of
-        each name the latest."""
-        machine = None if every_machine else self.machine
-        with self._disk_lock:
-            found = self._attempt(lambda connection: schema.read_choices(connection, machine), writes=False) or {}
-            with self._buffer_lock:
-                found.update(self._buffer.choices)
-        return {name: json.loads(choice.value) for (of, name), choice in found.items() if of == architecture}
-
-    def forget(
-        self, resolutions: Collection[str] | None = None, model: str | None = None,
-        architectures: Collection[str] = (),
-    ) -> int:
-        """Forget history and verdicts of these resolutions of this model, for every fingerprint; how many rows went.
-        architectures: whose verdicts are the model's. None and None: everything, also the tuned choices and files set
-        aside. What cannot be deleted stays; trouble says why.
-        """
-        doomed = PurgeFilter.of(resolutions, model, architectures)
-        with self._disk_lock:
-            if doomed.everything:
-                self._discard_set_aside(keep=0)
-                self._set_aside = ""
-            self.flush()
-            deleted = self._attempt(lambda connection: schema.delete(connection, doomed)) or 0
-            with self._buffer_lock:
-                before = len(self._buffer.rows)
-                self._buffer.forget(doomed)
-            return deleted + before - len(self._buffer.rows)
+                self._pending = deque(kept, PENDING)
+            self._attempt(lambda connection: schema.purge(connection, gone))
+            if gone.everything:
+                self._damage = ""
+                # In this order: another process may begin a store meanwhile.
+                files, current = self._files(ALL_STORES), self.path.name
+                delete(file for file in files if not file.name.startswith(current))
 
     def size_bytes(self) -> int:
-        """What the store takes on the disk, its log and the files that were set aside included."""
+        """What the store takes on the disk, with its log, the stores set aside and those of earlier versions."""
         sizes = []
-        with contextlib.suppress(OSError):
-            for file in self.folder.glob(f"{NAME}*"):
-                with contextlib.suppress(OSError):
-                    sizes.append(file.lstat().st_size)
+        for file in self._files(ALL_STORES):
+            with contextlib.suppress(OSError):
+                sizes.append(file.lstat().st_size)
         return sum(sizes)
 
     def close(self) -> None:
@@ -170,81 +163,73 @@ class Store:
         atexit.unregister(self.close)
         self.flush()
 
-    @property
-    def path(self) -> Path:
-        return self.folder / f"{NAME}.sqlite3"
+    def _add(self, item: HistoryRow | Finding) -> None:
+        with self._pending_lock:
+            self._pending.append(item)
 
-    @property
-    def _lock(self) -> Path:
-        return self.folder / f"{NAME}.lock"
+    def _read(self, read: Callable[[sqlite3.Connection], list], kind: type) -> list:
+        """What lies on the disk, and after it what is pending of this kind."""
+        with self._disk_lock:
+            found = self._attempt(read, writes=False) or []
+            with self._pending_lock:
+                return found + [item for item in self._pending if isinstance(item, kind)]
 
     def _attempt(self, work: Callable[[sqlite3.Connection], Result], writes: bool = True) -> Result | None:
-        """work(connection), or None with a cause for the user."""
+        """work(connection), or None with a cause for the user; where the store is damaged, in a new one."""
         with self._disk_lock:
-            patience = PATIENCE_SECONDS if self.on_disk else PATIENCE_IN_TROUBLE_SECONDS
-            try:
-                result = self._access(work, patience)
-            except Unusable as error:
-                self._cause = str(error)
-                if not writes and not isinstance(error, InTheWay):
+            busy_timeout = BUSY_SECONDS if self.on_disk else BUSY_SECONDS_IN_TROUBLE
+            for _ in range(STORES_TRIED):
+                path = self.path
+                try:
+                    with opened(path, busy_timeout, writes) as connection:
+                        result = work(connection)
+                except Damaged as damaged:
+                    self._set_aside(path, str(damaged))
+                    continue
+                except Unusable as error:
+                    self._cause = str(error)
+                    if writes:
+                        return None
                     # A full disk has no room for SQLite's file of locks, but what lies there can be read.
-                    with contextlib.suppress(Unusable, Damaged), opened(self.path, patience, False) as connection:
+                    with contextlib.suppress(Unusable, Damaged), opened_as_it_lies(path) as connection:
                         return work(connection)
-                return None
-            if writes:
-                self._cause = ""
-            return result
+                    return None
+                if writes:
+                    self._cause = ""
+                return result
+            self._cause = f"the store in {self.folder} is damaged"
+            return None
 
-    def _access(self, work: Callable[[sqlite3.Connection], Result], patience: float) -> Result:
-        """work(connection), again while another process is in the way or once the file is mended. Raises Unusable."""
-        deadline, mended = time.monotonic() + patience, 0
-        while True:
-            try:
-                with locked(self._lock, patience), opened(self.path, patience) as connection:
-                    file = identity(self.path)
-                    result = work(connection)
-                    if file != identity(self.path):
-                        raise InTheWay(f"{self.path} is being replaced by another program")
-                    return result
-            except InTheWay:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.005)
-            except Damaged as damaged:
-                if mended == 3:
-                    raise Unusable(f"the store in {self.folder} is {damaged}") from damaged
-                mended += 1
-                with contextlib.suppress(InTheWay):
-                    self._mend(patience)
-
-    def _mend(self, patience: float) -> None:
-        """Give a damaged file another name. Of several processes that notice it, one does. Raises Unusable.
-
-        Nobody may have it open then: SQLite finds a log by the name of its database, and would take or delete that of
-        the new one.
-        """
-        with locked(self._lock, patience, alone=True):
-            try:
-                with opened(self.path, patience) as connection:
-                    schema.check(connection)
-                return
-            except Damaged as damaged:
-                what = str(damaged)
-            aside = f"{NAME}.set-aside-{datetime.now():%Y%m%d-%H%M%S-%f}.sqlite3"
-            with understood(self.folder):
-                # The database last: if we are killed on the way, the next one to look finds it damaged still.
-                for ending in (*BESIDE, ""):
-                    with contextlib.suppress(FileNotFoundError):
-                        os.replace(f"{self.path}{ending}", self.folder / f"{aside}{ending}")
-        self._set_aside = (
-            f"OneDiff's store of resolutions was {what}, so a new one was begun; the old one is kept as {aside} in "
+    def _set_aside(self, path: Path, what: str) -> None:
+        """Leave a damaged store where it lies: all that notice it go on in the one with the next number."""
+        number = number_of(path)
+        self._number = number + 1
+        self._damage = (
+            f"OneDiff's store of resolutions was {what}, so a new one was begun; the old one is kept as {path.name} in "
             f"{self.folder}."
         )
-        self._discard_set_aside(KEPT_ASIDE)
+        damaged = sorted(found for found in self._numbers() if found <= number)
+        delete(file for old in damaged[:-KEPT_ASIDE] for file in self._files(f"{self._path(old).name}*"))
 
-    def _discard_set_aside(self, keep: int) -> None:
+    def _path(self, number: int) -> Path:
+        return self.folder / f"{NAME}{number}{ENDING}"
+
+    def _numbers(self) -> list[int]:
+        return [number_of(file) for file in self._files(f"{NAME}*{ENDING}")]
+
+    def _files(self, pattern: str) -> list[Path]:
         with contextlib.suppress(OSError):
-            databases = sorted(self.folder.glob(f"{NAME}.set-aside-*.sqlite3"))
-            for database in databases[:len(databases) - keep]:
-                for file in self.folder.glob(f"{database.name}*"):
-                    file.unlink(missing_ok=True)
+            return list(self.folder.glob(pattern))
+        return []
+
+
+def number_of(file: Path) -> int:
+    """The number of a store; 0 for a name that is none of ours."""
+    number = file.name[len(NAME):-len(ENDING)]
+    return int(number) if number.isascii() and number.isdecimal() else 0
+
+
+def delete(files: Iterable[Path]) -> None:
+    for file in files:
+        with contextlib.suppress(OSError):
+            file.unlink()

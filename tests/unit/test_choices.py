@@ -14,7 +14,8 @@ import torch
 from lib_onediff.ops.attention import GEMM, TORCH, Attention, choice_name
 from lib_onediff.ops.tuning_cache import Choices
 from lib_onediff.store import history as history_module
-from lib_onediff.store.history import EVERY_ARCHITECTURE, History
+from lib_onediff.store.history import History
+from lib_onediff.store.rows import TUNED
 from lib_onediff.store.store import Store
 
 STRANGE = [None, True, 7, "flash", ["flash"], {}, {"backend": None}, {"backend": ["flash"]}, {"backend": "warp drive"},
@@ -89,7 +90,7 @@ def test_what_json_cannot_hold_is_refused_with_and_without_a_store(tmp_path: Pat
 
 def test_choosing_does_not_wait_for_a_locked_disk(tmp_path: Path) -> None:
     _, choices = opened(tmp_path)
-    lock = sqlite3.connect(tmp_path / "onediff-1.sqlite3", isolation_level=None)
+    lock = sqlite3.connect(tmp_path / "onediff-2-1.sqlite3", isolation_level=None)
     lock.execute("BEGIN EXCLUSIVE")
     began = time.perf_counter()
     for number in range(100):
@@ -116,6 +117,7 @@ def test_purging_one_resolution_leaves_them_and_purging_all_does_not(tmp_path: P
     history, choices = opened(tmp_path)
     choices.set("tile", 64)
     history.forget(["512x512"])
+    wait_for_the_disk()
     assert opened(tmp_path)[1].get("tile") == 64
     history.forget()
     assert opened(tmp_path)[1].get("tile") is None
@@ -126,7 +128,7 @@ def test_a_strange_choice_is_no_choice(tmp_path: Path, value: Any) -> None:
     narrow, wide = (2, 8, 64, 40), (1, 1, 64, 512)
     store = Store.open(tmp_path)
     for shape in (narrow, wide):
-        store.choose(EVERY_ARCHITECTURE, choice_name(shape, shape, torch.float16), value)
+        store.save(TUNED, choice_name(shape, shape, torch.float16), value)
     store.close()
     attention = Attention(opened(tmp_path)[1])
     assert attention.pick(narrow, narrow, torch.float16) == TORCH
@@ -143,10 +145,10 @@ def test_a_choice_that_cannot_serve_the_width_is_no_choice() -> None:
 @pytest.mark.parametrize("text", ["[" * 100_000 + "]" * 100_000, "{", "NaN", '"\\ud800"'])
 def test_a_value_written_by_another_hand_breaks_nothing(tmp_path: Path, text: str) -> None:
     store = Store.open(tmp_path)
-    store.choose(EVERY_ARCHITECTURE, "tile", 64)
+    store.save(TUNED, "tile", 64)
     store.close()
     connection = sqlite3.connect(store.path, isolation_level=None)
-    connection.execute("UPDATE choice SET value = ?", (text,))
+    connection.execute("UPDATE finding SET value = ?", (text,))
     connection.close()
     history, choices = opened(tmp_path)
     choices.get("tile")

@@ -13,9 +13,9 @@ import lib_onediff
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.key import ShapeKey
 from lib_onediff.shapes.table import Entry
-from lib_onediff.store.history import EVERY_ARCHITECTURE, PINNED, History
+from lib_onediff.store.history import PINNED, History
 from lib_onediff.store.machine import Fingerprint
-from lib_onediff.store.rows import HistoryRow
+from lib_onediff.store.rows import CHOSEN, TUNED, HistoryRow
 from lib_onediff.store.store import Store
 
 
@@ -125,8 +125,8 @@ def test_uses_after_a_purge_are_counted_from_one(used: Path) -> None:
 def test_an_update_forgets_times_and_keeps_what_users_do(tmp_path: Path) -> None:
     before = Store.open(tmp_path, dataclasses.replace(Fingerprint.of(), torch="1.0"))
     before.record(HistoryRow("architecture", "SD1", "512x512", 2, 77, "float16", uses=30, last_used=5.0, step_ms=9.0))
-    before.choose(EVERY_ARCHITECTURE, "tile", 64)
-    before.choose(EVERY_ARCHITECTURE, PINNED, [["SD1", "512x512"]])
+    before.save(TUNED, "tile", 64)
+    before.save(CHOSEN, PINNED, [["SD1", "512x512"]])
     before.close()
     history = History()
     history.open(tmp_path)

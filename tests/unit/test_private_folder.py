@@ -15,6 +15,7 @@ from lib_onediff.store.compiler_caches import CompilerCaches
 from lib_onediff.store.history import History
 from lib_onediff.store.machine import Fingerprint
 from lib_onediff.store.private_folder import private_folder
+from lib_onediff.store.rows import TUNED
 from lib_onediff.store.store import Store
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="on Windows a folder's mode tells nothing")
@@ -157,8 +158,8 @@ def test_measurements_stay_and_code_goes_home_with_a_sentence(tmp_path: Path, ho
 
 
 @pytest.mark.parametrize("name", [
-    "onediff-1.lock", "onediff-1.lock-journal", "onediff-1.sqlite3", "onediff-1.sqlite3-wal", "onediff-1.sqlite3-shm",
-    "onediff-1.sqlite3-journal",
+    "onediff-2-1.sqlite3", "onediff-2-1.sqlite3-wal", "onediff-2-1.sqlite3-shm", "onediff-2-1.sqlite3-journal",
+    "onediff-2-7.sqlite3",
 ])
 @pytest.mark.parametrize("content", [b"", b"precious" * 1000])
 def test_nobody_elses_file_is_written_through_a_link(tmp_path: Path, name: str, content: bytes) -> None:
@@ -167,23 +168,13 @@ def test_nobody_elses_file_is_written_through_a_link(tmp_path: Path, name: str, 
     folder.mkdir()
     (folder / name).symlink_to(theirs)
     store = Store.open(folder, MACHINE)
-    store.choose("sd1", "tile", 64)
-    assert not store.flush() and store.choices("sd1") == {"tile": 64}
+    store.save(TUNED, "tile", 64)
+    assert not store.flush() and store.saved(TUNED) == {"tile": 64}
     assert f"{folder / name} is a link, which OneDiff does not follow: delete it." in store.trouble
     assert theirs.read_bytes() == content
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "theirs"]
     (folder / name).unlink()
     assert store.flush() and store.trouble is None
-    store.close()
-
-
-def test_a_lock_that_has_another_name_too_is_not_emptied(tmp_path: Path) -> None:
-    theirs, folder = tmp_path / "theirs", tmp_path / "cache"
-    theirs.write_bytes(b"precious" * 1000)
-    folder.mkdir()
-    os.link(theirs, folder / "onediff-1.lock")
-    store = Store.open(folder, MACHINE)
-    assert store.trouble is not None and theirs.read_bytes() == b"precious" * 1000
     store.close()
 
 

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 import lib_onediff
-from lib_onediff.store import store as store_module
 from lib_onediff.store.machine import Fingerprint, source_digest
-from lib_onediff.store.rows import HistoryRow
+from lib_onediff.store.rows import CHOSEN, TUNED, VERDICTS, HistoryRow, PurgeFilter
 from lib_onediff.store.store import Store
 
 MACHINE = Fingerprint("a GPU", "580.1", "2.9.0", "3.5.0", "0.1.0")
@@ -57,9 +56,10 @@ def test_uses_add_up_and_what_is_known_later_wins(tmp_path: Path, open_store: Op
     store = open_store(tmp_path)
     store.record(row(last_used=10.0, step_ms=5.0, relative_error=1e-3))
     store.flush()
-    store.record(row(last_used=30.0, step_ms=4.0))
     store.record(row(last_used=20.0, step_ms=9.0, host_ms=8.0))
-    expected = row(uses=3, last_used=30.0, step_ms=4.0, host_ms=8.0, relative_error=1e-3)
+    # The clock was set back: what is recorded later counts, whatever it says.
+    store.record(row(last_used=5.0, step_ms=4.0))
+    expected = row(uses=3, last_used=5.0, step_ms=4.0, host_ms=8.0, relative_error=1e-3)
     assert store.history() == [expected]
     store.flush()
     assert store.history() == [expected] == open_store(tmp_path).history()
@@ -78,7 +78,7 @@ def test_every_part_of_a_shape_tells_rows_apart(tmp_path: Path, open_store: Open
     assert len(rows) == 7
 
 
-def test_the_most_used_come_first_and_an_architecture_can_be_chosen(tmp_path: Path, open_store: OpenStore) -> None:
+def test_the_most_used_come_first(tmp_path: Path, open_store: OpenStore) -> None:
     store = open_store(tmp_path)
     for resolution, uses, last_used in (("1x1", 5, 1.0), ("2x2", 9, 1.0), ("3x3", 5, 2.0)):
         store.record(row(resolution, uses=uses, last_used=last_used))
@@ -86,58 +86,73 @@ def test_the_most_used_come_first_and_an_architecture_can_be_chosen(tmp_path: Pa
     store.flush()
     store.record(row("1x1", uses=1, last_used=3.0))
     assert [found.resolution for found in store.history()] == ["2x2", "4x4", "1x1", "3x3"]
-    assert [found.resolution for found in store.history("sdxl")] == ["4x4"]
-    assert store.history("unheard of") == []
 
 
 @pytest.mark.parametrize("part", [part.name for part in dataclasses.fields(Fingerprint)])
-def test_another_machine_has_a_history_and_choices_of_its_own(tmp_path: Path, open_store: OpenStore, part: str) -> None:
+def test_another_machine_has_findings_of_its_own(tmp_path: Path, open_store: OpenStore, part: str) -> None:
     store, other = open_store(tmp_path), open_store(tmp_path, dataclasses.replace(MACHINE, **{part: "another"}))
     store.record(row())
-    store.choose("sd1", "tile", 64)
+    store.save(TUNED, "tile", 64)
+    store.save(CHOSEN, "pinned", ["512x512"])
     store.flush()
-    assert other.history() == [] and other.choices("sd1") == {}
+    assert other.history() == [] and other.saved(TUNED) == {}
+    assert other.saved(CHOSEN) == {"pinned": ["512x512"]}, "what users chose holds everywhere"
     other.record(row("64x64"))
     other.flush()
     assert [found.resolution for found in store.history()] == ["512x512"]
     assert [found.resolution for found in other.history()] == ["64x64"]
 
 
-def test_tuned_choices_are_json_by_name(tmp_path: Path, open_store: OpenStore) -> None:
+def test_findings_are_json_by_kind_and_name(tmp_path: Path, open_store: OpenStore) -> None:
     store = open_store(tmp_path)
-    store.choose("sd1", "conv 320x320", {"block": [64, 128], "warps": 4, "why": "größer"})
-    store.choose("sd1", "layout", "nhwc")
-    store.choose("sdxl", "layout", "nchw")
     expected = {"conv 320x320": {"block": [64, 128], "warps": 4, "why": "größer"}, "layout": "nhwc"}
-    assert store.choices("sd1") == expected
+    for name, value in expected.items():
+        store.save(TUNED, name, value)
+    store.save(VERDICTS, "layout", 1e-3)
+    assert store.saved(TUNED) == expected
     assert store.flush()
-    assert open_store(tmp_path).choices("sd1") == expected
-    store.choose("sd1", "layout", None)
+    assert open_store(tmp_path).saved(TUNED) == expected
+    store.save(TUNED, "layout", None)
+    assert store.saved(TUNED)["layout"] is None
     store.flush()
-    assert open_store(tmp_path).choices("sd1")["layout"] is None
-    assert open_store(tmp_path).choices("sdxl") == {"layout": "nchw"}
+    assert open_store(tmp_path).saved(TUNED)["layout"] is None
+    assert open_store(tmp_path).saved(VERDICTS) == {"layout": 1e-3}
     with pytest.raises(TypeError):
-        store.choose("sd1", "no JSON", object())
+        store.save(TUNED, "no JSON", object())
     assert store.flush()
 
 
 def test_forget_takes_resolutions_written_or_not(tmp_path: Path, open_store: OpenStore) -> None:
+    def resolutions() -> list[str]:
+        return sorted(found.resolution for found in store.history())
+
     store, other = open_store(tmp_path), open_store(tmp_path, dataclasses.replace(MACHINE, torch="2.8.0"))
     other.record(row("512x512"))
     other.flush()
     for resolution in ("512x512", "64x64", "72x88"):
         store.record(row(resolution))
-    store.choose("sd1", "layout", "nhwc")
+    store.save(TUNED, "layout", "nhwc")
     store.flush()
     store.record(row("64x64", "sdxl"))
-    assert store.forget(["nothing like it"]) == 0
-    assert store.forget({"64x64"}) == 2
-    assert [found.resolution for found in store.history()] in (["512x512", "72x88"], ["72x88", "512x512"])
-    assert store.forget(["512x512"]) == 2, "of every fingerprint in the folder"
-    assert other.history() == [] and store.choices("sd1") == {"layout": "nhwc"}
-    assert store.forget() == 1
-    assert store.history() == [] and store.choices("sd1") == {}
+    store.forget(PurgeFilter(["nothing like it"]))
+    assert resolutions() == ["512x512", "64x64", "64x64", "72x88"]
+    store.forget(PurgeFilter({"64x64"}))
+    assert resolutions() == ["512x512", "72x88"]
+    store.forget(PurgeFilter(["512x512"]))
+    assert resolutions() == ["72x88"] and store.saved(TUNED) == {"layout": "nhwc"}
+    assert other.history() == [], "of every fingerprint in the folder"
+    store.forget(PurgeFilter())
+    assert store.history() == [] and store.saved(TUNED) == {}
     assert open_store(tmp_path).history() == []
+
+
+def test_forgetting_everything_takes_the_stores_of_earlier_versions(tmp_path: Path, open_store: OpenStore) -> None:
+    for name in ("onediff-1.sqlite3", "onediff-1.lock", "others.txt"):
+        (tmp_path / name).write_bytes(bytes(1000))
+    store = open_store(tmp_path)
+    assert store.history() == [] and store.trouble is None and store.size_bytes() > 2000
+    store.forget(PurgeFilter())
+    assert sorted(file.name for file in tmp_path.iterdir()) == [store.path.name, "others.txt"]
 
 
 def test_forgetting_everything_gives_the_disk_back(tmp_path: Path, open_store: OpenStore) -> None:
@@ -148,14 +163,14 @@ def test_forgetting_everything_gives_the_disk_back(tmp_path: Path, open_store: O
         store.record(row(f"{number}x8"))
     store.flush()
     assert store.size_bytes() > 4 * empty
-    assert store.forget() == 3000
+    store.forget(PurgeFilter())
     assert store.size_bytes() <= empty
 
 
 def test_the_size_limit_costs_the_least_recently_used(tmp_path: Path, open_store: OpenStore) -> None:
     limit = 96 << 10
     store = open_store(tmp_path, size_limit=limit)
-    store.choose("sd1", "layout", "nhwc")
+    store.save(TUNED, "layout", "nhwc")
     for picture in range(40):
         for number in range(50):
             store.record(row(f"{number}x{picture}", last_used=1000.0 * picture + number))
@@ -164,61 +179,19 @@ def test_the_size_limit_costs_the_least_recently_used(tmp_path: Path, open_store
     kept = [found.last_used for found in store.history()]
     assert 200 < len(kept) < 2000
     assert min(kept) == sorted(1000.0 * picture + number for picture in range(40) for number in range(50))[-len(kept)]
-    assert store.choices("sd1") == {"layout": "nhwc"}, "choices are not history"
+    assert store.saved(TUNED) == {"layout": "nhwc"}, "what was tuned is not history"
 
 
-def test_choices_that_updates_leave_behind_cost_no_history(tmp_path: Path, open_store: OpenStore) -> None:
+def test_findings_that_updates_leave_behind_cost_no_history(tmp_path: Path, open_store: OpenStore) -> None:
     for version in range(40):
         store = open_store(tmp_path, dataclasses.replace(MACHINE, onediff=f"0.1.0 {version}"), size_limit=100_000)
         store.record(row(f"{version}x8"))
         for number in range(20):
-            store.choose("sd1", f"tile {number}", "x" * 200)
+            store.save(TUNED, f"tile {number}", "x" * 200)
         assert store.flush()
         store.close()
     store = open_store(tmp_path, dataclasses.replace(MACHINE, onediff="0.1.0 39"), size_limit=100_000)
-    assert len(store.choices("sd1")) == 20 and [seen.resolution for seen in store.history()] == ["39x8"]
-
-
-# --- a clock that is set back -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("flushed", [True, False])
-@pytest.mark.parametrize("update", ["", " of another version"])
-def test_what_is_chosen_after_the_clock_was_set_back_counts(
-    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, flushed: bool, update: str
-) -> None:
-    now = 1_000_000.0
-    monkeypatch.setattr(store_module.time, "time", lambda: now)
-    store = open_store(tmp_path)
-    store.choose("sd1", "pinned", "before")
-    if flushed or update:
-        store.flush()
-    now -= 3600
-    machine = dataclasses.replace(MACHINE, onediff=f"{MACHINE.onediff}{update}")
-    later = open_store(tmp_path, machine) if update else store
-    later.choose("sd1", "pinned", "after")
-    for _ in range(3):
-        assert later.flush()
-        assert later.choices("sd1") == later.choices("sd1", every_machine=True) == {"pinned": "after"}
-        now += 3000
-    store.close()
-
-
-def test_times_measured_after_the_clock_was_set_back_count(
-    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 1_000_000.0
-    monkeypatch.setattr(store_module.time, "time", lambda: now)
-    store = open_store(tmp_path)
-    store.record(row(last_used=now, step_ms=9.0))
-    store.flush()
-    now -= 3600
-    store.record(row(last_used=now, step_ms=4.0))
-    expected = [row(uses=2, last_used=now, step_ms=4.0)]
-    assert store.history() == expected
-    store.flush()
-    now += 7200
-    assert store.history() == open_store(tmp_path).history() == expected
+    assert len(store.saved(TUNED)) == 20 and [seen.resolution for seen in store.history()] == ["39x8"]
 
 
 def test_memory_is_limited_too(tmp_path: Path) -> None:
@@ -244,7 +217,7 @@ def test_threads_record_while_another_flushes(tmp_path: Path, open_store: OpenSt
     store, stop = open_store(tmp_path), threading.Event()
 
     def work(number: int) -> None:
-        for _ in range(2000):
+        for _ in range(500):
             store.record(row())
             store.record(row(f"{number}x8"))
 
@@ -263,7 +236,7 @@ def test_threads_record_while_another_flushes(tmp_path: Path, open_store: OpenSt
     flusher.join()
     store.flush()
     assert {found.resolution: found.uses for found in open_store(tmp_path).history()} == {
-        "512x512": 8000, "0x8": 2000, "1x8": 2000, "2x8": 2000, "3x8": 2000,
+        "512x512": 2000, "0x8": 500, "1x8": 500, "2x8": 500, "3x8": 500,
     }
 
 

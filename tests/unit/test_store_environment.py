@@ -8,13 +8,16 @@ import sqlite3
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import lib_onediff
+from lib_onediff.store import store as store_module
 from lib_onediff.store.machine import Fingerprint
-from lib_onediff.store.rows import HistoryRow
+from lib_onediff.store.rows import HistoryRow, PurgeFilter
 from lib_onediff.store.store import Store
 
 resource = pytest.importorskip("resource", reason="limits and rights are set as on Unix")
@@ -42,12 +45,12 @@ def fill():
 def use(store, name):
     for number in range(300):
         store.record(HistoryRow("sd1", "SD1", f"{number}x{name}", 2, 77, "float16"))
-    store.choose("sd1", name, 1)
+    store.save("tuned", name, 1)
     return store.flush()
 
 steps = []
 def note(store, flushed):
-    steps.append([flushed, store.on_disk, store.trouble, len(store.history()), sorted(store.choices("sd1"))])
+    steps.append([flushed, store.on_disk, store.trouble, len(store.history()), sorted(store.saved("tuned"))])
 
 if when == "before it is made":
     fill()
@@ -66,7 +69,7 @@ print(json.dumps(steps))
 READ_ONLY = """
 import json, subprocess, sys
 from pathlib import Path
-from lib_onediff.store.store import HistoryRow, Store
+from lib_onediff.store.store import HistoryRow, PurgeFilter, Store
 from lib_onediff.store.machine import Fingerprint
 
 disk, machine = Path(sys.argv[1]), Fingerprint("a GPU", "580.1", "2.9.0", "3.5.0", "0.1.0")
@@ -80,9 +83,9 @@ for folder in (disk / "cache", disk / "new"):
     opened_with = store.trouble
     store.record(HistoryRow("sd1", "SD1", "64x64", 2, 77, "float16"))
     store.record(HistoryRow("sd1", "SD1", "512x512", 2, 77, "float16"))
-    store.choose("sd1", "layout", "nhwc")
+    store.save("tuned", "layout", "nhwc")
     steps.append([opened_with, store.flush(), store.trouble, {row.resolution: row.uses for row in store.history()},
-                  store.choices("sd1"), store.forget(["64x64"]), len(store.history())])
+                  store.saved("tuned"), store.forget(PurgeFilter(["64x64"])), len(store.history())])
 before.record(HistoryRow("sd1", "SD1", "512x512", 2, 77, "float16"))
 steps.append([before.flush(), before.history()[0].uses])
 subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
@@ -146,10 +149,10 @@ def test_a_file_that_must_not_grow(tmp_path: Path) -> None:
 
 def test_a_read_only_folder(tmp_path: Path) -> None:
     with_store, without, caught, after = on_a_small_disk(tmp_path, 2000, READ_ONLY)
-    for opened_with, flushed, trouble, _, choices, forgotten, _ in (with_store, without):
+    for opened_with, flushed, trouble, _, tuned, _, _ in (with_store, without):
         assert "cannot be written" in opened_with and opened_with.endswith(".")
         assert not flushed and trouble == opened_with
-        assert choices == {"layout": "nhwc"} and forgotten == 1
+        assert tuned == {"layout": "nhwc"}
     assert with_store[3] == {"512x512": 2, "64x64": 1}, "what others left there is read"
     assert without[3] == {"512x512": 1, "64x64": 1}
     assert with_store[-1] == without[-1] == 1
@@ -170,7 +173,7 @@ def test_a_folder_without_the_right_to_write(tmp_path: Path) -> None:
 def test_a_path_that_can_hold_no_store(tmp_path: Path, kind: str) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "at all")
-    (tmp_path / "full" / "onediff-1.sqlite3" / "inside").mkdir(parents=True)
+    (tmp_path / "full" / "onediff-2-1.sqlite3" / "inside").mkdir(parents=True)
     folder = {
         "the folder is a file": tmp_path / "file", "the folder is below a file": tmp_path / "file" / "below",
         "the file is a folder": tmp_path / "full", "the folder is a dead link": tmp_path / "link",
@@ -181,45 +184,53 @@ def test_a_path_that_can_hold_no_store(tmp_path: Path, kind: str) -> None:
     assert store.trouble.endswith(".") and "\n" not in store.trouble
     store.record(row())
     assert not store.flush() and not store.on_disk
-    assert store.history() == [row()] and store.choices("sd1") == {}
+    assert store.history() == [row()] and store.saved("tuned") == {}
     store.size_bytes()
-    assert store.forget() == 1 and store.history() == []
+    store.forget(PurgeFilter())
+    assert store.history() == []
     store.close()
 
 
-def test_a_store_that_another_program_locks(tmp_path: Path) -> None:
+def test_a_store_that_another_program_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "BUSY_SECONDS", 0.2)
     Store.open(tmp_path, MACHINE).close()
-    other = sqlite3.connect(tmp_path / "onediff-1.sqlite3", isolation_level=None)
+    other = sqlite3.connect(tmp_path / "onediff-2-1.sqlite3", isolation_level=None)
     other.execute("PRAGMA locking_mode = EXCLUSIVE")
     other.execute("BEGIN EXCLUSIVE")
+    connect, timeouts = sqlite3.connect, []
+
+    def noted(*where: Path, timeout: float, **how: Any) -> sqlite3.Connection:
+        timeouts.append(timeout)
+        return connect(*where, timeout=timeout, **how)
+
+    monkeypatch.setattr(sqlite3, "connect", noted)
     store = Store.open(tmp_path, MACHINE)
     assert store.trouble is not None and "locked" in store.trouble
     store.record(row())
-    start = time.perf_counter()
     assert not store.flush() and store.history() == [row()]
-    assert time.perf_counter() - start < 1, "only the first attempt waits long"
+    assert timeouts[0] == 0.2 and 0.2 not in timeouts[1:], "only the first attempt waits long"
     other.execute("ROLLBACK")
     other.close()
     assert store.flush() and store.trouble is None
     assert Store.open(tmp_path, MACHINE).history() == [row()]
 
 
-def test_a_short_lock_is_waited_for(tmp_path: Path) -> None:
+def test_a_short_lock_is_waited_for_and_recording_waits_for_nothing(tmp_path: Path) -> None:
     store = Store.open(tmp_path, MACHINE)
-    holder = subprocess.Popen(
-        [sys.executable, "-c", "import sqlite3, sys, time\n"
-         "connection = sqlite3.connect(sys.argv[1], isolation_level=None)\n"
-         "connection.execute('BEGIN EXCLUSIVE')\nprint('locked', flush=True)\ntime.sleep(0.5)", store.path],
-        stdout=subprocess.PIPE, text=True,
-    )
-    assert holder.stdout is not None and holder.stdout.readline() == "locked\n"
+    holder = sqlite3.connect(store.path, isolation_level=None)
+    holder.execute("BEGIN EXCLUSIVE")
     store.record(row())
-    start = time.perf_counter()
-    store.record(row())
-    assert time.perf_counter() - start < 0.05, "recording waits for nothing"
-    assert store.flush() and store.trouble is None
-    assert time.perf_counter() - start > 0.1
-    holder.wait()
+    with ThreadPoolExecutor() as pool:
+        flush = pool.submit(store.flush)
+        time.sleep(0.3)
+        store.record(row())
+        assert not flush.done()
+        holder.execute("ROLLBACK")
+        holder.close()
+        assert flush.result() and store.trouble is None
+    assert [found.uses for found in Store.open(tmp_path, MACHINE).history()] == [1]
+    assert store.flush()
+    assert [found.uses for found in Store.open(tmp_path, MACHINE).history()] == [2]
 
 
 def test_a_folder_that_is_deleted_while_it_is_used(tmp_path: Path) -> None:

@@ -17,14 +17,14 @@ import pytest
 
 import lib_onediff
 from lib_onediff.store.machine import Fingerprint
-from lib_onediff.store.rows import VERDICTS, HistoryRow
+from lib_onediff.store.rows import TUNED, VERDICTS, HistoryRow, PurgeFilter
 from lib_onediff.store.store import Store
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="starts its processes by fork")
 
 MACHINE = Fingerprint("a GPU", "580.1", "2.9.0", "3.5.0", "0.1.0")
-# How often a writer is killed, at random moments; each time takes some 40 ms.
-KILLS = int(os.environ.get("ONEDIFF_TEST_KILLS", "200"))
+# How often a writer is killed, at random moments; each time takes some 40 ms. The nightly run asks for 200.
+KILLS = int(os.environ.get("ONEDIFF_TEST_KILLS", "25"))
 FORK = multiprocessing.get_context("fork") if hasattr(os, "fork") else multiprocessing.get_context()
 WRITER = """
 import sys, time
@@ -40,7 +40,7 @@ written = 0
 for picture in range(pictures):
     store.record(HistoryRow("sd1", "SD1", "512x512", 2, 77, "float16"))
     store.record(HistoryRow("sd1", "SD1", f"{picture % 7}x8", 2, 77, name))
-    store.choose("sd1", name, picture)
+    store.save("tuned", name, picture)
     written += store.flush()
     seen = {row.resolution: row.uses for row in store.history()}
     assert seen["512x512"] > picture, seen
@@ -60,22 +60,13 @@ def write_until_killed(folder: Path, first: int, sender: Connection) -> None:
         # The verdict and the counts of one picture belong together.
         store.record(row("512x512", relative_error=float(number), last_used=float(number)))
         store.record(row(f"{number % 50}x8", uses=3))
-        store.choose("sd1", "picture", number)
-        store.choose(VERDICTS, f"512x512 sd1 native, {number}", number / 1e6)
+        store.save(TUNED, "picture", number)
+        store.save(VERDICTS, f"512x512 sd1 native, {number}", number / 1e6)
         if store.flush():
             sender.send(number)
         if number % 5 == 0:
             # A purge may be what is interrupted, too.
-            store.forget(["49x8"])
-
-
-def last_received(receiver: Connection) -> int | None:
-    number = None
-    with contextlib.suppress(EOFError):
-        while receiver.poll():
-            number = receiver.recv()
-    receiver.close()
-    return number
+            store.forget(PurgeFilter(["49x8"]))
 
 
 def test_a_killed_writer_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
@@ -86,14 +77,19 @@ def test_a_killed_writer_loses_nothing_that_was_acknowledged(tmp_path: Path) -> 
         process = FORK.Process(target=write_until_killed, args=(tmp_path, expected + 1, sender))
         process.start()
         sender.close()
-        assert receiver.recv() is None
-        time.sleep(chance.uniform(0, 0.03))
+        # The first is the word that it runs.
+        received = [receiver.recv() for _ in range(chance.randrange(1, 4))]
+        time.sleep(chance.uniform(0, 0.02))
         process.kill()
         process.join()
         assert process.exitcode == -signal.SIGKILL
-        acknowledged = last_received(receiver)
+        with contextlib.suppress(EOFError):
+            while receiver.poll():
+                received.append(receiver.recv())
+        receiver.close()
+        acknowledged = received[-1]
         after_a_write += acknowledged is not None
-        within_an_access += (tmp_path / "onediff-1.sqlite3-wal").exists()
+        within_an_access += (tmp_path / "onediff-2-1.sqlite3-wal").exists()
 
         store = Store.open(tmp_path, MACHINE)
         assert store.trouble is None
@@ -103,22 +99,22 @@ def test_a_killed_writer_loses_nothing_that_was_acknowledged(tmp_path: Path) -> 
         assert (acknowledged or expected) <= written <= (acknowledged or expected) + 1
         if written:
             assert rows["512x512"].relative_error == written
-            assert store.choices("sd1") == {"picture": written}
+            assert store.saved(TUNED) == {"picture": written}
             verdicts = {f"512x512 sd1 native, {number}": number / 1e6 for number in range(1, written + 1)}
-            assert store.choices(VERDICTS) == verdicts
+            assert store.saved(VERDICTS) == verdicts
         store.close()
         expected = written
-    assert after_a_write and within_an_access > KILLS // 20, "they must have been killed while they were at work"
-    assert not list(tmp_path.glob("*set-aside*"))
+    assert after_a_write and within_an_access, "they must have been killed while they were at work"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["onediff-2-1.sqlite3"], "nothing was set aside"
 
 
 def open_and_write(folder: Path, go: float, sender: Connection) -> None:
     time.sleep(max(0.0, go - time.monotonic()))
     store = Store.open(folder, MACHINE)
-    mended = store.trouble is not None
+    noticed = store.trouble is not None
     store.record(row("512x512"))
     written = store.flush()
-    sender.send((mended, written, store.trouble))
+    sender.send((noticed, written, store.trouble))
 
 
 def damage_a_value(folder: Path) -> None:
@@ -131,14 +127,15 @@ def damage_a_value(folder: Path) -> None:
     connection.close()
 
 
-def test_several_processes_find_a_damaged_store_at_once(tmp_path: Path) -> None:
+def test_several_processes_find_no_store_or_a_damaged_one_at_once(tmp_path: Path) -> None:
     for attempt in range(20):
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        if attempt >= 15:
+        damaged = attempt % 4 > 0
+        if attempt % 4 == 3:
             damage_a_value(folder)
-        elif attempt:
-            (folder / "onediff-1.sqlite3").write_bytes(random.Random(attempt).randbytes(9000))
+        elif damaged:
+            (folder / "onediff-2-1.sqlite3").write_bytes(random.Random(attempt).randbytes(9000))
         receiver, sender = FORK.Pipe(duplex=False)
         go = time.monotonic() + 0.05
         processes = [FORK.Process(target=open_and_write, args=(folder, go, sender)) for _ in range(4)]
@@ -149,25 +146,27 @@ def test_several_processes_find_a_damaged_store_at_once(tmp_path: Path) -> None:
             assert process.exitcode == 0
         results = [receiver.recv() for _ in processes]
         assert all(written for _, written, _ in results), results
-        # Attempt 0 is a folder without a store, which all of them make.
-        assert sum(mended for mended, _, _ in results) == len(list(folder.glob("*set-aside*"))) == (attempt > 0)
+        assert any(noticed for noticed, _, _ in results) == damaged
+        assert len(list(folder.iterdir())) == 1 + damaged, "all of them go on in the same store"
         assert [found.uses for found in Store.open(folder, MACHINE).history()] == [4]
 
 
-def test_a_process_killed_while_it_mends_leaves_a_store_that_opens(tmp_path: Path) -> None:
-    chance, moved = random.Random(7), 0
-    for attempt in range(60):
+def test_a_process_killed_while_it_begins_anew_leaves_a_store_that_opens(tmp_path: Path) -> None:
+    chance, begun = random.Random(7), 0
+    for attempt in range(KILLS):
         folder = tmp_path / str(attempt)
         folder.mkdir()
         for ending in ("", "-wal"):
-            (folder / f"onediff-1.sqlite3{ending}").write_bytes(chance.randbytes(9000))
+            (folder / f"onediff-2-1.sqlite3{ending}").write_bytes(chance.randbytes(9000))
         receiver, sender = FORK.Pipe(duplex=False)
         process = FORK.Process(target=open_and_write, args=(folder, 0.0, sender))
         process.start()
-        time.sleep(chance.uniform(0.001, 0.012))
+        while attempt % 2 and not (folder / "onediff-2-2.sqlite3").exists():
+            time.sleep(0.0005)
+        time.sleep(chance.uniform(0, 0.012))
         process.kill()
         process.join()
-        moved += bool(list(folder.glob("*set-aside*")))
+        begun += (folder / "onediff-2-2.sqlite3").exists()
         store = Store.open(folder, MACHINE)
         assert store.on_disk
         before = sum(found.uses for found in store.history())
@@ -175,7 +174,7 @@ def test_a_process_killed_while_it_mends_leaves_a_store_that_opens(tmp_path: Pat
         store.record(row("512x512"))
         assert store.flush()
         assert sum(found.uses for found in Store.open(folder, MACHINE).history()) == before + 1
-    assert 0 < moved < 60, "some must have been killed before it and some after it"
+    assert begun >= KILLS // 2, "some must have been killed after it"
 
 
 def test_two_processes_write_at_once_and_no_update_is_lost(tmp_path: Path) -> None:
@@ -201,9 +200,8 @@ def test_two_processes_write_at_once_and_no_update_is_lost(tmp_path: Path) -> No
     assert rows[0].resolution == "512x512" and rows[0].uses == 2 * pictures
     for name in ("one", "two"):
         assert sum(found.uses for found in rows if found.dtype == name) == pictures
-    assert store.choices("sd1") == {"one": pictures - 1, "two": pictures - 1}
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["onediff-1.lock", "onediff-1.sqlite3"]
-    assert (tmp_path / "onediff-1.lock").stat().st_size == 0
+    assert store.saved(TUNED) == {"one": pictures - 1, "two": pictures - 1}
+    assert [file.name for file in tmp_path.iterdir()] == ["onediff-2-1.sqlite3"]
 
 
 def test_it_is_a_write_ahead_log_where_the_file_system_can(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from lib_onediff.shapes.key import ShapeKey
 from lib_onediff.store import history as history_module
 from lib_onediff.store.history import History, verdict_name
 from lib_onediff.store.machine import Fingerprint
-from lib_onediff.store.rows import VERDICTS, HistoryRow, PurgeFilter
+from lib_onediff.store.rows import TUNED, VERDICTS, HistoryRow, PurgeFilter
 from lib_onediff.store.store import Store
 
 KEY = ShapeKey(
@@ -104,7 +104,7 @@ def test_another_backend_is_another_verdict(tmp_path: Path) -> None:
 def test_another_machine_checks_for_itself(tmp_path: Path, part: str) -> None:
     here = Fingerprint.of()
     store = Store.open(tmp_path, dataclasses.replace(here, **{part: "another"}))
-    store.choose(VERDICTS, verdict_name("native", KEY), 1e-3)
+    store.save(VERDICTS, verdict_name("native", KEY), 1e-3)
     store.close()
     assert opened(tmp_path).verdict("native", KEY) is None
 
@@ -129,20 +129,20 @@ def test_purging_a_resolution_forgets_its_verdicts_and_no_others(tmp_path: Path)
 
 def test_purging_a_resolution_forgets_the_verdicts_of_every_machine(tmp_path: Path) -> None:
     other = Store.open(tmp_path, dataclasses.replace(Fingerprint.of(), torch="1.0"))
-    other.choose(VERDICTS, verdict_name("native", KEY), 1e-3)
+    other.save(VERDICTS, verdict_name("native", KEY), 1e-3)
     other.flush()
     opened(tmp_path).forget(["512x512"])
-    assert other.choices(VERDICTS) == {}
+    assert other.saved(VERDICTS) == {}
 
 
 def test_a_purge_reaches_what_could_not_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     store = Store.open(tmp_path / "file")
-    store.choose(VERDICTS, verdict_name("native", KEY), 1e-3)
-    store.choose("sd1", "512x512 is no verdict", 1)
+    store.save(VERDICTS, verdict_name("native", KEY), 1e-3)
+    store.save(TUNED, "512x512 is no verdict", 1)
     assert store.trouble
-    store.forget(["512x512"])
-    assert store.choices(VERDICTS) == {} and store.choices("sd1") == {"512x512 is no verdict": 1}
+    store.forget(PurgeFilter(["512x512"]))
+    assert store.saved(VERDICTS) == {} and store.saved(TUNED) == {"512x512 is no verdict": 1}
 
 
 def test_purging_everything_forgets_all(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_what_is_no_error_is_not_kept(error: float) -> None:
 @pytest.mark.parametrize("value", [None, True, "1e-3", [1e-3], {"error": 1e-3}, math.nan, math.inf, -1e-3], ids=repr)
 def test_a_strange_stored_verdict_is_none(tmp_path: Path, value: Any) -> None:
     store = Store.open(tmp_path)
-    store.choose(VERDICTS, verdict_name("native", KEY), value)
+    store.save(VERDICTS, verdict_name("native", KEY), value)
     store.close()
     assert opened(tmp_path).verdict("native", KEY) is None
 
@@ -182,23 +182,23 @@ def test_a_purge_finds_a_verdict_by_its_name() -> None:
         (None, "SD1", ["sd1"], True), (None, "SD1", ["sd"], False), (["512x512"], "SD1", ["sd1"], True),
         (["512x512"], "SD1", [], False), ([], None, [], False),
     ):
-        assert PurgeFilter.of(resolutions, model, architectures).verdict_named(name) is goes, (resolutions, model)
-    assert not PurgeFilter.of(["512x512"], "SD1", ["sd1"]).verdict_named("no such thing")
+        assert PurgeFilter(resolutions, model, architectures).finding(VERDICTS, name) is goes, (resolutions, model)
+    assert not PurgeFilter(["512x512"], "SD1", ["sd1"]).finding(VERDICTS, "no such thing")
 
 
 def test_the_oldest_verdicts_make_room(tmp_path: Path) -> None:
     limit = 96 << 10
     store = Store.open(tmp_path, Fingerprint.of(), size_limit=limit)
-    store.choose("sd1", "layout", "nhwc")
+    store.save(TUNED, "layout", "nhwc")
     for batch in range(0, 2000, 100):
         for number in range(batch, batch + 100):
-            store.choose(VERDICTS, verdict_name("native", dataclasses.replace(KEY, batch=number)), number / 1e6)
+            store.save(VERDICTS, verdict_name("native", dataclasses.replace(KEY, batch=number)), number / 1e6)
         store.record(HistoryRow("sd1", "SD1", f"{batch}x8", 2, 77, "float16"))
         assert store.flush() and store.size_bytes() <= limit
-    kept = sorted(store.choices(VERDICTS).values())
+    kept = sorted(store.saved(VERDICTS).values())
     assert 100 < len(kept) < 2000 and kept[-1] == 1999 / 1e6
     assert kept == [number / 1e6 for number in range(2000 - len(kept), 2000)]
-    assert store.choices("sd1") == {"layout": "nhwc"}, "what was tuned is not a verdict"
+    assert store.saved(TUNED) == {"layout": "nhwc"}, "what was tuned is not a verdict"
     store.close()
 
 
@@ -206,8 +206,8 @@ def test_memory_is_limited_while_nothing_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     store = Store.open(tmp_path / "file")
     for number in range(9000):
-        store.choose(VERDICTS, f"8x8 {number}", number)
-    kept = sorted(store.choices(VERDICTS).values())
+        store.save(VERDICTS, f"8x8 {number}", number)
+    kept = sorted(store.saved(VERDICTS).values())
     assert 3000 < len(kept) <= 4096 and kept[-1] == 8999
     store.close()
 
