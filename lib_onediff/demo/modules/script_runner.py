@@ -8,6 +8,9 @@ from typing import Any
 from . import errors
 from .script_arguments import OnComponent
 
+# What a script's show() answers to take part in every generation.
+AlwaysVisible = object()
+
 
 class ScriptRunner:
     """The always-visible scripts of the txt2img or the img2img tab."""
@@ -22,8 +25,6 @@ class ScriptRunner:
 
     def initialize_scripts(self, is_img2img: bool, scripts_data: Sequence[Any]) -> None:
         """Make one object of each script class."""
-        from .scripts import AlwaysVisible
-
         for data in scripts_data:
             try:
                 script = data.script_class()
