@@ -27,11 +27,6 @@ def option(
     })
 
 
-def again(first: Field, label: str, explanation: str) -> Any:
-    """An option that takes what the first one takes, with the same default."""
-    return field(default=first.default, metadata={**first.metadata, "label": label, "explanation": explanation})
-
-
 def check_value(option_field: Field, value: Any) -> None:
     """Raise ValueError with a sentence for the user if value does not fit the option."""
     name, kind, metadata = option_field.name, type(option_field.default), option_field.metadata

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import Field, fields, replace
 from typing import Any, TypeVar
 
+from ..model.deepcache.options import AS_FIRST, OFF
 from .option import check_value, value_of, word_of
 from .preset_data import PRESETS, PROFILES, Preset, Profile
 
@@ -59,10 +60,20 @@ def fits(option: Field, value: Any) -> bool:
 def understood(words: Mapping[str, str], options: Mapping[str, Field]) -> dict[str, Any]:
     """The values that words mean; what is no option, or no value of it, is left out."""
     values: dict[str, Any] = {}
+    words = of_today(words)
     for name in options.keys() & words.keys():
         with contextlib.suppress(ValueError):
             values[name] = value_of(options[name], words[name])
     return values
+
+
+def of_today(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by name, with values or words, as an earlier OneDiff wrote them, in today's."""
+    if values.get("deepcache_hires") != "own values":
+        return dict(values)
+    # The hires pass had options of its own. An interval of 1, the default, means that every step is whole.
+    own_interval = str(values.get("deepcache_hires_interval", 1))
+    return {**values, "deepcache_hires": OFF if own_interval == "1" else AS_FIRST}
 
 
 def with_preset(settings: SettingsLike, name: str, own: str = "", checkpoint: str = "") -> SettingsLike:

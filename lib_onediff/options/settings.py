@@ -4,12 +4,12 @@ The settings page, the REST API, compile_unet's arguments and the README table a
 """
 from __future__ import annotations
 
-from dataclasses import Field, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ..model.deepcache import options as deepcache
 from ..shapes.sizes import MOST_SIZES, parse_sizes
-from .option import again, check_value, option, values_of, word_of
+from .option import check_value, option, values_of, word_of
 from .presets import parse as check_own_presets
 
 HOST_KEY_PREFIX = "onediff_"
@@ -17,12 +17,6 @@ HOST_KEY_PREFIX = "onediff_"
 OFF_IN_SETTINGS = "OneDiff is switched off in the settings (Settings > OneDiff > Use OneDiff)"
 # A TiB: more than any GPU has.
 MOST_GRAPH_MEMORY_MIB = 1 << 20
-
-
-def in_hires_pass(first: Field) -> Any:
-    """The same option once more, for the second pass of hires fix."""
-    label = f"{first.metadata['label']} in the hires pass"
-    return again(first, label, "As above; used where the hires pass has values of its own.")
 
 
 @dataclass(frozen=True)
@@ -197,15 +191,10 @@ class Settings:
     deepcache_hires: str = option(
         deepcache.AS_FIRST,
         "DeepCache in the hires pass",
-        "Whether the second pass of Hires. fix does as the first, without DeepCache, or by values of its own.",
+        "off: the second pass of Hires. fix computes the whole UNet at every step.",
         choices=deepcache.HIRES,
         per_run=True,
     )
-    deepcache_hires_interval: int = in_hires_pass(deepcache_interval)
-    deepcache_hires_depth: int = in_hires_pass(deepcache_depth)
-    deepcache_hires_start: float = in_hires_pass(deepcache_start)
-    deepcache_hires_end: float = in_hires_pass(deepcache_end)
-    deepcache_hires_schedule: str = in_hires_pass(deepcache_schedule)
 
     def __post_init__(self) -> None:
         for option_field in fields(self):
