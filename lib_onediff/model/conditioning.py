@@ -5,6 +5,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ class Sighting:
     """Recognises the very tensors that it saw last, unedited, without keeping them alive."""
 
     def __init__(self) -> None:
-        self._seen: tuple[tuple[weakref.ref, int], ...] | None = None
+        self._seen: tuple[tuple[Callable[[], Tensor | None], int], ...] | None = None
 
     def recognises(self, tensors: tuple[Tensor | None, ...]) -> bool:
         """True if these are the tensors of the last remember(). An inference tensor counts no edits and never is."""
@@ -56,21 +57,21 @@ class HeldPrompt:
     """A prompt that a slot has computed. edits: the weights' edit counts then. content: copies of context and y, where
     a host passes new tensors at every call. saved: a copy of its conditioning, if there is one."""
 
-    edits: tuple
+    edits: tuple[Any, ...]
     sighting: Sighting
     content: tuple[Tensor, Tensor | None] | None = None
     saved: Conditioning | None = None
 
     @classmethod
-    def of(cls, context: Tensor, y: Tensor | None, edits: tuple, by_content: bool) -> HeldPrompt:
+    def of(cls, context: Tensor, y: Tensor | None, edits: tuple[Any, ...], by_content: bool) -> HeldPrompt:
         sighting = Sighting()
         sighting.remember((context, y))
         return cls(edits, sighting, (context.clone(), None if y is None else y.clone()) if by_content else None)
 
-    def is_same(self, context: Tensor, y: Tensor | None, edits: tuple) -> bool:
+    def is_same(self, context: Tensor, y: Tensor | None, edits: tuple[Any, ...]) -> bool:
         return self.edits == edits and self.sighting.recognises((context, y))
 
-    def is_equal(self, context: Tensor, y: Tensor | None, edits: tuple) -> bool:
+    def is_equal(self, context: Tensor, y: Tensor | None, edits: tuple[Any, ...]) -> bool:
         """As is_same, by the values; on a GPU this waits for the queue."""
         return self.edits == edits and self.content is not None and same_content(self.content, (context, y))
 
@@ -99,7 +100,7 @@ class Slot:
         """None once no graph and no recent call holds it."""
         return self._conditioning()
 
-    def find(self, context: Tensor, y: Tensor | None, edits: tuple, by_content: bool) -> HeldPrompt | None:
+    def find(self, context: Tensor, y: Tensor | None, edits: tuple[Any, ...], by_content: bool) -> HeldPrompt | None:
         """The prompt, if this slot has computed it. by_content: compare values where the tensors are new."""
         # Each comparison of values waits for the GPU: the likeliest first.
         known = [*self._earlier, self.current] if self._alternates else [self.current, *self._earlier]
@@ -110,9 +111,9 @@ class Slot:
                 found.sighting.remember((context, y))
         return found
 
-    def show(self, prompt: HeldPrompt, fresh: Conditioning) -> None:
-        """Overwrite the tensors with another prompt's conditioning."""
-        kept, other = self._conditioning(), self.current
+    def show(self, kept: Conditioning, prompt: HeldPrompt, fresh: Conditioning) -> None:
+        """Overwrite the tensors, kept, with another prompt's conditioning."""
+        other = self.current
         if prompt in self._earlier:
             self._earlier.remove(prompt)
             self._alternates = True
@@ -147,8 +148,8 @@ class PromptMemory:
     """
 
     def __init__(self) -> None:
-        self._slots: dict[tuple, Slot] = {}
-        self._used: OrderedDict[tuple, Conditioning] = OrderedDict()
+        self._slots: dict[tuple[Any, ...], Slot] = {}
+        self._used: OrderedDict[tuple[Any, ...], Conditioning] = OrderedDict()
 
     def forget(self) -> None:
         """A sampling begins: compute every prompt anew, and free the slots that no graph holds."""
@@ -169,7 +170,7 @@ class PromptMemory:
         return sum(slot.bytes() for size, slot in self._slots.copy().items() if device in (None, size[-1]))
 
     def conditioning(
-        self, context: Tensor, y: Tensor | None, edits: tuple, by_content: bool,
+        self, context: Tensor, y: Tensor | None, edits: tuple[Any, ...], by_content: bool,
         compute: Callable[[], Conditioning],
     ) -> Conditioning:
         """The conditioning for context and y, computed only if the prompt or the weights (edits) have changed.
@@ -181,18 +182,18 @@ class PromptMemory:
         size = prompt_size(context, y)
         slot = self._slots.get(size)
         held = None if slot is None else slot.conditioning
-        prompt = None if held is None else slot.find(context, y, edits, by_content)
-        if prompt is None or prompt is not slot.current:
+        prompt = None if slot is None or held is None else slot.find(context, y, edits, by_content)
+        if slot is None or held is None or prompt is not slot.current:
             fresh = compute() if prompt is None or prompt.saved is None else prompt.saved
             prompt = prompt or HeldPrompt.of(context, y, edits, by_content)
-            if held is not None and fits(held, fresh):
-                slot.show(prompt, fresh)
+            if slot is not None and held is not None and fits(held, fresh):
+                slot.show(held, prompt, fresh)
             else:
                 held, self._slots[size] = fresh, Slot(fresh, prompt)
         self._note_used(size, held)
         return held
 
-    def _note_used(self, size: tuple, conditioning: Conditioning) -> None:
+    def _note_used(self, size: tuple[Any, ...], conditioning: Conditioning) -> None:
         self._used[size] = conditioning
         self._used.move_to_end(size)
         while len(self._used) > MOST_SIZES:
@@ -203,7 +204,7 @@ def bytes_of(conditioning: Conditioning) -> int:
     return sum(tensor.nbytes for tensor in conditioning.tensors())
 
 
-def prompt_size(context: Tensor, y: Tensor | None) -> tuple:
+def prompt_size(context: Tensor, y: Tensor | None) -> tuple[Any, ...]:
     return context.shape, None if y is None else y.shape, context.dtype, context.device
 
 

@@ -23,7 +23,7 @@ CHECKPOINT = "Model"
 PasteFunction = Callable[[dict[str, Any]], "bool | str | None"]
 
 
-def options_of_a_run() -> dict[str, Field]:
+def options_of_a_run() -> dict[str, Field[Any]]:
     """The options that a generation may be given, by name."""
     return {option.name: option for option in fields(Settings) if option.metadata["per_run"]}
 

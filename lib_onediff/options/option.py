@@ -27,7 +27,7 @@ def option(
     })
 
 
-def check_value(option_field: Field, value: Any) -> None:
+def check_value(option_field: Field[Any], value: Any) -> None:
     """Raise ValueError with a sentence for the user if value does not fit the option."""
     name, kind, metadata = option_field.name, type(option_field.default), option_field.metadata
     if metadata["choices"] and (type(value) is not kind or value not in metadata["choices"]):
@@ -47,9 +47,9 @@ def word_of(value: Any) -> str:
     return SWITCHES[value] if isinstance(value, bool) else str(value)
 
 
-def value_of(option_field: Field, word: str) -> Any:
+def value_of(option_field: Field[Any], word: str) -> Any:
     """The value that a word means for an option. Raises ValueError for one that it does not take."""
-    kind = type(option_field.default)
+    kind: type[Any] = type(option_field.default)
     if kind is bool and word not in SWITCHED:
         raise ValueError(f"OneDiff option {option_field.name} is on or off, not {word!r}.")
     value = SWITCHED[word] if kind is bool else kind(word)
@@ -57,7 +57,7 @@ def value_of(option_field: Field, word: str) -> Any:
     return value
 
 
-def values_of(option_field: Field) -> str:
+def values_of(option_field: Field[Any]) -> str:
     """For people, what an option takes; nothing where it is any text."""
     metadata = option_field.metadata
     if metadata["choices"]:

@@ -11,13 +11,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import Field, fields, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..model.deepcache.options import AS_FIRST, OFF
 from .option import check_value, value_of, word_of
 from .preset_data import PRESETS, PROFILES, Preset, Profile
 
-SettingsLike = TypeVar("SettingsLike")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+SettingsLike = TypeVar("SettingsLike", bound="DataclassInstance")
 # Where a preset can be chosen: none.
 AS_IN_SETTINGS = "As in the settings"
 # Who computes, and whether it is checked, changes no picture.
@@ -26,7 +29,7 @@ BETWEEN_PRESETS, AFTER_NAME, BETWEEN_VALUES = ",", ":", ";"
 LONGEST_NAME = 60
 
 
-def preset_options(settings: Any) -> dict[str, Field]:
+def preset_options(settings: Any) -> dict[str, Field[Any]]:
     """The options that presets set, by name. settings: a settings.Settings, or its class."""
     return {
         option.name: option for option in fields(settings)
@@ -48,7 +51,7 @@ def complete(values: Mapping[str, Any], settings: Any) -> dict[str, Any]:
     return {name: kept.get(name, option.default) for name, option in options.items()}
 
 
-def fits(option: Field, value: Any) -> bool:
+def fits(option: Field[Any], value: Any) -> bool:
     """Whether an option takes a value."""
     try:
         check_value(option, value)
@@ -57,7 +60,7 @@ def fits(option: Field, value: Any) -> bool:
     return True
 
 
-def understood(words: Mapping[str, str], options: Mapping[str, Field]) -> dict[str, Any]:
+def understood(words: Mapping[str, str], options: Mapping[str, Field[Any]]) -> dict[str, Any]:
     """The values that words mean; what is no option, or no value of it, is left out."""
     values: dict[str, Any] = {}
     words = of_today(words)

@@ -100,7 +100,7 @@ def preset_axis(standing: Standing) -> dict[str, Any]:
     }
 
 
-def option_axis(option: Field, standing: Standing) -> dict[str, Any]:
+def option_axis(option: Field[Any], standing: Standing) -> dict[str, Any]:
     label, kind, words = label_of(option), type(option.default), words_of(option)
     read = partial(meant_by, option)
     return {
@@ -113,11 +113,11 @@ def option_axis(option: Field, standing: Standing) -> dict[str, Any]:
     }
 
 
-def label_of(option: Field) -> str:
-    return option.metadata["label"]
+def label_of(option: Field[Any]) -> str:
+    return str(option.metadata["label"])
 
 
-def words_of(option: Field) -> list[str]:
+def words_of(option: Field[Any]) -> list[str]:
     """What the plot offers to choose from; nothing where any number or text may be given."""
     return list(SWITCHED) if isinstance(option.default, bool) else list(option.metadata["choices"])
 
@@ -130,7 +130,7 @@ def legend(label: str, value: Any) -> str:
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-def split_numbers(label: str, kind: type, text: Any) -> list[str]:
+def split_numbers(label: str, kind: type[int] | type[float], text: Any) -> list[str]:
     """The numbers and ranges in what the user has typed, as the plot reads them. Raises WrongAxisValue."""
     parts = [part.strip() for part in str(text).split(",") if part.strip()]
     for part in parts:
@@ -140,7 +140,7 @@ def split_numbers(label: str, kind: type, text: Any) -> list[str]:
     return parts
 
 
-def is_number(text: str, kind: type) -> bool:
+def is_number(text: str, kind: type[int] | type[float]) -> bool:
     try:
         kind(text)
     except ValueError:
@@ -148,7 +148,7 @@ def is_number(text: str, kind: type) -> bool:
     return True
 
 
-def meant_by(option: Field, value: Any) -> Any:
+def meant_by(option: Field[Any], value: Any) -> Any:
     """The value for Settings that a value of an axis means. Raises ValueError with a sentence for one that is none."""
     if isinstance(value, str):
         return value_of(option, value)

@@ -58,12 +58,12 @@ def blurred(values: Tensor) -> Tensor:
     """(height, width, channels) under the window, only where all of it lies inside."""
     distance = torch.arange(WINDOW, dtype=values.dtype) - WINDOW // 2
     weights = torch.exp(-0.5 * (distance / DEVIATION).square())
-    weights = (weights / weights.sum()).tolist()
+    weights = weights / weights.sum()
     for dimension in (0, 1):
         # A few times as fast as a convolution with one channel, which torch has no quick way for in float64.
         inside = values.shape[dimension] - WINDOW + 1
         total = torch.zeros_like(values.narrow(dimension, 0, inside))
-        for start, weight in enumerate(weights):
+        for start, weight in enumerate(weights.tolist()):
             total.add_(values.narrow(dimension, start, inside), alpha=weight)
         values = total
     return values

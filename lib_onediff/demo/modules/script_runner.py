@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from . import errors
@@ -138,11 +139,11 @@ class ScriptRunner:
         """Tell every script that a component of the page was created."""
         for script in self.scripts:
             calls: list[Callable[[], None]] = [
-                lambda callback=callback: callback(OnComponent(component=component))
+                partial(callback, OnComponent(component=component))
                 for elem_id, callback in script.on_after_component_elem_id or []
                 if elem_id == component.elem_id
             ]
-            calls.append(lambda script=script: script.after_component(component, **kwargs))
+            calls.append(partial(script.after_component, component, **kwargs))
             for call in calls:
                 try:
                     call()
