@@ -60,8 +60,8 @@ def why_no_effect(
     none of precision's have no reason either.
     """
     machine = machine or Machine.now()
-    judge = JUDGES.get(option)
-    return None if judge is None else judge(value, machine, dtype)
+    check = CHECKS.get(option)
+    return None if check is None else check(value, machine, dtype)
 
 
 def of_matmul(value: str, machine: Machine, dtype: torch.dtype | None) -> str | None:
@@ -144,7 +144,7 @@ def of_float8(value: bool, machine: Machine, dtype: torch.dtype | None) -> str |
     return lack
 
 
-JUDGES: Mapping[str, Callable[[Any, Machine, torch.dtype | None], str | None]] = {
+CHECKS: Mapping[str, Callable[[Any, Machine, torch.dtype | None], str | None]] = {
     "matmul_accumulation": of_matmul, "convolution_accumulation": of_convolution,
     "reduced_precision_reduction": of_reduction, "tf32": of_tf32, "attention_upcast": of_upcast,
     "vae_precision": of_vae, "fp8": of_float8,
@@ -183,7 +183,7 @@ def remark(option: str, value: str | bool, machine: Machine | None = None) -> st
     machine = machine or Machine.now()
     if option == "matmul_accumulation" and value == HALF and machine.capability not in HALF_RATE:
         return (
-            "This GPU sums float16 products in float32 at full speed: pictures change, and little time is gained."
+            "This GPU sums float16 products in float32 at full speed: images change, and little time is gained."
         )
     return None
 

@@ -14,7 +14,7 @@ from dataclasses import Field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..model.deepcache.options import AS_FIRST, OFF
-from .option import check_value, value_of, word_of
+from .option import check_value, format_value, parse_value
 from .preset_data import PRESETS, PROFILES, Preset, Profile
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SettingsLike = TypeVar("SettingsLike", bound="DataclassInstance")
 # Where a preset can be chosen: none.
 AS_IN_SETTINGS = "As in the settings"
-# Who computes, and whether it is checked, changes no picture.
+# Who computes, and whether it is checked, changes no image.
 NOT_OF_PRESETS = frozenset({"enabled", "backend", "verify"})
 BETWEEN_PRESETS, AFTER_NAME, BETWEEN_VALUES = ",", ":", ";"
 LONGEST_NAME = 60
@@ -41,17 +41,17 @@ def values_of(preset: Preset, settings: Any, checkpoint: str = "") -> dict[str, 
     """Every option that presets set, with its value in this one. checkpoint: its name, whose profile counts."""
     profile = profile_of(checkpoint)
     changes = {} if profile is None else profile.changes.get(preset.name, {})
-    return complete({**preset.values, **changes}, settings)
+    return with_defaults({**preset.values, **changes}, settings)
 
 
-def complete(values: Mapping[str, Any], settings: Any) -> dict[str, Any]:
+def with_defaults(values: Mapping[str, Any], settings: Any) -> dict[str, Any]:
     """values, and the default of every other option that presets set; what is none, or is wrong, is left out."""
     options = preset_options(settings)
-    kept = {name: value for name, value in values.items() if name in options and fits(options[name], value)}
+    kept = {name: value for name, value in values.items() if name in options and is_valid(options[name], value)}
     return {name: kept.get(name, option.default) for name, option in options.items()}
 
 
-def fits(option: Field[Any], value: Any) -> bool:
+def is_valid(option: Field[Any], value: Any) -> bool:
     """Whether an option takes a value."""
     try:
         check_value(option, value)
@@ -60,17 +60,17 @@ def fits(option: Field[Any], value: Any) -> bool:
     return True
 
 
-def understood(words: Mapping[str, str], options: Mapping[str, Field[Any]]) -> dict[str, Any]:
+def parse_values(words: Mapping[str, str], options: Mapping[str, Field[Any]]) -> dict[str, Any]:
     """The values that words mean; what is no option, or no value of it, is left out."""
     values: dict[str, Any] = {}
-    words = of_today(words)
+    words = migrate_values(words)
     for name in options.keys() & words.keys():
         with contextlib.suppress(ValueError):
-            values[name] = value_of(options[name], words[name])
+            values[name] = parse_value(options[name], words[name])
     return values
 
 
-def of_today(values: Mapping[str, Any]) -> dict[str, Any]:
+def migrate_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Options by name, with values or words, as an earlier OneDiff wrote them, in today's."""
     if values.get("deepcache_hires") != "own values":
         return dict(values)
@@ -99,7 +99,7 @@ def all_presets(settings: Any, own: str = "", checkpoint: str = "") -> dict[str,
         written = {}
     options = preset_options(settings)
     for name, words in written.items():
-        known[name] = complete(understood(words, options), settings)
+        known[name] = with_defaults(parse_values(words, options), settings)
     return known
 
 
@@ -172,7 +172,7 @@ def with_own(own: str, name: str, settings: Any) -> str:
 def differing(values: Mapping[str, Any], settings: Any) -> dict[str, str]:
     """In words, the values that are not the defaults. settings: a settings.Settings, or its class."""
     options = preset_options(settings)
-    return {name: word_of(value) for name, value in values.items() if value != options[name].default}
+    return {name: format_value(value) for name, value in values.items() if value != options[name].default}
 
 
 def without_own(own: str, name: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import HTTPException
 
 from .infotext import SWITCH, options_of_a_run
-from .option import SWITCHED, check_value, value_of
+from .option import BOOL_OF_WORD, check_value, parse_value
 from .presets import all_presets, with_preset
 from .settings import Settings
 
@@ -102,7 +102,7 @@ def preset_axis(standing: Standing) -> dict[str, Any]:
 
 def option_axis(option: Field[Any], standing: Standing) -> dict[str, Any]:
     label, kind, words = label_of(option), type(option.default), words_of(option)
-    read = partial(meant_by, option)
+    read = partial(parse_axis_value, option)
     return {
         "label": PREFIX + label, "type": kind if kind in RANGES and not words else str,
         "apply": partial(write_on_cell, option.name, read),
@@ -119,7 +119,7 @@ def label_of(option: Field[Any]) -> str:
 
 def words_of(option: Field[Any]) -> list[str]:
     """What the plot offers to choose from; nothing where any number or text may be given."""
-    return list(SWITCHED) if isinstance(option.default, bool) else list(option.metadata["choices"])
+    return list(BOOL_OF_WORD) if isinstance(option.default, bool) else list(option.metadata["choices"])
 
 
 def legend(label: str, value: Any) -> str:
@@ -148,10 +148,10 @@ def is_number(text: str, kind: type[int] | type[float]) -> bool:
     return True
 
 
-def meant_by(option: Field[Any], value: Any) -> Any:
+def parse_axis_value(option: Field[Any], value: Any) -> Any:
     """The value for Settings that a value of an axis means. Raises ValueError with a sentence for one that is none."""
     if isinstance(value, str):
-        return value_of(option, value)
+        return parse_value(option, value)
     value = round(value, DIGITS) if isinstance(value, float) else value
     check_value(option, value)
     return value

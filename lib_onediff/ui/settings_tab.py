@@ -12,8 +12,8 @@ import gradio as gr
 
 from ..engines import ONEFLOW
 from ..options.effects import Machine, described, note
-from ..options.option import word_of
-from ..options.presets import of_today
+from ..options.option import format_value
+from ..options.presets import migrate_values
 from ..options.settings import HOST_KEY_PREFIX, Settings, host_key
 from ..runtime.accelerator import runtime
 from ..store.history import CACHE_VARIABLE
@@ -81,7 +81,7 @@ def tell_effects(before: Settings) -> None:
         if getattr(runtime.settings, option.name) != getattr(before, option.name)
     }
     for name, said in (described(made, Machine.now(runtime.settings.backend == ONEFLOW)) if made else {}).items():
-        tell(f"{label_of(name)}, {word_of(made[name])}: {said}")
+        tell(f"{label_of(name)}, {format_value(made[name])}: {said}")
 
 
 def show_folder(opts: Any, option_info: Callable[..., Any]) -> None:
@@ -170,7 +170,7 @@ def stored_settings(opts: Any) -> Settings:
 
     What an earlier OneDiff has stored is replaced: a page with a value that is no choice any more cannot be applied.
     """
-    everything = of_today({
+    everything = migrate_values({
         key.removeprefix(HOST_KEY_PREFIX): value for key, value in opts.data.items() if key.startswith(HOST_KEY_PREFIX)
     })
     stored = {option.name: everything[option.name] for option in fields(Settings) if option.name in everything}

@@ -40,7 +40,7 @@ def seen() -> Iterator[Any]:
 def weather(monkeypatch: pytest.MonkeyPatch) -> Weather:
     """The operators of the native backend, on a machine that seems to have a GPU and Triton."""
     operators = Weather()
-    monkeypatch.setattr(backends, "steps", steps_of_a_gpu)
+    monkeypatch.setattr(backends, "candidates", steps_of_a_gpu)
     monkeypatch.setitem(runtime.operators._made, backends.NATIVE, operators)
     monkeypatch.setattr(runtime.operators, "prepare", lambda network, waits_for_compile: True)
     return operators

@@ -1,4 +1,4 @@
-"""What a picture's infotext says of OneDiff, round trip, also through the hosts' own infotext code."""
+"""What an image's infotext says of OneDiff, round trip, also through the hosts' own infotext code."""
 from __future__ import annotations
 
 import re

@@ -46,7 +46,7 @@ class Compiler:
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     compiler, operators = Compiler(), OperatorSets(runtime.choices)
     monkeypatch.setitem(operators._made, NATIVE, Weather())
-    monkeypatch.setattr(backends, "steps", steps_of_a_gpu)
+    monkeypatch.setattr(backends, "candidates", steps_of_a_gpu)
     monkeypatch.setattr(runtime, "operators", operators)
     monkeypatch.setattr(runtime._fallback, "_operators", operators)
     monkeypatch.setitem(
