@@ -15,14 +15,17 @@ class WeakDictionary(weakref.WeakKeyDictionary[Key, Value]):
     Python's own is walked in Python, so that even list(dictionary.values()) is no copy: it fails when a key is added.
     """
 
-    def items(self) -> list[tuple[Key, Value]]:
+    data: dict[weakref.ref[Key], Value]
+
+    # Lists, where a dictionary has views of itself: that is what this class is for.
+    def items(self) -> list[tuple[Key, Value]]:  # type: ignore[override]
         # A copy of a plain dictionary is made at one stroke.
         return [(key, value) for reference, value in self.data.copy().items() if (key := reference()) is not None]
 
-    def keys(self) -> list[Key]:
+    def keys(self) -> list[Key]:  # type: ignore[override]
         return [key for key, _ in self.items()]
 
-    def values(self) -> list[Value]:
+    def values(self) -> list[Value]:  # type: ignore[override]
         return [value for _, value in self.items()]
 
     def __iter__(self) -> Iterator[Key]:

@@ -16,7 +16,8 @@ LENGTHS = ("min_items", "max_items") if VERSION.startswith("1.") else ("min_leng
 
 def a_list(kind: Any, least: int, most: int) -> Any:
     """The type of a list of so many; pydantic renamed the words for that."""
-    return conlist(kind, **dict(zip(LENGTHS, (least, most), strict=True)))
+    lengths: dict[str, Any] = dict(zip(LENGTHS, (least, most), strict=True))
+    return conlist(kind, **lengths)
 
 
 Resolution = constr(strict=True, min_length=1, max_length=20)
@@ -67,7 +68,7 @@ class PurgeBody(Body):
     model: ModelName | None = Field(None, description="As GET shapes names it; alone: every resolution of it.")
     disk: StrictBool = Field(False, description="What is kept on the disk; graphs in memory live on.")
     all: StrictBool = Field(False, description="Every resolution of every model, and the disk.")
-    wait: Seconds = Field(SECONDS_TO_WAIT, description=WAIT)
+    wait: Seconds = Field(default=SECONDS_TO_WAIT, description=WAIT)
 
 
 class PinBody(Body):
@@ -81,7 +82,7 @@ class PinBody(Body):
 class ReleaseBody(Body):
     """How long to wait."""
 
-    wait: Seconds = Field(SECONDS_TO_WAIT, description=WAIT)
+    wait: Seconds = Field(default=SECONDS_TO_WAIT, description=WAIT)
 
 
 # --- answers -------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ class Origins:
         # A browser that does not name the relation, or has none to name: no TLS.
         # The second is a proxy's: no page of another site can have it sent.
         hosts = (headers.get("host"), headers.get("x-forwarded-host"))
-        if site is None and any(self.is_own(origin, host) for host in hosts):
+        if site is None and origin is not None and any(self.is_own(origin, host) for host in hosts):
             return False
         return not self.lets_in(origin)
 

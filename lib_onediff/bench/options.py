@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -93,7 +94,7 @@ def ours_among(variants: list[str]) -> str:
     return next(name for name in (*variants, *available) if VARIANTS[name].ours)
 
 
-def another_size(sizes: list[Size]) -> Size:
+def another_size(sizes: Sequence[Size]) -> Size:
     """A square that is none of these sizes, and not larger than any where that can be: to warm a process up."""
     smallest = min(width * height for width, height in sizes)
     squares = [(side, side) for side in (512, 256, 128, 64) if (side, side) not in sizes]

@@ -1,4 +1,4 @@
-"""Why the same seed gives another picture on another machine: everything that pixels depend on, as text."""
+"""Why the same seed gives another image on another machine: everything that pixels depend on, as text."""
 from __future__ import annotations
 
 from .machine import machine_facts

@@ -1,4 +1,4 @@
-"""What of a machine and its Python decides about the last digits of a picture."""
+"""What of a machine and its Python decides about the last digits of an image."""
 from __future__ import annotations
 
 import os
@@ -12,9 +12,9 @@ import torch
 from ..store.machine import Fingerprint
 from .report import Facts, as_fact
 
-NOT_KNOWN = "not known to this torch"
-NOT_READ = "not to be read"
-# Packages whose kernels take part in a picture.
+UNKNOWN = "not known to this torch"
+UNREADABLE = "not to be read"
+# Packages whose kernels take part in an image.
 PACKAGES = ("xformers", "flash-attn", "sageattention", "oneflow", "bitsandbytes", "tomesd", "diffusers")
 # Variables that change how numbers are computed; their values are words and numbers.
 VARIABLES = (
@@ -53,11 +53,11 @@ def software() -> dict[str, str]:
     return {
         "OneDiff": fingerprint.onediff, "torch": torch.__version__, "CUDA": as_fact(torch.version.cuda),
         "HIP": as_fact(torch.version.hip), "cuDNN": as_fact(cudnn), "Triton": as_fact(fingerprint.triton),
-        "Python": platform.python_version(), **{name: installed(name) for name in PACKAGES},
+        "Python": platform.python_version(), **{name: package_version(name) for name in PACKAGES},
     }
 
 
-def installed(name: str) -> str:
+def package_version(name: str) -> str:
     try:
         return as_fact(metadata.version(name))
     except metadata.PackageNotFoundError:
@@ -69,22 +69,22 @@ def switches() -> dict[str, str]:
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     matmul = cuda.matmul
     return {
-        "TF32 in products": asked(lambda: matmul.allow_tf32),
-        "TF32 in convolutions": asked(lambda: cudnn.allow_tf32),
-        "float32 products": asked(torch.get_float32_matmul_precision),
-        "fp16 reduced precision reduction": asked(lambda: matmul.allow_fp16_reduced_precision_reduction),
-        "bf16 reduced precision reduction": asked(lambda: matmul.allow_bf16_reduced_precision_reduction),
-        "fp16 accumulation": asked(lambda: matmul.allow_fp16_accumulation),
-        "BLAS library": asked(cuda_blas),
-        "cuDNN": asked(lambda: cudnn.enabled), "cuDNN benchmark": asked(lambda: cudnn.benchmark),
-        "cuDNN benchmark limit": asked(lambda: cudnn.benchmark_limit),
-        "cuDNN deterministic": asked(lambda: cudnn.deterministic),
-        "Deterministic algorithms": asked(torch.are_deterministic_algorithms_enabled),
-        "Flash attention": asked(cuda.flash_sdp_enabled),
-        "Memory-efficient attention": asked(cuda.mem_efficient_sdp_enabled),
-        "cuDNN attention": asked(lambda: cuda.cudnn_sdp_enabled()),
-        "Plain attention": asked(cuda.math_sdp_enabled),
-        "Plain attention in half precision": asked(lambda: cuda.fp16_bf16_reduction_math_sdp_allowed()),
+        "TF32 in products": read_switch(lambda: matmul.allow_tf32),
+        "TF32 in convolutions": read_switch(lambda: cudnn.allow_tf32),
+        "float32 products": read_switch(torch.get_float32_matmul_precision),
+        "fp16 reduced precision reduction": read_switch(lambda: matmul.allow_fp16_reduced_precision_reduction),
+        "bf16 reduced precision reduction": read_switch(lambda: matmul.allow_bf16_reduced_precision_reduction),
+        "fp16 accumulation": read_switch(lambda: matmul.allow_fp16_accumulation),
+        "BLAS library": read_switch(cuda_blas),
+        "cuDNN": read_switch(lambda: cudnn.enabled), "cuDNN benchmark": read_switch(lambda: cudnn.benchmark),
+        "cuDNN benchmark limit": read_switch(lambda: cudnn.benchmark_limit),
+        "cuDNN deterministic": read_switch(lambda: cudnn.deterministic),
+        "Deterministic algorithms": read_switch(torch.are_deterministic_algorithms_enabled),
+        "Flash attention": read_switch(cuda.flash_sdp_enabled),
+        "Memory-efficient attention": read_switch(cuda.mem_efficient_sdp_enabled),
+        "cuDNN attention": read_switch(lambda: cuda.cudnn_sdp_enabled()),
+        "Plain attention": read_switch(cuda.math_sdp_enabled),
+        "Plain attention in half precision": read_switch(lambda: cuda.fp16_bf16_reduction_math_sdp_allowed()),
         "Default type": as_fact(str(torch.get_default_dtype()).removeprefix("torch.")),
     }
 
@@ -94,13 +94,13 @@ def cuda_blas() -> str:
     return str(torch.backends.cuda.preferred_blas_library()).rsplit(".", 1)[-1]
 
 
-def asked(read: Callable[[], Any]) -> str:
+def read_switch(read: Callable[[], Any]) -> str:
     """What a switch says. PyTorch raises where it has none of that name, and where newer switches contradict it."""
     try:
         return as_fact(read())
     except (AttributeError, AssertionError) as error:
         # torch 2.1 asserts that it knows a name; an assertion of another kind is about the GPU.
         unknown = isinstance(error, AttributeError) or str(error).startswith("Unknown attribute")
-        return NOT_KNOWN if unknown else NOT_READ
+        return UNKNOWN if unknown else UNREADABLE
     except RuntimeError:
-        return NOT_READ
+        return UNREADABLE

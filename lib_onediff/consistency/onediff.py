@@ -1,4 +1,4 @@
-"""What of OneDiff decides about the last digits of a picture."""
+"""What of OneDiff decides about the last digits of an image."""
 from __future__ import annotations
 
 import hashlib
@@ -15,7 +15,7 @@ DIGITS = 12
 
 
 def onediff_facts(settings: Settings, status: Mapping[str, Any], tuned: Mapping[str, Any]) -> Facts:
-    """Our settings, how the last picture was made (runtime.status()), and what was tuned on this machine."""
+    """Our settings, how the last image was made (runtime.status()), and what was tuned on this machine."""
     # No two machines compile to the same bytes.
     tuned = {name: value for name, value in tuned.items() if not name.startswith(IN_STORE)}
     return {

@@ -39,14 +39,15 @@ def parse(text: str) -> Facts:
     Raises ValueError with a sentence for a text that is none of ours, or of a later form.
     """
     lines = [line.strip().lstrip(">").strip() for line in str(text).splitlines()[:MOST_LINES]]
-    starts = [number for number, line in enumerate(lines) if FIRST_LINE.fullmatch(line)]
+    starts = [(number, first) for number, line in enumerate(lines) if (first := FIRST_LINE.fullmatch(line))]
     if not starts:
         raise ValueError('This is no consistency report: it begins with "OneDiff consistency report, format 1".')
-    if int(FIRST_LINE.fullmatch(lines[starts[0]])[1]) > FORMAT:
+    start, first = starts[0]
+    if int(first[1]) > FORMAT:
         raise ValueError("This consistency report is of a newer OneDiff; update OneDiff here to compare with it.")
     facts: Facts = {}
     section = ""
-    for line in lines[starts[0] + 1:]:
+    for line in lines[start + 1:]:
         heading = SECTION.fullmatch(line)
         name, colon, value = line.partition(": ")
         if heading:

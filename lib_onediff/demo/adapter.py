@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ class Standalone:
         if unet is not None:
             runtime.guard.attempt("giving the UNet back", lambda: diffusers_host.detach(unet))
         for half in diffusers_decoder.halves_of(loaded_pipeline()):
-            runtime.guard.attempt("giving the VAE back", lambda half=half: diffusers_decoder.detach(half))
+            runtime.guard.attempt("giving the VAE back", partial(diffusers_decoder.detach, half))
         runtime.guard.attempt("giving the UNets back", runtime.release_all)
 
     def hooks(self) -> int:

@@ -59,8 +59,8 @@ def unet_config(shapes: Shapes) -> dict[str, Any]:
         if f"{block}0.op.weight" in shapes:
             levels.append([])
         elif f"{block}0.in_layers.2.weight" in shapes:
-            channels = shapes[f"{block}0.in_layers.2.weight"][0]
-            levels[-1].append((channels, count(shapes, block + "1.transformer_blocks.{}.")))
+            width = shapes[f"{block}0.in_layers.2.weight"][0]
+            levels[-1].append((width, count(shapes, block + "1.transformer_blocks.{}.")))
     channels = [level[-1][0] for level in levels]
     depths = [level[-1][1] for level in levels]
     middle_depth = count(shapes, UNET + "middle_block.1.transformer_blocks.{}.")

@@ -19,7 +19,7 @@ def add_docs(app: FastAPI, protection: list[Any]) -> None:
 
     protection: the dependencies of the endpoints themselves.
     """
-    hidden = {"include_in_schema": False, "dependencies": protection}
+    hidden: dict[str, Any] = {"include_in_schema": False, "dependencies": protection}
     app.add_api_route("/docs", lambda: HTMLResponse(page_of(app.openapi())), **hidden)
     app.add_api_route("/openapi.json", lambda: JSONResponse(app.openapi()), **hidden)
 

@@ -106,8 +106,8 @@ def fit_image(image: Image.Image, width: int, height: int, resize_mode: int) -> 
     """An init image in the generation's size: 0 stretches it, 1 cuts off what does not fit."""
     image = flatten(image)
     if resize_mode == 1:
-        return ImageOps.fit(image, (width, height), Image.LANCZOS)
-    return image if image.size == (width, height) else image.resize((width, height), Image.LANCZOS)
+        return ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
+    return image if image.size == (width, height) else image.resize((width, height), Image.Resampling.LANCZOS)
 
 
 def fit_mask(p: Any) -> Image.Image:

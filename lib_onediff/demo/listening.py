@@ -42,7 +42,7 @@ def resolve(host: str) -> tuple[socket.AddressFamily, str]:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise NoPort(f"There is no address for the host name {host!r} ({reason(error)}).") from error
-    return found[0], found[4][0]
+    return found[0], str(found[4][0])
 
 
 def bound_socket(family: socket.AddressFamily, address: str, port: int) -> socket.socket:

@@ -40,7 +40,8 @@ def build_page() -> gr.Blocks:
             with gr.Tab("Settings", id="settings", elem_id="tab_settings"):
                 build_settings_tab(page)
     for runner in (scripts.scripts_txt2img, scripts.scripts_img2img):
-        runner.read_default_arguments()
+        if runner is not None:
+            runner.read_default_arguments()
     return page
 
 

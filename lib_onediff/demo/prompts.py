@@ -42,10 +42,11 @@ def encode(
     if pooled is not None:
         pooled = pooled.to(pipeline.unet.dtype)
     count = len(prompts)
-    return tuple(
+    prompt, negative = (
         Conditioning(context[part], None if pooled is None else pooled[part])
         for part in (slice(None, count), slice(count, None))
     )
+    return prompt, negative
 
 
 def text_encoders(pipeline: Any) -> list[tuple[Any, Any]]:

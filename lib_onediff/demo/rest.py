@@ -166,11 +166,15 @@ def list_models() -> list[dict[str, Any]]:
     return [{"title": name, "model_name": name, "hash": None, "sha256": None, "filename": name, "config": None}]
 
 
+def scripts_of(runner: scripts.ScriptRunner | None) -> list[Any]:
+    return [] if runner is None else runner.scripts
+
+
 def list_scripts() -> dict[str, list[str]]:
     runners = {"txt2img": scripts.scripts_txt2img, "img2img": scripts.scripts_img2img}
-    return {tab: [script.name for script in runner.scripts if script.name] for tab, runner in runners.items()}
+    return {tab: [script.name for script in scripts_of(runner) if script.name] for tab, runner in runners.items()}
 
 
 def list_script_info() -> list[dict[str, Any]]:
     runners = (scripts.scripts_txt2img, scripts.scripts_img2img)
-    return [script.api_info for runner in runners for script in runner.scripts if script.api_info]
+    return [script.api_info for runner in runners for script in scripts_of(runner) if script.api_info]

@@ -96,7 +96,9 @@ def identification(arguments: argparse.Namespace) -> Callable[[Request], Awaitab
 
     async def identify(request: Request) -> None:
         if check_password is not None and request.url.path.startswith(API_PATHS):
-            check_password(await HTTPBasic()(request))
+            credentials = await HTTPBasic()(request)
+            assert credentials is not None, "HTTPBasic raises where there are none"
+            check_password(credentials)
         else:
             check_login(request)
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,7 +30,7 @@ def tiny_sd15_pipeline(seed: int = DEFAULT_SEED, in_channels: int = 4) -> Stable
     from transformers import CLIPTextModel
 
     with seeded(seed):
-        unet = UNet2DConditionModel(
+        unet: Any = UNet2DConditionModel(
             sample_size=32,
             in_channels=in_channels,
             block_out_channels=(32, 64, 128, 128),
@@ -71,7 +71,7 @@ def tiny_sdxl_pipeline(seed: int = DEFAULT_SEED) -> StableDiffusionXLPipeline:
         text_encoder_2=text_encoder_2.eval(),
         tokenizer=byte_tokenizer(),
         tokenizer_2=byte_tokenizer(pad_token="!"),
-        unet=unet.eval(),
+        unet=unet,
         scheduler=training_schedule(),
         force_zeros_for_empty_prompt=True,
         add_watermarker=False,
@@ -82,7 +82,7 @@ def tiny_sdxl_unet() -> UNet2DConditionModel:
     """SDXL's UNet topology with channels 32, 64, 128 and heads of width 8."""
     from diffusers import UNet2DConditionModel
 
-    unet = UNet2DConditionModel(
+    unet: Any = UNet2DConditionModel(
         sample_size=128,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
         up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
@@ -97,6 +97,7 @@ def tiny_sdxl_unet() -> UNet2DConditionModel:
         projection_class_embeddings_input_dim=SECOND_TEXT_WIDTH + 6 * TIME_ID_WIDTH,
     )
     shape_unet(unet)
+    unet.eval()
     return unet
 
 
@@ -104,7 +105,7 @@ def tiny_vae(scaling_factor: float) -> AutoencoderKL:
     """A random AutoencoderKL that shrinks images eight times, as the real ones do."""
     from diffusers import AutoencoderKL
 
-    vae = AutoencoderKL(
+    vae: Any = AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
         block_out_channels=(32, 32, 32, 32),
@@ -114,7 +115,8 @@ def tiny_vae(scaling_factor: float) -> AutoencoderKL:
         force_upcast=False,
     )
     shape_vae(vae)
-    return vae.eval()
+    vae.eval()
+    return vae
 
 
 def text_config(width: int, activation: str = "quick_gelu", spread: float = 4.0) -> CLIPTextConfig:

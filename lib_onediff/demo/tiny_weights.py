@@ -10,6 +10,7 @@ group's variance, which makes the norm a fixed factor, and silu(z) - silu(-z) = 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ PICTURE_TEXTURE = 0.12
 
 
 @torch.no_grad()
-def shape_unet(unet: nn.Module) -> None:
+def shape_unet(unet: Any) -> None:
     """Add the linear path to a diffusers UNet2DConditionModel whose group norms have groups of CHANNELS_PER_VALUE.
 
     Afterwards its output is about NOISE_SHARE * input + RANDOM_SHARE * (unit shapes that depend on every input).
@@ -47,7 +48,7 @@ def shape_unet(unet: nn.Module) -> None:
 
 
 @torch.no_grad()
-def strengthen_prompt(unet: nn.Module) -> None:
+def strengthen_prompt(unet: Any) -> None:
     """Make the text matter: sharper cross attention with a larger say in the residual stream."""
     for name, parameter in unet.named_parameters():
         if name.endswith(("attn2.to_q.weight", "attn2.to_k.weight")):
@@ -57,7 +58,7 @@ def strengthen_prompt(unet: nn.Module) -> None:
 
 
 @torch.no_grad()
-def strengthen_depth(unet: nn.Module) -> None:
+def strengthen_depth(unet: Any) -> None:
     """Favour large soft shapes over grain: what comes up from the small sizes outweighs the skips."""
     for block in unet.up_blocks:
         for resnet in block.resnets:
@@ -66,7 +67,7 @@ def strengthen_depth(unet: nn.Module) -> None:
     unet.conv_out.weight.copy_(unet.conv_out.weight.mean((2, 3), keepdim=True).expand_as(unet.conv_out.weight))
 
 
-def output_size(unet: nn.Module) -> float:
+def output_size(unet: Any) -> float:
     """Standard deviation of the UNet's output on fixed random inputs."""
     generator = torch.Generator().manual_seed(99)
     latent = torch.randn(2, unet.config.in_channels, 16, 16, generator=generator)
@@ -81,7 +82,7 @@ def output_size(unet: nn.Module) -> float:
 
 
 @torch.no_grad()
-def shape_vae(vae: nn.Module) -> None:
+def shape_vae(vae: Any) -> None:
     """Add the linear paths to an AutoencoderKL of equal channels, group norms with groups of CHANNELS_PER_VALUE.
 
     Latents times the VAE's scaling factor then have about unit size, and decode(encode(image)) is a soft copy of it.
@@ -115,7 +116,7 @@ def colour_matrix() -> Tensor:
     return 4.0 * red_green_blue
 
 
-def carry_through(coder: nn.Module, carried: int) -> None:
+def carry_through(coder: Any, carried: int) -> None:
     """Let the first channels pass an encoder or decoder untouched except for averaging where the size changes."""
     for module in coder.modules():
         kind = type(module).__name__
@@ -129,7 +130,7 @@ def carry_through(coder: nn.Module, carried: int) -> None:
             pass_channels(module.conv, carried, kernel=torch.tensor([[1.0, 2, 1], [2, 4, 2], [1, 2, 1]]) / 16)
 
 
-def write_carriers(conv: nn.Conv2d, values: int, scale: float = 1.0) -> None:
+def write_carriers(conv: Any, values: int, scale: float = 1.0) -> None:
     """Make conv put its first input channels, times scale, into the channel groups that carry values."""
     carried = CHANNELS_PER_VALUE * values
     conv.weight[:carried] = 0
@@ -158,20 +159,20 @@ def read_carriers(conv: nn.Conv2d, matrix: Tensor) -> Tensor:
     return weight
 
 
-def pass_channels(conv: nn.Conv2d, carried: int, start: int = 0, kernel: Tensor | None = None) -> None:
+def pass_channels(conv: Any, carried: int, start: int = 0, kernel: Tensor | None = None) -> None:
     """Make the first output channels of conv copies of its input channels from start on, filtered by kernel."""
     silence(conv, carried)
     for index in range(carried):
         conv.weight[index, start + index] = torch.ones(1, 1) if kernel is None else kernel
 
 
-def silence(layer: nn.Module, carried: int) -> None:
+def silence(layer: Any, carried: int) -> None:
     """Zero the first output channels of a convolution or linear layer."""
     layer.weight[:carried] = 0
     layer.bias[:carried] = 0
 
 
-def identity(conv: nn.Conv2d) -> None:
+def identity(conv: Any) -> None:
     """Make a 1x1 convolution return its input."""
     conv.bias.zero_()
     conv.weight.copy_(torch.eye(conv.out_channels).view_as(conv.weight))

@@ -54,7 +54,8 @@ class BoundUNet:
 
     @property
     def layout(self) -> UNetLayout:
-        return self.binding.layout
+        layout: UNetLayout = self.binding.layout
+        return layout
 
     @property
     def kernel_users(self) -> list[Any]:
@@ -92,8 +93,8 @@ class BoundUNet:
         A tenth of a millisecond."""
         known = self._all_edits
         if known is None or (UNCOUNTED not in known.counts and not known.still_true()):
-            self._all_edits = self.binding.all_edits()
-        return self.generation, self._all_edits
+            known = self._all_edits = self.binding.all_edits()
+        return self.generation, known
 
     def weights_in_sampling(self) -> tuple[int, Edits, int]:
         """As weights_now; where edits cannot be seen, also another at every sampling."""

@@ -5,6 +5,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ class Sighting:
     """Recognises the very tensors that it saw last, unedited, without keeping them alive."""
 
     def __init__(self) -> None:
-        self._seen: tuple[tuple[weakref.ref, int], ...] | None = None
+        self._seen: tuple[tuple[Callable[[], Tensor | None], int], ...] | None = None
 
     def recognises(self, tensors: tuple[Tensor | None, ...]) -> bool:
         """True if these are the tensors of the last remember(). An inference tensor counts no edits and never is."""
@@ -56,17 +57,17 @@ class HeldPrompt:
     """A prompt that a slot has computed. edits: the weights' edit counts then. saved: a copy of its conditioning, if
     there is one."""
 
-    edits: tuple
+    edits: tuple[Any, ...]
     sighting: Sighting
     saved: Conditioning | None = None
 
     @classmethod
-    def of(cls, context: Tensor, y: Tensor | None, edits: tuple) -> HeldPrompt:
+    def of(cls, context: Tensor, y: Tensor | None, edits: tuple[Any, ...]) -> HeldPrompt:
         sighting = Sighting()
         sighting.remember((context, y))
         return cls(edits, sighting)
 
-    def is_same(self, context: Tensor, y: Tensor | None, edits: tuple) -> bool:
+    def is_same(self, context: Tensor, y: Tensor | None, edits: tuple[Any, ...]) -> bool:
         return self.edits == edits and self.sighting.recognises((context, y))
 
     def bytes(self) -> int:
@@ -93,19 +94,19 @@ class Slot:
         """None once no graph and no recent call holds it."""
         return self._conditioning()
 
-    def find(self, context: Tensor, y: Tensor | None, edits: tuple) -> HeldPrompt | None:
+    def find(self, context: Tensor, y: Tensor | None, edits: tuple[Any, ...]) -> HeldPrompt | None:
         """The prompt, if this slot has computed it."""
         return next((held for held in [self.current, *self._earlier] if held.is_same(context, y, edits)), None)
 
-    def overwrite(self, fresh: Conditioning) -> None:
-        """Let the tensors hold a conditioning whose prompt nobody will recognise."""
-        for target, source in zip(self._conditioning().tensors(), fresh.tensors(), strict=True):
+    def overwrite(self, kept: Conditioning, fresh: Conditioning) -> None:
+        """Let the tensors, kept, hold a conditioning whose prompt nobody will recognise."""
+        for target, source in zip(kept.tensors(), fresh.tensors(), strict=True):
             target.copy_(source)
         self.forget()
 
-    def show(self, prompt: HeldPrompt, fresh: Conditioning) -> None:
-        """Overwrite the tensors with another prompt's conditioning."""
-        kept, other = self._conditioning(), self.current
+    def show(self, kept: Conditioning, prompt: HeldPrompt, fresh: Conditioning) -> None:
+        """Overwrite the tensors, kept, with another prompt's conditioning."""
+        other = self.current
         if prompt in self._earlier:
             self._earlier.remove(prompt)
             self._alternates = True
@@ -140,8 +141,8 @@ class PromptMemory:
     """
 
     def __init__(self) -> None:
-        self._slots: dict[tuple, Slot] = {}
-        self._used: OrderedDict[tuple, Conditioning] = OrderedDict()
+        self._slots: dict[tuple[Any, ...], Slot] = {}
+        self._used: OrderedDict[tuple[Any, ...], Conditioning] = OrderedDict()
 
     def forget(self) -> None:
         """A sampling begins: compute every prompt anew, and free the slots that no graph holds."""
@@ -162,19 +163,19 @@ class PromptMemory:
         return sum(slot.bytes() for size, slot in self._slots.copy().items() if device in (None, size[-1]))
 
     def conditioning(
-        self, context: Tensor, y: Tensor | None, edits: tuple, compute: Callable[[], Conditioning],
+        self, context: Tensor, y: Tensor | None, edits: tuple[Any, ...], compute: Callable[[], Conditioning],
     ) -> Conditioning:
         """The conditioning for context and y, computed only if the prompt or the weights (edits) have changed. It stays
         valid until the next call with the same batch and token count."""
         size = prompt_size(context, y)
         slot = self._slots.get(size)
         held = None if slot is None else slot.conditioning
-        prompt = None if held is None else slot.find(context, y, edits)
-        if prompt is None or prompt is not slot.current:
+        prompt = None if slot is None or held is None else slot.find(context, y, edits)
+        if slot is None or held is None or prompt is not slot.current:
             fresh = compute() if prompt is None or prompt.saved is None else prompt.saved
             prompt = prompt or HeldPrompt.of(context, y, edits)
-            if held is not None and fits(held, fresh):
-                slot.show(prompt, fresh)
+            if slot is not None and held is not None and fits(held, fresh):
+                slot.show(held, prompt, fresh)
             else:
                 held, self._slots[size] = fresh, Slot(fresh, prompt)
         self._note_used(size, held)
@@ -188,8 +189,8 @@ class PromptMemory:
         size, fresh = prompt_size(context, y), compute()
         slot = self._slots.get(size)
         held = None if slot is None else slot.conditioning
-        if held is not None and fits(held, fresh):
-            slot.overwrite(fresh)
+        if slot is not None and held is not None and fits(held, fresh):
+            slot.overwrite(held, fresh)
         else:
             held, self._slots[size] = fresh, Slot(fresh, HeldPrompt((), Sighting()))
         self._note_used(size, held)
@@ -204,7 +205,7 @@ class PromptMemory:
             slot.current.edits[:2] == (generation, edits) and slot.current.sighting.recognises((context, y))
         )
 
-    def _note_used(self, size: tuple, conditioning: Conditioning) -> None:
+    def _note_used(self, size: tuple[Any, ...], conditioning: Conditioning) -> None:
         self._used[size] = conditioning
         self._used.move_to_end(size)
         while len(self._used) > MOST_SIZES:
@@ -215,7 +216,7 @@ def bytes_of(conditioning: Conditioning) -> int:
     return sum(tensor.nbytes for tensor in conditioning.tensors())
 
 
-def prompt_size(context: Tensor, y: Tensor | None) -> tuple:
+def prompt_size(context: Tensor, y: Tensor | None) -> tuple[Any, ...]:
     return context.shape, None if y is None else y.shape, context.dtype, context.device
 
 

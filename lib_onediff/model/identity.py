@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,7 +19,8 @@ class Edits:
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self._references = [weakref.ref(parameter) for parameter in parameters]
+        # Any: one that is gone has no attributes, and the AttributeError says so.
+        self._references: list[Callable[[], Any]] = [weakref.ref(parameter) for parameter in parameters]
         self.counts = list(map(edit_count, parameters))
 
     def still_true(self) -> bool:
@@ -39,7 +42,7 @@ class Signature:
     """Where parameters lay when this was taken: weights, then biases. Equal if as many lie in the same places."""
 
     def __init__(self, weights: list[nn.Parameter], biases: list[nn.Parameter]) -> None:
-        self._references = list(map(weakref.ref, [*weights, *biases]))
+        self._references: list[Callable[[], Any]] = list(map(weakref.ref, [*weights, *biases]))
         self._addresses = list(map(Tensor.data_ptr, [*weights, *biases]))
         self._weights = self._references[: len(weights)], self._addresses[: len(weights)]
 

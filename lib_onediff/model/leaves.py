@@ -24,7 +24,7 @@ class LeafReader:
     """Turns leaf modules into descriptions and remembers which parameters have been accounted for."""
 
     def __init__(self, unet: nn.Module) -> None:
-        self._paths = {module: name for name, module in unet.named_modules()}
+        self._paths: dict[nn.Module, str] = {module: name for name, module in unet.named_modules()}
         self._unclaimed = {name for name, _ in unet.named_parameters()}
 
     def path(self, module: nn.Module) -> str:
@@ -53,8 +53,8 @@ class LeafReader:
         if not isinstance(module, nn.Conv2d):
             raise self._unknown(module, "expected a 2D convolution")
         kernel, stride, padding = module.kernel_size, module.stride, module.padding
-        square = isinstance(padding, tuple) and all(a == b for a, b in (kernel, stride, padding))
-        if not square or module.dilation != (1, 1) or module.groups != 1 or module.padding_mode not in PADDING_MODES:
+        plain = module.dilation == (1, 1) and module.groups == 1 and module.padding_mode in PADDING_MODES
+        if not plain or isinstance(padding, str) or any(a != b for a, b in (kernel, stride, padding)):
             raise self._unknown(module, f"padding mode {module.padding_mode}, dilation {module.dilation}")
         self._claim(module)
         return Convolution(

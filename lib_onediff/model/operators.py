@@ -6,7 +6,7 @@ Images are (batch, channels, height, width) in whatever memory format the implem
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -17,8 +17,8 @@ from .weights import Affine
 class Stream(NamedTuple):
     """The residual stream of a transformer: tokens, and what is still to be added to them.
 
-    owed, bias: (width,) each, or None: for every token the same. Two vectors cost less when the next norm adds them
-    than when every linear layer does. update: of the shape of tokens, or None.
+    deferred_bias, bias: (width,) each, or None: for every token the same. Two vectors cost less when the next norm adds
+    them than when every linear layer does. update: of the shape of tokens, or None.
     """
 
     tokens: Tensor
@@ -39,8 +39,10 @@ class Float8Tokens(NamedTuple):
     shape: tuple[int, ...]
 
 
-# What an implementation hands from one of its operators to the next.
-Rows = Tensor | Float8Tokens
+# What an implementation hands from one of its operators to the next: a tensor, or what it makes in the place of one.
+# Nobody else looks into it.
+Rows = Any
+Image = Any
 
 
 class Operators(Protocol):
@@ -53,14 +55,14 @@ class Operators(Protocol):
     def linear(self, x: Rows, affine: Affine) -> Tensor:
         """(..., in) -> (..., out). A weight of (out, in, 1, 1) is a 1x1 convolution's and means the same."""
 
-    def pointwise(self, image: Tensor, affine: Affine) -> Tensor:
+    def pointwise(self, image: Image, affine: Affine) -> Tensor:
         """A 1x1 convolution as a GEMM: (batch, in, h, w) -> (batch, out, h, w)."""
 
     def convolution(self, image: Tensor, affine: Affine, shape: Convolution) -> Tensor:
         """A square 2D convolution, padded with zeros or, if shape.circular, with the opposite edge."""
 
     def group_norm(
-        self, image: Tensor, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None
+        self, image: Image, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None
     ) -> Tensor:
         """Group norm of image + shift (batch, channels), followed by SiLU if silu."""
 
@@ -85,7 +87,7 @@ class Operators(Protocol):
     def residual_add(self, image: Tensor, update: Tensor, bias: Tensor | None) -> Tensor:
         """image + update + bias (channels)."""
 
-    def concatenate(self, image: Tensor, skip: Tensor) -> Tensor:
+    def concatenate(self, image: Tensor, skip: Tensor) -> Image:
         """Along the channels."""
 
     def resize(self, image: Tensor, height: int, width: int) -> Tensor:

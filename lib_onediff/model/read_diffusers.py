@@ -102,7 +102,7 @@ def read_label(unet: Any, leaves: LeafReader) -> LabelEmbedding | None:
 def context_width(unet: Any) -> int:
     for module in unet.modules():
         if type(module).__name__ == "BasicTransformerBlock" and module.attn2 is not None:
-            return module.attn2.to_k.in_features
+            return int(module.attn2.to_k.in_features)
     raise UnsupportedUNet("it has no cross attention")
 
 

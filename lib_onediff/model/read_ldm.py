@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from .layout import (
+    Convolution,
     CrossAttention,
     Downsample,
     LabelEmbedding,
@@ -36,16 +37,22 @@ def read_ldm(unet: Any) -> UNetLayout:
     refuse_variants(unet)
     leaves = LeafReader(unet)
     family = family_of(unet)
-    stage = lambda module: tuple(read_layer(layer, leaves, family) for layer in module.children())  # noqa: E731
+
+    def stage(module: Any) -> Stage:
+        return tuple(read_layer(layer, leaves, family) for layer in module.children())
+
     input_stages: tuple[Stage, ...] = tuple(stage(block) for block in unet.input_blocks)
     middle_stage: Stage = stage(unet.middle_block)
     output_stages: tuple[Stage, ...] = tuple(stage(block) for block in unet.output_blocks)
+    first = input_stages[0][0]
+    if not isinstance(first, Convolution):
+        raise UnsupportedUNet("its first layer is no convolution")
     time = TimeEmbedding(
         channels=unet.model_channels, cosine_first=True, frequency_shift=0.0, scale=1.0, condition=None,
         first=leaves.linear(unet.time_embed[0]), second=leaves.linear(unet.time_embed[2]),
     )
     layout = UNetLayout(
-        family=family, in_channels=input_stages[0][0].in_channels, out_channels=unet.out_channels,
+        family=family, in_channels=first.in_channels, out_channels=unet.out_channels,
         context_width=context_width(middle_stage, input_stages), time=time, label=read_label(unet, leaves),
         input_stages=input_stages, middle_stage=middle_stage, output_stages=output_stages,
         out_norm=leaves.group_norm(unet.out[0]), out_convolution=leaves.convolution(unet.out[2]),

@@ -176,17 +176,16 @@ class Binding:
         return {path: Affine(*self._parameters(leaf)) for path, leaf in self._leaves}
 
     @staticmethod
-    def _parameters(leaf: weakref.ref) -> tuple[nn.Parameter, nn.Parameter | None]:
+    def _parameters(leaf: weakref.ref[nn.Module]) -> tuple[nn.Parameter, nn.Parameter | None]:
         module = leaf()
-        if module is None:
+        if module is None or (weight := module._parameters["weight"]) is None:
             raise UnsupportedUNet(LAYERS_GONE)
-        parameters = module._parameters
-        return parameters["weight"], parameters.get("bias")
+        return weight, module._parameters.get("bias")
 
     def refuse_mixture(self) -> None:
         """Raise UnsupportedUNet if the parameters are of a dtype that we do not run, or lie on several devices."""
         for path, affine in self._affines().items():
-            for parameter in affine:
+            for parameter in (affine.weight, affine.bias):
                 if parameter is None:
                     continue
                 if type(parameter.data) is not Tensor or parameter.dtype not in BOUND_DTYPES:
@@ -203,14 +202,15 @@ class Binding:
             raise UnsupportedUNet("its parameters are not loaded (they are on the meta device)")
 
 
-def present_parameters(leaves: list[tuple[str, weakref.ref]]) -> list[nn.Parameter]:
+def present_parameters(leaves: list[tuple[str, weakref.ref[nn.Module]]]) -> list[nn.Parameter]:
     """The parameters of these layers as they are now. Raises UnsupportedUNet if a layer is gone."""
-    try:
-        return [
-            parameter for _, leaf in leaves for parameter in leaf()._parameters.values() if parameter is not None
-        ]
-    except AttributeError as gone:
-        raise UnsupportedUNet(LAYERS_GONE) from gone
+    found: list[nn.Parameter] = []
+    for _, leaf in leaves:
+        layer = leaf()
+        if layer is None:
+            raise UnsupportedUNet(LAYERS_GONE)
+        found += [parameter for parameter in layer._parameters.values() if parameter is not None]
+    return found
 
 
 def describe_storage(parameter: Tensor) -> str:

@@ -119,12 +119,14 @@ class Attention:
         with our_modes(device):
             inputs = random_inputs(query_shape, key_shape, dtype, device)
             # In float32 from the start, so that ours is judged as well.
-            expected = gemm_attention(*(tensor.float() for tensor in inputs)).to(dtype)
+            query, key, value = inputs
+            expected = gemm_attention(query.float(), key.float(), value.float()).to(dtype)
             found = fastest(self._works(inputs), expected, self._time_ms)
         if found is None:
             return None
         self._choices.set(choice_name(query_shape, key_shape, dtype), found)
-        return found["backend"]
+        best: str = found["backend"]
+        return best
 
     def _works(self, inputs: tuple[Tensor, Tensor, Tensor]) -> dict[str, Callable[[], Tensor]]:
         query, key, _ = inputs
@@ -164,7 +166,8 @@ def alone(backend: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attention by one of torch's implementations and no other. Raises RuntimeError where it cannot do that."""
     if backend == FLASH and query.shape[-1] % FLASH_WIDTHS:
         raise RuntimeError(f"flash attention takes heads whose width is a multiple of {FLASH_WIDTHS}")
-    return getattr(torch, FUSED[backend])(query, key, value, *GIVEN[backend])[0]
+    output: Tensor = getattr(torch, FUSED[backend])(query, key, value, *GIVEN[backend])[0]
+    return output
 
 
 def gemm_attention(query: Tensor, key: Tensor, value: Tensor, scores_bytes: int = SCORES_BYTES) -> Tensor:

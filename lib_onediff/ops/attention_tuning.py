@@ -13,7 +13,7 @@ from torch import Tensor
 from ..model.layout import UNetLayout
 from ..model.sizes import transformer_blocks
 
-Shape = tuple[int, int, int, int]
+Shape = tuple[int, ...]
 TimeMs = Callable[[Callable[[], Tensor]], float]
 
 WARM_RUNS = 3
@@ -74,7 +74,8 @@ def time_on_gpu(work: Callable[[], Tensor]) -> float:
         work()
         event.record()
     events[-1].synchronize()
-    return statistics.median(before.elapsed_time(after) for before, after in zip(events, events[1:], strict=False))
+    times: list[float] = [before.elapsed_time(after) for before, after in zip(events, events[1:], strict=False)]
+    return statistics.median(times)
 
 
 def random_inputs(

@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,9 +81,14 @@ def launches(
             application_cut=configs.of(APPLICATION, shape_class, dtype),
         )
 
-    def of_norm(norm: GroupNorm) -> tuple:
+    def of_norm(
+        norm: GroupNorm
+    ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, int, float, bool, None]:
         count = norm.channels
         return image(count), None, of_channels(count), of_channels(count), norm.groups, norm.eps, False, None
+
+    def small(norm: GroupNorm) -> object:
+        return triton_group_norm.small_image_group_norm(*of_norm(norm))
 
     def add(shape_class: str) -> object:
         of_sum = image(channels), image(channels), of_channels(channels), image(channels)
@@ -121,11 +127,11 @@ def launches(
         lambda: add(LARGE),
         lambda: triton_images.resize(image(channels), 2 * SIDE, 2 * SIDE),
         lambda: large(any_norm, LARGE),
-        *(lambda norm=norm: large(norm, SMALL) for norm in by_block.values()),
-        *(lambda norm=norm: triton_group_norm.small_image_group_norm(*of_norm(norm)) for norm in by_width.values()),
-        *(lambda width=width: layer_norm(width) for width in widths.values()),
-        *(lambda width=width: geglu(FEED_FORWARD * width) for width in widths.values()),
-        *(lambda width=width: attend(width) for width in sorted(heads) if dtype in triton_attention.DTYPES),
+        *(partial(large, norm, SMALL) for norm in by_block.values()),
+        *(partial(small, norm) for norm in by_width.values()),
+        *(partial(layer_norm, width) for width in widths.values()),
+        *(partial(geglu, FEED_FORWARD * width) for width in widths.values()),
+        *(partial(attend, width) for width in sorted(heads) if dtype in triton_attention.DTYPES),
     ]
 
 
@@ -134,17 +140,17 @@ def float8_launches(
 ) -> list[Callable[[], object]]:
     """As launches, for what the operators in float8 have besides."""
 
-    def of_width(width: int) -> object:
+    def of_width(width: int) -> None:
         tokens, weight = (torch.zeros(shape, dtype=dtype, device=device) for shape in ((SIDE, width), (width,)))
         config = configs.of(LAYER_NORM, row_class(width), dtype)
         triton_float8.layer_norm(Stream(tokens, None, weight, tokens.clone()), weight, weight, 1e-5, config)
-        return rounded(torch.zeros((SIDE, 2 * FEED_FORWARD * width), dtype=dtype, device=device), width)
+        rounded(torch.zeros((SIDE, 2 * FEED_FORWARD * width), dtype=dtype, device=device), width)
 
-    def rounded(hidden: torch.Tensor, width: int) -> object:
+    def rounded(hidden: torch.Tensor, width: int) -> None:
         gated = triton_float8.geglu(hidden)
         triton_float8.rounded_rows(hidden[:, :FEED_FORWARD * width].contiguous(), *gated[:2])
         narrow = triton_float8.empty_rows(hidden, width)
-        return triton_float8.rounded_rows(hidden[:, :width].contiguous(), *narrow[:2])
+        triton_float8.rounded_rows(hidden[:, :width].contiguous(), *narrow[:2])
 
     widths = {row_class(leaf.width): leaf.width for leaf in users if isinstance(leaf, LayerNorm)}
-    return [lambda width=width: of_width(width) for width in widths.values()]
+    return [partial(of_width, width) for width in widths.values()]

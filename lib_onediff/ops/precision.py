@@ -80,7 +80,8 @@ class MatmulSwitch:
 
     def read(self) -> bool | None:
         """Whether it is on; None where this torch has no such switch."""
-        return switch_of(torch.backends.cuda.matmul, self.attribute)
+        found: bool | None = switch_of(torch.backends.cuda.matmul, self.attribute)
+        return found
 
     def state(self) -> Any:
         """What restore() takes."""

@@ -22,7 +22,7 @@ OLDEST_TRITON = (3, 0)
 OLDEST_CAPABILITY = (7, 0)
 # What each torch for Linux asks for in its metadata, where our kernels can use that; newer ones than these take the
 # newest. The fork for Windows begins with torch 2.4.
-TRITON_FOR_TORCH = {
+TRITON_FOR_TORCH: dict[tuple[int, ...], str] = {
     (2, 4): "3.0", (2, 5): "3.1", (2, 6): "3.2", (2, 7): "3.3", (2, 8): "3.4", (2, 9): "3.5", (2, 10): "3.6",
     (2, 11): "3.6", (2, 12): "3.7", (2, 13): "3.7",
 }

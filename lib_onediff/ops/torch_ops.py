@@ -23,8 +23,8 @@ def sinusoids(timestep: Tensor, time: TimeEmbedding) -> Tensor:
 
 def frequencies(time: TimeEmbedding, device: torch.device) -> Tensor:
     """Those of the sinusoids, (channels / 2,) in float32."""
-    deepcache = time.channels // 2
-    exponents = torch.arange(deepcache, dtype=torch.float32, device=device) / (deepcache - time.frequency_shift)
+    half = time.channels // 2
+    exponents = torch.arange(half, dtype=torch.float32, device=device) / (half - time.frequency_shift)
     return torch.exp(-math.log(10000) * exponents)
 
 
@@ -44,8 +44,10 @@ def pointwise(image: Tensor, affine: Affine) -> Tensor:
     weight = affine.weight.flatten(1).expand(batch, -1, -1)
     pixels = image.flatten(2)
     if affine.bias is None:
-        return torch.bmm(weight, pixels).unflatten(2, (height, width))
-    return torch.baddbmm(affine.bias[None, :, None], weight, pixels).unflatten(2, (height, width))
+        product = torch.bmm(weight, pixels)
+    else:
+        product = torch.baddbmm(affine.bias[None, :, None], weight, pixels)
+    return product.view(batch, -1, height, width)
 
 
 def convolution(image: Tensor, affine: Affine, shape: Convolution) -> Tensor:
@@ -85,7 +87,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor
     return wide.to(query.dtype)
 
 
-def geglu(tokens: Tensor, reader: Affine) -> Tensor:
+def geglu(tokens: Tensor, reader: Affine | None = None) -> Tensor:
     value, gate = tokens.chunk(2, dim=-1)
     return value * functional.gelu(gate)
 
@@ -111,7 +113,13 @@ def image_to_tokens(image: Tensor) -> Tensor:
 
 
 def tokens_to_image(tokens: Tensor, height: int, width: int) -> Tensor:
-    return tokens.unflatten(1, (height, width)).permute(0, 3, 1, 2)
+    image: Tensor = tokens.unflatten(1, (height, width))
+    return image.permute(0, 3, 1, 2)
+
+
+def bias_or_zeros(norm: Affine) -> Tensor:
+    """What a norm adds."""
+    return torch.zeros_like(norm.weight) if norm.bias is None else norm.bias
 
 
 def channels_last(image: Tensor) -> Tensor:

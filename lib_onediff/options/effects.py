@@ -8,8 +8,9 @@ but not the sums.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -51,7 +52,7 @@ class Machine:
 
 
 def why_no_effect(
-    option: str, value: str, machine: Machine | None = None, dtype: torch.dtype | None = None
+    option: str, value: str | bool, machine: Machine | None = None, dtype: torch.dtype | None = None
 ) -> str | None:
     """Why an option of settings.Settings at this value changes nothing here, in one sentence; None if it does.
 
@@ -59,8 +60,8 @@ def why_no_effect(
     none of precision's have no reason either.
     """
     machine = machine or Machine.now()
-    judge = JUDGES.get(option)
-    return None if judge is None else judge(value, machine, dtype)
+    check = CHECKS.get(option)
+    return None if check is None else check(value, machine, dtype)
 
 
 def of_matmul(value: str, machine: Machine, dtype: torch.dtype | None) -> str | None:
@@ -143,7 +144,7 @@ def of_float8(value: bool, machine: Machine, dtype: torch.dtype | None) -> str |
     return lack
 
 
-JUDGES = {
+CHECKS: Mapping[str, Callable[[Any, Machine, torch.dtype | None], str | None]] = {
     "matmul_accumulation": of_matmul, "convolution_accumulation": of_convolution,
     "reduced_precision_reduction": of_reduction, "tf32": of_tf32, "attention_upcast": of_upcast,
     "vae_precision": of_vae, "fp8": of_float8,
@@ -177,18 +178,18 @@ def other_dtype(dtype: torch.dtype | None, wanted: torch.dtype, what: str) -> st
     return f"{what}; this model is in {str(dtype).removeprefix('torch.')}."
 
 
-def remark(option: str, value: str, machine: Machine | None = None) -> str | None:
+def remark(option: str, value: str | bool, machine: Machine | None = None) -> str | None:
     """What a user should know of a choice that has an effect here, in one sentence; None if nothing."""
     machine = machine or Machine.now()
     if option == "matmul_accumulation" and value == HALF and machine.capability not in HALF_RATE:
         return (
-            "This GPU sums float16 products in float32 at full speed: pictures change, and little time is gained."
+            "This GPU sums float16 products in float32 at full speed: images change, and little time is gained."
         )
     return None
 
 
 def described(
-    values: Mapping[str, str], machine: Machine | None = None, dtype: torch.dtype | None = None
+    values: Mapping[str, str | bool], machine: Machine | None = None, dtype: torch.dtype | None = None
 ) -> dict[str, str]:
     """For the settings tab: of every option in values that has no effect here, or whose effect needs a word, that."""
     machine = machine or Machine.now()

@@ -1,4 +1,4 @@
-"""What a picture's infotext says of OneDiff, and reading it back.
+"""What an image's infotext says of OneDiff, and reading it back.
 
 The form is "on" or "off", then every other option that a generation may be given and that is not at its default, with
 semicolons between: "on; backend eager; verify off". It has neither comma nor colon, which hosts would have to quote.
@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import Field, fields, replace
 from typing import Any
 
-from .option import SWITCHED, SWITCHES, word_of
-from .presets import AS_IN_SETTINGS, name_of, understood, with_preset
+from .option import BOOL_OF_WORD, WORD_OF_BOOL, format_value
+from .presets import AS_IN_SETTINGS, name_of, parse_values, with_preset
 from .settings import Settings
 
 KEY = "OneDiff"
@@ -23,20 +23,20 @@ CHECKPOINT = "Model"
 PasteFunction = Callable[[dict[str, Any]], "bool | str | None"]
 
 
-def options_of_a_run() -> dict[str, Field]:
+def options_of_a_run() -> dict[str, Field[Any]]:
     """The options that a generation may be given, by name."""
     return {option.name: option for option in fields(Settings) if option.metadata["per_run"]}
 
 
 def describe(settings: Settings) -> str:
     """The infotext of a generation that was made with these settings."""
-    return f"{SEPARATOR} ".join([SWITCHES[settings.enabled], *differences(settings, Settings())])
+    return f"{SEPARATOR} ".join([WORD_OF_BOOL[settings.enabled], *differences(settings, Settings())])
 
 
 def differences(settings: Settings, others: Settings) -> list[str]:
     """Every option of a run but the switch that has another value in others, with its value in settings, in words."""
     return [
-        f"{name} {word_of(getattr(settings, name))}" for name in options_of_a_run()
+        f"{name} {format_value(getattr(settings, name))}" for name in options_of_a_run()
         if name != SWITCH and getattr(settings, name) != getattr(others, name)
     ]
 
@@ -48,11 +48,11 @@ def parse(text: str) -> dict[str, Any]:
     out.
     """
     switch, *parts = (part.strip() for part in str(text).split(SEPARATOR))
-    if switch not in SWITCHED:
+    if switch not in BOOL_OF_WORD:
         return {}
     options = {name: option for name, option in options_of_a_run().items() if name != SWITCH}
     words = {name: word.strip() for name, _, word in (part.partition(" ") for part in parts)}
-    return {SWITCH: SWITCHED[switch], **understood(words, options)}
+    return {SWITCH: BOOL_OF_WORD[switch], **parse_values(words, options)}
 
 
 class Pasting:
@@ -69,17 +69,17 @@ class Pasting:
 
     def switch(self, parameters: dict[str, Any]) -> bool | None:
         """The checkbox."""
-        wanted = wanted_by(parameters)
+        wanted = pasted_settings(parameters)
         return None if wanted is None else wanted.enabled
 
     def preset(self, parameters: dict[str, Any]) -> str | None:
         """The preset: the one that the settings are exactly, if any."""
-        wanted = wanted_by(parameters)
+        wanted = pasted_settings(parameters)
         return None if wanted is None else self._preset_of(wanted, parameters) or AS_IN_SETTINGS
 
     def changes(self, parameters: dict[str, Any]) -> str | None:
         """The changed options: all that the settings tab and the preset have otherwise."""
-        wanted = wanted_by(parameters)
+        wanted = pasted_settings(parameters)
         if wanted is None:
             return None
         base, preset = self._standing(), self._preset_of(wanted, parameters)
@@ -97,12 +97,12 @@ class Pasting:
         """What a script puts into infotext_fields: the accordion's components, and what fills each.
 
         The functions are equal in all tabs: given as paste_field_names too, they have hosts hand these components'
-        values on when a picture is sent from one tab to another.
+        values on when an image is sent from one tab to another.
         """
         return [(enabled, self.switch), (preset, self.preset), (changes, self.changes)]
 
 
-def wanted_by(parameters: dict[str, Any]) -> Settings | None:
+def pasted_settings(parameters: dict[str, Any]) -> Settings | None:
     """The settings of a pasted infotext; None where it says nothing of OneDiff."""
     found = parse(parameters.get(KEY, ""))
     return replace(Settings(), **found) if found else None

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import Field, field
 from typing import Any
 
-SWITCHES = {True: "on", False: "off"}
-SWITCHED = {word: value for value, word in SWITCHES.items()}
-KINDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
+WORD_OF_BOOL = {True: "on", False: "off"}
+BOOL_OF_WORD = {word: value for value, word in WORD_OF_BOOL.items()}
+TYPE_NAMES = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
 
 
 def option(
@@ -27,18 +27,13 @@ def option(
     })
 
 
-def again(first: Field, label: str, explanation: str) -> Any:
-    """An option that takes what the first one takes, with the same default."""
-    return field(default=first.default, metadata={**first.metadata, "label": label, "explanation": explanation})
-
-
-def check_value(option_field: Field, value: Any) -> None:
+def check_value(option_field: Field[Any], value: Any) -> None:
     """Raise ValueError with a sentence for the user if value does not fit the option."""
     name, kind, metadata = option_field.name, type(option_field.default), option_field.metadata
     if metadata["choices"] and (type(value) is not kind or value not in metadata["choices"]):
         raise ValueError(f"OneDiff option {name} is one of {', '.join(metadata['choices'])}, not {value!r}.")
     if type(value) is not kind:
-        raise ValueError(f"OneDiff option {name} takes {KINDS[kind]}, not {value!r}.")
+        raise ValueError(f"OneDiff option {name} takes {TYPE_NAMES[kind]}, not {value!r}.")
     if metadata["bounds"] is not None:
         least, most = metadata["bounds"]
         if not least <= value <= most:
@@ -47,22 +42,22 @@ def check_value(option_field: Field, value: Any) -> None:
         metadata["check"](value)
 
 
-def word_of(value: Any) -> str:
+def format_value(value: Any) -> str:
     """How a value is written in infotext and in presets."""
-    return SWITCHES[value] if isinstance(value, bool) else str(value)
+    return WORD_OF_BOOL[value] if isinstance(value, bool) else str(value)
 
 
-def value_of(option_field: Field, word: str) -> Any:
+def parse_value(option_field: Field[Any], word: str) -> Any:
     """The value that a word means for an option. Raises ValueError for one that it does not take."""
-    kind = type(option_field.default)
-    if kind is bool and word not in SWITCHED:
+    kind: type[Any] = type(option_field.default)
+    if kind is bool and word not in BOOL_OF_WORD:
         raise ValueError(f"OneDiff option {option_field.name} is on or off, not {word!r}.")
-    value = SWITCHED[word] if kind is bool else kind(word)
+    value = BOOL_OF_WORD[word] if kind is bool else kind(word)
     check_value(option_field, value)
     return value
 
 
-def values_of(option_field: Field) -> str:
+def allowed_values(option_field: Field[Any]) -> str:
     """For people, what an option takes; nothing where it is any text."""
     metadata = option_field.metadata
     if metadata["choices"]:

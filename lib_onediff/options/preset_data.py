@@ -32,7 +32,7 @@ class Profile:
 
 
 PRESETS = (
-    Preset(QUALITY, "Everything exact: pictures differ from the WebUI's own by rounding alone."),
+    Preset(QUALITY, "Everything exact: images differ from the WebUI's own by rounding alone."),
     Preset(
         BALANCED,
         "Every second step computes a small part of the UNet only: about twice as fast, and details may move.",
@@ -41,7 +41,7 @@ PRESETS = (
     Preset(
         SPEED,
         "Two of three steps compute a small part of the UNet only, matrix products are in FP8 where the GPU has it and "
-        "summed in half precision, and the VAE is decoded in fp16: fast drafts. Pictures lose detail.",
+        "summed in half precision, and the VAE is decoded in fp16: fast drafts. Images lose detail.",
         {
             "deepcache_interval": 3, "matmul_accumulation": "half", "convolution_accumulation": "half",
             "reduced_precision_reduction": "on", "tf32": "on", "vae_precision": "fp16", "fp8": True,
@@ -51,7 +51,7 @@ PRESETS = (
 PROFILES = (
     Profile(
         "few-step checkpoints", ("turbo", "lightning", "lcm", "hypersd"),
-        "They take 1 to 8 steps, each of which changes the whole picture: there is nothing to take over from the step "
+        "They take 1 to 8 steps, each of which changes the whole image: there is nothing to take over from the step "
         "before.",
         {BALANCED: {"deepcache_interval": 1}, SPEED: {"deepcache_interval": 1}},
     ),
@@ -64,7 +64,7 @@ PROFILES = (
     ),
     Profile(
         "playground-v2.5", ("playgroundv25", "playground25"),
-        "It bears more than SDXL base, from which its network comes: its pictures keep their contrast.",
+        "It bears more than SDXL base, from which its network comes: its images keep their contrast.",
         {BALANCED: {"deepcache_interval": 3}},
     ),
     Profile(

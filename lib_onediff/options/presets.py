@@ -11,21 +11,25 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import Field, fields, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from .option import check_value, value_of, word_of
+from ..model.deepcache.options import AS_FIRST, OFF
+from .option import check_value, format_value, parse_value
 from .preset_data import PRESETS, PROFILES, Preset, Profile
 
-SettingsLike = TypeVar("SettingsLike")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+SettingsLike = TypeVar("SettingsLike", bound="DataclassInstance")
 # Where a preset can be chosen: none.
 AS_IN_SETTINGS = "As in the settings"
-# Who computes, and whether it is checked, changes no picture.
+# Who computes, and whether it is checked, changes no image.
 NOT_OF_PRESETS = frozenset({"enabled", "backend", "verify"})
 BETWEEN_PRESETS, AFTER_NAME, BETWEEN_VALUES = ",", ":", ";"
 LONGEST_NAME = 60
 
 
-def preset_options(settings: Any) -> dict[str, Field]:
+def preset_options(settings: Any) -> dict[str, Field[Any]]:
     """The options that presets set, by name. settings: a settings.Settings, or its class."""
     return {
         option.name: option for option in fields(settings)
@@ -37,17 +41,17 @@ def values_of(preset: Preset, settings: Any, checkpoint: str = "") -> dict[str, 
     """Every option that presets set, with its value in this one. checkpoint: its name, whose profile counts."""
     profile = profile_of(checkpoint)
     changes = {} if profile is None else profile.changes.get(preset.name, {})
-    return complete({**preset.values, **changes}, settings)
+    return with_defaults({**preset.values, **changes}, settings)
 
 
-def complete(values: Mapping[str, Any], settings: Any) -> dict[str, Any]:
+def with_defaults(values: Mapping[str, Any], settings: Any) -> dict[str, Any]:
     """values, and the default of every other option that presets set; what is none, or is wrong, is left out."""
     options = preset_options(settings)
-    kept = {name: value for name, value in values.items() if name in options and fits(options[name], value)}
+    kept = {name: value for name, value in values.items() if name in options and is_valid(options[name], value)}
     return {name: kept.get(name, option.default) for name, option in options.items()}
 
 
-def fits(option: Field, value: Any) -> bool:
+def is_valid(option: Field[Any], value: Any) -> bool:
     """Whether an option takes a value."""
     try:
         check_value(option, value)
@@ -56,13 +60,23 @@ def fits(option: Field, value: Any) -> bool:
     return True
 
 
-def understood(words: Mapping[str, str], options: Mapping[str, Field]) -> dict[str, Any]:
+def parse_values(words: Mapping[str, str], options: Mapping[str, Field[Any]]) -> dict[str, Any]:
     """The values that words mean; what is no option, or no value of it, is left out."""
     values: dict[str, Any] = {}
+    words = migrate_values(words)
     for name in options.keys() & words.keys():
         with contextlib.suppress(ValueError):
-            values[name] = value_of(options[name], words[name])
+            values[name] = parse_value(options[name], words[name])
     return values
+
+
+def migrate_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by name, with values or words, as an earlier OneDiff wrote them, in today's."""
+    if values.get("deepcache_hires") != "own values":
+        return dict(values)
+    # The hires pass had options of its own. An interval of 1, the default, means that every step is whole.
+    own_interval = str(values.get("deepcache_hires_interval", 1))
+    return {**values, "deepcache_hires": OFF if own_interval == "1" else AS_FIRST}
 
 
 def with_preset(settings: SettingsLike, name: str, own: str = "", checkpoint: str = "") -> SettingsLike:
@@ -85,7 +99,7 @@ def all_presets(settings: Any, own: str = "", checkpoint: str = "") -> dict[str,
         written = {}
     options = preset_options(settings)
     for name, words in written.items():
-        known[name] = complete(understood(words, options), settings)
+        known[name] = with_defaults(parse_values(words, options), settings)
     return known
 
 
@@ -158,7 +172,7 @@ def with_own(own: str, name: str, settings: Any) -> str:
 def differing(values: Mapping[str, Any], settings: Any) -> dict[str, str]:
     """In words, the values that are not the defaults. settings: a settings.Settings, or its class."""
     options = preset_options(settings)
-    return {name: word_of(value) for name, value in values.items() if value != options[name].default}
+    return {name: format_value(value) for name, value in values.items() if value != options[name].default}
 
 
 def without_own(own: str, name: str) -> str:

@@ -4,12 +4,12 @@ The settings page, the REST API, compile_unet's arguments and the README table a
 """
 from __future__ import annotations
 
-from dataclasses import Field, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ..model.deepcache import options as deepcache
 from ..shapes.sizes import MOST_SIZES, parse_sizes
-from .option import again, check_value, option, values_of, word_of
+from .option import allowed_values, check_value, format_value, option
 from .presets import parse as check_own_presets
 
 HOST_KEY_PREFIX = "onediff_"
@@ -17,12 +17,6 @@ HOST_KEY_PREFIX = "onediff_"
 OFF_IN_SETTINGS = "OneDiff is switched off in the settings (Settings > OneDiff > Use OneDiff)"
 # A TiB: more than any GPU has.
 MOST_GRAPH_MEMORY_MIB = 1 << 20
-
-
-def in_hires_pass(first: Field) -> Any:
-    """The same option once more, for the second pass of hires fix."""
-    label = f"{first.metadata['label']} in the hires pass"
-    return again(first, label, "As above; used where the hires pass has values of its own.")
 
 
 @dataclass(frozen=True)
@@ -59,7 +53,7 @@ class Settings:
         "The type in which the VAE decodes and encodes. auto: the one that the WebUI keeps its VAE in, so that "
         "--no-half-vae means what it says; in float16 it is watched, and repeated in float32 where it overflows or "
         "comes near to that, which is remembered of the VAE. fp16, bf16, fp32: whatever the WebUI has chosen, fp16 "
-        "also under --no-half-vae. With each of them a picture with NaN or of one colour is decoded again in float32 "
+        "also under --no-half-vae. With each of them an image with NaN or of one colour is decoded again in float32 "
         "before the WebUI sees it: its own 'Automatically revert VAE to 32-bit floats' finds nothing left to do. The "
         "WebUI's VAE is never converted.",
         choices=("auto", "fp16", "bf16", "fp32"),
@@ -69,7 +63,7 @@ class Settings:
         "full",
         "Accumulation in matrix products",
         "full: products of float16 are summed in float32, also where the WebUI or an extension has switched that off. "
-        "half: they are summed in float16, which GeForce cards do at twice the speed; pictures change, and contrast "
+        "half: they are summed in float16, which GeForce cards do at twice the speed; images change, and contrast "
         "may suffer. Attention and OneDiff's own kernels sum in float32 either way. Needs PyTorch 2.7.",
         choices=("full", "half"),
         per_run=True,
@@ -131,7 +125,7 @@ class Settings:
         "",
         "Pre-warm list",
         "Sizes that are made ready after a checkpoint was loaded, for example: 512x512, 768x512 x2 "
-        "(x2: a batch of two pictures). Empty: none.",
+        "(x2: a batch of two images). Empty: none.",
         check=parse_sizes,
     )
     prewarm_most_used: int = option(
@@ -144,34 +138,34 @@ class Settings:
     idle_prewarm: bool = option(
         False,
         "Pre-warm while idle",
-        "When no picture has been made for a minute, the sizes that were used the most on this machine and are not "
-        "ready are made ready, one at a time, until a picture is asked for.",
+        "When no image has been made for a minute, the sizes that were used the most on this machine and are not "
+        "ready are made ready, one at a time, until an image is asked for.",
     )
 
     deepcache_interval: int = option(
         1,
         "DeepCache interval",
         "1: off. n: only every n-th step computes the whole UNet, the others reuse what its deep part said: faster, "
-        "and not the same picture. The first and the last step are always whole.",
+        "and not the same image. The first and the last step are always whole.",
         per_run=True, bounds=(1, deepcache.MOST_INTERVAL),
     )
     deepcache_depth: int = option(
         1,
         "DeepCache depth",
-        "How much runs at every step: 1 is the fastest, more is closer to the exact picture (at most 11 for SD1 and 8 "
+        "How much runs at every step: 1 is the fastest, more is closer to the exact image (at most 11 for SD1 and 8 "
         "for SDXL; a larger number means that).",
         per_run=True, bounds=(1, deepcache.MOST_DEPTH),
     )
     deepcache_start: float = option(
         0.0,
         "DeepCache start",
-        "Up to this fraction of a picture's steps every step is whole.",
+        "Up to this fraction of an image's steps every step is whole.",
         per_run=True, bounds=(0.0, 1.0), step=0.01,
     )
     deepcache_end: float = option(
         1.0,
         "DeepCache end",
-        "From this fraction of a picture's steps on every step is whole.",
+        "From this fraction of an image's steps on every step is whole.",
         per_run=True, bounds=(0.0, 1.0), step=0.01,
     )
     deepcache_schedule: str = option(
@@ -185,7 +179,7 @@ class Settings:
     deepcache_center: float = option(
         deepcache.CENTER,
         "DeepCache center",
-        "Where the whole steps of the uneven schedule are close together, as a fraction of a picture's steps.",
+        "Where the whole steps of the uneven schedule are close together, as a fraction of an image's steps.",
         per_run=True, bounds=(0.0, 1.0), step=0.01,
     )
     deepcache_power: float = option(
@@ -197,15 +191,10 @@ class Settings:
     deepcache_hires: str = option(
         deepcache.AS_FIRST,
         "DeepCache in the hires pass",
-        "Whether the second pass of Hires. fix does as the first, without DeepCache, or by values of its own.",
+        "off: the second pass of Hires. fix computes the whole UNet at every step.",
         choices=deepcache.HIRES,
         per_run=True,
     )
-    deepcache_hires_interval: int = in_hires_pass(deepcache_interval)
-    deepcache_hires_depth: int = in_hires_pass(deepcache_depth)
-    deepcache_hires_start: float = in_hires_pass(deepcache_start)
-    deepcache_hires_end: float = in_hires_pass(deepcache_end)
-    deepcache_hires_schedule: str = in_hires_pass(deepcache_schedule)
 
     def __post_init__(self) -> None:
         for option_field in fields(self):
@@ -248,6 +237,7 @@ def markdown_table() -> str:
     lines = ["| option | values | default | what it does |", "| --- | --- | --- | --- |"]
     for option_field in fields(Settings):
         label = f"{option_field.metadata['label']} (`{option_field.name}`)"
-        cells = label, values_of(option_field), word_of(option_field.default), option_field.metadata["explanation"]
+        default, explanation = format_value(option_field.default), option_field.metadata["explanation"]
+        cells = label, allowed_values(option_field), default, explanation
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

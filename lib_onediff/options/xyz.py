@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import HTTPException
 
 from .infotext import SWITCH, options_of_a_run
-from .option import SWITCHED, check_value, value_of
+from .option import BOOL_OF_WORD, check_value, parse_value
 from .presets import all_presets, with_preset
 from .settings import Settings
 
@@ -100,9 +100,9 @@ def preset_axis(standing: Standing) -> dict[str, Any]:
     }
 
 
-def option_axis(option: Field, standing: Standing) -> dict[str, Any]:
+def option_axis(option: Field[Any], standing: Standing) -> dict[str, Any]:
     label, kind, words = label_of(option), type(option.default), words_of(option)
-    read = partial(meant_by, option)
+    read = partial(parse_axis_value, option)
     return {
         "label": PREFIX + label, "type": kind if kind in RANGES and not words else str,
         "apply": partial(write_on_cell, option.name, read),
@@ -113,13 +113,13 @@ def option_axis(option: Field, standing: Standing) -> dict[str, Any]:
     }
 
 
-def label_of(option: Field) -> str:
-    return option.metadata["label"]
+def label_of(option: Field[Any]) -> str:
+    return str(option.metadata["label"])
 
 
-def words_of(option: Field) -> list[str]:
+def words_of(option: Field[Any]) -> list[str]:
     """What the plot offers to choose from; nothing where any number or text may be given."""
-    return list(SWITCHED) if isinstance(option.default, bool) else list(option.metadata["choices"])
+    return list(BOOL_OF_WORD) if isinstance(option.default, bool) else list(option.metadata["choices"])
 
 
 def legend(label: str, value: Any) -> str:
@@ -130,7 +130,7 @@ def legend(label: str, value: Any) -> str:
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-def split_numbers(label: str, kind: type, text: Any) -> list[str]:
+def split_numbers(label: str, kind: type[int] | type[float], text: Any) -> list[str]:
     """The numbers and ranges in what the user has typed, as the plot reads them. Raises WrongAxisValue."""
     parts = [part.strip() for part in str(text).split(",") if part.strip()]
     for part in parts:
@@ -140,7 +140,7 @@ def split_numbers(label: str, kind: type, text: Any) -> list[str]:
     return parts
 
 
-def is_number(text: str, kind: type) -> bool:
+def is_number(text: str, kind: type[int] | type[float]) -> bool:
     try:
         kind(text)
     except ValueError:
@@ -148,10 +148,10 @@ def is_number(text: str, kind: type) -> bool:
     return True
 
 
-def meant_by(option: Field, value: Any) -> Any:
+def parse_axis_value(option: Field[Any], value: Any) -> Any:
     """The value for Settings that a value of an axis means. Raises ValueError with a sentence for one that is none."""
     if isinstance(value, str):
-        return value_of(option, value)
+        return parse_value(option, value)
     value = round(value, DIGITS) if isinstance(value, float) else value
     check_value(option, value)
     return value

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -188,7 +189,7 @@ class WarmUp:
             call = calls[0]
             self._queue.say(job, WAITING)
             # A host may run this in a thread that prints tracebacks, and a refusal is none.
-            outcome = self._webui.exclusively(lambda call=call: outcome_of(lambda: self._call(job, call))).result()
+            outcome = self._webui.exclusively(partial(outcome_of, partial(self._call, job, call))).result()
             if outcome is not None:
                 is_ready = outcome.route == "graph"
                 no_graph = no_graph or outcome.why_no_graph(call)

@@ -96,7 +96,10 @@ def control_shapes(control: Control | None) -> tuple[tuple[int, ...] | None, ...
     """The shape of every residual in slot order, None where a slot is empty, and a marker between the three parts."""
     if control is None:
         return ()
-    shape = lambda residual: None if residual is None else tuple(residual.shape)  # noqa: E731
+
+    def shape(residual: Tensor | None) -> tuple[int, ...] | None:
+        return None if residual is None else tuple(residual.shape)
+
     parts: tuple[tuple[Tensor | None, ...], ...] = (control.input, control.middle, control.output)
     return tuple(item for part in parts for item in (*(shape(residual) for residual in part), ()))
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import device as Device
 
 from ..ops.availability import triton_version
 from ..version import __version__
@@ -36,7 +37,7 @@ class Fingerprint:
         return hashlib.sha256(repr(dataclasses.astuple(self)).encode()).hexdigest()[:16]
 
     @classmethod
-    def of(cls, device: torch.device | None = None) -> Fingerprint:
+    def of(cls, device: Device | None = None) -> Fingerprint:
         """A device's fingerprint; by default the current GPU's, or the CPU's where torch can use no GPU."""
         if device is None:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

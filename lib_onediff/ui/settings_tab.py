@@ -12,8 +12,9 @@ import gradio as gr
 
 from ..engines import ONEFLOW
 from ..options.effects import Machine, described, note
-from ..options.option import word_of
-from ..options.settings import Settings, host_key
+from ..options.option import format_value
+from ..options.presets import migrate_values
+from ..options.settings import HOST_KEY_PREFIX, Settings, host_key
 from ..runtime.runtime import runtime
 from ..store.history import CACHE_VARIABLE
 
@@ -80,7 +81,7 @@ def tell_effects(before: Settings) -> None:
         if getattr(runtime.settings, option.name) != getattr(before, option.name)
     }
     for name, said in (described(made, Machine.now(runtime.settings.backend == ONEFLOW)) if made else {}).items():
-        tell(f"{label_of(name)}, {word_of(made[name])}: {said}")
+        tell(f"{label_of(name)}, {format_value(made[name])}: {said}")
 
 
 def show_folder(opts: Any, option_info: Callable[..., Any]) -> None:
@@ -165,9 +166,15 @@ def settings_from(opts: Any) -> Settings:
 
 
 def stored_settings(opts: Any) -> Settings:
-    """The settings that the WebUI has stored, before its options are registered. What it has not is the default."""
-    stored = {option.name: opts.data[host_key(option.name)] for option in fields(Settings)
-              if host_key(option.name) in opts.data}
+    """The settings that the WebUI has stored, before its options are registered. What it has not is the default.
+
+    What an earlier OneDiff has stored is replaced: a page with a value that is no choice any more cannot be applied.
+    """
+    everything = migrate_values({
+        key.removeprefix(HOST_KEY_PREFIX): value for key, value in opts.data.items() if key.startswith(HOST_KEY_PREFIX)
+    })
+    stored = {option.name: everything[option.name] for option in fields(Settings) if option.name in everything}
+    opts.data.update({host_key(name): value for name, value in stored.items()})
     try:
         return Settings.from_mapping(stored)
     except ValueError as problem:

@@ -80,11 +80,11 @@ def test_control() -> None:
     conditioning = ours.bound.conditioning(torch_ops, call, by_content=False)
     residual = torch.randn(2, 16, 8, 8)
     call = replace(call, control=Control(input=(None, residual), output=(None, None, None, residual)))
-    expected = deepcache.full(layout, weights, torch_ops, call, conditioning, 1)[0]
+    expected = deepcache.full_pass(layout, weights, torch_ops, call, conditioning, 1)[0]
     assert agree(ours.output(call), expected)
     # Other residuals, by the same graph.
     other = replace(call, control=Control(input=(None, residual * 2), output=(None, None, None, residual * 3)))
-    assert agree(ours.output(other), deepcache.full(layout, weights, torch_ops, other, conditioning, 1)[0])
+    assert agree(ours.output(other), deepcache.full_pass(layout, weights, torch_ops, other, conditioning, 1)[0])
 
 
 def test_both_halves_of_deepcache() -> None:

@@ -50,11 +50,11 @@ class Oracle:
 
     @torch.no_grad()
     def whole(self, call: UNetCall) -> tuple[Tensor, Tensor]:
-        return deepcache.full(*self._inputs(call), self.depth)
+        return deepcache.full_pass(*self._inputs(call), self.depth)
 
     @torch.no_grad()
     def shallow(self, call: UNetCall, feature: Tensor) -> Tensor:
-        return deepcache.shallow(*self._inputs(call), self.depth, feature)
+        return deepcache.cached_pass(*self._inputs(call), self.depth, feature)
 
     def _inputs(self, call: UNetCall) -> tuple:
         self._bound.begin_sampling()

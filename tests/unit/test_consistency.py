@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lib_onediff import __version__
 from lib_onediff.consistency import differences, machine_facts, onediff_facts, parse, report
-from lib_onediff.consistency.machine import asked
+from lib_onediff.consistency.machine import read_switch
 from lib_onediff.consistency.report import LONGEST_VALUE, as_fact
 from lib_onediff.hosts.host_facts import host_facts
 from lib_onediff.options.settings import Settings
@@ -47,7 +47,7 @@ def test_a_switch_that_cannot_be_read(error: Exception, said: str) -> None:
     def read() -> None:
         raise error
 
-    assert asked(read) == said
+    assert read_switch(read) == said
 
 
 @settings(max_examples=80, deadline=None)

@@ -35,10 +35,10 @@ class TwoPasses:
         return self._run(forward.forward, call)
 
     def full(self, call: UNetCall, depth: int) -> tuple[Tensor, Tensor]:
-        return self._run(deepcache.full, call, depth)
+        return self._run(deepcache.full_pass, call, depth)
 
     def shallow(self, call: UNetCall, depth: int, deep: Tensor) -> Tensor:
-        return self._run(deepcache.shallow, call, depth, deep)
+        return self._run(deepcache.cached_pass, call, depth, deep)
 
 
 @SIZES

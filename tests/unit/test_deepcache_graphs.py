@@ -148,7 +148,7 @@ def test_a_shallow_half_that_fails_leaves_the_full_one(
     def broken(*args: object) -> torch.Tensor:
         raise RuntimeError("a kernel is missing")
 
-    monkeypatch.setattr(compute, "cached", broken)
+    monkeypatch.setattr(compute, "cached_pass", broken)
     rig = rig_of()
     rig.begin(STEPS[:6])
     assert rig.sample(STEPS[:6]) == [FULL] * 6
@@ -159,8 +159,8 @@ def test_a_shallow_half_that_fails_leaves_the_full_one(
 def test_a_shallow_half_that_is_not_the_full_one_is_not_used(
     pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = compute.shallow
-    monkeypatch.setattr(compute, "cached", lambda *args: right(*args) * 1.01)
+    right = compute.cached_pass
+    monkeypatch.setattr(compute, "cached_pass", lambda *args: right(*args) * 1.01)
     rig = rig_of()
     rig.begin(STEPS[:4])
     assert rig.sample(STEPS[:4]) == [FULL] * 4

@@ -62,7 +62,7 @@ def test_without_them_nothing_is_cached() -> None:
 @pytest.mark.parametrize("wrong", [
     {"cache_interval": 0}, {"cache_interval": 3, "cache_block_id": 3}, {"cache_interval": 3, "cache_layer_id": -1},
     {"deepcache_depth": 0}, {"deepcache_start": 1.5}, {"deepcache_end": -0.1}, {"deepcache_power": 1.0},
-    {"deepcache_schedule": "odd"}, {"deepcache_hires_interval": 21}, {"cache_interval": 2.5},
+    {"deepcache_schedule": "odd"}, {"deepcache_hires": "own values"}, {"cache_interval": 2.5},
 ], ids=str)
 def test_wrong_arguments_are_refused_with_a_sentence(wrong: dict[str, Any]) -> None:
     pipe = pipeline(NAME, SD1)

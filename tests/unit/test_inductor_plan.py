@@ -9,9 +9,10 @@ from lib_onediff.bench.models import random_unet
 from lib_onediff.engines.inductor.plan import regions_of, weights_without_numbers
 from lib_onediff.model.call import DeepCachePass, DeepFeature, UNetCall
 from lib_onediff.model.forward import condition, forward
-from lib_onediff.model.layout import UNetLayout
+from lib_onediff.model.layout import LayerNorm, UNetLayout
+from lib_onediff.model.operators import Stream
 from lib_onediff.model.read import read_layout
-from lib_onediff.model.weights import Weights
+from lib_onediff.model.weights import Affine, Weights
 from lib_onediff.ops.inductor.operators import Recorder
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -49,3 +50,10 @@ def test_no_call_needs_a_region_that_is_not_planned(name: str) -> None:
     feature = DeepFeature()
     for cached in (False, True):
         assert needed(layout, absent, a_call(layout, CALLS[1], DeepCachePass(1, cached, feature))) <= planned[False]
+
+
+def test_a_layer_norm_without_a_bias_is_computed_by_the_same_region() -> None:
+    recorder, weight, norm = Recorder(CPU), of(320), LayerNorm("norm", 320, 1e-5)
+    for bias in (of(320), None):
+        recorder.layer_norm(Stream(of(2, 64, 320)), Affine(weight, bias), norm, Affine(weight, None))
+    assert len(recorder.needed) == 1

@@ -1,4 +1,4 @@
-"""What a picture's infotext says of OneDiff, round trip, also through the hosts' own infotext code."""
+"""What an image's infotext says of OneDiff, round trip, also through the hosts' own infotext code."""
 from __future__ import annotations
 
 import re
@@ -100,7 +100,7 @@ def per_run(settings: Settings) -> dict[str, Any]:
 
 
 TABS = [
-    Settings(), Settings(backend="eager", verify=False, deepcache_interval=5, deepcache_hires="own values", tf32="on"),
+    Settings(), Settings(backend="eager", verify=False, deepcache_interval=5, deepcache_hires="off", tf32="on"),
     with_preset(Settings(), SPEED), Settings(own_presets="mine: tf32 on; deepcache_interval 4", vae_precision="bf16"),
 ]
 
@@ -123,6 +123,10 @@ def test_a_run_has_exactly_the_settings_of_the_infotext_that_was_pasted(standing
     ("on; deepcache_interval 4", Settings(tf32="on", deepcache_interval=4), [True, AS_IN_SETTINGS, "tf32 auto"]),
     ("on; deepcache_interval 4", Settings(own_presets="mine: deepcache_interval 4"), [True, "mine", ""]),
     ("on; from_the_future 3; tf32 on", Settings(), [True, AS_IN_SETTINGS, "tf32 on"]),
+    ("on; deepcache_interval 4; deepcache_hires own values", Settings(),
+     [True, AS_IN_SETTINGS, "deepcache_interval 4; deepcache_hires off"]),
+    ("on; deepcache_interval 4; deepcache_hires own values; deepcache_hires_interval 4", Settings(),
+     [True, AS_IN_SETTINGS, "deepcache_interval 4"]),
     ("on; fp8 perhaps; deepcache_interval 99", Settings(), [True, QUALITY, ""]),
 ])
 def test_what_pasting_shows(text: str, standing: Settings, arguments: list[Any]) -> None:
@@ -179,8 +183,8 @@ def pasted(text: str, checked: bool, standing: Settings) -> list[Any]:
 @pytest.mark.parametrize("text, expected", [
     ("a fox\nSteps: 3, Sampler: Heun, Size: 64x72, OneDiff: off; verify off",
      ["a fox", 64.0, "Heun", False, QUALITY, "verify off"]),
-    ("a fox\nSteps: 3, Sampler: Heun, OneDiff: on; deepcache_interval 3; deepcache_hires own values, Size: 64x72",
-     ["a fox", 64.0, "Heun", True, AS_IN_SETTINGS, "tf32 auto; deepcache_interval 3; deepcache_hires own values"]),
+    ("a fox\nSteps: 3, Sampler: Heun, OneDiff: on; deepcache_interval 3; deepcache_hires off, Size: 64x72",
+     ["a fox", 64.0, "Heun", True, AS_IN_SETTINGS, "tf32 auto; deepcache_interval 3; deepcache_hires off"]),
     ("a fox\nSteps: 3, Sampler: Heun, Size: 64x72", ["a fox", 64.0, "Heun", *["unchanged"] * 3]),
     ("a fox\nSteps: 3, Sampler: Heun, Size-1: wide, OneDiff: maybe",
      ["a fox", "unchanged", "Heun", *["unchanged"] * 3]),

@@ -11,12 +11,12 @@ from lib_onediff.options.preset_data import BALANCED, PRESETS, PROFILES, QUALITY
 from lib_onediff.options.presets import (
     AS_IN_SETTINGS,
     all_presets,
-    complete,
     name_of,
     parse,
     preset_options,
     profile_of,
     values_of,
+    with_defaults,
     with_own,
     with_preset,
     without_own,
@@ -70,7 +70,7 @@ def test_the_built_in_names_and_values_are_sound() -> None:
     for values in given:
         for name, value in values.items():
             assert name in known | PLANNED, name
-            assert name not in known or presets.fits(options[name], value), (name, value)
+            assert name not in known or presets.is_valid(options[name], value), (name, value)
     assert [preset.name for preset in PRESETS] == [QUALITY, BALANCED, SPEED]
     for profile in PROFILES:
         assert set(profile.changes) <= {preset.name for preset in PRESETS} and profile.reason.endswith(".")
@@ -109,7 +109,7 @@ def test_a_name_that_is_none() -> None:
     ("tf32", "maybe"), ("fp8", "on"), ("even", 3), ("share", 1),
 ])
 def test_what_is_wrong_is_left_out(name: str, value: Any) -> None:
-    assert complete({name: value}, More) == DEFAULTS | complete({}, More)
+    assert with_defaults({name: value}, More) == DEFAULTS | with_defaults({}, More)
 
 
 @pytest.mark.parametrize(("checkpoint", "profile"), [

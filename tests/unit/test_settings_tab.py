@@ -74,6 +74,19 @@ def test_a_folder_that_an_earlier_version_has_stored_is_ignored_with_a_sentence(
     assert opts.onediff_folder_in_use == str(tmp_path) and runtime.settings == Settings()
 
 
+@pytest.mark.parametrize("own, hires", [
+    ({}, "off"), ({"onediff_deepcache_hires_interval": 1}, "off"),
+    ({"onediff_deepcache_hires_interval": 3, "onediff_deepcache_hires_depth": 2}, "as the first pass"),
+])
+def test_what_an_earlier_version_has_stored_of_the_hires_pass_is_replaced(own: dict[str, Any], hires: str) -> None:
+    opts = Options({})
+    opts.data.update({"onediff_deepcache_interval": 3, "onediff_deepcache_hires": "own values", **own})
+    wanted = Settings(deepcache_interval=3, deepcache_hires=hires)
+    assert settings_tab.stored_settings(opts) == wanted
+    settings_tab.add_options(opts, OptionInfo, lambda: None)
+    assert opts.onediff_deepcache_hires == hires and runtime.settings == wanted
+
+
 @pytest.mark.parametrize("key, value, part", [
     ("onediff_prewarm", "512x512, wide", "'wide' is not a size"),
     ("onediff_prewarm", "65x64", "multiple of 8"),
@@ -83,7 +96,7 @@ def test_a_folder_that_an_earlier_version_has_stored_is_ignored_with_a_sentence(
     ("onediff_prewarm_most_used", -1, "from 0 to 100, not -1"),
     ("onediff_prewarm_most_used", 101, "from 0 to 100"),
     ("onediff_deepcache_interval", 21, "from 1 to 20, not 21"),
-    ("onediff_deepcache_hires_depth", 12, "from 1 to 11"),
+    ("onediff_deepcache_depth", 12, "from 1 to 11"),
     ("onediff_deepcache_end", 1.01, "from 0 to 1"),
     ("onediff_deepcache_power", 1, "from 1.05 to 3"),
     ("onediff_idle_prewarm", 1, "takes True or False"),

@@ -1,6 +1,7 @@
 """Our kernels are compiled for real GPUs, as Triton does it without one: each once for a network, none for a size."""
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -38,3 +39,14 @@ def test_the_kernels_of_a_network_serve_every_size(
     counts = json.loads(done.stdout.splitlines()[-1])
     assert counts.pop("beforehand") >= 8, "every kernel was compiled for the first time"
     assert len(counts) == len(sizes) and set(counts.values()) == {0}, counts
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "lib_onediff" / "ops").rglob("*.py")), ids=lambda path: path.name)
+def test_what_is_not_to_be_specialised_is_a_parameter(path: Path) -> None:
+    """Triton ignores a name that is none, and compiles the kernel anew for the numbers that it finds special."""
+    for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(function, ast.FunctionDef):
+            calls = [decorator for decorator in function.decorator_list if isinstance(decorator, ast.Call)]
+            given = [word.value for call in calls for word in call.keywords if word.arg == "do_not_specialize"]
+            names = {name for value in given for name in ast.literal_eval(value)}
+            assert names <= {argument.arg for argument in function.args.args}, function.name

@@ -17,7 +17,7 @@ HIRES = {
     "enable_hr": True, "hr_scale": 2, "hr_upscaler": "Latent", "denoising_strength": 0.7, "hr_second_pass_steps": 4,
     "hr_sampler_name": "Euler",
 }
-CACHED, CACHED_TWICE = {"deepcache_interval": 3}, {"deepcache_hires": "own values", "deepcache_hires_interval": 2}
+CACHED = {"deepcache_interval": 3}
 # Each with a value that is not its default, what else it needs to count, and of the request.
 OPTIONS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "enabled": (False, {}, {}),
@@ -38,15 +38,9 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "deepcache_center": (0.6, {**CACHED, "deepcache_schedule": "uneven"}, {}),
     "deepcache_power": (2.0, {**CACHED, "deepcache_schedule": "uneven"}, {}),
     "deepcache_hires": ("off", CACHED, HIRES),
-    "deepcache_hires_interval": (3, {"deepcache_hires": "own values"}, HIRES),
-    "deepcache_hires_depth": (2, CACHED_TWICE, HIRES),
-    "deepcache_hires_start": (0.5, CACHED_TWICE, HIRES),
-    "deepcache_hires_end": (0.2, CACHED_TWICE, HIRES),
-    "deepcache_hires_schedule": ("uneven", CACHED_TWICE, HIRES),
 }
 # Those that change the picture of a small model on any machine.
-SEEN = ("vae_precision", "deepcache_interval", "deepcache_depth", "deepcache_start", "deepcache_end", "deepcache_hires",
-        "deepcache_hires_interval", "deepcache_hires_depth", "deepcache_hires_end")
+SEEN = ("vae_precision", "deepcache_interval", "deepcache_depth", "deepcache_start", "deepcache_end", "deepcache_hires")
 
 
 def table() -> dict[str, tuple[str, str]]:

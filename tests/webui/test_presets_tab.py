@@ -183,7 +183,7 @@ def test_with_the_keyboard(presets: Presets, webui: WebUI) -> None:
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_nothing_sticks_out_of_what_is_new(presets: Presets, webui: WebUI, width: int, theme: str, tmp_path) -> None:
     browser = presets.page
-    webui.set_options(onediff_own_presets=f"{'w' * 60}: deepcache_interval 4; deepcache_hires own values; tf32 on")
+    webui.set_options(onediff_own_presets=f"{'w' * 60}: deepcache_interval 4; deepcache_hires off; tf32 on")
     browser.size_page(width)
     try:
         browser.open(f"{webui.url}/?__theme={theme}")

@@ -5,6 +5,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -223,9 +224,9 @@ def switched_on(variant: Variant, checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def variants_for(names: list[str], checkout: Path) -> list[Variant]:
-    made = {
+    made: dict[str, Callable[[], Variant]] = {
         HOST: lambda: Variant(HOST), ONEDIFF: OneDiff, SAGE: Sage, OVER_SAGE: OneDiffOverSage,
-        **{preset: lambda preset=preset: TorchCompile(preset, checkout) for preset in COMPILE_PRESETS},
+        **{preset: partial(TorchCompile, preset, checkout) for preset in COMPILE_PRESETS},
     }
     return [made[name]() for name in names]
 

@@ -133,7 +133,7 @@ class StableDiffusionProcessingImg2Img(StableDiffusionProcessing):
 
     def init(self, all_prompts: list[str], all_seeds: list[int], all_subseeds: list[int]) -> None:
         self.init_images = [
-            generation.fit_image(image, self.width, self.height, self.resize_mode) for image in self.init_images
+            generation.fit_image(image, self.width, self.height, self.resize_mode) for image in self.init_images or ()
         ]
         if self.mask is not None:
             self.mask = generation.fit_mask(self)

@@ -3,10 +3,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from . import errors
 from .script_arguments import OnComponent
+
+# What a script's show() answers to take part in every generation.
+AlwaysVisible = object()
 
 
 class ScriptRunner:
@@ -22,8 +26,6 @@ class ScriptRunner:
 
     def initialize_scripts(self, is_img2img: bool, scripts_data: Sequence[Any]) -> None:
         """Make one object of each script class."""
-        from .scripts import AlwaysVisible
-
         for data in scripts_data:
             try:
                 script = data.script_class()
@@ -137,11 +139,11 @@ class ScriptRunner:
         """Tell every script that a component of the page was created."""
         for script in self.scripts:
             calls: list[Callable[[], None]] = [
-                lambda callback=callback: callback(OnComponent(component=component))
+                partial(callback, OnComponent(component=component))
                 for elem_id, callback in script.on_after_component_elem_id or []
                 if elem_id == component.elem_id
             ]
-            calls.append(lambda script=script: script.after_component(component, **kwargs))
+            calls.append(partial(script.after_component, component, **kwargs))
             for call in calls:
                 try:
                     call()

@@ -11,14 +11,12 @@ from typing import Any, NamedTuple
 
 from . import errors, paths, script_callbacks, script_loading
 from .script_arguments import OnComponent, PostprocessBatchListArgs, PostprocessImageArgs, PostSampleArgs
-from .script_runner import ScriptRunner
+from .script_runner import AlwaysVisible, ScriptRunner
 
 __all__ = [
     "AlwaysVisible", "OnComponent", "PostSampleArgs", "PostprocessBatchListArgs", "PostprocessImageArgs", "Script",
     "ScriptClassData", "ScriptRunner", "basedir", "load_scripts", "scripts_data", "scripts_img2img", "scripts_txt2img",
 ]
-
-AlwaysVisible = object()
 
 
 class Script:

@@ -13,7 +13,7 @@ cmd_opts = argparse.Namespace(
     api=True, nowebui=False, api_auth=None, gradio_auth=None, gradio_auth_path=None, data_dir=None,
     freeze_settings=False,
 )
-config_filename: str | None = None
+config_filename = ""
 opts = Options(
     options_section(
         ("saving-images", "Saving images"),

@@ -39,6 +39,7 @@ class Place:
         if self.occupant is record:
             return
         self._put_aside()
+        assert record.aside is not None, "whoever took the place has put it aside"
         self.feature.write(record.aside)
         self.occupant = record
 

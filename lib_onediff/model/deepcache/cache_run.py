@@ -84,7 +84,7 @@ class CacheRun:
         if time is None:
             self.reason = UNEQUAL_TIMES
             return None
-        if sampling is not self._sampling or choice != self._choice:
+        if sampling is not self._sampling or choice != self._choice or self._timeline is None:
             self._sampling, self._choice = sampling, choice
             self._timeline = timeline_of(sampling.times(), sampling.count())
             self._begin_again(held())

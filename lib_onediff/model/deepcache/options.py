@@ -1,11 +1,11 @@
 """What a user may choose of DeepCache."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 UNIFORM, UNEVEN = SCHEDULES = ("uniform", "uneven")
-AS_FIRST, OFF, OWN = HIRES = ("as the first pass", "off", "own values")
+AS_FIRST, OFF = HIRES = ("as the first pass", "off")
 MOST_INTERVAL, MOST_DEPTH = 20, 11
 # The values of the DeepCache authors' examples: 15 of 50 steps, and 1.4.
 CENTER, POWER = 0.3, 1.4
@@ -35,9 +35,7 @@ class DeepCacheOptions:
         """What settings (see settings.Settings) say for the first or the second pass of hires fix."""
         if second_pass and settings.deepcache_hires == OFF:
             return cls()
-        prefix = "deepcache_hires_" if second_pass and settings.deepcache_hires == OWN else "deepcache_"
-        values = {name: getattr(settings, prefix + name) for name in ("interval", "depth", "start", "end", "schedule")}
-        return cls(**values, center=settings.deepcache_center, power=settings.deepcache_power)
+        return cls(**{option.name: getattr(settings, f"deepcache_{option.name}") for option in fields(cls)})
 
 
 def depth_of(cache_layer_id: int, cache_block_id: int, layers_per_block: int = 2) -> int:

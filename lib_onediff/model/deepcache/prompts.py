@@ -15,7 +15,7 @@ class Seen(NamedTuple):
     """A prompt: the tensors that the host handed over, and, where they tell nothing, what was in them."""
 
     number: int
-    objects: tuple[weakref.ref | None, ...]
+    objects: tuple[weakref.ref[Tensor] | None, ...]
     edits: tuple[int, ...]
     content: tuple[Tensor | None, ...] | None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 # Of the distance to the next step: so far may a timestep be from where its step begins.
 NEAR = 0.05
@@ -18,7 +18,8 @@ END = 1.0
 ROUNDING = 1e-3
 
 
-class Step(NamedTuple):
+@dataclass(frozen=True)
+class Step:
     """index: from the first step of this sampling. total: how many steps it has, or None. fraction: how much of the
     sampling was done when the step began. is_last: whether the sampling ends with it; where the number of steps is
     unknown, also where it may."""

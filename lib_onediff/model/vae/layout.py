@@ -75,7 +75,7 @@ class DecoderLayout:
     @property
     def reduction(self) -> int:
         """How many pixels wide a pixel of its output is; 1 for a decoder."""
-        return 2 ** sum(isinstance(layer, PaddedDownsample) for layer in self.layers)
+        return 1 << sum(isinstance(layer, PaddedDownsample) for layer in self.layers)
 
     def leaves(self) -> list[Linear | Convolution | GroupNorm | LayerNorm]:
         """Every description of a module that holds parameters, each once."""

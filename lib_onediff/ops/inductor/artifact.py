@@ -38,7 +38,7 @@ class Order:
     guard: what the sizes have to fulfil, as torch's symbolic_shapes writes it (see size_guard); None: nothing.
     """
 
-    inputs: list[list[int | None]]
+    inputs: list[tuple[int, int | None]]
     outputs: list[int] | int
     guard: str | None
 
@@ -49,7 +49,7 @@ class Artifact:
     digest: that of the files where it is kept; None where it is not.
     """
 
-    def __init__(self, code: Callable[..., Any], order: Order, digest: str | None = None) -> None:
+    def __init__(self, code: Any, order: Order, digest: str | None = None) -> None:
         count = sum(dimension is not None for _, dimension in order.inputs)
         self._guard = None if order.guard is None else SizeGuard(order.guard, count)
         self._code = code
@@ -59,13 +59,15 @@ class Artifact:
 
     def __call__(self, *tensors: Tensor) -> Any:
         """Raises NotServed."""
-        given, sizes = [], []
+        given: list[Tensor | int] = []
+        sizes: list[int] = []
         for place, dimension in self._order.inputs:
             if dimension is None:
                 given.append(tensors[place])
             else:
-                given.append(tensors[place].shape[dimension])
-                sizes.append(given[-1])
+                size = tensors[place].shape[dimension]
+                given.append(size)
+                sizes.append(size)
         if tuple(sizes) not in self._served:
             self._require(tuple(sizes))
         made, outputs = self._code(*given), self._order.outputs
@@ -163,10 +165,11 @@ def compiled(function: Callable[..., Any], inputs: list[Tensor], path: Path) -> 
         from torch._inductor.standalone_compile import standalone_compile
 
         examples = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
-        shapes = torch._guards.TracingContext.get().fake_mode.shape_env
+        tracing: Any = torch._guards.TracingContext.get().fake_mode
         code = standalone_compile(graph, examples, dynamic_shapes="from_graph", options=OPTIONS)
         codes.append(code)
-        guards.append(shapes.produce_guards_expression([one for one in examples if isinstance(one, torch.SymInt)]))
+        sizes = [one for one in examples if isinstance(one, torch.SymInt)]
+        guards.append(tracing.shape_env.produce_guards_expression(sizes))
 
         def call(*given: Any) -> Any:
             passed[:] = given
@@ -185,16 +188,16 @@ def compiled(function: Callable[..., Any], inputs: list[Tensor], path: Path) -> 
     return artifact
 
 
-def place_of(given: Any, inputs: list[Tensor]) -> list[int | None]:
+def place_of(given: Any, inputs: list[Tensor]) -> tuple[int, int | None]:
     """Where among the inputs this tensor is, or a dimension of this size that is marked to be of any size."""
     for place, tensor in enumerate(inputs):
         if isinstance(given, Tensor):
             if given is tensor:
-                return [place, None]
+                return place, None
             continue
         for dimension in sorted(getattr(tensor, "_dynamo_dynamic_indices", ())):
             if tensor.shape[dimension] == given:
-                return [place, dimension]
+                return place, dimension
     raise LookupError("torch gives code something that is no input")
 
 

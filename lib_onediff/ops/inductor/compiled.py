@@ -78,7 +78,8 @@ def one_process() -> contextlib.AbstractContextManager[Any]:
     """Inductor's own pool of processes, as many as there are cores, would take them from the picture."""
     from torch._inductor import config
 
-    return config.patch(fx_graph_cache=True, compile_threads=1)
+    patched: contextlib.AbstractContextManager[Any] = config.patch(fx_graph_cache=True, compile_threads=1)
+    return patched
 
 
 def renamed(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from ...model.layout import Convolution, GroupNorm, LayerNorm
 from ...model.operators import Stream
 from ...model.weights import Affine
 from .. import torch_ops
-from ..torch_ops import channels_last
+from ..torch_ops import bias_or_zeros, channels_last
 from .compiled import CompiledRegion
 from .regions import ADDITION, GEGLU, GROUP_NORM, LAYER_NORM, Region, Shapes, function_of, region_for
 
@@ -48,14 +48,14 @@ class RegionOperators(ABC):
         image = channels_last(image)
         # Without a shift, a region of its own would take longer to compile than it ever saves.
         shift = image.new_zeros(image.shape[:2]) if shift is None else shift.to(image.dtype).contiguous()
-        inputs = pixels(image), shift, affine.weight, affine.bias
+        inputs = pixels(image), shift, affine.weight, bias_or_zeros(affine)
         return image_of(self._compute(GROUP_NORM, inputs, (norm.groups, norm.eps, silu)), image)
 
     def layer_norm(self, stream: Stream, affine: Affine, norm: LayerNorm, reader: Affine) -> tuple[Stream, Tensor]:
         tokens, deferred_bias = stream.tokens.contiguous(), stream.deferred_bias
-        # Only the first norm of a transformer is deferred_bias nothing: a region of its own would not pay.
+        # Only for the first norm of a transformer is no bias deferred: a region of its own would not pay.
         deferred_bias = torch.zeros_like(affine.weight) if deferred_bias is None else deferred_bias
-        inputs = tokens.flatten(0, -2), deferred_bias, affine.weight, affine.bias
+        inputs = tokens.flatten(0, -2), deferred_bias, affine.weight, bias_or_zeros(affine)
         settled, normed = self._compute(LAYER_NORM, inputs, (norm.eps,))
         return Stream(settled.view(tokens.shape)), normed.view(tokens.shape)
 
@@ -66,7 +66,8 @@ class RegionOperators(ABC):
         return Stream(tokens, affine.bias)
 
     def geglu(self, tokens: Tensor, reader: Affine) -> Tensor:
-        return self._compute(GEGLU, (tokens.contiguous().flatten(0, -2),)).unflatten(0, tokens.shape[:-1])
+        gated: Tensor = self._compute(GEGLU, (tokens.contiguous().flatten(0, -2),))
+        return gated.view(*tokens.shape[:-1], -1)
 
     def residual_add(self, image: Tensor, update: Tensor, bias: Tensor | None) -> Tensor:
         image, update = channels_last(image), channels_last(update)

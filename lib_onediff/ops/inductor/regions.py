@@ -70,8 +70,10 @@ def region_for(kind: str, inputs: tuple[Tensor, ...], constants: tuple[Any, ...]
 
 def function_of(region: Region) -> Callable[..., Any]:
     """The region's arithmetic, as a function of its inputs."""
-    compute = {GROUP_NORM: group_norm, LAYER_NORM: layer_norm, GEGLU: geglu, ADDITION: addition}[region.kind]
-    constants = region.constants
+    functions: dict[str, Callable[..., Any]] = {
+        GROUP_NORM: group_norm, LAYER_NORM: layer_norm, GEGLU: geglu, ADDITION: addition,
+    }
+    compute, constants = functions[region.kind], region.constants
 
     def function(*tensors: Tensor) -> Any:
         return compute(*tensors, *constants)
@@ -115,7 +117,7 @@ def layer_norm(
 
 
 def geglu(tokens: Tensor) -> Tensor:
-    return torch_ops.geglu(tokens, None)
+    return torch_ops.geglu(tokens)
 
 
 def addition(rows: Tensor, others: Tensor, each: Tensor) -> Tensor:

@@ -52,8 +52,8 @@ class SizeGuard:
             return all(found) if isinstance(node.op, ast.And) else any(found)
         if isinstance(node, ast.Compare):
             numbers = [self._number(each, sizes) for each in (node.left, *node.comparators)]
-            comparisons = [COMPARISONS.get(type(each)) for each in node.ops]
-            if None in comparisons:
+            comparisons = [COMPARISONS[type(each)] for each in node.ops if type(each) in COMPARISONS]
+            if len(comparisons) < len(node.ops):
                 raise UnknownGuard("a comparison that is not of numbers")
             return all(compare(*pair) for compare, *pair in zip(comparisons, numbers, numbers[1:], strict=False))
         raise UnknownGuard(type(node).__name__)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..requirements import release
 from .regions import NotServed
 
 log = logging.getLogger("onediff")
@@ -46,7 +47,7 @@ class Traced:
         finally:
             self._may.now = False
 
-    def _compile(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+    def _compile(self, graph: Any, inputs: Any) -> Any:
         if not getattr(self._may, "now", False):
             raise NotServed(NotServed.__name__)
         from torch._functorch import config
@@ -69,9 +70,10 @@ class Traced:
 def autograd_cache(config: Any) -> contextlib.AbstractContextManager[Any]:
     """What torch derives from a graph before Inductor sees it, kept on the disk too, where torch can do that."""
     # torch 2.4 and 2.5 have it, and lose graphs of any size by it.
-    if torch.__version__ < (2, 6) or not hasattr(config, "enable_autograd_cache"):
+    if release(torch.__version__) < (2, 6) or not hasattr(config, "enable_autograd_cache"):
         return contextlib.nullcontext()
-    return config.patch(enable_autograd_cache=True)
+    patched: contextlib.AbstractContextManager[Any] = config.patch(enable_autograd_cache=True)
+    return patched
 
 
 def guard_in(error: Exception) -> str:

@@ -79,7 +79,8 @@ class Float8Choice:
         if not wanted:
             return "this UNet's matrix products are too small to gain by FP8"
         gains = [(self.gains(product, dtype), count) for product, count in wanted.items()]
-        if any(ms is None for ms, _ in gains) or sum(ms * count for ms, count in gains) > WORTH_LOOKING_MS:
+        measured = [ms * count for ms, count in gains if ms is not None]
+        if len(measured) < len(gains) or sum(measured) > WORTH_LOOKING_MS:
             return None
         return "at this size the matrix products gain nothing by FP8 on this machine (measured)"
 

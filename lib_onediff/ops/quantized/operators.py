@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...model.layout import LayerNorm
-from ...model.operators import Float8Tokens, Rows, Stream
+from ...model.operators import Float8Tokens, Stream
 from ...model.weights import Affine
 from ..triton.launch_config import LAYER_NORM, Launches, row_class
 from ..triton.operators import TritonOperators
@@ -16,6 +16,8 @@ from .gains import Product
 from .scaled_mm import product
 
 ResultDtype = Callable[[torch.device, torch.dtype], torch.dtype]
+# What a layer norm or a GEGLU makes for a linear layer.
+Rows = Tensor | Float8Tokens
 Pays = Callable[[Product, torch.dtype], bool]
 
 
@@ -59,7 +61,8 @@ class Float8Operators(TritonOperators):
 
     def geglu(self, tokens: Tensor, reader: Affine) -> Rows:
         if not self._reads_float8(tokens, reader, gated=True):
-            return super().geglu(tokens, reader)
+            plain: Tensor = super().geglu(tokens, reader)
+            return plain
         return triton_float8.geglu(tokens.contiguous())
 
     def _reads_float8(self, tokens: Tensor, reader: Affine, gated: bool) -> bool:
@@ -68,6 +71,7 @@ class Float8Operators(TritonOperators):
         return self._pays(Product.of(tokens, reader.weight, gated), reader.weight.dtype)
 
     def _product(self, x: Float8Tokens, affine: Affine, bias: Tensor | None) -> Tensor:
+        assert affine.float8 is not None, "tokens are in float8 only for such a weight"
         return product(x, affine.float8, bias, self._result_dtype(x.values.device, affine.weight.dtype))
 
 

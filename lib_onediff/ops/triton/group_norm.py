@@ -163,19 +163,20 @@ def small_group_norm(
 def group_norm(
     first: Tensor, second: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool,
     shift: Tensor | None, measured: tuple[PartialStatistics | None, PartialStatistics | None] = (None, None),
-    small_pixels: int = SMALL_IMAGE_PIXELS, **configs: LaunchConfig,
+    small_pixels: int = SMALL_IMAGE_PIXELS,
+    statistics_cut: LaunchConfig = STATISTICS.candidates[0], application_cut: LaunchConfig = APPLICATION.candidates[0],
 ) -> Tensor:
     """Group norm of (first beside second) + shift, then SiLU if silu.
 
     first, second: (batch, channels, height, width) in channels-last memory; shift: (batch, channels) or None. Returns
     the dtype of first, in channels-last memory; sums in float32. measured: see large_group_norm. small_pixels: up
-    to which size one kernel does it all. cuts: of large_group_norm.
+    to which size one kernel does it all. statistics_cut, application_cut: of large_group_norm.
     """
     arguments = first, second, weight, bias, groups, eps, silu, shift
     channels = first.shape[1] + (0 if second is None else second.shape[1])
     if first.shape[2] * first.shape[3] <= small_pixels and channels >= groups * SMALL_IMAGE_GROUP_WIDTH:
         return small_image_group_norm(*arguments)
-    return large_group_norm(*arguments, measured, **configs)
+    return large_group_norm(*arguments, measured, statistics_cut, application_cut)
 
 
 def small_image_group_norm(
@@ -237,4 +238,4 @@ def shifting(image: Tensor, shift: Tensor | None) -> tuple[Tensor, int, int]:
 
 def join_block(group_width: int) -> int:
     """Each is a kernel to compile, so there are few."""
-    return max(32, triton.next_power_of_2(group_width))
+    return max(32, int(triton.next_power_of_2(group_width)))

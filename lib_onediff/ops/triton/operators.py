@@ -14,7 +14,7 @@ from ...model.layout import Convolution, GroupNorm, LayerNorm, TimeEmbedding
 from ...model.operators import Rows, Stream
 from ...model.weights import Affine
 from .. import torch_ops
-from ..torch_ops import channels_last
+from ..torch_ops import bias_or_zeros, channels_last
 from ..tuning_cache import Choices
 from . import attention as triton_attention
 from . import group_norm as triton_group_norm
@@ -103,7 +103,7 @@ class TritonOperators:
     ) -> Tensor:
         first, second = passes(image)
         return triton_group_norm.group_norm(
-            first, second, affine.weight, affine.bias, norm.groups, norm.eps, silu, shift,
+            first, second, affine.weight, bias_or_zeros(affine), norm.groups, norm.eps, silu, shift,
             (self._strips.get(first), None if second is None else self._strips.get(second)),
             statistics_cut=self._cut(STATISTICS, first), application_cut=self._cut(APPLICATION, first),
         )

@@ -6,7 +6,7 @@ Strips of channels-last images; their number depends on sizes alone, and compile
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -20,7 +20,8 @@ STRIPS_PER_PROCESSOR = 20
 MOST_STRIPS = 128
 
 
-class PartialStatistics(NamedTuple):
+@dataclass(frozen=True)
+class PartialStatistics:
     """statistics: (batch, count, mean then squared deviations, channels) in float32, each over so many pixels, but the
     last over what is left."""
 
@@ -31,7 +32,7 @@ class PartialStatistics(NamedTuple):
 
 @triton.jit(do_not_specialize=["pixels", "strips", "tiles", "adds", "has_image", "has_bias"])
 def strip_statistics(
-    image, update, bias, output, statistics, pixels, partial_statistics, tiles, channels, adds, has_image, has_bias,
+    image, update, bias, output, statistics, pixels, strips, tiles, channels, adds, has_image, has_bias,
     BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):
     """The statistics of update, each strip over tiles * ROWS pixels; or, if adds, of output = image + update + bias."""
@@ -61,7 +62,7 @@ def strip_statistics(
         squares += distance * distance
     number = tl.minimum(pixels - start, tiles * ROWS).to(tl.float32)
     moved = tl.sum(total, 0)[None, :]
-    target = statistics + (sample * partial_statistics + strip) * 2 * channels + channel
+    target = statistics + (sample * strips + strip) * 2 * channels + channel
     tl.store(target, centre + moved / number, inside)
     tl.store(target + channels, tl.sum(squares, 0)[None, :] - moved * moved / number, inside)
 

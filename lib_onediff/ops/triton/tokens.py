@@ -1,4 +1,4 @@
-"""Layer norm of a residual stream that is deferred_bias a vector, and GEGLU, over rows of tokens."""
+"""Layer norm of a residual stream with a deferred bias, and GEGLU, over rows of tokens."""
 from __future__ import annotations
 
 import torch
@@ -71,9 +71,9 @@ def geglu_row(tokens, output, width, BLOCK: tl.constexpr):
 def layer_norm(
     stream: Stream, weight: Tensor, bias: Tensor | None, eps: float, config: LaunchConfig = LAYER_NORM.candidates[0]
 ) -> tuple[Stream, Tensor]:
-    """The stream, deferred_bias one vector in float32, and its layer norm (..., width), contiguous.
+    """The stream, its deferred bias as one vector in float32, and its layer norm (..., width), contiguous.
 
-    What is deferred_bias is added in float32, and is not rounded on the way.
+    The deferred bias is added in float32, and is not rounded on the way.
     """
     tokens, deferred_bias, addend = stream[:3]
     width, (rows_together, warps) = tokens.shape[-1], config
@@ -91,7 +91,7 @@ def layer_norm(
 
 
 def materialize(stream: Stream, config: LaunchConfig = LAYER_NORM.candidates[0]) -> Tensor:
-    """The tokens with what they are deferred_bias; the very tokens where that is nothing."""
+    """The tokens with the deferred bias added; the very tokens where there is none."""
     tokens, deferred_bias, addend = stream[:3]
     if deferred_bias is None:
         return tokens if addend is None else tokens + addend

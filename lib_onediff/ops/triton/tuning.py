@@ -102,6 +102,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, config: LaunchConfig) -> T
     return triton_attention.attention(query, key, value, config)
 
 
+def by_keyword(work: Callable[..., object], name: str, config: LaunchConfig) -> object:
+    return work(**{name: config})
+
+
 def trials(users: list[Any], dtype: torch.dtype, device: torch.device) -> Iterator[Trial]:
     """What is to be measured for a network."""
 
@@ -114,8 +118,8 @@ def trials(users: list[Any], dtype: torch.dtype, device: torch.device) -> Iterat
         norm = partial(
             triton_group_norm.large_group_norm, image, None, random(widest), random(widest), GROUPS, 1e-5, True, None
         )
-        yield Trial(STATISTICS, shape_class, lambda config, norm=norm: norm(statistics_cut=config))
-        yield Trial(APPLICATION, shape_class, lambda config, norm=norm: norm(application_cut=config))
+        yield Trial(STATISTICS, shape_class, partial(by_keyword, norm, "statistics_cut"))
+        yield Trial(APPLICATION, shape_class, partial(by_keyword, norm, "application_cut"))
         bias = random(widest)
         added = partial(triton_images.add, image, image, bias, torch.empty_like(image))
         yield Trial(ADDITION, shape_class, added)
@@ -123,11 +127,9 @@ def trials(users: list[Any], dtype: torch.dtype, device: torch.device) -> Iterat
         yield Trial(MEASURED_ADDITION, shape_class, measured)
     for width in {row_class(leaf.width): leaf.width for leaf in users if isinstance(leaf, LayerNorm)}.values():
         tokens, hidden, weight = random(ROWS, width), random(ROWS, 2 * FEED_FORWARD * width), random(width)
-        yield Trial(LAYER_NORM, row_class(width), lambda config, tokens=tokens, weight=weight: triton_tokens.layer_norm(
-            Stream(tokens, None, weight), weight, weight, 1e-5, config
-        ))
-        geglu = lambda config, hidden=hidden: triton_tokens.geglu(hidden, config)  # noqa: E731
-        yield Trial(GEGLU, row_class(FEED_FORWARD * width), geglu)
+        normed = partial(triton_tokens.layer_norm, Stream(tokens, None, weight), weight, weight, 1e-5)
+        yield Trial(LAYER_NORM, row_class(width), normed)
+        yield Trial(GEGLU, row_class(FEED_FORWARD * width), partial(triton_tokens.geglu, hidden))
     if dtype in triton_attention.DTYPES:
         heads = {user.head_width: user.heads for user in users if isinstance(user, CrossAttention)}
         for width, count in heads.items():

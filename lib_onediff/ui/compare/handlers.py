@@ -97,9 +97,10 @@ class ComparePanel:
 
     def choose(self, seed: str, job: Comparison | None) -> Any:
         """Show the images of another seed."""
-        for pair in () if job is None else job.pairs:
-            if seed == seed_label(pair.seed):
-                return images_html(pair, job.request.sides)
+        if job is not None:
+            for pair in job.pairs:
+                if seed == seed_label(pair.seed):
+                    return images_html(pair, job.request.sides)
         return UNCHANGED
 
     def save(self, job: Comparison | None) -> str:

@@ -116,7 +116,7 @@ def card_html(label: str, side: Side, made: Sequence[Made]) -> str:
     facts = (
         ("Settings", side.described), ("Time", seconds_an_image(made)),
         ("UNet step", milliseconds(status.get("step_ms")) if side.settings.enabled else ""),
-        ("Route", ROUTES.get(status.get("route"), NOTHING)),
+        ("Route", ROUTES.get(status.get("route", ""), NOTHING)),
         ("Why", status.get("reason") if side.settings.enabled else ""), *remarks(side),
     )
     lines = "".join(f"<dt>{name}</dt><dd>{html.escape(value)}</dd>" for name, value in facts if value)
@@ -151,10 +151,10 @@ def speeds(pairs: Sequence[Pair], warmed_up: bool) -> str:
     """How the times compare, in ratios of the two images of a seed. The very first pair is cold, unless warmed_up."""
     warm = pairs if warmed_up else pairs[1:]
     found = Timing.of(pair.first.seconds / max(pair.second.seconds, 1e-9) for pair in warm)
-    if found is None:
+    if found is None or found.low is None or found.high is None:
         cold = "" if warmed_up else ", the first of each not counted"
         return f"Times are compared from {ENOUGH} images of each side on{cold}."
-    middle, low, high = found
+    middle, low, high = found.median, found.low, found.high
     if low <= 1 <= high:
         return "The times of both sides differ no more than those of one side do."
     slower, faster = ("right", "left") if middle < 1 else ("left", "right")

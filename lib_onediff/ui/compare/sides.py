@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...options import infotext
-from ...options.option import SWITCHED, value_of, values_of
+from ...options.option import BOOL_OF_WORD, allowed_values, parse_value
 from ...options.settings import Settings
 
 CURRENT, OFF = "Current settings", "Off: the WebUI's own"
@@ -58,16 +58,16 @@ def read_changes(text: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     text = text.strip().removeprefix(f"{infotext.KEY}:").strip().strip('"')
     for part in filter(None, map(str.strip, PARTS.split(text))):
-        if part in SWITCHED:
-            found[infotext.SWITCH] = SWITCHED[part]
+        if part in BOOL_OF_WORD:
+            found[infotext.SWITCH] = BOOL_OF_WORD[part]
             continue
         name, _, value = part.replace("=", " ").partition(" ")
         options = infotext.options_of_a_run()
         if name not in options:
             raise ValueError(f"An image has no option {name!r}; its options are {', '.join(options)}.")
         try:
-            found[name] = value_of(options[name], value.strip())
+            found[name] = parse_value(options[name], value.strip())
         except ValueError:
-            takes = values_of(options[name])
+            takes = allowed_values(options[name])
             raise ValueError(f"{name} does not take {value.strip()!r}; it takes {takes}.") from None
     return found
