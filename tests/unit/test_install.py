@@ -217,12 +217,12 @@ def test_requirements_are_read_as_toml_means_them(text):
 # The life of a .venv
 
 
-def test_arguments_folder_and_exit_code_reach_pytest_untouched(installed):
+def test_arguments_folder_and_exit_code_reach_pytest_and_the_users_arguments_count(installed):
     checkout, environment = installed
     words = ["-k", "a b", "--demo", "--port", "x", "--test"]
     answer = run_install(checkout, "--test", *words, **environment)
     assert (answer.returncode, answer.stderr) == (7, "")
-    assert json.loads(answer.stdout) == [str(checkout), *words]
+    assert json.loads(answer.stdout) == [str(checkout), *install.SIDE_BY_SIDE, *words]
 
 
 def test_demo_starts_the_host_with_an_absolute_model(installed):

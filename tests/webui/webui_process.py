@@ -11,7 +11,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+
+from webui_forks import ForkedHost, ForkingProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "lib_onediff.demo"]
@@ -24,16 +27,27 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-class HostProcess:
-    """A running host of the checkout at root; lines holds everything that it has printed."""
+@cache
+def forking_process() -> ForkingProcess:
+    return ForkingProcess(ROOT, environment())
 
-    def __init__(self, *arguments: str, root: Path = ROOT) -> None:
+
+class HostProcess:
+    """A running host of the checkout at root; lines holds everything that it has printed.
+
+    from_nothing: by the command line, as a user starts it. Otherwise it is a fork, where there is such a thing.
+    """
+
+    def __init__(self, *arguments: str, root: Path = ROOT, from_nothing: bool = False) -> None:
         self.lines: list[str] = []
         self._arrived: queue.Queue[str | None] = queue.Queue()
-        self.process = subprocess.Popen(
-            [*COMMAND, *arguments], cwd=root, env=environment(), text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
+        if from_nothing or root != ROOT or not hasattr(os, "fork"):
+            self.process: subprocess.Popen[str] | ForkedHost = subprocess.Popen(
+                [*COMMAND, *arguments], cwd=root, env=environment(), text=True, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+        else:
+            self.process = ForkedHost(forking_process(), list(arguments), environment())
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
