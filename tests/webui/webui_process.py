@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -48,7 +49,8 @@ class HostProcess:
             )
         else:
             self.process = ForkedHost(forking_process(), list(arguments), environment())
-        threading.Thread(target=self._read, daemon=True).start()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
 
     def _read(self) -> None:
         for line in self.process.stdout:
@@ -96,8 +98,17 @@ class HostProcess:
             return self.process.wait(30)
 
 
-def run_to_end(*arguments: str) -> subprocess.CompletedProcess[str]:
+@dataclass(frozen=True)
+class Ended:
+    """What a command line has left."""
+
+    returncode: int
+    output: str
+
+
+def run_to_end(*arguments: str, from_nothing: bool = False) -> Ended:
     """Run the host with arguments under which it must not start."""
-    return subprocess.run(
-        [*COMMAND, *arguments], cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=SECONDS_TO_START
-    )
+    host = HostProcess(*arguments, from_nothing=from_nothing)
+    returncode = host.process.wait(SECONDS_TO_START)
+    host.reader.join()
+    return Ended(returncode, host.output)
