@@ -19,7 +19,6 @@ from lib_onediff.model.deepcache import forward as deepcache
 from lib_onediff.model.layout import TimeEmbedding
 from lib_onediff.ops import torch_ops
 
-
 # A graph takes OneFlow many seconds to compile: otherwise two UNets and two sizes show what their layouts need.
 at_night = pytest.mark.skipif(not WHOLE, reason="tested with ONEDIFF_TEST_GRID=full")
 
