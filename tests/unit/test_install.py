@@ -68,7 +68,7 @@ def write_wheel(folder: Path, name: str, version: str, requires: str = "", main:
 
 def make_checkout(folder: Path) -> Path:
     """The real install.py with small requirements and a host that tells how it was started."""
-    host = folder / "lib_onediff" / "hosts" / "standalone"
+    host = folder / "lib_onediff" / "demo"
     host.mkdir(parents=True)
     (host / "__main__.py").write_text(SAY_ARGUMENTS)
     (folder / "pyproject.toml").write_text(TINY_PYPROJECT)
@@ -248,7 +248,7 @@ def test_what_was_removed_from_the_venv_comes_back(installed):
 @pytest.mark.skipif(os.name == "nt", reason="a console's Ctrl-C cannot be sent to one process on Windows")
 def test_ctrl_c_is_the_hosts_own(installed):
     checkout, environment = installed
-    host = checkout / "lib_onediff" / "hosts" / "standalone" / "__main__.py"
+    host = checkout / "lib_onediff" / "demo" / "__main__.py"
     host.write_text(WAIT_FOR_INTERRUPT)
     run_install(checkout, "--test", **environment)
     command = [sys.executable, checkout / "install.py", "--demo"]
