@@ -7,7 +7,7 @@
         Makes .venv beside this file, installs what is missing and starts a small WebUI with OneDiff in it.
 
     python install.py --test [pytest arguments]
-        The same for the tests.
+        The same for the tests, in several processes at once; -n 0 runs them in one.
 """
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ OLDEST_TRITON = (3, 0)
 CUDA_ERROR_NO_DEVICE = 100
 COMPUTE_CAPABILITY = (75, 76)  # what cuDeviceGetAttribute calls its two numbers
 FULL_DISK_BYTES = 64 << 20
+# How many processes "auto" is, tests/conftest.py says. What the user gives comes behind it and counts.
+SIDE_BY_SIDE = ("-n", "auto", "--dist", "worksteal")
 
 REPOSITORY = Path(__file__).resolve().parent
 REQUIREMENTS = REPOSITORY / "lib_onediff" / "ops" / "requirements.py"
@@ -370,7 +372,7 @@ def main(arguments: list[str]) -> int:
     if arguments[0] == "--demo":
         return install_and_run("demo", demo_command(arguments[1:]))
     if arguments[0] == "--test":
-        return install_and_run("test", [str(VENV_PYTHON), "-m", "pytest", *arguments[1:]])
+        return install_and_run("test", [str(VENV_PYTHON), "-m", "pytest", *SIDE_BY_SIDE, *arguments[1:]])
     if arguments[0] in ("-h", "--help"):
         print(__doc__)
         return 0

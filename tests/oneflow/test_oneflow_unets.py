@@ -11,12 +11,16 @@ pytest.importorskip("diffusers")
 
 import builders
 from builders import a_call, diffusers_output, diffusers_unet, ldm_output, ldm_unet
+from grid import WHOLE
 from oneflow_builders import GRAPHS, Ours, agree
 
 from lib_onediff.model.call import Control, DeepCachePass, DeepFeature
 from lib_onediff.model.deepcache import forward as deepcache
 from lib_onediff.model.layout import TimeEmbedding
 from lib_onediff.ops import torch_ops
+
+# A graph takes OneFlow many seconds to compile: otherwise two UNets and two sizes show what their layouts need.
+at_night = pytest.mark.skipif(not WHOLE, reason="tested with ONEDIFF_TEST_GRID=full")
 
 
 @pytest.mark.parametrize("layout", ["SD1", "SDXL"])
@@ -29,6 +33,7 @@ def test_two_shapes_and_back(layout: str) -> None:
         assert len(GRAPHS) - before == graphs
 
 
+@at_night
 def test_the_refiner() -> None:
     unet = diffusers_unet(**builders.REFINER)
     call = a_call(unet, 8, 8)
@@ -41,6 +46,7 @@ def test_sizes_that_do_not_halve() -> None:
     assert agree(Ours(unet).output(call), diffusers_output(unet, call))
 
 
+@at_night
 def test_sizes_that_do_not_halve_in_ldm() -> None:
     pytest.importorskip("ldm")
     unet = ldm_unet(**builders.LDM_LAYOUTS["SD1"])
@@ -48,6 +54,7 @@ def test_sizes_that_do_not_halve_in_ldm() -> None:
     assert agree(Ours(unet).output(call), ldm_output(unet, call))
 
 
+@at_night
 def test_guidance_embedding() -> None:
     unet = diffusers_unet(**{**builders.SMALL, "time_cond_proj_dim": 24})
     call = a_call(unet)
@@ -131,6 +138,7 @@ def test_sinusoids(time: TimeEmbedding) -> None:
     assert float((output - torch_ops.sinusoids(timestep, time)).abs().max()) < 1e-6
 
 
+@at_night
 def test_an_image_in_another_order() -> None:
     unet = diffusers_unet(**builders.SMALL)
     call = a_call(unet)

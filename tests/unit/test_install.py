@@ -68,7 +68,7 @@ def write_wheel(folder: Path, name: str, version: str, requires: str = "", main:
 
 def make_checkout(folder: Path) -> Path:
     """The real install.py with small requirements and a host that tells how it was started."""
-    host = folder / "lib_onediff" / "hosts" / "standalone"
+    host = folder / "lib_onediff" / "demo"
     host.mkdir(parents=True)
     (host / "__main__.py").write_text(SAY_ARGUMENTS)
     (folder / "pyproject.toml").write_text(TINY_PYPROJECT)
@@ -217,12 +217,12 @@ def test_requirements_are_read_as_toml_means_them(text):
 # The life of a .venv
 
 
-def test_arguments_folder_and_exit_code_reach_pytest_untouched(installed):
+def test_arguments_folder_and_exit_code_reach_pytest_and_the_users_arguments_count(installed):
     checkout, environment = installed
     words = ["-k", "a b", "--demo", "--port", "x", "--test"]
     answer = run_install(checkout, "--test", *words, **environment)
     assert (answer.returncode, answer.stderr) == (7, "")
-    assert json.loads(answer.stdout) == [str(checkout), *words]
+    assert json.loads(answer.stdout) == [str(checkout), *install.SIDE_BY_SIDE, *words]
 
 
 def test_demo_starts_the_host_with_an_absolute_model(installed):
@@ -248,7 +248,7 @@ def test_what_was_removed_from_the_venv_comes_back(installed):
 @pytest.mark.skipif(os.name == "nt", reason="a console's Ctrl-C cannot be sent to one process on Windows")
 def test_ctrl_c_is_the_hosts_own(installed):
     checkout, environment = installed
-    host = checkout / "lib_onediff" / "hosts" / "standalone" / "__main__.py"
+    host = checkout / "lib_onediff" / "demo" / "__main__.py"
     host.write_text(WAIT_FOR_INTERRUPT)
     run_install(checkout, "--test", **environment)
     command = [sys.executable, checkout / "install.py", "--demo"]

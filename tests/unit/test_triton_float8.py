@@ -2,11 +2,14 @@
 interpreter."""
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from builders import relative_error
 from exact_operators import geglu as exact_geglu
 from exact_operators import layer_norm as exact_layer_norm
+from grid import ends, grid
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -41,10 +44,12 @@ def assert_rounded(rows: Float8Tokens, exact: Tensor) -> None:
     assert torch.allclose(back.abs().amax(-1), exact.abs().amax(-1), rtol=2e-3), "the largest of a row is kept"
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("shape", [(2, 7, 96), (3, 33), (1, 1, 1280)], ids=str)
-@pytest.mark.parametrize("whole", [True, False], ids=["with everything owed", "tokens alone"])
-def test_a_layer_norm_comes_in_float8(shape: tuple[int, ...], dtype: torch.dtype, whole: bool) -> None:
+@grid(
+    kind=list(product([torch.float16, torch.bfloat16, torch.float32], [True, False])),
+    shape=[(2, 7, 96), (3, 33), (1, 1, 1280)],
+)
+def test_a_layer_norm_comes_in_float8(shape: tuple[int, ...], kind: tuple[torch.dtype, bool]) -> None:
+    dtype, whole = kind  # whole: with everything that can be owed
     tokens, update, weight = random(*shape, dtype=dtype), random(*shape, dtype=dtype), random(shape[-1], dtype=dtype)
     deferred_bias, bias = random(shape[-1], dtype=torch.float32), random(shape[-1], dtype=dtype)
     stream = Stream(tokens.clone(), deferred_bias, bias, update) if whole else Stream(tokens.clone())
@@ -57,7 +62,7 @@ def test_a_layer_norm_comes_in_float8(shape: tuple[int, ...], dtype: torch.dtype
     assert torch.allclose(standing.deferred_bias, vectors.float(), atol=1e-5)
 
 
-@pytest.mark.parametrize("config", LAYER_NORM.candidates, ids=str)
+@pytest.mark.parametrize("config", ends(LAYER_NORM.candidates), ids=str)
 def test_every_cut_gives_the_same_rows(config: tuple[int, int]) -> None:
     tokens, weight = random(7, 96), random(96)
     _, normed = triton_float8.layer_norm(Stream(tokens), weight, None, 1e-5, config)

@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from exact_operators import group_norm as exact_group_norm
 from exact_operators import worst_error
+from grid import ends, grid
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -26,20 +28,16 @@ from lib_onediff.ops.triton.launch_config import APPLICATION, STATISTICS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Norm = Callable[..., Tensor]
+# Both ways to do it, for images of every size.
+NORMS = [small_image_group_norm, large_group_norm]
 CUTS = [
-    *({"statistics_cut": config} for config in STATISTICS.candidates),
-    *({"application_cut": config} for config in APPLICATION.candidates),
+    *({"statistics_cut": config} for config in ends(STATISTICS.candidates)),
+    *({"application_cut": config} for config in ends(APPLICATION.candidates)),
 ]
 # In units of float32's rounding, for values of about 1: a sum over some thousand members and a root.
 CLOSE = 40
 # In units of a half type's rounding: to the nearest. Triton's interpreter cuts bfloat16 off instead.
 NEAREST = {torch.float16: 0.51, torch.bfloat16: 0.51 if DEVICE.type == "cuda" else 1.01}
-
-
-@pytest.fixture(params=[small_image_group_norm, large_group_norm], ids=["one kernel", "three kernels"])
-def norm(request: pytest.FixtureRequest) -> Norm:
-    """Both ways to do it, for images of every size."""
-    return request.param
 
 
 def random_image(*shape: int, mean: float = 0.0, deviation: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -61,27 +59,25 @@ def error(norm: Norm, first: Tensor, second: Tensor | None, groups: int, eps: fl
     return worst_error(output, exact_group_norm(image, weight, bias, groups, eps, silu, shift))
 
 
-@pytest.mark.parametrize("silu", [False, True], ids=["plain", "SiLU"])
-@pytest.mark.parametrize("shifted", [False, True], ids=["as it is", "shifted"])
-def test_every_variant_is_float64s(norm: Norm, silu: bool, shifted: bool) -> None:
+@grid(variant=list(product([False, True], repeat=2)), norm=NORMS)
+def test_every_variant_is_float64s(norm: Norm, variant: tuple[bool, bool]) -> None:
+    silu, shifted = variant
     shift = 3 * torch.randn(2, 48, device=DEVICE) if shifted else None
     assert error(norm, random_image(2, 48, 5, 7), None, 4, silu=silu, shift=shift) < CLOSE
 
 
-@pytest.mark.parametrize(
-    ("batch", "channels", "groups", "height", "width"),
-    [
+@grid(
+    sizes=[
         (1, 32, 32, 3, 3),  # a channel to a group
         (1, 33, 11, 4, 9), (1, 48, 6, 9, 5), (1, 72, 8, 2, 40), (3, 80, 5, 6, 6), (1, 96, 4, 11, 9),
         (1, 130, 2, 3, 5),  # groups wider than a block of channels
         (1, 320, 16, 4, 4), (1, 1280, 8, 2, 3), (1, 2560, 8, 3, 5),
         (2, 64, 8, 1, 1), (1, 32, 4, 1, 67), (1, 32, 4, 131, 1),
     ],
-    ids=str,
+    norm=NORMS,
 )
-def test_every_number_of_channels_and_pixels(
-    batch: int, channels: int, groups: int, height: int, width: int, norm: Norm
-) -> None:
+def test_every_number_of_channels_and_pixels(sizes: tuple[int, int, int, int, int], norm: Norm) -> None:
+    batch, channels, groups, height, width = sizes
     image, shift = random_image(batch, channels, height, width), torch.randn(batch, channels, device=DEVICE)
     assert error(norm, image, None, groups, silu=True, shift=shift) < CLOSE
 
@@ -100,12 +96,9 @@ def test_every_cut_gives_the_same(config: dict[str, tuple[int, int]]) -> None:
     assert error(large_group_norm, random_image(1, 72, 5, 11, mean=1.0), None, 4, silu=True, **config) < CLOSE
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "groups"), [(64, 32, 4), (32, 64, 4), (80, 48, 4), (16, 128, 6), (7, 65, 4)], ids=str
-)
-def test_two_images_side_by_side_whose_border_is_inside_a_group(
-    first: int, second: int, groups: int, norm: Norm
-) -> None:
+@grid(channels=[(64, 32, 4), (32, 64, 4), (80, 48, 4), (16, 128, 6), (7, 65, 4)], norm=NORMS)
+def test_two_images_side_by_side_whose_border_is_inside_a_group(channels: tuple[int, int, int], norm: Norm) -> None:
+    first, second, groups = channels
     assert first % ((first + second) // groups), "the border must not be between two groups"
     images = random_image(2, first, 4, 9), random_image(2, second, 4, 9, mean=3.0)
     assert error(norm, *images, groups, silu=True) < CLOSE
@@ -113,17 +106,19 @@ def test_two_images_side_by_side_whose_border_is_inside_a_group(
     assert error(norm, *images, groups, shift=shift) < CLOSE
 
 
+@grid(norm=NORMS)
 def test_a_shift_may_be_a_slice_of_all_blocks_shifts(norm: Norm) -> None:
     shift = torch.randn(3, 3 + 48 + 9, device=DEVICE).split([3, 48, 9], dim=1)[1]
     assert not shift.is_contiguous()
     assert error(norm, random_image(3, 48, 4, 5), None, 4, shift=shift) < CLOSE
 
 
-@pytest.mark.parametrize("eps", [1e-6, 1e-2, 1.0])
+@grid(eps=[1e-6, 1e-2, 1.0], norm=NORMS)
 def test_eps_counts_where_an_image_hardly_varies(eps: float, norm: Norm) -> None:
     assert error(norm, random_image(1, 32, 6, 7, deviation=1e-2), None, 4, eps=eps) < CLOSE
 
 
+@grid(norm=NORMS)
 def test_a_constant_image_becomes_the_bias(norm: Norm) -> None:
     weight, bias = random_affine(32)
     image = torch.full((1, 32, 5, 7), 3.0, device=DEVICE).to(memory_format=torch.channels_last)
@@ -135,24 +130,24 @@ def test_a_constant_image_becomes_the_bias(norm: Norm) -> None:
 FAR_FROM_ZERO = 4000
 
 
-@pytest.mark.parametrize("mean", [100.0, -100.0])
+@grid(mean=[100.0, -100.0], norm=NORMS)
 def test_a_mean_of_a_thousand_deviations_costs_no_more_than_its_rounding(mean: float, norm: Norm) -> None:
     image = random_image(1, 32, 20, 33, mean=mean, deviation=0.1)
     assert error(norm, image, None, 2) < FAR_FROM_ZERO
     assert error(norm, image, random_image(1, 16, 20, 33, mean=mean, deviation=0.1), 2) < FAR_FROM_ZERO
 
 
+@grid(norm=NORMS)
 def test_a_mean_that_only_the_shift_brings_costs_no_more_either(norm: Norm) -> None:
     image, shift = random_image(1, 32, 20, 33, deviation=0.1), torch.full((1, 32), 100.0, device=DEVICE)
     assert error(norm, image, None, 2, shift=shift) < FAR_FROM_ZERO
 
 
-@pytest.mark.parametrize("mean", [0.0, 100.0])
-@pytest.mark.parametrize(("height", "width"), [(45, 60), (32, 65), (41, 50)])  # 84.4, 65 and 64.1 strips
+@grid(size=[(45, 60), (32, 65), (41, 50)], mean=[0.0, 100.0])  # 84.4, 65 and 64.1 strips
 def test_more_strips_than_are_joined_at_once(
-    height: int, width: int, mean: float, monkeypatch: pytest.MonkeyPatch
+    size: tuple[int, int], mean: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = 32
+    rows, (height, width) = 32, size
     monkeypatch.setattr(triton_strips, "wanted_strips", lambda *ignored: 10**6)
     assert height * width > JOINED_STRIPS * rows
     image = random_image(1, 32, height, width, mean=mean, deviation=0.1 if mean else 1.0)
@@ -161,7 +156,7 @@ def test_more_strips_than_are_joined_at_once(
     assert error(large_group_norm, image, None, 2, statistics_cut=(rows, 4)) < close
 
 
-@pytest.mark.parametrize("dtype", NEAREST, ids=str)
+@grid(dtype=list(NEAREST), norm=NORMS)
 def test_half_precision_rounds_only_the_result(dtype: torch.dtype, norm: Norm) -> None:
     image, shift = random_image(2, 48, 5, 7, mean=4.0, dtype=dtype), torch.randn(2, 48).to(DEVICE, dtype)
     assert error(norm, image, None, 4, shift=shift, silu=True) <= NEAREST[dtype]

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as functional
 from exact_operators import worst_error
+from grid import ends, grid, name_of
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -25,13 +26,7 @@ def random_image(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape).to(DEVICE, dtype).to(memory_format=torch.channels_last)
 
 
-KERNELS = [(add, ADDITION), (add_and_measure, MEASURED_ADDITION)]
-CONFIGS = [(added, config) for added, kernel in KERNELS for config in kernel.candidates]
-BY_EITHER_KERNEL = pytest.mark.parametrize("added", [add, add_and_measure])
-
-
-def name_of(value: object) -> str:
-    return getattr(value, "__name__", str(value))
+KERNELS = {add: ADDITION, add_and_measure: MEASURED_ADDITION}
 
 
 def sum_of(
@@ -42,9 +37,7 @@ def sum_of(
     return output
 
 
-@BY_EITHER_KERNEL
-@pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@grid(shape=SHAPES, biased=[True, False], added=list(KERNELS))
 def test_additions(shape: tuple[int, ...], biased: bool, added: Callable[..., object]) -> None:
     image, update = random_image(*shape), random_image(*shape)
     bias = torch.randn(shape[1], device=DEVICE) if biased else None
@@ -55,8 +48,7 @@ def test_additions(shape: tuple[int, ...], biased: bool, added: Callable[..., ob
     assert worst_error(output, exact) < 2
 
 
-@BY_EITHER_KERNEL
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@grid(shape=SHAPES, added=list(KERNELS))
 def test_a_bias_is_added_in_place(shape: tuple[int, ...], added: Callable[..., object]) -> None:
     image, bias = random_image(*shape), torch.randn(shape[1], device=DEVICE)
     expected = image + bias[:, None, None]
@@ -64,7 +56,10 @@ def test_a_bias_is_added_in_place(shape: tuple[int, ...], added: Callable[..., o
     assert torch.equal(image, expected)
 
 
-@pytest.mark.parametrize(("added", "config"), CONFIGS, ids=name_of)
+@pytest.mark.parametrize(
+    ("added", "config"),
+    [(added, config) for added, kernel in KERNELS.items() for config in ends(kernel.candidates)], ids=name_of,
+)
 def test_every_cut_of_an_addition_gives_the_same(added: Callable[..., object], config: LaunchConfig) -> None:
     image, update, bias = random_image(1, 72, 5, 27), random_image(1, 72, 5, 27), torch.randn(72, device=DEVICE)
     assert torch.equal(sum_of(added, image, update, bias, config), sum_of(add, image, update, bias))
@@ -73,8 +68,7 @@ def test_every_cut_of_an_addition_gives_the_same(added: Callable[..., object], c
     assert torch.equal(image, expected)
 
 
-@BY_EITHER_KERNEL
-@pytest.mark.parametrize("dtype", NEAREST, ids=str)
+@grid(dtype=list(NEAREST), added=list(KERNELS))
 def test_additions_in_half_precision_are_rounded_once(dtype: torch.dtype, added: Callable[..., object]) -> None:
     image, update = random_image(2, 48, 5, 7, dtype=dtype), random_image(2, 48, 5, 7, dtype=dtype)
     bias = torch.randn(48).to(DEVICE, dtype)

@@ -2,10 +2,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
 from builders import relative_error
+from grid import grid
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -28,7 +30,6 @@ FORMATS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda image: image.transpose(2, 3).contiguous().transpose(2, 3),
 }
 IN_ANY_FORMAT = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-BIASED = pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
 
 
 @pytest.fixture
@@ -71,8 +72,7 @@ def test_two_images_side_by_side_are_their_concatenation(
     assert relative_error(native.pointwise(beside, projection), torch_ops.pointwise(together, projection)) < CLOSE
 
 
-@BIASED
-@pytest.mark.parametrize("shape", [(2, 24, 5, 6), (1, 24, 1, 1), (1, 24, 1, 7), (3, 1, 4, 4)], ids=str)
+@grid(shape=[(2, 24, 5, 6), (1, 24, 1, 1), (1, 24, 1, 7), (3, 1, 4, 4)], biased=[True, False])
 def test_pointwise(native: TritonOperators, shape: tuple[int, ...], biased: bool) -> None:
     image, projection = random(*shape), affine(40, shape[1], 1, 1, biased=biased)
     assert relative_error(native.pointwise(image, projection), torch_ops.pointwise(image, projection)) < CLOSE
@@ -82,19 +82,16 @@ def test_pointwise(native: TritonOperators, shape: tuple[int, ...], biased: bool
     assert relative_error(native.pointwise(beside, wider), expected) < CLOSE
 
 
-@BIASED
-@IN_ANY_FORMAT
-@pytest.mark.parametrize("circular", [False, True], ids=["zeros", "circular"])
-@pytest.mark.parametrize(("stride", "channels"), [(1, 32), (1, 20), (2, 32)], ids=str)
-def test_convolution(
-    native: TritonOperators, stride: int, channels: int, circular: bool, form: Callable[[Tensor], Tensor], biased: bool
-) -> None:
+@grid(kind=list(product([(1, 32), (1, 20), (2, 32)], [False, True])), form=list(FORMATS), biased=[True, False])
+def test_convolution(native: TritonOperators, kind: tuple[tuple[int, int], bool], form: str, biased: bool) -> None:
+    (stride, channels), circular = kind
     shape = Convolution("convolution", 12, channels, 3, stride, 1, circular)
     image, weights = random(2, 12, 7, 6), affine(channels, 12, 3, 3, biased=biased)
     expected = torch_ops.convolution(image, weights, shape)
-    assert relative_error(native.convolution(form(image), weights, shape), expected) < CLOSE
+    given = FORMATS[form](image)
+    assert relative_error(native.convolution(given, weights, shape), expected) < CLOSE
     arranged = Affine(weights.weight.contiguous(memory_format=torch.channels_last), weights.bias)
-    assert relative_error(native.convolution(form(image), arranged, shape), expected) < CLOSE
+    assert relative_error(native.convolution(given, arranged, shape), expected) < CLOSE
 
 
 def test_tokens_may_be_slices_and_transposed(native: TritonOperators) -> None:

@@ -6,6 +6,7 @@ import torch
 from exact_operators import geglu as exact_geglu
 from exact_operators import layer_norm as exact_layer_norm
 from exact_operators import worst_error
+from grid import ends, grid
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -33,12 +34,14 @@ def owing(tokens: Tensor, deferred_bias: bool, addend: bool) -> tuple[Stream, Te
     return Stream(tokens, first, second), total
 
 
-@pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize(("deferred_bias", "addend"), [(False, False), (False, True), (True, True), (True, False)])
-@pytest.mark.parametrize("shape", [(2, 7, 320), (3, 5, 96), (1, 77, 33), (2, 1280), (1, 1, 1)], ids=str)
-def test_layer_norm_of_a_stream(shape: tuple[int, ...], deferred_bias: bool, addend: bool, biased: bool) -> None:
+@grid(
+    shape=[(2, 7, 320), (3, 5, 96), (1, 77, 33), (2, 1280), (1, 1, 1)],
+    owed=[(False, False), (False, True), (True, True), (True, False)],
+    biased=[True, False],
+)
+def test_layer_norm_of_a_stream(shape: tuple[int, ...], owed: tuple[bool, bool], biased: bool) -> None:
     tokens = random(*shape)
-    stream, total = owing(tokens, deferred_bias, addend)
+    stream, total = owing(tokens, *owed)
     weight, bias = 1 + 0.3 * random(shape[-1]), random(shape[-1]) if biased else None
     before = tokens.clone()
     settled, output = layer_norm(stream, weight, bias, 1e-5)
@@ -52,7 +55,7 @@ def test_layer_norm_of_a_stream(shape: tuple[int, ...], deferred_bias: bool, add
     assert worst_error(materialize(further), total + further.bias.double()) < CLOSE
 
 
-@pytest.mark.parametrize("config", LAYER_NORM.candidates, ids=str)
+@pytest.mark.parametrize("config", ends(LAYER_NORM.candidates), ids=str)
 def test_every_cut_of_layer_norm_gives_the_same(config: tuple[int, int]) -> None:
     stream, total = owing(random(7, 96), True, True)
     weight, bias = random(96), random(96)
@@ -94,7 +97,7 @@ def test_geglu_of_every_width(shape: tuple[int, ...]) -> None:
     assert worst_error(output, exact_geglu(tokens)) < CLOSE
 
 
-@pytest.mark.parametrize("config", GEGLU.candidates, ids=str)
+@pytest.mark.parametrize("config", ends(GEGLU.candidates), ids=str)
 def test_every_cut_of_geglu_gives_the_same(config: tuple[int, int]) -> None:
     tokens = 3 * random(3, 2 * 1111)
     assert worst_error(geglu(tokens, config), exact_geglu(tokens)) < CLOSE

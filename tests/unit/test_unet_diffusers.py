@@ -17,6 +17,7 @@ from builders import (
     relative_error,
     shared_unet,
 )
+from grid import first, grid
 
 CLOSE = 1e-5
 # For large pictures, where the number of heads is what attention costs.
@@ -33,24 +34,21 @@ def test_every_parameter_of_the_oracle_shows_in_its_output(name: str) -> None:
     assert silent == []
 
 
-@pytest.mark.parametrize("size", [(8, 8), (9, 11), (12, 16)], ids="{0[0]}x{0[1]}".format)
-@pytest.mark.parametrize("name", LAYOUTS)
+@grid(name=list(LAYOUTS), size=[(9, 11), (8, 8), (12, 16)])
 def test_ours_is_the_hosts_for_every_layout_and_size(name: str, size: tuple[int, int]) -> None:
     unet = shared_unet(name)
     call = a_call(unet, *size)
     assert relative_error(our_output(unet, call), diffusers_output(unet, call)) < CLOSE
 
 
-@pytest.mark.parametrize("tokens", [77, 154, 231])
-@pytest.mark.parametrize("batch", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", ["SD1", "SDXL"])
+@grid(batch=[1, 2, 3, 4], tokens=[77, 154, 231], name=["SD1", "SDXL"])
 def test_ours_is_the_hosts_for_every_batch_and_context(name: str, batch: int, tokens: int) -> None:
     unet = shared_unet(name)
     call = a_call(unet, 8, 12, batch, tokens)
     assert relative_error(our_output(unet, call), diffusers_output(unet, call)) < CLOSE
 
 
-@pytest.mark.parametrize("pixels", ["512x512", "960x720", "720x960", "896x768", "720x720", "1280x1280"])
+@pytest.mark.parametrize("pixels", first(1, ["960x720", "512x512", "720x960", "896x768", "720x720", "1280x1280"]))
 def test_ours_is_the_hosts_at_real_sdxl_sizes(pixels: str) -> None:
     unet = diffusers_unet(**{**SDXL, **FEW_HEADS})
     width, height = (int(side) // 8 for side in pixels.split("x"))
@@ -58,7 +56,7 @@ def test_ours_is_the_hosts_at_real_sdxl_sizes(pixels: str) -> None:
     assert relative_error(our_output(unet, call), diffusers_output(unet, call)) < CLOSE
 
 
-@pytest.mark.parametrize("pixels", ["512x512", "960x720", "72x88"])
+@pytest.mark.parametrize("pixels", first(2, ["72x88", "512x512", "960x720"]))
 def test_ours_is_the_hosts_at_real_sd1_sizes(pixels: str) -> None:
     unet = diffusers_unet(**{**SD1, **FEW_HEADS})
     width, height = (int(side) // 8 for side in pixels.split("x"))

@@ -28,7 +28,7 @@ def webui(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if url:
         yield WebUI(url)
         return
-    host = HostProcess("--port", "0", "--data-dir", str(tmp_path_factory.mktemp("data")))
+    host = HostProcess("--port", "0", "--data-dir", str(tmp_path_factory.mktemp("data")), from_nothing=True)
     yield WebUI(host.url())
     host.stop()
     assert "Traceback" not in host.output, host.output

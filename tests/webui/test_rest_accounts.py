@@ -76,7 +76,7 @@ def test_login_on_the_page(browser: Any, guarded: tuple[str, bool]) -> None:
 
 def test_accounts_that_are_none() -> None:
     ended = run_to_end("--api-auth", "nobody")
-    assert ended.returncode == 2 and "user:password" in ended.stderr
+    assert ended.returncode == 2 and "user:password" in ended.output
 
 
 def test_data_folder_of_a_stranger_is_untouched(tmp_path: Path) -> None:

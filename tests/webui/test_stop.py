@@ -21,11 +21,17 @@ def ending(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostProcess]:
+def from_nothing() -> bool:
+    """Whether the host is started by its command line."""
+    return False
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, from_nothing: bool) -> Iterator[HostProcess]:
     """With a folder of its own for temporary files."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
-    host = HostProcess("--port", "0", "--data-dir", str(tmp_path / "data"))
+    host = HostProcess("--port", "0", "--data-dir", str(tmp_path / "data"), from_nothing=from_nothing)
     yield host
     host.process.kill()
 
@@ -77,6 +83,7 @@ def test_with_a_page_open_that_makes_an_image(browser: Any, host: HostProcess, t
     browser.driver.get("about:blank")
 
 
+@pytest.mark.parametrize("from_nothing", [True])
 def test_while_the_model_is_loaded(host: HostProcess, tmp_path: Path, ending: int) -> None:
     wait_until(lambda: any("Loading the model" in line for line in host.lines))
     end(host, ending, tmp_path)

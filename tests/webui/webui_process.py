@@ -11,7 +11,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+from webui_forks import ForkedHost, ForkingProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "lib_onediff.demo"]
@@ -24,17 +28,29 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-class HostProcess:
-    """A running host of the checkout at root; lines holds everything that it has printed."""
+@cache
+def forking_process() -> ForkingProcess:
+    return ForkingProcess(ROOT, environment())
 
-    def __init__(self, *arguments: str, root: Path = ROOT) -> None:
+
+class HostProcess:
+    """A running host of the checkout at root; lines holds everything that it has printed.
+
+    from_nothing: by the command line, as a user starts it. Otherwise it is a fork, where there is such a thing.
+    """
+
+    def __init__(self, *arguments: str, root: Path = ROOT, from_nothing: bool = False) -> None:
         self.lines: list[str] = []
         self._arrived: queue.Queue[str | None] = queue.Queue()
-        self.process = subprocess.Popen(
-            [*COMMAND, *arguments], cwd=root, env=environment(), text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        threading.Thread(target=self._read, daemon=True).start()
+        if from_nothing or root != ROOT or not hasattr(os, "fork"):
+            self.process: subprocess.Popen[str] | ForkedHost = subprocess.Popen(
+                [*COMMAND, *arguments], cwd=root, env=environment(), text=True, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+        else:
+            self.process = ForkedHost(forking_process(), list(arguments), environment())
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
 
     def _read(self) -> None:
         for line in self.process.stdout:
@@ -82,8 +98,17 @@ class HostProcess:
             return self.process.wait(30)
 
 
-def run_to_end(*arguments: str) -> subprocess.CompletedProcess[str]:
+@dataclass(frozen=True)
+class Ended:
+    """What a command line has left."""
+
+    returncode: int
+    output: str
+
+
+def run_to_end(*arguments: str, from_nothing: bool = False) -> Ended:
     """Run the host with arguments under which it must not start."""
-    return subprocess.run(
-        [*COMMAND, *arguments], cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=SECONDS_TO_START
-    )
+    host = HostProcess(*arguments, from_nothing=from_nothing)
+    returncode = host.process.wait(SECONDS_TO_START)
+    host.reader.join()
+    return Ended(returncode, host.output)

@@ -1,0 +1,47 @@
+"""Cases of a test with several parameters: all of their combinations on a GPU and at night, on a CPU a few of them.
+
+Without a GPU Triton's interpreter runs our kernels, a thousand times slower. There each value of each parameter is
+tested once, which is one case for each property; all combinations are the GPU's, and those of ONEDIFF_TEST_GRID=full.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+WHOLE = torch.cuda.is_available() or os.environ.get("ONEDIFF_TEST_GRID") == "full"
+
+
+def name_of(value: Any) -> str:
+    """The same in every process: a function's str has its address."""
+    return getattr(value, "__name__", str(value))
+
+
+def grid(**axes: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test by all combinations of these values, or by as many as have every value of each axis."""
+    return pytest.mark.parametrize(list(axes), cases(*axes.values()), ids=name_of)
+
+
+def cases(*axes: Sequence[Any], whole: bool = WHOLE) -> list[tuple[Any, ...]]:
+    if whole:
+        return list(product(*axes))
+    count = max(map(len, axes))
+    # Shifted at each start from the beginning, so that two axes of one length do not go in step.
+    return [
+        tuple(axis[(number + place * (number // len(axis))) % len(axis)] for place, axis in enumerate(axes))
+        for number in range(count)
+    ]
+
+
+def ends(candidates: Sequence[Any]) -> Sequence[Any]:
+    """All candidates, or on a CPU the least and the greatest: blocks of both sizes, and of both numbers of warps."""
+    return candidates if WHOLE else sorted({min(candidates), max(candidates)})
+
+
+def first(count: int, values: Sequence[Any]) -> Sequence[Any]:
+    """All values, or on a CPU the first ones: those that differ in what is tested."""
+    return values if WHOLE else values[:count]
