@@ -18,7 +18,8 @@ from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import State
 from lib_onediff.store.history import PINNED, History, Pins
 
-MOST_CALLS_FOR_A_ROW = 10000
+# Twice as many as it takes; for work that grows with the square of the rows it would be a thousand.
+MOST_CALLS_FOR_A_ROW = 330
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +115,6 @@ def test_five_hundred_ready_rows_are_little_work(unet: nn.Module) -> None:
         again.host._times.extend([2.0] * 32)
     rows = runtime.rows()
     assert len(rows) == 500 and all(row.bytes > 0 and row.state == "ready" for row in rows)
-    print(count_calls(runtime.rows) / 500)
     assert count_calls(runtime.rows) < MOST_CALLS_FOR_A_ROW * 500
 
 
