@@ -15,6 +15,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 
 from api_builders import SECONDS, STATUS, Api, command_line, remember, wait_until
+from count_calls import count_calls
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
@@ -24,7 +25,8 @@ from lib_onediff.shapes.key import ShapeKey
 from lib_onediff.shapes.table import State
 
 ROWS = [("512x512", "SD1"), ("768x512", "SD1"), ("512x512", "SDXL")]
-MOST_MILLISECONDS = 300
+# Twice as many as it takes; for work that grows with the square of the rows it would be a thousand.
+MOST_CALLS_FOR_A_SHAPE = 180
 
 
 @pytest.fixture
@@ -107,7 +109,7 @@ def test_queued_sizes_are_rows_too(api: Api) -> None:
 
 
 @pytest.mark.parametrize("use", [remember, "in this process"], ids=["remembered", "in use"])
-def test_five_hundred_rows_are_answered_in_time(api: Api, tmp_path: Path, use: Any) -> None:
+def test_five_hundred_rows_are_little_work(api: Api, tmp_path: Path, use: Any) -> None:
     resolutions = [(width, height) for width in range(512, 712, 8) for height in range(512, 672, 8)]
     if use is remember:
         remember(tmp_path, [(f"{width}x{height}", "SDXL") for width, height in resolutions], batches=(1, 2, 4))
@@ -117,14 +119,9 @@ def test_five_hundred_rows_are_answered_in_time(api: Api, tmp_path: Path, use: A
             entry.state, entry.uses, entry.needs = State.READY, 7, width * height
             entry.own.remember(10.0)
             entry.host.remember(20.0)
-    api.get("shapes")
-    times = []
-    for _ in range(5):
-        began = time.perf_counter()
-        answer = api.get("shapes")
-        times.append(1e3 * (time.perf_counter() - began))
+    answer = api.get("shapes")
     assert (len(answer["rows"]), len(answer["rows"][0]["shapes"])) == (500, 3)
-    assert min(times) < MOST_MILLISECONDS, times
+    assert count_calls(runtime.rows) < MOST_CALLS_FOR_A_SHAPE * 1500
 
 
 def a_key(width: int, height: int, batch: int) -> ShapeKey:

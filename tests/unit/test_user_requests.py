@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from builders import SMALL_XL, a_call, diffusers_unet, served
+from count_calls import count_calls
 from graph_builders import PretendedGraphs
 from torch import nn
 
@@ -16,6 +17,9 @@ from lib_onediff.ops.tuning_cache import Choices
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import State
 from lib_onediff.store.history import PINNED, History, Pins
+
+# Twice as many as it takes; for work that grows with the square of the rows it would be a thousand.
+MOST_CALLS_FOR_A_ROW = 330
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +101,7 @@ def test_purging_everything_leaves_pins(unet: nn.Module, store: Path) -> None:
     assert Pins(choices).all() == runtime.pins.all() != frozenset()
 
 
-def test_five_hundred_ready_rows_are_quick(unet: nn.Module) -> None:
+def test_five_hundred_ready_rows_are_little_work(unet: nn.Module) -> None:
     for _ in range(3):
         served(unet, a_call(unet))
     [entry] = runtime.table.entries()
@@ -109,15 +113,9 @@ def test_five_hundred_ready_rows_are_quick(unet: nn.Module) -> None:
         managed.keep(key, kept.conditioning, kept.runner)
         again.own._times.extend([1.0] * 32)
         again.host._times.extend([2.0] * 32)
-    seconds = []
-    for _ in range(5):
-        began = time.perf_counter()
-        rows = runtime.rows()
-        seconds.append(time.perf_counter() - began)
+    rows = runtime.rows()
     assert len(rows) == 500 and all(row.bytes > 0 and row.state == "ready" for row in rows)
-    # Other tests may be running.
-    assert min(seconds) < 0.1, f"{min(seconds) * 1e3:.0f} ms"
-    print(f"{min(seconds) * 1e3:.0f} ms")
+    assert count_calls(runtime.rows) < MOST_CALLS_FOR_A_ROW * 500
 
 
 def test_a_page_does_not_wait_for_a_call(unet: nn.Module) -> None:

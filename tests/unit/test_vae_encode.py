@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from builders import randomise, relative_error, without_initial_values
+from grid import grid
 from torch import Tensor, nn
 from vae_builders import (
     GROUPS,
@@ -219,8 +220,7 @@ def test_every_layer_is_described() -> None:
         assert sum(isinstance(leaf, Convolution) and leaf.stride == 2 for leaf in layout.leaves()) == 3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("part", ["encoder", "decoder"])
+@grid(part=["encoder", "decoder"], dtype=[torch.float32, torch.float16])
 def test_the_kernels_themselves_watched(part: str, dtype: torch.dtype) -> None:
     """What is watched is what a norm that follows has measured on the way: the very same tensor."""
     pytest.importorskip("triton", reason="needs Triton")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from builders import relative_error
+from grid import grid
 from vae_builders import (
     SD,
     a_latent,
@@ -121,14 +122,13 @@ def test_steps() -> None:
         assert decoder_candidates(runtime, settings, torch.device("cuda")) == Candidates((EAGER,), "Install it.")
 
 
-@pytest.mark.parametrize("size", [(2, 2), (3, 1)], ids=str)
-@pytest.mark.parametrize("make", [ldm_decoder, lambda: diffusers_vae(**SD).decoder], ids=["ldm", "diffusers"])
-def test_the_kernels_themselves(make: Any, size: tuple[int, int]) -> None:
+@grid(host=["ldm", "diffusers"], size=[(2, 2), (3, 1)])
+def test_the_kernels_themselves(host: str, size: tuple[int, int]) -> None:
     pytest.importorskip("triton", reason="needs Triton")
     from lib_onediff.ops.triton.operators import TritonOperators
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    decoder = make().to(device)
+    decoder = (ldm_decoder() if host == "ldm" else diffusers_vae(**SD).decoder).to(device)
     latent = a_latent(decoder, *size, batch=2)
     bound = BoundDecoder(decoder, None, HostTraits())
     bound.look()
