@@ -98,7 +98,8 @@ def read_history(connection: sqlite3.Connection, machine: str | None) -> list[Hi
 def row_from(values: tuple) -> HistoryRow:
     """A row of the table. Raises Damaged if a value cannot be ours."""
     row = HistoryRow(*values)
-    if not all(map(isinstance, values, TYPES)) or not (0 <= row.uses < LIMIT and 0 <= row.last_used < LIMIT):
+    typed = all(isinstance(value, kind) for value, kind in zip(values, TYPES, strict=True))
+    if not typed or not (0 <= row.uses < LIMIT and 0 <= row.last_used < LIMIT):
         raise Damaged("damaged")
     return row
 

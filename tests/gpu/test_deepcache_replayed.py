@@ -47,7 +47,7 @@ def with_kernels(pipe: Any) -> Any:
 
 def counted() -> tuple[int, int, int]:
     now = status()
-    return now["calls"]["graph"], now["deepcache"]["full"], now["deepcache"]["shallow"]
+    return now["calls"]["graph"], now["deepcache"]["full"], now["deepcache"]["cached"]
 
 
 def cached(pipe: Any, pictures: int = 1, **options: Any) -> torch.Tensor:
@@ -102,9 +102,9 @@ def test_both_halves_of_sdxl_are_ready_and_the_feature_is_counted() -> None:
     for time in times:
         unet(**{**given, "timestep": torch.tensor(time, device="cuda")}, return_dict=False)
     entries = {entry.key.part: entry for entry in runtime.table.entries()}
-    assert [entries[part].state for part in ("full", "shallow")] == [State.READY] * 2
+    assert [entries[part].state for part in ("full", "cached")] == [State.READY] * 2
     print({part: f"{entry.own.median_ms:.2f} ms" for part, entry in entries.items()})
     feature = runtime.managed_unet(unet).held_features()[0].tensor
     assert runtime.managed_unet(unet).cache_run.bytes() == feature.nbytes
     own = {key.part: kept.runner.own_bytes for key, kept in runtime.managed_unet(unet).kept()}
-    assert own["full"] - own["shallow"] == feature.nbytes
+    assert own["full"] - own["cached"] == feature.nbytes

@@ -48,8 +48,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         stood.append(SWITCHES[FP16_REDUCTION].read())
         return geglu(tokens, reader)
 
-    for module in ("accelerator", "blocks", "vae.serving"):
-        monkeypatch.setattr(f"lib_onediff.{module}.flags_for", as_on_a_gpu)
+    for module in ("accelerator", "block_route", "vae.fallback"):
+        monkeypatch.setattr(f"lib_onediff.runtime.{module}.flags_for", as_on_a_gpu)
     monkeypatch.setattr(torch_ops, "geglu", watched)
     return stood
 

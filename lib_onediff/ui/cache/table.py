@@ -23,7 +23,7 @@ STATES = {
     "warming": "is being made ready now",
 }
 WORDS = {
-    "Computed by": "the backend and, with DeepCache, the half of the UNet: full, or shallow between two full ones",
+    "Computed by": "the backend and, with DeepCache, the pass: full, or cached between two full ones",
     "pinned": "its graph stays when memory runs short",
     "Ratio": f"how many times as fast as the WebUI's own, once {ENOUGH} calls of each were timed, and below that "
              "between what the spread of the times puts it",
