@@ -1,14 +1,19 @@
 """Notice that parameters were moved, exchanged or edited, without keeping any alive."""
 from __future__ import annotations
 
+import contextlib
 import operator
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 UNCOUNTED = -1
+# torch's own check of its CUDA graphs: builds with CUDA have it, and it takes half the time of a loop here. Private, so
+# it may go or change: where it is missing or raises, the loop is asked.
+lie_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
 class Edits:
@@ -44,25 +49,31 @@ class Signature:
     def __init__(self, weights: list[nn.Parameter], biases: list[nn.Parameter]) -> None:
         self._references: list[Callable[[], Any]] = list(map(weakref.ref, [*weights, *biases]))
         self._addresses = list(map(Tensor.data_ptr, [*weights, *biases]))
-        self._weights = self._references[: len(weights)], self._addresses[: len(weights)]
+        self._indices = list(range(len(self._addresses)))
+        self._weights = self._references[: len(weights)], self._addresses[: len(weights)], self._indices[: len(weights)]
 
     def still_true(self) -> bool:
         """Whether these very parameters are alive and have not moved; see Edits.still_true."""
-        try:
-            return self._addresses == [reference().data_ptr() for reference in self._references]
-        except AttributeError:
-            return False
+        return lie_still(self._references, self._addresses, self._indices)
 
     def weights_lie_still(self) -> bool:
-        """As still_true, of the weights alone: half the time, a tenth of a millisecond for SDXL."""
-        references, addresses = self._weights
-        try:
-            return addresses == [reference().data_ptr() for reference in references]
-        except AttributeError:
-            return False
+        """As still_true, of the weights alone: two thirds of the time. SDXL has 1,050 of them, and 1,680 parameters."""
+        return lie_still(*self._weights)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Signature) and self._addresses == other._addresses
+
+
+def lie_still(references: list[Callable[[], Any]], addresses: list[int], indices: list[int]) -> bool:
+    """Whether the tensors are alive and lie at these addresses. indices: of all of them, 0 and on."""
+    tensors = [reference() for reference in references]
+    if lie_at is not None:
+        with contextlib.suppress(RuntimeError, TypeError):
+            return bool(lie_at(tensors, addresses, indices))
+    try:
+        return addresses == [tensor.data_ptr() for tensor in tensors]
+    except AttributeError:
+        return False
 
 
 def edit_count(parameter: Tensor) -> int:

@@ -22,7 +22,10 @@ TABLES = (
 )
 COLUMNS = tuple(field.name for field in dataclasses.fields(HistoryRow))
 ROW = ", ".join(COLUMNS)
-TYPES = (str, str, str, int, int, str, int, float, *[(float, type(None))] * 3)
+TEXT, WHOLE, NUMBER, PERHAPS = (str,), (int,), (float,), (float, type(None))
+TYPES: tuple[tuple[type, ...], ...] = (
+    TEXT, TEXT, TEXT, WHOLE, WHOLE, TEXT, WHOLE, NUMBER, PERHAPS, PERHAPS, PERHAPS,
+)
 WRITE_ROW = f"""
     INSERT INTO history (machine, {ROW}) VALUES (?{", ?" * len(COLUMNS)})
     ON CONFLICT (machine, architecture, model, resolution, batch, tokens, dtype) DO UPDATE SET
