@@ -255,7 +255,7 @@ class FallbackChain:
     def _conditioning(self, managed: ManagedUNet, entry: Entry, call: UNetCall) -> Conditioning | None:
         """What was computed of the call's prompt before. None where the host hands over new tensors at every call:
         whether they hold the same prompt could only be told by waiting for the GPU, so keys and values are computed in
-        the call, 1% of its time."""
+        the call: 0.5 % of a step of SDXL on an H200, less than what waiting takes from SD 1.5's."""
         by_content = managed.by_content or call.context.is_inference()
         if by_content and entry.key.backend != backends.ONEFLOW:
             return None
