@@ -14,6 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from .refusal import ModelProblem
@@ -81,19 +82,33 @@ def stay_offline_and_quiet(cache: str) -> None:
 def main(words: list[str] | None = None) -> int:
     """Run the host; the exit code is 1 after a sentence about what is wrong."""
     arguments = parse_arguments(words)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    stop = StopRequest()
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
     with tempfile.TemporaryDirectory(prefix="onediff-page-") as cache:
         stay_offline_and_quiet(cache)
         from .listening import NoPort, listen
 
         try:
             with listen(arguments.host, arguments.port) as listener:
-                return run(arguments, listener, lambda: end_in_time(cache))
+                return run(arguments, listener, lambda: end_in_time(cache), stop)
         except (NoPort, ModelProblem) as problem:
             print(problem, file=sys.stderr)
             return 1
         except KeyboardInterrupt:
             return 0
+
+
+class StopRequest:
+    """Handles the signals that ask us to end. Python drops an exception that is raised while an object is destroyed, so
+    the request is remembered too."""
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+        raise KeyboardInterrupt
 
 
 def end_in_time(cache: str) -> None:
@@ -108,7 +123,9 @@ def end_in_time(cache: str) -> None:
     timer.start()
 
 
-def run(arguments: argparse.Namespace, listener: socket.socket, on_stop: Callable[[], None]) -> int:
+def run(
+    arguments: argparse.Namespace, listener: socket.socket, on_stop: Callable[[], None], stop: StopRequest
+) -> int:
     """Load the model and serve until interrupted, when on_stop is called; raises ModelProblem."""
     missing = [name for name in NEEDED_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
@@ -127,6 +144,8 @@ def run(arguments: argparse.Namespace, listener: socket.socket, on_stop: Callabl
     fetch_nothing()
     read_no_other_formats()
     with modules_importable():
+        if stop.came:
+            raise KeyboardInterrupt
         serve(make_app(arguments, model, is_loopback(listener)), listener, on_stop)
     return 0
 
