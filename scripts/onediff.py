@@ -49,7 +49,7 @@ def follow_settings() -> None:
     if runtime.settings.enabled:
         webui.serve()
     else:
-        # First of all, so that whatever follows leaves nothing of ours behind.
+        # First, so that the hooks are out whatever else fails.
         for step in (webui.stop, warmup.stop):
             guard.attempt("switching OneDiff off", step)
     idle.follow(runtime.settings.enabled and runtime.settings.idle_prewarm)

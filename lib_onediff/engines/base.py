@@ -40,5 +40,5 @@ class Runner(Protocol):
 
 
 def run(binding: Binding, ops: Operators, call: UNetCall, conditioning: Conditioning | None) -> Tensor:
-    """The UNet's output; see compute.compute."""
+    """The UNet's output; see model.deepcache.forward.compute."""
     return compute(binding.layout, binding.weights(), ops, call, conditioning)

@@ -34,7 +34,7 @@ class CachedRunner(NamedTuple):
 class ManagedUNet:
     """The bound module, its own settings, and its graphs.
 
-    course: its DeepCache. sampling: what its own host says of the sampling that it is in, where that host says it.
+    cache_run: its DeepCache. sampling: what its own host says of the sampling that it is in, where that host says it.
     float8: the weights in float8, while they are used. no_room_for_float8: in this sampling.
     """
 

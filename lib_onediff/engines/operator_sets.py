@@ -130,7 +130,7 @@ class OperatorSets:
     def prepare(self, network: Network, waits_for_compile: bool) -> bool:
         """Whether the native kernels that a network needs are compiled; if not, they soon will be, in a thread.
 
-        patient: wait until they are. Raises RuntimeError with what the compiler said.
+        waits_for_compile: wait until they are. Raises RuntimeError with what the compiler said.
         """
         kind = network.kind
         if kind in self._compiled:

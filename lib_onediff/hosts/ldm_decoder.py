@@ -42,7 +42,7 @@ class DecoderPatches:
             )
             for kind in decoder_classes
         ]
-        self._habits, self._why_host, self._upcasts = host_traits, why_host, upcasts
+        self._host_traits, self._why_host, self._upcasts = host_traits, why_host, upcasts
 
     def serve(self) -> None:
         for patch in self.patches:
@@ -58,7 +58,7 @@ class DecoderPatches:
         """A sampling begins, whose picture will most likely be decoded by this one."""
         runtime.vae.begin_run()
         if any(isinstance(decoder, patch.owner) for patch in self.patches):
-            runtime.vae.adopt(decoder, host_traits=self._habits)
+            runtime.vae.adopt(decoder, host_traits=self._host_traits)
             replaced = own_method(decoder, "forward")
             if replaced is not None:
                 # It may decode without ours, and nobody would tell why. If it asks ours, that is told then.
@@ -72,7 +72,7 @@ class DecoderPatches:
         """Stands in for Decoder.forward(self, z, **kwargs)."""
         host = lambda: original(decoder, z, **kwargs)  # noqa: E731
         reason = self._why(original, decoder, kwargs)
-        runtime.vae.adopt(decoder, host_traits=self._habits)
+        runtime.vae.adopt(decoder, host_traits=self._host_traits)
         if reason is not None:
             return runtime.vae.decode_by_host(decoder, z, host, reason, upcast_attention=self._upcasts())
         return runtime.vae.decode(decoder, z, host, upcast_attention=self._upcasts())

@@ -199,7 +199,7 @@ class BoundUNet:
         if self._signature is None:
             return False
         if goes_on:
-            # What settles a layer may have given it another parameter.
+            # sync_lora may have given a layer another parameter.
             return self.host_traits.sync_lora is None or self._signature.still_true()
         self._edits = self._all_edits = None
         return self._signature == self.binding.signature()

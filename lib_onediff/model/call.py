@@ -39,7 +39,7 @@ class DeepFeature:
 
 @dataclass(frozen=True)
 class DeepCachePass:
-    """The full pass computes everything and writes the feature; the cached pass reads it. depth: see deepcache.py."""
+    """The full pass computes everything and writes the feature; the cached pass reads it. depth: see deepcache/."""
 
     depth: int
     is_cached_pass: bool
@@ -50,7 +50,7 @@ class DeepCachePass:
         return CACHED if self.is_cached_pass else FULL
 
     def apart(self) -> DeepCachePass:
-        """The same half, by which nothing is written that anybody reads."""
+        """The same pass, writing its feature to memory that no other pass reads."""
         return self if self.is_cached_pass else replace(self, feature=DeepFeature())
 
 

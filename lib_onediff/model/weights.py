@@ -2,7 +2,7 @@
 
 A binding keeps no tensor. The host's parameters own their storage (after fusing: a few share one storage), every call
 reads them anew, and a fused weight is reconstructed as a view over its members. So an in-place edit is seen at once,
-and nothing of ours keeps an unloaded model's memory alive.
+and an unloaded model's memory is freed at once.
 """
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class JobQueue:
     def add(self, wanted: Iterable[tuple[Size, int, tuple[Shape, ...]]], source: str, known: Known) -> list[Job]:
         """Queue (size, tokens, shapes) each; what waits already keeps its place. Returns the job of each.
 
-        known: what was measured of any shape; see estimates.known_times.
+        known: what was measured of any shape; see known_times.
         """
         with self._changed:
             self._known = known

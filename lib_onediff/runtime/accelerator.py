@@ -88,6 +88,7 @@ class Accelerator(Services):
         """Give a UNet back as it was: ordinary parameters with the same values, and no memory of ours."""
         with self._lock:
             managed = self._managed.pop(unet, None)
+            self._sessions.pop(unet, None)
             if managed is not None:
                 managed.drop_runners()
                 managed.bound.release()
@@ -177,10 +178,13 @@ class Accelerator(Services):
         """The answer to a call like an earlier one of its sampling: look up, copy the inputs, replay, clone. None where
         something has to be found out first."""
         session = self._sessions.get(unet)
-        if session is None or self.waits_for_compile or not session.holds(settings, call.latent.device):
+        if session is None or self.waits_for_compile:
+            return None
+        if not session.holds(settings, call.latent.device) or not managed.bound.goes_on(call, managed.by_content):
+            self._sessions.pop(unet, None)
             return None
         known = session.find(call)
-        if known is None or known.entry.state is not State.READY or not managed.bound.goes_on(call, managed.by_content):
+        if known is None or known.entry.state is not State.READY:
             return None
         runner, entry = managed.runner_in_sampling(known.key, call), known.entry
         if runner is None:
@@ -201,7 +205,7 @@ class Accelerator(Services):
         if served.route != GRAPH or looks_again or self.waits_for_compile:
             return
         session = self._sessions.get(unet)
-        if session is None or not session.holds(settings, device):
+        if session is None:
             session = self._sessions[unet] = Session(settings, device)
         session.note(call, served.entry, served.reason)
 
@@ -220,7 +224,7 @@ class Accelerator(Services):
                 call = replace(call, upcast_attention=upcast)
             flags = flags_for(settings, dtype, device, call.upcast_attention)
             with our_modes(device, flags):
-                plan = self._turn(managed, settings, call, flags)
+                plan = self._step_plan(managed, settings, call, flags)
                 served = self._fallback.serve(managed, candidates, call, self._notice, flags, plan)
                 self.call_stats.note_pass(served.entry.key.part, managed.cache_run.reason or managed.cache_run.failure)
             untried = not call.upcast_attention and upcasts_attention(settings, by_host, True)
@@ -233,9 +237,9 @@ class Accelerator(Services):
             log.warning("This model's attention overflows in %s: it is computed in float32 from now on.", dtype)
         return served
 
-    def _turn(self, managed: ManagedUNet, settings: Settings, call: UNetCall, flags: Flags) -> StepPlan | None:
+    def _step_plan(self, managed: ManagedUNet, settings: Settings, call: UNetCall, flags: Flags) -> StepPlan | None:
         """What DeepCache says of a call."""
-        # What is called to be made ready is no picture.
+        # A call that makes a shape ready belongs to no image.
         sampling = Sampling() if self.waits_for_compile else managed.sampling or self._sampling
         choice, bound = DeepCacheOptions.of(settings, sampling.second_pass), managed.bound
         if choice.interval <= 1:

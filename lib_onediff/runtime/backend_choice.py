@@ -32,39 +32,42 @@ class BackendChoice:
     def begin(
         self, managed: ManagedUNet, settings: Settings, call: UNetCall, waits_for_compile: bool
     ) -> backends.Candidates:
-        """The backends to try for a call, with the binding made true for it. patient: see FallbackChain.
+        """The backends to try for a call, with the binding made true for it. waits_for_compile: see Services.
 
         Raises Declined, and UnsupportedUNet. To be called in the host's modes: they decide what can be served.
         """
-        steps = self._steps(settings, call, waits_for_compile)
-        managed.bound.refresh(call, managed.by_content, self._wants_channels_last(managed, steps.backends[0], call))
+        candidates = self._candidates(settings, call, waits_for_compile)
+        channels_last = self._wants_channels_last(managed, candidates.backends[0], call)
+        managed.bound.refresh(call, managed.by_content, channels_last)
         refuse_inputs(managed.bound, call)
-        if settings.backend == backends.AUTO and steps.backends[0] == backends.INDUCTOR:
-            steps = self._when_compiled(managed, steps, call)
+        if settings.backend == backends.AUTO and candidates.backends[0] == backends.INDUCTOR:
+            candidates = self._when_compiled(managed, candidates, call)
         if settings.fp8:
-            return backends.with_float8(steps, lambda: self._why_not_float8(managed, call))
+            return backends.with_float8(candidates, lambda: self._why_not_float8(managed, call))
         self._graphs.drop_float8(managed)
-        return steps
+        return candidates
 
-    def _steps(self, settings: Settings, call: UNetCall, waits_for_compile: bool) -> backends.Candidates:
+    def _candidates(self, settings: Settings, call: UNetCall, waits_for_compile: bool) -> backends.Candidates:
         device, operators = call.latent.device, self._operators
-        steps = backends.candidates(settings.backend, device, operators.why_not_native, operators.inductor.why_not)
+        candidates = backends.candidates(settings.backend, device, operators.why_not_native, operators.inductor.why_not)
         if settings.backend == backends.AUTO and operators.inductor.why_not(device) is None:
-            return operators.auto.candidates(steps, call)
+            return operators.auto.candidates(candidates, call)
         if settings.backend != backends.ONEFLOW:
-            return steps
+            return candidates
         # They serve while OneFlow compiles. Our own kernels want their weights in another order.
         others = backends.candidates(backends.CUDAGRAPH, device, operators.why_not_native)
-        return self._oneflow.candidates(settings, others, steps, call, waits_for_compile)
+        return self._oneflow.candidates(settings, others, candidates, call, waits_for_compile)
 
-    def _when_compiled(self, managed: ManagedUNet, steps: backends.Candidates, call: UNetCall) -> backends.Candidates:
-        """The same steps, or those after Inductor until it has compiled: nobody has asked for it, and nobody waits."""
+    def _when_compiled(
+        self, managed: ManagedUNet, candidates: backends.Candidates, call: UNetCall
+    ) -> backends.Candidates:
+        """The same candidates, or those after Inductor until it has compiled: nobody has asked for it, nobody waits."""
         try:
             if self._operators.inductor.prepare(managed.bound, call.latent, waits_for_compile=False):
-                return steps
+                return candidates
         except CannotCompile as failure:
             self._operators.auto.fail(str(failure))
-        return backends.Candidates(steps.backends[1:], INDUCTOR_COMPILES)
+        return backends.Candidates(candidates.backends[1:], INDUCTOR_COMPILES)
 
     def _wants_channels_last(self, managed: ManagedUNet, backend: str, call: UNetCall) -> bool:
         if backend == backends.INDUCTOR:

@@ -56,7 +56,7 @@ class CallStats:
             self._told[route, reason] = now
 
     def note_pass(self, part: str, why_not_cached: str) -> None:
-        """The call computed this half of the UNet ("" for the whole without DeepCache)."""
+        """The call was this pass of DeepCache, "" without DeepCache."""
         self.why_not_cached = why_not_cached
         if part:
             self.passes[part] += 1

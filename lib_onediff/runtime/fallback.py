@@ -160,7 +160,7 @@ class FallbackChain:
             self._make_cached_pass_ready(managed, settings, served)
 
     def _make_cached_pass_ready(self, managed: ManagedUNet, settings: Settings, served: CallResult) -> None:
-        """The other half of what was made ready, which no call of its own will ask for."""
+        """The cached pass of what was made ready: no pre-warming call asks for it by itself."""
         call = replace(served.call, deepcache=served.plan.cached)
         entry = self._entry(managed, call, served.entry.key.backend, served.entry.key.precision)
         if entry.state is State.PROVED and not entry.no_graph:
@@ -273,17 +273,17 @@ class FallbackChain:
             return
         plan.note_full(managed.bound.weights_now())
         again = replace(call, deepcache=plan.cached)
-        shallow = self._entry(managed, again, entry.key.backend, entry.key.precision)
-        if shallow.state is State.COLD:
+        cached = self._entry(managed, again, entry.key.backend, entry.key.precision)
+        if cached.state is State.COLD:
             try:
-                judge_cached_pass(shallow, output, lambda: self._plainly(managed, shallow, again, conditioning))
+                judge_cached_pass(cached, output, lambda: self._plainly(managed, cached, again, conditioning))
             except torch.cuda.OutOfMemoryError:
                 raise
             except Disagreement as miss:
-                shallow.fail(blame(shallow.key.backend, str(miss)))
+                cached.fail(blame(cached.key.backend, str(miss)))
             except Exception as error:
-                shallow.fail(blame(shallow.key.backend, f"DeepCache's cached pass failed: {first_line(error)}"))
-                log.exception("%s (%s)", shallow.reason, shallow.key)
+                cached.fail(blame(cached.key.backend, f"DeepCache's cached pass failed: {first_line(error)}"))
+                log.exception("%s (%s)", cached.reason, cached.key)
 
     def _plainly(self, managed: ManagedUNet, entry: Entry, call: UNetCall, conditioning: Conditioning | None) -> Tensor:
         backend = entry.key.backend
@@ -291,7 +291,7 @@ class FallbackChain:
 
 
 def attempts(candidates: backends.Candidates, call: UNetCall, plan: StepPlan | None) -> Iterator[tuple[str, UNetCall]]:
-    """What to try for a call, the best first: backends and, of each, the half that DeepCache wants before the full."""
+    """What to try for a call, the best first: backends, and of each the pass that DeepCache wants before the full."""
     if plan is None:
         wanted = [call]
     else:

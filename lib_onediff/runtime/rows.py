@@ -48,7 +48,7 @@ class ShapeRow:
     or ON_DISK; reason says why it is not a better one. Times are medians in milliseconds. bytes is the GPU memory that
     comes back when this graph alone goes, needs what it takes of the memory that all graphs share; last_used is a
     time.time(), relative_error the distance from the host's own output, control whether a ControlNet or an adapter
-    adds to the call. part is DeepCache's half of the UNet, "" for the whole; backend who computes it, "" where that is
+    adds to the call. part is DeepCache's pass, "" for the whole UNet; backend who computes it, "" where that is
     not known. A decode of the VAE takes no tokens: 0. ratio is known when both sides were timed often enough;
     ratio_range, between what their spread puts it, while this process has timed them.
     """

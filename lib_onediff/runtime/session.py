@@ -25,10 +25,10 @@ class KnownCall(NamedTuple):
 class Session:
     """One sampling of one UNet, by the same settings, in the same autocast mode.
 
-    What changes within a sampling and ends it, or takes one call out of it: the settings (another generation inside
-    this one), the call's shape and ControlNet's residuals (the signature), autocast (here); the prompt, the weights'
-    places and the LoRA (BoundUNet.goes_on and holds); a purge or another budget (the runner is gone); DeepCache, FP8
-    and OneFlow, which look at every call (never noted).
+    It ends with other settings, as those of a generation inside this one, with another autocast mode (holds), and with
+    another sampling, prompt or LoRA, or weights that have moved (BoundUNet.goes_on). A call of another shape, or with
+    other ControlNet residuals, has another signature. A runner that was purged is not found. Calls that decide anew at
+    each step (DeepCache, FP8, OneFlow) are never noted.
     """
 
     def __init__(self, settings: Settings, device: torch.device) -> None:

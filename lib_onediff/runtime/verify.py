@@ -89,13 +89,13 @@ def time_host(entry: Entry, device: torch.device, host: Callable[[], object], of
             break
 
 
-def judge_cached_pass(entry: Entry, output: Tensor, shallow: Callable[[], Tensor]) -> None:
+def judge_cached_pass(entry: Entry, output: Tensor, cached: Callable[[], Tensor]) -> None:
     """Compare the cached pass with the full pass's output of the same call, whose deep feature is fresh: the two must
     be the same. Notes in the entry whether they are; an output that is not finite says nothing.
 
     Raises Disagreement if they differ by more than rounding.
     """
-    again = shallow()
+    again = cached()
     if not bool(torch.isfinite(output).all()):
         return
     entry.relative_error = relative_error(again, output)

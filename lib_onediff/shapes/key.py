@@ -20,7 +20,7 @@ class ShapeKey:
     """Everything that decides whether a captured or compiled forward serves a call. Weights are not part of it.
 
     backend: who computes it, so that what fails by one can be served by another. precision: the switches of torch
-    that change its numbers; see precision.flags_for. part, depth: which half of the UNet (DeepCache), "" for the whole.
+    that change its numbers; see precision.flags_for. part, depth: which pass of DeepCache, "" for the whole UNet.
     """
 
     architecture: str

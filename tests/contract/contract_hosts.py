@@ -200,11 +200,11 @@ class FamilyHost(Host):
                 "sigmas": torch.tensor([sigma]), **self.options_of_a_call(),
             }
             lists = control and {part: list(values) for part, values in control.items()}
-            passes = patcher.model.apply_model(
+            predictions = patcher.model.apply_model(
                 image.repeat(2, 1, 1, 1), torch.full((2,), sigma), c_crossattn=context.clone(), control=lists,
                 transformer_options=options,
             )
-            image = 0.5 * image + 0.5 * (passes[1:] + 3 * (passes[:1] - passes[1:]))
+            image = 0.5 * image + 0.5 * (predictions[1:] + 3 * (predictions[:1] - predictions[1:]))
         sampling.sampling_cleanup(patcher)
         return image
 
@@ -276,10 +276,10 @@ class A1111Host(Host):
     def sample(self, extension: Any, control: Any) -> Tensor:
         image, context = random(1, 4, 8, 8, seed=1), random(2, 77, CONTEXT_WIDTH, seed=2)
         for time in (900.25, 150.5):
-            passes = self.checkpoint.apply_model(
+            predictions = self.checkpoint.apply_model(
                 image.repeat(2, 1, 1, 1), torch.full((2,), time), {"c_crossattn": [context.clone()]}
             )
-            image = image - 0.1 * (passes[:1] + 3 * (passes[:1] - passes[1:]))
+            image = image - 0.1 * (predictions[:1] + 3 * (predictions[:1] - predictions[1:]))
         return image
 
     def set_lora(self, strength: float, online: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Neo's Torch Compile around the UNet while OneDiff serves it: nothing of ours is traced."""
+"""Neo's Torch Compile around the UNet while OneDiff serves it: OneDiff's code is not traced."""
 from __future__ import annotations
 
 from types import SimpleNamespace

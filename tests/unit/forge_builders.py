@@ -116,10 +116,10 @@ def sample(patcher: Any, size: tuple[int, int], batch: int = 1) -> Tensor:
     positive, negative = condition(), condition()
     sampling_prepare(patcher, image)
     for sigma in (9.0, 1.5):
-        passes = calc_cond_uncond_batch(
+        predictions = calc_cond_uncond_batch(
             patcher.model, positive, negative, image, torch.full((batch,), sigma), patcher.model_options
         )
-        image = 0.5 * image + 0.5 * (passes[0] + 3 * (passes[0] - passes[1]))
+        image = 0.5 * image + 0.5 * (predictions[0] + 3 * (predictions[0] - predictions[1]))
     sampling_cleanup(patcher)
     return image.clone()
 

@@ -76,13 +76,13 @@ def test_auto_keeps_to_the_hosts_type(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_whoever_chooses_float16_sees_no_black_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    deepcache, latent = scaled(3)
-    decoder, types = copy.deepcopy(deepcache).float(), count_decodes(monkeypatch)
+    in_half, latent = scaled(3)
+    decoder, types = copy.deepcopy(in_half).float(), count_decodes(monkeypatch)
     runtime.configure(chosen("fp16"))
     host = Host(decoder)
     for _ in range(2):
         picture = decode(host, latent.float())
-        assert (shown(picture) - shown(in_float32(deepcache, latent))).abs().max() <= STEP
+        assert (shown(picture) - shown(in_float32(in_half, latent))).abs().max() <= STEP
     assert types == [torch.float16, torch.float32, torch.float32] and host.calls == 0
 
 

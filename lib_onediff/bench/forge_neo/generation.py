@@ -127,8 +127,8 @@ def one_call(checkpoint: Checkpoint, hooks: Hooks, size: Size) -> Tensor:
     patcher = checkpoint.forge_objects.unet
     sampling_prepare(patcher, x)
     sigma = torch.full((1,), COMPARED_SIGMA, device=checkpoint.device)
-    passes = calc_cond_uncond_batch(patcher.model, *prompts, x, sigma, patcher.model_options)
-    output = torch.cat([(x - denoised) / COMPARED_SIGMA for denoised in passes]).float().cpu().clone()
+    predictions = calc_cond_uncond_batch(patcher.model, *prompts, x, sigma, patcher.model_options)
+    output = torch.cat([(x - denoised) / COMPARED_SIGMA for denoised in predictions]).float().cpu().clone()
     sampling_cleanup(patcher)
     hooks.after(p)
     return output

@@ -51,9 +51,9 @@ class GraphRecords:
     """Every graph that the UNets in our care have. Whoever asks holds the runtime's lock: a graph that somebody looks
     at keeps the memory of all."""
 
-    def __init__(self, table: ShapeTable, cares: WeakDictionary[nn.Module, ManagedUNet], pins: Pins) -> None:
+    def __init__(self, table: ShapeTable, managed: WeakDictionary[nn.Module, ManagedUNet], pins: Pins) -> None:
         self._table = table
-        self._cares = cares
+        self._managed = managed
         self._pins = pins
         self._graphs = CudaGraphs()
         self.card = Card()
@@ -84,7 +84,7 @@ class GraphRecords:
     def prompt_bytes(self, device: torch.device | None = None, architecture: str | None = None) -> int:
         """Bytes of what was computed of prompts alone: on a device, or on all; for an architecture, or for all."""
         return sum(
-            managed.bound.prompt_bytes(device) for managed in self._cares.values()
+            managed.bound.prompt_bytes(device) for managed in self._managed.values()
             if architecture in (None, managed.architecture)
         )
 
@@ -101,7 +101,7 @@ class GraphRecords:
 
     def keys(self) -> set[ShapeKey]:
         """The shapes that have a graph."""
-        return set().union(*(managed.ready_keys() for managed in self._cares.values()))
+        return set().union(*(managed.ready_keys() for managed in self._managed.values()))
 
     def pinned(self) -> set[ShapeKey]:
         """Those of them that the user has pinned."""
@@ -117,7 +117,7 @@ class GraphRecords:
         entries = self._table.by_key()
         return [
             GraphRecord(managed, entries[key], kept)
-            for managed in self._cares.values() for key, kept in managed.kept() if key in entries
+            for managed in self._managed.values() for key, kept in managed.kept() if key in entries
         ]
 
     def others(self, place: Place) -> list[set[ShapeKey]]:

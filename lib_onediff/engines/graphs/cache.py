@@ -28,14 +28,14 @@ PINNED_TAKE_IT = "pinned resolutions of another model hold the memory that all g
 
 
 class GraphCache(GraphRecords):
-    """Keeps each UNet's graphs with its Care, and the table's states true to them. Whoever makes or drops any holds the
-    runtime's lock."""
+    """Keeps each UNet's graphs with its ManagedUNet, and the table's states true to them. Whoever makes or drops any
+    holds the runtime's lock."""
 
     def __init__(
-        self, table: ShapeTable, cares: WeakDictionary[nn.Module, ManagedUNet], pins: Pins,
+        self, table: ShapeTable, managed: WeakDictionary[nn.Module, ManagedUNet], pins: Pins,
         operators_of: Callable[[str], Operators],
     ) -> None:
-        super().__init__(table, cares, pins)
+        super().__init__(table, managed, pins)
         self._operators_of = operators_of
         self._shared_noticed = 0
 
@@ -147,7 +147,7 @@ class GraphCache(GraphRecords):
             entry.needs, entry.no_graph = needed, too_large(needed, allowed)
 
     def capture_again(self, wanted: Collection[Wanted], allowed: int = 0) -> None:
-        """Capture what was dropped a moment ago; see recaptured.capture_again."""
+        """Capture what was dropped a moment ago; see recapture.capture_again."""
         capture_again(
             wanted, self._make, self._rehearse, lambda device: fits(self.held(device), allowed),
             self.card.empty_cache,
@@ -182,7 +182,7 @@ class GraphCache(GraphRecords):
         """Drop every graph and hand all unused memory back to the driver; the next call at a shape captures again.
         Returns the bytes that came back."""
         reserved = self.card.reserved()
-        for managed in self._cares.values():
+        for managed in self._managed.values():
             managed.cache_run.forget()
             self._drop_float8_weights(managed)
         self._drop_prompts()
@@ -202,17 +202,17 @@ class GraphCache(GraphRecords):
 
     def _drop_prompts(self) -> None:
         """Give back what was computed of prompts that no graph reads. The others' goes with their graphs."""
-        for managed in self._cares.values():
+        for managed in self._managed.values():
             managed.bound.drop_prompts()
 
     def float8_bytes(self) -> int:
         """GPU memory of all weights in float8, which lie beside the hosts' own."""
-        return sum(held.bytes for managed in self._cares.values() if (held := managed.float8) is not None)
+        return sum(held.bytes for managed in self._managed.values() if (held := managed.float8) is not None)
 
     def note_lost(self) -> None:
         """Graphs go with their UNet when a host unloads it, and are of no use when it was taken off the GPU: let the
         table say so, and give their memory back."""
-        for managed in self._cares.values():
+        for managed in self._managed.values():
             managed.let_go_if_moved()
         held = self.keys()
         for entry in self._table.entries():
@@ -226,7 +226,7 @@ class GraphCache(GraphRecords):
         for device in self.devices():
             # The last replay may not be over, and its memory is about to go.
             self.card.wait(device)
-        for managed in self._cares.values():
+        for managed in self._managed.values():
             managed.drop_runners(keys)
         for key, entry in self._table.by_key().items():
             if key in keys:

@@ -47,7 +47,7 @@ class OneFlowRefusal(Exception):
 
 @dataclass
 class OutsideMemory:
-    """backends.base.Memory. What OneFlow holds is not torch's, and nobody can ask how much it is."""
+    """engines.base.Memory. What OneFlow holds is not torch's, and nobody can ask how much it is."""
 
     device: torch.device
     bytes: int = 0
@@ -149,7 +149,7 @@ class OneFlowGraphs:
 
 @dataclass
 class OneFlowRunner:
-    """backends.base.Runner by a graph of OneFlow. given: what the graph takes, see tensors_of. running: held while
+    """engines.base.Runner by a graph of OneFlow. given: what the graph takes, see tensors_of. running: held while
     OneFlow runs or compiles anything."""
 
     graph: Any

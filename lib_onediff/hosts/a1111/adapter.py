@@ -78,10 +78,12 @@ class A1111:
             for module in self._unet_modules
         ]
         self._loop = HostLoop([module.TimestepEmbedSequential for module in self._unet_modules])
-        self._habits = HostTraits(TRUSTED, does_nothing_now, apply_wanted_networks, wanted_networks, by_content=True)
+        self._host_traits = HostTraits(
+            TRUSTED, does_nothing_now, apply_wanted_networks, wanted_networks, by_content=True
+        )
         modules = [importlib.import_module(name) for name in VAE_MODULES]
-        passes = [deepcache for module in modules for deepcache in (module.Decoder, module.Encoder)]
-        self._vae = DecoderPatches(passes, HostTraits(TRUSTED_IN_VAE), upcasts=upcasts_attention)
+        parts = [part for module in modules for part in (module.Decoder, module.Encoder)]
+        self._vae = DecoderPatches(parts, HostTraits(TRUSTED_IN_VAE), upcasts=upcasts_attention)
         self._calls_before: int | None = None
         self._unmet: str | None = None
 
@@ -114,7 +116,7 @@ class A1111:
             log.warning("%s.", self._unmet)
         unet = unet_of(sd_model)
         if unet is not None:
-            runtime.adopt(unet, host_traits=self._habits)
+            runtime.adopt(unet, host_traits=self._host_traits)
 
     def before_sampling(self, p: Any) -> None:
         self._calls_before = runtime.call_stats.total
@@ -122,7 +124,7 @@ class A1111:
         unet = unet_of(p.sd_model)
         if unet is None:
             return
-        runtime.adopt(unet, host_traits=self._habits)
+        runtime.adopt(unet, host_traits=self._host_traits)
         runtime.begin_sampling(unet, sampler_schedule.sampling_of(p))
         self._loop.watch(unet)
 
@@ -158,7 +160,7 @@ class A1111:
         unet = unet_of(model)
         if unet is None:
             raise CannotWarm(self.why_not_served() or "no checkpoint is loaded yet")
-        runtime.adopt(unet, host_traits=self._habits)
+        runtime.adopt(unet, host_traits=self._host_traits)
         try:
             layout = runtime.layout_of(unet)
         except UnsupportedUNet as reason:
@@ -215,7 +217,7 @@ class A1111:
         if reason is not None:
             runtime.note_host(reason, unet)
             return runtime.pressure.run_host(host)
-        runtime.adopt(unet, host_traits=self._habits)
+        runtime.adopt(unet, host_traits=self._host_traits)
         y = args[0] if args else kwargs.get("y")
         return runtime.run(unet, UNetCall(x, timesteps, context, y, upcast_attention=upcasts_attention()), host)
 

@@ -65,7 +65,9 @@ class Forge:
         self._vae = DecoderPatches(
             [vae.Decoder, vae.Encoder], HostTraits(), lambda decoder: checks.replaced_vae_helper(traits, decoder)
         )
-        self._habits = HostTraits(by_content=True, yardstick=lambda host: checks.with_exact_attention(traits, host))
+        self._host_traits = HostTraits(
+            by_content=True, yardstick=lambda host: checks.with_exact_attention(traits, host)
+        )
         self._names_read = checks.names_read_by(traits.module(traits.unet), traits.module(traits.attention))
         self._looks: weakref.WeakKeyDictionary[nn.Module, Look] = weakref.WeakKeyDictionary()
         self._calls = self._samplings = 0
@@ -107,7 +109,7 @@ class Forge:
             log.warning("%s.", self._unmet)
         unet = unet_of(sd_model, self.traits)
         if unet is not None and self._patch.active:
-            runtime.adopt(unet, host_traits=self._habits)
+            runtime.adopt(unet, host_traits=self._host_traits)
 
     # --- a generation ---------------------------------------------------------------------------------------------
 
@@ -128,7 +130,7 @@ class Forge:
         self._sampling = sampler_schedule.sampling_of(p)
         unet = unet_of(p.sd_model, self.traits)
         if unet is not None:
-            runtime.adopt(unet, host_traits=self._habits)
+            runtime.adopt(unet, host_traits=self._host_traits)
             self._announced = Announced(generation, is_second_pass, self._calls)
 
     def after_run(self, p: Any) -> None:
@@ -177,7 +179,7 @@ class Forge:
         if look is None or look.sampling != self._samplings:
             refusal = self._unmet or checks.why_not_unet(unet, self._patch.original)
             look = self._looks[unet] = Look(self._samplings, refusal)
-            runtime.adopt(unet, host_traits=self._habits)
+            runtime.adopt(unet, host_traits=self._host_traits)
             runtime.begin_sampling(unet, self._sampling)
         return look.refusal
 
@@ -216,7 +218,7 @@ class Forge:
         unet = unet_of(engine, self.traits)
         if unet is None:
             raise CannotWarm(self.why_not_served() or "no UNet is loaded")
-        runtime.adopt(unet, host_traits=self._habits)
+        runtime.adopt(unet, host_traits=self._host_traits)
         self._samplings += 1
         self._sampling = Sampling()
         calls = self._calls

@@ -57,7 +57,7 @@ class StepPlan:
 class CacheRun:
     """The DeepCache of one UNet: it lasts from sampling to sampling.
 
-    reason: why no call of the sampling in progress is shallow; failure: why some are not; each one line for the user.
+    reason: why no call of this sampling is a cached pass; failure: why some are not; each one line for the user.
     """
 
     def __init__(self) -> None:

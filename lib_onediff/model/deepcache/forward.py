@@ -1,4 +1,4 @@
-"""The forward pass cut in two (DeepCache, Ma et al. 2023): full emits the deep feature, shallow takes it.
+"""The forward pass cut in two (DeepCache, Ma et al. 2023): full_pass emits the deep feature, cached_pass takes it.
 
 depth counts the input stages, and as many output stages, that run at every step. At depth d the deep feature is the
 image that enters the d-th last output stage: all that the stages below have to say.
@@ -15,7 +15,7 @@ from ..weights import Weights
 
 
 def check_depth(layout: UNetLayout, depth: int) -> None:
-    """Raise ValueError unless both halves of the cut are non-empty."""
+    """Raise ValueError unless both passes compute something."""
     most = len(layout.input_stages) - 1
     if not 1 <= depth <= most:
         raise ValueError(f"DeepCache depth is 1 to {most} for this UNet, not {depth}.")
@@ -57,7 +57,7 @@ def compute(
 ) -> Tensor:
     """The UNet's output, (batch, out channels, height, width) in the latent's dtype: see forward.forward.
 
-    A full pass also writes the call's deep feature, a shallow one reads it. Raises ValueError for a depth that this
+    A full pass also writes the call's deep feature, a cached one reads it. Raises ValueError for a depth that this
     UNet does not have.
     """
     deepcache = call.deepcache

@@ -56,8 +56,8 @@ class RegionOperators(ABC):
         # Only for the first norm of a transformer is no bias deferred: a region of its own would not pay.
         deferred_bias = torch.zeros_like(affine.weight) if deferred_bias is None else deferred_bias
         inputs = tokens.flatten(0, -2), deferred_bias, affine.weight, bias_or_zeros(affine)
-        settled, normed = self._compute(LAYER_NORM, inputs, (norm.eps,))
-        return Stream(settled.view(tokens.shape)), normed.view(tokens.shape)
+        summed, normed = self._compute(LAYER_NORM, inputs, (norm.eps,))
+        return Stream(summed.view(tokens.shape)), normed.view(tokens.shape)
 
     def add_linear(self, stream: Stream, x: Tensor, affine: Affine) -> Stream:
         # A GEMM adds to its output for nothing; with a bias too it would need another pass.

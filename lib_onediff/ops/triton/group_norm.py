@@ -2,7 +2,7 @@
 first, SiLU after.
 
 A small image is done by one kernel, a program for each group. A large one takes three: means and squared deviations
-of strips of pixels (triton_strips), the joining of strips and channels to one scale and offset per channel (Chan,
+of strips of pixels (partial_statistics), the joining of strips and channels to one scale and offset per channel (Chan,
 Golub, LeVeque 1979), and their application. Deviations are summed around a value near the mean, so that a large mean
 costs no digits.
 

@@ -80,7 +80,7 @@ class TritonOperators:
         return torch_ops.linear(x, affine)
 
     def pointwise(self, image: Image, affine: Affine) -> Tensor:
-        first, second = passes(image)
+        first, second = halves(image)
         weight, channels = affine.weight.flatten(1), first.shape[1]
         if second is None:
             pixels = functional.linear(rows(first), weight, affine.bias)
@@ -101,7 +101,7 @@ class TritonOperators:
     def group_norm(
         self, image: Image, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None
     ) -> Tensor:
-        first, second = passes(image)
+        first, second = halves(image)
         return triton_group_norm.group_norm(
             first, second, affine.weight, bias_or_zeros(affine), norm.groups, norm.eps, silu, shift,
             (self._strips.get(first), None if second is None else self._strips.get(second)),
@@ -171,7 +171,7 @@ class TritonOperators:
         return self._launches.of(kernel, image_class(image.shape[2] * image.shape[3]), image.dtype)
 
 
-def passes(image: Image) -> tuple[Tensor, Tensor | None]:
+def halves(image: Image) -> tuple[Tensor, Tensor | None]:
     if isinstance(image, VirtualConcatenation):
         return channels_last(image.first), channels_last(image.second)
     return channels_last(image), None

@@ -71,8 +71,7 @@ def tune_kernels(
 
 
 def best_cut(trial: Trial, time_ms: TimeMs) -> LaunchConfig:
-    """The fastest of the kernel's cuts; the first, unless another is clearly faster. One that this GPU cannot run is
-    out."""
+    """The fastest of the kernel's configurations that this GPU can run; the first, unless another is clearly faster."""
     first, *others = trial.kernel.candidates
     best, best_ms = first, time_ms(partial(trial.run, first)) * WORTH_CHANGING
     for config in others:
@@ -81,7 +80,7 @@ def best_cut(trial: Trial, time_ms: TimeMs) -> LaunchConfig:
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:
-            log.debug("%s cannot be cut as %s: %s", trial.kernel.name, config, error, exc_info=True)
+            log.debug("%s cannot be launched as %s: %s", trial.kernel.name, config, error, exc_info=True)
             continue
         if ms < best_ms:
             best, best_ms = config, ms
@@ -96,7 +95,7 @@ def cross_attention(width: int, heads: int, random: Callable[..., Tensor]) -> tu
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, config: LaunchConfig) -> Tensor:
-    """By our kernel, or by torch's, as the cut says."""
+    """By our kernel, or by torch's, as the configuration says."""
     if config == LIBRARY:
         return functional.scaled_dot_product_attention(query, key, value)
     return triton_attention.attention(query, key, value, config)

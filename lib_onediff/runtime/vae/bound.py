@@ -14,7 +14,7 @@ from ...options.settings import Settings
 
 
 class BoundDecoder:
-    """Holds no reference to the decoder. settings override the runtime's; habits are the host's."""
+    """Holds no reference to the decoder. settings override the runtime's."""
 
     def __init__(self, decoder: nn.Module, settings: Settings | None, host_traits: HostTraits) -> None:
         self._decoder = weakref.ref(decoder)

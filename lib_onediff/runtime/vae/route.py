@@ -116,7 +116,7 @@ class DecoderRoute:
         return outcome
 
     def _settings(self, decoder: nn.Module) -> Settings:
-        """The settings that hold now. Raises NotServed where nothing of ours may run."""
+        """The settings that hold now. Raises NotServed where OneDiff may not run."""
         bound = self._decoders.get(decoder)
         if bound is None:
             raise NotServed("this VAE was not handed to OneDiff")

@@ -20,9 +20,9 @@ class AttnBlock(model.AttnBlock):
         return x + self.proj_out(self.optimized_attention(self.q(h), self.k(h), self.v(h)))
 
 
-def with_own_attention(deepcache: Any) -> None:
-    deepcache.mid.attn_1.__class__ = AttnBlock
-    deepcache.mid.attn_1.optimized_attention = pytorch_attention
+def with_own_attention(part: Any) -> None:
+    part.mid.attn_1.__class__ = AttnBlock
+    part.mid.attn_1.optimized_attention = pytorch_attention
 
 
 class Encoder(model.Encoder):

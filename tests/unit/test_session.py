@@ -1,0 +1,198 @@
+"""Later calls of a sampling replay what its first ones found out, and notice what has changed between two of them."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, relative_error
+from graph_builders import PretendedGraphs
+from torch import Tensor, nn
+
+import lib_onediff
+from lib_onediff import Settings
+from lib_onediff.engines import NATIVE
+from lib_onediff.model.call import UNetCall
+from lib_onediff.model.patches import HostTraits
+from lib_onediff.runtime.fallback import FallbackChain
+from lib_onediff.runtime.runtime import runtime
+
+CLOSE = 1e-5
+KEYS = "mid_block.attentions.0.transformer_blocks.0.attn2.to_k"
+
+
+@pytest.fixture
+def found_out(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> list[UNetCall]:
+    """The calls that did not go by a session."""
+    calls: list[UNetCall] = []
+    begin = FallbackChain.begin
+
+    def counting(self: FallbackChain, managed: Any, settings: Settings, call: UNetCall) -> Any:
+        calls.append(call)
+        return begin(self, managed, settings, call)
+
+    monkeypatch.setattr(FallbackChain, "begin", counting)
+    return calls
+
+
+def run(unet: nn.Module, call: UNetCall, step: int = 0) -> tuple[str, float]:
+    """The route of a call, and how far its output is from the host's own of the same."""
+    call = replace(call, latent=call.latent + 0.1 * step, timestep=call.timestep - step)
+    with torch.no_grad():
+        expected = diffusers_output(unet, call)
+        output = runtime.run(unet, call, lambda: expected)
+    return str(runtime.status()["route"]), relative_error(output, expected)
+
+
+def ready(unet: nn.Module, call: UNetCall, of: Callable[[UNetCall], UNetCall] = lambda call: call) -> None:
+    """Cold, then proved and captured, then replayed: the fourth call may go by the session."""
+    routes = [run(unet, of(call), step)[0] for step in range(3)]
+    assert routes == ["plain", "plain", "graph"], runtime.status()["reason"]
+
+
+def copied(call: UNetCall) -> UNetCall:
+    return replace(call, context=call.context.clone(), y=None if call.y is None else call.y.clone())
+
+
+@pytest.fixture
+def unet() -> Any:
+    return lib_onediff.compile_unet(diffusers_unet(**SMALL_XL), backend=NATIVE)
+
+
+def test_later_calls_are_looked_up(unet: Any, found_out: list[UNetCall]) -> None:
+    call = a_call(unet)
+    ready(unet, call)
+    for step in range(3, 7):
+        route, error = run(unet, call, step)
+        assert route == "graph" and error < CLOSE
+    assert len(found_out) == 3
+
+
+def test_so_are_those_of_a_host_that_hands_over_new_tensors(unet: Any, found_out: list[UNetCall]) -> None:
+    call = a_call(unet)
+    runtime.begin_sampling(unet)
+    ready(unet, call, copied)
+    # Another prompt within the sampling, as [a:b:0.5] makes it, is computed in the graph.
+    for step in range(3, 7):
+        other = replace(copied(call), context=call.context + step)
+        route, error = run(unet, other, step)
+        assert route == "graph" and error < CLOSE
+    assert len(found_out) == 3
+    runtime.begin_sampling(unet)
+    run(unet, copied(call))
+    assert len(found_out) == 4
+
+
+def move(unet: nn.Module, call: UNetCall) -> UNetCall:
+    weight = unet.get_submodule("conv_in").weight
+    weight.data = weight.detach().clone() * 1.5
+    return call
+
+
+def move_everything(unet: nn.Module, call: UNetCall) -> UNetCall:
+    for parameter in unet.parameters():
+        parameter.data = parameter.detach().clone()
+    return call
+
+
+def replace_parameter(unet: nn.Module, call: UNetCall) -> UNetCall:
+    layer = unet.get_submodule("conv_out")
+    layer.weight = nn.Parameter(layer.weight.detach() * 0.5, requires_grad=False)
+    return call
+
+
+def edit_keys(unet: nn.Module, call: UNetCall) -> UNetCall:
+    with torch.no_grad():
+        unet.get_submodule(KEYS).weight.mul_(2.0)
+    return call
+
+
+def edit_prompt(unet: nn.Module, call: UNetCall) -> UNetCall:
+    call.context.add_(1.0)
+    return call
+
+
+def another_prompt(unet: nn.Module, call: UNetCall) -> UNetCall:
+    return replace(call, context=call.context + 1.0)
+
+
+def another_size(unet: nn.Module, call: UNetCall) -> UNetCall:
+    return replace(call, latent=torch.randn(2, 4, 12, 16))
+
+
+def purge(unet: nn.Module, call: UNetCall) -> UNetCall:
+    runtime.purge()
+    return call
+
+
+def other_settings(unet: nn.Module, call: UNetCall) -> UNetCall:
+    lib_onediff.compile_unet(unet, backend=NATIVE, memory_budget=100)
+    return call
+
+
+CHANGES = [
+    move, move_everything, replace_parameter, edit_keys, edit_prompt, another_prompt, another_size, purge,
+    other_settings,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_changes_between_two_calls_is_found_out(
+    unet: Any, found_out: list[UNetCall], change: Callable[[nn.Module, UNetCall], UNetCall]
+) -> None:
+    call = a_call(unet)
+    ready(unet, call)
+    run(unet, call, 3)
+    assert len(found_out) == 3
+    changed = change(unet, call)
+    route, error = run(unet, changed, 4)
+    assert route in ("plain", "graph") and error < CLOSE and len(found_out) == 4
+
+
+def test_a_lora_of_another_strength_is_merged_before_the_replay(unet: Any, found_out: list[UNetCall]) -> None:
+    """As a scheduled LoRA on A1111: the host merges it lazily, and we ask for that."""
+    lora: dict[str, float] = {"wanted": 1.0, "merged": 1.0}
+
+    def merge(layers: Any) -> None:
+        with torch.no_grad():
+            unet.get_submodule("conv_in").weight.mul_(lora["wanted"] / lora["merged"])
+        lora["merged"] = lora["wanted"]
+
+    lib_onediff.uncompile_unet(unet)
+    traits = HostTraits(sync_lora=merge, wanted_lora=lambda: lora["wanted"], by_content=True)
+    runtime.adopt(unet, Settings(backend=NATIVE), traits)
+    call = a_call(unet)
+    runtime.begin_sampling(unet)
+    ready(unet, call, copied)
+    run(unet, copied(call), 3)
+    assert len(found_out) == 3
+    lora["wanted"] = 1.5
+    replayed = output_of(unet, copied(call))
+    assert lora["merged"] == 1.5 and relative_error(replayed, diffusers_output(unet, call)) < CLOSE
+    assert len(found_out) == 4
+
+
+def output_of(unet: nn.Module, call: UNetCall) -> Tensor:
+    with torch.no_grad():
+        return runtime.run(unet, call, lambda: pytest.fail("the host was asked"))
+
+
+def test_a_generation_inside_another_has_its_own_settings(unet: Any, found_out: list[UNetCall]) -> None:
+    call = a_call(unet)
+    ready(unet, call)
+    with runtime.settings_for_run(Settings(enabled=False), "off for this face"):
+        assert run(unet, call, 3)[0] == "host" and runtime.status()["reason"] == "off for this face"
+    with runtime.settings_for_run(Settings(backend=NATIVE, memory_budget=100)):
+        assert run(unet, call, 3)[1] < CLOSE
+    route, error = run(unet, call, 4)
+    assert route == "graph" and error < CLOSE
+
+
+def test_another_mode_of_autocast_ends_it(unet: Any, found_out: list[UNetCall]) -> None:
+    call = a_call(unet)
+    ready(unet, call)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert run(unet, call, 3)[0] == "host" and "autocast" in runtime.status()["reason"]
+    assert run(unet, call, 4)[1] < CLOSE
