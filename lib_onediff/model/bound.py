@@ -165,7 +165,7 @@ class BoundUNet:
         """Whether this call belongs to the sampling of the last one, over the same weights in the same places: what
         refresh found then still holds. 0.1 ms for SDXL.
 
-        Within a sampling, hosts move whole layers: a bias goes with its weight. What edits weights in place is seen by
+        Within a sampling, hosts move whole blocks: biases and norms go with the matrices beside them. What edits weights in place is seen by
         whoever reads them anew. A LoRA that is merged now is another wanted_lora; what makes a host's layers forget
         which one they hold, as loading a checkpoint does, comes between samplings.
         """
@@ -173,7 +173,7 @@ class BoundUNet:
             return False
         if self.host_traits.wanted_lora is not None and self.host_traits.wanted_lora() != self._lora:
             return False
-        return self._signature.weights_lie_still()
+        return self._signature.matrices_lie_still()
 
     def holds(self, conditioning: Conditioning, call: UNetCall) -> bool:
         """Whether this is the conditioning of the call's prompt, computed with the weights as they are now."""

@@ -132,13 +132,13 @@ class Binding:
 
         Raises UnsupportedUNet if a layer is gone.
         """
-        weights, biases = [], []
+        matrices, vectors = [], []
         for _, leaf in self._leaves:
             weight, bias = self._parameters(leaf)
-            weights.append(weight)
+            (matrices if weight.dim() > 1 else vectors).append(weight)
             if bias is not None:
-                biases.append(bias)
-        return Signature(weights, biases)
+                vectors.append(bias)
+        return Signature(matrices, vectors)
 
     def edits(self) -> Edits:
         """How the attention's and the label embedding's parameters stand now.
