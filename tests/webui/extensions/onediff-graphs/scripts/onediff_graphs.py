@@ -1,0 +1,120 @@
+"""Lets a WebUI on a CPU take the route of graphs: for tests/webui/test_sessions.py, or before any other test.
+
+Link this folder into the WebUI's extensions folder beside OneDiff. POST /onediff-graphs/v1 {"on": true} begins it,
+{"on": false} ends it. GET tells how many UNet calls looked for who serves them; later calls of a sampling do not.
+
+All is real but the recording. What a graph would replay is computed anew from the graph's own inputs and, as a graph
+would, from the memory where the weights lay when it was made: what moves them unnoticed shows in the image.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from fastapi import Body
+from modules import script_callbacks
+from torch import Tensor
+
+
+class SharedMemory:
+    """What the graphs of one network would share."""
+
+    bytes = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+
+def replaying_graphs() -> Any:
+    """What stands in for CudaGraphs."""
+    from lib_onediff.engines.graphs.capture import CudaGraphs
+    from lib_onediff.engines.graphs.inputs import bytes_of, copy_inputs
+    from lib_onediff.model.deepcache.forward import compute
+
+    class Replayed:
+        seconds = 0.0
+
+        def __init__(self, binding: Any, ops: Any, inputs: Any, conditioning: Any, memory: SharedMemory) -> None:
+            self.inputs, self.memory, self.own_bytes = inputs, memory, bytes_of(inputs)
+            self._layout, self._ops, self._conditioning = binding.layout, ops, conditioning
+            self._weights = {name: lying_still(layer) for name, layer in binding.weights().items()}
+
+        def run(self, call: Any) -> Tensor:
+            copy_inputs(call, self.inputs)
+            return compute(self._layout, self._weights, self._ops, self.inputs, self._conditioning)
+
+    class Graphs(CudaGraphs):
+        def prepare(
+            self, architecture: str, binding: Any, ops: Any, inputs: Any, conditioning: Any, needs: int = 0
+        ) -> Replayed:
+            place = (inputs.latent.device, architecture)
+            memory = self._pools.get(place)
+            if memory is None:
+                memory = self._pools[place] = SharedMemory(inputs.latent.device)
+                self._alive[memory] = None
+            return Replayed(binding, ops, inputs, conditioning, memory)
+
+        def rehearse(self, binding: Any, ops: Any, inputs: Any, conditioning: Any) -> None:
+            pass
+
+        def peak(self, device: torch.device, work: Any) -> tuple[Any, int]:
+            return work(), 0
+
+    return Graphs()
+
+
+def lying_still(layer: Any) -> Any:
+    """A layer's tensors in the memory where they are now, wherever its parameters go."""
+    return type(layer)(*(part.detach() if isinstance(part, Tensor) else part for part in layer))
+
+
+class Switch:
+    """Whether graphs are replayed, and what stood there before."""
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[Any, str, Any]] = []
+        self.found_out = 0
+
+    def turn(self, on: bool) -> None:
+        from lib_onediff import engines
+        from lib_onediff.runtime.fallback import FallbackChain
+        from lib_onediff.runtime.runtime import runtime
+
+        runtime.release_all()
+        while self._undo:
+            holder, name, before = self._undo.pop()
+            setattr(holder, name, before)
+        if not on:
+            return
+        begin, candidates = FallbackChain.begin, engines.Candidates((engines.CUDAGRAPH,), "")
+
+        def counting(chain: Any, *args: Any) -> Any:
+            self.found_out += 1
+            return begin(chain, *args)
+
+        self.put(FallbackChain, "begin", counting)
+        self.put(engines, "candidates", lambda *args: candidates)
+        self.put(runtime._graphs, "_graphs", replaying_graphs())
+
+    def put(self, holder: Any, name: str, value: Any) -> None:
+        self._undo.append((holder, name, getattr(holder, name)))
+        setattr(holder, name, value)
+
+    def told(self) -> dict[str, Any]:
+        return {"on": bool(self._undo), "found_out": self.found_out}
+
+
+def add_routes(demo: Any, app: Any) -> None:
+    switch = Switch()
+
+    @app.get("/onediff-graphs/v1")
+    def told() -> dict[str, Any]:
+        return switch.told()
+
+    @app.post("/onediff-graphs/v1")
+    def turn(on: bool = Body(..., embed=True)) -> dict[str, Any]:
+        switch.turn(on)
+        return switch.told()
+
+
+script_callbacks.on_app_started(add_routes)

@@ -1,0 +1,145 @@
+"""What changes within one sampling, where its later calls replay what the first ones found out.
+
+For A1111, the Forge family and reForge. On a CPU, tests/webui/extensions/onediff-graphs must be linked into the
+extensions folder of the WebUI at --webui; the cases of other extensions want onediff-neighbours as well.
+"""
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from test_exact_images import hires
+from test_exact_txt2img import WORDS_110
+from test_neighbours import ROUTE as NEIGHBOURS
+from test_neighbours import planned
+from webui_client import WebUI
+from webui_compare import Run, assert_different, assert_same, need, run_off, run_on
+from webui_models import Models
+
+ROUTE = "/onediff-graphs/v1"
+STEPS = 8
+FOX = "a red fox in the snow"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def graphs(webui: WebUI) -> Iterator[None]:
+    if not webui.has(ROUTE):
+        pytest.skip("link tests/webui/extensions/onediff-graphs into the WebUI's extensions folder")
+    assert webui.post(ROUTE, {"on": True}).json()["on"]
+    yield
+    webui.post(ROUTE, {"on": False})
+
+
+def neighbours(webui: WebUI) -> None:
+    if not webui.has(f"{NEIGHBOURS}/table"):
+        pytest.skip("link tests/webui/extensions/onediff-neighbours into the WebUI's extensions folder")
+
+
+def found_out(webui: WebUI) -> int:
+    return int(webui.get(ROUTE)["found_out"])
+
+
+def replayed_and_off(webui: WebUI, request: dict[str, Any], least_calls: int | None = None) -> Run:
+    """A request whose shapes are all ready: most of its calls go by a session, all by a graph, and the image is the
+    host's. A shape takes two calls to be made ready: the first is proved, the second is captured."""
+    request = {"steps": STEPS, **request}
+    for _ in range(2):
+        run_on(webui, request, least_calls)
+    before = found_out(webui)
+    on = run_on(webui, request, least_calls, routes=("graph",))
+    looked = found_out(webui) - before
+    assert 0 < looked <= on.calls["graph"] // 2, f"{looked} of {on.calls['graph']} calls looked for who serves them"
+    assert_same(on, run_off(webui, request, least_calls))
+    return on
+
+
+@pytest.mark.parametrize("prompt", [
+    FOX,
+    "[a fox:a castle at night:0.5]",
+    "[a fox:a castle at night:3]",
+    "[a fox|a castle at night]",
+    f"[a fox:{WORDS_110}:0.5]",
+    "a fox AND a castle at night",
+    "[a fox:a sea:0.5] AND [a castle|a tower]",
+], ids=["plain", "at half", "at step 3", "in turn", "longer at half", "AND", "AND of both"])
+def test_prompts_that_follow_the_steps(webui: WebUI, sd15: Models, prompt: str) -> None:
+    plain = replayed_and_off(webui, {"prompt": "a fox"})
+    changed = replayed_and_off(webui, {"prompt": prompt})
+    assert_different(plain, changed, "the prompt")
+
+
+def test_two_images_of_two_batches(webui: WebUI, sd15: Models) -> None:
+    replayed_and_off(webui, {"batch_size": 2, "n_iter": 2})
+
+
+def test_lora_in_turn(webui: WebUI, sd15: Models) -> None:
+    need(webui, "LoRA")
+    with_lora = {"prompt": f"{FOX} <lora:{sd15.need('lora-a')}:1>"}
+    plain = replayed_and_off(webui, {})
+    merged = replayed_and_off(webui, with_lora)
+    assert_different(plain, merged, "the LoRA")
+    assert_same(run_on(webui, {"steps": STEPS}), plain)
+
+
+def test_lora_whose_weight_follows_the_steps(webui: WebUI, sd15: Models) -> None:
+    neighbours(webui)
+    request = {"prompt": f"{FOX} <lora:{sd15.need('lora-a')}:1>"}
+    plain = replayed_and_off(webui, request)
+    scheduled = replayed_and_off(webui, {**request, **planned(weight_of_lora={"2": 0.5, "5": 0.0})})
+    assert_different(plain, scheduled, "the schedule")
+    assert_same(run_on(webui, {"steps": STEPS, **request}), plain)
+
+
+def test_weights_edited_within_a_sampling(webui: WebUI, sd15: Models) -> None:
+    neighbours(webui)
+    plain = replayed_and_off(webui, {})
+    edited = replayed_and_off(webui, planned(edit_at=3))
+    assert_different(plain, edited, "the edit")
+    assert_same(run_on(webui, {"steps": STEPS}), plain)
+
+
+def test_refiner(webui: WebUI, sd15: Models) -> None:
+    need(webui, "refiner")
+    request = {"refiner_checkpoint": sd15.need("sd15-b"), "refiner_switch_at": 0.5, "steps": STEPS}
+    plain = replayed_and_off(webui, {})
+    # The host loads a checkpoint twice in each generation: its weights lie elsewhere then.
+    on = run_on(webui, request)
+    assert_same(on, run_off(webui, request))
+    assert_different(plain, on, "the refiner")
+    assert_same(run_on(webui, {"steps": STEPS}), plain)
+
+
+def test_hires_pass_with_a_prompt_of_its_own(webui: WebUI, sd15: Models) -> None:
+    need(webui, "hires fix")
+    plain = replayed_and_off(webui, hires(webui, "Latent"), STEPS + 3)
+    other = replayed_and_off(webui, hires(webui, "Latent", hr_prompt="a castle at night"), STEPS + 3)
+    assert_different(plain, other, "the hires prompt")
+
+
+def test_generations_inside_another(webui: WebUI, sd15: Models) -> None:
+    neighbours(webui)
+    crops = [[64, 64], [64, 128], [128, 64]]
+    request = {"width": 128, "height": 128}
+    plain = replayed_and_off(webui, request)
+    replayed_and_off(webui, {**request, **planned(crops=crops)}, STEPS + len(crops))
+    assert_same(run_on(webui, {**request, "steps": STEPS}), plain)
+
+
+def test_interrupted_in_the_middle(webui: WebUI, sd15: Models) -> None:
+    """What the interrupted sampling left does not reach the next one."""
+    plain = replayed_and_off(webui, {})
+    for seed in (1, 2):
+        many = {"prompt": "a castle at night", "steps": 60, "seed": seed, "width": 128, "height": 128}
+        before = sum(webui.calls().values())
+        sampling = threading.Thread(target=webui.txt2img, kwargs=many)
+        sampling.start()
+        until = time.monotonic() + 120
+        while sum(webui.calls().values()) - before < 10 and time.monotonic() < until:
+            time.sleep(0.01)
+        webui.post("/sdapi/v1/interrupt")
+        sampling.join(300)
+        assert not sampling.is_alive() and sum(webui.calls().values()) - before < 60
+        assert_same(run_on(webui, {"steps": STEPS}, routes=("graph",)), plain)
