@@ -165,9 +165,9 @@ class BoundUNet:
         """Whether this call belongs to the sampling of the last one, over the same weights in the same places: what
         refresh found then still holds. 0.1 ms for SDXL.
 
-        Within a sampling, hosts move whole blocks: biases and norms go with the matrices beside them. What edits weights in place is seen by
-        whoever reads them anew. A LoRA that is merged now is another wanted_lora; what makes a host's layers forget
-        which one they hold, as loading a checkpoint does, comes between samplings.
+        Within a sampling, hosts move whole blocks: biases and norms go with the matrices beside them. What edits
+        weights in place is seen by whoever reads them anew. A LoRA that is merged now is another wanted_lora; what
+        makes a host's layers forget which one they hold, as loading a checkpoint does, comes between samplings.
         """
         if self._refusal is not None or self._signature is None or not self._is_same_sampling(call, by_content):
             return False
