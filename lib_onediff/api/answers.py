@@ -20,7 +20,9 @@ log = logging.getLogger("onediff")
 
 
 class BoundedRequest(Request):
-    """A request whose body is read up to LARGEST_BODY, because it is read before anyone has shown a password."""
+    """A request whose body is read up to so many bytes, because it is read before anyone has shown a password."""
+
+    largest_body = LARGEST_BODY
 
     async def body(self) -> bytes:
         """The whole body. Raises HTTPException 413."""
@@ -28,8 +30,8 @@ class BoundedRequest(Request):
             body = bytearray()
             async for chunk in self.stream():
                 body += chunk
-                if len(body) > LARGEST_BODY:
-                    raise HTTPException(413, f"The request body is larger than {LARGEST_BODY} bytes.")
+                if len(body) > self.largest_body:
+                    raise HTTPException(413, f"The request body is larger than {self.largest_body} bytes.")
             self._body = bytes(body)
         return self._body
 
@@ -40,12 +42,14 @@ class SentenceRoute(APIRoute):
     Their own handlers fail over values that are no JSON (NaN, half a surrogate pair) and drop headers.
     """
 
+    request_class = BoundedRequest
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def handle_with_sentences(request: Request) -> Response:
             try:
-                return await handle(BoundedRequest(request.scope, request.receive))
+                return await handle(self.request_class(request.scope, request.receive))
             except RequestValidationError as error:
                 return refusal(422, sentence_of(error))
             except StarletteHTTPException as error:

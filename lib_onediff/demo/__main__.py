@@ -17,8 +17,6 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from .refusal import ModelProblem
-
 NEEDED_PACKAGES = ("diffusers", "transformers", "gradio", "fastapi", "uvicorn", "PIL")
 SECONDS_TO_END = 2.0
 DEFAULT_DATA_DIR = Path(__file__).resolve().parents[2] / "outputs"
@@ -87,14 +85,15 @@ def main(words: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, stop)
     with tempfile.TemporaryDirectory(prefix="onediff-page-") as cache:
         stay_offline_and_quiet(cache)
-        from .listening import NoPort, listen
+        from .listening import listen
 
         try:
-            with listen(arguments.host, arguments.port) as listener:
+            listener = listen(arguments.host, arguments.port)
+            if isinstance(listener, str):
+                print(listener, file=sys.stderr)
+                return 1
+            with listener:
                 return run(arguments, listener, lambda: end_in_time(cache), stop)
-        except (NoPort, ModelProblem) as problem:
-            print(problem, file=sys.stderr)
-            return 1
         except KeyboardInterrupt:
             return 0
 
@@ -126,19 +125,24 @@ def end_in_time(cache: str) -> None:
 def run(
     arguments: argparse.Namespace, listener: socket.socket, on_stop: Callable[[], None], stop: StopRequest
 ) -> int:
-    """Load the model and serve until interrupted, when on_stop is called; raises ModelProblem."""
+    """Load the model and serve until interrupted, when on_stop is called; 1 after a sentence about what is wrong."""
     missing = [name for name in NEEDED_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         print(f"The standalone host needs packages that are not installed: {', '.join(missing)}.", file=sys.stderr)
         return 1
+    from .errors import ModelProblem
     from .models import load_model
 
     print("Loading the model ...", flush=True)
-    model = load_model(arguments.model)
+    try:
+        model = load_model(arguments.model)
+    except ModelProblem as problem:
+        print(problem, file=sys.stderr)
+        return 1
+    from .images import read_no_other_formats
     from .listening import is_loopback
+    from .modules import modules_importable
     from .offline import fetch_nothing
-    from .png_info import read_no_other_formats
-    from .registration import modules_importable
     from .server import make_app, serve
 
     fetch_nothing()

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .refusal import ModelProblem
+from .errors import ModelProblem
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -1,15 +1,15 @@
-"""Running a diffusers pipeline for a generation: noise, sampling, decoding, and images in and out."""
+"""Running a diffusers pipeline for a generation: noise, sampling and decoding."""
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from PIL import Image, ImageFilter, ImageOps
+from PIL import Image
 from torch import Tensor
 
 from .modules import shared
+from .modules.sd_samplers import make_scheduler
 from .prompts import Conditioning, is_sdxl
-from .samplers import make_scheduler
 
 
 def generators(seeds: list[int]) -> list[torch.Generator]:
@@ -75,7 +75,6 @@ def note_step(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) 
     """Tell the progress endpoint where the sampling is, and stop it when the user asked for that."""
     state = shared.state
     state.sampling_step, state.sampling_steps = step + 1, pipeline.num_timesteps
-    state.current_latent = tensors.get("latents")
     if state.interrupted or state.skipped:
         pipeline._interrupt = True
     return tensors
@@ -100,29 +99,3 @@ def picture(p: Any, pixels: Tensor) -> Image.Image:
     image = Image.fromarray((pixels * 255).round().to(torch.uint8).permute(1, 2, 0).numpy())
     mask = getattr(p, "mask", None)
     return image if mask is None else Image.composite(image, p.init_images[0], mask)
-
-
-def fit_image(image: Image.Image, width: int, height: int, resize_mode: int) -> Image.Image:
-    """An init image in the generation's size: 0 stretches it, 1 cuts off what does not fit."""
-    image = flatten(image)
-    if resize_mode == 1:
-        return ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
-    return image if image.size == (width, height) else image.resize((width, height), Image.Resampling.LANCZOS)
-
-
-def fit_mask(p: Any) -> Image.Image:
-    """The mask in the generation's size, blurred as asked; white is repainted."""
-    mask = p.mask.convert("L")
-    mask = fit_image(mask, p.width, p.height, p.resize_mode).convert("L")
-    if p.inpainting_mask_invert:
-        mask = ImageOps.invert(mask)
-    return mask.filter(ImageFilter.GaussianBlur(p.mask_blur)) if p.mask_blur else mask
-
-
-def flatten(image: Image.Image) -> Image.Image:
-    """An RGB image; transparent parts become white."""
-    if image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info:
-        return image.convert("RGB")
-    opaque = Image.new("RGBA", image.size, "white")
-    opaque.alpha_composite(image.convert("RGBA"))
-    return opaque.convert("RGB")

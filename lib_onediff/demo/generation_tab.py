@@ -6,8 +6,8 @@ from typing import Any
 
 import gradio as gr
 
-from . import limits, samplers
-from .modules import processing, shared
+from . import limits
+from .modules import processing, sd_samplers, shared
 from .modules.infotext_utils import connect_paste
 from .page_job import run_on_page
 
@@ -29,7 +29,6 @@ def build_generation_tab(runner: Any, tab: str) -> None:
         runner.after_component(component, elem_id=component.elem_id, label=getattr(component, "label", None))
         return component
 
-    runner.prepare_ui()
     with gr.Row(elem_id=f"{tab}_toprow", elem_classes="toprow"):
         inputs = build_prompts(tab, placed)
         with gr.Column(scale=1, min_width=160, elem_classes="actions"):
@@ -101,14 +100,14 @@ def build_image_inputs(placed: Callable[[Any], Any]) -> Inputs:
 
 
 def build_parameters(tab: str, placed: Callable[[Any], Any]) -> Inputs:
-    names = [sampler.name for sampler in samplers.available()]
+    names = sd_samplers.visible_sampler_names()
     side = {
         "minimum": limits.SMALLEST_SIDE, "maximum": limits.LARGEST_SIDE, "step": limits.SIZE_STEP,
         "value": min(shared.sd_model.side, limits.LARGEST_SIDE),
     }
     with gr.Row():
         sampler = gr.Dropdown(names, value=names[0], label="Sampling method", elem_id=f"{tab}_sampling", min_width=180)
-        schedule = gr.Dropdown(list(samplers.SCHEDULES), value=samplers.AUTOMATIC, label="Schedule type",
+        schedule = gr.Dropdown(list(sd_samplers.SCHEDULES), value=sd_samplers.AUTOMATIC, label="Schedule type",
                                elem_id=f"{tab}_scheduler", min_width=180)
     steps = gr.Slider(1, limits.MOST_STEPS, value=20, step=1, label="Sampling steps", elem_id=f"{tab}_steps")
     with gr.Row():

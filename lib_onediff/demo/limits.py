@@ -4,8 +4,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from . import samplers
-from .refusal import Refusal, check_text
+from .errors import Refusal
+from .modules import sd_samplers
 
 SIZE_STEP = 8
 SMALLEST_SIDE, LARGEST_SIDE = 64, 2048
@@ -29,7 +29,7 @@ def check(p: Any) -> None:
     check_range("seed", p.seed, -1, LARGEST_SEED)
     check_prompt("prompt", p.prompt)
     check_prompt("negative_prompt", p.negative_prompt)
-    sampler, schedule = samplers.find(p.sampler_name, p.scheduler)
+    sampler, schedule = sd_samplers.find(p.sampler_name, p.scheduler)
     p.sampler_name, p.scheduler = sampler.name, schedule
     if hasattr(p, "init_images"):
         check_image_inputs(p)
@@ -55,7 +55,11 @@ def check_prompt(name: str, text: str) -> None:
     """As many characters as are encoded in seconds: tokenizers take longer the longer a word is."""
     if len(text) > LONGEST_PROMPT:
         raise Refusal(f"{name} has {len(text)} characters; it must have {LONGEST_PROMPT} at most.")
-    check_text(name, text)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        # JSON can express half of a surrogate pair, which no file and no answer can hold.
+        raise Refusal(f"{name} holds half of a character (a lone surrogate).") from None
 
 
 def check_image_inputs(p: Any) -> None:

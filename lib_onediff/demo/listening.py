@@ -8,41 +8,24 @@ import socket
 FIRST_PORT, PORTS_TO_TRY = 7860, 100
 
 
-class NoPort(Exception):
-    """The host cannot listen where it should; the message is a sentence for the user."""
-
-
-def listen(host: str, port: int | None) -> socket.socket:
-    """A listening socket on host and port; without a port on the first free one from FIRST_PORT."""
-    family, address = resolve(host)
-    if port is not None:
-        if not 0 <= port <= 65535:
-            raise NoPort(f"There is no port {port}: ports go up to 65535.")
-        try:
-            return bound_socket(family, address, port)
-        except OSError as error:
-            raise NoPort(
-                f"Port {port} on {host} cannot be used ({reason(error)}); choose another with --port."
-            ) from error
-    failure: OSError | None = None
-    for candidate in range(FIRST_PORT, FIRST_PORT + PORTS_TO_TRY):
-        try:
-            return bound_socket(family, address, candidate)
-        except OSError as error:
-            failure = error
-    raise NoPort(
-        f"None of the ports {FIRST_PORT} to {FIRST_PORT + PORTS_TO_TRY - 1} on {host} can be used ({reason(failure)}); "
-        "choose another with --port."
-    )
-
-
-def resolve(host: str) -> tuple[socket.AddressFamily, str]:
-    """The address family and address of a host name."""
+def listen(host: str, port: int | None) -> socket.socket | str:
+    """A listening socket on host and port; without a port on the first free one from FIRST_PORT. Where there is none,
+    a sentence for the user."""
+    if port is not None and not 0 <= port <= 65535:
+        return f"There is no port {port}: ports go up to 65535."
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise NoPort(f"There is no address for the host name {host!r} ({reason(error)}).") from error
-    return found[0], str(found[4][0])
+        return f"There is no address for the host name {host!r} ({reason(error)})."
+    failure = ""
+    for candidate in range(FIRST_PORT, FIRST_PORT + PORTS_TO_TRY) if port is None else [port]:
+        try:
+            return bound_socket(found[0], str(found[4][0]), candidate)
+        except OSError as error:
+            failure = reason(error)
+    ports = f"None of the ports {FIRST_PORT} to {FIRST_PORT + PORTS_TO_TRY - 1}"
+    tried, cannot = (ports, "can") if port is None else (f"Port {port}", "cannot")
+    return f"{tried} on {host} {cannot} be used ({failure}); choose another with --port."
 
 
 def bound_socket(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
@@ -60,8 +43,8 @@ def bound_socket(family: socket.AddressFamily, address: str, port: int) -> socke
     return listener
 
 
-def reason(error: OSError | None) -> str:
-    return (error.strerror or str(error)).lower() if error else "unknown"
+def reason(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()
 
 
 def url_of(listener: socket.socket) -> str:

@@ -1,13 +1,13 @@
 """The model that the host has loaded, as scripts see it in shared.sd_model."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
+from .errors import Refusal
 from .prompts import is_sdxl
-from .refusal import Refusal
 
 LATENT_CHANNELS = 4
 
@@ -18,11 +18,7 @@ class LoadedModel:
 
     pipeline: Any
     name: str
-
-    @property
-    def pipe(self) -> Any:
-        """The diffusers pipeline that was loaded."""
-        return self.pipeline
+    _pipelines: dict[str, Any] = field(default_factory=dict, init=False)
 
     @property
     def unet(self) -> Any:
@@ -68,32 +64,21 @@ class LoadedModel:
             raise Refusal(f"{self.name} is an inpainting model: it needs img2img with a mask.")
         if self.is_refiner:
             raise Refusal(f"{self.name} is a refiner: it needs img2img.")
-        return self._text_to_image
+        return self._pipeline_for("Text2Image")
 
     def image_to_image(self) -> Any:
         """A pipeline for img2img without a mask; Refusal for models that need one."""
         if self.takes_mask:
             raise Refusal(f"{self.name} is an inpainting model: it needs a mask.")
-        return self._image_to_image
+        return self._pipeline_for("Image2Image")
 
     def inpaint(self) -> Any:
         """A pipeline for img2img with a mask."""
-        return self._inpaint
+        return self._pipeline_for("Inpainting")
 
-    @cached_property
-    def _text_to_image(self) -> Any:
-        from diffusers import AutoPipelineForText2Image
+    def _pipeline_for(self, task: str) -> Any:
+        import diffusers
 
-        return AutoPipelineForText2Image.from_pipe(self.pipeline)
-
-    @cached_property
-    def _image_to_image(self) -> Any:
-        from diffusers import AutoPipelineForImage2Image
-
-        return AutoPipelineForImage2Image.from_pipe(self.pipeline)
-
-    @cached_property
-    def _inpaint(self) -> Any:
-        from diffusers import AutoPipelineForInpainting
-
-        return AutoPipelineForInpainting.from_pipe(self.pipeline)
+        if task not in self._pipelines:
+            self._pipelines[task] = getattr(diffusers, f"AutoPipelineFor{task}").from_pipe(self.pipeline)
+        return self._pipelines[task]

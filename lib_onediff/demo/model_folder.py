@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..api.answers import readable
-from .refusal import ModelProblem
+from .errors import ModelProblem
 
 INDEX = "model_index.json"
 UNET_PIPELINES = ("StableDiffusion", "StableDiffusionXL", "LatentConsistencyModel")

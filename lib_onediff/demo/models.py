@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from .errors import ModelProblem
 from .loaded_model import LoadedModel
 from .model_folder import LEFT_OUT, read_index, variant_of
 from .modules import devices
-from .refusal import ModelProblem
 from .single_file import load_checkpoint, safetensors_shapes
 from .tiny_model import tiny_sd15_pipeline
 

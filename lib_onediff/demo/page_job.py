@@ -10,9 +10,9 @@ from typing import Any
 import gradio as gr
 
 from . import rest
+from .errors import Refusal
 from .jobs import make_pictures
-from .modules.processed import Processed
-from .refusal import Refusal
+from .modules.processing import Processed
 
 SECONDS_BETWEEN_LOOKS = 0.2
 UNCHANGED = gr.update()
@@ -40,8 +40,8 @@ def run_on_page(kind: type, names: list[str], runner: Any) -> Callable[..., Iter
             processed = work.result()
         except Refusal as refusal:
             # gradio shows it as markup.
-            gr.Warning(html.escape(str(refusal)))
-            yield "", UNCHANGED, f"<p class='error'>{html.escape(str(refusal))}</p>", UNCHANGED
+            gr.Warning(html.escape(refusal.detail))
+            yield "", UNCHANGED, f"<p class='error'>{html.escape(refusal.detail)}</p>", UNCHANGED
             return
         yield "", processed.images, infotext_html(processed, time.perf_counter() - started), processed.js()
 

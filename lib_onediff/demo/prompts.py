@@ -11,10 +11,6 @@ from torch import Tensor
 CHUNK = 75
 
 
-class Interrupted(Exception):
-    """The user has interrupted the generation before its sampling began."""
-
-
 @dataclass(frozen=True)
 class Conditioning:
     """An encoded batch of prompts: context (batch, 77 * chunks, width); pooled (batch, width), or None for SD1/SD2."""
@@ -25,10 +21,10 @@ class Conditioning:
 
 def encode(
     pipeline: Any, prompts: list[str], negative_prompts: list[str], interrupted: Callable[[], bool] = lambda: False
-) -> tuple[Conditioning, Conditioning]:
+) -> tuple[Conditioning, Conditioning] | None:
     """Encode prompts and negative prompts (one of each per picture) to the same number of tokens.
 
-    interrupted: asked between the chunks of long prompts. Raises Interrupted where it says so.
+    interrupted: asked between the chunks of long prompts; where it says so, there is no result.
     """
     encoders = text_encoders(pipeline)
     texts = [*prompts, *negative_prompts]
@@ -36,7 +32,10 @@ def encode(
     chunks = max(1, *(-(-len(row) // CHUNK) for rows in tokens for row in rows))
     contexts, pooled = [], None
     for (tokenizer, encoder), rows in zip(encoders, tokens, strict=True):
-        context, pooled = encode_tokens(tokenizer, encoder, rows, chunks, is_sdxl(pipeline), interrupted)
+        encoded = encode_tokens(tokenizer, encoder, rows, chunks, is_sdxl(pipeline), interrupted)
+        if encoded is None:
+            return None
+        context, pooled = encoded
         contexts.append(context)
     context = torch.cat(contexts, dim=-1).to(pipeline.unet.dtype)
     if pooled is not None:
@@ -73,15 +72,15 @@ def tokens_of(tokenizer: Any, texts: list[str]) -> list[list[int]]:
 def encode_tokens(
     tokenizer: Any, encoder: Any, texts: list[list[int]], chunks: int, penultimate: bool,
     interrupted: Callable[[], bool],
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None] | None:
     """(context, pooled) of one text encoder; pooled is that of the first chunk, None if the encoder has none.
 
-    texts: the tokens of each.
+    texts: the tokens of each. None in place of both once interrupted.
     """
     parts, pooled = [], None
     for chunk in range(chunks):
         if interrupted():
-            raise Interrupted
+            return None
         rows = [chunk_row(tokenizer, tokens[chunk * CHUNK : (chunk + 1) * CHUNK]) for tokens in texts]
         output = encoder(torch.tensor(rows, device=encoder.device), output_hidden_states=penultimate)
         parts.append(output.hidden_states[-2] if penultimate else output.last_hidden_state)

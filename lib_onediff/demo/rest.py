@@ -2,61 +2,47 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
 
-from ..api import answers
+from ..api.answers import BoundedRequest, SentenceRoute, json_answer
 from ..api.routes import PROBLEMS, described
-from . import samplers
-from .clients import Client, WaitingRoom
-from .jobs import make_pictures
-from .modules import processing, scripts, shared
-from .png_info import to_base64
-from .refusal import Refusal
+from .errors import Refusal
+from .gate import LARGEST_BODY
+from .images import to_base64
+from .jobs import Client, WaitingRoom, make_pictures
+from .modules import processing, scripts, sd_samplers, shared
 from .rest_models import GenerationRequest, GenerationResponse, Img2ImgRequest, Txt2ImgRequest
 
 
-class SentenceRoute(APIRoute):
-    """A route whose refusals and validation errors become one sentence each."""
+class ImagesRequest(BoundedRequest):
+    """A request that may hold images."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
+    largest_body = LARGEST_BODY
 
-        async def handle_with_sentences(request: Request) -> Response:
-            try:
-                return await handle(request)
-            except Refusal as refusal:
-                return answers.refusal(refusal.status, str(refusal))
-            except RequestValidationError as error:
-                return answers.refusal(422, answers.sentence_of(error))
 
-        return handle_with_sentences
+class ImagesRoute(SentenceRoute):
+    request_class = ImagesRequest
 
 
 def make_router() -> APIRouter:
     """The routes; scripts must have their user interface built before the first request."""
-    router = APIRouter(route_class=SentenceRoute, responses=described(PROBLEMS))
+    router = APIRouter(route_class=ImagesRoute, responses=described(PROBLEMS))
     generations = Generations()
-    router.add_api_route("/internal/ping", lambda: {}, methods=["GET"])
-    router.add_api_route(
-        "/sdapi/v1/txt2img", generations.txt2img, methods=["POST"], response_model=GenerationResponse
-    )
-    router.add_api_route(
-        "/sdapi/v1/img2img", generations.img2img, methods=["POST"], response_model=GenerationResponse
-    )
-    router.add_api_route("/sdapi/v1/options", get_options, methods=["GET"])
-    router.add_api_route("/sdapi/v1/options", set_options, methods=["POST"])
-    router.add_api_route("/sdapi/v1/progress", progress, methods=["GET"])
-    router.add_api_route("/sdapi/v1/interrupt", interrupt, methods=["POST"])
-    router.add_api_route("/sdapi/v1/samplers", list_samplers, methods=["GET"])
-    router.add_api_route("/sdapi/v1/schedulers", list_schedulers, methods=["GET"])
-    router.add_api_route("/sdapi/v1/sd-models", list_models, methods=["GET"])
-    router.add_api_route("/sdapi/v1/scripts", list_scripts, methods=["GET"])
-    router.add_api_route("/sdapi/v1/script-info", list_script_info, methods=["GET"])
+    add = router.add_api_route
+    add("/internal/ping", lambda: {}, methods=["GET"])
+    add("/sdapi/v1/txt2img", generations.txt2img, methods=["POST"], response_model=GenerationResponse)
+    add("/sdapi/v1/img2img", generations.img2img, methods=["POST"], response_model=GenerationResponse)
+    add("/sdapi/v1/options", get_options, methods=["GET"])
+    add("/sdapi/v1/options", set_options, methods=["POST"])
+    add("/sdapi/v1/progress", progress, methods=["GET"])
+    add("/sdapi/v1/interrupt", interrupt, methods=["POST"])
+    add("/sdapi/v1/samplers", list_samplers, methods=["GET"])
+    add("/sdapi/v1/schedulers", list_schedulers, methods=["GET"])
+    add("/sdapi/v1/sd-models", list_models, methods=["GET"])
+    add("/sdapi/v1/scripts", list_scripts, methods=["GET"])
+    add("/sdapi/v1/script-info", list_script_info, methods=["GET"])
     return router
 
 
@@ -90,7 +76,7 @@ def generate(p: Any, body: GenerationRequest, runner: Any, client: Client, **hid
     arguments = script_arguments(body.alwayson_scripts or {}, runner)
     processed = make_pictures(p, runner, arguments, is_api=True, served=client.served())
     images = [to_base64(image) for image in processed.images] if body.send_images else []
-    return answers.json_answer({"images": images, "parameters": {**dict(body), **hidden}, "info": processed.js()})
+    return json_answer({"images": images, "parameters": {**dict(body), **hidden}, "info": processed.js()})
 
 
 def script_arguments(given: dict[str, Any], runner: Any) -> list[Any]:
@@ -116,7 +102,7 @@ def set_options(values: dict[str, Any]) -> None:
     """Set options and save them."""
     check_options(values)
     for key, value in values.items():
-        shared.opts.set(key, value, is_api=True)
+        shared.opts.set(key, value)
         if getattr(shared.opts, key) != value:
             raise Refusal(f"The option {key} did not accept {value!r}.")
     shared.opts.save(shared.config_filename)
@@ -153,12 +139,12 @@ def interrupt() -> dict[str, Any]:
 def list_samplers() -> list[dict[str, Any]]:
     return [
         {"name": sampler.name, "aliases": list(sampler.aliases), "options": {"scheduler": sampler.automatic.lower()}}
-        for sampler in samplers.available()
+        for sampler in sd_samplers.available()
     ]
 
 
 def list_schedulers() -> list[dict[str, Any]]:
-    return [{"name": name.lower(), "label": name, "aliases": None} for name in samplers.SCHEDULES]
+    return [{"name": name.lower(), "label": name, "aliases": None} for name in sd_samplers.SCHEDULES]
 
 
 def list_models() -> list[dict[str, Any]]:

@@ -5,8 +5,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from .png_info import from_base64
-from .refusal import Refusal
+from .errors import Refusal
+from .images import from_base64
 
 NOT_SERVED = {
     "enable_hr": "hires fix",
@@ -17,6 +17,12 @@ NOT_SERVED = {
     "subseed_strength": "variation seeds",
     "script_name": "selectable scripts",
 }
+# What a StableDiffusionProcessing takes as it comes.
+ARGUMENTS = {
+    "prompt", "negative_prompt", "seed", "subseed", "batch_size", "n_iter", "steps", "cfg_scale", "width", "height",
+    "override_settings", "override_settings_restore_afterwards", "scheduler",
+}
+IMAGE_ARGUMENTS = {"denoising_strength", "resize_mode", "mask_blur", "inpainting_mask_invert"}
 
 
 class GenerationRequest(BaseModel):
@@ -53,17 +59,11 @@ class GenerationRequest(BaseModel):
         for name, feature in NOT_SERVED.items():
             if getattr(self, name):
                 raise Refusal(f"This host does not serve {feature} ({name}).")
-        names = (
-            "prompt", "negative_prompt", "seed", "subseed", "batch_size", "n_iter", "steps", "cfg_scale", "width",
-            "height", "override_settings", "override_settings_restore_afterwards",
-        )
-        given = {name: getattr(self, name) for name in names}
-        given.update(
-            sampler_name=self.sampler_name or self.sampler_index,
-            scheduler=self.scheduler,
-            do_not_save_samples=not self.save_images,
-        )
-        return {name: value for name, value in given.items() if value is not None}
+        sampler = self.sampler_name or self.sampler_index
+        given = self.model_dump(include=ARGUMENTS, exclude_none=True)
+        return {
+            **given, "do_not_save_samples": not self.save_images, **({"sampler_name": sampler} if sampler else {}),
+        }
 
 
 class Txt2ImgRequest(GenerationRequest):
@@ -88,10 +88,9 @@ class Img2ImgRequest(GenerationRequest):
             raise Refusal("inpainting_fill must be 1 here: masked parts start from the original picture.")
         if self.mask and self.inpaint_full_res:
             raise Refusal("inpaint_full_res is not served here: masked pictures are repainted at their full size.")
-        names = ("denoising_strength", "resize_mode", "mask_blur", "inpainting_mask_invert")
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         images = [from_base64(image) for image in self.init_images or []]
         mask = from_base64(self.mask) if self.mask else None
+        given = self.model_dump(include=IMAGE_ARGUMENTS, exclude_none=True)
         return {**super().arguments(), **given, "init_images": images, "mask": mask}
 
 

@@ -65,14 +65,14 @@ def make_app(arguments: argparse.Namespace, model: LoadedModel, only_this_machin
     shared.cmd_opts = arguments
     scripts.load_scripts()
     sd_models.use_model(model)
-    script_callbacks.ui_settings_callback()
+    script_callbacks.call_all("ui_settings")
     page = build_page()
     app = FastAPI(title="OneDiff demo", docs_url=None, redoc_url=None, openapi_url=None)
     protected = protection(arguments)
     app.include_router(make_router(), dependencies=protected)
     add_docs(app, protected)
     # Before the page takes every remaining path.
-    script_callbacks.app_started_callback(page, app)
+    script_callbacks.call_all("app_started", page, app)
     app.add_middleware(OwnResourcesOnly)
     app.add_middleware(Gate, origins=own_origins(arguments, only_this_machine), identify=identification(arguments))
     accounts = [tuple(account.split(":", 1)) for account in (arguments.gradio_auth or "").split(",") if account]
@@ -119,4 +119,4 @@ def serve(app: FastAPI, listener: socket.socket, on_stop: Callable[[], None]) ->
         StoppingServer(config, listener, not shared.cmd_opts.gradio_auth, on_stop).run(sockets=[listener])
     finally:
         shared.state.stop_server()
-        script_callbacks.script_unloaded_callback()
+        script_callbacks.call_all("script_unloaded")

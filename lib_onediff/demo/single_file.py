@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from .checkpoint_config import Shapes, component_configs
-from .refusal import ModelProblem
-from .tokenizer_files import VOCABULARY, copy_vocabulary
+from .errors import ModelProblem
+from .tokenizer import VOCABULARY, copy_vocabulary
 
 UNET, VAE, TEXT, SDXL_TEXT = "model.diffusion_model.", "first_stage_model.", "cond_stage_model.", "conditioner."
 UNET_SIGN = UNET + "input_blocks.0.0.weight"

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .tiny_tokenizer import VOCABULARY_SIZE, byte_tokenizer
 from .tiny_weights import CHANNELS_PER_VALUE, shape_unet, shape_vae
+from .tokenizer import BYTE_TOKENS, byte_tokenizer
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, StableDiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
@@ -128,16 +128,16 @@ def text_config(width: int, activation: str = "quick_gelu", spread: float = 4.0)
     from transformers import CLIPTextConfig
 
     return CLIPTextConfig(
-        vocab_size=VOCABULARY_SIZE,
+        vocab_size=BYTE_TOKENS,
         hidden_size=width,
         intermediate_size=4 * width,
         projection_dim=width,
         num_hidden_layers=2,
         num_attention_heads=4,
         hidden_act=activation,
-        bos_token_id=VOCABULARY_SIZE - 2,
-        eos_token_id=VOCABULARY_SIZE - 1,
-        pad_token_id=VOCABULARY_SIZE - 1,
+        bos_token_id=BYTE_TOKENS - 2,
+        eos_token_id=BYTE_TOKENS - 1,
+        pad_token_id=BYTE_TOKENS - 1,
         initializer_factor=spread,
     )
 

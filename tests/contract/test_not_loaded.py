@@ -11,15 +11,14 @@ pytest.importorskip("gradio")
 
 import gradio
 
-from lib_onediff.demo.modules import script_loading
-from lib_onediff.demo.registration import modules_importable
+from lib_onediff.demo.modules import modules_importable, scripts
 
 SCRIPT = str(Path(__file__).parents[2] / "scripts" / "onediff_not_loaded.py")
 
 
 def loaded() -> Any:
     with modules_importable():
-        return script_loading.load_module(SCRIPT)
+        return scripts.load_module(SCRIPT)
 
 
 def test_nothing_is_said_where_all_can_be_imported() -> None:

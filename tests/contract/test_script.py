@@ -18,8 +18,7 @@ from torch import Tensor
 from vae_builders import diffusers_vae
 
 from lib_onediff import api
-from lib_onediff.demo.modules import paths, script_callbacks, script_loading, sd_models, shared
-from lib_onediff.demo.registration import modules_importable
+from lib_onediff.demo.modules import modules_importable, paths, script_callbacks, scripts, sd_models, shared
 from lib_onediff.hosts.diffusers.vae import is_attached
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui import settings_tab
@@ -45,7 +44,7 @@ class Standalone:
     def __init__(self) -> None:
         self.unet, self.vae = diffusers_unet(), diffusers_vae()
         self.model = SimpleNamespace(unet=self.unet, pipeline=SimpleNamespace(unet=self.unet, vae=self.vae))
-        self.script = script_loading.load_module(str(SCRIPT))
+        self.script = scripts.load_module(str(SCRIPT))
         self.page: Any = self.script.OneDiffScript()
         self.page.is_img2img = False
         self.callback("ui_settings")

@@ -22,20 +22,20 @@ FOR_LATER = (
 START = """
 import json, sys
 import gradio, PIL.Image, torch
-from lib_onediff.demo.modules import paths, script_callbacks, script_loading
-from lib_onediff.demo.registration import modules_importable
+from lib_onediff.demo.modules import paths, script_callbacks, scripts
+from lib_onediff.demo.modules import modules_importable
 
 paths.data_path, script = sys.argv[1:]
 before = set(sys.modules)
 with modules_importable():
-    module = script_loading.load_module(script)
-    script_callbacks.before_ui_callback()
-    script_callbacks.ui_settings_callback()
+    module = scripts.load_module(script)
+    script_callbacks.call_all("before_ui")
+    script_callbacks.call_all("ui_settings")
     with gradio.Blocks():
         page = module.OneDiffScript()
         page.is_img2img = False
         assert len(page.ui(False)) == 3
-    assert len(script_callbacks.ui_tabs_callback()) == 1 and not module.guard.faults, module.guard.faults
+    assert len(script_callbacks.call_all("ui_tabs")) == 1 and not module.guard.faults, module.guard.faults
     print(json.dumps(sorted(set(sys.modules) - before)))
     module.stop()
 """
@@ -68,8 +68,7 @@ def test_the_webui_takes_our_functions_from_a_stack_of_modules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For a frame of any other file, inspect looks at every module of the process, which takes the WebUI 0.1 s."""
-    from lib_onediff.demo.modules import paths, script_callbacks, script_loading
-    from lib_onediff.demo.registration import modules_importable
+    from lib_onediff.demo.modules import modules_importable, paths, script_callbacks, scripts
     from lib_onediff.runtime.runtime import runtime
 
     files: list[str] = []
@@ -82,7 +81,7 @@ def test_the_webui_takes_our_functions_from_a_stack_of_modules(
     monkeypatch.setattr(script_callbacks, "register", register)
     monkeypatch.setattr(paths, "data_path", str(tmp_path))
     with modules_importable():
-        script_loading.load_module(str(SCRIPT)).stop()
+        scripts.load_module(str(SCRIPT)).stop()
     moments = ["app_started", "before_ui", "model_loaded", "script_unloaded", "ui_settings", "ui_tabs"]
     assert sorted(taken) == moments and runtime.guard.faults == []
     known = {getattr(module, "__file__", None) for module in list(sys.modules.values())}

@@ -14,7 +14,7 @@ from torch import nn
 pytest.importorskip("diffusers")
 
 from lib_onediff.bench.models import random_unet
-from lib_onediff.demo.adapter import random_inputs
+from lib_onediff.demo.modules.onediff_adapter import random_inputs
 from lib_onediff.hosts.diffusers.unet import attach, detach
 from lib_onediff.hosts.webui import network_name
 from lib_onediff.options.settings import Settings

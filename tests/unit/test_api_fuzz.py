@@ -44,8 +44,7 @@ def host(tmp_path: Path) -> Iterator[TestClient]:
         return
     from lib_onediff.demo.__main__ import parse_arguments
     from lib_onediff.demo.loaded_model import LoadedModel
-    from lib_onediff.demo.modules import script_callbacks, sd_models
-    from lib_onediff.demo.registration import modules_importable
+    from lib_onediff.demo.modules import modules_importable, script_callbacks, sd_models
     from lib_onediff.demo.server import make_app
     from lib_onediff.demo.tiny_model import tiny_sd15_pipeline
 
@@ -55,7 +54,7 @@ def host(tmp_path: Path) -> Iterator[TestClient]:
         app = make_app(arguments, LoadedModel(tiny_sd15_pipeline(), "small"))
         sd_models.use_model(None)
         yield TestClient(app, raise_server_exceptions=False)
-        script_callbacks.script_unloaded_callback()
+        script_callbacks.call_all("script_unloaded")
     script_callbacks.clear_callbacks()
 
 

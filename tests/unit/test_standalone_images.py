@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("PIL")
 
-from lib_onediff.demo import png_info
-from lib_onediff.demo.refusal import Refusal
+from lib_onediff.demo import images
+from lib_onediff.demo.errors import Refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,10 +21,10 @@ def test_png_carries_its_infotext() -> None:
 
     image = Image.new("RGB", (3, 2), "red")
     image.info["parameters"] = "späte Füchse\nSteps: 3"
-    file = png_info.png_bytes(image)
-    assert file == png_info.png_bytes(image)
+    file = images.png_bytes(image)
+    assert file == images.png_bytes(image)
     assert Image.open(io.BytesIO(file)).info["parameters"] == image.info["parameters"]
-    assert png_info.from_base64(png_info.to_base64(image)).size == (3, 2)
+    assert images.from_base64(images.to_base64(image)).size == (3, 2)
 
 
 def image_file(format: str) -> str:
@@ -40,13 +40,13 @@ def image_file(format: str) -> str:
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP"])
 def test_usual_formats_are_read(format: str) -> None:
-    assert png_info.from_base64(image_file(format)).size == (64, 64)
+    assert images.from_base64(image_file(format)).size == (64, 64)
 
 
 @pytest.mark.parametrize("format", ["BMP", "GIF", "TIFF", "PPM", "ICO", "PCX", "TGA", "JPEG2000", "EPS"])
 def test_other_formats_are_not_read(format: str) -> None:
     with pytest.raises(Refusal, match="PNG, JPEG or WebP"):
-        png_info.from_base64(image_file(format))
+        images.from_base64(image_file(format))
 
 
 def test_pillow_reads_no_other_formats_for_anybody() -> None:
@@ -54,7 +54,7 @@ def test_pillow_reads_no_other_formats_for_anybody() -> None:
     script = """
 import io
 from PIL import Image
-from lib_onediff.demo.png_info import read_no_other_formats
+from lib_onediff.demo.images import read_no_other_formats
 read_no_other_formats()
 for format in ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "ICO", "TGA"):
     file = io.BytesIO()

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("diffusers")
 
+from lib_onediff.demo.errors import ModelProblem
 from lib_onediff.demo.models import load_model
-from lib_onediff.demo.refusal import ModelProblem
 from lib_onediff.demo.tiny_model import tiny_sd15_pipeline, tiny_sdxl_pipeline
 
 UNET_WEIGHTS = Path("unet", "diffusion_pytorch_model.safetensors")

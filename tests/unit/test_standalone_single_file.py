@@ -16,10 +16,10 @@ pytest.importorskip("ldm", reason="stable-diffusion-sdkit is not installed")
 
 from builders import randomise
 
-from lib_onediff.demo import tokenizer_files
+from lib_onediff.demo import tokenizer as clip_tokenizer
+from lib_onediff.demo.errors import ModelProblem
 from lib_onediff.demo.models import load_model
-from lib_onediff.demo.refusal import ModelProblem
-from lib_onediff.demo.tiny_tokenizer import VOCABULARY_SIZE, byte_vocabulary
+from lib_onediff.demo.tokenizer import BYTE_TOKENS
 
 TEXT_WIDTH = 64
 SD1 = {"context_dim": TEXT_WIDTH, "num_heads": 8, "model_channels": 32}
@@ -56,15 +56,15 @@ def clip_text() -> nn.Module:
     from transformers import CLIPTextConfig, CLIPTextModel
 
     return randomise(CLIPTextModel(CLIPTextConfig(
-        vocab_size=VOCABULARY_SIZE, hidden_size=TEXT_WIDTH, intermediate_size=4 * TEXT_WIDTH, num_hidden_layers=2,
-        num_attention_heads=1, bos_token_id=VOCABULARY_SIZE - 2, eos_token_id=VOCABULARY_SIZE - 1,
+        vocab_size=BYTE_TOKENS, hidden_size=TEXT_WIDTH, intermediate_size=4 * TEXT_WIDTH, num_hidden_layers=2,
+        num_attention_heads=1, bos_token_id=BYTE_TOKENS - 2, eos_token_id=BYTE_TOKENS - 1,
     )))
 
 
 def open_clip_text(layers: int = 3, width: int = TEXT_WIDTH) -> dict[str, Tensor]:
     """Random weights of an OpenCLIP text encoder, by OpenCLIP's names."""
     shapes: dict[str, tuple[int, ...]] = {
-        "token_embedding.weight": (VOCABULARY_SIZE, width), "positional_embedding": (77, width),
+        "token_embedding.weight": (BYTE_TOKENS, width), "positional_embedding": (77, width),
         "ln_final.weight": (width,), "ln_final.bias": (width,), "text_projection": (width, width),
     }
     for layer in range(layers):
@@ -94,8 +94,7 @@ def write(folder: Path, weights: dict[str, Tensor], name: str = "model.safetenso
     """Write a checkpoint, and a byte tokenizer beside it."""
     place = folder / "tokenizer"
     place.mkdir()
-    (place / "vocab.json").write_text(json.dumps(byte_vocabulary()), encoding="utf-8")
-    (place / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+    clip_tokenizer.write_vocabulary(place, [])
     file = folder / name
     if name.endswith(".ckpt"):
         torch.save({"state_dict": weights, "global_step": 1}, file)
@@ -129,7 +128,7 @@ def test_sd1_checkpoint(tmp_path: Path, name: str) -> None:
     assert model.scheduler_config["prediction_type"] == "epsilon"
 
     latent = torch.randn(1, 4, 8, 8)
-    tokens = torch.randint(0, VOCABULARY_SIZE - 2, (1, 77))
+    tokens = torch.randint(0, BYTE_TOKENS - 2, (1, 77))
     vae = ldm_vae()
     with torch.no_grad():
         assert torch.allclose(
@@ -199,8 +198,8 @@ def test_checkpoint_with_blocks_left_out(tmp_path: Path) -> None:
 
 
 def test_checkpoint_without_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_files, "CACHED_REPOSITORIES", ())
-    monkeypatch.setattr(tokenizer_files, "PACKAGES_WITH_ARCHIVE", ())
+    monkeypatch.setattr(clip_tokenizer, "CACHED_REPOSITORIES", ())
+    monkeypatch.setattr(clip_tokenizer, "PACKAGES_WITH_ARCHIVE", ())
     file = write(tmp_path, sd1_weights())
     (tmp_path / "tokenizer" / "merges.txt").unlink()
     assert_refused(file, "holds no tokenizer", "vocab.json and merges.txt beside it")
@@ -208,17 +207,17 @@ def test_checkpoint_without_a_tokenizer(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_tokenizer_of_another_model(tmp_path: Path) -> None:
     file = write(tmp_path, sd1_weights())
-    vocabulary = {f"token{index}": index for index in range(VOCABULARY_SIZE + 1)}
+    vocabulary = {f"token{index}": index for index in range(BYTE_TOKENS + 1)}
     (tmp_path / "tokenizer" / "vocab.json").write_text(json.dumps(vocabulary))
     assert_refused(file, "do not belong together")
 
 
 def test_vocabulary_from_the_published_list_of_merges(tmp_path: Path) -> None:
     """The archive's layout: a header, then merges; the vocabulary is bytes, bytes ending a word, merges, two marks."""
-    with gzip.open(tmp_path / tokenizer_files.MERGES_ARCHIVE, "wt", encoding="utf-8") as lines:
+    with gzip.open(tmp_path / clip_tokenizer.MERGES_ARCHIVE, "wt", encoding="utf-8") as lines:
         lines.write("header\ni n\nt h\nth e</w>\n")
     (tmp_path / "out").mkdir()
-    tokenizer_files.copy_vocabulary(tmp_path / "model.safetensors", tmp_path / "out")
+    clip_tokenizer.copy_vocabulary(tmp_path / "model.safetensors", tmp_path / "out")
     vocabulary = json.loads((tmp_path / "out" / "vocab.json").read_text(encoding="utf-8"))
     assert vocabulary["in"] == 512 and vocabulary["the</w>"] == 514
     from transformers import CLIPTokenizer

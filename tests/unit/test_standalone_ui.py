@@ -14,10 +14,11 @@ pytest.importorskip("fastapi")
 
 import gradio
 
-from lib_onediff.demo import rest, settings_page
+from lib_onediff.demo import page as page_of_host
+from lib_onediff.demo import rest
+from lib_onediff.demo.errors import Refusal
 from lib_onediff.demo.modules import shared
 from lib_onediff.demo.modules.options import OptionInfo, Options
-from lib_onediff.demo.refusal import Refusal
 from lib_onediff.hosts.unknown import UnknownHost
 from lib_onediff.options.settings import OFF_IN_SETTINGS, Settings
 from lib_onediff.prewarm.worker import WarmUp
@@ -72,7 +73,7 @@ def test_what_is_only_shown_cannot_be_set_by_the_page_or_the_api(
     runtime.history.open(tmp_path)
     settings_tab.add_options(shared.opts, OptionInfo, lambda: None)
     with gradio.Blocks() as page:
-        settings_page.build_settings_tab(page)
+        page_of_host.build_settings_tab(page)
     found = {getattr(block, "elem_id", None): block for block in page.blocks.values()}
     shown = found["setting_onediff_folder_in_use"]
     assert shown.value == str(tmp_path) and not shown.interactive and "ONEDIFF_CACHE" in shown.info
@@ -231,8 +232,7 @@ def test_status_line_is_renewed_by_the_hosts_description_of_a_generation() -> No
 
 
 def test_script_serves_diffusers_models_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lib_onediff.demo.modules import paths, script_callbacks, script_loading, sd_models
-    from lib_onediff.demo.registration import modules_importable
+    from lib_onediff.demo.modules import modules_importable, paths, script_callbacks, scripts, sd_models
     from lib_onediff.demo.tiny_model import tiny_sd15_pipeline
     from lib_onediff.hosts.diffusers.unet import is_attached
 
@@ -241,7 +241,7 @@ def test_script_serves_diffusers_models_only(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(paths, "data_path", str(tmp_path))
     unet = tiny_sd15_pipeline().unet
     with modules_importable():
-        script = script_loading.load_module(f"{root}/scripts/onediff.py")
+        script = scripts.load_module(f"{root}/scripts/onediff.py")
         try:
             sd_models.use_model(SimpleNamespace(model="something else"))
             assert "has no UNet2DConditionModel" in script.current_status()["reason"]
@@ -250,7 +250,7 @@ def test_script_serves_diffusers_models_only(tmp_path: Path, monkeypatch: pytest
             assert script.current_status() == {
                 "host": "standalone", "release": "OneDiff's own WebUI", "hooks": 1, "notes": [], **runtime.status()
             }
-            script_callbacks.script_unloaded_callback()
+            script_callbacks.call_all("script_unloaded")
             assert not is_attached(unet)
         finally:
             sd_models.use_model(None)

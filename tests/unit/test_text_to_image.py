@@ -13,8 +13,7 @@ pytest.importorskip("gradio")
 pytest.importorskip("diffusers")
 
 from lib_onediff.demo.loaded_model import LoadedModel
-from lib_onediff.demo.modules import paths, script_callbacks, script_loading, sd_models, shared
-from lib_onediff.demo.registration import modules_importable
+from lib_onediff.demo.modules import modules_importable, paths, script_callbacks, scripts, sd_models, shared
 from lib_onediff.demo.tiny_model import tiny_sd15_pipeline
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
@@ -38,11 +37,11 @@ def maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TextToIma
     script_callbacks.clear_callbacks()
     monkeypatch.setattr(paths, "data_path", str(tmp_path))
     with modules_importable():
-        script = script_loading.load_module(str(ROOT / "scripts" / "onediff.py"))
+        script = scripts.load_module(str(ROOT / "scripts" / "onediff.py"))
         try:
             sd_models.use_model(LoadedModel(tiny_sd15_pipeline(), "tiny"))
             yield TextToImage(script.OneDiffScript, runtime.status)
-            script_callbacks.script_unloaded_callback()
+            script_callbacks.call_all("script_unloaded")
         finally:
             sd_models.use_model(None)
             script_callbacks.clear_callbacks()

@@ -78,7 +78,7 @@ def import_what_a_host_imports() -> None:
     stay_offline_and_quiet(tempfile.gettempdir())
     for name in NEEDED_PACKAGES:
         __import__(name)
-    from lib_onediff.demo.registration import modules_importable
+    from lib_onediff.demo.modules import modules_importable
 
     with modules_importable():
         import diffusers

@@ -3,9 +3,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
-from functools import wraps
-from typing import Any
 
 
 class FIFOLock:
@@ -45,14 +42,3 @@ class FIFOLock:
 
 
 queue_lock = FIFOLock()
-
-
-def wrap_queued_call(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that runs function in the queue."""
-
-    @wraps(function)
-    def queued(*args: Any, **kwargs: Any) -> Any:
-        with queue_lock:
-            return function(*args, **kwargs)
-
-    return queued

@@ -9,8 +9,6 @@ from torch import Tensor
 cpu = torch.device("cpu")
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 dtype = torch.float16 if device.type == "cuda" else torch.float32
-dtype_unet = dtype
-dtype_vae = dtype
 
 
 class NansException(Exception):

@@ -6,23 +6,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from . import errors, script_callbacks
+from .. import errors
 
 PARAMETER = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
 SIZE = re.compile(r"^(\d+)x(\d+)$")
-
-
-class PasteField(tuple):
-    """A component and the infotext parameter (name or function) that fills it."""
-
-    def __new__(cls, component: Any, target: str | Callable, *, api: str | None = None) -> PasteField:
-        return super().__new__(cls, (component, target))
-
-    def __init__(self, component: Any, target: str | Callable, *, api: str | None = None) -> None:
-        self.component = component
-        self.api = api
-        self.label = target if isinstance(target, str) else None
-        self.function = target if callable(target) else None
 
 
 def quote(text: Any) -> Any:
@@ -62,7 +49,6 @@ def parse_generation_parameters(infotext: str) -> dict[str, Any]:
         else:
             result[name] = value
     result.update({part: "\n".join(lines) for part, lines in text.items()})
-    script_callbacks.infotext_pasted_callback(infotext, result)
     return result
 
 

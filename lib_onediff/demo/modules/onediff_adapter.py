@@ -1,6 +1,151 @@
-"""Where OneDiff finds its adapter of this host, as it finds those of others by the modules that they offer."""
+"""The standalone host: its model is a diffusers pipeline, so our forward goes on its UNet and its VAE.
+
+OneDiff finds the adapter of this host here, as it finds those of others by the modules that they offer.
+"""
 from __future__ import annotations
 
-from ..adapter import Standalone
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-__all__ = ["Standalone"]
+import torch
+from torch import nn
+
+from ...hosts.diffusers import schedule as diffusers_schedule
+from ...hosts.diffusers import unet as diffusers_host
+from ...hosts.diffusers import vae as diffusers_decoder
+from ...hosts.webui import PROMPT_NOISE, CannotWarm, Result, network_name
+from ...model.layout import UNetLayout, UnsupportedUNet
+from ...runtime.runtime import runtime
+
+MIDDLE_OF_THE_SCHEDULE = 500
+# Sizes, crop and target; the refiner takes a score in place of the target's two.
+NUMBERS_OF_A_LABEL = {False: 6, True: 5}
+
+
+class Standalone:
+    """The adapter; see hosts.webui.WebUI."""
+
+    name, release = "standalone", "OneDiff's own WebUI"
+
+    def __init__(self) -> None:
+        self._serving = False
+
+    def serve(self) -> None:
+        self._serving = True
+        self.model_loaded(loaded_model())
+
+    def stop(self) -> None:
+        self._serving = False
+        unet = unet_of(loaded_model())
+        if unet is not None:
+            runtime.guard.attempt("giving the UNet back", lambda: diffusers_host.detach(unet))
+        for half in diffusers_decoder.halves_of(loaded_pipeline()):
+            runtime.guard.attempt("giving the VAE back", partial(diffusers_decoder.detach, half))
+        runtime.guard.attempt("giving the UNets back", runtime.release_all)
+
+    def hooks(self) -> int:
+        unet = unet_of(loaded_model())
+        return int(unet is not None and diffusers_host.is_attached(unet))
+
+    def model_loaded(self, sd_model: Any) -> None:
+        unet = unet_of(sd_model)
+        if unet is not None and self._serving:
+            diffusers_host.attach(unet)
+        if self._serving:
+            for half in diffusers_decoder.halves_of(getattr(sd_model, "pipeline", None)):
+                diffusers_decoder.attach(half)
+
+    def before_sampling(self, p: Any) -> None:
+        self.model_loaded(loaded_model())
+        runtime.announce(diffusers_schedule.sampling_to_come(p))
+        runtime.pressure.before_sampling(None, runtime.settings.memory_budget)
+        runtime.vae.begin_run()
+
+    def after_run(self, p: Any) -> None:
+        # diffusers calls the UNet's own forward, which nobody bypasses here.
+        runtime.vae.end_run()
+
+    def data_folder(self) -> Path:
+        from modules import paths
+
+        return Path(paths.data_path)
+
+    def why_not_served(self) -> str | None:
+        model = loaded_model()
+        if model is None or unet_of(model) is not None:
+            return None
+        return f"{type(model).__name__} has no UNet2DConditionModel"
+
+    def notes(self) -> list[str]:
+        return []
+
+    def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
+        unet = unet_of(loaded_model())
+        if unet is None:
+            raise CannotWarm(self.why_not_served() or "no model is loaded yet")
+        self.model_loaded(loaded_model())
+        try:
+            layout = runtime.layout_of(unet)
+        except UnsupportedUNet as reason:
+            raise CannotWarm(str(reason)) from reason
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())), torch.no_grad():
+            unet(**random_inputs(unet, layout, width, height, batch, tokens))
+
+    def warm_decode(self, width: int, height: int, pictures: int) -> None:
+        from .. import generation
+
+        model = loaded_model()
+        vae = model.pipeline.vae
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())), torch.no_grad():
+            # One picture after the other, however many there are.
+            latent = torch.randn((1, vae.config.latent_channels, height // 8, width // 8))
+            generation.decode(model, latent.to(vae.device, vae.dtype))
+
+    def call_shapes(self, pictures: int, tokens: int) -> tuple[tuple[int, int], ...]:
+        # A pipeline puts both halves of the guidance into one call, and makes no other half without it.
+        return (2 * pictures, tokens), (pictures, tokens)
+
+    def model_name(self, sd_model: Any = None) -> str | None:
+        return network_name(unet_of(loaded_model() if sd_model is None else sd_model))
+
+    def exclusively(self, work: Callable[[], Result]) -> Result:
+        from modules import call_queue
+
+        with call_queue.queue_lock:
+            return work()
+
+
+def random_inputs(
+    unet: Any, layout: UNetLayout, width: int, height: int, batch: int, tokens: int
+) -> dict[str, Any]:
+    """The arguments of one call as a pipeline makes it, at a size in pixels."""
+    noise = lambda *shape: torch.randn(shape, device=unet.device, dtype=unet.dtype)  # noqa: E731
+    label = None
+    if layout.label is not None:
+        numbers = NUMBERS_OF_A_LABEL[layout.model_name == "SDXL refiner"]
+        text = layout.y_width - numbers * unet.config.addition_time_embed_dim
+        label = {"text_embeds": PROMPT_NOISE * noise(batch, text), "time_ids": noise(batch, numbers)}
+    return {
+        "sample": noise(batch, layout.in_channels, height // 8, width // 8),
+        "timestep": torch.tensor(MIDDLE_OF_THE_SCHEDULE, device=unet.device),
+        "encoder_hidden_states": PROMPT_NOISE * noise(batch, tokens, layout.context_width), "added_cond_kwargs": label,
+    }
+
+
+def loaded_model() -> Any:
+    from modules import sd_models
+
+    # shared.sd_model would load one.
+    return sd_models.model_data.sd_model
+
+
+def loaded_pipeline() -> Any:
+    return getattr(loaded_model(), "pipeline", None)
+
+
+def unet_of(sd_model: Any) -> nn.Module | None:
+    """The UNet of a diffusers pipeline; None for every other model."""
+    unet = getattr(sd_model, "unet", None)
+    return unet if type(unet).__name__ == "UNet2DConditionModel" else None

@@ -7,63 +7,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import errors
+from .. import errors
 
 
 class OptionInfo:
     """One option: its default, how the settings tab shows it, and what to call when it changes."""
 
     def __init__(
-        self,
-        default: Any = None,
-        label: str = "",
-        component: Any = None,
-        component_args: Any = None,
-        onchange: Callable[[], None] | None = None,
-        section: tuple[str | None, str] | None = None,
-        refresh: Callable[[], None] | None = None,
-        comment_before: str = "",
-        comment_after: str = "",
-        infotext: str | None = None,
-        restrict_api: bool = False,
-        category_id: str | None = None,
+        self, default: Any = None, label: str = "", component: Any = None, component_args: Any = None,
+        onchange: Callable[[], None] | None = None, section: tuple[str | None, str] | None = None,
     ) -> None:
-        self.default = default
-        self.label = label
-        self.component = component
-        self.component_args = component_args
-        self.onchange = onchange
-        self.section = section
-        self.category_id = category_id
-        self.refresh = refresh
+        self.default, self.label = default, label
+        self.component, self.component_args = component, component_args
+        self.onchange, self.section = onchange, section
         self.do_not_save = False
-        self.comment_before = comment_before
-        self.comment_after = comment_after
-        self.infotext = infotext
-        self.restrict_api = restrict_api
+        self.comment_after = ""
 
     def info(self, text: str) -> OptionInfo:
         """Add an explanation after the label."""
         self.comment_after += f"<span class='info'>({text})</span>"
         return self
-
-    def html(self, html: str) -> OptionInfo:
-        """Add markup after the label."""
-        self.comment_after += html
-        return self
-
-    def link(self, label: str, url: str) -> OptionInfo:
-        """Add a link before the label."""
-        self.comment_before += f"[<a href='{url}' target='_blank'>{label}</a>]"
-        return self
-
-    def needs_reload_ui(self) -> OptionInfo:
-        """Say that the option takes effect when the page is built again."""
-        return self.html(" <span class='info'>(requires Reload UI)</span>")
-
-    def needs_restart(self) -> OptionInfo:
-        """Say that the option takes effect at the next start."""
-        return self.html(" <span class='info'>(requires restart)</span>")
 
     def arguments(self) -> dict[str, Any]:
         """component_args as a mapping; hosts allow a function that makes it."""
@@ -123,11 +86,11 @@ class Options:
         if problem or (key not in self.data and not info.do_not_save):
             self.data[key] = info.default
 
-    def set(self, key: str, value: Any, is_api: bool = False, run_callbacks: bool = True) -> bool:
+    def set(self, key: str, value: Any, run_callbacks: bool = True) -> bool:
         """Set an option and call its onchange; False when nothing changed or the change was refused."""
         info = self.data_labels[key]
         before = self.data.get(key)
-        if before == value or info.do_not_save or (is_api and info.restrict_api):
+        if before == value or info.do_not_save:
             return False
         self.data[key] = value
         if not run_callbacks or info.onchange is None:
@@ -139,11 +102,6 @@ class Options:
             self.data[key] = before
             return False
         return True
-
-    def get_default(self, key: str) -> Any:
-        """The default of an option; None for an unknown one."""
-        info = self.data_labels.get(key)
-        return None if info is None else info.default
 
     def save(self, filename: str) -> None:
         """Write all values as JSON; the file is replaced in one step."""

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,16 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import generation, prompts
+from .. import generation, images, prompts
 from . import devices, shared
 from .infotext_utils import quote
-from .processed import Processed, create_infotext
-from .script_arguments import PostprocessImageArgs, PostSampleArgs
-
-__all__ = [
-    "Processed", "StableDiffusionProcessing", "StableDiffusionProcessingImg2Img", "StableDiffusionProcessingTxt2Img",
-    "create_infotext", "get_fixed_seed", "process_images", "quote",
-]
 
 
 def get_fixed_seed(seed: Any) -> int:
@@ -34,8 +28,6 @@ class StableDiffusionProcessing:
     """What is common to txt2img and img2img; the names are A1111's."""
 
     sd_model: Any = None
-    outpath_samples: str | None = None
-    outpath_grids: str | None = None
     prompt: str = ""
     negative_prompt: str = ""
     seed: int = -1
@@ -60,7 +52,6 @@ class StableDiffusionProcessing:
     is_api: bool = field(default=False, init=False)
     comments: dict[str, int] = field(default_factory=dict, init=False)
     iteration: int = field(default=0, init=False)
-    batch_index: int = field(default=0, init=False)
     all_prompts: list[str] = field(default_factory=list, init=False)
     all_negative_prompts: list[str] = field(default_factory=list, init=False)
     all_seeds: list[int] = field(default_factory=list, init=False)
@@ -82,20 +73,17 @@ class StableDiffusionProcessing:
     def init(self, all_prompts: list[str], all_seeds: list[int], all_subseeds: list[int]) -> None:
         """Prepare what all batches share."""
 
-    def setup_conds(self) -> None:
-        """Encode the prompts of the batch into c and uc."""
-        self.c, self.uc = prompts.encode(
+    def setup_conds(self) -> bool:
+        """Encode the prompts of the batch into c and uc; False where the user has interrupted that."""
+        encoded = prompts.encode(
             self.sd_model.pipeline, self.prompts, self.negative_prompts, lambda: shared.state.interrupted
         )
+        self.c, self.uc = encoded or (None, None)
+        return encoded is not None
 
     def sample(
-        self,
-        conditioning: Any,
-        unconditional_conditioning: Any,
-        seeds: list[int],
-        subseeds: list[int],
-        subseed_strength: float,
-        prompts: list[str],
+        self, conditioning: Any, unconditional_conditioning: Any, seeds: list[int], subseeds: list[int],
+        subseed_strength: float, prompts: list[str],
     ) -> Tensor:
         """Run the sampler: latents (batch, 4, height / 8, width / 8)."""
         raise NotImplementedError
@@ -133,10 +121,10 @@ class StableDiffusionProcessingImg2Img(StableDiffusionProcessing):
 
     def init(self, all_prompts: list[str], all_seeds: list[int], all_subseeds: list[int]) -> None:
         self.init_images = [
-            generation.fit_image(image, self.width, self.height, self.resize_mode) for image in self.init_images or ()
+            images.fit_image(image, self.width, self.height, self.resize_mode) for image in self.init_images or ()
         ]
         if self.mask is not None:
-            self.mask = generation.fit_mask(self)
+            self.mask = images.fit_mask(self)
             self.extra_generation_params["Mask blur"] = self.mask_blur
         self.extra_generation_params["Denoising strength"] = self.denoising_strength
 
@@ -154,8 +142,6 @@ def process_images(p: StableDiffusionProcessing) -> Processed:
     """
     if p.sd_model is None:
         p.sd_model = shared.sd_model
-    if p.scripts is not None:
-        p.scripts.before_process(p)
     with overridden_options(p):
         return process_images_inner(p)
 
@@ -167,7 +153,7 @@ def overridden_options(p: StableDiffusionProcessing) -> Iterator[None]:
     before = {key: getattr(opts, key) for key in p.override_settings if key in opts.data_labels}
     try:
         for key in before:
-            opts.set(key, p.override_settings[key], is_api=True, run_callbacks=False)
+            opts.set(key, p.override_settings[key], run_callbacks=False)
         yield
     finally:
         if p.override_settings_restore_afterwards:
@@ -195,41 +181,74 @@ def process_images_inner(p: StableDiffusionProcessing) -> Processed:
         shared.state.skipped = False
         if p.n_iter > 1:
             shared.state.job = f"Batch {p.iteration + 1} out of {p.n_iter}"
-        with contextlib.suppress(prompts.Interrupted):
-            for image in process_batch(p):
-                infotexts.append(create_infotext(p, p.prompts, p.seeds, p.negative_prompts, index=p.batch_index))
-                image.info["parameters"] = infotexts[-1]
-                images.append(image)
+        for index, image in enumerate(process_batch(p)):
+            infotexts.append(create_infotext(p, index))
+            image.info["parameters"] = infotexts[-1]
+            images.append(image)
         shared.state.nextjob()
 
-    processed = Processed(p, images, seed=p.all_seeds[0], subseed=p.all_subseeds[0], infotexts=infotexts)
+    processed = Processed(p, images, infotexts)
     if p.scripts is not None:
         p.scripts.postprocess(p, processed)
     return processed
 
 
-def process_batch(p: StableDiffusionProcessing) -> Iterator[Any]:
-    """Make one batch and yield its pictures (PIL images); p.batch_index counts them."""
+def process_batch(p: StableDiffusionProcessing) -> list[Any]:
+    """The images of one batch (PIL images); none where the user has interrupted it before its sampling."""
     first, last = p.iteration * p.batch_size, (p.iteration + 1) * p.batch_size
     p.prompts, p.negative_prompts = p.all_prompts[first:last], p.all_negative_prompts[first:last]
     p.seeds, p.subseeds = p.all_seeds[first:last], p.all_subseeds[first:last]
-    batch = {"batch_number": p.iteration, "prompts": p.prompts, "seeds": p.seeds, "subseeds": p.subseeds}
-    if p.scripts is not None:
-        p.scripts.before_process_batch(p, **batch)
-        p.scripts.process_batch(p, **batch)
     with torch.no_grad():
-        p.setup_conds()
-        samples = PostSampleArgs(p.sample(p.c, p.uc, p.seeds, p.subseeds, p.subseed_strength, p.prompts))
-        if p.scripts is not None:
-            p.scripts.post_sample(p, samples)
-        devices.test_for_nans(samples.samples, "unet")
-        decoded = generation.decode(p.sd_model, samples.samples)
+        if not p.setup_conds():
+            return []
+        samples = p.sample(p.c, p.uc, p.seeds, p.subseeds, p.subseed_strength, p.prompts)
+        devices.test_for_nans(samples, "unet")
+        decoded = generation.decode(p.sd_model, samples)
         devices.test_for_nans(decoded, "vae")
-    if p.scripts is not None:
-        p.scripts.postprocess_batch(p, decoded, batch_number=p.iteration)
-    for index, pixels in enumerate(decoded):
-        p.batch_index = index
-        finished = PostprocessImageArgs(generation.picture(p, pixels), first + index)
-        if p.scripts is not None:
-            p.scripts.postprocess_image(p, finished)
-        yield finished.image
+    return [generation.picture(p, pixels) for pixels in decoded]
+
+
+class Processed:
+    """Images and everything that says how they were made."""
+
+    def __init__(self, p: StableDiffusionProcessing, images: list[Any], infotexts: list[str]) -> None:
+        self.images = images
+        self.infotexts = infotexts or [""]
+        self.info = self.infotexts[0]
+        self.seed, self.subseed = p.all_seeds[0], p.all_subseeds[0]
+        self.comments = "\n".join(p.comments)
+        self.prompt, self.negative_prompt = p.prompt, p.negative_prompt
+        self.all_prompts, self.all_negative_prompts = p.all_prompts, p.all_negative_prompts
+        self.all_seeds, self.all_subseeds = p.all_seeds, p.all_subseeds
+        self.width, self.height = p.width, p.height
+        self.sampler_name, self.cfg_scale, self.steps = p.sampler_name, p.cfg_scale, p.steps
+        self.batch_size = p.batch_size
+        self.sd_model_name = p.sd_model.name
+        self.sd_model_hash = p.sd_model.sd_model_hash
+        self.denoising_strength = p.denoising_strength
+        self.extra_generation_params = p.extra_generation_params
+        self.job_timestamp = shared.state.job_timestamp
+        self.index_of_first_image = 0
+        self.subseed_strength = p.subseed_strength
+
+    def js(self) -> str:
+        """The result without its pictures as JSON, as the API's `info`."""
+        shown = {name: value for name, value in vars(self).items() if name not in ("images", "info")}
+        return json.dumps(shown, default=lambda value: None)
+
+
+def create_infotext(p: StableDiffusionProcessing, index: int) -> str:
+    """The infotext of one image of the batch."""
+    parameters = {
+        "Steps": p.steps,
+        "Sampler": p.sampler_name,
+        "Schedule type": p.scheduler,
+        "CFG scale": p.cfg_scale,
+        "Seed": p.seeds[index],
+        "Size": f"{p.width}x{p.height}",
+        "Model": p.sd_model.name,
+        **p.extra_generation_params,
+    }
+    named = ", ".join(f"{name}: {quote(value)}" for name, value in parameters.items() if value is not None)
+    negative = f"\nNegative prompt: {p.negative_prompts[index]}" if p.negative_prompts[index] else ""
+    return f"{p.prompts[index]}{negative}\n{named}".strip()

@@ -1,46 +1,36 @@
-"""The base class of scripts, and loading them."""
+"""Scripts: their base class, loading them, and running them at each moment of a generation.
+
+What a script raises is logged and goes no further. The host loads OneDiff's own scripts alone, so it has the hooks that
+these use; hosts.webui says which hooks others have.
+"""
 from __future__ import annotations
 
+import importlib.util
 import inspect
-import re
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from . import errors, paths, script_callbacks, script_loading
-from .script_arguments import OnComponent, PostprocessBatchListArgs, PostprocessImageArgs, PostSampleArgs
-from .script_runner import AlwaysVisible, ScriptRunner
+from .. import errors
+from . import paths, script_callbacks
 
-__all__ = [
-    "AlwaysVisible", "OnComponent", "PostSampleArgs", "PostprocessBatchListArgs", "PostprocessImageArgs", "Script",
-    "ScriptClassData", "ScriptRunner", "basedir", "load_scripts", "scripts_data", "scripts_img2img", "scripts_txt2img",
-]
+# What a script's show() answers to take part in every generation.
+AlwaysVisible = object()
 
 
 class Script:
     """A script: subclasses say where they show and which moments of a generation they take part in."""
 
     name: str | None = None
-    section: str | None = None
     filename: str | None = None
     args_from: int | None = None
     args_to: int | None = None
-    alwayson = False
-    is_txt2img = False
     is_img2img = False
-    tabname: str | None = None
-    group: Any = None
-    create_group = True
     infotext_fields: list | None = None
-    paste_field_names: list[str] | None = None
     api_info: dict[str, Any] | None = None
-    on_before_component_elem_id: list | None = None
-    on_after_component_elem_id: list | None = None
-    setup_for_ui_only = False
-    controls: list | None = None
-    sorting_priority = 0
 
     def title(self) -> str:
         """The name that users and the API know the script by."""
@@ -56,56 +46,127 @@ class Script:
         """AlwaysVisible for a script that takes part in every generation; this host shows no other kind."""
         return True
 
-    def setup(self, p: Any, *args: Any) -> None:
-        """The generation has got its scripts and arguments."""
-
-    def before_process(self, p: Any, *args: Any) -> None:
-        """Before options are overridden and anything is computed."""
-
     def process(self, p: Any, *args: Any) -> None:
         """Before the first batch; seeds and prompts are known."""
-
-    def before_process_batch(self, p: Any, *args: Any, **kwargs: Any) -> None:
-        """Before a batch's prompts are encoded; kwargs: batch_number, prompts, seeds, subseeds."""
-
-    def process_batch(self, p: Any, *args: Any, **kwargs: Any) -> None:
-        """Before a batch; kwargs as before_process_batch."""
 
     def process_before_every_sampling(self, p: Any, *args: Any, **kwargs: Any) -> None:
         """Right before the sampler runs; kwargs: x, noise, c, uc."""
 
-    def post_sample(self, p: Any, samples: PostSampleArgs, *args: Any) -> None:
-        """After the sampler, before the VAE decodes."""
-
-    def postprocess_batch(self, p: Any, *args: Any, **kwargs: Any) -> None:
-        """After a batch; kwargs: images (batch, 3, height, width) from 0 to 1, batch_number."""
-
-    def postprocess_image(self, p: Any, image: PostprocessImageArgs, *args: Any) -> None:
-        """After each picture."""
-
     def postprocess(self, p: Any, processed: Any, *args: Any) -> None:
         """After the last batch. Not called when the generation failed."""
-
-    def before_component(self, component: Any, **kwargs: Any) -> None:
-        """Before a component of the page is created."""
 
     def after_component(self, component: Any, **kwargs: Any) -> None:
         """After a component of the page was created; kwargs: elem_id, label."""
 
-    def on_before_component(self, callback: Callable[[OnComponent], None], *, elem_id: str) -> None:
-        """Have callback called before the component elem_id is created."""
-        self.on_before_component_elem_id = [*(self.on_before_component_elem_id or []), (elem_id, callback)]
 
-    def on_after_component(self, callback: Callable[[OnComponent], None], *, elem_id: str) -> None:
-        """Have callback called after the component elem_id was created."""
-        self.on_after_component_elem_id = [*(self.on_after_component_elem_id or []), (elem_id, callback)]
+class ScriptRunner:
+    """The always-visible scripts of the txt2img or the img2img tab."""
 
-    def elem_id(self, item_id: str) -> str:
-        """An element id made of the tab, the script's title and item_id."""
-        tab = "img2img_" if self.is_img2img else "txt2img_"
-        prefix = tab if self.show(True) == self.show(False) else ""
-        title = re.sub(r"[^a-z_0-9]", "", re.sub(r"\s", "_", self.title().lower()))
-        return f"script_{prefix}{title}_{item_id}"
+    def __init__(self) -> None:
+        self.scripts: list[Any] = []
+        self.alwayson_scripts: list[Any] = []
+        self.infotext_fields: list[Any] = []
+        # Position 0 of the arguments is the selectable script, of which there is none.
+        self.inputs: list[Any] = [None]
+        self.default_arguments: list[Any] = [0]
+
+    def initialize_scripts(self, is_img2img: bool, scripts_data: Sequence[ScriptClassData]) -> None:
+        """Make one object of each script class."""
+        for data in scripts_data:
+            try:
+                script = data.script_class()
+                script.filename, script.is_img2img = data.path, is_img2img
+                visible = script.show(is_img2img) is AlwaysVisible
+            except Exception:
+                errors.report(f"Error initializing script of {data.path}", exc_info=True)
+                continue
+            if visible:
+                self.scripts.append(script)
+                self.alwayson_scripts.append(script)
+
+    def setup_ui(self) -> None:
+        """Create the components of every script inside the gradio context that is open."""
+        import gradio as gr
+
+        self.inputs = [None]
+        for script in self.alwayson_scripts:
+            with gr.Group():
+                self.create_script_ui(script)
+
+    def create_script_ui(self, script: Any) -> None:
+        """Call the script's ui() and give its components their place among the arguments."""
+        script.args_from = script.args_to = len(self.inputs)
+        try:
+            controls = script.ui(script.is_img2img)
+            script.name = script.title().lower()
+        except Exception:
+            errors.report(f"Error creating UI for {script.filename}", exc_info=True)
+            return
+        if controls is None:
+            return
+        script.api_info = {
+            "name": script.name,
+            "is_alwayson": True,
+            "is_img2img": script.is_img2img,
+            "args": [describe_control(control) for control in controls],
+        }
+        self.infotext_fields += script.infotext_fields or []
+        self.inputs += controls
+        script.args_to = len(self.inputs)
+
+    def read_default_arguments(self) -> None:
+        """Note the arguments of a generation that says nothing about scripts: what a fresh ui() shows."""
+        import gradio as gr
+
+        arguments: list[Any] = [0, *[None] * (len(self.inputs) - 1)]
+        with gr.Blocks(analytics_enabled=False):
+            for script in self.scripts:
+                try:
+                    controls = script.ui(script.is_img2img) or []
+                except Exception:
+                    errors.report(f"Error creating UI for {script.filename}", exc_info=True)
+                    continue
+                arguments[script.args_from : script.args_to] = [control.value for control in controls]
+        self.default_arguments = arguments
+
+    def process(self, p: Any) -> None:
+        self.run_hook("process", p)
+
+    def process_before_every_sampling(self, p: Any, **kwargs: Any) -> None:
+        self.run_hook("process_before_every_sampling", p, **kwargs)
+
+    def postprocess(self, p: Any, processed: Any) -> None:
+        self.run_hook("postprocess", p, processed)
+
+    def run_hook(self, hook: str, p: Any, *objects: Any, **kwargs: Any) -> None:
+        """Call a hook of every script with the script's own arguments."""
+        for script in self.alwayson_scripts:
+            arguments = p.script_args[script.args_from : script.args_to]
+            report_failure(script, hook, lambda: getattr(script, hook)(p, *objects, *arguments, **kwargs))  # noqa: B023
+
+    def after_component(self, component: Any, **kwargs: Any) -> None:
+        """Tell every script that a component of the page was created."""
+        for script in self.scripts:
+            report_failure(script, "after_component", lambda: script.after_component(component, **kwargs))  # noqa: B023
+
+
+def report_failure(script: Any, hook: str, call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except Exception:
+        errors.report(f"Error running {hook}: {script.filename}", exc_info=True)
+
+
+def describe_control(control: Any) -> dict[str, Any]:
+    """A script argument as /sdapi/v1/script-info shows it."""
+    described = {"label": control.label or ""}
+    for field in ("value", "minimum", "maximum", "step"):
+        if getattr(control, field, None) is not None:
+            described[field] = getattr(control, field)
+    choices = getattr(control, "choices", None)
+    if choices is not None:
+        described["choices"] = [choice[0] if isinstance(choice, tuple) else choice for choice in choices]
+    return described
 
 
 class ScriptClassData(NamedTuple):
@@ -113,18 +174,12 @@ class ScriptClassData(NamedTuple):
 
     script_class: type[Script]
     path: str
-    basedir: str
     module: ModuleType
 
 
 scripts_data: list[ScriptClassData] = []
 scripts_txt2img: ScriptRunner | None = None
 scripts_img2img: ScriptRunner | None = None
-
-
-def basedir() -> str:
-    """The folder of the extension whose script is being loaded."""
-    return paths.script_path
 
 
 def load_scripts() -> None:
@@ -136,13 +191,21 @@ def load_scripts() -> None:
         sys.path.insert(0, paths.script_path)
     for path in sorted(Path(paths.script_path, "scripts").glob("*.py")):
         try:
-            module = script_loading.load_module(str(path))
+            module = load_module(str(path))
         except Exception:
             errors.report(f"Error loading script: {path.name}", exc_info=True)
             continue
         classes = [value for value in vars(module).values() if inspect.isclass(value) and issubclass(value, Script)]
-        own = [found for found in classes if found is not Script]
-        scripts_data.extend(ScriptClassData(found, str(path), paths.script_path, module) for found in own)
+        scripts_data.extend(ScriptClassData(found, str(path), module) for found in classes if found is not Script)
     scripts_txt2img, scripts_img2img = ScriptRunner(), ScriptRunner()
     scripts_txt2img.initialize_scripts(False, scripts_data)
     scripts_img2img.initialize_scripts(True, scripts_data)
+
+
+def load_module(path: str) -> ModuleType:
+    """Run the script at path and return it as a module named after its file; what it raises is raised."""
+    spec = importlib.util.spec_from_file_location(os.path.basename(path), path)
+    assert spec is not None and spec.loader is not None, "scripts are .py files"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -20,4 +20,4 @@ model_data = SdModelData()
 def use_model(sd_model: Any) -> None:
     """Make sd_model the loaded model and tell the scripts."""
     model_data.sd_model = shared.sd_model = sd_model
-    script_callbacks.model_loaded_callback(sd_model)
+    script_callbacks.call_all("model_loaded", sd_model)

@@ -1,13 +1,14 @@
-"""PNG files with infotext, and images sent as base64."""
+"""Images in and out: PNG files with infotext, images sent as base64, and sizes."""
 from __future__ import annotations
 
 import base64
 import binascii
 import io
+from typing import Any
 
-from PIL import Image, PngImagePlugin, UnidentifiedImageError
+from PIL import Image, ImageFilter, ImageOps, PngImagePlugin, UnidentifiedImageError
 
-from .refusal import Refusal
+from .errors import Refusal
 
 INFOTEXT_CHUNK = "parameters"
 FORMATS = ("PNG", "JPEG", "WEBP")
@@ -56,3 +57,29 @@ def read_no_other_formats() -> None:
     Image.ID[:] = FORMATS
     for name in Image.OPEN.keys() - set(FORMATS):
         del Image.OPEN[name]
+
+
+def fit_image(image: Image.Image, width: int, height: int, resize_mode: int) -> Image.Image:
+    """An init image in the generation's size: 0 stretches it, 1 cuts off what does not fit."""
+    image = flatten(image)
+    if resize_mode == 1:
+        return ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
+    return image if image.size == (width, height) else image.resize((width, height), Image.Resampling.LANCZOS)
+
+
+def fit_mask(p: Any) -> Image.Image:
+    """The mask in the generation's size, blurred as asked; white is repainted."""
+    mask = p.mask.convert("L")
+    mask = fit_image(mask, p.width, p.height, p.resize_mode).convert("L")
+    if p.inpainting_mask_invert:
+        mask = ImageOps.invert(mask)
+    return mask.filter(ImageFilter.GaussianBlur(p.mask_blur)) if p.mask_blur else mask
+
+
+def flatten(image: Image.Image) -> Image.Image:
+    """An RGB image; transparent parts become white."""
+    if image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info:
+        return image.convert("RGB")
+    opaque = Image.new("RGBA", image.size, "white")
+    opaque.alpha_composite(image.convert("RGBA"))
+    return opaque.convert("RGB")

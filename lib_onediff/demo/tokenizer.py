@@ -1,19 +1,25 @@
-"""Finding CLIP's vocabulary on this machine: a checkpoint file holds the text encoder but not its tokenizer."""
+"""CLIP's tokenizer: its vocabulary is found on this machine, or made of single bytes for the random model."""
 from __future__ import annotations
 
 import gzip
 import importlib.util
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .refusal import ModelProblem
+from .errors import ModelProblem
+
+if TYPE_CHECKING:
+    from transformers import CLIPTokenizer
 
 VOCABULARY, MERGES = "vocab.json", "merges.txt"
 MERGES_ARCHIVE = "bpe_simple_vocab_16e6.txt.gz"
 MERGES_OF_CLIP = 49152 - 256 - 2
 START, END = "<|startoftext|>", "<|endoftext|>"
+BYTE_TOKENS = 2 * 256 + 2
 PACKAGES_WITH_ARCHIVE = ("open_clip", "clip")
 CACHED_REPOSITORIES = (
     "openai/clip-vit-large-patch14",
@@ -75,13 +81,29 @@ def archives(checkpoint: Path) -> Iterator[Path]:
 
 def write_from_archive(archive: Path, folder: Path) -> None:
     """Write vocab.json and merges.txt from CLIP's published list of merges, from which both follow."""
+    with gzip.open(archive, "rt", encoding="utf-8") as lines:
+        write_vocabulary(folder, lines.read().split("\n")[1 : MERGES_OF_CLIP + 1])
+
+
+def write_vocabulary(folder: Path, merges: list[str]) -> None:
+    """Write both files: tokens are each byte inside a word, each at the end of one, the merges, start and end."""
     from transformers.models.clip.tokenization_clip import bytes_to_unicode
 
-    with gzip.open(archive, "rt", encoding="utf-8") as lines:
-        merges = lines.read().split("\n")[1 : MERGES_OF_CLIP + 1]
     symbols = list(bytes_to_unicode().values())
     words = ["".join(merge.split()) for merge in merges]
     tokens = [*symbols, *(symbol + "</w>" for symbol in symbols), *words, START, END]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     (folder / VOCABULARY).write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
-    (folder / MERGES).write_text("#version: 0.2\n" + "\n".join(merges) + "\n", encoding="utf-8")
+    (folder / MERGES).write_text("\n".join(["#version: 0.2", *merges, ""]), encoding="utf-8")
+
+
+def byte_tokenizer(pad_token: str = END) -> CLIPTokenizer:
+    """A CLIPTokenizer of 77 positions whose tokens are single bytes (75 characters of ASCII fill one chunk)."""
+    from transformers import CLIPTokenizer
+
+    with tempfile.TemporaryDirectory(prefix="onediff-tokenizer-") as folder:
+        write_vocabulary(Path(folder), [])
+        return CLIPTokenizer(
+            f"{folder}/{VOCABULARY}", f"{folder}/{MERGES}", unk_token=END, bos_token=START, eos_token=END,
+            pad_token=pad_token, model_max_length=77,
+        )

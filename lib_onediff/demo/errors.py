@@ -1,0 +1,32 @@
+"""What went wrong: as a sentence for the user, and on the console."""
+from __future__ import annotations
+
+import sys
+import textwrap
+import traceback
+
+from fastapi import HTTPException
+
+from ..logs import debug_wanted
+
+
+class Refusal(HTTPException):
+    """The host does not do what was asked; the detail is a sentence for the user."""
+
+    def __init__(self, sentence: str, status: int = 422) -> None:
+        super().__init__(status, sentence)
+
+
+class ModelProblem(Exception):
+    """A model cannot be loaded; the message says which and why."""
+
+
+def report(message: str, *, exc_info: bool = False) -> None:
+    """Print message to stderr; with exc_info also what the exception being handled says."""
+    for line in message.splitlines():
+        print("***", line, file=sys.stderr)
+    if exc_info and debug_wanted():
+        print(textwrap.indent(traceback.format_exc(), "    "), file=sys.stderr, flush=True)
+    elif exc_info:
+        error = sys.exc_info()[1]
+        print(f"***   {type(error).__name__}: {error} (ONEDIFF_DEBUG=1 shows where)", file=sys.stderr, flush=True)
