@@ -18,7 +18,6 @@ from .children import Task
 from .clock import give_back_memory
 from .measure import Plan, measure
 from .options import DTYPES, parse, sizes_for
-from .variants import Unavailable
 
 JOBS = {"cold": cold.child, "first calls": first_calls.child}
 
@@ -46,7 +45,7 @@ class Report:
         """A part that fails (out of memory, say) is told in one line, and the others are still measured."""
         try:
             yield
-        except (Unavailable, RuntimeError) as problem:
+        except RuntimeError as problem:
             self.complete = False
             print(f"\n{name}: {str(problem).splitlines()[0]}", flush=True)
 
@@ -99,11 +98,11 @@ def images_of_webui(options: argparse.Namespace) -> int:
     try:
         for size in options.sizes or [(512, 512)]:
             rows.append(webui.measure_images(running, size, options.steps, options.runs))
-    except webui.NoAnswer as problem:
-        print(f"OneDiff bench: {problem}")
+    except (OSError, ValueError) as problem:
+        print(f"OneDiff bench: {running.asked}: {problem} (is it running, with --api, and with OneDiff?)")
         return 1
     print(f"{options.steps} steps, medians of {options.runs} images each, off and on in turn")
-    print(webui.table(rows))
+    print(report.markdown(webui.HEADINGS, (row.cells() for row in rows)))
     return 0
 
 
@@ -113,7 +112,7 @@ def work_for_parent(text: str, device: torch.device) -> int:
     try:
         with torch.no_grad():
             result = JOBS[task.job](task, device)
-    except (Unavailable, RuntimeError, ValueError) as problem:
+    except (RuntimeError, ValueError) as problem:
         result = {"problem": str(problem).splitlines()[0]}
     print(json.dumps(result))
     return 0

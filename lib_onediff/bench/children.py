@@ -22,10 +22,6 @@ from .variants import Arguments
 LIMIT_S = 400
 
 
-class ChildFailed(Exception):
-    """The process ended without a result; the message says why, in one line."""
-
-
 @dataclass(frozen=True)
 class Task:
     """What a process is to measure. path: of a model file or folder, "" for random weights.
@@ -72,18 +68,15 @@ class Task:
 
 
 def ask(task: Task, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What the task's job returns in a fresh process. Raises ChildFailed."""
+    """What the task's job returns in a fresh process; {"problem": a line} where it returns nothing."""
     command = [sys.executable, "-m", "lib_onediff.bench", "--child", json.dumps(asdict(task))]
     try:
         finished = subprocess.run(
             command, env={**os.environ, **(environment or {})}, capture_output=True, text=True, timeout=LIMIT_S
         )
-        result = json.loads(finished.stdout.splitlines()[-1])
+        return json.loads(finished.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
-        raise ChildFailed(f"not done after {LIMIT_S} s") from None
+        return {"problem": f"not done after {LIMIT_S} s"}
     except (ValueError, IndexError):
         said = (finished.stderr.strip() or finished.stdout.strip()).splitlines()
-        raise ChildFailed(said[-1] if said else f"the process ended with {finished.returncode}") from None
-    if "problem" in result:
-        raise ChildFailed(result["problem"])
-    return result
+        return {"problem": said[-1] if said else f"the process ended with {finished.returncode}"}

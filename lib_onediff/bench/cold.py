@@ -4,7 +4,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ import torch
 from ..hosts.diffusers import unet as diffusers
 from ..options.settings import Settings
 from ..runtime.runtime import runtime
-from .children import ChildFailed, Task, ask
+from .children import Task, ask
 from .clock import synchronize
 from .options import sizes_for
-from .variants import VARIANTS, Own, Unavailable
+from .variants import VARIANTS, Own
 
 # While kernels are compiled, the model's own forward makes the calls.
 MOST_CALLS = 1000
@@ -42,9 +42,6 @@ class Start:
     calls: int | None = None
     problem: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     def cells(self) -> list[str]:
         if self.problem:
             return [self.model, self.variant, f"failed: {self.problem}", *[""] * 4]
@@ -63,11 +60,11 @@ def start_of(model: str, variant: str, options: argparse.Namespace) -> Start:
         task = Task.of(
             "cold", model, variant, sizes_for(model, options.sizes)[:1], options, cache_folder=f"{empty}/onediff"
         )
-        try:
-            first, following = ask(task, caches), ask(replace(task, loaded_before=True), caches)
-        except ChildFailed as reason:
-            start.problem = str(reason)
-            return start
+        first = ask(task, caches)
+        following = first if "problem" in first else ask(replace(task, loaded_before=True), caches)
+    if "problem" in following:
+        start.problem = following["problem"]
+        return start
     start.first_s, start.ready_s, start.calls = first["first_s"], first["ready_s"], first["calls"]
     start.next_first_s, start.next_ready_s = following["first_s"], following["ready_s"]
     return start
@@ -99,10 +96,11 @@ def child(task: Task, device: torch.device) -> dict[str, Any]:
     first_s = time.perf_counter() - began
     _, more = variant.make_ready(run, arguments, MOST_CALLS)
     if more == MOST_CALLS:
-        raise Unavailable(f"not at full speed after {MOST_CALLS} calls")
+        return {"problem": f"not at full speed after {MOST_CALLS} calls"}
     synchronize(device)
     ready_s = time.perf_counter() - began
     if isinstance(run, Own):
-        run.how_served()
+        if problem := run.not_ours():
+            return {"problem": problem}
         runtime.keep_history()
     return {"first_s": first_s, "ready_s": ready_s, "calls": 1 + more}

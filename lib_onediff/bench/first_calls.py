@@ -4,15 +4,14 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from .children import ChildFailed, Task, ask
-from .clock import seconds
-from .compilations import count_compilations
+from .children import Task, ask
+from .clock import count_compilations, seconds
 from .options import Size, another_size, many_sizes_for, name_of, ours_among
 from .variants import BASELINE, VARIANTS, Own, Run
 
@@ -39,9 +38,6 @@ class NewSize:
     compilations: int | None = None
     problem: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     def cells(self) -> list[str]:
         if self.problem or self.host_s is None or self.own_s is None:
             return [self.model, self.size, "", self.variant, f"failed: {self.problem}", "", "", ""]
@@ -58,12 +54,12 @@ def first_calls(model: str, options: argparse.Namespace) -> list[NewSize]:
     sizes, variant = many_sizes_for(model, options.new_sizes), ours_among(options.variants)
     rows = [NewSize(model, f"{name_of(another_size(sizes))} (first of all)", variant)]
     rows += [NewSize(model, name_of(size), variant) for size in sizes]
-    try:
-        plain = ask(Task.of("first calls", model, variant, sizes, options))
-        checked = ask(Task.of("first calls", model, variant, sizes, options, verify=True))
-    except ChildFailed as reason:
+    task = Task.of("first calls", model, variant, sizes, options)
+    plain = ask(task)
+    checked = plain if "problem" in plain else ask(replace(task, verify=True))
+    if "problem" in checked:
         for row in rows:
-            row.problem = str(reason)
+            row.problem = checked["problem"]
         return rows
     for row, mine, verified in zip(rows, plain["sizes"], checked["sizes"], strict=True):
         row.host_s, row.own_s, row.compilations = mine["host_s"], mine["own_s"], mine["compilations"]
@@ -81,7 +77,9 @@ def child(task: Task, device: torch.device) -> dict[str, Any]:
     host = VARIANTS[BASELINE].make(unet)
     own = Own(copy.deepcopy(unet), variant.backend, task.verify)
     sizes = [another_size(task.sizes), *task.sizes]
-    return {"sizes": [at_size(task, index, size, host, own, unet, device) for index, size in enumerate(sizes)]}
+    calls = [at_size(task, index, size, host, own, unet, device) for index, size in enumerate(sizes)]
+    problem = own.not_ours()
+    return {"problem": problem} if problem else {"sizes": calls}
 
 
 def at_size(
@@ -108,5 +106,4 @@ def at_size(
         for turn in turns:
             turn()
         VARIANTS[task.variant].make_ready(own, arguments)
-    own.how_served()
     return {**result, "compilations": built.count}

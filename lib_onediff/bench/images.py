@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,9 +45,6 @@ class ImageRow:
     largest_difference: float = 0.0
     route: str = ""
     times: list[float] = field(default_factory=list, repr=False)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def cells(self) -> list[str]:
         difference = ["", ""] if self.pipeline == HOST else [

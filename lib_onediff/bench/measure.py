@@ -5,8 +5,8 @@ import contextlib
 import copy
 import logging
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,8 +17,7 @@ from ..runtime.verify import relative_error
 from .clock import give_back_memory, in_turn, memory_use, seconds
 from .models import inputs
 from .options import Size, another_size, name_of
-from .reference import exact_outputs
-from .variants import BASELINE, COMPILED, VARIANTS, Arguments, Own, Run, Unavailable
+from .variants import BASELINE, COMPILED, VARIANTS, Arguments, Own, Run
 
 log = logging.getLogger("onediff.bench")
 
@@ -49,9 +48,6 @@ class Row:
     routes: str = ""
     problem: str = ""
     times_ms: list[float] = field(default_factory=list, repr=False)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -86,6 +82,37 @@ def measure(unet: nn.Module, plan: Plan) -> list[Row]:
                     diffusers.detach(module)
     compare(rows)
     return rows
+
+
+@contextlib.contextmanager
+def without_tf32() -> Iterator[None]:
+    """float32 means float32 inside."""
+    tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
+
+
+def exact_outputs(unet: nn.Module, calls: Mapping[Size, Arguments]) -> dict[Size, Tensor]:
+    """The host's own outputs in float32 without TF32, on the CPU, from the weights and inputs as they are rounded:
+    every error is measured against them.
+
+    The UNet comes and leaves in one dtype.
+    """
+    dtype = next(unet.parameters()).dtype
+    with without_tf32():
+        run = VARIANTS[BASELINE].make(unet.float())
+        outputs = {size: run(widen(arguments)).cpu() for size, arguments in calls.items()}
+    unet.to(dtype)
+    return outputs
+
+
+def widen(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: widen(item) for name, item in value.items()}
+    return value.float()
 
 
 def modules_in_turn(unet: nn.Module, variants: Sequence[str]) -> Iterator[dict[str, nn.Module]]:
@@ -135,7 +162,7 @@ def settle(modules: dict[str, nn.Module], plan: Plan, running: dict[str, Run]) -
     for variant, module in modules.items():
         if VARIANTS[variant].ours or variant == BASELINE:
             # What fails here fails again, and is told, at the first size that is measured.
-            with contextlib.suppress(Unavailable, RuntimeError):
+            with contextlib.suppress(RuntimeError):
                 running[variant] = VARIANTS[variant].make(module)
                 running[variant](plan.inputs(module, another_size(plan.sizes)))
 
@@ -155,7 +182,7 @@ def first_call(
             output, _ = variant.make_ready(run, arguments)
             row.relative_error = relative_error(output.cpu(), reference)
             del output
-    except (Unavailable, RuntimeError) as error:
+    except RuntimeError as error:
         row.problem = str(error).splitlines()[0]
         return
     row.peak_mib, row.held_mib = used.peak_mib, used.held_mib
@@ -174,11 +201,9 @@ def time_in_turn(
     calls = [lambda run=running[row.variant]: run(arguments) for row in rows]
     for row, times in zip(rows, in_turn(calls, runs, device), strict=True):
         row.times_ms, row.median_ms, row.fastest_ms = times, statistics.median(times), min(times)
-        try:
-            run = running[row.variant]
-            row.routes = run.how_served() if isinstance(run, Own) else ""
-        except Unavailable as reason:
-            row.problem = str(reason)
+        run = running[row.variant]
+        if isinstance(run, Own):
+            row.routes, row.problem = run.routes(), run.not_ours()
 
 
 def compare(rows: list[Row]) -> None:

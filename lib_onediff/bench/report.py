@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import platform
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,14 @@ HEADINGS = (
 )
 
 
-def machine(device: torch.device) -> dict[str, Any]:
+def machine(device: torch.device, packages: Sequence[str] = ("triton", "diffusers")) -> dict[str, Any]:
     """What the numbers depend on."""
     facts: dict[str, Any] = {
         "device": platform.processor() or platform.machine(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    for package in ("triton", "diffusers"):
+    for package in packages:
         try:
             facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -59,12 +60,16 @@ def cells(row: Row) -> list[str]:
         (row.median_ms, ".2f"), (row.ratio, ".2f"), (row.compiled_ratio, ".2f"), (row.relative_error, ".1e"),
         (row.host_errors, ".2f"), (row.first_call_s, ".2f"), (row.peak_mib, ".0f"), (row.held_mib, ".0f"),
     )
-    return [*known, *("" if value is None else format(value, form) for value, form in forms), row.routes]
+    return [*known, *(number(value, form) for value, form in forms), row.routes]
+
+
+def number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
 
 
 def write_json(path: Path, facts: dict[str, Any], sections: dict[str, list[Any]]) -> None:
     """machine, and every section's rows under its name."""
-    document = {"machine": facts, **{name: [row.as_dict() for row in rows] for name, rows in sections.items()}}
+    document = {"machine": facts, **{name: [asdict(row) for row in rows] for name, rows in sections.items()}}
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 

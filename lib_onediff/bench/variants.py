@@ -23,18 +23,9 @@ CALLS_UNTIL_READY = 4
 MANY_SIZES = 256
 
 
-class Unavailable(Exception):
-    """This variant does not exist on this machine; the message says why."""
-
-
 def host(unet: nn.Module) -> Run:
     """The model's own forward, launched from Python."""
     return lambda arguments: type(unet).forward(unet, **arguments, return_dict=False)[0]
-
-
-def host_graph(unet: nn.Module) -> Run:
-    """The model's own forward, captured in a CUDA graph for every size."""
-    return Captured(host(unet))
 
 
 def compiled(unet: nn.Module) -> Run:
@@ -52,26 +43,21 @@ def allow_many_sizes() -> None:
             setattr(config, name, MANY_SIZES)
 
 
-def compiled_graph(unet: nn.Module) -> Run:
-    """The same in a CUDA graph."""
-    return Captured(compiled(unet))
-
-
 class Own:
     """Our forward by a backend, called as a pipeline calls it.
 
-    served counts the backends and routes by which its calls went. patient: calls wait for kernels to be compiled;
-    otherwise the model's own forward serves them meanwhile.
+    served counts the backends and routes by which its calls went. waits_for_compile: calls wait for kernels to be
+    compiled; otherwise the model's own forward serves them meanwhile.
     """
 
     def __init__(self, unet: nn.Module, backend: str, verify: bool = False, waits_for_compile: bool = True) -> None:
         if backend in OUR_KERNELS and not torch.cuda.is_available():
-            raise Unavailable("the native backend needs an NVIDIA GPU")
+            raise RuntimeError("the native backend needs an NVIDIA GPU")
         self._unet = unet
         self._backend = backend
         float8 = backend == FLOAT8
         self._settings = Settings(backend=NATIVE if float8 else backend, fp8=float8, verify=verify)
-        self._patient = waits_for_compile
+        self._waits = waits_for_compile
         self._reason = ""
         self.served: Counter[tuple[str, str]] = Counter()
 
@@ -80,21 +66,25 @@ class Own:
 
     def __call__(self, arguments: Arguments) -> Tensor:
         self.attach()
-        with runtime.wait_for_compile() if self._patient else contextlib.nullcontext():
+        with runtime.wait_for_compile() if self._waits else contextlib.nullcontext():
             output = self._unet(**arguments, return_dict=False)[0]
         call_stats = runtime.call_stats
         self._reason = call_stats.reason
         self.served[str(call_stats.backend), str(call_stats.route)] += 1
         return output
 
-    def how_served(self) -> str:
-        """The routes of its calls. Raises Unavailable if the model's own forward or another backend served one."""
-        for backend, route in self.served:
-            if route == HOST and self._patient:
-                raise Unavailable(f"the model's own forward ran: {self._reason}")
-            if backend != self._backend and route != HOST:
-                raise Unavailable(f"the backend {backend} ran: {self._reason}")
+    def routes(self) -> str:
+        """By which routes its calls went."""
         return ", ".join(route for _, route in self.served)
+
+    def not_ours(self) -> str:
+        """Why the model's own forward or another backend served one of its calls; "" where none did."""
+        for backend, route in self.served:
+            if route == HOST and self._waits:
+                return f"the model's own forward ran: {self._reason}"
+            if backend != self._backend and route != HOST:
+                return f"the backend {backend} ran: {self._reason}"
+        return ""
 
 
 class Captured:
@@ -102,7 +92,7 @@ class Captured:
 
     def __init__(self, function: Run) -> None:
         if not torch.cuda.is_available():
-            raise Unavailable("CUDA graphs need a GPU")
+            raise RuntimeError("CUDA graphs need a GPU")
         self._function = function
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
@@ -134,7 +124,8 @@ class Captured:
 
 @dataclass(frozen=True)
 class Variant:
-    """make: a way to run a UNet; raises Unavailable. backend: which of ours, "" for the host's own forward."""
+    """make: a way to run a UNet; raises RuntimeError where this machine has none. backend: which of ours, "" for the
+    host's own forward."""
 
     make: Callable[[nn.Module], Run]
     backend: str = ""
@@ -165,9 +156,9 @@ def own(backend: str) -> Variant:
 
 VARIANTS: dict[str, Variant] = {
     "host eager": Variant(host),
-    "host eager + CUDA graph": Variant(host_graph),
+    "host eager + CUDA graph": Variant(lambda unet: Captured(host(unet))),
     "torch.compile(host)": Variant(compiled),
-    "torch.compile(host) + CUDA graph": Variant(compiled_graph),
+    "torch.compile(host) + CUDA graph": Variant(lambda unet: Captured(compiled(unet))),
     "onediff native": own(NATIVE),
     "onediff native fp8": own(FLOAT8),
     "onediff inductor": own(INDUCTOR),

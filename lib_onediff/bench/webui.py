@@ -4,7 +4,6 @@ from __future__ import annotations
 import json
 import statistics
 import time
-import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +15,6 @@ HEADINGS = (
 )
 
 
-class NoAnswer(Exception):
-    """The WebUI cannot be measured; the message is the reason, in one line."""
-
-
 @dataclass(frozen=True)
 class Timing:
     """Medians of images with OneDiff on, or off. step_ms: what each further step costs, everything included."""
@@ -29,7 +24,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class ImageRow:
+class WebUIRow:
     model: str
     size: str
     off: Timing
@@ -49,19 +44,17 @@ class RunningWebUI:
     """A1111, Forge or the standalone host at url, with --api."""
 
     def __init__(self, url: str) -> None:
-        self._url = url.rstrip("/")
+        self.url = self.asked = url.rstrip("/")
         # A WebUI is on this machine or beside it, whatever proxy the environment names.
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The JSON that the WebUI answers. Raises NoAnswer."""
+        """The JSON that the WebUI answers. Raises OSError, or ValueError for what is no JSON."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
-        try:
-            with self._open(request, timeout=SECONDS_FOR_AN_IMAGE) as answer:
-                return json.load(answer)
-        except (urllib.error.URLError, OSError, ValueError) as error:
-            raise NoAnswer(f"{self._url}{path}: {error} (is it running, with --api, and with OneDiff?)") from error
+        self.asked = self.url + path
+        request = urllib.request.Request(self.asked, data, {"Content-Type": "application/json"})
+        with self._open(request, timeout=SECONDS_FOR_AN_IMAGE) as answer:
+            return json.load(answer)
 
     def calls(self) -> dict[str, int]:
         return self.ask("/onediff/v1/status")["calls"]
@@ -78,11 +71,8 @@ class RunningWebUI:
         return time.perf_counter() - began
 
 
-def measure_images(webui: RunningWebUI, size: tuple[int, int], steps: int, runs: int) -> ImageRow:
-    """Medians of runs images of steps and of 2 * steps steps, off and on in turn, after a short image each time.
-
-    Raises NoAnswer.
-    """
+def measure_images(webui: RunningWebUI, size: tuple[int, int], steps: int, runs: int) -> WebUIRow:
+    """Medians of runs images of steps and of 2 * steps steps, off and on in turn, after a short image each time."""
     for enabled in (False, True):
         webui.seconds(size, steps, enabled)
     model = webui.ask("/onediff/v1/status")["model"] or "?"
@@ -98,15 +88,9 @@ def measure_images(webui: RunningWebUI, size: tuple[int, int], steps: int, runs:
             if enabled:
                 after = webui.calls()
                 routes = {route: routes.get(route, 0) + after[route] - before[route] for route in after}
-    return ImageRow(model, f"{size[0]}x{size[1]}", timing(taken, False, steps), timing(taken, True, steps), routes)
+    return WebUIRow(model, f"{size[0]}x{size[1]}", timing(taken, False, steps), timing(taken, True, steps), routes)
 
 
 def timing(taken: dict[tuple[bool, int], list[float]], enabled: bool, steps: int) -> Timing:
     single, double = (statistics.median(taken[enabled, count]) for count in (steps, 2 * steps))
     return Timing(single, (double - single) / steps * 1e3)
-
-
-def table(rows: list[ImageRow]) -> str:
-    """A Markdown table."""
-    lines = [HEADINGS, ["---"] * len(HEADINGS), *(row.cells() for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

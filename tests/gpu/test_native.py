@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from lib_onediff import compile_unet, status, uncompile_unet
-from lib_onediff.bench.compilations import count_compilations
+from lib_onediff.bench.clock import count_compilations
 from lib_onediff.bench.models import inputs, random_unet
 from lib_onediff.runtime.runtime import runtime
 

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor, nn
 from triton.backends.compiler import GPUTarget
 
-from lib_onediff.bench.compilations import count_compilations
+from lib_onediff.bench.clock import count_compilations
 from lib_onediff.bench.models import CONFIGURATIONS
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.forward import condition, forward

@@ -10,18 +10,17 @@ from pathlib import Path
 import pytest
 
 from lib_onediff.bench.forge_neo.__main__ import main, parse
-from lib_onediff.bench.forge_neo.host import NotNeo, import_backend
-from lib_onediff.bench.forge_neo.measure import LORA, START, After, Row
+from lib_onediff.bench.forge_neo.host import import_backend
+from lib_onediff.bench.forge_neo.measure import LORA, START, After, Measured, OutOfTime, time_limit
 from lib_onediff.bench.forge_neo.partial import Stage
 from lib_onediff.bench.forge_neo.report import HEADINGS, cells, table
-from lib_onediff.bench.forge_neo.time_limit import OutOfTime, time_limit
 from lib_onediff.bench.forge_neo.variants import ALL, HOST, ONEDIFF, CannotRun, Failure, Sage
 
 
-def row(variant: str, later: float, error: float, **others: str) -> Row:
+def row(variant: str, later: float, error: float, **others: str) -> Measured:
     after = {change: After(first_s=2 * later, first_prepare_s=0.1, later_s=later, step_ms=50.0, error=error,
                            peak_mib=5000.0) for change in (START, LORA)}
-    return Row("sdxl", variant, after, **others)
+    return Measured("sdxl", variant, after, **others)
 
 
 def test_both_models_and_all_variants_are_measured_unless_others_are_named() -> None:
@@ -42,7 +41,7 @@ def test_a_folder_without_neo_is_refused_in_one_line_and_leaves_no_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str],
 ) -> None:
     paths, modules = list(sys.path), "modules" in sys.modules
-    with pytest.raises(NotNeo, match="no checkout"):
+    with pytest.raises(ImportError, match="no checkout"):
         import_backend(tmp_path, cpu=True)
     assert main(["--forge-neo", str(tmp_path), "--small"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
@@ -62,7 +61,7 @@ def test_ratios_and_errors_are_the_hosts_of_the_same_model() -> None:
 
 
 def test_a_variant_that_was_stopped_says_where_and_shows_what_it_had() -> None:
-    stopped = Row("sdxl", "compile dynamic", problem="not done within 160 s (start)")
+    stopped = Measured("sdxl", "compile dynamic", problem="not done within 160 s (start)")
     line = cells(stopped, row(HOST, 1.0, 2e-3))
     assert len(line) == len(HEADINGS) and line[-1] == "not done within 160 s (start)" and not any(line[2:-1])
 

@@ -5,25 +5,25 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import sys
 import time
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..report import machine
-from .host import UNETS, Checkpoint, NotNeo, import_backend
-from .measure import Plan, Reference, Row, measure, warm_up
+from .host import UNETS, Checkpoint, import_backend
+from .measure import Measured, Reference, measure, warm_up
 from .partial import FREE_GIB, measure_partial
 from .report import table
-from .variants import ALL, COMPILE_PRESETS, HOST, OneDiff, Variant, variants_for
+from .variants import ALL, COMPILE_PRESETS, HOST, NeoVariant, OneDiff, variants_for
 
-PACKAGES = ("sageattention", "comfy-kitchen", "diffusers", "numpy")
+PACKAGES = ("triton", "sageattention", "comfy-kitchen", "diffusers", "numpy")
 SMALL_STEPS = 2
 SMALL_LATER = 2
 
@@ -70,12 +70,12 @@ class Results:
 
     def __init__(self, path: Path, facts: dict[str, Any]) -> None:
         self._path = path
-        self.rows: list[Row] = []
+        self.rows: list[Measured] = []
         self.document: dict[str, Any] = {"machine": facts, "images": [], "partial": []}
 
-    def add_row(self, row: Row) -> None:
+    def add_row(self, row: Measured) -> None:
         self.rows.append(row)
-        self.add("images", row.as_dict())
+        self.add("images", asdict(row))
 
     def add(self, section: str, found: dict[str, Any]) -> None:
         self.document[section].append(found)
@@ -92,11 +92,11 @@ def main(arguments: list[str] | None = None) -> int:
         torch.set_num_threads(1)
     try:
         release = import_backend(options.forge_neo, options.small)
-    except NotNeo as error:
+    except ImportError as error:
         print(error, file=sys.stderr)
         return 2
     device = torch.device("cpu" if options.small else "cuda")
-    facts = {**machine(device), **versions(), "Forge Neo": release, "steps": options.steps}
+    facts = {**machine(device, PACKAGES), "Forge Neo": release, "steps": options.steps}
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
     results = Results(options.json, facts)
     for name in options.models:
@@ -112,11 +112,11 @@ def measure_model(name: str, options: argparse.Namespace, results: Results) -> N
     checkpoint = Checkpoint(name, options.small)
     say(f"{name}: random weights made in {time.perf_counter() - began:.1f} s")
     warm_up(checkpoint)
-    plan, reference = Plan(options.steps, options.later, options.limit), Reference()
+    reference = Reference()
 
     def images(variants: list[str]) -> None:
         for variant in variants_for([] if options.no_images else variants, options.forge_neo):
-            row = measure(checkpoint, variant, plan, reference)
+            row = measure(checkpoint, variant, options, reference)
             results.add_row(row)
             say(f"{name}, {row.variant}: {row.seconds:.1f} s{', ' + row.problem if row.problem else ''}")
 
@@ -131,24 +131,14 @@ def partly_loaded(checkpoint: Checkpoint, options: argparse.Namespace, results: 
     """With a card too full for the model; where that fails, the rest is still measured."""
     free = options.free_gib or FREE_GIB[checkpoint.name]
     try:
-        for stage in measure_partial(checkpoint, Variant(HOST), OneDiff(), options.steps, free):
-            results.add("partial", stage.as_dict())
+        for stage in measure_partial(checkpoint, NeoVariant(HOST), OneDiff(), options.steps, free):
+            results.add("partial", asdict(stage))
             say(stage.line())
     except Exception as error:
         traceback.print_exc()
         problem = f"partial: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         results.add("partial", {"problem": problem})
         say(problem)
-
-
-def versions() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def say(line: str) -> None:

@@ -151,7 +151,3 @@ def exact_call(checkpoint: Checkpoint, size: Size) -> Tensor:
     timesteps = model.predictor.timestep(sigma).float().repeat(2)
     output = unet(inputs, timesteps, context=torch.cat(found).float(), transformer_options={}, **arguments)
     return output.float().cpu().clone()
-
-
-def relative(output: Tensor, reference: Tensor) -> float:
-    return float((output - reference).norm() / reference.norm())

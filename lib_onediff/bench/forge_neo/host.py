@@ -57,14 +57,10 @@ SIZES: dict[str, tuple[Size, Size]] = {
 SMALL_SIZES: tuple[Size, Size] = ((64, 64), (64, 96))
 
 
-class NotNeo(Exception):
-    """The checkout cannot be driven; the message says why, in one line."""
-
-
 def import_backend(checkout: Path, cpu: bool) -> str:
-    """Make `backend` importable, set up as for a generation. Returns Neo's release. Raises NotNeo."""
+    """Make `backend` importable, set up as for a generation. Returns Neo's release. Raises ImportError."""
     if not (checkout / "backend" / "nn" / "unet.py").is_file():
-        raise NotNeo(f"{checkout} is no checkout of Forge Neo")
+        raise ImportError(f"{checkout} is no checkout of Forge Neo")
     root = str(checkout.resolve())
     sys.path[:0] = [root, f"{root}/modules_forge/packages"]
     stand_in_for_the_page(root)
@@ -76,7 +72,7 @@ def import_backend(checkout: Path, cpu: bool) -> str:
             importlib.import_module(name)
         return str(importlib.import_module("modules_forge.forge_version").release)
     except ImportError as error:
-        raise NotNeo(f"its backend cannot be imported: {error}") from error
+        raise ImportError(f"its backend cannot be imported: {error}") from error
     finally:
         sys.argv = arguments
 
@@ -108,7 +104,7 @@ def torch_compile_script(checkout: Path) -> Any:
     """The script behind Neo's Torch Compile accordion. It draws the page with gradio, which nobody asks it to here."""
     spec = importlib.util.spec_from_file_location("sd_forge_compile", checkout / COMPILE_SCRIPT)
     if spec is None or spec.loader is None:
-        raise NotNeo(f"no {COMPILE_SCRIPT}")
+        raise ImportError(f"no {COMPILE_SCRIPT}")
     module = importlib.util.module_from_spec(spec)
     has_gradio = "gradio" in sys.modules
     sys.modules.setdefault("gradio", types.ModuleType("gradio"))
@@ -197,7 +193,7 @@ class Checkpoint:
         patcher = self.forge_objects_original.unet
         patches, left = load_lora(dict(self.lora), model_lora_keys_unet(patcher.model, {}))
         if left:
-            raise NotNeo(f"{len(left)} of {len(self.lora)} LoRA weights are not recognised")
+            raise RuntimeError(f"{len(left)} of {len(self.lora)} LoRA weights are not recognised")
         patcher = patcher.clone()
         patcher.add_patches(
             filename="random.safetensors", patches=patches, strength_patch=LORA_STRENGTH, online_mode=False

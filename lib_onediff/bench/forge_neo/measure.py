@@ -1,24 +1,27 @@
 """What a user waits for with one variant: the first image and later ones, after changes too, and how exact they are."""
 from __future__ import annotations
 
+import argparse
+import contextlib
 import gc
+import signal
 import statistics
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...runtime.verify import relative_error
 from ..clock import MIB, give_back_memory
-from ..reference import without_tf32
-from .generation import Image, exact_call, generate, one_call, relative
+from ..measure import without_tf32
+from .generation import Image, exact_call, generate, one_call
 from .host import Checkpoint, Size
-from .time_limit import OutOfTime, time_limit
-from .variants import HOST, CannotRun, Variant, switched_on
+from .variants import HOST, CannotRun, NeoVariant, switched_on
 
 START, NEW_SIZE, LORA = CHANGES = ("start", "new size", "LoRA")
 MOST_UNSETTLED = 6
@@ -48,7 +51,7 @@ class After:
 
 
 @dataclass
-class Row:
+class Measured:
     """One variant. problem: why something was not measured."""
 
     model: str
@@ -57,9 +60,6 @@ class Row:
     seconds: float = 0.0
     problem: str = ""
     note: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Reference:
@@ -70,32 +70,23 @@ class Reference:
         self.exact: dict[str, Tensor] = {}
 
 
-@dataclass(frozen=True)
-class Plan:
-    """steps an image, later images after each change, and the seconds that a variant may take in all (0: any)."""
-
-    steps: int
-    later: int
-    limit_s: float
-
-
 def warm_up(checkpoint: Checkpoint) -> None:
     """One step at a size that is not measured: the libraries are loaded, whichever variant comes first."""
-    host = Variant(HOST)
+    host = NeoVariant(HOST)
     with switched_on(host, checkpoint):
         generate(checkpoint, host, WARM_UP_SIZE, 1)
 
 
-def measure(checkpoint: Checkpoint, variant: Variant, plan: Plan, reference: Reference) -> Row:
-    row = Row(checkpoint.name, variant.name)
+def measure(checkpoint: Checkpoint, variant: NeoVariant, options: argparse.Namespace, reference: Reference) -> Measured:
+    row = Measured(checkpoint.name, variant.name)
     began = time.perf_counter()
     change = START
     try:
-        with switched_on(variant, checkpoint), time_limit(plan.limit_s):
+        with switched_on(variant, checkpoint), time_limit(options.limit):
             for change, size, done in changes(checkpoint):
-                measure_change(checkpoint, variant, plan, reference, row, change, size, done)
+                measure_change(checkpoint, variant, options, reference, row, change, size, done)
     except OutOfTime:
-        row.problem = f"not done within {plan.limit_s:.0f} s ({change})"
+        row.problem = f"not done within {options.limit:.0f} s ({change})"
     except CannotRun as reason:
         row.problem = str(reason)
     except Exception as error:
@@ -115,8 +106,8 @@ def changes(checkpoint: Checkpoint) -> Iterator[tuple[str, Size, Callable[[], No
 
 
 def measure_change(
-    checkpoint: Checkpoint, variant: Variant, plan: Plan, reference: Reference, row: Row, change: str, size: Size,
-    done: Callable[[], None] | None,
+    checkpoint: Checkpoint, variant: NeoVariant, options: argparse.Namespace, reference: Reference, row: Measured,
+    change: str, size: Size, done: Callable[[], None] | None,
 ) -> None:
     gpu = checkpoint.device.type == "cuda"
     if gpu:
@@ -124,7 +115,7 @@ def measure_change(
 
     def image(first: Callable[[], None] | None = None) -> tuple[Image, Counter[str]]:
         before = variant.routes()
-        made = generate(checkpoint, variant, size, plan.steps, first=first)
+        made = generate(checkpoint, variant, size, options.steps, first=first)
         return made, variant.routes() - before
 
     made, routes = image(done)
@@ -133,7 +124,7 @@ def measure_change(
         made, routes = image()
         after.unsettled.append(made.seconds)
     images, taken = [], Counter[str]()
-    for _ in range(plan.later):
+    for _ in range(options.later):
         made, routes = image()
         images.append(made)
         taken += routes
@@ -148,7 +139,7 @@ def measure_change(
 
 
 def compare(
-    checkpoint: Checkpoint, variant: Variant, reference: Reference, after: After, change: str, size: Size,
+    checkpoint: Checkpoint, variant: NeoVariant, reference: Reference, after: After, change: str, size: Size,
     latent: Tensor,
 ) -> None:
     """The last image and one call more, against the host's; the host comes first."""
@@ -159,5 +150,25 @@ def compare(
             reference.exact[change] = exact_call(checkpoint, size)
         gc.collect()
     if change in reference.exact:
-        after.error = relative(output, reference.exact[change])
-        after.distance = relative(latent, reference.latents[change])
+        after.error = relative_error(output, reference.exact[change])
+        after.distance = relative_error(latent, reference.latents[change])
+
+
+class OutOfTime(BaseException):
+    """Not an Exception: Neo's Torch Compile has torch swallow those and carry on."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises OutOfTime inside when they are over; on the main thread alone. 0: no limit."""
+
+    def over(signum: int, frame: Any) -> None:
+        raise OutOfTime
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

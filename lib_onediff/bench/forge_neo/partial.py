@@ -2,16 +2,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ...runtime.verify import relative_error
 from ..clock import MIB, give_back_memory
-from .generation import generate, relative
+from .generation import generate
 from .host import Checkpoint
-from .variants import Variant, switched_on
+from .variants import NeoVariant, switched_on
 
 GIB = 2**30
 # Neo keeps more than one of them free for the image: SD1.5's 1.6 GiB of weights fit into four.
@@ -39,9 +39,6 @@ class Stage:
     distance: float | None = None
     from_room: float | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     def line(self) -> str:
         told = ", ".join(f"{count} {route}" for route, count in self.routes.items()) or "host alone"
         parts = [
@@ -57,12 +54,12 @@ class Stage:
 
 
 def measure_partial(
-    checkpoint: Checkpoint, host: Variant, ours: Variant, steps: int, free_gib: float,
+    checkpoint: Checkpoint, host: NeoVariant, ours: NeoVariant, steps: int, free_gib: float,
 ) -> Iterator[Stage]:
     """The host with room and with the card full; ours with room, full in two ways, and with room again, in one go."""
     room: Tensor | None = None
 
-    def stage(name: str, variant: Variant, same: Tensor | None, free: float | None = None) -> tuple[Stage, Tensor]:
+    def stage(name: str, variant: NeoVariant, same: Tensor | None, free: float | None = None) -> tuple[Stage, Tensor]:
         before, seconds = variant.routes(), []
         for _ in range(IMAGES):
             image = generate(checkpoint, variant, checkpoint.sizes[0], min(steps, MOST_STEPS))
@@ -71,8 +68,8 @@ def measure_partial(
             checkpoint.name, name, free, checkpoint.forge_objects.unet.loaded_size() / MIB, seconds,
             dict(variant.routes() - before), variant.note(),
             None if same is None else torch.equal(image.latent, same),
-            None if same is None else relative(image.latent, same),
-            None if room is None else relative(image.latent, room),
+            None if same is None else relative_error(image.latent, same),
+            None if room is None else relative_error(image.latent, room),
         ), image.latent
 
     with switched_on(host, checkpoint):

@@ -3,8 +3,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..report import markdown
-from .measure import CHANGES, HOST, LORA, NEW_SIZE, START, Row
+from ..measure import quotient
+from ..report import markdown, number
+from .measure import CHANGES, HOST, LORA, NEW_SIZE, START, Measured
 
 HEADINGS = (
     "model", "variant", "first image s", "later s", "x host", "ms a step", "new size: first s", "later s", "x host",
@@ -15,16 +16,16 @@ HEADINGS = (
 HALF_PRECISION = 1e-5
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Measured]) -> str:
     """A Markdown table."""
     return markdown(HEADINGS, [cells(row, host_of(row, rows)) for row in rows])
 
 
-def host_of(row: Row, rows: Sequence[Row]) -> Row:
+def host_of(row: Measured, rows: Sequence[Measured]) -> Measured:
     return next(other for other in rows if (other.model, other.variant) == (row.model, HOST))
 
 
-def cells(row: Row, host: Row) -> list[str]:
+def cells(row: Measured, host: Measured) -> list[str]:
     taken: list[str] = []
     for change in CHANGES:
         after, theirs = row.after.get(change), host.after.get(change)
@@ -32,7 +33,7 @@ def cells(row: Row, host: Row) -> list[str]:
             taken += [""] * (4 if change == START else 3)
             continue
         taken += [number(after.first_s, ".2f"), number(after.later_s, ".3f")]
-        taken.append(number(ratio(theirs.later_s if theirs else None, after.later_s), ".2f"))
+        taken.append(number(quotient(theirs.later_s if theirs else None, after.later_s), ".2f"))
         if change == START:
             taken.append(number(after.step_ms, ".1f"))
     peaks = [after.peak_mib for after in row.after.values() if after.peak_mib is not None]
@@ -42,7 +43,7 @@ def cells(row: Row, host: Row) -> list[str]:
     ]
 
 
-def errors(row: Row, host: Row) -> list[str]:
+def errors(row: Measured, host: Measured) -> list[str]:
     """After each change: how many times the host's own error against float32. The host's, and in float32, as it is."""
     found = []
     for change in (START, NEW_SIZE, LORA):
@@ -56,18 +57,10 @@ def errors(row: Row, host: Row) -> list[str]:
     return found
 
 
-def routes(row: Row) -> str:
+def routes(row: Measured) -> str:
     """The routes that the calls of the first image after each change took, and how many images it took to be fast."""
     return ", ".join(
         f"{change} {'+'.join(f'{count} {route}' for route, count in after.first_routes.items())}"
         + (f" and {len(after.unsettled)} images more until ready" if after.unsettled else "")
         for change, after in row.after.items() if after.first_routes
     )
-
-
-def ratio(theirs: float | None, ours: float | None) -> float | None:
-    return theirs / ours if theirs and ours else None
-
-
-def number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)

@@ -24,7 +24,7 @@ class CannotRun(Exception):
     """This variant does not exist on this machine; the message says why, in one line."""
 
 
-class Variant(Hooks):
+class NeoVariant(Hooks):
     """Neo as it comes. note: what else is to be said of it; settled: whether it can get no faster."""
 
     def __init__(self, name: str) -> None:
@@ -49,7 +49,7 @@ class Variant(Hooks):
         return ""
 
 
-class TorchCompile(Variant):
+class TorchCompile(NeoVariant):
     """Neo's own Torch Compile accordion with one of its presets."""
 
     def __init__(self, preset: str, checkout: Path) -> None:
@@ -94,7 +94,7 @@ class TorchCompile(Variant):
         return self._note
 
 
-class Sage(Variant):
+class Sage(NeoVariant):
     """SageAttention where Neo uses it: with the package present, at the head sizes that version 1 has."""
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class Sage(Variant):
         return f"{self._calls['sage']} of {total} attention calls have a head size that it takes" if total else ""
 
 
-class OneDiff(Variant):
+class OneDiff(NeoVariant):
     """Ours, with its default options."""
 
     def __init__(self, name: str = ONEDIFF) -> None:
@@ -210,7 +210,7 @@ def use_attention(name: str, around: Callable[[Any], Any] = lambda attention: at
 
 
 @contextlib.contextmanager
-def switched_on(variant: Variant, checkpoint: Checkpoint) -> Iterator[None]:
+def switched_on(variant: NeoVariant, checkpoint: Checkpoint) -> Iterator[None]:
     """With this variant on, the model unloaded before and after. Raises CannotRun."""
     from modules import sd_models
 
@@ -223,9 +223,9 @@ def switched_on(variant: Variant, checkpoint: Checkpoint) -> Iterator[None]:
         yield
 
 
-def variants_for(names: list[str], checkout: Path) -> list[Variant]:
-    made: dict[str, Callable[[], Variant]] = {
-        HOST: lambda: Variant(HOST), ONEDIFF: OneDiff, SAGE: Sage, OVER_SAGE: OneDiffOverSage,
+def variants_for(names: list[str], checkout: Path) -> list[NeoVariant]:
+    made: dict[str, Callable[[], NeoVariant]] = {
+        HOST: lambda: NeoVariant(HOST), ONEDIFF: OneDiff, SAGE: Sage, OVER_SAGE: OneDiffOverSage,
         **{preset: partial(TorchCompile, preset, checkout) for preset in COMPILE_PRESETS},
     }
     return [made[name]() for name in names]
