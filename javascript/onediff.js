@@ -1,5 +1,5 @@
 /* The OneDiff tab: asks the server for what is new while the tab can be seen, and keeps what the user has opened,
-   selected and focused when a part of it is drawn anew. The server's half is lib_onediff/ui/cache_page.py. */
+   selected and focused when a part of it is drawn anew. The server's half is lib_onediff/ui/cache/page.py. */
 "use strict";
 
 window.onediff = (() => {

@@ -180,7 +180,7 @@ def add_routes(app: Any) -> None:
 
 @guard.hook("keeping other sites' pages from the events of the page")
 def protect_events(page: Any) -> None:
-    from lib_onediff.api.page_events import refuse_foreign_pages
+    from lib_onediff.api.auth import refuse_foreign_pages
 
     refuse_foreign_pages(page, shared.cmd_opts)
 

@@ -1,15 +1,21 @@
-"""Who may use the REST API: whoever may use the WebUI's own, and where that asks nobody, whoever may use its page."""
+"""Who may use the REST API: whoever may use the WebUI's own, and where that asks nobody, whoever may use its page.
+
+No page of another site may use either: gradio runs our events on the WebUI's page for whoever sends a request.
+"""
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from secrets import compare_digest
 from typing import Any
 
+import gradio as gr
 from fastapi import Depends, HTTPException, Request
 from fastapi.security import HTTPBasic, HTTPBasicCredentials
 
 from .origins import FOREIGN_PAGE, READING, Origins, origins_of
 
+PACKAGE = __name__.partition(".")[0]
 USER, LOGIN_CHECK = "/user", "/login_check"
 NO_PAGE = "There is no page to log in on with --nowebui: start the WebUI with --api-auth to use its API."
 LOG_IN = "Log in on the WebUI's page first, and send its cookie; or start the WebUI with --api-auth."
@@ -98,3 +104,40 @@ def origin_check(origins: Origins) -> Callable[[Request], None]:
             raise HTTPException(403, FOREIGN_PAGE)
 
     return check
+
+
+def refuse_foreign_pages(page: Any, cmd_opts: Any) -> None:
+    """Have each event of ours on page refuse what the page of another site has sent.
+
+    page: the WebUI's gradio.Blocks, or None where it has no page. cmd_opts: its command line.
+    """
+    functions = getattr(page, "fns", ())
+    origins = origins_of(cmd_opts)
+    # A list in gradio 3.
+    for function in functions.values() if isinstance(functions, Mapping) else functions:
+        if is_ours(function.fn):
+            function.fn = checked(function.fn, origins)
+
+
+def is_ours(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).partition(".")[0] == PACKAGE
+
+
+def checked(function: Callable[..., Any], origins: Origins) -> Callable[..., Any]:
+    """function, or the generator that it is, which gradio also hands the request."""
+
+    def check(request: gr.Request) -> None:
+        headers = getattr(request, "headers", None) or {}
+        if origins.is_foreign({name.lower(): value for name, value in headers.items()}):
+            raise gr.Error(FOREIGN_PAGE)
+
+    # Not dressed up as function: by the signature gradio knows what to hand over.
+    def answer(request: gr.Request, *values: Any) -> Any:
+        check(request)
+        return function(*values)
+
+    def generate(request: gr.Request, *values: Any) -> Iterator[Any]:
+        check(request)
+        yield from function(*values)
+
+    return generate if inspect.isgeneratorfunction(function) else answer

@@ -1,8 +1,12 @@
 """The routes /onediff/v1/...: each asks the runtime or the pre-warm queue, and answers in plain values."""
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as NotInTime
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import APIRouter, Body, FastAPI, HTTPException, Path, Query, Response
 
@@ -12,16 +16,16 @@ from ..shapes.sizes import Size, parse_sizes
 from . import models
 from .answers import SentenceRoute, json_answer
 from .auth import protection
-from .turns import Busy, Turns
 
 if TYPE_CHECKING:
     from ..hosts.webui import WebUI
     from ..prewarm.worker import WarmUp
     from ..runtime.runtime import Runtime
 
+Result = TypeVar("Result")
 Status = Callable[[], dict[str, Any]]
 PREFIX, TAG, SOURCE = "/onediff/v1", "OneDiff", "API"
-MOST_PENDING = 500
+MOST_PENDING, MOST_WAITING = 500, 8
 SWITCHED_OFF = "OneDiff is switched off in the settings, so nothing can be made ready."
 WHAT_TO_PURGE = (
     'Say what to purge: one of {"resolutions": ["512x512"]} (with a "model", or of all), {"model": "SD1"}, '
@@ -154,7 +158,7 @@ class Routes:
             vram = 0 if body.disk else self._runtime.purge(resolutions, body.model)
             return vram, self._runtime.purge_disk() if body.disk or body.all else 0
 
-        vram, disk = self._between_pictures(purge, body.wait)
+        vram, disk = self._turns.run(purge, body.wait)
         purged = [{"resolution": row.resolution, "model": row.model} for row in gone]
         return json_answer({"vram": vram, "disk": disk, "purged": purged})
 
@@ -175,13 +179,50 @@ class Routes:
 
         Waits for a picture in progress, `wait` seconds at most: then the answer is 409 and nothing is released.
         """
-        return json_answer({"vram": self._between_pictures(self._runtime.release_memory, body.wait)})
+        return json_answer({"vram": self._turns.run(self._runtime.release_memory, body.wait)})
 
-    def _between_pictures(self, work: Callable[[], Any], seconds: int) -> Any:
+
+class Turns:
+    """Hands work to exclusively(), which waits for the picture in progress however long that takes."""
+
+    def __init__(self, exclusively: Callable[[Callable[[], Any]], Any]) -> None:
+        self._exclusively = exclusively
+        self._waiting = threading.BoundedSemaphore(MOST_WAITING)
+
+    def run(self, work: Callable[[], Result], seconds: float) -> Result:
+        """What work() returns or raises; it begins within so many seconds, or not at all. Raises HTTPException 409."""
+        if not self._waiting.acquire(blocking=False):
+            raise HTTPException(409, "Too many requests wait for the picture in progress; try again when it is done.")
+        turn: Future[Result] = Future()
+        threading.Thread(target=self._wait, args=(turn, work), name="onediff-api", daemon=True).start()
         try:
-            return self._turns.run(work, seconds)
-        except Busy as busy:
-            raise HTTPException(409, str(busy)) from busy
+            return turn.result(seconds)
+        except NotInTime:
+            if turn.cancel():
+                raise HTTPException(
+                    409, f"A picture is being made and was not done after {seconds:g} s, so nothing was changed; try "
+                    "again, or give a longer wait."
+                ) from None
+        return turn.result()
+
+    def _wait(self, turn: Future[Result], work: Callable[[], Result]) -> None:
+        try:
+            self._exclusively(lambda: carry_out(turn, work))
+        except Exception as error:
+            with contextlib.suppress(InvalidStateError):
+                turn.set_exception(error)
+        finally:
+            self._waiting.release()
+
+
+def carry_out(turn: Future[Result], work: Callable[[], Result]) -> None:
+    """Do the work of a turn, unless nobody waits for it any more."""
+    if not turn.set_running_or_notify_cancel():
+        return
+    try:
+        turn.set_result(work())
+    except Exception as error:
+        turn.set_exception(error)
 
 
 def sizes_of(body: models.PrewarmBody) -> list[Size]:

@@ -12,10 +12,9 @@ from ..options.settings import OFF_IN_SETTINGS, Settings
 from ..prewarm.worker import WarmUp
 from ..runtime.runtime import runtime
 from ..shapes.sizes import Size
-from .events import HIDDEN, LIVE, QUIET, kept_out_of_defaults
+from .events import HIDDEN, LIVE, QUIET, UNCHANGED, kept_out_of_defaults, show_stream
 from .progress import jobs_html, sentence, watch
 from .run_settings import AS_AT_FIRST, EXAMPLE
-from .stream import UNCHANGED, show_stream
 
 SOURCE = "accordion"
 # A hidden text box of A1111 and Forge that gets the description of every generation. The visible line under the

@@ -1,6 +1,12 @@
-"""How our components hang on gradio and on the WebUI, which gradio 3 and 4 take in different words."""
+"""How our components hang on gradio and on the WebUI, which gradio 3 and 4 take in different words.
+
+gradio has generators of its own, but gradio 3 never ends the connection of a page that was left while one was running,
+and then the WebUI's "Reload UI" waits for it for ever. show_stream leaves nothing open but a request that soon answers.
+"""
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import gradio as gr
@@ -9,8 +15,11 @@ import gradio as gr
 LIVE = "onediff-live"
 # In the page, but not to be seen.
 HIDDEN = "onediff-hidden"
+CONTROLS, ACTIONS = ["onediff-controls"], ["onediff-controls", "onediff-actions"]
 # No spinner over what is being renewed, and no entry in the page's API.
 QUIET: dict[str, Any] = {"show_progress": "hidden", "api_name": False}
+UNCHANGED = gr.update()
+Values = tuple[Any, ...]
 
 
 def kept_out_of_defaults(component: Any) -> Any:
@@ -25,3 +34,68 @@ def in_the_browser(function: str) -> dict[str, str]:
     function: takes the values of all inputs and then of all outputs, and returns a list of the inputs' values.
     """
     return {"js" if int(gr.__version__.split(".")[0]) >= 4 else "_js": function}
+
+
+def a_button(text: str, name: str, **more: Any) -> gr.Button:
+    return kept_out_of_defaults(gr.Button(text, elem_id=f"onediff_{name}", **{"scale": 0, "min_width": 110, **more}))
+
+
+def a_list(label: str, choices: list[str], value: str, name: str) -> gr.Dropdown:
+    """A list of which one is chosen."""
+    return kept_out_of_defaults(gr.Dropdown(
+        choices=choices, value=value, label=label, elem_id=f"onediff_{name}", scale=1, min_width=140,
+    ))
+
+
+def a_text(label: str, name: str, value: str = "", **more: Any) -> gr.Textbox:
+    return kept_out_of_defaults(gr.Textbox(value, label=label, elem_id=f"onediff_{name}", **more))
+
+
+def markup(name: str, *classes: str) -> gr.HTML:
+    """A place for markup that changes."""
+    return gr.HTML(elem_id=f"onediff_{name}", elem_classes=[LIVE, *classes])
+
+
+def nothing_seen() -> gr.Textbox:
+    """What only stands for a value that JavaScript fills in."""
+    return kept_out_of_defaults(gr.Textbox("", visible=False))
+
+
+class Stream:
+    """A generator that two requests of one page may ask at the same time."""
+
+    def __init__(self, values: Iterator[Values]) -> None:
+        self._values = values
+        self._lock = threading.Lock()
+
+    def next(self) -> Values | None:
+        """The next values, or None when there are no more."""
+        with self._lock:
+            return next(self._values, None)
+
+
+def show_stream(
+    events: list[Callable[..., Any]], generate: Callable[..., Iterator[Values]], inputs: list[Any], outputs: list[Any]
+) -> None:
+    """Show everything that generate(*inputs) yields, each time a tuple with a value for each of outputs.
+
+    events: what begins it: methods of components or of events that take a handler (button.click, clicked.then).
+    """
+    stream = gr.State(None)
+    turn = nothing_seen()
+
+    def step(stream: Stream | None, turn: str) -> Values:
+        values = stream.next() if stream is not None else None
+        if values is None:
+            # A stream that was begun while this one was busy is taken up by the change to "".
+            return *[UNCHANGED] * len(outputs), "" if turn else UNCHANGED
+        return *values, str(int(turn or 0) + 1)
+
+    def begin(*values: Any) -> Values:
+        begun = Stream(generate(*values))
+        return *step(begun, ""), begun
+
+    # The change that a request makes to turn asks for the next one.
+    for event in events:
+        event(begin, inputs=inputs, outputs=[*outputs, turn, stream], queue=False, **QUIET)
+    turn.change(step, inputs=[stream, turn], outputs=[*outputs, turn], queue=False, **QUIET)

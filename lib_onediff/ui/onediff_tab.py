@@ -17,8 +17,7 @@ from .cache.panel import build_cache_tab
 from .compare.handlers import ComparePanel
 from .compare.tab import build_compare_page, build_facts_page
 from .compare.text_to_image import TextToImage, output_folder
-from .presets.panel import PresetsPanel, Store
-from .presets.tab import build_presets_page
+from .presets import PresetsPanel, Store, build_presets_page
 
 TITLE, ELEM_ID = "OneDiff", "onediff"
 CACHE, PRESETS, COMPARE, CONSISTENCY = "Cache", "Presets", "Compare", "Consistency"
@@ -31,7 +30,7 @@ def build_onediff_tab(
     """The tab's content, for on_ui_tabs: (build_onediff_tab(...), TITLE, ELEM_ID).
 
     make_script: our script's class. standing: the settings tab's settings. store: sets and keeps options of the
-    settings tab; see presets_panel.py.
+    settings tab; see presets.py.
     """
 
     def facts() -> Facts:

@@ -47,13 +47,19 @@ def jobs_html(jobs: list[Job], controls: bool = False) -> str:
 
 def job_html(job: Job, controls: str = "") -> str:
     """One job: its size, how far it is, and what came of it. controls: markup."""
-    share = int(100 * job.share)
     name = html.escape(job_name(job))
     return (
         f'<div class="onediff-job onediff-job-{job.state}" role="listitem"><b>{name}</b>'
-        f'<div class="onediff-bar" role="progressbar" aria-valuemin="0" aria-valuemax="100" aria-valuenow="{share}" '
-        f'aria-label="Pre-warming {name}"><div style="width: {share}%"></div></div>'
-        f"<span>{html.escape(job_sentence(job))}</span>{controls}</div>"
+        f"{bar_html(int(100 * job.share), f'Pre-warming {name}')}<span>{html.escape(job_sentence(job))}</span>"
+        f"{controls}</div>"
+    )
+
+
+def bar_html(percent: int, label: str) -> str:
+    """How far something is. label: for screen readers."""
+    return (
+        f'<div class="onediff-bar" role="progressbar" aria-valuemin="0" aria-valuemax="100" aria-valuenow="{percent}" '
+        f'aria-label="{label}"><div style="width: {percent}%"></div></div>'
     )
 
 

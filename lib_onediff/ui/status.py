@@ -42,12 +42,18 @@ def status_html(status: dict[str, Any]) -> str:
 
 def facts_html(facts: list[tuple[str, str]]) -> str:
     """(label, value) pairs side by side; those without a value are left out."""
-    cells = "".join(
-        f'<div class="onediff-fact onediff-{label.lower().replace(" ", "-")}">'
-        f"<span>{html.escape(label)}</span><b>{html.escape(value)}</b></div>"
-        for label, value in facts if value
-    )
+    cells = "".join(fact_html(label, value) for label, value in facts if value)
     return f'<div class="onediff-facts">{cells}</div>'
+
+
+def fact_html(label: str, value: str, below: str = "", meaning: str = "") -> str:
+    """A value under its label. below: markup."""
+    title = f' title="{html.escape(meaning)}"' if meaning else ""
+    name = label.lower().replace(" ", "-")
+    return (
+        f'<div class="onediff-fact onediff-{name}"{title}><span>{html.escape(label)}</span>'
+        f"<b>{html.escape(value)}</b>{below}</div>"
+    )
 
 
 def described(status: dict[str, Any]) -> list[tuple[str, str]]:

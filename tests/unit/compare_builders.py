@@ -13,7 +13,7 @@ from lib_onediff.options.settings import Settings
 from lib_onediff.quality import compare, difference_map
 from lib_onediff.ui.compare.job import Pair, Request
 from lib_onediff.ui.compare.sides import CURRENT, OFF, Side
-from lib_onediff.ui.compare.text_to_image import Interrupted, Made, Order
+from lib_onediff.ui.compare.text_to_image import Made, Order
 
 SIDES = (Side(OFF, Settings(enabled=False)), Side(CURRENT, Settings()))
 ORDER = Order("a <b>fox</b>", "blurry & dark", 7, 160, 128, 20, 7.0, "Euler a")
@@ -35,11 +35,11 @@ class Painter:
         self.hold.set()
         self.interrupted = threading.Event()
 
-    def make(self, order: Order, settings: Settings) -> Made:
+    def make(self, order: Order, settings: Settings) -> Made | None:
         self.orders.append((order, settings))
         while not self.hold.wait(0.02):
             if self.interrupted.is_set():
-                raise Interrupted
+                return None
         if order.prompt == "fail":
             raise RuntimeError("no memory\nfor this")
         route = "plain" if settings.enabled else "host"

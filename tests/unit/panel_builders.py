@@ -17,9 +17,9 @@ from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.rows import ResolutionRow, ShapeRow, Totals
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.ui.cache.handlers import PARTS, Panel
+from lib_onediff.ui.cache.handlers import PARTS, Panel, for_page
 from lib_onediff.ui.cache.page import Page
-from lib_onediff.ui.cache.view import ALL_MODELS, USUAL_ORDER
+from lib_onediff.ui.cache.table import ALL_MODELS, USUAL_ORDER
 
 MEBIBYTE = 2**20
 CALLS = {"graph": 12, "plain": 3, "blocks": 0, "host": 4}
@@ -69,7 +69,7 @@ class Seen:
 
     def ask(self, handler: Any, *own: Any) -> tuple[Any, ...]:
         """Call a handler, and leave its answer on the way."""
-        answer = handler(*own, self.model, self.order, self.page)
+        answer = for_page(handler)(*own, self.model, self.order, self.page)
         self.page = answer[-1]
         return answer
 

@@ -14,8 +14,8 @@ pytest.importorskip("httpx")
 import gradio
 from fastapi.testclient import TestClient
 
+from lib_onediff.api.auth import checked, refuse_foreign_pages
 from lib_onediff.api.origins import Origins
-from lib_onediff.api.page_events import checked, refuse_foreign_pages
 from lib_onediff.ui.events import QUIET
 
 FOREIGN = [

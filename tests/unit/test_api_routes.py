@@ -19,7 +19,7 @@ from count_calls import count_calls
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from lib_onediff.api import models, turns
+from lib_onediff.api import models, routes
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.key import ShapeKey
 from lib_onediff.shapes.table import State
@@ -189,7 +189,7 @@ def test_only_so_many_wait_for_a_picture(api: Api, folder: Path) -> None:
     answers: list[Any] = []
     ask = lambda: answers.append(api.post("release", {"wait": 2}, 409)["detail"])  # noqa: E731
     with api.webui.lock:
-        threads = [threading.Thread(target=ask) for _ in range(turns.MOST_WAITING + 3)]
+        threads = [threading.Thread(target=ask) for _ in range(routes.MOST_WAITING + 3)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -15,7 +15,7 @@ from test_warmup import SmallWebUI, ThreadChoosingWebUI
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui.cache import handlers as cache_handlers
 from lib_onediff.ui.cache import purge as cache_purge
-from lib_onediff.ui.chores import Chore
+from lib_onediff.ui.cache.purge import Chore
 
 LARGE = changed(ROW, resolution="1024x1024", bytes=90 * MEBIBYTE, needs=100 * MEBIBYTE)
 SMALL = changed(ROW, resolution="64x64", bytes=0, needs=10 * MEBIBYTE)

@@ -20,7 +20,9 @@ from lib_onediff.ui.cache import panel as cache_panel
 
 
 def tab_of(seen: Seen) -> gradio.Blocks:
-    return cache_panel.build_cache_tab(runtime, seen.warmup, seen.panel.exclusively)
+    with gradio.Blocks() as tab:
+        cache_panel.build_cache_tab(runtime, seen.warmup, seen.panel.exclusively)
+    return tab
 
 
 def handlers(page: gradio.Blocks) -> list[dict[str, Any]]:

@@ -9,10 +9,8 @@ from panel_builders import CALLS, MEBIBYTE, ROW, SHAPE, TOTALS, changed, text_of
 from lib_onediff.prewarm.job import Job
 from lib_onediff.shapes.sizes import Size
 from lib_onediff.ui import amounts
-from lib_onediff.ui.cache import chart as cache_chart
 from lib_onediff.ui.cache import table as cache_table
 from lib_onediff.ui.cache import totals as cache_totals
-from lib_onediff.ui.cache import view as cache_view
 
 UNKNOWN = {"step_ms": None, "host_ms": None, "ratio": None, "bytes": 0, "needs": 0}
 ROWS = [
@@ -99,7 +97,7 @@ def test_table_escapes_what_others_name() -> None:
     markup = cache_table.table_html([
         changed(ROW, model=evil, reason=evil, resolution=evil, shapes=(changed(SHAPE, reason=evil, dtype=evil),)),
     ])
-    markup += cache_chart.chart_html([changed(ROW, model=evil, resolution=evil)])
+    markup += cache_totals.chart_html([changed(ROW, model=evil, resolution=evil)])
     assert "<script" not in markup and markup.count("&lt;script&gt;") > 5 and "alert('x')" not in markup
 
 
@@ -129,22 +127,22 @@ def test_only_so_many_rows_are_shown() -> None:
     (None, ["72x64", "512x768", "64x64", "1024x1024"]),
 ])
 def test_sorting(order: str, first_to_last: list[str]) -> None:
-    shown = cache_view.selected(ROWS, cache_view.ALL_MODELS, order)
+    shown = cache_table.selected(ROWS, cache_table.ALL_MODELS, order)
     assert [row.resolution for row in shown] == first_to_last
 
 
 def test_filtering() -> None:
-    assert cache_view.models_of(ROWS) == ["All models", "SD1", "SDXL"]
-    assert [row.resolution for row in cache_view.selected(ROWS, "SDXL", "Uses")] == ["1024x1024"]
-    assert len(cache_view.selected(ROWS, None, "Uses")) == len(ROWS)
-    assert cache_view.selected(ROWS, "SD2", "Uses") == []
+    assert cache_table.models_of(ROWS) == ["All models", "SD1", "SDXL"]
+    assert [row.resolution for row in cache_table.selected(ROWS, "SDXL", "Uses")] == ["1024x1024"]
+    assert len(cache_table.selected(ROWS, None, "Uses")) == len(ROWS)
+    assert cache_table.selected(ROWS, "SD2", "Uses") == []
 
 
 def test_a_decode_is_no_model() -> None:
     decode = changed(ROW, model="VAE decoder", shapes=(changed(SHAPE, tokens=0),))
     queued = changed(ROW, model="SDXL", shapes=())
-    assert cache_view.models_of([ROW, decode, queued]) == ["All models", "SD1", "SDXL"]
-    assert cache_chart.chart_html([decode]) == ""
+    assert cache_table.models_of([ROW, decode, queued]) == ["All models", "SD1", "SDXL"]
+    assert cache_totals.chart_html([decode]) == ""
 
 
 def test_the_chart_has_numbers_beside_its_bars() -> None:
@@ -154,19 +152,19 @@ def test_the_chart_has_numbers_beside_its_bars() -> None:
     ]
     # Of the last two, too little was timed for a comparison.
     unknown = changed(ROW, resolution="80x80", **UNKNOWN), changed(ROW, resolution="88x88", ratio=None)
-    markup = cache_chart.chart_html([*rows, *unknown])
+    markup = cache_totals.chart_html([*rows, *unknown])
     text = text_of(markup)
     assert "512x768 SD1 OneDiff 12.3 ms, 1.62 x (1.50 to 1.70) WebUI 20 ms" in text
     assert "64x64 SD1 OneDiff 5 ms, 2.00 x WebUI 10 ms" in text
     assert "--onediff-share: 0.250" in markup and "--onediff-share: 1.000" in markup
     assert "80x80" not in markup and "88x88" not in markup
-    assert cache_chart.chart_html([changed(ROW, **UNKNOWN)]) == cache_chart.chart_html([]) == ""
+    assert cache_totals.chart_html([changed(ROW, **UNKNOWN)]) == cache_totals.chart_html([]) == ""
 
 
 def test_the_chart_shows_what_is_used_most() -> None:
     rows = [changed(ROW, resolution=f"{64 + 8 * number}x64", uses=number) for number in range(50)]
-    markup = cache_chart.chart_html(rows)
-    assert markup.count("<dt>") == cache_chart.MOST_BARS and "456x64" in markup and "64x64 " not in markup
+    markup = cache_totals.chart_html(rows)
+    assert markup.count("<dt>") == cache_totals.MOST_BARS and "456x64" in markup and "64x64 " not in markup
 
 
 @pytest.mark.parametrize("size, text", [

@@ -21,10 +21,9 @@ from PIL import Image
 from lib_onediff.options.settings import Settings
 from lib_onediff.ui.compare import tab as compare_tab
 from lib_onediff.ui.compare.handlers import ComparePanel
-from lib_onediff.ui.compare.job import STEPS_TO_WARM_UP, Comparison
+from lib_onediff.ui.compare.job import STEPS_TO_WARM_UP, Comparison, request_of
 from lib_onediff.ui.compare.markup import images_html, numbers_html, summary_html, verdict
 from lib_onediff.ui.compare.report import page_html, save
-from lib_onediff.ui.compare.request import request_of
 from lib_onediff.ui.compare.sides import CURRENT, OFF, choices, read_changes, side_of
 
 PRESETS = {"Careful": {"backend": "eager", "verify": True}}
@@ -259,7 +258,7 @@ def test_other_machine_is_compared(panel: ComparePanel) -> None:
 
 
 def test_pages_are_built_for_every_page_anew(panel: ComparePanel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare_tab.Tab, "samplers", lambda self: ["Euler a"])
+    monkeypatch.setattr(compare_tab, "sampler_names", lambda: ["Euler a"])
     with gradio.Blocks() as page:
         for _ in range(2):
             with gradio.Tab("Compare") as tab:

@@ -16,9 +16,7 @@ from lib_onediff.options.preset_data import BALANCED, PRESETS, PROFILES, QUALITY
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui import settings_tab
-from lib_onediff.ui.presets.panel import PresetsPanel
-from lib_onediff.ui.presets.tab import build_presets_page
-from lib_onediff.ui.presets.table import checkpoint_html, presets_html
+from lib_onediff.ui.presets import PresetsPanel, build_presets_page, checkpoint_html, presets_html
 
 
 class Page:

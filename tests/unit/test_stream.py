@@ -10,7 +10,7 @@ pytest.importorskip("gradio")
 
 import gradio
 
-from lib_onediff.ui.stream import show_stream
+from lib_onediff.ui.events import show_stream
 
 
 def counting(up_to: int) -> Iterator[tuple[int]]:

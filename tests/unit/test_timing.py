@@ -19,8 +19,8 @@ from lib_onediff.runtime.verify import judge
 from lib_onediff.shapes.key import ShapeKey
 from lib_onediff.shapes.table import ENOUGH, Entry, Ratio, Stopwatch, Timing
 from lib_onediff.store.history import history_row
-from lib_onediff.ui.cache.chart import chart_html
 from lib_onediff.ui.cache.table import table_html
+from lib_onediff.ui.cache.totals import chart_html
 from lib_onediff.ui.status import described
 
 CPU = torch.device("cpu")

@@ -15,16 +15,13 @@ from ...runtime.rows import ResolutionRow
 from ...runtime.runtime import Runtime
 from ...shapes.sizes import Size, parse_sizes
 from ..amounts import counted, memory
-from ..chores import Chore
+from ..events import UNCHANGED
 from ..progress import jobs_html, outcome_of, sentence
-from ..stream import UNCHANGED
 from . import purge as cache_purge
-from .chart import chart_html
 from .page import Page, read_keys, read_message
-from .purge import Purge
-from .table import ROWS_AT_FIRST, resolution_and_model, table_html
-from .totals import totals_html
-from .view import ALL_MODELS, models_of, selected
+from .purge import Chore, Purge
+from .table import ALL_MODELS, ROWS_AT_FIRST, models_of, resolution_and_model, selected, table_html
+from .totals import chart_html, totals_html
 
 SOURCE = "panel"
 # How long a request waits for what it has begun; what takes longer is told later.
@@ -38,8 +35,8 @@ Exclusively = Callable[[Callable[[], str]], str]
 class Panel:
     """The handlers of one page's tab.
 
-    Each ends with the arguments model and order, what the two lists above the table show, and page, what the server
-    keeps of the page; it returns the value of every component in the order of the tab's outputs.
+    Each ends with the argument page, what the server keeps of the page (see for_page); it returns the value of every
+    component in the order of the tab's outputs.
     """
 
     def __init__(self, runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) -> None:
@@ -53,44 +50,33 @@ class Panel:
 
     # --- the pre-warm queue ---------------------------------------------------------------------------------------
 
-    def prewarm(self, text: str, batch: Any, tokens: Any, model: str, order: str, page: Page | None) -> Shown:
+    def prewarm(self, text: str, batch: Any, tokens: Any, page: Page) -> Shown:
         """Queue the sizes that were typed."""
-        page = page or Page()
-        try:
-            sizes = parse_sizes(text or "")
-            if not sizes:
-                raise ValueError("Type at least one size, for example 512x512.")
-            told = self._queue(sizes, batch, tokens, page)
-        except ValueError as problem:
-            told = sentence(str(problem), wrong=True)
-        return self._answer(model, order, page, told)
+        return self._queue(lambda: parse_sizes(text or ""), batch, tokens, page)
 
     def preset(self, preset: Preset) -> Callable[..., Shown]:
         """A handler that queues the sizes of a preset."""
 
-        def queue(batch: Any, tokens: Any, model: str, order: str, page: Page | None) -> Shown:
-            page = page or Page()
-            try:
-                told = self._queue(preset.sizes, batch, tokens, page)
-            except ValueError as problem:
-                told = sentence(str(problem), wrong=True)
-            return self._answer(model, order, page, told)
+        return lambda batch, tokens, page: self._queue(lambda: preset.sizes, batch, tokens, page)
 
-        return queue
+    def _queue(self, asked: Callable[[], Collection[Size]], batch: Any, tokens: Any, page: Page) -> Shown:
+        """Queue sizes, those without a number of images of their own with this one."""
+        try:
+            sizes, batch_size = asked(), whole_number(1 if batch is None else batch, "The batch size")
+            if not sizes:
+                raise ValueError("Type at least one size, for example 512x512.")
+            wanted = [Size(size.width, size.height, batch_size) if size.batch == 1 else size for size in sizes]
+            page.follow(self.warmup.add(wanted, SOURCE, tokens=whole_number(tokens or TOKENS, "The number of tokens")))
+            told = sentence(f"{counted(len(wanted), 'size')} in the queue.")
+        except ValueError as problem:
+            told = sentence(str(problem), wrong=True)
+        return self._answer(page, told)
 
-    def _queue(self, sizes: Collection[Size], batch: Any, tokens: Any, page: Page) -> str:
-        """Queue sizes, those without a number of pictures of their own with this one. Raises ValueError."""
-        pictures = whole_number(1 if batch is None else batch, "The batch size")
-        wanted = [Size(size.width, size.height, pictures) if size.batch == 1 else size for size in sizes]
-        page.follow(self.warmup.add(wanted, SOURCE, tokens=whole_number(tokens or TOKENS, "The number of tokens")))
-        return sentence(f"{counted(len(wanted), 'size')} in the queue.")
-
-    def cancel_all(self, model: str, order: str, page: Page | None) -> Shown:
-        page = page or Page()
+    def cancel_all(self, page: Page) -> Shown:
         cancelled = self.warmup.stop()
         page.busy = False
         told = f"{counted(cancelled, 'size')} cancelled." if cancelled else "Nothing is being pre-warmed."
-        return self._answer(model, order, page, sentence(told))
+        return self._answer(page, sentence(told))
 
     def _change_job(self, action: str, job_id: int) -> None:
         waiting = [job.id for job in self.warmup.jobs() if job.state == QUEUED]
@@ -101,80 +87,76 @@ class Panel:
 
     # --- the table ------------------------------------------------------------------------------------------------
 
-    def look(self, model: str, order: str, page: Page | None) -> Shown:
-        return self._answer(model, order, page)
+    def look(self, page: Page) -> Shown:
+        return self._answer(page)
 
-    def more(self, model: str, order: str, page: Page | None) -> Shown:
-        page = page or Page()
+    def more(self, page: Page) -> Shown:
         page.limit += ROWS_AT_FIRST
-        return self._answer(model, order, page)
+        return self._answer(page)
 
     def pin(self, pinned: bool) -> Callable[..., Shown]:
         """A handler that pins the selected rows, or no longer."""
 
-        def set_pins(keys: str, model: str, order: str, page: Page | None) -> Shown:
+        def set_pins(keys: str, page: Page) -> Shown:
             rows = [resolution_and_model(key) for key in read_keys(keys)]
             if not rows:
-                return self._answer(model, order, page, below=choose_first())
+                return self._answer(page, below=choose_first())
             known = sum(self.runtime.pin(*row, pinned) for row in rows)
             done = f"{counted(known, 'resolution')} {'pinned' if pinned else 'not pinned any more'}."
-            return self._answer(model, order, page, below=sentence(done))
+            return self._answer(page, below=sentence(done))
 
         return set_pins
 
-    def ask_selected(self, keys: str, model: str, order: str, page: Page | None) -> Shown:
+    def ask_selected(self, keys: str, page: Page) -> Shown:
         chosen = read_keys(keys)
         if not chosen:
-            return self._answer(model, order, page, below=choose_first())
-        return self._ask(cache_purge.purge_of_rows(self.runtime, chosen), model, order, page)
+            return self._answer(page, below=choose_first())
+        return self._ask(cache_purge.purge_of_rows(self.runtime, chosen), page)
 
-    def ask_model(self, model: str, order: str, page: Page | None) -> Shown:
+    def ask_model(self, page: Page) -> Shown:
         known = models_of(self.runtime.rows())[1:]
-        doomed = model if model in known else known[0] if len(known) == 1 else None
+        doomed = page.model if page.model in known else known[0] if len(known) == 1 else None
         if doomed is None:
             told = "Choose a model in the list above the table first." if known else "There is nothing to purge."
-            return self._answer(model, order, page, below=sentence(told, wrong=True))
-        return self._ask(cache_purge.purge_of_model(self.runtime, doomed), model, order, page)
+            return self._answer(page, below=sentence(told, wrong=True))
+        return self._ask(cache_purge.purge_of_model(self.runtime, doomed), page)
 
-    def ask_all(self, model: str, order: str, page: Page | None) -> Shown:
+    def ask_all(self, page: Page) -> Shown:
         if not self.runtime.rows():
-            return self._answer(model, order, page, below=sentence("There is nothing to purge."))
-        return self._ask(cache_purge.purge_of_all(self.runtime), model, order, page)
+            return self._answer(page, below=sentence("There is nothing to purge."))
+        return self._ask(cache_purge.purge_of_all(self.runtime), page)
 
-    def ask_disk(self, model: str, order: str, page: Page | None) -> Shown:
-        return self._ask(cache_purge.purge_of_disk(self.runtime), model, order, page)
+    def ask_disk(self, page: Page) -> Shown:
+        return self._ask(cache_purge.purge_of_disk(self.runtime), page)
 
-    def _ask(self, purge: Purge, model: str, order: str, page: Page | None) -> Shown:
-        page = page or Page()
+    def _ask(self, purge: Purge, page: Page) -> Shown:
         page.purge = purge
-        return self._answer(model, order, page, below="")
+        return self._answer(page, below="")
 
-    def confirm(self, model: str, order: str, page: Page | None) -> Shown:
-        page = page or Page()
+    def confirm(self, page: Page) -> Shown:
         purge, page.purge = page.purge, None
         if purge is None:
-            return self._answer(model, order, page)
-        return self._begin(Chore(purge.doing, self.exclusively, purge.work), model, order, page)
+            return self._answer(page)
+        return self._begin(Chore(purge.doing, self.exclusively, purge.work), page)
 
-    def keep(self, model: str, order: str, page: Page | None) -> Shown:
-        page = page or Page()
+    def keep(self, page: Page) -> Shown:
         page.purge = None
-        return self._answer(model, order, page, below=sentence("Nothing was purged."))
+        return self._answer(page, below=sentence("Nothing was purged."))
 
-    def release(self, model: str, order: str, page: Page | None) -> Shown:
+    def release(self, page: Page) -> Shown:
         def work() -> str:
             return f"Released {memory(self.runtime.release_memory())} of VRAM; each size is recorded anew when needed."
 
-        return self._begin(Chore("Releasing memory", self.exclusively, work), model, order, page or Page())
+        return self._begin(Chore("Releasing memory", self.exclusively, work), page)
 
-    def _begin(self, chore: Chore, model: str, order: str, page: Page) -> Shown:
+    def _begin(self, chore: Chore, page: Page) -> Shown:
         page.chore = chore
         waiting = sentence(f"{chore.name} waits until no picture is being made.")
-        return self._answer(model, order, page, below=UNCHANGED if chore.told(SECONDS_FOR_A_CHORE) else waiting)
+        return self._answer(page, below=UNCHANGED if chore.told(SECONDS_FOR_A_CHORE) else waiting)
 
     # --- the answer -----------------------------------------------------------------------------------------------
 
-    def tick(self, message: str, model: str, order: str, page: Page | None) -> Shown:
+    def tick(self, message: str, page: Page) -> Shown:
         """What javascript/onediff.js asks while the tab can be seen: do this, and tell me what is new."""
         page, asked = page or Page(), read_message(message)
         if asked.turn != page.turn:
@@ -184,13 +166,10 @@ class Panel:
             for action in asked.actions:
                 self._change_job(*action)
         page.answered = asked.number
-        return self._answer(model, order, page)
+        return self._answer(page)
 
-    def _answer(
-        self, model: str, order: str, page: Page | None, told: Any = UNCHANGED, below: Any = UNCHANGED
-    ) -> Shown:
+    def _answer(self, page: Page, told: Any = UNCHANGED, below: Any = UNCHANGED) -> Shown:
         """told, below: the sentences under the pre-warm controls and under the table."""
-        page = page or Page()
         jobs = page.jobs(self.warmup.jobs())
         pending, something_else = any(job.pending for job in jobs), told is not UNCHANGED
         if page.busy and jobs and not pending and not something_else:
@@ -199,20 +178,20 @@ class Panel:
         chore_told = page.chore.told() if page.chore else None
         if page.chore and chore_told is not None:
             below, page.chore = sentence(chore_told, wrong=page.chore.failed), None
-        parts = self._parts(model, order, page, jobs)
+        parts = self._parts(page, jobs)
         with self._answering:
             changes = page.changes(parts)
             page.turn = next(self._turns)
             beat = beat_html(page)
         return (beat, told, below, *changes, page)
 
-    def _parts(self, model: str, order: str, page: Page, jobs: list[Job]) -> dict[str, Any]:
+    def _parts(self, page: Page, jobs: list[Job]) -> dict[str, Any]:
         """The value of every component that shows what is so."""
         known = self.runtime.rows()
         rows = rows_with_jobs(known, jobs, self.warmup.model)
         models = models_of(rows)
-        model = model if model in models else ALL_MODELS
-        shown = selected(rows, model, order)
+        model = page.model if page.model in models else ALL_MODELS
+        shown = selected(rows, model, page.order)
         families = families_for(self.warmup.model)
         return {
             "totals": totals_html(self.runtime.totals(), known, jobs),
@@ -225,6 +204,19 @@ class Panel:
             "chart": chart_html(shown),
             **{family.name: gr.update(visible=family in families) for family in FAMILIES},
         }
+
+
+def for_page(handler: Callable[..., Shown]) -> Callable[..., Shown]:
+    """A handler as gradio calls it: its last three values are those of the two lists above the table, and the page,
+    None at first."""
+
+    def call(*values: Any) -> Shown:
+        *own, model, order, page = values
+        page = page or Page()
+        page.model, page.order = model, order
+        return handler(*own, page)
+
+    return call
 
 
 def whole_number(value: Any, name: str) -> int:

@@ -6,22 +6,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...prewarm.job import Job
-from ..chores import Chore
-from ..stream import UNCHANGED
-from .purge import Purge
-from .table import ROWS_AT_FIRST
+from ..events import UNCHANGED
+from .purge import Chore, Purge
+from .table import ALL_MODELS, ROWS_AT_FIRST, USUAL_ORDER
 
 
 @dataclass
 class Page:
-    """All that the server keeps of a page. shown: a digest of each part as it was sent last. limit: rows of the table.
-    purge: what waits for the user's word. chore: what is being done for the page. followed: the ids of the jobs that it
-    shows. busy: whether it has to be told what came of them. answered: the number of the last message. turn: the last
-    answer's.
+    """All that the server keeps of a page. shown: a digest of each part as it was sent last. limit: rows of the table;
+    model, order: what the lists above it show. purge: what waits for the user's word. chore: what is being done for the
+    page. followed: the ids of the jobs that it shows. busy: whether it has to be told what came of them. answered: the
+    number of the last message. turn: the last answer's.
     """
 
     shown: dict[str, int] = field(default_factory=dict)
     limit: int = ROWS_AT_FIRST
+    model: str = ALL_MODELS
+    order: str = USUAL_ORDER
     purge: Purge | None = None
     chore: Chore | None = None
     followed: set[int] = field(default_factory=set)

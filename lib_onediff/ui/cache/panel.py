@@ -1,7 +1,7 @@
 """The OneDiff tab: which resolutions are ready, and buttons to make them ready or to throw them away.
 
 javascript/onediff.js asks for what is new while the tab can be seen, by a click on a hidden button: gradio has
-generators and timers, but the former keep connections open (see stream.py) and the latter are not in gradio 3.
+generators and timers, but the former keep connections open (see events.py) and the latter are not in gradio 3.
 """
 from __future__ import annotations
 
@@ -14,28 +14,32 @@ from ...prewarm.job import TOKEN_CHOICES
 from ...prewarm.presets import FAMILIES
 from ...prewarm.worker import WarmUp
 from ...runtime.runtime import Runtime
-from ..events import HIDDEN, LIVE, QUIET, in_the_browser, kept_out_of_defaults
-from .handlers import PARTS, Exclusively, Panel
-from .table import legend_html
-from .view import ALL_MODELS, ORDERS, USUAL_ORDER
+from ..events import (
+    ACTIONS,
+    CONTROLS,
+    HIDDEN,
+    QUIET,
+    a_button,
+    a_list,
+    a_text,
+    in_the_browser,
+    kept_out_of_defaults,
+    markup,
+    nothing_seen,
+)
+from .handlers import PARTS, Exclusively, Panel, for_page
+from .table import ALL_MODELS, ORDERS, USUAL_ORDER, legend_html
 
-TITLE, ELEM_ID = "OneDiff", "onediff"
 PLACEHOLDER = "1024x1024, 832x1216 x2"
-CONTROLS, ACTIONS = ["onediff-controls"], ["onediff-controls", "onediff-actions"]
 
 
-def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) -> gr.Blocks:
-    """The tab's content, for on_ui_tabs: (build_cache_tab(...), TITLE, ELEM_ID).
-
-    exclusively: runs work while the WebUI makes no picture.
-    """
-    panel = Panel(runtime, warmup, exclusively)
-    with gr.Blocks(analytics_enabled=False) as tab, gr.Column(elem_id="onediff_cache"):
-        Tab(panel).build()
-    return tab
+def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) -> None:
+    """The page, inside the gradio context that is open. exclusively: runs work while the WebUI makes no picture."""
+    with gr.Column(elem_id="onediff_cache"):
+        CachePage(Panel(runtime, warmup, exclusively)).build()
 
 
-class Tab:
+class CachePage:
     """Puts the components on the page that is being built, and connects them with the panel."""
 
     def __init__(self, panel: Panel) -> None:
@@ -44,18 +48,18 @@ class Tab:
         self.page = gr.State(None)
 
     def build(self) -> None:
-        beat, tick, message = markup("beat", HIDDEN), a_button("", "tick", elem_classes=HIDDEN), nothing_seen()
-        totals = markup("totals")
+        beat, tick, message = markup("cache_beat", HIDDEN), a_button("", "tick", elem_classes=HIDDEN), nothing_seen()
+        totals = markup("cache_totals")
         with gr.Row(elem_classes="onediff-halves"):
             with gr.Column(min_width=320, scale=3):
                 told, connect_prewarm = self.build_prewarm()
             with gr.Column(min_width=320, scale=2):
-                chart = markup("chart")
+                chart = markup("cache_chart")
         gr.HTML("<h3>Resolutions</h3>")
         with gr.Row(elem_classes=[*CONTROLS, "onediff-filter"]):
             model = a_list("Model", [ALL_MODELS], ALL_MODELS, "model")
             order = a_list("Sorted by", list(ORDERS), USUAL_ORDER, "order")
-        table = markup("table")
+        table = markup("cache_table")
         more = a_button("Show more", "more", visible=False, size="sm")
         connect_actions, below, question, confirm = self.build_actions()
         gr.HTML(legend_html())
@@ -71,7 +75,7 @@ class Tab:
             """ask: what of window.onediff gives the first input's value."""
             inputs = [*own, *last]
             script = f"(...values) => window.onediff.{ask}(values, {len(inputs)})"
-            event(handler, inputs=inputs, outputs=outputs, queue=False, **QUIET,
+            event(for_page(handler), inputs=inputs, outputs=outputs, queue=False, **QUIET,
                   **(in_the_browser(script) if ask else {}))
 
         on(tick.click, self.panel.tick, message, ask="message")
@@ -93,9 +97,7 @@ class Tab:
                     presets.append((button, preset))
             self.parts[family.name] = row
         with gr.Row(elem_classes=CONTROLS):
-            sizes = kept_out_of_defaults(gr.Textbox(
-                label="Own sizes", placeholder=PLACEHOLDER, elem_id="onediff_prewarm_sizes", scale=4, min_width=200,
-            ))
+            sizes = a_text("Own sizes", "prewarm_sizes", placeholder=PLACEHOLDER, scale=4, min_width=200)
             batch = kept_out_of_defaults(gr.Number(
                 1, label="Batch size", precision=0, elem_id="onediff_prewarm_batch", scale=1, min_width=100,
             ))
@@ -103,8 +105,8 @@ class Tab:
         with gr.Row(elem_classes=ACTIONS):
             prewarm = a_button("Pre-warm", "prewarm", variant="primary")
             cancel = a_button("Cancel all", "prewarm_cancel")
-        told = markup("result")
-        self.parts["jobs"] = markup("jobs")
+        told = markup("cache_result")
+        self.parts["jobs"] = markup("cache_jobs")
 
         def connect(on: Callable[..., None]) -> None:
             for event in (prewarm.click, sizes.submit):
@@ -127,9 +129,9 @@ class Tab:
             ]
             release = a_button("Release memory", "release")
         with gr.Row(elem_classes=[*ACTIONS, "onediff-confirm"], elem_id="onediff_confirm", visible=False) as row:
-            question = markup("question")
+            question = markup("cache_question")
             confirm, keep = a_button("Confirm", "purge_confirm", variant="stop"), a_button("Keep", "purge_keep")
-        below = markup("outcome")
+        below = markup("cache_outcome")
         keys = nothing_seen()
 
         def connect(on: Callable[..., None]) -> None:
@@ -142,24 +144,3 @@ class Tab:
             on(keep.click, self.panel.keep)
 
         return connect, below, question, row
-
-
-def a_button(text: str, name: str, **more: Any) -> gr.Button:
-    return kept_out_of_defaults(gr.Button(text, elem_id=f"onediff_{name}", **{"scale": 0, "min_width": 110, **more}))
-
-
-def a_list(label: str, choices: list[str], value: str, name: str) -> gr.Dropdown:
-    """A list of which one is chosen."""
-    return kept_out_of_defaults(gr.Dropdown(
-        choices=choices, value=value, label=label, elem_id=f"onediff_{name}", scale=1, min_width=140,
-    ))
-
-
-def markup(name: str, *classes: str) -> gr.HTML:
-    """A place for markup that changes."""
-    return gr.HTML(elem_id=f"onediff_cache_{name}", elem_classes=[LIVE, *classes])
-
-
-def nothing_seen() -> gr.Textbox:
-    """What only stands for a value that JavaScript fills in."""
-    return kept_out_of_defaults(gr.Textbox("", visible=False))

@@ -1,13 +1,20 @@
-"""What the OneDiff tab asks before it throws something away, and says afterwards."""
+"""What the OneDiff tab asks before it throws something away, does between two images, and says afterwards."""
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
+from ...guard import first_line, outcome_of
 from ...runtime.rows import ResolutionRow
 from ...runtime.runtime import Runtime
 from ..amounts import counted, memory
 from .table import key_of, resolution_and_model
+
+log = logging.getLogger("onediff")
+Exclusively = Callable[[Callable[[], Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -18,6 +25,36 @@ class Purge:
     question: str
     doing: str
     work: Callable[[], str]
+
+
+class Chore:
+    """Work in a thread of its own until no image is being made: no request of the page waits for it."""
+
+    def __init__(self, name: str, exclusively: Exclusively, work: Callable[[], str]) -> None:
+        """name: for people. exclusively: runs work while the WebUI makes no picture. work: returns what to tell."""
+        self.name = name
+        self.failed = False
+        self._told = ""
+        self._over = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(exclusively, work), name=f"onediff-{name.split(' ')[0].lower()}", daemon=True
+        )
+        self._thread.start()
+
+    def told(self, seconds: float = 0.0) -> str | None:
+        """What came of it; None while it is not over, for which this waits at most so long."""
+        return self._told if self._over.wait(seconds) else None
+
+    def _run(self, exclusively: Exclusively, work: Callable[[], str]) -> None:
+        try:
+            # Forge prints a traceback for what is raised in its main thread.
+            self._told = exclusively(lambda: outcome_of(work)).result()
+        except Exception as error:
+            log.exception("%s failed", self.name)
+            self.failed = True
+            self._told = f"{self.name} failed: {first_line(error)}."
+        finally:
+            self._over.set()
 
 
 def purge_of_rows(runtime: Runtime, keys: Iterable[str]) -> Purge:

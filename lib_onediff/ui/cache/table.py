@@ -1,7 +1,9 @@
-"""The table of resolutions in the OneDiff tab, as markup."""
+"""The table of resolutions in the OneDiff tab: which rows it shows, in what order, and as markup."""
 from __future__ import annotations
 
 import html
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ...runtime.rows import ResolutionRow, ShapeRow
@@ -33,6 +35,34 @@ WORDS = {
 }
 
 
+# The label of the list to choose from -> what to sort by. What is in the queue for the first time has not been used,
+# and is what the user looks for.
+ORDERS: dict[str, Callable[[ResolutionRow], Any]] = {
+    "Last used": lambda row: -row.last_used or -math.inf,
+    "Resolution": lambda row: (math.prod(sides(row)), sides(row), row.model),
+    "Step time": lambda row: math.inf if row.step_ms is None else row.step_ms,
+    "Memory": lambda row: -row.needs,
+    "Uses": lambda row: -row.uses,
+}
+USUAL_ORDER = next(iter(ORDERS))
+ALL_MODELS = "All models"
+
+
+def sides(row: ResolutionRow) -> list[int]:
+    return [int(side) for side in row.resolution.split("x")]
+
+
+def models_of(rows: Iterable[ResolutionRow]) -> list[str]:
+    """What the filter offers. A decode of the VAE is no model's, and a row of the queue has no shapes yet."""
+    return [ALL_MODELS, *sorted({row.model for row in rows if row.model and not (row.shapes and row.is_decode)})]
+
+
+def selected(rows: Iterable[ResolutionRow], model: str | None, order: str | None) -> list[ResolutionRow]:
+    """The rows of a model, or of all, in one of ORDERS; any other order that a page asks for is the usual one."""
+    shown = [row for row in rows if model in (None, "", ALL_MODELS, row.model)]
+    return sorted(shown, key=ORDERS.get(order or "", ORDERS[USUAL_ORDER]))
+
+
 def key_of(row: ResolutionRow) -> str:
     """What a page calls a row."""
     return f"{row.resolution} {row.model}"
@@ -44,13 +74,10 @@ def resolution_and_model(key: str) -> tuple[str, str]:
     return resolution, model
 
 
-def table_html(rows: list[ResolutionRow], limit: int = ROWS_AT_FIRST, nothing: str = "") -> str:
-    """The first of the rows, each with its shapes below it in an element that opens.
-
-    nothing: what to say where there are no rows.
-    """
+def table_html(rows: list[ResolutionRow], limit: int = ROWS_AT_FIRST) -> str:
+    """The first of the rows, each with its shapes below it in an element that opens."""
     if not rows:
-        return f'<p class="onediff-reason">{nothing or "Nothing yet: make a picture, or pre-warm a size."}</p>'
+        return '<p class="onediff-reason">Nothing yet: make a picture, or pre-warm a size.</p>'
     head = "".join(heading(column) for column in COLUMNS)
     body = "".join(map(resolution_html, rows[:limit]))
     every = '<input type="checkbox" data-onediff-every aria-label="Select all rows that are shown">'

@@ -1,4 +1,4 @@
-"""The line on top of the OneDiff tab, as markup."""
+"""The line on top of the OneDiff tab, and the chart of milliseconds per step, as markup."""
 from __future__ import annotations
 
 import html
@@ -7,9 +7,10 @@ from collections.abc import Iterable
 
 from ...prewarm.job import Job
 from ...runtime.rows import ResolutionRow, Totals
-from ..amounts import NOTHING, counted, memory, seconds
-from ..status import ROUTES
+from ..amounts import NOTHING, counted, memory, milliseconds, seconds, times
+from ..status import ROUTES, fact_html
 
+MOST_BARS = 8
 MEANINGS = {
     "Graph memory": "GPU memory that the graphs of all resolutions and their prompts hold, of what they may hold",
     "FP8 weights": "GPU memory of the weights in FP8, which lie beside the WebUI's own while FP8 is on",
@@ -28,25 +29,18 @@ def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job]) 
     kinds = ", ".join(f"{states[state]} {state}" for state in ("ready", "proved", "failed", "on disk") if states[state])
     calls = ", ".join(f"{count} {ROUTES.get(route, route)}" for route, count in totals.calls.items() if count)
     hits = NOTHING if totals.hit_rate is None else f"{100 * totals.hit_rate:.0f} %"
-    facts = (
-        fact("Graph memory", memory_held(totals), bar(totals)), fact("Disk", memory(totals.disk)),
-        fact("Served by a graph", hits), fact("Queue", queue_sentence(jobs)),
-        *([fact("FP8 weights", memory(totals.float8))] if totals.float8 else []),
-        *([fact("Inductor", compiled_sentence(**totals.inductor))] if totals.inductor.get("graphs") else []),
-        *([fact("OneFlow", "{graphs} of {most}".format(**totals.oneflow))] if totals.oneflow.get("graphs") else []),
-        fact("Resolutions", f"{len(rows)}{f' ({kinds})' if kinds else ''}"), fact("Calls", calls or "none yet"),
+    facts = {
+        "Graph memory": memory_held(totals), "Disk": memory(totals.disk), "Served by a graph": hits,
+        "Queue": queue_sentence(jobs), "FP8 weights": memory(totals.float8) if totals.float8 else "",
+        "Inductor": compiled_sentence(**totals.inductor) if totals.inductor.get("graphs") else "",
+        "OneFlow": "{graphs} of {most}".format(**totals.oneflow) if totals.oneflow.get("graphs") else "",
+        "Resolutions": f"{len(rows)}{f' ({kinds})' if kinds else ''}", "Calls": calls or "none yet",
+    }
+    cells = "".join(
+        fact_html(label, value, meter_html(totals) if label == "Graph memory" else "", MEANINGS.get(label, ""))
+        for label, value in facts.items() if value
     )
-    return f'<div class="onediff-status onediff-totals"><div class="onediff-facts">{"".join(facts)}</div></div>'
-
-
-def fact(label: str, value: str, below: str = "") -> str:
-    """A value under its label. below: markup."""
-    meaning = f' title="{html.escape(MEANINGS[label])}"' if label in MEANINGS else ""
-    name = label.lower().replace(" ", "-")
-    return (
-        f'<div class="onediff-fact onediff-{name}"{meaning}><span>{html.escape(label)}</span>'
-        f"<b>{html.escape(value)}</b>{below}</div>"
-    )
+    return f'<div class="onediff-status onediff-totals"><div class="onediff-facts">{cells}</div></div>'
 
 
 def memory_held(totals: Totals) -> str:
@@ -60,7 +54,7 @@ def compiled_sentence(graphs: int, refused: int) -> str:
     return f"{counted(graphs, 'graph')}, {fits}"
 
 
-def bar(totals: Totals) -> str:
+def meter_html(totals: Totals) -> str:
     """How full the budget is."""
     if not totals.budget:
         return ""
@@ -82,3 +76,35 @@ def queue_sentence(jobs: Iterable[Job]) -> str:
     known = [time for time in left if time is not None]
     about = f", about {seconds(sum(known))}" if known and len(known) == len(left) else ""
     return f"{counted(len(pending), 'size')}{about}"
+
+
+def chart_html(rows: Iterable[ResolutionRow]) -> str:
+    """The resolutions that are used the most, of those where both were timed often enough; nothing where there is
+    none."""
+    timed = [row for row in rows if row.step_ms and row.host_ms and row.ratio and not row.is_decode]
+    shown = sorted(timed, key=lambda row: (-row.uses, -row.last_used))[:MOST_BARS]
+    if not shown:
+        return ""
+    longest = max(max(row.step_ms or 0.0, row.host_ms or 0.0) for row in shown)
+    pairs = "".join(pair_html(row, longest) for row in shown)
+    return (
+        '<figure class="onediff-chart"><figcaption>Milliseconds per step, OneDiff against the WebUI\'s own'
+        f"</figcaption><dl>{pairs}</dl></figure>"
+    )
+
+
+def pair_html(row: ResolutionRow, longest: float) -> str:
+    faster = f", {times(row.ratio, row.ratio_range)}"
+    return (
+        f"<dt>{html.escape(row.resolution)} <small>{html.escape(row.model)}</small></dt>"
+        f"{bar_html('ours', 'OneDiff', row.step_ms or 0.0, longest, faster)}"
+        f"{bar_html('host', 'WebUI', row.host_ms or 0.0, longest)}"
+    )
+
+
+def bar_html(kind: str, name: str, value: float, longest: float, more: str = "") -> str:
+    """more: what to say after the number."""
+    return (
+        f'<dd class="onediff-{kind}" style="--onediff-share: {value / longest:.3f}"><span>{name}</span>'
+        f'<div aria-hidden="true"></div><b>{milliseconds(value)}{more}</b></dd>'
+    )

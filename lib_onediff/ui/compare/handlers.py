@@ -12,13 +12,13 @@ import gradio as gr
 from ...consistency import Facts, differences, parse, report
 from ...options.settings import Settings
 from ...quality import require_scikit_image
-from ..progress import sentence
-from ..stream import UNCHANGED
-from .job import CANCELLED, FAILED, Comparison, Exclusively, Maker, Request
+from ..events import UNCHANGED
+from ..progress import bar_html, sentence
+from .job import CANCELLED, FAILED, Comparison, Exclusively, Request, request_of
 from .markup import images_html, numbers_html, summary_html
 from .report import save
-from .request import request_of
 from .sides import Presets, choices, side_of
+from .text_to_image import TextToImage
 
 SECONDS_BETWEEN_LOOKS = 0.5
 # The components that show what came of it, in the order of what follow yields; the job itself is the last.
@@ -30,7 +30,7 @@ class ComparePanel:
     """The handlers of one page's comparison and consistency report."""
 
     def __init__(
-        self, maker: Maker, exclusively: Exclusively, standing: Callable[[], Settings], presets: Presets,
+        self, maker: TextToImage, exclusively: Exclusively, standing: Callable[[], Settings], presets: Presets,
         facts: Callable[[], Facts], folder: Callable[[], Path],
     ) -> None:
         """standing: the settings tab's. facts: of the consistency report. folder: where reports go."""
@@ -154,9 +154,7 @@ def progress_html(job: Comparison) -> str:
     share, what = job.progress()
     percent = round(100 * share)
     return (
-        '<div class="onediff-jobs"><div class="onediff-job">'
-        f'<div class="onediff-bar" role="progressbar" aria-valuemin="0" aria-valuemax="100" aria-valuenow="{percent}" '
-        f'aria-label="Comparing"><div style="width: {percent}%"></div></div>'
+        f'<div class="onediff-jobs"><div class="onediff-job">{bar_html(percent, "Comparing")}'
         f"<span>{percent} %, {html.escape(what)}</span></div></div>"
     )
 

@@ -2,19 +2,23 @@
 from __future__ import annotations
 
 import logging
+import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from ...guard import first_line, outcome_of
-from ...options.settings import Settings
 from ...quality import Difference, ImageComparison, compare, difference_map
+from ...shapes.sizes import Size
+from ..cache.handlers import whole_number
 from .sides import Side
-from .text_to_image import Interrupted, Made, Order
+from .text_to_image import Made, Order, TextToImage
 
 # Enough for a graph to be recorded, and for what is only computed every few steps.
 STEPS_TO_WARM_UP = 6
+MOST_IMAGES, MOST_STEPS, LARGEST_SEED = 8, 150, 2**32 - 1
+LEAST_CFG, MOST_CFG = 1.0, 30.0
 RUNNING, DONE, CANCELLED, FAILED = "running", "done", "cancelled", "failed"
 Exclusively = Callable[[Callable[[], Any]], Any]
 log = logging.getLogger("onediff")
@@ -31,6 +35,44 @@ class Request:
     warm_up: bool
 
 
+def request_of(
+    sides: tuple[Side, Side], prompt: Any, negative_prompt: Any, width: Any, height: Any, steps: Any, cfg_scale: Any,
+    sampler: Any, seed: Any, images: Any, warm_up: Any,
+) -> Request:
+    """The request. Raises ValueError with a sentence for the user.
+
+    Both sides may have the same settings: that shows whether an image can be made twice.
+    """
+    size = Size(whole_number(width, "The width"), whole_number(height, "The height"))
+    count = within("The number of images", whole_number(images, "The number of images"), 1, MOST_IMAGES)
+    first = whole_number(-1 if seed is None else seed, "The seed")
+    first = random.SystemRandom().randrange(LARGEST_SEED - count) if first == -1 else first
+    return Request(
+        sides,
+        Order(
+            str(prompt or ""), str(negative_prompt or ""), within("The seed", first, 0, LARGEST_SEED - count),
+            size.width, size.height, within("The number of steps", whole_number(steps, "The number of steps"), 1,
+                                            MOST_STEPS),
+            within("The CFG scale", number(cfg_scale, "The CFG scale"), LEAST_CFG, MOST_CFG), str(sampler or ""),
+        ),
+        count, bool(warm_up),
+    )
+
+
+def number(value: Any, name: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be a number.") from None
+
+
+def within(name: str, value: Any, least: Any, most: Any) -> Any:
+    """value, if it is between these. Raises ValueError with a sentence."""
+    if not least <= value <= most:
+        raise ValueError(f"{name} is from {least:g} to {most:g}, not {value:g}.")
+    return value
+
+
 @dataclass(frozen=True)
 class Pair:
     """The two images of a seed, and how they differ."""
@@ -42,20 +84,10 @@ class Pair:
     difference: Difference
 
 
-class Maker(Protocol):
-    """hosts.text_to_image.TextToImage, as a comparison needs it."""
-
-    def make(self, order: Order, settings: Settings) -> Made: ...
-
-    def interrupt(self) -> None: ...
-
-    def share_done(self) -> float: ...
-
-
 class Comparison:
     """A comparison that is being made. Its images wait their turn in the WebUI's queue, one by one."""
 
-    def __init__(self, request: Request, maker: Maker, exclusively: Exclusively) -> None:
+    def __init__(self, request: Request, maker: TextToImage, exclusively: Exclusively) -> None:
         """exclusively: runs work while the WebUI makes no other image."""
         self.request = request
         self.pairs: tuple[Pair, ...] = ()
@@ -90,45 +122,47 @@ class Comparison:
 
     def _run(self) -> None:
         try:
-            if self.request.warm_up:
-                short = replace(self.request.order, steps=min(STEPS_TO_WARM_UP, self.request.order.steps))
-                for side in self.request.sides:
-                    self._make(short, side)
-            for number in range(self.request.images):
-                self.pairs += (self._pair(number),)
-            self.state = DONE
-        except Interrupted:
-            self.state = CANCELLED
+            self.state = DONE if self._make_all() else CANCELLED
         except Exception as error:
             log.exception("A comparison failed")
             self.state, self.problem = FAILED, f"The image could not be made: {first_line(error)}"
         finally:
             self._over.set()
 
-    def _pair(self, number: int) -> Pair:
+    def _make_all(self) -> bool:
+        """False where somebody has stopped it."""
+        if self.request.warm_up:
+            short = replace(self.request.order, steps=min(STEPS_TO_WARM_UP, self.request.order.steps))
+            if not all(self._make(short, side) for side in self.request.sides):
+                return False
+        for number in range(self.request.images):
+            pair = self._pair(number)
+            if pair is None:
+                return False
+            self.pairs += (pair,)
+        return True
+
+    def _pair(self, number: int) -> Pair | None:
         order = replace(self.request.order, seed=self.request.order.seed + number)
         # What the first of two has to load or to encode is there for the other: they take turns in being first.
-        turns = (0, 1) if number % 2 == 0 else (1, 0)
-        made = {turn: self._make(order, self.request.sides[turn]) for turn in turns}
-        first, second = made[0], made[1]
-        return Pair(
-            order.seed, first, second, compare(first.image, second.image), difference_map(first.image, second.image)
-        )
+        made: dict[int, Made] = {}
+        for place in (0, 1) if number % 2 == 0 else (1, 0):
+            image = self._make(order, self.request.sides[place])
+            if image is None:
+                return None
+            made[place] = image
+        first, second = made[0].image, made[1].image
+        return Pair(order.seed, made[0], made[1], compare(first, second), difference_map(first, second))
 
-    def _make(self, order: Order, side: Side) -> Made:
-        """Make an image when it is our turn. Raises Interrupted."""
+    def _make(self, order: Order, side: Side) -> Made | None:
+        """Make an image when it is our turn; none once the comparison is cancelled or the image is interrupted."""
 
-        def work() -> Made:
-            self._go_on()
-            return self._maker.make(order, side.settings)
+        def work() -> Made | None:
+            return None if self._cancelled.is_set() else self._maker.make(order, side.settings)
 
-        self._go_on()
-        # Forge prints a traceback for what is raised in its main thread, and an interruption is none.
-        made = self._exclusively(lambda: outcome_of(work)).result()
-        self._made += 1
-        return made
-
-    def _go_on(self) -> None:
-        """Raises Interrupted once the comparison is cancelled."""
         if self._cancelled.is_set():
-            raise Interrupted
+            return None
+        # Forge prints a traceback for what is raised in its main thread.
+        made = self._exclusively(lambda: outcome_of(work)).result()
+        self._made += made is not None
+        return made

@@ -5,6 +5,7 @@ import base64
 import html
 import io
 import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -179,10 +180,6 @@ def row_html(pair: Pair) -> str:
     )
 
 
-def mean_seconds(made: Sequence[Made]) -> float:
-    return sum(image.seconds for image in made) / len(made)
-
-
 def seconds_an_image(made: Sequence[Made]) -> str:
-    mean = f"{seconds(mean_seconds(made))} an image"
+    mean = f"{seconds(statistics.fmean(image.seconds for image in made))} an image"
     return mean if len(made) == 1 else f"{mean}, mean of {len(made)}"

@@ -6,18 +6,26 @@ from typing import Any
 
 import gradio as gr
 
-from ..cache.panel import a_button, a_list
-from ..events import LIVE, QUIET, in_the_browser, kept_out_of_defaults
-from ..stream import show_stream
+from ..events import (
+    ACTIONS,
+    QUIET,
+    a_button,
+    a_list,
+    a_text,
+    in_the_browser,
+    kept_out_of_defaults,
+    markup,
+    show_stream,
+)
 from .handlers import ComparePanel
+from .job import LEAST_CFG, MOST_CFG, MOST_IMAGES, MOST_STEPS
 from .markup import style_html
-from .request import LEAST_CFG, MOST_CFG, MOST_IMAGES, MOST_STEPS
 from .sides import CURRENT, OFF
+from .text_to_image import USUAL_SAMPLER, sampler_names
 
 ELEM_ID, FACTS_ID = "onediff_compare", "onediff_facts_page"
-CONTROLS, ACTIONS = ["onediff-controls"], ["onediff-controls", "onediff-actions"]
 CHANGES = "backend eager; verify off"
-# The elements of the txt2img tab that hold the prompt, the size and so on, in the order of Tab.order.
+# The elements of the txt2img tab that hold the prompt, the size and so on, in the order of build_order.
 COPY_FROM_TXT2IMG = """(...values) => {
   const names = ["prompt", "neg_prompt", "width", "height", "steps", "cfg_scale", "sampling", "seed"];
   return names.map((name, place) => {
@@ -44,12 +52,12 @@ COPY = """async (text) => {
 def build_compare_page(panel: ComparePanel, opened: Callable[..., Any]) -> None:
     """The comparison of two settings, on the page that is being built. opened: the event that it is looked at."""
     with gr.Column(elem_id=ELEM_ID):
-        lists = Tab(panel).build()
+        lists = ComparePage(panel).build()
     # The user may have made presets since the page was built.
     opened(panel.refresh, inputs=[], outputs=lists, queue=False, **QUIET)
 
 
-class Tab:
+class ComparePage:
     """Puts the components on the page that is being built, and connects them with the panel."""
 
     def __init__(self, panel: ComparePanel) -> None:
@@ -71,14 +79,14 @@ class Tab:
                 True, label="Warm up first, so that times can be compared", elem_id="onediff_compare_warm", scale=0,
                 min_width=400,
             ))
-        told, summary = markup("told"), markup("summary")
+        told, summary = markup("compare_told"), markup("compare_summary")
         seeds = kept_out_of_defaults(gr.Radio(
             [], label="Images of", visible=False, elem_id="onediff_compare_seeds",
         ))
-        images, numbers = markup("images"), markup("numbers")
+        images, numbers = markup("compare_images"), markup("compare_numbers")
         with gr.Row(elem_classes=ACTIONS, visible=False) as saving:
             save = a_button("Save report", "compare_save")
-            saved = markup("saved")
+            saved = markup("compare_saved")
 
         copy.click(None, inputs=order[:8], outputs=order[:8], api_name=False, **in_the_browser(COPY_FROM_TXT2IMG))
         show_stream([compare.click], self.panel.follow, [*sides, *order, warm_up],
@@ -92,15 +100,15 @@ class Tab:
         """What chooses the settings of a side: one of the list, and changes on top."""
         with gr.Column(min_width=280):
             choice = a_list(label, self.panel.choices(), chosen, f"compare_{name}")
-            changes = text(f"{label}: changed options", f"compare_{name}_changes", placeholder=CHANGES)
+            changes = a_text(f"{label}: changed options", f"compare_{name}_changes", placeholder=CHANGES)
         return [choice, changes]
 
     def build_order(self) -> list[Any]:
         """What the images shall be, in the order of request_of's arguments."""
         with gr.Row():
-            prompt = text("Prompt", "compare_prompt", lines=2, min_width=280)
-            negative = text("Negative prompt", "compare_negative", lines=2, min_width=280)
-        names = self.samplers()
+            prompt = a_text("Prompt", "compare_prompt", lines=2, min_width=280)
+            negative = a_text("Negative prompt", "compare_negative", lines=2, min_width=280)
+        names = sorted(sampler_names(), key=lambda name: name != USUAL_SAMPLER)
         with gr.Row(elem_classes="onediff-compare-numbers"):
             width, height = number("Width", "width", 512, 64, 4096, 8), number("Height", "height", 512, 64, 4096, 8)
             steps = number("Steps", "steps", 20, 1, MOST_STEPS)
@@ -111,13 +119,6 @@ class Tab:
             seed = number("Seed", "seed", -1, -1, 2**32)
             images = number("Images", "images", 1, 1, MOST_IMAGES)
         return [prompt, negative, width, height, steps, cfg, sampler, seed, images]
-
-    def samplers(self) -> list[str]:
-        """The WebUI's samplers, the usual one first."""
-        from .text_to_image import USUAL_SAMPLER, sampler_names
-
-        names = sampler_names()
-        return sorted(names, key=lambda name: name != USUAL_SAMPLER)
 
 
 def build_facts_page(panel: ComparePanel, opened: Callable[..., Any]) -> None:
@@ -134,17 +135,14 @@ def build_facts(panel: ComparePanel) -> gr.Textbox:
             "no paths and no secrets. Copy it here, paste it on the other machine, or the other way round.</p>")
     with gr.Row():
         with gr.Column(min_width=320):
-            mine = kept_out_of_defaults(gr.Textbox(
-                "", label="This machine", lines=12, max_lines=12, interactive=False, elem_id="onediff_facts",
-            ))
+            mine = a_text("This machine", "facts", lines=12, max_lines=12, interactive=False)
             with gr.Row(elem_classes=ACTIONS):
-                copy, copied = a_button("Copy report", "facts_copy", variant="primary"), markup("copied")
+                copy, copied = a_button("Copy report", "facts_copy", variant="primary"), markup("compare_copied")
         with gr.Column(min_width=320):
-            theirs = kept_out_of_defaults(gr.Textbox(
-                label="Another machine's report", lines=12, max_lines=12, elem_id="onediff_other_facts",
-                placeholder="Paste it here.",
-            ))
-    found = markup("differences")
+            theirs = a_text(
+                "Another machine's report", "other_facts", lines=12, max_lines=12, placeholder="Paste it here.",
+            )
+    found = markup("compare_differences")
     # What the page shows may be old by now.
     fresh = copy.click(panel.report, inputs=[], outputs=[mine], queue=False, **QUIET)
     fresh.then(None, inputs=[mine], outputs=[copied], api_name=False, **in_the_browser(COPY))
@@ -152,17 +150,8 @@ def build_facts(panel: ComparePanel) -> gr.Textbox:
     return mine
 
 
-def text(label: str, name: str, **more: Any) -> gr.Textbox:
-    return kept_out_of_defaults(gr.Textbox("", label=label, elem_id=f"onediff_{name}", **more))
-
-
 def number(label: str, name: str, value: int, least: int, most: int, step: int = 1) -> gr.Number:
     return kept_out_of_defaults(gr.Number(
         value, label=label, precision=0, minimum=least, maximum=most, step=step, elem_id=f"onediff_compare_{name}",
         min_width=90,
     ))
-
-
-def markup(name: str) -> gr.HTML:
-    """A place for markup that changes."""
-    return gr.HTML(elem_id=f"onediff_compare_{name}", elem_classes=LIVE)

@@ -19,10 +19,6 @@ FOLDER = "onediff-compare"
 USUAL_SAMPLER = "Euler a"
 
 
-class Interrupted(Exception):
-    """The user stopped the image."""
-
-
 @dataclass(frozen=True)
 class Order:
     """An image to make. width, height: pixels."""
@@ -58,8 +54,8 @@ class TextToImage:
         self._current: Order | None = None
         self._lock = threading.Lock()
 
-    def make(self, order: Order, settings: Settings) -> Made:
-        """Make an image with these settings. Raises Interrupted, and whatever the WebUI raises."""
+    def make(self, order: Order, settings: Settings) -> Made | None:
+        """Make an image with these settings; none where the user stops it. Raises whatever the WebUI raises."""
         from modules import processing, shared
 
         p = processing.StableDiffusionProcessingTxt2Img(
@@ -78,7 +74,7 @@ class TextToImage:
                 processed = processing.process_images(p)
                 seconds = time.perf_counter() - began
                 if shared.state.interrupted or shared.state.skipped or not processed.images:
-                    raise Interrupted
+                    return None
         finally:
             shared.state.end()
         return Made(processed.images[0], processed.infotexts[0], seconds, self._status())

@@ -1,1 +1,0 @@
-"""The presets page: settings under a name."""
