@@ -88,18 +88,23 @@ class ReleaseBody(Body):
 # --- answers -------------------------------------------------------------------------------------------------------
 
 
-class ShapeAnswer(Answer):
-    """One kind of UNet call at a resolution; a decode of the VAE has 0 tokens."""
+class TimesAnswer(Answer):
+    """How long steps take; null where that is not known."""
 
-    batch: int = Field(..., description="Latents in one call: twice the pictures where guidance is batched.")
-    tokens: int
-    dtype: str
-    state: str
-    reason: str = Field(..., description="Why the state is not a better one.")
     step_ms: float | None = Field(None, description="Median milliseconds of a step with OneDiff.")
     host_ms: float | None = Field(None, description="The same with the WebUI's own UNet.")
     ratio: float | None = Field(None, description="How many times as fast as the WebUI's own.")
     ratio_range: tuple[float, float] | None = Field(None, description="Between what the spread of the times puts it.")
+
+
+class ShapeAnswer(TimesAnswer):
+    """One kind of UNet call at a resolution; a decode of the VAE has 0 tokens."""
+
+    batch: int = Field(..., description="Latents in one call: twice the images where guidance is batched.")
+    tokens: int
+    dtype: str
+    state: str
+    reason: str = Field(..., description="Why the state is not a better one.")
     bytes: int = Field(..., description="GPU memory.")
     uses: int
     last_used: float = Field(..., description="Seconds since 1970.")
@@ -109,7 +114,7 @@ class ShapeAnswer(Answer):
     backend: str = Field("", description="Who computes it; empty where that is not known.")
 
 
-class ResolutionAnswer(Answer):
+class ResolutionAnswer(TimesAnswer):
     """One resolution of one model."""
 
     resolution: str
@@ -118,10 +123,6 @@ class ResolutionAnswer(Answer):
         ..., description='"cold", "proved", "ready", "failed", "on disk", "queued" or "warming 33 %".'
     )
     reason: str
-    step_ms: float | None = None
-    host_ms: float | None = None
-    ratio: float | None = Field(None, description="How many times as fast as the WebUI's own.")
-    ratio_range: tuple[float, float] | None = Field(None, description="Between what the spread of the times puts it.")
     bytes: int = Field(..., description="GPU memory that purging this resolution alone gives back.")
     needs: int = Field(..., description="GPU memory that its graphs take of what all graphs share.")
     pinned: bool
@@ -199,7 +200,7 @@ class ReleasedAnswer(Answer):
     vram: int = Field(..., description="Bytes of GPU memory that were given back.")
 
 
-class StatusAnswer(Answer):
+class StatusAnswer(TimesAnswer):
     """What the last UNet call was, by which route it went and why."""
 
     host: str = Field(..., description='"a1111", "forge" or "standalone".')
@@ -210,10 +211,6 @@ class StatusAnswer(Answer):
     resolution: str | None = None
     route: str | None = Field(None, description='"graph", "plain", "blocks" or "host".')
     reason: str
-    step_ms: float | None = None
-    host_ms: float | None = None
-    ratio: float | None = Field(None, description="How many times as fast as the WebUI's own.")
-    ratio_range: tuple[float, float] | None = Field(None, description="Between what the spread of the times puts it.")
     calls: dict[str, int] = Field(..., description="UNet calls by route.")
     vae: dict[str, Any] = Field(..., description="The same of the last decode.")
     auto: str = Field(..., description='What "auto" means on this machine and why, where that had to be measured.')

@@ -13,6 +13,11 @@ OPEN_CLIP = "transformer.resblocks."
 HEAD_WIDTH = 64
 SD1_HEADS = 8
 SDXL_SIZE_EMBEDDING = 256
+# The noise schedule that all of Stable Diffusion 1, 2 and XL were trained with.
+TRAINING_SCHEDULE: dict[str, Any] = {
+    "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "clip_sample": False,
+    "set_alpha_to_one": False, "steps_offset": 1,
+}
 
 
 def component_configs(shapes: Shapes, v_prediction: bool) -> dict[str, dict[str, Any]]:
@@ -36,7 +41,10 @@ def component_configs(shapes: Shapes, v_prediction: bool) -> dict[str, dict[str,
         "model_index": index,
         "unet": unet,
         "vae": vae_config(shapes, xl),
-        "scheduler": scheduler_config(v_prediction),
+        "scheduler": {
+            "_class_name": "DDIMScheduler", **TRAINING_SCHEDULE,
+            "prediction_type": "v_prediction" if v_prediction else "epsilon",
+        },
         **texts,
     }
 
@@ -71,13 +79,9 @@ def unet_config(shapes: Shapes) -> dict[str, Any]:
     label = shapes.get(UNET + "label_emb.0.0.weight")
     kinds = ["CrossAttnDownBlock2D" if depth else "DownBlock2D" for depth in depths]
     return {
-        "_class_name": "UNet2DConditionModel",
-        "sample_size": 128 if label else 64,
-        "in_channels": shapes[UNET + "input_blocks.0.0.weight"][1],
-        "out_channels": shapes[UNET + "out.2.weight"][0],
-        "block_out_channels": channels,
-        "layers_per_block": len(levels[0]),
-        "down_block_types": kinds,
+        "_class_name": "UNet2DConditionModel", "sample_size": 128 if label else 64,
+        "in_channels": shapes[UNET + "input_blocks.0.0.weight"][1], "out_channels": shapes[UNET + "out.2.weight"][0],
+        "block_out_channels": channels, "layers_per_block": len(levels[0]), "down_block_types": kinds,
         "up_block_types": [kind.replace("Down", "Up") for kind in reversed(kinds)],
         "transformer_layers_per_block": [*(depth or 1 for depth in depths[:-1]), middle_depth],
         "cross_attention_dim": shapes[first][1],
@@ -112,29 +116,12 @@ def vae_config(shapes: Shapes, xl: bool) -> dict[str, Any]:
     down = VAE + "encoder.down."
     levels = count(shapes, down + "{}.block.0.")
     return {
-        "_class_name": "AutoencoderKL",
+        "_class_name": "AutoencoderKL", "sample_size": 1024 if xl else 512,
         "block_out_channels": [shapes[f"{down}{level}.block.0.conv1.weight"][0] for level in range(levels)],
         "layers_per_block": count(shapes, down + "0.block.{}."),
-        "down_block_types": ["DownEncoderBlock2D"] * levels,
-        "up_block_types": ["UpDecoderBlock2D"] * levels,
+        "down_block_types": ["DownEncoderBlock2D"] * levels, "up_block_types": ["UpDecoderBlock2D"] * levels,
         "latent_channels": shapes[VAE + "decoder.conv_in.weight"][1],
-        "sample_size": 1024 if xl else 512,
-        "scaling_factor": 0.13025 if xl else 0.18215,
-        "force_upcast": xl,
-    }
-
-
-def scheduler_config(v_prediction: bool) -> dict[str, Any]:
-    """The noise schedule that all of Stable Diffusion 1, 2 and XL were trained with."""
-    return {
-        "_class_name": "DDIMScheduler",
-        "beta_start": 0.00085,
-        "beta_end": 0.012,
-        "beta_schedule": "scaled_linear",
-        "clip_sample": False,
-        "set_alpha_to_one": False,
-        "steps_offset": 1,
-        "prediction_type": "v_prediction" if v_prediction else "epsilon",
+        "scaling_factor": 0.13025 if xl else 0.18215, "force_upcast": xl,
     }
 
 
@@ -173,18 +160,10 @@ def open_clip_config(shapes: Shapes, prefix: str, projected: bool) -> dict[str, 
 
 def text_config(kind: str, vocabulary: int, width: int, layers: int, inner: int, activation: str) -> dict[str, Any]:
     return {
-        "architectures": [kind],
-        "model_type": "clip_text_model",
-        "vocab_size": vocabulary,
-        "hidden_size": width,
-        "intermediate_size": inner,
-        "projection_dim": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": max(1, width // HEAD_WIDTH),
-        "hidden_act": activation,
-        "max_position_embeddings": 77,
-        "bos_token_id": vocabulary - 2,
-        "eos_token_id": vocabulary - 1,
+        "architectures": [kind], "model_type": "clip_text_model", "hidden_act": activation,
+        "vocab_size": vocabulary, "hidden_size": width, "intermediate_size": inner, "projection_dim": width,
+        "num_hidden_layers": layers, "num_attention_heads": max(1, width // HEAD_WIDTH),
+        "max_position_embeddings": 77, "bos_token_id": vocabulary - 2, "eos_token_id": vocabulary - 1,
         "pad_token_id": vocabulary - 1,
     }
 

@@ -1,7 +1,6 @@
 """The txt2img and img2img tabs."""
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import gradio as gr
@@ -23,44 +22,37 @@ PASTED = {
 
 def build_generation_tab(runner: Any, tab: str) -> None:
     """Build one tab inside the open gradio context; runner holds its scripts."""
-
-    def placed(component: Any) -> Any:
-        """Tell the scripts about a component, as the WebUI does for every one."""
-        runner.after_component(component, elem_id=component.elem_id, label=getattr(component, "label", None))
-        return component
-
     with gr.Row(elem_id=f"{tab}_toprow", elem_classes="toprow"):
-        inputs = build_prompts(tab, placed)
+        inputs = build_prompts(tab)
         with gr.Column(scale=1, min_width=160, elem_classes="actions"):
-            generate = placed(gr.Button("Generate", variant="primary", elem_id=f"{tab}_generate"))
-            interrupt = placed(gr.Button("Interrupt", elem_id=f"{tab}_interrupt"))
-            paste = placed(gr.Button("Read infotext", size="sm", elem_id=f"{tab}_paste"))
+            generate = gr.Button("Generate", variant="primary", elem_id=f"{tab}_generate")
+            interrupt = gr.Button("Interrupt", elem_id=f"{tab}_interrupt")
+            paste = gr.Button("Read infotext", size="sm", elem_id=f"{tab}_paste")
     with gr.Row(equal_height=False):
         with gr.Column(scale=1, min_width=320, elem_id=f"{tab}_settings"):
             if tab == "img2img":
-                inputs.update(build_image_inputs(placed))
-            inputs.update(build_parameters(tab, placed))
+                inputs.update(build_image_inputs())
+            inputs.update(build_parameters(tab))
             with gr.Column(elem_id=f"{tab}_script_container"):
                 runner.setup_ui()
         with gr.Column(scale=1, min_width=320, elem_id=f"{tab}_results"):
-            progress = placed(gr.HTML(elem_id=f"{tab}_progress", elem_classes="progress-line"))
-            gallery = placed(
+            outputs = [
+                gr.HTML(elem_id=f"{tab}_progress", elem_classes="progress-line"),
                 gr.Gallery(
                     label="Output", show_label=False, elem_id=f"{tab}_gallery", columns=2, height=520,
                     object_fit="contain", format="png", preview=True,
-                )
-            )
-            html_info = placed(gr.HTML(elem_id=f"html_info_{tab}", elem_classes="infotext"))
-            generation_info = placed(gr.Textbox(visible=False, elem_id=f"generation_info_{tab}"))
+                ),
+                gr.HTML(elem_id=f"html_info_{tab}", elem_classes="infotext"),
+                gr.Textbox(visible=False, elem_id=f"generation_info_{tab}"),
+            ]
+    # The WebUI tells its scripts of every component.
+    for component in (*inputs.values(), generate, interrupt, paste, *outputs):
+        runner.after_component(component, elem_id=component.elem_id, label=getattr(component, "label", None))
 
     kind = getattr(processing, f"StableDiffusionProcessing{tab.capitalize().replace('2i', '2I')}")
-    arguments = [*inputs.values(), *runner.inputs[1:]]
     generate.click(
-        run_on_page(kind, list(inputs), runner),
-        inputs=arguments,
-        outputs=[progress, gallery, html_info, generation_info],
-        show_progress="hidden",
-        api_name=False,
+        run_on_page(kind, list(inputs), runner), inputs=[*inputs.values(), *runner.inputs[1:]], outputs=outputs,
+        show_progress="hidden", api_name=False,
     )
     fields = [(inputs[name], parameter) for name, parameter in PASTED.items() if name in inputs]
     connect_paste(paste, [*fields, *runner.infotext_fields], inputs["prompt"])
@@ -69,37 +61,33 @@ def build_generation_tab(runner: Any, tab: str) -> None:
     )
 
 
-def build_prompts(tab: str, placed: Callable[[Any], Any]) -> Inputs:
+def build_prompts(tab: str) -> Inputs:
     with gr.Column(scale=6, min_width=280):
         return {
-            "prompt": placed(
-                gr.Textbox(
-                    label="Prompt", show_label=False, lines=3, placeholder="Prompt", elem_id=f"{tab}_prompt",
-                    elem_classes="prompt",
-                )
+            "prompt": gr.Textbox(
+                label="Prompt", show_label=False, lines=3, placeholder="Prompt", elem_id=f"{tab}_prompt",
+                elem_classes="prompt",
             ),
-            "negative_prompt": placed(
-                gr.Textbox(
-                    label="Negative prompt", show_label=False, lines=2, placeholder="Negative prompt",
-                    elem_id=f"{tab}_neg_prompt", elem_classes="prompt",
-                )
+            "negative_prompt": gr.Textbox(
+                label="Negative prompt", show_label=False, lines=2, placeholder="Negative prompt",
+                elem_id=f"{tab}_neg_prompt", elem_classes="prompt",
             ),
         }
 
 
-def build_image_inputs(placed: Callable[[Any], Any]) -> Inputs:
-    image = placed(gr.Image(label="Image", type="pil", image_mode="RGBA", sources=["upload", "clipboard"],
-                            elem_id="img2img_image", height=320))
+def build_image_inputs() -> Inputs:
+    image = gr.Image(label="Image", type="pil", image_mode="RGBA", sources=["upload", "clipboard"],
+                     elem_id="img2img_image", height=320)
     with gr.Accordion("Mask (white is repainted)", open=False, elem_id="img2img_mask_accordion"):
-        mask = placed(gr.Image(label="Mask", type="pil", image_mode="L", sources=["upload", "clipboard"],
-                               elem_id="img_inpaint_mask", height=240))
-        blur = placed(gr.Slider(0, 64, value=4, step=1, label="Mask blur", elem_id="img2img_mask_blur"))
-    strength = placed(gr.Slider(0, 1, value=0.75, step=0.01, label="Denoising strength",
-                                elem_id="img2img_denoising_strength"))
+        mask = gr.Image(label="Mask", type="pil", image_mode="L", sources=["upload", "clipboard"],
+                        elem_id="img_inpaint_mask", height=240)
+        blur = gr.Slider(0, 64, value=4, step=1, label="Mask blur", elem_id="img2img_mask_blur")
+    strength = gr.Slider(0, 1, value=0.75, step=0.01, label="Denoising strength",
+                         elem_id="img2img_denoising_strength")
     return {"init_images": image, "mask": mask, "mask_blur": blur, "denoising_strength": strength}
 
 
-def build_parameters(tab: str, placed: Callable[[Any], Any]) -> Inputs:
+def build_parameters(tab: str) -> Inputs:
     names = sd_samplers.visible_sampler_names()
     side = {
         "minimum": limits.SMALLEST_SIDE, "maximum": limits.LARGEST_SIDE, "step": limits.SIZE_STEP,
@@ -123,8 +111,7 @@ def build_parameters(tab: str, placed: Callable[[Any], Any]) -> Inputs:
                           min_width=180)
         seed = gr.Number(value=-1, precision=0, label="Seed", info="-1: a new one each time", elem_id=f"{tab}_seed",
                          min_width=180)
-    inputs = {
+    return {
         "sampler_name": sampler, "scheduler": schedule, "steps": steps, "width": width, "height": height,
         "n_iter": batches, "batch_size": batch, "cfg_scale": scale, "seed": seed,
     }
-    return {name: placed(component) for name, component in inputs.items()}

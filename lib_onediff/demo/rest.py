@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -29,11 +30,21 @@ class ImagesRoute(SentenceRoute):
 def make_router() -> APIRouter:
     """The routes; scripts must have their user interface built before the first request."""
     router = APIRouter(route_class=ImagesRoute, responses=described(PROBLEMS))
-    generations = Generations()
+    waiting_room = WaitingRoom()
+
+    async def txt2img(body: Txt2ImgRequest, request: Request) -> Response:
+        kind = processing.StableDiffusionProcessingTxt2Img
+        return await waiting_room.make(request, partial(generate, kind, body, scripts.scripts_txt2img))
+
+    async def img2img(body: Img2ImgRequest, request: Request) -> Response:
+        kind = processing.StableDiffusionProcessingImg2Img
+        hidden = {} if body.include_init_images else {"init_images": None, "mask": None}
+        return await waiting_room.make(request, partial(generate, kind, body, scripts.scripts_img2img, **hidden))
+
     add = router.add_api_route
     add("/internal/ping", lambda: {}, methods=["GET"])
-    add("/sdapi/v1/txt2img", generations.txt2img, methods=["POST"], response_model=GenerationResponse)
-    add("/sdapi/v1/img2img", generations.img2img, methods=["POST"], response_model=GenerationResponse)
+    add("/sdapi/v1/txt2img", txt2img, methods=["POST"], response_model=GenerationResponse)
+    add("/sdapi/v1/img2img", img2img, methods=["POST"], response_model=GenerationResponse)
     add("/sdapi/v1/options", get_options, methods=["GET"])
     add("/sdapi/v1/options", set_options, methods=["POST"])
     add("/sdapi/v1/progress", progress, methods=["GET"])
@@ -46,32 +57,9 @@ def make_router() -> APIRouter:
     return router
 
 
-class Generations:
-    """The routes that make pictures."""
-
-    def __init__(self) -> None:
-        self._waiting_room = WaitingRoom()
-
-    async def txt2img(self, body: Txt2ImgRequest, request: Request) -> Response:
-        return await self._waiting_room.make(request, lambda client: txt2img(body, client))
-
-    async def img2img(self, body: Img2ImgRequest, request: Request) -> Response:
-        return await self._waiting_room.make(request, lambda client: img2img(body, client))
-
-
-def txt2img(body: Txt2ImgRequest, client: Client) -> Response:
-    p = processing.StableDiffusionProcessingTxt2Img(**body.arguments())
-    return generate(p, body, scripts.scripts_txt2img, client)
-
-
-def img2img(body: Img2ImgRequest, client: Client) -> Response:
-    p = processing.StableDiffusionProcessingImg2Img(**body.arguments())
-    hidden = {} if body.include_init_images else {"init_images": None, "mask": None}
-    return generate(p, body, scripts.scripts_img2img, client, **hidden)
-
-
-def generate(p: Any, body: GenerationRequest, runner: Any, client: Client, **hidden: None) -> Response:
+def generate(kind: type, body: GenerationRequest, runner: Any, client: Client, **hidden: None) -> Response:
     """hidden: what of the request its answer does not repeat."""
+    p = kind(**body.arguments())
     check_options(body.override_settings or {})
     arguments = script_arguments(body.alwayson_scripts or {}, runner)
     processed = make_pictures(p, runner, arguments, is_api=True, served=client.served())

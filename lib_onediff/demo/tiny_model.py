@@ -1,4 +1,4 @@
-"""Small random pipelines with the topology of real ones, made as code: no weights in git, no download."""
+"""A small random pipeline with the topology of a real one, made as code: no weights in git, no download."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .checkpoint_config import TRAINING_SCHEDULE
 from .tiny_weights import CHANNELS_PER_VALUE, shape_unet, shape_vae
 from .tokenizer import BYTE_TOKENS, byte_tokenizer
 
 if TYPE_CHECKING:
-    from diffusers import AutoencoderKL, StableDiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
+    from diffusers import AutoencoderKL, StableDiffusionPipeline
     from diffusers.schedulers import DDIMScheduler
     from transformers import CLIPTextConfig
 
 DEFAULT_SEED = 15
 TEXT_WIDTH = 64
-SECOND_TEXT_WIDTH = 96
-TIME_ID_WIDTH = 32
+GROUPS = 32 // CHANNELS_PER_VALUE
 
 
 def tiny_sd15_pipeline(seed: int = DEFAULT_SEED, in_channels: int = 4) -> StableDiffusionPipeline:
@@ -31,74 +31,16 @@ def tiny_sd15_pipeline(seed: int = DEFAULT_SEED, in_channels: int = 4) -> Stable
 
     with seeded(seed):
         unet: Any = UNet2DConditionModel(
-            sample_size=32,
-            in_channels=in_channels,
-            block_out_channels=(32, 64, 128, 128),
-            norm_num_groups=32 // CHANNELS_PER_VALUE,
-            cross_attention_dim=TEXT_WIDTH,
-            attention_head_dim=8,
+            sample_size=32, in_channels=in_channels, block_out_channels=(32, 64, 128, 128), norm_num_groups=GROUPS,
+            cross_attention_dim=TEXT_WIDTH, attention_head_dim=8,
         )
         shape_unet(unet)
         text_encoder = CLIPTextModel(text_config(TEXT_WIDTH))
         vae = tiny_vae(scaling_factor=0.18215)
-    pipeline = StableDiffusionPipeline(
-        vae=vae,
-        text_encoder=text_encoder.eval(),
-        tokenizer=byte_tokenizer(),
-        unet=unet.eval(),
-        scheduler=training_schedule(),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
+    return StableDiffusionPipeline(
+        vae=vae, text_encoder=text_encoder.eval(), tokenizer=byte_tokenizer(), unet=unet.eval(),
+        scheduler=training_schedule(), safety_checker=None, feature_extractor=None, requires_safety_checker=False,
     )
-    return pipeline
-
-
-def tiny_sdxl_pipeline(seed: int = DEFAULT_SEED) -> StableDiffusionXLPipeline:
-    """A random StableDiffusionXLPipeline in float32: SDXL's topology with full transformer depth 2, 10 and narrow
-    channels; the same seed gives the same weights."""
-    from diffusers import StableDiffusionXLPipeline
-    from transformers import CLIPTextModel, CLIPTextModelWithProjection
-
-    with seeded(seed):
-        unet = tiny_sdxl_unet()
-        text_encoder = CLIPTextModel(text_config(TEXT_WIDTH, spread=1.5))
-        text_encoder_2 = CLIPTextModelWithProjection(text_config(SECOND_TEXT_WIDTH, "gelu", spread=1.5))
-        vae = tiny_vae(scaling_factor=0.13025)
-    return StableDiffusionXLPipeline(
-        vae=vae,
-        text_encoder=text_encoder.eval(),
-        text_encoder_2=text_encoder_2.eval(),
-        tokenizer=byte_tokenizer(),
-        tokenizer_2=byte_tokenizer(pad_token="!"),
-        unet=unet,
-        scheduler=training_schedule(),
-        force_zeros_for_empty_prompt=True,
-        add_watermarker=False,
-    )
-
-
-def tiny_sdxl_unet() -> UNet2DConditionModel:
-    """SDXL's UNet topology with channels 32, 64, 128 and heads of width 8."""
-    from diffusers import UNet2DConditionModel
-
-    unet: Any = UNet2DConditionModel(
-        sample_size=128,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-        block_out_channels=(32, 64, 128),
-        transformer_layers_per_block=(1, 2, 10),
-        norm_num_groups=32 // CHANNELS_PER_VALUE,
-        cross_attention_dim=TEXT_WIDTH + SECOND_TEXT_WIDTH,
-        attention_head_dim=(4, 8, 16),
-        use_linear_projection=True,
-        addition_embed_type="text_time",
-        addition_time_embed_dim=TIME_ID_WIDTH,
-        projection_class_embeddings_input_dim=SECOND_TEXT_WIDTH + 6 * TIME_ID_WIDTH,
-    )
-    shape_unet(unet)
-    unet.eval()
-    return unet
 
 
 def tiny_vae(scaling_factor: float) -> AutoencoderKL:
@@ -106,17 +48,12 @@ def tiny_vae(scaling_factor: float) -> AutoencoderKL:
     from diffusers import AutoencoderKL
 
     vae: Any = AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(32, 32, 32, 32),
-        layers_per_block=1,
-        norm_num_groups=32 // CHANNELS_PER_VALUE,
-        scaling_factor=scaling_factor,
+        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(32,) * 4, layers_per_block=1, norm_num_groups=GROUPS, scaling_factor=scaling_factor,
         force_upcast=False,
     )
     shape_vae(vae)
-    vae.eval()
-    return vae
+    return vae.eval()
 
 
 def text_config(width: int, activation: str = "quick_gelu", spread: float = 4.0) -> CLIPTextConfig:
@@ -128,17 +65,9 @@ def text_config(width: int, activation: str = "quick_gelu", spread: float = 4.0)
     from transformers import CLIPTextConfig
 
     return CLIPTextConfig(
-        vocab_size=BYTE_TOKENS,
-        hidden_size=width,
-        intermediate_size=4 * width,
-        projection_dim=width,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        hidden_act=activation,
-        bos_token_id=BYTE_TOKENS - 2,
-        eos_token_id=BYTE_TOKENS - 1,
-        pad_token_id=BYTE_TOKENS - 1,
-        initializer_factor=spread,
+        vocab_size=BYTE_TOKENS, hidden_size=width, intermediate_size=4 * width, projection_dim=width,
+        num_hidden_layers=2, num_attention_heads=4, hidden_act=activation, bos_token_id=BYTE_TOKENS - 2,
+        eos_token_id=BYTE_TOKENS - 1, pad_token_id=BYTE_TOKENS - 1, initializer_factor=spread,
     )
 
 
@@ -146,14 +75,7 @@ def training_schedule() -> DDIMScheduler:
     """The noise schedule that SD1, SD2 and SDXL were trained with, predicting the noise."""
     from diffusers import DDIMScheduler
 
-    return DDIMScheduler(
-        beta_start=0.00085,
-        beta_end=0.012,
-        beta_schedule="scaled_linear",
-        clip_sample=False,
-        set_alpha_to_one=False,
-        steps_offset=1,
-    )
+    return DDIMScheduler(**TRAINING_SCHEDULE)
 
 
 @contextmanager

@@ -20,6 +20,9 @@ SOURCE = "accordion"
 # A hidden text box of A1111 and Forge that gets the description of every generation. The visible line under the
 # pictures will not do: gradio 4 reports a change of an HTML component whenever anything on the page is redrawn.
 CHANGES_AFTER_GENERATION = "generation_info_{tab}"
+STATUS, PREWARM, PREWARM_RESULT = (
+    "onediff_{tab}_status", "onediff_{tab}_prewarm", "onediff_{tab}_prewarm_result"
+)
 SIZE_COMPONENTS = ("{tab}_width", "{tab}_height", "{tab}_batch_size")
 
 
@@ -45,12 +48,12 @@ def build_accordion(
             )
         told = gr.HTML(elem_id=f"onediff_{tab}_told", elem_classes=LIVE)
         connect_choices([enabled, preset, changes], told, presets, settings_of)
-        gr.HTML(status_line, elem_id=status_id(tab), elem_classes=LIVE)
+        gr.HTML(status_line, elem_id=STATUS.format(tab=tab), elem_classes=LIVE)
         with gr.Row(elem_classes="onediff-controls"):
             kept_out_of_defaults(gr.Button(
-                "Pre-warm this size", size="sm", scale=0, min_width=170, elem_id=prewarm_id(tab),
+                "Pre-warm this size", size="sm", scale=0, min_width=170, elem_id=PREWARM.format(tab=tab),
             ))
-            gr.HTML(elem_id=prewarm_result_id(tab), elem_classes=["onediff-beside", LIVE])
+            gr.HTML(elem_id=PREWARM_RESULT.format(tab=tab), elem_classes=["onediff-beside", LIVE])
     return [enabled, preset, changes]
 
 
@@ -91,7 +94,7 @@ def connect(component: Any, tab: str, status_line: Callable[[], str], warmup: Wa
     """
     if component.elem_id != CHANGES_AFTER_GENERATION.format(tab=tab):
         return
-    status = find_component(status_id(tab))
+    status = find_component(STATUS.format(tab=tab))
     if status is None:
         return
     component.change(status_line, inputs=[], outputs=[status], queue=False, **QUIET)
@@ -99,7 +102,7 @@ def connect(component: Any, tab: str, status_line: Callable[[], str], warmup: Wa
 
 
 def connect_prewarm(tab: str, status: Any, status_line: Callable[[], str], warmup: WarmUp) -> None:
-    button, result = find_component(prewarm_id(tab)), find_component(prewarm_result_id(tab))
+    button, result = find_component(PREWARM.format(tab=tab)), find_component(PREWARM_RESULT.format(tab=tab))
     size = [find_component(elem_id.format(tab=tab)) for elem_id in SIZE_COMPONENTS]
     if button is None or result is None or None in size:
         return
@@ -132,18 +135,6 @@ def size_of(width: Any, height: Any, batch: Any) -> Size:
     if any(number is None or number != int(number) for number in numbers):
         raise ValueError("Width, height and batch size must be whole numbers.")
     return Size(*map(int, numbers))
-
-
-def status_id(tab: str) -> str:
-    return f"onediff_{tab}_status"
-
-
-def prewarm_id(tab: str) -> str:
-    return f"onediff_{tab}_prewarm"
-
-
-def prewarm_result_id(tab: str) -> str:
-    return f"onediff_{tab}_prewarm_result"
 
 
 def find_component(elem_id: str) -> Any | None:

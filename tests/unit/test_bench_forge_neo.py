@@ -18,7 +18,7 @@ from lib_onediff.bench.forge_neo.variants import ALL, HOST, ONEDIFF, CannotRun, 
 
 
 def row(variant: str, later: float, error: float, **others: str) -> Measured:
-    after = {change: After(first_s=2 * later, first_prepare_s=0.1, later_s=later, step_ms=50.0, error=error,
+    after = {change: After(first_s=2 * later, later_s=later, step_ms=50.0, error=error,
                            peak_mib=5000.0) for change in (START, LORA)}
     return Measured("sdxl", variant, after, **others)
 

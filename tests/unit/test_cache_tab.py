@@ -51,7 +51,7 @@ def test_every_handler_answers_with_a_value_for_every_output(seen: Seen) -> None
     names = [handler["outputs"] for handler in handlers(tab)]
     assert all(outputs == names[0] for outputs in names)
     seen.look()
-    answer = seen.panel.look(seen.model, seen.order, seen.page)
+    answer = seen.panel.look(seen.page)
     assert len(answer) == len(names[0])
 
 

@@ -19,6 +19,7 @@ pytest.importorskip("diffusers")
 pytest.importorskip("PIL")
 
 from diffusers import DDIMScheduler
+from tiny_sdxl import tiny_sdxl_pipeline
 
 from lib_onediff.demo import images, listening, offline
 from lib_onediff.demo.errors import Refusal
@@ -35,7 +36,7 @@ from lib_onediff.demo.modules import (
     shared,
 )
 from lib_onediff.demo.modules.scripts import ScriptRunner
-from lib_onediff.demo.tiny_model import tiny_sd15_pipeline, tiny_sdxl_pipeline
+from lib_onediff.demo.tiny_model import tiny_sd15_pipeline
 
 ROOT = Path(__file__).resolve().parents[2]
 

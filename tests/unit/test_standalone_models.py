@@ -12,9 +12,11 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("diffusers")
 
+from tiny_sdxl import tiny_sdxl_pipeline
+
 from lib_onediff.demo.errors import ModelProblem
 from lib_onediff.demo.models import load_model
-from lib_onediff.demo.tiny_model import tiny_sd15_pipeline, tiny_sdxl_pipeline
+from lib_onediff.demo.tiny_model import tiny_sd15_pipeline
 
 UNET_WEIGHTS = Path("unet", "diffusion_pytorch_model.safetensors")
 

@@ -9,11 +9,13 @@ import torch
 
 pytest.importorskip("diffusers")
 
+from tiny_sdxl import tiny_sdxl_pipeline
+
 from lib_onediff.demo import limits, prompts
 from lib_onediff.demo.errors import Refusal
 from lib_onediff.demo.loaded_model import LoadedModel
 from lib_onediff.demo.modules import processing, shared
-from lib_onediff.demo.tiny_model import tiny_sd15_pipeline, tiny_sdxl_pipeline
+from lib_onediff.demo.tiny_model import tiny_sd15_pipeline
 
 
 @pytest.fixture(scope="module")

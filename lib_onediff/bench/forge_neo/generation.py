@@ -32,11 +32,10 @@ class Hooks:
 
 @dataclass
 class Image:
-    """latent: in float32 on the CPU. prepare_s: loading and patching the UNet."""
+    """latent: in float32 on the CPU."""
 
     latent: Tensor
     seconds: float
-    prepare_s: float
     step_ms: list[float] = field(default_factory=list)
 
 
@@ -76,9 +75,7 @@ def generate(
         first()
     p = begin(checkpoint, hooks)
     patcher = checkpoint.forge_objects.unet
-    preparing = time.perf_counter()
     sampling_prepare(patcher, noise)
-    prepare_s = time.perf_counter() - preparing
     sigmas = schedule(checkpoint, steps)
     x, clock = noise * (sigmas[0] ** 2 + 1) ** 0.5, StepClock(checkpoint.device)
     clock.mark()
@@ -93,7 +90,7 @@ def generate(
     hooks.after(p)
     synchronize(checkpoint.device)
     seconds = time.perf_counter() - began
-    return Image(x.float().cpu().clone(), seconds, prepare_s, clock.milliseconds())
+    return Image(x.float().cpu().clone(), seconds, clock.milliseconds())
 
 
 def begin(checkpoint: Checkpoint, hooks: Hooks) -> Any:

@@ -30,21 +30,17 @@ WARM_UP_SIZE = (256, 256)
 
 @dataclass
 class After:
-    """The images after a change. Seconds are whole samplings, host_s of them in its loading.
+    """The images after a change. Seconds are whole samplings, the loading included.
 
     unsettled: images between the first and the later ones, until nothing gets faster any more. error: of one UNet call
     against the host's in float32. distance: of the final latent from the host's.
     """
 
     first_s: float
-    first_prepare_s: float
     later_s: float | None = None
-    later_prepare_s: float | None = None
     step_ms: float | None = None
-    first_step_ms: float | None = None
     unsettled: list[float] = field(default_factory=list)
     first_routes: dict[str, int] = field(default_factory=dict)
-    later_routes: dict[str, int] = field(default_factory=dict)
     peak_mib: float | None = None
     error: float | None = None
     distance: float | None = None
@@ -119,20 +115,16 @@ def measure_change(
         return made, variant.routes() - before
 
     made, routes = image(done)
-    row.after[change] = after = After(made.seconds, made.prepare_s, first_routes=dict(routes))
+    row.after[change] = after = After(made.seconds, first_routes=dict(routes))
     while not variant.settled(routes) and len(after.unsettled) < MOST_UNSETTLED:
         made, routes = image()
         after.unsettled.append(made.seconds)
-    images, taken = [], Counter[str]()
+    images = []
     for _ in range(options.later):
-        made, routes = image()
+        made, _ = image()
         images.append(made)
-        taken += routes
     after.later_s = statistics.median(made.seconds for made in images)
-    after.later_prepare_s = statistics.median(made.prepare_s for made in images)
     after.step_ms = statistics.median(step for made in images for step in made.step_ms)
-    after.first_step_ms = statistics.median(made.step_ms[0] for made in images)
-    after.later_routes = dict(taken)
     if gpu:
         after.peak_mib = torch.cuda.max_memory_allocated(checkpoint.device) / MIB
     compare(checkpoint, variant, reference, after, change, size, made.latent)
