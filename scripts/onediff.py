@@ -35,7 +35,7 @@ warmup = WarmUp(webui, runtime)
 
 
 def most_used_now() -> list[Wanted]:
-    """The sizes that the loaded model has made the most pictures at on this machine."""
+    """The sizes that the loaded model has made the most images at on this machine."""
     count = runtime.settings.prewarm_most_used or MOST_WHILE_IDLE
     return most_used(runtime.history.used(), warmup.model, count)
 

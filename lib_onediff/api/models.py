@@ -26,7 +26,7 @@ SizesText = constr(strict=True, min_length=1, max_length=LONGEST_SIZES)
 Whole = conint(strict=True, ge=1, le=LARGEST_NUMBER)
 SomeResolutions = a_list(Resolution, 1, MOST_RESOLUTIONS)
 Seconds = conint(strict=True, ge=1, le=MOST_SECONDS_TO_WAIT)
-WAIT = f"How many seconds to wait for a picture in progress, 1 to {MOST_SECONDS_TO_WAIT}; after them the answer is 409."
+WAIT = f"How many seconds to wait for an image in progress, 1 to {MOST_SECONDS_TO_WAIT}; after them the answer is 409."
 
 
 class Body(BaseModel, extra="forbid"):
@@ -41,11 +41,11 @@ class Answer(BaseModel, extra="allow"):
 
 
 class SizeBody(Body):
-    """One size in pixels; batch counts the pictures that are made at once."""
+    """One size in pixels; batch counts the images that are made at once."""
 
     width: Whole = Field(..., description="Pixels, a multiple of 8.")
     height: Whole = Field(..., description="Pixels, a multiple of 8.")
-    batch: Whole = Field(1, description="Pictures at once.")
+    batch: Whole = Field(1, description="Images at once.")
 
 
 SomeSizes = a_list(SizeBody, 1, MOST_SIZES)
@@ -55,7 +55,7 @@ class PrewarmBody(Body):
     """What to make ready."""
 
     sizes: SizesText | SomeSizes = Field(
-        ..., description='"1024x1024, 832x1216 x2" (x2: two pictures at once), or a list of objects.',
+        ..., description='"1024x1024, 832x1216 x2" (x2: two images at once), or a list of objects.',
     )
     tokens: Whole = Field(TOKENS, description=f"The length of prompts, one of {TOKEN_CHOICES}: 77 for each begun 75.")
     order: Literal["first", "last"] = Field("last", description="Before or behind the sizes that wait already.")

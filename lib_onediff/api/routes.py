@@ -50,7 +50,7 @@ def add_routes(
         responses=described(PROBLEMS),
     )
     add = router.add_api_route
-    busy, unknown = {409: "A picture is being made."}, {404: "Not known."}
+    busy, unknown = {409: "An image is being made."}, {404: "Not known."}
     add("/status", routes.status, response_model=models.StatusAnswer, summary="What runs, and why")
     add("/shapes", routes.shapes, response_model=models.ShapesAnswer, summary="Every resolution and its state")
     add("/prewarm", routes.prewarm, methods=["POST"], status_code=202, response_model=models.JobsAnswer,
@@ -97,7 +97,7 @@ class Routes:
         return json_answer({"rows": list(map(row_values, chosen)), "totals": vars(self._runtime.totals())})
 
     def prewarm(self, body: models.PrewarmBody) -> Response:
-        """Queue sizes; they are made ready one after the other, between pictures and never during one.
+        """Queue sizes; they are made ready one after the other, between images and never during one.
 
         Answers at once with the job of every size. A size that waits already keeps its job.
         """
@@ -144,7 +144,7 @@ class Routes:
         Say what: `{"resolutions": ["512x512"]}`, of one model with `"model"`; `{"model": "SD1"}` for all of a model;
         `{"disk": true}` for everything that is on the disk, while graphs in memory live on; `{"all": true}` for all of
         it. An empty body is refused. The VAE's decodes belong to no model: they go with their resolution, unless a
-        model is named. Waits for a picture in progress, `wait` seconds at most: then the answer is 409 and nothing is
+        model is named. Waits for an image in progress, `wait` seconds at most: then the answer is 409 and nothing is
         purged. The pre-warm queue goes on, so cancel first what should not come back.
         """
         if sum((body.all, body.disk, bool(body.resolutions or body.model))) != 1:
@@ -177,13 +177,13 @@ class Routes:
     def release(self, body: models.ReleaseBody = Body(models.ReleaseBody())) -> Response:  # noqa: B008
         """Give all GPU memory of graphs and of torch's caches back; what was ready is captured again when used.
 
-        Waits for a picture in progress, `wait` seconds at most: then the answer is 409 and nothing is released.
+        Waits for an image in progress, `wait` seconds at most: then the answer is 409 and nothing is released.
         """
         return json_answer({"vram": self._turns.run(self._runtime.release_memory, body.wait)})
 
 
 class Turns:
-    """Hands work to exclusively(), which waits for the picture in progress however long that takes."""
+    """Hands work to exclusively(), which waits for the image in progress however long that takes."""
 
     def __init__(self, exclusively: Callable[[Callable[[], Any]], Any]) -> None:
         self._exclusively = exclusively
@@ -192,7 +192,7 @@ class Turns:
     def run(self, work: Callable[[], Result], seconds: float) -> Result:
         """What work() returns or raises; it begins within so many seconds, or not at all. Raises HTTPException 409."""
         if not self._waiting.acquire(blocking=False):
-            raise HTTPException(409, "Too many requests wait for the picture in progress; try again when it is done.")
+            raise HTTPException(409, "Too many requests wait for the image in progress; try again when it is done.")
         turn: Future[Result] = Future()
         threading.Thread(target=self._wait, args=(turn, work), name="onediff-api", daemon=True).start()
         try:
@@ -200,7 +200,7 @@ class Turns:
         except NotInTime:
             if turn.cancel():
                 raise HTTPException(
-                    409, f"A picture is being made and was not done after {seconds:g} s, so nothing was changed; try "
+                    409, f"An image is being made and was not done after {seconds:g} s, so nothing was changed; try "
                     "again, or give a longer wait."
                 ) from None
         return turn.result()

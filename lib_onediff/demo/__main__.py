@@ -34,7 +34,7 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     parser.add_argument("--port", type=int, help="port to listen on (default: the first free one from 7860)")
-    parser.add_argument("--data-dir", default=str(DEFAULT_DATA_DIR), help="where settings and pictures are kept")
+    parser.add_argument("--data-dir", default=str(DEFAULT_DATA_DIR), help="where settings and images are kept")
     parser.add_argument(
         "--api-auth", type=accounts, metavar="USER:PASSWORD[,...]", help="who may use the API (default: everybody)"
     )

@@ -13,7 +13,7 @@ from .prompts import Conditioning, is_sdxl
 
 
 def generators(seeds: list[int]) -> list[torch.Generator]:
-    """One random generator per picture, on the CPU: a seed means the same picture on every device and in any batch."""
+    """One random generator per image, on the CPU: a seed means the same image on every device and in any batch."""
     return [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
 
 
@@ -28,13 +28,13 @@ def noise(p: Any, generators: list[torch.Generator]) -> Tensor:
 def from_text(
     p: Any, positive: Conditioning, negative: Conditioning, start: Tensor, generators: list[torch.Generator]
 ) -> Tensor:
-    """Latents of a batch of txt2img pictures."""
+    """Latents of a batch of txt2img images."""
     inputs = {"latents": start, "width": p.width, "height": p.height}
     return run(p, p.sd_model.text_to_image(), positive, negative, generators, **inputs)
 
 
 def from_image(p: Any, positive: Conditioning, negative: Conditioning, generators: list[torch.Generator]) -> Tensor:
-    """Latents of a batch of img2img pictures; with p.mask only what is white in it is repainted."""
+    """Latents of a batch of img2img images; with p.mask only what is white in it is repainted."""
     count = len(generators)
     images = (p.init_images * count)[:count]
     inputs = {"image": images, "strength": p.denoising_strength}
@@ -81,7 +81,7 @@ def note_step(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) 
 
 
 def decode(model: Any, latents: Tensor) -> Tensor:
-    """(batch, 3, height, width) pixels from 0 to 1 in float32 on the CPU, decoded one picture at a time."""
+    """(batch, 3, height, width) pixels from 0 to 1 in float32 on the CPU, decoded one image at a time."""
     vae = model.pipeline.vae
     if vae.config.force_upcast and vae.dtype == torch.float16:
         vae.to(torch.float32)
@@ -94,7 +94,7 @@ def decode(model: Any, latents: Tensor) -> Tensor:
     return (decoded.float().cpu() / 2 + 0.5).clamp(0, 1)
 
 
-def picture(p: Any, pixels: Tensor) -> Image.Image:
+def to_image(p: Any, pixels: Tensor) -> Image.Image:
     """A PIL image of (3, height, width) pixels; around an inpainting mask the given image stays as it was."""
     image = Image.fromarray((pixels * 255).round().to(torch.uint8).permute(1, 2, 0).numpy())
     mask = getattr(p, "mask", None)

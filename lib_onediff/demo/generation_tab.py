@@ -104,7 +104,7 @@ def build_parameters(tab: str) -> Inputs:
     with gr.Row():
         batches = gr.Slider(1, limits.MOST_BATCHES, value=1, step=1, label="Batch count", min_width=180,
                             elem_id=f"{tab}_batch_count")
-        batch = gr.Slider(1, limits.MOST_PICTURES_AT_ONCE, value=1, step=1, label="Batch size", min_width=180,
+        batch = gr.Slider(1, limits.MOST_IMAGES_AT_ONCE, value=1, step=1, label="Batch size", min_width=180,
                           elem_id=f"{tab}_batch_size")
     with gr.Row():
         scale = gr.Slider(1, limits.LARGEST_CFG, value=7, step=0.5, label="CFG scale", elem_id=f"{tab}_cfg_scale",

@@ -28,10 +28,10 @@ SECONDS_BETWEEN_LOOKS = 0.2
 Result = TypeVar("Result")
 
 
-def make_pictures(
+def make_images(
     p: Any, runner: Any, script_args: list[Any], is_api: bool, served: AbstractContextManager[None] | None = None
 ) -> Processed:
-    """Wait for the queue and make the pictures of p, a StableDiffusionProcessing.
+    """Wait for the queue and make the images of p, a StableDiffusionProcessing.
 
     served: stands around the making, and may refuse it. Raises Refusal with a sentence for the user, whatever goes
     wrong.
@@ -70,14 +70,14 @@ def explain(error: Exception) -> Refusal:
         return Refusal(str(error), status=500)
     if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):
         torch_gc()
-        return Refusal("There is not enough memory for this picture; try a smaller size or batch.", status=500)
+        return Refusal("There is not enough memory for this image; try a smaller size or batch.", status=500)
     errors.report("A generation failed", exc_info=True)
     first_line = (str(error).strip() or "no details").splitlines()[0]
     return Refusal(f"The generation failed: {type(error).__name__}: {first_line}", status=500)
 
 
 def save(processed: Processed, kind: str) -> None:
-    """Write every picture to <data folder>/<kind>-images/<day>/<number>-<seed>.png; a full disk is reported only."""
+    """Write every image to <data folder>/<kind>-images/<day>/<number>-<seed>.png; a full disk is reported only."""
     day = datetime.date.today().isoformat()
     folder = Path(paths.data_path, f"{kind}-images", day)
     try:
@@ -87,17 +87,17 @@ def save(processed: Processed, kind: str) -> None:
             file = folder / f"{number + index:05}-{processed.all_seeds[index]}.png"
             file.write_bytes(png_bytes(image))
     except OSError as error:
-        errors.report(f"The pictures could not be saved to {folder}: {error}")
+        errors.report(f"The images could not be saved to {folder}: {error}")
 
 
 def leading_number(file: Path) -> int:
-    """The number that a saved picture's name starts with; -1 for other files."""
+    """The number that a saved image's name starts with; -1 for other files."""
     number = file.name.split("-")[0]
     return int(number) if number.isdigit() else -1
 
 
 class Client:
-    """Somebody who waits for pictures. Who leaves gets none, and nobody else loses one."""
+    """Somebody who waits for images. Who leaves gets none, and nobody else loses one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -112,7 +112,7 @@ class Client:
 
     @contextlib.contextmanager
     def served(self) -> Iterator[None]:
-        """Stands around the making of the pictures. Raises Refusal where nobody waits for them any more."""
+        """Stands around the making of the images. Raises Refusal where nobody waits for them any more."""
         with self._lock:
             if self._left:
                 raise Refusal("The client has left.", status=499)
@@ -128,7 +128,7 @@ class WaitingRoom:
     """Threads of its own for the requests that wait: the server's are few, and interrupt and progress need them."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(MOST_WAITING, "onediff-pictures")
+        self._threads = ThreadPoolExecutor(MOST_WAITING, "onediff-images")
         self._waiting = threading.BoundedSemaphore(MOST_WAITING)
 
     async def make(self, request: Request, work: Callable[[Client], Result]) -> Result:

@@ -10,7 +10,7 @@ from .modules import sd_samplers
 SIZE_STEP = 8
 SMALLEST_SIDE, LARGEST_SIDE = 64, 2048
 MOST_STEPS = 150
-MOST_PICTURES_AT_ONCE = 8
+MOST_IMAGES_AT_ONCE = 8
 MOST_BATCHES = 100
 LARGEST_CFG = 30.0
 LARGEST_SEED = 2**53 - 1
@@ -23,7 +23,7 @@ def check(p: Any) -> None:
     check_size("width", p.width)
     check_size("height", p.height)
     check_range("steps", p.steps, 1, MOST_STEPS)
-    check_range("batch_size", p.batch_size, 1, MOST_PICTURES_AT_ONCE)
+    check_range("batch_size", p.batch_size, 1, MOST_IMAGES_AT_ONCE)
     check_range("n_iter", p.n_iter, 1, MOST_BATCHES)
     check_range("cfg_scale", p.cfg_scale, 1, LARGEST_CFG)
     check_range("seed", p.seed, -1, LARGEST_SEED)

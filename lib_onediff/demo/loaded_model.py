@@ -46,7 +46,7 @@ class LoadedModel:
 
     @property
     def side(self) -> int:
-        """The side in pixels of the square pictures that the model was made for."""
+        """The side in pixels of the square images that the model was made for."""
         return self.unet.config.sample_size * 2 ** (len(self.pipeline.vae.config.block_out_channels) - 1)
 
     @property

@@ -1,4 +1,4 @@
-"""Making pictures from the page: progress while it runs, pictures and infotext after, errors as a message."""
+"""Making images from the page: progress while it runs, images and infotext after, errors as a message."""
 from __future__ import annotations
 
 import html
@@ -11,7 +11,7 @@ import gradio as gr
 
 from . import rest
 from .errors import Refusal
-from .jobs import make_pictures
+from .jobs import make_images
 from .modules.processing import Processed
 
 SECONDS_BETWEEN_LOOKS = 0.2
@@ -24,7 +24,7 @@ def run_on_page(kind: type, names: list[str], runner: Any) -> Callable[..., Iter
 
     kind: the class of the generation; names: which of its arguments the first components are; the values of the
     remaining components go to the scripts. Yields what to show in (progress line, gallery, infotext, and the hidden
-    text box that tells scripts of new pictures).
+    text box that tells scripts of new images).
     """
 
     def generate(*values: Any) -> Iterator[Shown]:
@@ -49,7 +49,7 @@ def run_on_page(kind: type, names: list[str], runner: Any) -> Callable[..., Iter
 
 
 def start(kind: type, inputs: dict[str, Any], runner: Any, script_arguments: list[Any]) -> Processed:
-    """Make the pictures. Raises Refusal with a sentence."""
+    """Make the images. Raises Refusal with a sentence."""
     if "init_images" in inputs:
         image = inputs["init_images"]
         inputs["init_images"] = [] if image is None else [image]
@@ -59,7 +59,7 @@ def start(kind: type, inputs: dict[str, Any], runner: Any, script_arguments: lis
     inputs["seed"] = -1 if inputs["seed"] is None else int(inputs["seed"])
     if inputs["cfg_scale"] is None:
         raise Refusal("cfg_scale is empty.")
-    return make_pictures(kind(**inputs), runner, script_arguments, is_api=False)
+    return make_images(kind(**inputs), runner, script_arguments, is_api=False)
 
 
 def whole_number(name: str, value: Any) -> int:
@@ -84,9 +84,9 @@ def progress_bar() -> str:
 
 
 def infotext_html(processed: Processed, seconds: float) -> str:
-    """What is shown under the pictures."""
+    """What is shown under the images."""
     lines = "<br>".join(html.escape(line) for line in processed.info.split("\n"))
     comments = "".join(f"<p class='comment'>{html.escape(line)}</p>" for line in processed.comments.split("\n") if line)
     if not processed.images:
-        lines = "Interrupted before the first picture."
+        lines = "Interrupted before the first image."
     return f"<p>{lines}</p>{comments}<p class='performance'>Time taken: {seconds:.1f} s</p>"

@@ -22,7 +22,7 @@ class Conditioning:
 def encode(
     pipeline: Any, prompts: list[str], negative_prompts: list[str], interrupted: Callable[[], bool] = lambda: False
 ) -> tuple[Conditioning, Conditioning] | None:
-    """Encode prompts and negative prompts (one of each per picture) to the same number of tokens.
+    """Encode prompts and negative prompts (one of each per image) to the same number of tokens.
 
     interrupted: asked between the chunks of long prompts; where it says so, there is no result.
     """
@@ -63,7 +63,7 @@ def is_sdxl(pipeline: Any) -> bool:
 
 
 def tokens_of(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """The tokens of each text. A text is read once: most are the same for every picture of a batch."""
+    """The tokens of each text. A text is read once: most are the same for every image of a batch."""
     options = {"add_special_tokens": False, "truncation": False, "verbose": False}
     read = {text: tokenizer(text, **options).input_ids for text in dict.fromkeys(texts)}
     return [read[text] for text in texts]

@@ -12,7 +12,7 @@ from ..api.routes import PROBLEMS, described
 from .errors import Refusal
 from .gate import LARGEST_BODY
 from .images import to_base64
-from .jobs import Client, WaitingRoom, make_pictures
+from .jobs import Client, WaitingRoom, make_images
 from .modules import processing, scripts, sd_samplers, shared
 from .rest_models import GenerationRequest, GenerationResponse, Img2ImgRequest, Txt2ImgRequest
 
@@ -62,7 +62,7 @@ def generate(kind: type, body: GenerationRequest, runner: Any, client: Client, *
     p = kind(**body.arguments())
     check_options(body.override_settings or {})
     arguments = script_arguments(body.alwayson_scripts or {}, runner)
-    processed = make_pictures(p, runner, arguments, is_api=True, served=client.served())
+    processed = make_images(p, runner, arguments, is_api=True, served=client.served())
     images = [to_base64(image) for image in processed.images] if body.send_images else []
     return json_answer({"images": images, "parameters": {**dict(body), **hidden}, "info": processed.js()})
 

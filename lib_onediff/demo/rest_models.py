@@ -71,7 +71,7 @@ class Txt2ImgRequest(GenerationRequest):
 
 
 class Img2ImgRequest(GenerationRequest):
-    """POST /sdapi/v1/img2img; images are base64. Inpainting repaints the whole picture, starting from the original."""
+    """POST /sdapi/v1/img2img; images are base64. Inpainting repaints the whole image, starting from the original."""
 
     init_images: list[str] | None = None
     denoising_strength: float | None = 0.75
@@ -85,9 +85,9 @@ class Img2ImgRequest(GenerationRequest):
 
     def arguments(self) -> dict[str, Any]:
         if self.mask and self.inpainting_fill not in (None, 1):
-            raise Refusal("inpainting_fill must be 1 here: masked parts start from the original picture.")
+            raise Refusal("inpainting_fill must be 1 here: masked parts start from the original image.")
         if self.mask and self.inpaint_full_res:
-            raise Refusal("inpaint_full_res is not served here: masked pictures are repainted at their full size.")
+            raise Refusal("inpaint_full_res is not served here: masked images are repainted at their full size.")
         images = [from_base64(image) for image in self.init_images or []]
         mask = from_base64(self.mask) if self.mask else None
         given = self.model_dump(include=IMAGE_ARGUMENTS, exclude_none=True)

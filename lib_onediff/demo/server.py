@@ -106,7 +106,7 @@ def identification(arguments: argparse.Namespace) -> Callable[[Request], Awaitab
 
 
 def use_data_folder(folder: str) -> None:
-    """Keep settings and pictures in folder, and load the settings that are there."""
+    """Keep settings and images in folder, and load the settings that are there."""
     paths.data_path = str(Path(folder).expanduser().resolve())
     shared.config_filename = os.path.join(paths.data_path, "config.json")
     shared.opts.load(shared.config_filename)

@@ -1,4 +1,4 @@
-"""Random weights under which a UNet and a VAE still make pictures.
+"""Random weights under which a UNet and a VAE still make images.
 
 Untrained networks give grey or NaN after a few steps. Here a linear path runs through each of them beside the random
 layers: the UNet predicts most of its own input as noise, so latents keep their scale, and the VAE carries colour down
@@ -19,7 +19,7 @@ CHANNELS_PER_VALUE = 4
 CONSTANT = 4.0
 NOISE_SHARE = 1.05
 RANDOM_SHARE = 0.35
-PICTURE_TEXTURE = 0.12
+IMAGE_TEXTURE = 0.12
 
 
 @torch.no_grad()
@@ -100,12 +100,12 @@ def shape_vae(vae: Any) -> None:
     moments.weight[:4] = read_carriers(moments, colours / latent_scale)
     moments.bias[4:] = -12.0
 
-    picture = vae.decoder.conv_out
-    picture.bias.zero_()
-    picture.weight[:, : 4 * CHANNELS_PER_VALUE] = 0
+    image = vae.decoder.conv_out
+    image.bias.zero_()
+    image.weight[:, : 4 * CHANNELS_PER_VALUE] = 0
     probe = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(98)) / latent_scale
-    random_weight = picture.weight / two_digits(vae.decode(probe).sample.std().item())
-    picture.weight.copy_(read_carriers(picture, torch.linalg.pinv(colours)) + PICTURE_TEXTURE * random_weight)
+    random_weight = image.weight / two_digits(vae.decode(probe).sample.std().item())
+    image.weight.copy_(read_carriers(image, torch.linalg.pinv(colours)) + IMAGE_TEXTURE * random_weight)
 
 
 def colour_matrix() -> Tensor:

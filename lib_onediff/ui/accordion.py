@@ -18,7 +18,7 @@ from .run_settings import AS_AT_FIRST, EXAMPLE
 
 SOURCE = "accordion"
 # A hidden text box of A1111 and Forge that gets the description of every generation. The visible line under the
-# pictures will not do: gradio 4 reports a change of an HTML component whenever anything on the page is redrawn.
+# images will not do: gradio 4 reports a change of an HTML component whenever anything on the page is redrawn.
 CHANGES_AFTER_GENERATION = "generation_info_{tab}"
 STATUS, PREWARM, PREWARM_RESULT = (
     "onediff_{tab}_status", "onediff_{tab}_prewarm", "onediff_{tab}_prewarm_result"
@@ -90,7 +90,7 @@ def connect_choices(
 def connect(component: Any, tab: str, status_line: Callable[[], str], warmup: WarmUp) -> None:
     """Hear of every component that the host has just created, and connect the accordion with what it needs of them.
 
-    The last that matters is the one that tells of new pictures: every host creates it after a tab's settings.
+    The last that matters is the one that tells of new images: every host creates it after a tab's settings.
     """
     if component.elem_id != CHANGES_AFTER_GENERATION.format(tab=tab):
         return

@@ -19,7 +19,7 @@ from .settings_tab import label_of
 ELEM_ID = "onediff_presets"
 SHOW_IN_SETTINGS = "(values) => { window.onediffSettings.show(values); return []; }"
 EXPLANATION = (
-    "A preset chosen in the accordion holds for that picture and adapts to its checkpoint. <i>Use these settings</i> "
+    "A preset chosen in the accordion holds for that image and adapts to its checkpoint. <i>Use these settings</i> "
     "puts the values of this table into the settings tab, where they stay. Options that choose who computes (OneDiff, "
     "backend, check of the first use) are no preset's."
 )

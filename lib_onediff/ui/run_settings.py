@@ -13,7 +13,7 @@ from ..runtime.runtime import runtime
 from .compare.sides import read_changes
 
 log = logging.getLogger("onediff")
-# What of a generation runs the model: init encodes the picture that img2img begins with.
+# What of a generation runs the model: init encodes the image that img2img begins with.
 STEPS_OF_A_RUN = ("init", "sample")
 EXAMPLE = "deepcache_interval 3; vae_precision fp16"
 # What the accordion's checkbox, preset and changes are.

@@ -122,7 +122,7 @@ def test_no_request_waits_for_a_picture(host: type, monkeypatch: Any) -> None:
         seen.do(seen.panel.confirm)
         seen.look()
         assert time.monotonic() - began < 5
-        assert "Purging waits until no picture is being made." in seen.text("below")
+        assert "Purging waits until no image is being made." in seen.text("below")
         assert 'data-onediff-busy="true"' in seen.parts["beat"] and len(runtime.rows()) == 1
     seen.look_until_idle()
     assert "1 resolution forgotten" in seen.text("below") and runtime.rows() == []

@@ -21,7 +21,7 @@ def test_for_nans(values: Tensor, where: str) -> None:
         return
     part = {"unet": "UNet", "vae": "VAE"}.get(where, where)
     raise NansException(
-        f"The {part} produced numbers that are not finite (NaN or infinity), so there is no picture. "
+        f"The {part} produced numbers that are not finite (NaN or infinity), so there is no image. "
         "The model file may be damaged, or the model may need a higher precision."
     )
 

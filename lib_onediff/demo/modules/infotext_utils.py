@@ -1,4 +1,4 @@
-"""Infotext: the text in a picture that says how it was made, and reading it back."""
+"""Infotext: the text in an image that says how it was made, and reading it back."""
 from __future__ import annotations
 
 import json

@@ -93,19 +93,19 @@ class Standalone:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())), torch.no_grad():
             unet(**random_inputs(unet, layout, width, height, batch, tokens))
 
-    def warm_decode(self, width: int, height: int, pictures: int) -> None:
+    def warm_decode(self, width: int, height: int, images: int) -> None:
         from .. import generation
 
         model = loaded_model()
         vae = model.pipeline.vae
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())), torch.no_grad():
-            # One picture after the other, however many there are.
+            # One image after the other, however many there are.
             latent = torch.randn((1, vae.config.latent_channels, height // 8, width // 8))
             generation.decode(model, latent.to(vae.device, vae.dtype))
 
-    def call_shapes(self, pictures: int, tokens: int) -> tuple[tuple[int, int], ...]:
+    def call_shapes(self, images: int, tokens: int) -> tuple[tuple[int, int], ...]:
         # A pipeline puts both halves of the guidance into one call, and makes no other half without it.
-        return (2 * pictures, tokens), (pictures, tokens)
+        return (2 * images, tokens), (images, tokens)
 
     def model_name(self, sd_model: Any = None) -> str | None:
         return network_name(unet_of(loaded_model() if sd_model is None else sd_model))

@@ -67,7 +67,7 @@ class StableDiffusionProcessing:
     sampler: Any = field(default=None, init=False)
 
     def comment(self, text: str) -> None:
-        """A remark that is shown under the pictures."""
+        """A remark that is shown under the images."""
         self.comments[text] = 1
 
     def init(self, all_prompts: list[str], all_seeds: list[int], all_subseeds: list[int]) -> None:
@@ -136,7 +136,7 @@ class StableDiffusionProcessingImg2Img(StableDiffusionProcessing):
 
 
 def process_images(p: StableDiffusionProcessing) -> Processed:
-    """Make the pictures of p, with its option overrides in force; the options are restored afterwards.
+    """Make the images of p, with its option overrides in force; the options are restored afterwards.
 
     The caller holds call_queue.queue_lock. Without a model of its own, p takes the loaded one.
     """
@@ -163,11 +163,11 @@ def overridden_options(p: StableDiffusionProcessing) -> Iterator[None]:
 
 def process_images_inner(p: StableDiffusionProcessing) -> Processed:
     """The loop over the batches. Raises devices.NansException when the model produces no numbers."""
-    pictures = p.batch_size * p.n_iter
+    count = p.batch_size * p.n_iter
     seed, subseed = get_fixed_seed(p.seed), get_fixed_seed(p.subseed)
-    p.all_prompts, p.all_negative_prompts = [p.prompt] * pictures, [p.negative_prompt] * pictures
-    p.all_seeds = [seed + index for index in range(pictures)]
-    p.all_subseeds = [subseed + index for index in range(pictures)]
+    p.all_prompts, p.all_negative_prompts = [p.prompt] * count, [p.negative_prompt] * count
+    p.all_seeds = [seed + index for index in range(count)]
+    p.all_subseeds = [subseed + index for index in range(count)]
     if p.scripts is not None:
         p.scripts.process(p)
     p.init(p.all_prompts, p.all_seeds, p.all_subseeds)
@@ -205,7 +205,7 @@ def process_batch(p: StableDiffusionProcessing) -> list[Any]:
         devices.test_for_nans(samples, "unet")
         decoded = generation.decode(p.sd_model, samples)
         devices.test_for_nans(decoded, "vae")
-    return [generation.picture(p, pixels) for pixels in decoded]
+    return [generation.to_image(p, pixels) for pixels in decoded]
 
 
 class Processed:
@@ -232,7 +232,7 @@ class Processed:
         self.subseed_strength = p.subseed_strength
 
     def js(self) -> str:
-        """The result without its pictures as JSON, as the API's `info`."""
+        """The result without its images as JSON, as the API's `info`."""
         shown = {name: value for name, value in vars(self).items() if name not in ("images", "info")}
         return json.dumps(shown, default=lambda value: None)
 

@@ -76,7 +76,7 @@ def find(name: str, schedule: str | None) -> tuple[Sampler, str]:
 def make_scheduler(name: str, schedule: str, base_config: dict[str, Any], seeds: list[int]) -> Any:
     """A fresh diffusers scheduler for a sampler, with the model's own training schedule and prediction type.
 
-    base_config: the configuration of the scheduler that the model came with. seeds: one per picture of the batch.
+    base_config: the configuration of the scheduler that the model came with. seeds: one per image of the batch.
     """
     import diffusers
 

@@ -71,7 +71,7 @@ config_filename = ""
 opts = Options(
     options_section(
         ("saving-images", "Saving images"),
-        {"samples_save": OptionInfo(True, "Save every picture made on the page to the data folder")},
+        {"samples_save": OptionInfo(True, "Save every image made on the page to the data folder")},
     )
 )
 state = State()

@@ -1,4 +1,4 @@
-"""What the OneDiff tab does when somebody uses it. No handler waits for a picture that is being made."""
+"""What the OneDiff tab does when somebody uses it. No handler waits for an image that is being made."""
 from __future__ import annotations
 
 import itertools
@@ -40,7 +40,7 @@ class Panel:
     """
 
     def __init__(self, runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) -> None:
-        """exclusively: runs work while the WebUI makes no picture."""
+        """exclusively: runs work while the WebUI makes no image."""
         self.runtime = runtime
         self.warmup = warmup
         self.exclusively = exclusively
@@ -151,7 +151,7 @@ class Panel:
 
     def _begin(self, chore: Chore, page: Page) -> Shown:
         page.chore = chore
-        waiting = sentence(f"{chore.name} waits until no picture is being made.")
+        waiting = sentence(f"{chore.name} waits until no image is being made.")
         return self._answer(page, below=UNCHANGED if chore.told(SECONDS_FOR_A_CHORE) else waiting)
 
     # --- the answer -----------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ PLACEHOLDER = "1024x1024, 832x1216 x2"
 
 
 def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) -> None:
-    """The page, inside the gradio context that is open. exclusively: runs work while the WebUI makes no picture."""
+    """The page, inside the gradio context that is open. exclusively: runs work while the WebUI makes no image."""
     with gr.Column(elem_id="onediff_cache"):
         CachePage(Panel(runtime, warmup, exclusively)).build()
 

@@ -31,7 +31,7 @@ class Chore:
     """Work in a thread of its own until no image is being made: no request of the page waits for it."""
 
     def __init__(self, name: str, exclusively: Exclusively, work: Callable[[], str]) -> None:
-        """name: for people. exclusively: runs work while the WebUI makes no picture. work: returns what to tell."""
+        """name: for people. exclusively: runs work while the WebUI makes no image. work: returns what to tell."""
         self.name = name
         self.failed = False
         self._told = ""

@@ -77,7 +77,7 @@ def resolution_and_model(key: str) -> tuple[str, str]:
 def table_html(rows: list[ResolutionRow], limit: int = ROWS_AT_FIRST) -> str:
     """The first of the rows, each with its shapes below it in an element that opens."""
     if not rows:
-        return '<p class="onediff-reason">Nothing yet: make a picture, or pre-warm a size.</p>'
+        return '<p class="onediff-reason">Nothing yet: make an image, or pre-warm a size.</p>'
     head = "".join(heading(column) for column in COLUMNS)
     body = "".join(map(resolution_html, rows[:limit]))
     every = '<input type="checkbox" data-onediff-every aria-label="Select all rows that are shown">'
