@@ -16,7 +16,7 @@ HEADINGS = (
 
 
 @dataclass(frozen=True)
-class Timing:
+class ImageTimes:
     """Medians of images with OneDiff on, or off. step_ms: what each further step costs, everything included."""
 
     image_s: float
@@ -27,8 +27,8 @@ class Timing:
 class WebUIRow:
     model: str
     size: str
-    off: Timing
-    on: Timing
+    off: ImageTimes
+    on: ImageTimes
     routes: dict[str, int]
 
     def cells(self) -> list[str]:
@@ -91,6 +91,6 @@ def measure_images(webui: RunningWebUI, size: tuple[int, int], steps: int, runs:
     return WebUIRow(model, f"{size[0]}x{size[1]}", timing(taken, False, steps), timing(taken, True, steps), routes)
 
 
-def timing(taken: dict[tuple[bool, int], list[float]], enabled: bool, steps: int) -> Timing:
+def timing(taken: dict[tuple[bool, int], list[float]], enabled: bool, steps: int) -> ImageTimes:
     single, double = (statistics.median(taken[enabled, count]) for count in (steps, 2 * steps))
-    return Timing(single, (double - single) / steps * 1e3)
+    return ImageTimes(single, (double - single) / steps * 1e3)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .modules import shared
 from .modules.sd_samplers import make_scheduler
-from .prompts import Conditioning, is_sdxl
+from .prompts import EncodedPrompts, is_sdxl
 
 
 def generators(seeds: list[int]) -> list[torch.Generator]:
@@ -26,14 +26,14 @@ def noise(p: Any, generators: list[torch.Generator]) -> Tensor:
 
 
 def from_text(
-    p: Any, positive: Conditioning, negative: Conditioning, start: Tensor, generators: list[torch.Generator]
+    p: Any, positive: EncodedPrompts, negative: EncodedPrompts, start: Tensor, generators: list[torch.Generator]
 ) -> Tensor:
     """Latents of a batch of txt2img images."""
     inputs = {"latents": start, "width": p.width, "height": p.height}
     return run(p, p.sd_model.text_to_image(), positive, negative, generators, **inputs)
 
 
-def from_image(p: Any, positive: Conditioning, negative: Conditioning, generators: list[torch.Generator]) -> Tensor:
+def from_image(p: Any, positive: EncodedPrompts, negative: EncodedPrompts, generators: list[torch.Generator]) -> Tensor:
     """Latents of a batch of img2img images; with p.mask only what is white in it is repainted."""
     count = len(generators)
     images = (p.init_images * count)[:count]
@@ -47,8 +47,8 @@ def from_image(p: Any, positive: Conditioning, negative: Conditioning, generator
 def run(
     p: Any,
     pipeline: Any,
-    positive: Conditioning,
-    negative: Conditioning,
+    positive: EncodedPrompts,
+    negative: EncodedPrompts,
     generators: list[torch.Generator],
     **inputs: Any,
 ) -> Tensor:

@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 def make_images(
-    p: Any, runner: Any, script_args: list[Any], is_api: bool, served: AbstractContextManager[None] | None = None
+    p: Any, runner: Any, script_args: list[Any], served: AbstractContextManager[None] | None = None
 ) -> Processed:
     """Wait for the queue and make the images of p, a StableDiffusionProcessing.
 
@@ -40,7 +40,6 @@ def make_images(
     try:
         with queue_lock, contextlib.closing(p), job(runner), served or contextlib.nullcontext():
             p.sd_model = shared.sd_model
-            p.is_api = is_api
             p.scripts, p.script_args = runner, tuple(script_args)
             processed = process_images(p)
             if shared.opts.samples_save and not p.do_not_save_samples:

@@ -19,7 +19,7 @@ MONOSPACE_FONTS = ("ui-monospace", "Consolas", "Liberation Mono", "monospace")
 
 
 def build_page() -> gr.Blocks:
-    """Build the page and note the scripts' default arguments."""
+    """Build the page, the scripts' components included."""
     script_callbacks.call_all("before_ui")
     theme = gr.themes.Default(
         primary_hue="orange", secondary_hue="orange", neutral_hue="slate", radius_size="md", font=FONTS,
@@ -42,9 +42,6 @@ def build_page() -> gr.Blocks:
                     content.render()
             with gr.Tab("Settings", id="settings", elem_id="tab_settings"):
                 build_settings_tab(page)
-    for runner in (scripts.scripts_txt2img, scripts.scripts_img2img):
-        if runner is not None:
-            runner.read_default_arguments()
     return page
 
 

@@ -59,7 +59,7 @@ def start(kind: type, inputs: dict[str, Any], runner: Any, script_arguments: lis
     inputs["seed"] = -1 if inputs["seed"] is None else int(inputs["seed"])
     if inputs["cfg_scale"] is None:
         raise Refusal("cfg_scale is empty.")
-    return make_images(kind(**inputs), runner, script_arguments, is_api=False)
+    return make_images(kind(**inputs), runner, script_arguments)
 
 
 def whole_number(name: str, value: Any) -> int:

@@ -12,7 +12,7 @@ CHUNK = 75
 
 
 @dataclass(frozen=True)
-class Conditioning:
+class EncodedPrompts:
     """An encoded batch of prompts: context (batch, 77 * chunks, width); pooled (batch, width), or None for SD1/SD2."""
 
     context: Tensor
@@ -21,7 +21,7 @@ class Conditioning:
 
 def encode(
     pipeline: Any, prompts: list[str], negative_prompts: list[str], interrupted: Callable[[], bool] = lambda: False
-) -> tuple[Conditioning, Conditioning] | None:
+) -> tuple[EncodedPrompts, EncodedPrompts] | None:
     """Encode prompts and negative prompts (one of each per image) to the same number of tokens.
 
     interrupted: asked between the chunks of long prompts; where it says so, there is no result.
@@ -42,7 +42,7 @@ def encode(
         pooled = pooled.to(pipeline.unet.dtype)
     count = len(prompts)
     prompt, negative = (
-        Conditioning(context[part], None if pooled is None else pooled[part])
+        EncodedPrompts(context[part], None if pooled is None else pooled[part])
         for part in (slice(None, count), slice(count, None))
     )
     return prompt, negative

@@ -62,14 +62,14 @@ def generate(kind: type, body: GenerationRequest, runner: Any, client: Client, *
     p = kind(**body.arguments())
     check_options(body.override_settings or {})
     arguments = script_arguments(body.alwayson_scripts or {}, runner)
-    processed = make_images(p, runner, arguments, is_api=True, served=client.served())
+    processed = make_images(p, runner, arguments, served=client.served())
     images = [to_base64(image) for image in processed.images] if body.send_images else []
     return json_answer({"images": images, "parameters": {**dict(body), **hidden}, "info": processed.js()})
 
 
 def script_arguments(given: dict[str, Any], runner: Any) -> list[Any]:
     """The defaults of every script with what the request says of some: {"Title": {"args": [...]}}."""
-    arguments = list(runner.default_arguments)
+    arguments = runner.default_arguments
     for name, body in given.items():
         script = next((script for script in runner.alwayson_scripts if script.name == name.lower()), None)
         if script is None:

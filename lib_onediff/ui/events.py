@@ -61,7 +61,7 @@ def nothing_seen() -> gr.Textbox:
     return kept_out_of_defaults(gr.Textbox("", visible=False))
 
 
-class Stream:
+class SharedGenerator:
     """A generator that two requests of one page may ask at the same time."""
 
     def __init__(self, values: Iterator[Values]) -> None:
@@ -84,7 +84,7 @@ def show_stream(
     stream = gr.State(None)
     turn = nothing_seen()
 
-    def step(stream: Stream | None, turn: str) -> Values:
+    def step(stream: SharedGenerator | None, turn: str) -> Values:
         values = stream.next() if stream is not None else None
         if values is None:
             # A stream that was begun while this one was busy is taken up by the change to "".
@@ -92,7 +92,7 @@ def show_stream(
         return *values, str(int(turn or 0) + 1)
 
     def begin(*values: Any) -> Values:
-        begun = Stream(generate(*values))
+        begun = SharedGenerator(generate(*values))
         return *step(begun, ""), begun
 
     # The change that a request makes to turn asks for the next one.

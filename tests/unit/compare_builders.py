@@ -13,10 +13,10 @@ from lib_onediff.options.settings import Settings
 from lib_onediff.quality import compare, difference_map
 from lib_onediff.ui.compare.job import Pair, Request
 from lib_onediff.ui.compare.sides import CURRENT, OFF, Side
-from lib_onediff.ui.compare.text_to_image import Made, Order
+from lib_onediff.ui.compare.text_to_image import GeneratedImage, ImageRequest
 
 SIDES = (Side(OFF, Settings(enabled=False)), Side(CURRENT, Settings()))
-ORDER = Order("a <b>fox</b>", "blurry & dark", 7, 160, 128, 20, 7.0, "Euler a")
+ORDER = ImageRequest("a <b>fox</b>", "blurry & dark", 7, 160, 128, 20, 7.0, "Euler a")
 SECONDS = 20
 
 
@@ -30,12 +30,12 @@ class Painter:
 
     def __init__(self, kept: Callable[[Settings], float] = lambda settings: 1.0) -> None:
         self.kept = kept
-        self.orders: list[tuple[Order, Settings]] = []
+        self.orders: list[tuple[ImageRequest, Settings]] = []
         self.hold = threading.Event()
         self.hold.set()
         self.interrupted = threading.Event()
 
-    def make(self, order: Order, settings: Settings) -> Made | None:
+    def make(self, order: ImageRequest, settings: Settings) -> GeneratedImage | None:
         self.orders.append((order, settings))
         while not self.hold.wait(0.02):
             if self.interrupted.is_set():
@@ -44,9 +44,9 @@ class Painter:
             raise RuntimeError("no memory\nfor this")
         route = "plain" if settings.enabled else "host"
         image = image_of(order.seed, self.kept(settings))
-        return Made(image, f"{order.prompt}\nSteps: 20, Seed: {order.seed}, Size: 1x1", 2.0 - settings.enabled, {
-            "route": route, "step_ms": 12.3, "reason": "",
-        })
+        infotext = f"{order.prompt}\nSteps: 20, Seed: {order.seed}, Size: 1x1"
+        status = {"route": route, "step_ms": 12.3, "reason": ""}
+        return GeneratedImage(image, infotext, 2.0 - settings.enabled, status)
 
     def interrupt(self) -> None:
         self.interrupted.set()
@@ -61,7 +61,7 @@ def exclusively(work: Callable[[], Any]) -> Any:
 
 def a_pair(seed: int = 7, kept: float = 1.0) -> Pair:
     painter = Painter(lambda settings: kept if settings.enabled else 1.0)
-    order = Order(**{**vars(ORDER), "seed": seed})
+    order = ImageRequest(**{**vars(ORDER), "seed": seed})
     first, second = (painter.make(order, side.settings) for side in SIDES)
     return Pair(seed, first, second, compare(first.image, second.image), difference_map(first.image, second.image))
 

@@ -50,8 +50,7 @@ def test_the_folder_is_shown_and_nobody_can_set_it(tmp_path: Path) -> None:
     opts, told = the_options()
     info = opts.data_labels["onediff_folder_in_use"]
     assert info.arguments() == {"interactive": False} and "ONEDIFF_CACHE" in info.comment_after
-    for is_api in (True, False):
-        assert not opts.set("onediff_folder_in_use", "/etc", is_api=is_api)
+    assert not opts.set("onediff_folder_in_use", "/etc")
     assert opts.onediff_folder_in_use == str(tmp_path / "<cache>") and len(told) == 1
     assert "onediff_folder_in_use" not in opts.data, "or it would be stored"
     with gradio.Blocks():
@@ -150,7 +149,7 @@ def test_what_cannot_be_stored_is_said(tmp_path: Path) -> None:
 
         refusal: AssertionError | None = AssertionError("changing settings is disabled")
 
-        def set(self, key: str, value: Any, is_api: bool = False, run_callbacks: bool = True) -> bool:
+        def set(self, key: str, value: Any, run_callbacks: bool = True) -> bool:
             if self.refusal:
                 raise self.refusal
             return False

@@ -19,7 +19,7 @@ from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui.compare.text_to_image import (
     FOLDER,
-    Order,
+    ImageRequest,
     TextToImage,
     of_a_run,
     output_folder,
@@ -27,7 +27,7 @@ from lib_onediff.ui.compare.text_to_image import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-ORDER = Order("a fox", "", 5, 64, 64, 2, 7.0, "Euler a")
+ORDER = ImageRequest("a fox", "", 5, 64, 64, 2, 7.0, "Euler a")
 
 
 @pytest.fixture

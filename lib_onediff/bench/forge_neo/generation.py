@@ -1,8 +1,9 @@
 """One image's sampling by Neo's own functions, and how long each part of it takes. No text encoder, no VAE."""
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -66,39 +67,43 @@ def generate(
     first: Callable[[], None] | None = None,
 ) -> Image:
     """An image of so many Euler steps with guidance. first: what the user has changed, done within its time."""
-    from backend.sampling.sampling_function import sampling_cleanup, sampling_function_inner, sampling_prepare
+    from backend.sampling.sampling_function import sampling_function_inner
 
     noise, prompts = checkpoint.noise(size, seed), conditions(checkpoint)
     synchronize(checkpoint.device)
     began = time.perf_counter()
     if first is not None:
         first()
-    p = begin(checkpoint, hooks)
-    patcher = checkpoint.forge_objects.unet
-    sampling_prepare(patcher, noise)
-    sigmas = schedule(checkpoint, steps)
-    x, clock = noise * (sigmas[0] ** 2 + 1) ** 0.5, StepClock(checkpoint.device)
-    clock.mark()
-    for step in range(steps):
-        sigma = sigmas[step]
-        denoised = sampling_function_inner(
-            patcher.model, x, sigma.expand(1), prompts[1], prompts[0], CFG_SCALE, patcher.model_options
-        )
-        x = x + (x - denoised) / sigma * (sigmas[step + 1] - sigma)
+    with sampling(checkpoint, hooks, noise) as patcher:
+        sigmas = schedule(checkpoint, steps)
+        x, clock = noise * (sigmas[0] ** 2 + 1) ** 0.5, StepClock(checkpoint.device)
         clock.mark()
-    sampling_cleanup(patcher)
-    hooks.after(p)
+        for step in range(steps):
+            sigma = sigmas[step]
+            denoised = sampling_function_inner(
+                patcher.model, x, sigma.expand(1), prompts[1], prompts[0], CFG_SCALE, patcher.model_options
+            )
+            x = x + (x - denoised) / sigma * (sigmas[step + 1] - sigma)
+            clock.mark()
     synchronize(checkpoint.device)
     seconds = time.perf_counter() - began
     return Image(x.float().cpu().clone(), seconds, clock.milliseconds())
 
 
-def begin(checkpoint: Checkpoint, hooks: Hooks) -> Any:
-    """As the host begins every sampling: its objects are copied again, then the scripts are called."""
+@contextlib.contextmanager
+def sampling(checkpoint: Checkpoint, hooks: Hooks, noise: Tensor) -> Iterator[Any]:
+    """The UNet's patcher inside a sampling as the host begins and ends every one: its objects are copied again, the
+    scripts are called, and the model is loaded."""
+    from backend.sampling.sampling_function import sampling_cleanup, sampling_prepare
+
     checkpoint.forge_objects = checkpoint.forge_objects_after_applying_lora.shallow_copy()
     p = SimpleNamespace(sd_model=checkpoint, is_hr_pass=False)
     hooks.before(p)
-    return p
+    patcher = checkpoint.forge_objects.unet
+    sampling_prepare(patcher, noise)
+    yield patcher
+    sampling_cleanup(patcher)
+    hooks.after(p)
 
 
 def conditions(checkpoint: Checkpoint) -> list[Any]:
@@ -117,18 +122,13 @@ def schedule(checkpoint: Checkpoint, steps: int) -> Tensor:
 @torch.inference_mode()
 def one_call(checkpoint: Checkpoint, hooks: Hooks, size: Size) -> Tensor:
     """The UNet's own output, for the prompt and for the negative prompt, in a sampling of one call."""
-    from backend.sampling.sampling_function import calc_cond_uncond_batch, sampling_cleanup, sampling_prepare
+    from backend.sampling.sampling_function import calc_cond_uncond_batch
 
     x, prompts = COMPARED_SIGMA * checkpoint.noise(size, NOISE_SEED), conditions(checkpoint)
-    p = begin(checkpoint, hooks)
-    patcher = checkpoint.forge_objects.unet
-    sampling_prepare(patcher, x)
     sigma = torch.full((1,), COMPARED_SIGMA, device=checkpoint.device)
-    predictions = calc_cond_uncond_batch(patcher.model, *prompts, x, sigma, patcher.model_options)
-    output = torch.cat([(x - denoised) / COMPARED_SIGMA for denoised in predictions]).float().cpu().clone()
-    sampling_cleanup(patcher)
-    hooks.after(p)
-    return output
+    with sampling(checkpoint, hooks, x) as patcher:
+        predictions = calc_cond_uncond_batch(patcher.model, *prompts, x, sigma, patcher.model_options)
+        return torch.cat([(x - denoised) / COMPARED_SIGMA for denoised in predictions]).float().cpu().clone()
 
 
 @torch.inference_mode()

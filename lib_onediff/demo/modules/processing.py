@@ -49,7 +49,6 @@ class StableDiffusionProcessing:
 
     scripts: Any = field(default=None, init=False)
     script_args: tuple = field(default=(), init=False)
-    is_api: bool = field(default=False, init=False)
     comments: dict[str, int] = field(default_factory=dict, init=False)
     iteration: int = field(default=0, init=False)
     all_prompts: list[str] = field(default_factory=list, init=False)

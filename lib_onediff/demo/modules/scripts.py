@@ -37,10 +37,7 @@ class Script:
         raise NotImplementedError
 
     def ui(self, is_img2img: bool) -> list | None:
-        """Create the script's gradio components; the values of those returned become the arguments of its hooks.
-
-        Called again to read the API's defaults, so it must have no other effect.
-        """
+        """Create the script's gradio components; the values of those returned become the arguments of its hooks."""
 
     def show(self, is_img2img: bool) -> Any:
         """AlwaysVisible for a script that takes part in every generation; this host shows no other kind."""
@@ -68,7 +65,6 @@ class ScriptRunner:
         self.infotext_fields: list[Any] = []
         # Position 0 of the arguments is the selectable script, of which there is none.
         self.inputs: list[Any] = [None]
-        self.default_arguments: list[Any] = [0]
 
     def initialize_scripts(self, is_img2img: bool, scripts_data: Sequence[ScriptClassData]) -> None:
         """Make one object of each script class."""
@@ -114,20 +110,10 @@ class ScriptRunner:
         self.inputs += controls
         script.args_to = len(self.inputs)
 
-    def read_default_arguments(self) -> None:
-        """Note the arguments of a generation that says nothing about scripts: what a fresh ui() shows."""
-        import gradio as gr
-
-        arguments: list[Any] = [0, *[None] * (len(self.inputs) - 1)]
-        with gr.Blocks(analytics_enabled=False):
-            for script in self.scripts:
-                try:
-                    controls = script.ui(script.is_img2img) or []
-                except Exception:
-                    errors.report(f"Error creating UI for {script.filename}", exc_info=True)
-                    continue
-                arguments[script.args_from : script.args_to] = [control.value for control in controls]
-        self.default_arguments = arguments
+    @property
+    def default_arguments(self) -> list[Any]:
+        """The arguments of a generation that says nothing about scripts: what their components show at first."""
+        return [0, *(control.value for control in self.inputs[1:])]
 
     def process(self, p: Any) -> None:
         self.run_hook("process", p)

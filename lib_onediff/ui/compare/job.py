@@ -13,7 +13,7 @@ from ...quality import Difference, ImageComparison, compare, difference_map
 from ...shapes.sizes import Size
 from ..cache.handlers import whole_number
 from .sides import Side
-from .text_to_image import Made, Order, TextToImage
+from .text_to_image import GeneratedImage, ImageRequest, TextToImage
 
 # Enough for a graph to be recorded, and for what is only computed every few steps.
 STEPS_TO_WARM_UP = 6
@@ -30,7 +30,7 @@ class Request:
     side. warm_up: whether a short image of each side comes first, so that times do not count what happens once."""
 
     sides: tuple[Side, Side]
-    order: Order
+    order: ImageRequest
     images: int
     warm_up: bool
 
@@ -49,7 +49,7 @@ def request_of(
     first = random.SystemRandom().randrange(LARGEST_SEED - count) if first == -1 else first
     return Request(
         sides,
-        Order(
+        ImageRequest(
             str(prompt or ""), str(negative_prompt or ""), within("The seed", first, 0, LARGEST_SEED - count),
             size.width, size.height, within("The number of steps", whole_number(steps, "The number of steps"), 1,
                                             MOST_STEPS),
@@ -78,8 +78,8 @@ class Pair:
     """The two images of a seed, and how they differ."""
 
     seed: int
-    first: Made
-    second: Made
+    first: GeneratedImage
+    second: GeneratedImage
     comparison: ImageComparison
     difference: Difference
 
@@ -145,7 +145,7 @@ class Comparison:
     def _pair(self, number: int) -> Pair | None:
         order = replace(self.request.order, seed=self.request.order.seed + number)
         # What the first of two has to load or to encode is there for the other: they take turns in being first.
-        made: dict[int, Made] = {}
+        made: dict[int, GeneratedImage] = {}
         for place in (0, 1) if number % 2 == 0 else (1, 0):
             image = self._make(order, self.request.sides[place])
             if image is None:
@@ -154,10 +154,10 @@ class Comparison:
         first, second = made[0].image, made[1].image
         return Pair(order.seed, made[0], made[1], compare(first, second), difference_map(first, second))
 
-    def _make(self, order: Order, side: Side) -> Made | None:
+    def _make(self, order: ImageRequest, side: Side) -> GeneratedImage | None:
         """Make an image when it is our turn; none once the comparison is cancelled or the image is interrupted."""
 
-        def work() -> Made | None:
+        def work() -> GeneratedImage | None:
             return None if self._cancelled.is_set() else self._maker.make(order, side.settings)
 
         if self._cancelled.is_set():

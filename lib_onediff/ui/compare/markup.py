@@ -17,7 +17,7 @@ from ...quality.comparison import percent, signed
 from ...shapes.table import ENOUGH, Timing
 from ..amounts import NOTHING, counted, milliseconds, seconds
 from ..status import ROUTES
-from .job import Made, Pair
+from .job import GeneratedImage, Pair
 from .sides import Side
 
 STYLE = Path(__file__).with_name("compare.css")
@@ -112,7 +112,7 @@ def summary_html(pairs: Sequence[Pair], sides: Sequence[Side], warmed_up: bool) 
     return f'<p class="onediff-verdict">{told}</p><div class="onediff-cards">{cards}</div>'
 
 
-def card_html(label: str, side: Side, made: Sequence[Made]) -> str:
+def card_html(label: str, side: Side, made: Sequence[GeneratedImage]) -> str:
     status = made[-1].status
     facts = (
         ("Settings", side.described), ("Time", seconds_an_image(made)),
@@ -180,6 +180,6 @@ def row_html(pair: Pair) -> str:
     )
 
 
-def seconds_an_image(made: Sequence[Made]) -> str:
+def seconds_an_image(made: Sequence[GeneratedImage]) -> str:
     mean = f"{seconds(statistics.fmean(image.seconds for image in made))} an image"
     return mean if len(made) == 1 else f"{mean}, mean of {len(made)}"

@@ -20,7 +20,7 @@ USUAL_SAMPLER = "Euler a"
 
 
 @dataclass(frozen=True)
-class Order:
+class ImageRequest:
     """An image to make. width, height: pixels."""
 
     prompt: str
@@ -34,7 +34,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Made:
+class GeneratedImage:
     """An image (a PIL image) and how it came about. seconds: all of the WebUI's txt2img. status: runtime.status()
     right after it."""
 
@@ -51,10 +51,10 @@ class TextToImage:
         """make_script: our script's class, as the WebUI calls it. status: runtime.status."""
         self._make_script = make_script
         self._status = status
-        self._current: Order | None = None
+        self._current: ImageRequest | None = None
         self._lock = threading.Lock()
 
-    def make(self, order: Order, settings: Settings) -> Made | None:
+    def make(self, order: ImageRequest, settings: Settings) -> GeneratedImage | None:
         """Make an image with these settings; none where the user stops it. Raises whatever the WebUI raises."""
         from modules import processing, shared
 
@@ -77,7 +77,7 @@ class TextToImage:
                     return None
         finally:
             shared.state.end()
-        return Made(processed.images[0], processed.infotexts[0], seconds, self._status())
+        return GeneratedImage(processed.images[0], processed.infotexts[0], seconds, self._status())
 
     def _scripts(self) -> Any:
         """A runner of the WebUI's with our script in it."""
@@ -90,7 +90,7 @@ class TextToImage:
         return runner
 
     @contextlib.contextmanager
-    def _working_on(self, order: Order) -> Any:
+    def _working_on(self, order: ImageRequest) -> Any:
         with self._lock:
             self._current = order
         try:
