@@ -6,8 +6,7 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import nn
 from . import cold, first_calls, images, models, report, webui
 from .children import Task
 from .clock import give_back_memory
-from .measure import Plan, measure
+from .measure import HEADINGS, Plan, measure
 from .options import DTYPES, parse, sizes_for
 
 JOBS = {"cold": cold.child, "first calls": first_calls.child}
@@ -31,13 +30,9 @@ class Report:
         self.sections: dict[str, list[Any]] = {name: [] for name in ("rows", "cold", "new_sizes", "images")}
         self.complete = True
 
-    def add_rows(self, section: str, module: ModuleType, rows: list[Any]) -> None:
-        """Rows of a module that has HEADINGS."""
-        self.add(section, rows, report.markdown(module.HEADINGS, (row.cells() for row in rows)))
-
-    def add(self, section: str, rows: list[Any], table: str) -> None:
+    def add(self, section: str, headings: Sequence[str], rows: list[Any]) -> None:
         self.sections[section] += rows
-        print(f"\n{table}", flush=True)
+        print("\n" + report.markdown(headings, [row.cells() for row in rows]), flush=True)
         report.write_json(self._options.json, self._facts, self.sections)
 
     @contextlib.contextmanager
@@ -79,17 +74,17 @@ def measure_model(name: str, options: argparse.Namespace, device: torch.device, 
     """Every section that was asked for, for one model. Raises ValueError with a sentence if it cannot be loaded."""
     if options.runs:
         with done.part(f"{name}, UNet calls"):
-            rows = measure(unet_for(name, options, device), plan_for(name, options))
-            done.add("rows", rows, report.table(rows))
+            done.add("rows", HEADINGS, measure(unet_for(name, options, device), plan_for(name, options)))
     if options.images:
         with done.part(f"{name}, images"):
-            done.add_rows("images", images, images.images(name, options, device))
+            done.add("images", images.HEADINGS, images.images(name, options, device))
     # From here on other processes measure, and they need the GPU's memory.
     give_back_memory()
     if options.new_sizes is not None:
-        done.add_rows("new_sizes", first_calls, first_calls.first_calls(name, options))
+        done.add("new_sizes", first_calls.HEADINGS, first_calls.first_calls(name, options))
     if options.cold:
-        done.add_rows("cold", cold, [cold.start_of(name, variant, options) for variant in options.variants])
+        starts = [cold.start_of(name, variant, options) for variant in options.variants]
+        done.add("cold", cold.HEADINGS, starts)
 
 
 def images_of_webui(options: argparse.Namespace) -> int:

@@ -17,12 +17,19 @@ from ..runtime.verify import relative_error
 from .clock import give_back_memory, in_turn, memory_use, seconds
 from .models import inputs
 from .options import Size, another_size, name_of
+from .report import number
 from .variants import BASELINE, COMPILED, VARIANTS, Arguments, Own, Run
 
 log = logging.getLogger("onediff.bench")
 
 # What activations and graphs need beside the weights.
 ROOM_TO_WORK = 8 * 2**30
+
+
+HEADINGS = (
+    "model", "size", "variant", "median ms", "x host", "x compile + graph", "rel. error", "error x host",
+    "first call s", "peak MiB", "held MiB", "route",
+)
 
 
 @dataclass
@@ -48,6 +55,16 @@ class Row:
     routes: str = ""
     problem: str = ""
     times_ms: list[float] = field(default_factory=list, repr=False)
+
+    def cells(self) -> list[str]:
+        known = [self.model, self.size, self.variant]
+        if self.problem:
+            return [*known, self.problem, *[""] * (len(HEADINGS) - len(known) - 1)]
+        forms = (
+            (self.median_ms, ".2f"), (self.ratio, ".2f"), (self.compiled_ratio, ".2f"), (self.relative_error, ".1e"),
+            (self.host_errors, ".2f"), (self.first_call_s, ".2f"), (self.peak_mib, ".0f"), (self.held_mib, ".0f"),
+        )
+        return [*known, *(number(value, form) for value, form in forms), self.routes]
 
 
 @dataclass(frozen=True)

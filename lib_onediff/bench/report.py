@@ -11,13 +11,6 @@ from typing import Any
 
 import torch
 
-from .measure import Row
-
-HEADINGS = (
-    "model", "size", "variant", "median ms", "x host", "x compile + graph", "rel. error", "error x host",
-    "first call s", "peak MiB", "held MiB", "route",
-)
-
 
 def machine(device: torch.device, packages: Sequence[str] = ("triton", "diffusers")) -> dict[str, Any]:
     """What the numbers depend on."""
@@ -47,22 +40,6 @@ def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def table(rows: list[Row]) -> str:
-    """The UNet calls that were measured side by side, in Markdown."""
-    return markdown(HEADINGS, map(cells, rows))
-
-
-def cells(row: Row) -> list[str]:
-    known = [row.model, row.size, row.variant]
-    if row.problem:
-        return [*known, row.problem, *[""] * (len(HEADINGS) - len(known) - 1)]
-    forms = (
-        (row.median_ms, ".2f"), (row.ratio, ".2f"), (row.compiled_ratio, ".2f"), (row.relative_error, ".1e"),
-        (row.host_errors, ".2f"), (row.first_call_s, ".2f"), (row.peak_mib, ".0f"), (row.held_mib, ".0f"),
-    )
-    return [*known, *(number(value, form) for value, form in forms), row.routes]
-
-
 def number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
@@ -73,7 +50,7 @@ def write_json(path: Path, facts: dict[str, Any], sections: dict[str, list[Any]]
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
-def write_plot(path: Path, rows: list[Row], facts: dict[str, Any]) -> None:
+def write_plot(path: Path, rows: Sequence[Any], facts: dict[str, Any]) -> None:
     """A bar chart of the medians, one panel per model and size. Raises ImportError without matplotlib."""
     import matplotlib
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -34,12 +35,12 @@ def make_router() -> APIRouter:
 
     async def txt2img(body: Txt2ImgRequest, request: Request) -> Response:
         kind = processing.StableDiffusionProcessingTxt2Img
-        return await waiting_room.make(request, partial(generate, kind, body, scripts.scripts_txt2img))
+        return await waiting_room.make(request, partial(generate, kind, body, scripts.scripts_txt2img, ()))
 
     async def img2img(body: Img2ImgRequest, request: Request) -> Response:
         kind = processing.StableDiffusionProcessingImg2Img
-        hidden = {} if body.include_init_images else {"init_images": None, "mask": None}
-        return await waiting_room.make(request, partial(generate, kind, body, scripts.scripts_img2img, **hidden))
+        hidden = () if body.include_init_images else ("init_images", "mask")
+        return await waiting_room.make(request, partial(generate, kind, body, scripts.scripts_img2img, hidden))
 
     add = router.add_api_route
     add("/internal/ping", lambda: {}, methods=["GET"])
@@ -57,14 +58,15 @@ def make_router() -> APIRouter:
     return router
 
 
-def generate(kind: type, body: GenerationRequest, runner: Any, client: Client, **hidden: None) -> Response:
+def generate(kind: type, body: GenerationRequest, runner: Any, hidden: Collection[str], client: Client) -> Response:
     """hidden: what of the request its answer does not repeat."""
     p = kind(**body.arguments())
     check_options(body.override_settings or {})
     arguments = script_arguments(body.alwayson_scripts or {}, runner)
     processed = make_images(p, runner, arguments, served=client.served())
     images = [to_base64(image) for image in processed.images] if body.send_images else []
-    return json_answer({"images": images, "parameters": {**dict(body), **hidden}, "info": processed.js()})
+    parameters = {**dict(body), **dict.fromkeys(hidden)}
+    return json_answer({"images": images, "parameters": parameters, "info": processed.js()})
 
 
 def script_arguments(given: dict[str, Any], runner: Any) -> list[Any]:

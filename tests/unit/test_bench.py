@@ -133,7 +133,7 @@ def test_ratios_are_against_the_host_and_against_what_the_compiler_makes_of_it()
     assert [row.ratio for row in rows] == [1.0, 1.5, 2.0, None]
     assert [row.compiled_ratio for row in rows] == [pytest.approx(2 / 3), 1.0, pytest.approx(4 / 3), None]
     assert rows[2].host_errors == pytest.approx(0.8) and rows[3].host_errors is None
-    line = report.table(rows).splitlines()[-2]
+    line = report.markdown(measuring.HEADINGS, [row.cells() for row in rows]).splitlines()[-2]
     assert line == "| sdxl | 64x64 | onediff eager | 24.00 | 2.00 | 1.33 | 1.2e-03 | 0.80 |  |  |  |  |"
 
 
@@ -147,7 +147,7 @@ def test_a_variant_that_the_machine_lacks_is_a_sentence_in_its_row(variant: str,
     plan = Plan("tiny-sd15", [(64, 64)], [BASELINE, variant], 1, 77, torch.float32, 5)
     rows = measure(tiny(), plan)
     assert reason in rows[1].problem and rows[1].median_ms is None
-    assert reason in report.table(rows)
+    assert reason in report.markdown(measuring.HEADINGS, [row.cells() for row in rows])
 
 
 def test_a_call_that_the_host_served_is_not_counted_as_ours() -> None:
