@@ -158,11 +158,11 @@ def test_a_chore_is_told_once_it_is_over() -> None:
     assert chore.told(5) == "done" and not chore.failed
 
 
-@pytest.mark.parametrize("doomed, mebibytes", [
+@pytest.mark.parametrize("affected, mebibytes", [
     ([LARGE], 90), ([SMALL], 0), ([SMALL, OTHER], 0), ([LARGE, SMALL], 90), ([LARGE, SMALL, OTHER], 100),
 ])
-def test_what_would_be_freed(held: None, doomed: list[Any], mebibytes: int) -> None:
-    assert cache_purge.would_free(runtime, doomed) == mebibytes * MEBIBYTE
+def test_what_would_be_freed(held: None, affected: list[Any], mebibytes: int) -> None:
+    assert cache_purge.would_free(runtime, affected) == mebibytes * MEBIBYTE
 
 
 def test_the_question_says_what_is_freed(seen: Seen, held: None) -> None:

@@ -115,11 +115,11 @@ class Panel:
 
     def ask_model(self, page: Page) -> Shown:
         known = models_of(self.runtime.rows())[1:]
-        doomed = page.model if page.model in known else known[0] if len(known) == 1 else None
-        if doomed is None:
+        model = page.model if page.model in known else known[0] if len(known) == 1 else None
+        if model is None:
             told = "Choose a model in the list above the table first." if known else "There is nothing to purge."
             return self._answer(page, below=sentence(told, wrong=True))
-        return self._ask(cache_purge.purge_of_model(self.runtime, doomed), page)
+        return self._ask(cache_purge.purge_of_model(self.runtime, model), page)
 
     def ask_all(self, page: Page) -> Shown:
         if not self.runtime.rows():

@@ -60,34 +60,35 @@ class Chore:
 def purge_of_rows(runtime: Runtime, keys: Iterable[str]) -> Purge:
     """Of rows by key_of."""
     keys = set(keys)
-    rows = runtime.rows()
-    doomed = [row for row in rows if key_of(row) in keys]
+    affected = [row for row in runtime.rows() if key_of(row) in keys]
     by_model: dict[str, set[str]] = {}
     for resolution, model in map(resolution_and_model, sorted(keys)):
         by_model.setdefault(model, set()).add(resolution)
 
-    def work() -> str:
+    def free() -> int:
         freed = sum(runtime.purge(resolutions, model) for model, resolutions in by_model.items())
-        return purged(doomed, freed + purge_decodes(runtime, doomed))
+        return freed + purge_decodes(runtime, affected)
 
-    return Purge(question(counted(len(doomed), "resolution"), would_free(runtime, doomed)), "Purging", work)
+    return purge_of(runtime, counted(len(affected), "resolution"), affected, free)
 
 
 def purge_of_model(runtime: Runtime, model: str) -> Purge:
-    doomed = [row for row in runtime.rows() if row.model == model]
-    what = f"{counted(len(doomed), 'resolution')} of {model}"
-    return Purge(
-        question(what, would_free(runtime, doomed)), "Purging",
-        lambda: purged(doomed, runtime.purge(None, model) + purge_decodes(runtime, doomed)),
+    affected = [row for row in runtime.rows() if row.model == model]
+    what = f"{counted(len(affected), 'resolution')} of {model}"
+    return purge_of(
+        runtime, what, affected, lambda: runtime.purge(None, model) + purge_decodes(runtime, affected)
     )
 
 
 def purge_of_all(runtime: Runtime) -> Purge:
-    doomed = runtime.rows()
-    what = "the only resolution" if len(doomed) == 1 else f"all {len(doomed)} resolutions"
-    return Purge(
-        question(what, would_free(runtime, doomed)), "Purging", lambda: purged(doomed, runtime.purge()),
-    )
+    affected = runtime.rows()
+    what = "the only resolution" if len(affected) == 1 else f"all {len(affected)} resolutions"
+    return purge_of(runtime, what, affected, runtime.purge)
+
+
+def purge_of(runtime: Runtime, what: str, affected: list[ResolutionRow], free: Callable[[], int]) -> Purge:
+    """free: purges these rows and returns the bytes of GPU memory that were given back."""
+    return Purge(question(what, would_free(runtime, affected)), "Purging", lambda: purged(affected, free()))
 
 
 def purge_of_disk(runtime: Runtime) -> Purge:
@@ -107,13 +108,13 @@ def purge_decodes(runtime: Runtime, gone: list[ResolutionRow]) -> int:
     return sum(runtime.purge({row.resolution}, row.model) for row in left)
 
 
-def would_free(runtime: Runtime, doomed: list[ResolutionRow]) -> int:
+def would_free(runtime: Runtime, affected: list[ResolutionRow]) -> int:
     """About how many bytes of GPU memory come back with these rows: all graphs lie over each other in one memory, which
     is as large as the largest of them."""
-    keys = {key_of(row) for row in doomed}
+    keys = {key_of(row) for row in affected}
     largest_that_stays = max((row.needs for row in runtime.rows() if key_of(row) not in keys), default=0)
-    least = max((row.bytes for row in doomed), default=0)
-    return least if len(doomed) == 1 else max(least, runtime.totals().vram - largest_that_stays)
+    least = max((row.bytes for row in affected), default=0)
+    return least if len(affected) == 1 else max(least, runtime.totals().vram - largest_that_stays)
 
 
 def question(what: str, freed: int) -> str:
@@ -121,13 +122,13 @@ def question(what: str, freed: int) -> str:
     return f"Purge {what}? {frees}; the history on disk goes too."
 
 
-def purged(doomed: list[ResolutionRow], freed: int) -> str:
+def purged(affected: list[ResolutionRow], freed: int) -> str:
     """What a purge has done."""
-    if not doomed:
+    if not affected:
         return "There was nothing to purge."
-    forgotten = f"{counted(len({key_of(row) for row in doomed}), 'resolution')} forgotten"
+    forgotten = f"{counted(len({key_of(row) for row in affected}), 'resolution')} forgotten"
     if freed:
         return f"{forgotten}, freed {memory(freed)}."
-    if any(row.needs for row in doomed):
+    if any(row.needs for row in affected):
         return f"{forgotten}; larger graphs share their memory, so none came back."
     return f"{forgotten}; no graph memory was held."
