@@ -17,8 +17,9 @@ from ..model.forward import Conditioning
 from ..model.layout import UnsupportedUNet
 from ..model.patches import HostTraits
 from ..model.weights import Binding
+from ..ops.precision import autocast_dtype
 from ..options.settings import Settings
-from ..shapes.key import ShapeKey
+from ..shapes.key import ShapeKey, layout_fits
 from . import FLOAT8
 from .base import Memory, Runner
 
@@ -61,6 +62,22 @@ class ManagedUNet:
             return self.bound.architecture
         except UnsupportedUNet:
             return None
+
+    def misfit(self, call: UNetCall, y_is_embedded: bool = False) -> str | None:
+        """Why the inputs of a call do not fit the bound UNet, in one line for the user, or None. y_is_embedded: see
+        layout_fits."""
+        binding = self.bound.binding
+        misfit = layout_fits(binding.layout, call, y_is_embedded)
+        if misfit is not None:
+            return misfit
+        if call.latent.device != binding.device:
+            return f"the UNet's weights are on {binding.device}, the latent is on {call.latent.device}"
+        if call.latent.dtype != binding.dtype:
+            return f"the UNet's weights are {binding.dtype}, the latent is {call.latent.dtype}"
+        autocast = autocast_dtype(call.latent.device.type)
+        if autocast not in (None, binding.dtype):
+            return f"autocast to {autocast} is on, but the UNet's weights are {binding.dtype}"
+        return None
 
     def note_served(self, context: Tensor) -> None:
         """A call with this context was served."""

@@ -22,14 +22,10 @@ ROUNDING_HALF_SUMS = 6e-2
 ROUNDING_FLOAT8 = 0.12
 # A generation waits for it, once for every shape on a machine.
 SECONDS_TO_TIME_THE_HOST = 0.5
-
-
-class CannotJudge(Exception):
-    """The host's own output is no yardstick; the message says why, in one line for the user."""
-
-
-class Disagreement(Exception):
-    """Our output is not the host's; the message says by how much."""
+# Why the host's own output is no yardstick, in one line for the user.
+HOST_NOT_FINITE = (
+    "the model's own output has NaN or infinite values: its weights are damaged, or it needs a higher precision"
+)
 
 
 def recall(entry: Entry, history: History) -> bool:
@@ -46,21 +42,19 @@ def recall(entry: Entry, history: History) -> bool:
 def judge(
     entry: Entry, output: Tensor, host: Callable[[], Tensor], yardstick: Callable[[], Tensor] | None = None,
     nobody_waits: bool = False,
-) -> None:
+) -> str | None:
     """Compare our output with the host's, and time the host. Notes the error in the entry. yardstick: the host's
     forward as our output must be, where the host's own is farther from exact than rounding explains. nobody_waits:
     there is time to time the host often enough, however long it takes.
 
-    Raises CannotJudge if the host's own output is not finite, and Disagreement if ours differs by more than rounding.
+    Returns None where they agree, HOST_NOT_FINITE where the host's cannot be compared with, else by how much more than
+    rounding ours differs.
     """
     with torch.no_grad():
         # Not timed: a first run at a size loads kernels and picks algorithms.
         expected = (yardstick or host)()
         if not bool(torch.isfinite(expected).all()):
-            raise CannotJudge(
-                "the model's own output has NaN or infinite values: its weights are damaged, or it needs a higher "
-                "precision"
-            )
+            return HOST_NOT_FINITE
         entry.relative_error = relative_error(output, expected)
         time_host(entry, output.device, host, nobody_waits)
     limit = rounding_limit(entry.key.dtype, output.device, entry.key.precision)
@@ -69,10 +63,9 @@ def judge(
     if entry.key.backend == ONEFLOW and entry.key.dtype == torch.float16:
         # What is checked once serves with sums in half precision too: it is told of them when it runs.
         limit = max(limit, ROUNDING_HALF_SUMS)
-    if not entry.relative_error <= limit:
-        raise Disagreement(
-            f"it differs from the model's own forward by {entry.relative_error:.1e} (rounding explains {limit:.0e})"
-        )
+    if entry.relative_error <= limit:
+        return None
+    return f"it differs from the model's own forward by {entry.relative_error:.1e} (rounding explains {limit:.0e})"
 
 
 def time_host(entry: Entry, device: torch.device, host: Callable[[], object], often: bool = False) -> None:
@@ -89,23 +82,24 @@ def time_host(entry: Entry, device: torch.device, host: Callable[[], object], of
             break
 
 
-def judge_cached_pass(entry: Entry, output: Tensor, cached: Callable[[], Tensor]) -> None:
+def judge_cached_pass(entry: Entry, output: Tensor, cached: Callable[[], Tensor]) -> str | None:
     """Compare the cached pass with the full pass's output of the same call, whose deep feature is fresh: the two must
-    be the same. Notes in the entry whether they are; an output that is not finite says nothing.
+    be the same. Notes in the entry that they are; an output that is not finite says nothing.
 
-    Raises Disagreement if they differ by more than rounding.
+    Returns by how much more than rounding they differ, or None.
     """
     again = cached()
     if not bool(torch.isfinite(output).all()):
-        return
+        return None
     entry.relative_error = relative_error(again, output)
     limit = rounding_limit(entry.key.dtype, output.device)
-    if not entry.relative_error <= limit:
-        raise Disagreement(
-            f"DeepCache's cached pass differs from the full one by {entry.relative_error:.1e} (rounding explains "
-            f"{limit:.0e})"
-        )
-    entry.state = State.PROVED
+    if entry.relative_error <= limit:
+        entry.state = State.PROVED
+        return None
+    return (
+        f"DeepCache's cached pass differs from the full one by {entry.relative_error:.1e} (rounding explains "
+        f"{limit:.0e})"
+    )
 
 
 def relative_error(output: Tensor, expected: Tensor) -> float:

@@ -20,10 +20,6 @@ log = logging.getLogger("onediff")
 HostDecode = Callable[[], Tensor]
 
 
-class NotServed(Exception):
-    """We do not serve this decode; the message is the reason, in one line for the user."""
-
-
 @dataclass
 class Outcome:
     """What our attempt at a decode came to. picture is None where the host is still to decode.
@@ -78,26 +74,28 @@ def disagreement(entry: Entry, picture: Tensor, expected: Tensor) -> str | None:
     return f"it differs from the VAE's own picture by {entry.relative_error:.1e} (rounding explains {limit:.0e})"
 
 
-def refuse_modes(latent: Tensor) -> None:
-    """Raise NotServed for what surrounds a decode and that our forward does not take part in."""
+def why_not_now(latent: Tensor) -> str | None:
+    """What surrounds a decode that our forward takes no part in, or None."""
     if torch.is_grad_enabled():
-        raise NotServed("gradients are being recorded (training?)")
+        return "gradients are being recorded (training?)"
     if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
-        raise NotServed("a forward hook is set on all modules")
+        return "a forward hook is set on all modules"
     autocast = autocast_dtype(latent.device.type)
     if autocast not in (None, latent.dtype):
-        raise NotServed(f"autocast to {short_name(autocast)} is on, but the latent is {short_name(latent.dtype)}")
+        return f"autocast to {short_name(autocast)} is on, but the latent is {short_name(latent.dtype)}"
+    return None
 
 
-def refuse_latent(bound: BoundDecoder, latent: Tensor) -> None:
-    """Raise NotServed for a latent that does not fit the decoder."""
+def misfit(bound: BoundDecoder, latent: Tensor) -> str | None:
+    """Why a latent does not fit the decoder, or None."""
     channels, binding = bound.layout.in_channels, bound.binding
     if latent.dim() != 4 or latent.shape[1] != channels:
-        raise NotServed(f"the latent is {tuple(latent.shape)}, but this VAE takes {channels} channels")
+        return f"the latent is {tuple(latent.shape)}, but this VAE takes {channels} channels"
     if latent.device != binding.device:
-        raise NotServed(f"the VAE's weights are on {binding.device}, the latent is on {latent.device}")
+        return f"the VAE's weights are on {binding.device}, the latent is on {latent.device}"
     if latent.dtype != binding.dtype:
-        raise NotServed(f"the VAE's weights are {short_name(binding.dtype)}, the latent is {short_name(latent.dtype)}")
+        return f"the VAE's weights are {short_name(binding.dtype)}, the latent is {short_name(latent.dtype)}"
+    return None
 
 
 def short_name(dtype: torch.dtype) -> str:

@@ -16,7 +16,7 @@ from ...weak_dictionary import WeakDictionary
 from ..services import Services
 from .bound import BoundDecoder
 from .call_stats import HOST, OURS, DecodeStats
-from .checks import HostDecode, NotServed, Outcome, refuse_latent, refuse_modes
+from .checks import HostDecode, Outcome, misfit, why_not_now
 from .fallback import DecodeFallbackChain, Job, prepare_early
 from .overflow import COLOURS, look_at
 
@@ -88,7 +88,7 @@ class DecoderRoute:
         with NaN or of one colour, whoever made it, is decoded again in a wider type; where that does not help, it is
         the host's own, so that the host finds what it would have found without us.
         """
-        outcome = self._attempt(decoder, latent, lambda: self._serve(decoder, latent, host, upcast_attention))
+        outcome = self._attempt(lambda: self._serve(decoder, latent, host, upcast_attention))
         self.call_stats.note(outcome.route, outcome.reason, outcome.entry, counted=not is_encoded(latent))
         if outcome.picture is not None:
             return outcome.picture
@@ -101,11 +101,11 @@ class DecoderRoute:
         self.call_stats.note(HOST, reason, None, counted=not is_encoded(latent))
         return self._by_host(decoder, latent, host, upcast_attention, Outcome(None, HOST, reason))
 
-    def _attempt(self, decoder: nn.Module, latent: Tensor, work: Callable[[], Outcome]) -> Outcome:
+    def _attempt(self, work: Callable[[], Outcome]) -> Outcome:
         """work(), or what stands in its way."""
         try:
             return work()
-        except (NotServed, UnsupportedUNet) as refusal:
+        except UnsupportedUNet as refusal:
             return Outcome(None, HOST, str(refusal))
         except torch.cuda.OutOfMemoryError:
             outcome = Outcome(None, HOST, "out of GPU memory: the graphs were freed")
@@ -115,51 +115,53 @@ class DecoderRoute:
         self._services.free_graphs()
         return outcome
 
-    def _settings(self, decoder: nn.Module) -> Settings:
-        """The settings that hold now. Raises NotServed where OneDiff may not run."""
+    def _settings(self, decoder: nn.Module) -> Settings | str:
+        """The settings that hold now, or why OneDiff may not run."""
         bound = self._decoders.get(decoder)
         if bound is None:
-            raise NotServed("this VAE was not handed to OneDiff")
+            return "this VAE was not handed to OneDiff"
         own = bound.settings or self._services.settings
         settings, why_off = self._services.run_settings or self._run or (own, "")
         if not settings.enabled:
-            raise NotServed(why_off or "OneDiff is switched off")
+            return why_off or "OneDiff is switched off"
         return settings
 
     def _serve(self, decoder: nn.Module, latent: Tensor, host: HostDecode, upcast_attention: bool) -> Outcome:
         settings = self._settings(decoder)
-        refuse_modes(latent)
-        return self._fallback.serve(self._job(decoder, latent, host, upcast_attention, settings))
+        if isinstance(settings, str):
+            return Outcome(None, HOST, settings)
+        job = why_not_now(latent) or self._job(decoder, latent, host, upcast_attention, settings)
+        return Outcome(None, HOST, job) if isinstance(job, str) else self._fallback.serve(job)
 
     def _job(
         self, decoder: nn.Module, latent: Tensor, host: HostDecode, upcast_attention: bool, settings: Settings
-    ) -> Job:
-        """Raises NotServed and UnsupportedUNet."""
+    ) -> Job | str:
+        """The decode as we take it, or why the decoder or the latent is none of ours. Raises UnsupportedUNet."""
         bound = self._decoders[decoder]
         with self._lock:
-            bound.look()
-            refuse_latent(bound, latent)
-            return Job(bound.layout, bound.weights(), latent, host, upcast_attention, settings)
+            return bound.look() or misfit(bound, latent) or (
+                Job(bound.layout, bound.weights(), latent, host, upcast_attention, settings)
+            )
 
     def _by_host(
         self, decoder: nn.Module, latent: Tensor, host: HostDecode, upcast_attention: bool, outcome: Outcome
     ) -> Tensor:
         """The host's own picture, or ours where that cannot be shown."""
         picture = self._services.pressure.run_host(host)
-        try:
-            settings = self._settings(decoder)
-        except NotServed:
-            return picture
-        if not is_picture(picture) or torch.is_grad_enabled():
+        settings = self._settings(decoder)
+        if isinstance(settings, str) or not is_picture(picture) or torch.is_grad_enabled():
             return picture
         saw = look_at(picture, latent).saw
         if saw is None:
             return picture
+
+        def repeat() -> Outcome:
+            job = self._job(decoder, latent, host, upcast_attention, settings)
+            return Outcome(None, HOST, job) if isinstance(job, str) else self._fallback.repeat(job, saw)
+
         reason, made = outcome.reason, "picture" if picture.shape[1] == COLOURS else "latent"
         if not outcome.exhausted:
-            repeated = self._attempt(decoder, latent, lambda: self._fallback.repeat(
-                self._job(decoder, latent, host, upcast_attention, settings), saw
-            ))
+            repeated = self._attempt(repeat)
             if repeated.picture is not None:
                 self.call_stats.correct(OURS, repeated.reason, repeated.entry)
                 return repeated.picture.to(picture.dtype)
