@@ -7,8 +7,8 @@ from torch import nn
 
 from ...model.layout import UnsupportedUNet
 from ...model.patches import HostTraits, Structure, scan
+from ...model.read import read_decoder
 from ...model.vae.layout import DecoderLayout
-from ...model.vae.read import read_decoder
 from ...model.weights import Binding, Weights
 from ...options.settings import Settings
 

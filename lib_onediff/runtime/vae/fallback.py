@@ -15,9 +15,9 @@ from ... import engines as backends
 from ...engines.operator_sets import Network
 from ...guard import first_line
 from ...model.layout import UnsupportedUNet
+from ...model.read import read_decoder
 from ...model.vae.forward import Decoding
 from ...model.vae.layout import DecoderLayout
-from ...model.vae.read import read_decoder
 from ...model.weights import Weights
 from ...ops.precision import applied, flags_for, our_modes
 from ...options.settings import Settings
