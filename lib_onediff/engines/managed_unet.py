@@ -1,10 +1,11 @@
-"""What the runtime keeps for one UNet module."""
+"""What the runtime keeps for one UNet module: what its runners are, and which of them are still good."""
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from ..model.bound import BoundUNet
@@ -21,7 +22,32 @@ from ..ops.precision import autocast_dtype
 from ..options.settings import Settings
 from ..shapes.key import ShapeKey, layout_fits
 from . import FLOAT8
-from .base import Memory, Runner
+
+
+class Memory(Protocol):
+    """What the runners of one architecture share. It goes when nobody holds it any more.
+
+    bytes: how much GPU memory it is.
+    """
+
+    device: torch.device
+    bytes: int
+
+
+class Runner(Protocol):
+    """A forward made ready for one shape, one set of weight addresses and one held conditioning.
+
+    inputs: its own, into which each call's are copied. own_bytes: the GPU memory that it has for itself alone. seconds:
+    how long it took to make.
+    """
+
+    inputs: UNetCall
+    memory: Memory
+    own_bytes: int
+    seconds: float
+
+    def run(self, call: UNetCall) -> Tensor:
+        """The UNet's output as a new tensor. The conditioning is read from where it was when this was made."""
 
 
 class CachedRunner(NamedTuple):

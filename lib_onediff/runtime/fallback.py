@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from .. import engines as backends
-from ..engines import base as eager
 from ..engines.graphs.cache import GraphCache
 from ..engines.managed_unet import ManagedUNet
 from ..engines.oneflow.route import OneFlowRoute
@@ -18,6 +17,7 @@ from ..engines.operator_sets import Network, OperatorSets
 from ..guard import first_line
 from ..model.call import UNetCall
 from ..model.deepcache.cache_run import StepPlan
+from ..model.deepcache.forward import compute
 from ..model.forward import Conditioning
 from ..ops.precision import Flags
 from ..options.settings import Settings
@@ -284,7 +284,8 @@ class FallbackChain:
 
     def _plainly(self, managed: ManagedUNet, entry: Entry, call: UNetCall, conditioning: Conditioning | None) -> Tensor:
         backend = entry.key.backend
-        return eager.run(managed.binding_for(backend), self._operators.of(backend), call, conditioning)
+        binding, ops = managed.binding_for(backend), self._operators.of(backend)
+        return compute(binding.layout, binding.weights(), ops, call, conditioning)
 
 
 def attempts(candidates: backends.Candidates, call: UNetCall, plan: StepPlan | None) -> Iterator[tuple[str, UNetCall]]:

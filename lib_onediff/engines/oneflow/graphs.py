@@ -44,7 +44,7 @@ Forward = Callable[..., Any]
 
 @dataclass
 class OutsideMemory:
-    """engines.base.Memory. What OneFlow holds is not torch's, and nobody can ask how much it is."""
+    """engines.managed_unet.Memory. What OneFlow holds is not torch's, and nobody can ask how much it is."""
 
     device: torch.device
     bytes: int = 0
@@ -149,8 +149,8 @@ class OneFlowGraphs:
 
 @dataclass
 class OneFlowRunner:
-    """engines.base.Runner by a graph of OneFlow. given: what the graph takes, see tensors_of. running: held while
-    OneFlow runs or compiles anything."""
+    """engines.managed_unet.Runner by a graph of OneFlow. given: what the graph takes, see tensors_of. running: held
+    while OneFlow runs or compiles anything."""
 
     graph: Any
     inputs: UNetCall

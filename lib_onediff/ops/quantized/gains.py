@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ...model.float8 import float8_layers, width_of
+from ...model.forward import transformer_blocks
 from ...model.layout import LayerNorm, UNetLayout
 from ...model.operators import Operators, Stream
-from ...model.sizes import transformer_blocks
 from ...model.weights import Affine, Float8Weight
 from ..tuning_cache import Choices
 from .scaled_mm import rounded_rows
