@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Choices:
+class TuningCache:
     """Values by name, in memory, and in a store from the moment that one is attached. Safe on any thread.
 
     A value is anything that JSON can hold and must not be changed once it is here. What comes from a store may have

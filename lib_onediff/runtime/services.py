@@ -19,7 +19,7 @@ from ..engines.graphs.memory_pressure import MemoryPressure
 from ..engines.managed_unet import ManagedUNet
 from ..engines.operator_sets import OperatorSets
 from ..guard import Guard
-from ..ops.tuning_cache import Choices
+from ..ops.tuning_cache import TuningCache
 from ..options.settings import Settings
 from ..shapes.table import ShapeTable
 from ..store.history import History, Pins
@@ -109,7 +109,7 @@ class Services:
         self.call_stats = CallStats()
         self.history = History()
         # What was measured to be best on this machine.
-        self.choices = Choices()
+        self.choices = TuningCache()
         self.pins = Pins(self.choices)
         self.operators = OperatorSets(self.choices)
         # What a generation makes inside itself (a face's inpainting) has its settings.
