@@ -29,6 +29,7 @@ from .fallback import CallResult, FallbackChain
 from .services import Services
 from .session import Session
 from .vae.route import DecoderRoute
+from .verify import prove
 
 log = logging.getLogger("onediff")
 
@@ -169,7 +170,9 @@ class Accelerator(Services):
         if result.entry.state is State.COLD:
             # Outside our modes: the host's forward must run exactly as the host would run it.
             yardstick = managed.bound.host_traits.yardstick(host)
-            refusal = self._fallback.prove(result, settings, self.history, host, yardstick)
+            refusal = prove(
+                result.entry, result.output, settings.verify, self.history, host, yardstick, self.waits_for_compile
+            )
             if refusal is not None:
                 return refusal
         else:

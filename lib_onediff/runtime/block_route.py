@@ -24,8 +24,8 @@ from ..shapes.key import ShapeKey
 from ..shapes.table import Entry, State
 from .accelerator import OUT_OF_MEMORY, Accelerator
 from .call_stats import BLOCKS
-from .fallback import COMPILING, blame, network_of
-from .verify import relative_error, rounding_limit
+from .fallback import COMPILING, network_of
+from .verify import blame, relative_error, rounding_limit
 
 log = logging.getLogger("onediff")
 HostBlock = Callable[[], Tensor]
@@ -88,7 +88,7 @@ class BlockRoute:
         for people. Never raises for a reason of ours, as Accelerator.run.
         """
         loop, index = self._places[block]
-        running = loop.running if index else None
+        running: LoopPass | str | None = loop.running if index else None
         if index and running is None:
             # This pass through the loop is the host's.
             return self._accelerator.pressure.run_host(host)
@@ -106,8 +106,7 @@ class BlockRoute:
         except Exception as error:
             result = self._accelerator.guard.note("the UNet's blocks", error)
             if loop.running is not None:
-                entry = loop.running.entry
-                entry.fail(blame(entry.key.backend, f"our blocks failed: {first_line(error)}"))
+                blame(loop.running.entry, f"our blocks failed: {first_line(error)}")
         if isinstance(result, Tensor):
             return result
         loop.running = None
@@ -166,7 +165,7 @@ class BlockRoute:
                 try:
                     ready = operators.prepare(network_of(managed, call), self._accelerator.waits_for_compile)
                 except RuntimeError as error:
-                    entry.fail(blame(backend, f"our kernels do not compile: {first_line(error)}"))
+                    blame(entry, f"our kernels do not compile: {first_line(error)}")
                 else:
                     if not ready:
                         return COMPILING
@@ -214,5 +213,4 @@ class BlockRoute:
         if error <= limit:
             return None
         what = f"a stage differs from the model's own by {error:.1e} (rounding explains {limit:.0e})"
-        running.entry.fail(blame(running.entry.key.backend, what))
-        return running.entry.reason
+        return blame(running.entry, what)

@@ -23,10 +23,9 @@ from ..ops.precision import Flags
 from ..options.settings import Settings
 from ..shapes.key import ShapeKey
 from ..shapes.table import Entry, ShapeTable, State, Stopwatch
-from ..store.history import History
 from .backend_choice import INDUCTOR_COMPILES, NO_ROOM, BackendChoice
 from .call_stats import GRAPH, PLAIN
-from .verify import HOST_NOT_FINITE, judge, judge_cached_pass, recall, time_host
+from .verify import blame, judge_cached_pass
 
 log = logging.getLogger("onediff")
 COMPILING = "OneDiff's kernels are being compiled, in the background; on this machine it is done once"
@@ -92,7 +91,7 @@ class FallbackChain:
                 except torch.cuda.OutOfMemoryError:
                     raise
                 except Exception as error:
-                    entry.fail(blame(backend, f"our forward failed: {first_line(error)}"))
+                    blame(entry, f"our forward failed: {first_line(error)}")
                     log.exception("%s (%s)", entry.reason, entry.key)
                 else:
                     if compiling or isinstance(result, CallResult):
@@ -104,58 +103,30 @@ class FallbackChain:
                 managed.cache_run.failure = reason
         return reason
 
-    def prove(
-        self, served: CallResult, settings: Settings, history: History, host: Callable[[], Tensor],
-        yardstick: Callable[[], Tensor] | None = None,
-    ) -> str | None:
-        """Compare a first output with the host's, unless that was done on this machine before. yardstick: see judge.
-
-        Returns why it cannot be used, or None.
-        """
-        entry, backend = served.entry, served.entry.key.backend
-        known = recall(entry, history)
-        if known and self._waits_for_compile() and entry.host.timing is None:
-            time_host(entry, served.output.device, host, often=True)
-        if not known and settings.verify:
-            miss = judge(entry, served.output, host, yardstick, self._waits_for_compile())
-            if miss == HOST_NOT_FINITE:
-                if not bool(torch.isfinite(served.output).all()):
-                    return miss
-                # The host would make a black image, and we need not.
-                log.warning("OneDiff's output is used unchecked, because %s.", miss)
-            elif miss is not None:
-                entry.fail(blame(backend, miss))
-                return entry.reason
-            else:
-                log.debug("checked %s: relative error %.1e", entry.key, entry.relative_error)
-                history.keep_verdict(backend, entry.key, entry.relative_error)
-        entry.state = State.PROVED
-        return None
-
-    def note(self, settings: Settings, served: CallResult) -> None:
-        """A call of a shape that was proved before was served."""
+    def note(self, settings: Settings, result: CallResult) -> None:
+        """A call of a shape that was proved before was result."""
         if settings.backend == backends.AUTO:
-            self._operators.auto.note(served.entry, served.call)
+            self._operators.auto.note(result.entry, result.call)
 
-    def make_ready(self, managed: ManagedUNet, settings: Settings, served: CallResult) -> None:
+    def make_ready(self, managed: ManagedUNet, settings: Settings, result: CallResult) -> None:
         """Capture the graph of a shape that was just served without one; the call itself has been answered.
 
         Raises nothing: what stands in the way is noted in the entry.
         """
-        entry = served.entry
-        if served.route != PLAIN or entry.state is State.COLD:
+        entry = result.entry
+        if result.route != PLAIN or entry.state is State.COLD:
             return
-        self._capture(managed, settings, entry, served.call, served.conditioning)
-        if self._waits_for_compile() and served.plan is not None and entry.state is State.READY:
-            self._make_cached_pass_ready(managed, settings, served)
+        self._capture(managed, settings, entry, result.call, result.conditioning)
+        if self._waits_for_compile() and result.plan is not None and entry.state is State.READY:
+            self._make_cached_pass_ready(managed, settings, result)
 
-    def _make_cached_pass_ready(self, managed: ManagedUNet, settings: Settings, served: CallResult) -> None:
+    def _make_cached_pass_ready(self, managed: ManagedUNet, settings: Settings, result: CallResult) -> None:
         """The cached pass of what was made ready: no pre-warming call asks for it by itself."""
-        call = replace(served.call, deepcache=served.plan.cached)
-        entry = self._entry(managed, call, served.entry.key.backend, served.entry.key.precision)
+        call = replace(result.call, deepcache=result.plan.cached)
+        entry = self._entry(managed, call, result.entry.key.backend, result.entry.key.precision)
         if entry.state is State.PROVED and not entry.no_graph:
-            self._graphs.measured(entry, lambda: self._plainly(managed, entry, call, served.conditioning))
-            self._capture(managed, settings, entry, call, served.conditioning)
+            self._graphs.measured(entry, lambda: self._plainly(managed, entry, call, result.conditioning))
+            self._capture(managed, settings, entry, call, result.conditioning)
 
     def _capture(
         self, managed: ManagedUNet, settings: Settings, entry: Entry, call: UNetCall, conditioning: Conditioning | None
@@ -275,11 +246,11 @@ class FallbackChain:
             try:
                 miss = judge_cached_pass(cached, output, lambda: self._plainly(managed, cached, again, conditioning))
                 if miss is not None:
-                    cached.fail(blame(cached.key.backend, miss))
+                    blame(cached, miss)
             except torch.cuda.OutOfMemoryError:
                 raise
             except Exception as error:
-                cached.fail(blame(cached.key.backend, f"DeepCache's cached pass failed: {first_line(error)}"))
+                blame(cached, f"DeepCache's cached pass failed: {first_line(error)}")
                 log.exception("%s (%s)", cached.reason, cached.key)
 
     def _plainly(self, managed: ManagedUNet, entry: Entry, call: UNetCall, conditioning: Conditioning | None) -> Tensor:
@@ -304,8 +275,3 @@ def network_of(managed: ManagedUNet, call: UNetCall, float8: bool = False) -> Ne
     return Network(
         managed.bound.architecture, managed.bound.kernel_users, call.latent.dtype, call.latent.device, float8
     )
-
-
-def blame(backend: str, what: str) -> str:
-    """What went wrong, with the backend's name where another one may do better."""
-    return what if backend == backends.EAGER else f"{what} (backend {backend})"

@@ -1,16 +1,19 @@
 """Check the first use of a shape against the host's own forward."""
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ..engines import FLOAT8, ONEFLOW
+from ..engines import EAGER, FLOAT8, ONEFLOW
 from ..ops.precision import Flags, sums_in_half, tf32_is_on
 from ..shapes.table import ENOUGH, Entry, State
 from ..store.history import History
+
+log = logging.getLogger("onediff")
 
 # What rounding alone explains between two orders of the same arithmetic, relative to the output's norm. Seen: 1e-6 in
 # float32, 2e-3 in float16, 1e-2 in bfloat16. TF32 keeps ten bits of the inputs, as float16 does.
@@ -26,6 +29,41 @@ SECONDS_TO_TIME_THE_HOST = 0.5
 HOST_NOT_FINITE = (
     "the model's own output has NaN or infinite values: its weights are damaged, or it needs a higher precision"
 )
+
+
+def prove(
+    entry: Entry, output: Tensor, compares: bool, history: History, host: Callable[[], Tensor],
+    yardstick: Callable[[], Tensor] | None, nobody_waits: bool,
+) -> str | None:
+    """Compare a first output with the host's, unless that was done on this machine before, or is not wanted (compares).
+    yardstick, nobody_waits: see judge.
+
+    Returns why it cannot be used, or None.
+    """
+    known = recall(entry, history)
+    if known and nobody_waits and entry.host.timing is None:
+        time_host(entry, output.device, host, often=True)
+    if not known and compares:
+        miss = judge(entry, output, host, yardstick, nobody_waits)
+        if miss == HOST_NOT_FINITE:
+            if not bool(torch.isfinite(output).all()):
+                return miss
+            # The host would make a black image, and we need not.
+            log.warning("OneDiff's output is used unchecked, because %s.", miss)
+        elif miss is not None:
+            return blame(entry, miss)
+        else:
+            log.debug("checked %s: relative error %.1e", entry.key, entry.relative_error)
+            history.keep_verdict(entry.key.backend, entry.key, entry.relative_error)
+    entry.state = State.PROVED
+    return None
+
+
+def blame(entry: Entry, what: str) -> str:
+    """Take down what went wrong at a shape, with the backend's name where another one may do better. Returns it."""
+    backend = entry.key.backend
+    entry.fail(what if backend == EAGER else f"{what} (backend {backend})")
+    return entry.reason
 
 
 def recall(entry: Entry, history: History) -> bool:

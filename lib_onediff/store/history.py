@@ -143,9 +143,9 @@ class History:
         it was not, or if that was forgotten. Looks into memory alone."""
         return self._verdicts.get(verdict_name(backend, key))
 
-    def keep_verdict(self, backend: str, key: ShapeKey, error: float) -> None:
+    def keep_verdict(self, backend: str, key: ShapeKey, error: float | None) -> None:
         """Remember a relative error, so that no process need check again. One that is not finite is not kept."""
-        if not is_error(error):
+        if error is None or not is_error(error):
             return
         name = verdict_name(backend, key)
         with self._lock:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from ...ops.precision import autocast_dtype
 from ...shapes.table import Entry, State
-from ..fallback import blame
-from ..verify import relative_error, rounding_limit, time_host
+from ..verify import blame, relative_error, rounding_limit, time_host
 from .bound import BoundDecoder
 from .call_stats import HOST
 from .overflow import NOT_FINITE
@@ -49,8 +48,7 @@ def check(ours: Outcome, host: HostDecode) -> Outcome:
         return replace(ours, reason=f"the VAE's own picture is {NOT_FINITE}", host_saw=NOT_FINITE)
     reason = disagreement(entry, picture, expected)
     if reason is not None:
-        entry.fail(blame(entry.key.backend, reason))
-        return Outcome(expected, HOST, entry.reason, entry)
+        return Outcome(expected, HOST, blame(entry, reason), entry)
     log.debug("checked %s: relative error %.1e", entry.key, entry.relative_error)
     entry.state = State.PROVED
     if on_gpu:

@@ -23,9 +23,9 @@ from ...ops.precision import applied, flags_for, our_modes
 from ...options.settings import Settings
 from ...shapes.key import ShapeKey
 from ...shapes.table import Entry, State, Stopwatch
-from ..fallback import COMPILING, blame
+from ..fallback import COMPILING
 from ..services import Services
-from ..verify import recall
+from ..verify import blame, recall
 from .call_stats import HOST, OURS
 from .checks import HostDecode, Outcome, check, short_name
 from .overflow import ONE_COLOUR, SATURATED, Finding, WatchedOperators, described, look_at
@@ -230,7 +230,7 @@ class DecodeFallbackChain:
                 except torch.cuda.OutOfMemoryError:
                     raise
                 except Exception as error:
-                    entry.fail(blame(backend, f"our forward failed: {first_line(error)}"))
+                    blame(entry, f"our forward failed: {first_line(error)}")
                     log.exception("%s (%s)", entry.reason, entry.key)
                 else:
                     return Attempt(picture, entry, "" if uncompared else reason, finding)
