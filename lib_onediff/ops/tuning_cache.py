@@ -1,4 +1,4 @@
-"""What was measured to be best on this machine: block sizes, attention backends."""
+"""What was measured to be best on this machine: block sizes, attention backends. Whoever measures is handed one."""
 from __future__ import annotations
 
 import json
