@@ -11,8 +11,7 @@ from .hosts.diffusers import unet as diffusers
 from .hosts.diffusers import vae as diffusers_decoder
 from .model.deepcache.options import depth_of
 from .model.layout import UnsupportedUNet
-from .model.read import read_layout
-from .model.vae.read import read_decoder
+from .model.read import read_decoder, read_layout
 from .options.settings import Settings
 from .runtime.runtime import runtime
 from .store.history import chosen_folder

@@ -1,4 +1,4 @@
-"""A weak dictionary that threads can walk."""
+"""A weak dictionary that threads can walk: the runtime and the engines keep in such what they know of each module."""
 from __future__ import annotations
 
 import weakref

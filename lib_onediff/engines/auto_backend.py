@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..model.call import UNetCall
-from ..ops.tuning_cache import Choices
+from ..ops.tuning_cache import TuningCache
 from ..shapes.table import Entry
 from . import CUDAGRAPH, EAGER, INDUCTOR, Candidates
 
@@ -34,8 +34,8 @@ class AutoBackend:
     Not for several threads at once: whoever calls holds the runtime's lock.
     """
 
-    def __init__(self, choices: Choices) -> None:
-        self._choices = choices
+    def __init__(self, tuning_cache: TuningCache) -> None:
+        self._tuning_cache = tuning_cache
         self._calls: dict[Hashable, dict[str, Seen]] = {}
         self._failure = ""
 
@@ -65,7 +65,7 @@ class AutoBackend:
         if None not in times.values():
             better = INDUCTOR if times[INDUCTOR].median < WORTH_HAVING * times[plain].median else plain
             rounded = {name: round(time.median, 2) for name, time in times.items()}
-            self._choices.set(name_for(device), {"backend": better, "times": rounded})
+            self._tuning_cache.set(name_for(device), {"backend": better, "times": rounded})
             self._calls.clear()
 
     def is_choosing(self, backend: str, device: torch.device) -> bool:
@@ -103,7 +103,7 @@ class AutoBackend:
 
     def _chosen(self, device: torch.device) -> dict[str, Any] | None:
         """A choice that was made before, if it makes sense: anybody may have written it."""
-        value = self._choices.get(name_for(device))
+        value = self._tuning_cache.get(name_for(device))
         times = value.get("times") if isinstance(value, dict) else None
         fits = isinstance(times, dict) and len(times) == 2 and INDUCTOR in times and value.get("backend") in times
         return value if fits and all(isinstance(time, (int, float)) for time in times.values()) else None

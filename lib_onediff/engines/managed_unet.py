@@ -1,10 +1,11 @@
-"""What the runtime keeps for one UNet module."""
+"""What the runtime keeps for one UNet module: what its runners are, and which of them are still good."""
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from ..model.bound import BoundUNet
@@ -17,10 +18,36 @@ from ..model.forward import Conditioning
 from ..model.layout import UnsupportedUNet
 from ..model.patches import HostTraits
 from ..model.weights import Binding
+from ..ops.precision import autocast_dtype
 from ..options.settings import Settings
-from ..shapes.key import ShapeKey
+from ..shapes.key import ShapeKey, layout_fits
 from . import FLOAT8
-from .base import Memory, Runner
+
+
+class Memory(Protocol):
+    """What the runners of one architecture share. It goes when nobody holds it any more.
+
+    bytes: how much GPU memory it is.
+    """
+
+    device: torch.device
+    bytes: int
+
+
+class Runner(Protocol):
+    """A forward made ready for one shape, one set of weight addresses and one held conditioning.
+
+    inputs: its own, into which each call's are copied. own_bytes: the GPU memory that it has for itself alone. seconds:
+    how long it took to make.
+    """
+
+    inputs: UNetCall
+    memory: Memory
+    own_bytes: int
+    seconds: float
+
+    def run(self, call: UNetCall) -> Tensor:
+        """The UNet's output as a new tensor. The conditioning is read from where it was when this was made."""
 
 
 class CachedRunner(NamedTuple):
@@ -61,6 +88,22 @@ class ManagedUNet:
             return self.bound.architecture
         except UnsupportedUNet:
             return None
+
+    def misfit(self, call: UNetCall, y_is_embedded: bool = False) -> str | None:
+        """Why the inputs of a call do not fit the bound UNet, in one line for the user, or None. y_is_embedded: see
+        layout_fits."""
+        binding = self.bound.binding
+        misfit = layout_fits(binding.layout, call, y_is_embedded)
+        if misfit is not None:
+            return misfit
+        if call.latent.device != binding.device:
+            return f"the UNet's weights are on {binding.device}, the latent is on {call.latent.device}"
+        if call.latent.dtype != binding.dtype:
+            return f"the UNet's weights are {binding.dtype}, the latent is {call.latent.dtype}"
+        autocast = autocast_dtype(call.latent.device.type)
+        if autocast not in (None, binding.dtype):
+            return f"autocast to {autocast} is on, but the UNet's weights are {binding.dtype}"
+        return None
 
     def note_served(self, context: Tensor) -> None:
         """A call with this context was served."""

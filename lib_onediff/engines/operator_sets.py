@@ -28,7 +28,7 @@ from ..ops.availability import how_to_be_fast_here, why_no_triton
 from ..ops.quantized.gains import Float8Choice, Product, products
 from ..ops.quantized.scaled_mm import Float8Support, support
 from ..ops.triton.launch_config import Launches
-from ..ops.tuning_cache import Choices
+from ..ops.tuning_cache import TuningCache
 from ..options.settings import Settings
 from .auto_backend import AutoBackend
 from .inductor.compiler import Inductor
@@ -54,12 +54,12 @@ class Network(NamedTuple):
 class OperatorSets:
     """The operators of every backend, made when they are first needed."""
 
-    def __init__(self, choices: Choices) -> None:
-        self.attention = Attention(choices)
-        self.float8 = Float8Choice(choices)
-        self.inductor = Inductor(self.attention, choices=choices)
-        self.auto = AutoBackend(choices)
-        self._launches = Launches(choices)
+    def __init__(self, tuning_cache: TuningCache) -> None:
+        self.attention = Attention(tuning_cache)
+        self.float8 = Float8Choice(tuning_cache)
+        self.inductor = Inductor(self.attention, tuning_cache=tuning_cache)
+        self.auto = AutoBackend(tuning_cache)
+        self._launches = Launches(tuning_cache)
         self._made: dict[str, Operators] = {}
         self._why_not: dict[torch.device, str | None] = {}
         self._hint: str | None = None

@@ -56,7 +56,7 @@ class WebUI(Protocol):
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
         """Make one UNet call as the host itself would, at a size in pixels; batch counts the latents of the call.
 
-        Raises CannotWarm. Call it through exclusively().
+        Raises CannotWarm and UnsupportedUNet. Call it through exclusively().
         """
 
     def warm_decode(self, width: int, height: int, pictures: int) -> None:

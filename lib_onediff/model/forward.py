@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .call import Control, UNetCall
 from .layers import Layers
-from .layout import UNetLayout
+from .layout import Convolution, Downsample, Layer, TransformerBlock, UNetLayout, Upsample, descriptions
 from .operators import Operators
 from .weights import Weights
 
@@ -171,3 +171,41 @@ def forward(
 def add_residual(image: Tensor, residuals: tuple[Tensor | None, ...], index: int) -> Tensor:
     residual = residuals[index] if index < len(residuals) else None
     return image if residual is None else image + residual.to(image.dtype)
+
+
+def transformer_blocks(layout: UNetLayout, height: int, width: int) -> Iterator[tuple[TransformerBlock, int]]:
+    """Every transformer block in the order of a forward pass, and how many pixels its hidden states have.
+
+    height, width: of the latent.
+    """
+    size, skips = (height, width), []
+    for stage in layout.input_stages:
+        for layer in stage:
+            yield from blocks_of(layer, size)
+            size = size_after(layer, size, None)
+        skips.append(size)
+    for layer in layout.middle_stage:
+        yield from blocks_of(layer, size)
+        size = size_after(layer, size, None)
+    for stage in layout.output_stages:
+        size = skips.pop()
+        following = skips[-1] if skips else None
+        for layer in stage:
+            yield from blocks_of(layer, size)
+            size = size_after(layer, size, following)
+
+
+def blocks_of(layer: Layer, size: tuple[int, int]) -> Iterator[tuple[TransformerBlock, int]]:
+    for block in descriptions(layer, TransformerBlock):
+        yield block, size[0] * size[1]
+
+
+def size_after(layer: Layer, size: tuple[int, int], following: tuple[int, int] | None) -> tuple[int, int]:
+    """(height, width) of the hidden states after a layer. following: the size of the skip that the next stage takes."""
+    if isinstance(layer, Upsample):
+        size = following if layer.resize_before and following else (size[0] * 2, size[1] * 2)
+    shape = layer.convolution if isinstance(layer, (Upsample, Downsample)) else layer
+    if isinstance(shape, Convolution):
+        height, width = ((side + 2 * shape.padding - shape.kernel) // shape.stride + 1 for side in size)
+        return height, width
+    return size

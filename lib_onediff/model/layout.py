@@ -13,7 +13,11 @@ from typing import Any
 
 
 class UnsupportedUNet(Exception):
-    """The module is not a UNet that we can run; the message is one line for the user."""
+    """The module is not a UNet, or half of a VAE, that we can run; the message is one line for the user.
+
+    An exception, because it is found out deep inside of reading a module or binding its weights. The routes take it for
+    the reason why the host serves.
+    """
 
 
 @dataclass(frozen=True)

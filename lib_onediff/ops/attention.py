@@ -13,7 +13,7 @@ from torch.backends import cuda as switches
 
 from .attention_tuning import Shape, TimeMs, fastest, random_inputs, time_on_gpu
 from .precision import our_modes, switch_of
-from .tuning_cache import Choices
+from .tuning_cache import TuningCache
 
 log = logging.getLogger("onediff")
 
@@ -50,8 +50,8 @@ class Attention:
     measured. On a CPU it is always torch's.
     """
 
-    def __init__(self, choices: Choices, time_ms: TimeMs = time_on_gpu) -> None:
-        self._choices = choices
+    def __init__(self, tuning_cache: TuningCache, time_ms: TimeMs = time_on_gpu) -> None:
+        self._tuning_cache = tuning_cache
         self._time_ms = time_ms
         self._picks: dict[tuple[int, int, int, torch.dtype], str] = {}
 
@@ -76,7 +76,7 @@ class Attention:
 
     def chosen(self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype) -> str | None:
         """What was measured to be the fastest for shapes of this class; None if nothing was."""
-        value = self._choices.get(choice_name(query_shape, key_shape, dtype))
+        value = self._tuning_cache.get(choice_name(query_shape, key_shape, dtype))
         # It may come from a store that anybody has written.
         name = value.get("backend") if isinstance(value, dict) else None
         return name if name in candidates(query_shape) else None
@@ -124,7 +124,7 @@ class Attention:
             found = fastest(self._works(inputs), expected, self._time_ms)
         if found is None:
             return None
-        self._choices.set(choice_name(query_shape, key_shape, dtype), found)
+        self._tuning_cache.set(choice_name(query_shape, key_shape, dtype), found)
         best: str = found["backend"]
         return best
 

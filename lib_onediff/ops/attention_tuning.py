@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..model.forward import transformer_blocks
 from ..model.layout import UNetLayout
-from ..model.sizes import transformer_blocks
 
 Shape = tuple[int, ...]
 TimeMs = Callable[[Callable[[], Tensor]], float]

@@ -32,7 +32,7 @@ from .triton.launch_config import (
     attention_kernel,
     row_class,
 )
-from .tuning_cache import Choices
+from .tuning_cache import TuningCache
 
 MOST_THREADS = 8
 SIDE = 4
@@ -47,7 +47,7 @@ def compile_kernels(
     configs: how they are launched, None for each one's first candidate. float8: also those of ops.quantized. What was
     compiled before costs a millisecond. Raises what Triton raises.
     """
-    network, chosen = list(users), configs or Launches(Choices())
+    network, chosen = list(users), configs or Launches(TuningCache())
     first, *others = launches(network, dtype, device, chosen)
     if float8:
         others += float8_launches(network, dtype, device, chosen)

@@ -258,16 +258,16 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 class AttentionOverflows:
     """Which networks' attention was seen to overflow, as SD 2.1's does in float16.
 
-    choices: remembers it on this machine; see ops.choices.Choices.
+    tuning_cache: remembers it on this machine; see ops.tuning_cache.TuningCache.
     """
 
-    choices: Any
+    tuning_cache: Any
 
     def seen(self, architecture: str, dtype: torch.dtype) -> bool:
-        return self.choices.get(overflow_name(architecture, dtype)) is True
+        return self.tuning_cache.get(overflow_name(architecture, dtype)) is True
 
     def note(self, architecture: str, dtype: torch.dtype) -> None:
-        self.choices.set(overflow_name(architecture, dtype), True)
+        self.tuning_cache.set(overflow_name(architecture, dtype), True)
 
 
 def overflow_name(architecture: str, dtype: torch.dtype) -> str:

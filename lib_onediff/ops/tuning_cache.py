@@ -1,4 +1,4 @@
-"""What was measured to be best on this machine: block sizes, attention backends."""
+"""What was measured to be best on this machine: block sizes, attention backends. Whoever measures is handed one."""
 from __future__ import annotations
 
 import json
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Choices:
+class TuningCache:
     """Values by name, in memory, and in a store from the moment that one is attached. Safe on any thread.
 
     A value is anything that JSON can hold and must not be changed once it is here. What comes from a store may have

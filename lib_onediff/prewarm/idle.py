@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ..runtime.rows import ResolutionRow
 from ..shapes.table import State
-from .most_used import Wanted
+from .presets import Wanted
 from .worker import WarmUp
 
 log = logging.getLogger("onediff")

@@ -18,7 +18,10 @@ CALLS_PER_SHAPE = 3
 
 
 class CannotWarm(Exception):
-    """A size cannot be made ready; the message is the reason, in one line for the user."""
+    """A size cannot be made ready; the message is the reason, in one line for the user.
+
+    An exception, because a host's own thread and its lock lie between the adapter that finds out and the queue.
+    """
 
 
 class Shape(NamedTuple):

@@ -1,9 +1,15 @@
-"""Sizes that users of a model ask for, to be made ready by one click."""
+"""Which sizes to make ready: those that users of a model ask for, by one click, and those that are used the most."""
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from ..shapes.sizes import Size
+from ..shapes.sizes import Size, parse_size
+from ..store.rows import HistoryRow
+from .job import TOKEN_CHOICES, TOKENS
 
 
 @dataclass(frozen=True)
@@ -48,3 +54,39 @@ def families_for(model: str | None) -> tuple[Family, ...]:
     """The families that fit a model's name, such as "SDXL refiner"; all where none does or none is loaded."""
     first_word = (model or "").split(" ")[0]
     return tuple(known for known in FAMILIES if known.model == first_word) or FAMILIES
+
+
+class Wanted(NamedTuple):
+    """What could be made ready: a size with the number of pictures at once, and the length of the prompt."""
+
+    size: Size
+    tokens: int
+
+
+def most_used(rows: Iterable[HistoryRow], model: str | None, count: int) -> list[Wanted]:
+    """The sizes that this model ("SD1") has made the most UNet calls at, the most used first.
+
+    Each resolution once, with the number of pictures and the prompt's length that were the most usual there.
+    """
+    by_resolution: dict[str, Counter[tuple[int, int]]] = {}
+    for row in rows:
+        if row.model == model and row.uses and row.tokens:
+            by_resolution.setdefault(row.resolution, Counter())[pictures_of(row.batch), row.tokens] += row.uses
+    ordered = sorted(by_resolution, key=lambda resolution: -by_resolution[resolution].total())
+    found = []
+    for resolution in ordered:
+        ((pictures, tokens), _), = by_resolution[resolution].most_common(1)
+        # What an extension has drawn at may be no size that a user could ask for.
+        with contextlib.suppress(ValueError):
+            size = parse_size(resolution)
+            found.append(Wanted(Size(size.width, size.height, pictures), usual_tokens(tokens)))
+    return found[:count]
+
+
+def pictures_of(latents: int) -> int:
+    """How many pictures a UNet call of so many latents makes, with guidance, which takes two for each."""
+    return latents // 2 if latents % 2 == 0 else latents
+
+
+def usual_tokens(tokens: int) -> int:
+    return tokens if tokens in TOKEN_CHOICES else TOKENS

@@ -15,6 +15,7 @@ import torch
 
 from ..engines import has_graphs
 from ..guard import first_line, outcome_of
+from ..model.layout import UnsupportedUNet
 from ..options.settings import OFF_IN_SETTINGS, Settings
 from ..runtime.rows import ResolutionRow
 from ..shapes.sizes import Size
@@ -44,7 +45,8 @@ class Warms(Protocol):
     """What the queue asks of a WebUI."""
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
-        """Make one UNet call as the WebUI would, at a size in pixels; batch counts latents. Raises CannotWarm."""
+        """Make one UNet call as the WebUI would, at a size in pixels; batch counts latents. Raises CannotWarm
+        and UnsupportedUNet."""
 
     def warm_decode(self, width: int, height: int, pictures: int) -> None:
         """Decode random latents of so many pictures of a size in pixels, as the WebUI would."""
@@ -168,7 +170,7 @@ class WarmUp:
         while (job := self._take()) is not None:
             try:
                 self._run(job)
-            except CannotWarm as refusal:
+            except (CannotWarm, UnsupportedUNet) as refusal:
                 self._queue.end(job, FAILED, str(refusal))
             except Exception as error:
                 log.exception("warming up %s failed", job.size)

@@ -24,18 +24,18 @@ from ..options.settings import Settings
 from ..shapes.key import ShapeKey
 from ..shapes.table import Entry, State
 from ..weak_dictionary import WeakDictionary
-from .backend_choice import Declined
 from .call_stats import GRAPH, HOST, PLAIN
 from .fallback import CallResult, FallbackChain
 from .services import Services
 from .session import Session
 from .vae.route import DecoderRoute
-from .verify import CannotJudge
+from .verify import prove
 
 log = logging.getLogger("onediff")
 
 HostForward = Callable[[], Tensor]
 OUT_OF_MEMORY = "out of GPU memory: the graphs were freed"
+NOT_HANDED_OVER = "this UNet was not handed to OneDiff"
 
 
 class Accelerator(Services):
@@ -76,7 +76,7 @@ class Accelerator(Services):
         """The layout of a UNet in our care. Raises UnsupportedUNet with the reason."""
         managed = self._managed.get(unet)
         if managed is None:
-            raise UnsupportedUNet("this UNet was not handed to OneDiff")
+            raise UnsupportedUNet(NOT_HANDED_OVER)
         with self._lock:
             return managed.bound.layout_now()
 
@@ -136,43 +136,54 @@ class Accelerator(Services):
         self.call_stats.begin()
         host = HostFunction(host)
         try:
-            served = self._serve(unet, call, host)
-        except (Declined, UnsupportedUNet, CannotJudge) as refusal:
-            reason = str(refusal)
+            result = self._serve(unet, call, host)
+        except UnsupportedUNet as refusal:
+            result = str(refusal)
         except torch.cuda.OutOfMemoryError:
-            reason = OUT_OF_MEMORY
+            result = OUT_OF_MEMORY
         except Exception as error:
             if id(error) == host.raised:
                 raise
-            reason = self.guard.give_up("the UNet's forward", error)
-        else:
-            self.call_stats.note(served.route, served.reason)
-            return served.output
+            result = self.guard.give_up("the UNet's forward", error)
+        if isinstance(result, CallResult):
+            self.call_stats.note(result.route, result.reason)
+            return result.output
         # Only now is everything gone that our forward had computed before it failed.
-        if reason is OUT_OF_MEMORY:
+        if result is OUT_OF_MEMORY:
             self.free_graphs()
-        return self._decline(unet, reason, host, call.context)
+        return self._decline(unet, result, host, call.context)
 
-    def _serve(self, unet: nn.Module, call: UNetCall, host: HostForward) -> CallResult:
+    def _serve(self, unet: nn.Module, call: UNetCall, host: HostForward) -> CallResult | str:
+        """The output, or why the host must run the call."""
         with self.computing(call.latent.device):
-            managed, settings = self.managed_and_settings(unet)
+            known = self.managed_and_settings(unet)
+            if isinstance(known, str):
+                return known
+            managed, settings = known
             replayed = self._replay(unet, managed, settings, call)
             if replayed is not None:
                 return replayed
             candidates = self._fallback.begin(managed, settings, call)
-            served = self._compute(managed, settings, candidates, call)
-        if served.entry.state is State.COLD:
+            result = self._compute(managed, settings, candidates, call) if candidates.backends else candidates.reason
+        if isinstance(result, str):
+            return result
+        if result.entry.state is State.COLD:
             # Outside our modes: the host's forward must run exactly as the host would run it.
-            self._fallback.prove(served, settings, self.history, host, managed.bound.host_traits.yardstick(host))
+            yardstick = managed.bound.host_traits.yardstick(host)
+            refusal = prove(
+                result.entry, result.output, settings.verify, self.history, host, yardstick, self.waits_for_compile
+            )
+            if refusal is not None:
+                return refusal
         else:
             with self._lock:
-                self._fallback.note(settings, served)
-            if served.route == PLAIN:
-                with self.computing(call.latent.device), our_modes(call.latent.device, served.entry.key.precision):
-                    self._fallback.make_ready(managed, settings, served)
+                self._fallback.note(settings, result)
+            if result.route == PLAIN:
+                with self.computing(call.latent.device), our_modes(call.latent.device, result.entry.key.precision):
+                    self._fallback.make_ready(managed, settings, result)
         managed.note_served(call.context)
-        self._note_session(unet, settings, call, served)
-        return served
+        self._note_session(unet, settings, call, result)
+        return result
 
     def _replay(self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: UNetCall) -> CallResult | None:
         """The answer to a call like an earlier one of its sampling: look up, copy the inputs, replay, clone. None where
@@ -195,22 +206,24 @@ class Accelerator(Services):
         managed.note_served(call.context)
         return CallResult(output, entry, GRAPH, known.reason, None, call, None)
 
-    def _note_session(self, unet: nn.Module, settings: Settings, call: UNetCall, served: CallResult) -> None:
+    def _note_session(self, unet: nn.Module, settings: Settings, call: UNetCall, result: CallResult) -> None:
         """Let later calls of this sampling go by _replay, unless something is decided anew at each of them: the step of
         DeepCache, rounded weights, OneFlow's compiling, the choice of a backend."""
-        backend, device = served.entry.key.backend, call.latent.device
-        looks_again = backend in (FLOAT8, ONEFLOW) or served.plan is not None or settings.deepcache_interval > 1 or (
+        backend, device = result.entry.key.backend, call.latent.device
+        looks_again = backend in (FLOAT8, ONEFLOW) or result.plan is not None or settings.deepcache_interval > 1 or (
             settings.fp8 or settings.backend == AUTO and self.operators.auto.is_choosing(backend, device)
         )
-        if served.route != GRAPH or looks_again or self.waits_for_compile:
+        if result.route != GRAPH or looks_again or self.waits_for_compile:
             return
         session = self._sessions.get(unet)
         if session is None:
             session = self._sessions[unet] = Session(settings, device)
-        session.note(call, served.entry, served.reason)
+        session.note(call, result.entry, result.reason)
 
-    def _compute(self, managed: ManagedUNet, settings: Settings, candidates: Candidates, call: UNetCall) -> CallResult:
-        """The output of a call.
+    def _compute(
+        self, managed: ManagedUNet, settings: Settings, candidates: Candidates, call: UNetCall
+    ) -> CallResult | str:
+        """The output of a call, or why none of these backends serves it.
 
         The first output of a shape that overflows is computed again with attention in float32, where the choice is
         auto; so is every other of this network from then on.
@@ -225,17 +238,19 @@ class Accelerator(Services):
             flags = flags_for(settings, dtype, device, call.upcast_attention)
             with our_modes(device, flags):
                 plan = self._step_plan(managed, settings, call, flags)
-                served = self._fallback.serve(managed, candidates, call, self._notice, flags, plan)
-                self.call_stats.note_pass(served.entry.key.part, managed.cache_run.reason or managed.cache_run.failure)
+                result = self._fallback.serve(managed, candidates, call, self._notice, flags, plan)
+            if isinstance(result, str):
+                return result
+            self.call_stats.note_pass(result.entry.key.part, managed.cache_run.reason or managed.cache_run.failure)
             untried = not call.upcast_attention and upcasts_attention(settings, by_host, True)
-            if served.entry.state is not State.COLD or not untried or bool(torch.isfinite(served.output).all()):
+            if result.entry.state is not State.COLD or not untried or bool(torch.isfinite(result.output).all()):
                 break
             overflows = True
         news = overflows and not self.attention_overflows.seen(architecture, dtype)
-        if news and bool(torch.isfinite(served.output).all()):
+        if news and bool(torch.isfinite(result.output).all()):
             self.attention_overflows.note(architecture, dtype)
             log.warning("This model's attention overflows in %s: it is computed in float32 from now on.", dtype)
-        return served
+        return result
 
     def _step_plan(self, managed: ManagedUNet, settings: Settings, call: UNetCall, flags: Flags) -> StepPlan | None:
         """What DeepCache says of a call."""
@@ -274,17 +289,16 @@ class Accelerator(Services):
                 if managed.bound.undo_channels_last():
                     managed.drop_runners()
 
-    def managed_and_settings(self, unet: nn.Module) -> tuple[ManagedUNet, Settings]:
-        """What is kept for a UNet, and the settings that hold now. Raises Declined with the reason why the host must
-        run the call."""
+    def managed_and_settings(self, unet: nn.Module) -> tuple[ManagedUNet, Settings] | str:
+        """What is kept for a UNet, and the settings that hold now; or why the host must run the call."""
         managed = self._managed.get(unet)
         if managed is None:
-            raise Declined("this UNet was not handed to OneDiff")
+            return NOT_HANDED_OVER
         settings, why_off = self.run_settings or (managed.settings or self.settings, "")
         if not settings.enabled:
-            raise Declined(why_off or "OneDiff is switched off")
+            return why_off or "OneDiff is switched off"
         if torch.is_grad_enabled():
-            raise Declined("gradients are being recorded (training?)")
+            return "gradients are being recorded (training?)"
         return managed, settings
 
     def _notice(self, entry: Entry) -> None:

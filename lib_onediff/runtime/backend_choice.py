@@ -7,18 +7,11 @@ from ..engines.inductor.helper import CannotCompile
 from ..engines.managed_unet import ManagedUNet
 from ..engines.oneflow.route import OneFlowRoute
 from ..engines.operator_sets import OperatorSets
-from ..model.bound import BoundUNet
 from ..model.call import UNetCall
-from ..ops.precision import autocast_dtype
 from ..options.settings import Settings
-from ..shapes.key import layout_fits
 
 NO_ROOM = "there is no GPU memory for the weights in FP8"
 INDUCTOR_COMPILES = "Inductor compiles this model's blocks, in the background; on this machine it is done once"
-
-
-class Declined(Exception):
-    """We do not serve this call; the message is the reason, in one line for the user."""
 
 
 class BackendChoice:
@@ -32,14 +25,17 @@ class BackendChoice:
     def begin(
         self, managed: ManagedUNet, settings: Settings, call: UNetCall, waits_for_compile: bool
     ) -> backends.Candidates:
-        """The backends to try for a call, with the binding made true for it. waits_for_compile: see Services.
+        """The backends to try for a call, with the binding made true for it; none, and the reason, where the host must
+        run it. waits_for_compile: see Services.
 
-        Raises Declined, and UnsupportedUNet. To be called in the host's modes: they decide what can be served.
+        Raises UnsupportedUNet. To be called in the host's modes: they decide what can be served.
         """
         candidates = self._candidates(settings, call, waits_for_compile)
         channels_last = self._wants_channels_last(managed, candidates.backends[0], call)
         managed.bound.refresh(call, managed.by_content, channels_last)
-        refuse_inputs(managed.bound, call)
+        misfit = managed.misfit(call)
+        if misfit is not None:
+            return backends.Candidates((), misfit)
         if settings.backend == backends.AUTO and candidates.backends[0] == backends.INDUCTOR:
             candidates = self._when_compiled(managed, candidates, call)
         if settings.fp8:
@@ -80,18 +76,3 @@ class BackendChoice:
             return NO_ROOM
         lack = self._operators.why_not_float8(call.latent.device, call.latent.dtype)
         return lack or self._operators.why_no_float8_here(managed.bound.layout, call)
-
-
-def refuse_inputs(bound: BoundUNet, call: UNetCall, y_is_embedded: bool = False) -> None:
-    """Raise Declined for inputs that do not fit the bound UNet. y_is_embedded: see layout_fits."""
-    binding = bound.binding
-    misfit = layout_fits(bound.layout, call, y_is_embedded)
-    if misfit:
-        raise Declined(misfit)
-    if call.latent.device != binding.device:
-        raise Declined(f"the UNet's weights are on {binding.device}, the latent is on {call.latent.device}")
-    if call.latent.dtype != binding.dtype:
-        raise Declined(f"the UNet's weights are {binding.dtype}, the latent is {call.latent.dtype}")
-    autocast = autocast_dtype(call.latent.device.type)
-    if autocast not in (None, binding.dtype):
-        raise Declined(f"autocast to {autocast} is on, but the UNet's weights are {binding.dtype}")

@@ -23,17 +23,12 @@ from ..options.settings import Settings
 from ..shapes.key import ShapeKey
 from ..shapes.table import Entry, State
 from .accelerator import OUT_OF_MEMORY, Accelerator
-from .backend_choice import Declined, refuse_inputs
 from .call_stats import BLOCKS
-from .fallback import COMPILING, blame, network_of
-from .verify import relative_error, rounding_limit
+from .fallback import COMPILING, network_of
+from .verify import blame, relative_error, rounding_limit
 
 log = logging.getLogger("onediff")
 HostBlock = Callable[[], Tensor]
-
-
-class Skip(Exception):
-    """This pass through the loop is the host's."""
 
 
 @dataclass(eq=False)
@@ -85,7 +80,7 @@ class BlockRoute:
         return None if loop is None else loop.unet()
 
     def run(
-        self, block: nn.Module, image: Tensor, embedding: Tensor, context: Tensor, owner: str, host: HostBlock
+        self, block: nn.Module, hidden_states: Tensor, embedding: Tensor, context: Tensor, owner: str, host: HostBlock
     ) -> Tensor:
         """The output of one stage: (batch, channels, height, width).
 
@@ -93,41 +88,52 @@ class BlockRoute:
         for people. Never raises for a reason of ours, as Accelerator.run.
         """
         loop, index = self._places[block]
-        try:
-            if index == 0:
-                loop.running = None
-                with self._accelerator.computing(image.device):
-                    loop.running = self._begin(loop, image, embedding, context, owner)
-            return self._stage(loop, index, image, embedding, context, host)
-        except Skip:
+        running: LoopPass | str | None = loop.running if index else None
+        if index and running is None:
+            # This pass through the loop is the host's.
             return self._accelerator.pressure.run_host(host)
-        except (Declined, UnsupportedUNet) as refusal:
-            reason = str(refusal)
+        try:
+            if running is None:
+                with self._accelerator.computing(hidden_states.device):
+                    running = self._begin(loop, hidden_states, embedding, context, owner)
+            result = running if isinstance(running, str) else (
+                self._stage(loop, running, index, hidden_states, embedding, context, host)
+            )
+        except UnsupportedUNet as refusal:
+            result = str(refusal)
         except torch.cuda.OutOfMemoryError:
-            reason = OUT_OF_MEMORY
+            result = OUT_OF_MEMORY
         except Exception as error:
-            reason = self._accelerator.guard.note("the UNet's blocks", error)
+            result = self._accelerator.guard.note("the UNet's blocks", error)
             if loop.running is not None:
-                entry = loop.running.entry
-                entry.fail(blame(entry.key.backend, f"our blocks failed: {first_line(error)}"))
+                blame(loop.running.entry, f"our blocks failed: {first_line(error)}")
+        if isinstance(result, Tensor):
+            return result
         loop.running = None
-        if reason is OUT_OF_MEMORY:
+        if result is OUT_OF_MEMORY:
             self._accelerator.free_graphs()
-        self._accelerator.note_host(reason, loop.unet())
+        self._accelerator.note_host(result, loop.unet())
         return self._accelerator.pressure.run_host(host)
 
     def _begin(
-        self, loop: WatchedLoop, image: Tensor, embedding: Tensor, context: Tensor, owner: str
-    ) -> LoopPass:
-        call_stats = self._accelerator.call_stats
+        self, loop: WatchedLoop, hidden_states: Tensor, embedding: Tensor, context: Tensor, owner: str
+    ) -> LoopPass | str:
+        """A new pass through the loop, or why it is the host's."""
+        loop.running, call_stats = None, self._accelerator.call_stats
         call_stats.begin()
-        managed, settings = self._accelerator.managed_and_settings(loop.unet())
+        known = self._accelerator.managed_and_settings(loop.unet())
+        if isinstance(known, str):
+            return known
+        managed, settings = known
         # The owner of the loop has embedded timestep and y already.
-        call = UNetCall(latent=image, timestep=embedding[:, 0], context=context)
-        entry, why_not_faster = self._entry(managed, settings, call)
+        call = UNetCall(latent=hidden_states, timestep=embedding[:, 0], context=context)
+        found = self._entry(managed, settings, call)
+        if isinstance(found, str):
+            return found
+        entry, why_not_faster = found
         call_stats.entry, call_stats.model, call_stats.backend = entry, entry.model, entry.key.backend
         ops = self._accelerator.operators.of(entry.key.backend)
-        with our_modes(image.device, entry.key.precision):
+        with our_modes(hidden_states.device, entry.key.precision):
             layers = self._layers(managed, ops, call, embedding, entry.key.precision)
         managed.note_served(context)
         if settings.deepcache_interval > 1:
@@ -139,17 +145,18 @@ class BlockRoute:
         layout = managed.bound.layout
         stages = (*layout.input_stages, layout.middle_stage, *layout.output_stages)
         made = weakref.ref(embedding, loop.note_gone)
-        return LoopPass(entry, settings, layers, stages, made, weakref.ref(context))
+        loop.running = LoopPass(entry, settings, layers, stages, made, weakref.ref(context))
+        return loop.running
 
-    def _entry(self, managed: ManagedUNet, settings: Settings, call: UNetCall) -> tuple[Entry, str]:
-        """What is known of this shape by the best backend that has not failed, and why it is not a better one.
-
-        Raises Declined with the reason of the last.
-        """
+    def _entry(self, managed: ManagedUNet, settings: Settings, call: UNetCall) -> tuple[Entry, str] | str:
+        """What is known of this shape by the best backend that has not failed, and why it is not a better one; or why
+        there is none."""
         bound, operators = managed.bound, self._accelerator.operators
         names, reason = launched_candidates(settings.backend, call.latent.device, operators.why_not_native)
         bound.refresh(call, managed.by_content, channels_last=names[0] == NATIVE)
-        refuse_inputs(bound, call, y_is_embedded=True)
+        misfit = managed.misfit(call, y_is_embedded=True)
+        if misfit is not None:
+            return misfit
         flags = flags_for(settings, bound.binding.dtype, call.latent.device)
         for backend in names:
             key = ShapeKey.of(bound.architecture, bound.binding.dtype, call, backend, flags)
@@ -158,14 +165,14 @@ class BlockRoute:
                 try:
                     ready = operators.prepare(network_of(managed, call), self._accelerator.waits_for_compile)
                 except RuntimeError as error:
-                    entry.fail(blame(backend, f"our kernels do not compile: {first_line(error)}"))
+                    blame(entry, f"our kernels do not compile: {first_line(error)}")
                 else:
                     if not ready:
-                        raise Declined(COMPILING)
+                        return COMPILING
             if entry.state is not State.FAILED:
                 return entry, reason
             reason = entry.reason
-        raise Declined(reason)
+        return reason
 
     @staticmethod
     def _layers(managed: ManagedUNet, ops: Operators, call: UNetCall, embedding: Tensor, flags: Flags) -> Layers:
@@ -176,18 +183,20 @@ class BlockRoute:
         return Layers(weights, ops, shifts, key_values_by_name(layout, conditioning), call.upcast_attention)
 
     def _stage(
-        self, loop: WatchedLoop, index: int, image: Tensor, embedding: Tensor, context: Tensor, host: HostBlock
-    ) -> Tensor:
-        running = loop.running
-        if running is None:
-            raise Skip
+        self, loop: WatchedLoop, running: LoopPass, index: int, hidden_states: Tensor, embedding: Tensor,
+        context: Tensor, host: HostBlock,
+    ) -> Tensor | str:
+        """The output of our stage, or why the rest of this pass is the host's."""
         if running.embedding() is not embedding or running.context() is not context:
-            raise Declined("the loop's owner gives some stages another timestep or context")
-        with self._accelerator.computing(image.device), our_modes(image.device, running.entry.key.precision):
-            # Another tensor: what our operators know of an image, they must not know of one that the owner writes into.
-            output = running.layers.stage(running.stages[index], image, None).detach()
+            return "the loop's owner gives some stages another timestep or context"
+        device = hidden_states.device
+        with self._accelerator.computing(device), our_modes(device, running.entry.key.precision):
+            # Another tensor: what our operators know of this one, they must not know of one that the owner writes into.
+            output = running.layers.stage(running.stages[index], hidden_states, None).detach()
         if running.entry.state is State.COLD and running.settings.verify:
-            self._compare(running, output, host())
+            miss = self._compare(running, output, host())
+            if miss is not None:
+                return miss
         if index == len(running.stages) - 1:
             # Nothing of ours may keep the weights alive between calls.
             loop.running = None
@@ -196,11 +205,12 @@ class BlockRoute:
         return output
 
     @staticmethod
-    def _compare(running: LoopPass, output: Tensor, expected: Tensor) -> None:
+    def _compare(running: LoopPass, output: Tensor, expected: Tensor) -> str | None:
+        """Why a stage's output cannot be used, or None."""
         error = relative_error(output, expected)
         running.worst_error = max(running.worst_error, error)
         limit = rounding_limit(running.entry.key.dtype, output.device, running.entry.key.precision)
-        if not error <= limit:
-            what = f"a stage differs from the model's own by {error:.1e} (rounding explains {limit:.0e})"
-            running.entry.fail(blame(running.entry.key.backend, what))
-            raise Declined(running.entry.reason)
+        if error <= limit:
+            return None
+        what = f"a stage differs from the model's own by {error:.1e} (rounding explains {limit:.0e})"
+        return blame(running.entry, what)

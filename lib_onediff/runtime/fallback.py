@@ -10,39 +10,30 @@ import torch
 from torch import Tensor
 
 from .. import engines as backends
-from ..engines import base as eager
 from ..engines.graphs.cache import GraphCache
 from ..engines.managed_unet import ManagedUNet
-from ..engines.oneflow.route import NotYet, OneFlowRoute
+from ..engines.oneflow.route import OneFlowRoute
 from ..engines.operator_sets import Network, OperatorSets
 from ..guard import first_line
 from ..model.call import UNetCall
 from ..model.deepcache.cache_run import StepPlan
+from ..model.deepcache.forward import compute
 from ..model.forward import Conditioning
 from ..ops.precision import Flags
 from ..options.settings import Settings
 from ..shapes.key import ShapeKey
 from ..shapes.table import Entry, ShapeTable, State, Stopwatch
-from ..store.history import History
-from .backend_choice import INDUCTOR_COMPILES, NO_ROOM, BackendChoice, Declined
+from .backend_choice import INDUCTOR_COMPILES, NO_ROOM, BackendChoice
 from .call_stats import GRAPH, PLAIN
-from .verify import CannotJudge, Disagreement, judge, judge_cached_pass, recall, time_host
+from .verify import blame, judge_cached_pass
 
 log = logging.getLogger("onediff")
 COMPILING = "OneDiff's kernels are being compiled, in the background; on this machine it is done once"
 
 
-class Stale(Exception):
-    """The deep feature is not one of these weights."""
-
-
-class NoRoom(Exception):
-    """The weights in float8 do not fit; the message says so, in one line for the user."""
-
-
 class CallResult(NamedTuple):
     """An output, and what is needed to go on from there. reason: why it did not go by a faster route. call: as it was
-    computed. turn: what DeepCache said of it."""
+    computed. plan: what DeepCache said of it."""
 
     output: Tensor
     entry: Entry
@@ -79,12 +70,12 @@ class FallbackChain:
     def serve(
         self, managed: ManagedUNet, candidates: backends.Candidates, call: UNetCall, notice: Callable[[Entry], None],
         flags: Flags = (), plan: StepPlan | None = None,
-    ) -> CallResult:
-        """The output by the first backend that does not fail. notice: told of every entry that is tried. flags: torch's
-        switches of precision, as they stand; the entry's key holds them. turn: what DeepCache says of the call; where
-        the cached pass cannot be, the full one is.
+    ) -> CallResult | str:
+        """The output by the first backend that does not fail, or why none serves the call. notice: told of every entry
+        that is tried. flags: torch's switches of precision, as they stand; the entry's key holds them. plan: what
+        DeepCache says of the call; where the cached pass cannot be, the full one is.
 
-        Raises Declined with the reason of the last, and torch.cuda.OutOfMemoryError.
+        Raises torch.cuda.OutOfMemoryError.
         """
         reason = candidates.reason
         for backend, wanted in attempts(candidates, call, plan):
@@ -95,77 +86,47 @@ class FallbackChain:
             notice(entry)
             if entry.state is not State.FAILED:
                 try:
-                    self._have_kernels(managed, backend, call)
-                    self._have_weights(managed, backend)
-                    return self._run(managed, entry, wanted, reason, plan)
-                except (torch.cuda.OutOfMemoryError, Declined):
+                    compiling = self._compiling(managed, backend, call)
+                    result = compiling or self._run(managed, entry, wanted, reason, plan)
+                except torch.cuda.OutOfMemoryError:
                     raise
-                except (NoRoom, NotYet) as lack:
-                    reason = str(lack)
-                    continue
-                except Stale:
-                    continue
                 except Exception as error:
-                    entry.fail(blame(backend, f"our forward failed: {first_line(error)}"))
+                    blame(entry, f"our forward failed: {first_line(error)}")
                     log.exception("%s (%s)", entry.reason, entry.key)
+                else:
+                    if compiling or isinstance(result, CallResult):
+                        return result
+                    reason = result
+                    continue
             reason = entry.reason
             if entry.key.is_cached_pass:
                 managed.cache_run.failure = reason
-        raise Declined(reason)
+        return reason
 
-    def prove(
-        self, served: CallResult, settings: Settings, history: History, host: Callable[[], Tensor],
-        yardstick: Callable[[], Tensor] | None = None,
-    ) -> None:
-        """Compare a first output with the host's, unless that was done on this machine before. yardstick: see judge.
-
-        Raises Declined if they differ, and CannotJudge.
-        """
-        entry, backend = served.entry, served.entry.key.backend
-        known = recall(entry, history)
-        if known and self._waits_for_compile() and entry.host.timing is None:
-            time_host(entry, served.output.device, host, often=True)
-        if not known and settings.verify:
-            try:
-                judge(entry, served.output, host, yardstick, self._waits_for_compile())
-            except CannotJudge as reason:
-                if not bool(torch.isfinite(served.output).all()):
-                    raise
-                # The host would make a black picture, and we need not.
-                log.warning("OneDiff's output is used unchecked, because %s.", reason)
-                entry.state = State.PROVED
-                return
-            except Disagreement as miss:
-                entry.fail(blame(backend, str(miss)))
-                raise Declined(entry.reason) from miss
-            log.debug("checked %s: relative error %.1e", entry.key, entry.relative_error)
-            history.keep_verdict(backend, entry.key, entry.relative_error)
-        entry.state = State.PROVED
-
-    def note(self, settings: Settings, served: CallResult) -> None:
-        """A call of a shape that was proved before was served."""
+    def note(self, settings: Settings, result: CallResult) -> None:
+        """A call of a shape that was proved before was result."""
         if settings.backend == backends.AUTO:
-            self._operators.auto.note(served.entry, served.call)
+            self._operators.auto.note(result.entry, result.call)
 
-    def make_ready(self, managed: ManagedUNet, settings: Settings, served: CallResult) -> None:
+    def make_ready(self, managed: ManagedUNet, settings: Settings, result: CallResult) -> None:
         """Capture the graph of a shape that was just served without one; the call itself has been answered.
 
         Raises nothing: what stands in the way is noted in the entry.
         """
-        entry = served.entry
-        if served.route != PLAIN or entry.state is State.COLD:
+        entry = result.entry
+        if result.route != PLAIN or entry.state is State.COLD:
             return
-        self._capture(managed, settings, entry, served.call, served.conditioning)
-        if self._waits_for_compile() and served.plan is not None and entry.state is State.READY:
-            self._make_cached_pass_ready(managed, settings, served)
+        self._capture(managed, settings, entry, result.call, result.conditioning)
+        if self._waits_for_compile() and result.plan is not None and entry.state is State.READY:
+            self._make_cached_pass_ready(managed, settings, result)
 
-    def _make_cached_pass_ready(self, managed: ManagedUNet, settings: Settings, served: CallResult) -> None:
+    def _make_cached_pass_ready(self, managed: ManagedUNet, settings: Settings, result: CallResult) -> None:
         """The cached pass of what was made ready: no pre-warming call asks for it by itself."""
-        call = replace(served.call, deepcache=served.plan.cached)
-        entry = self._entry(managed, call, served.entry.key.backend, served.entry.key.precision)
+        call = replace(result.call, deepcache=result.plan.cached)
+        entry = self._entry(managed, call, result.entry.key.backend, result.entry.key.precision)
         if entry.state is State.PROVED and not entry.no_graph:
-            self._graphs.measured(entry, lambda: self._plainly(managed, entry, call, served.conditioning))
-            self._capture(managed, settings, entry, call, served.conditioning)
+            self._graphs.measured(entry, lambda: self._plainly(managed, entry, call, result.conditioning))
+            self._capture(managed, settings, entry, call, result.conditioning)
 
     def _capture(
         self, managed: ManagedUNet, settings: Settings, entry: Entry, call: UNetCall, conditioning: Conditioning | None
@@ -196,42 +157,49 @@ class FallbackChain:
         key = ShapeKey.of(bound.architecture, bound.binding.dtype, call, backend, flags)
         return self._table.entry(key, bound.layout.model_name)
 
-    def _have_kernels(self, managed: ManagedUNet, backend: str, call: UNetCall) -> None:
+    def _compiling(self, managed: ManagedUNet, backend: str, call: UNetCall) -> str | None:
+        """What is being compiled for a backend, for which the host serves the call; None where all is there."""
         if backend == backends.INDUCTOR:
             if not self._operators.inductor.prepare(managed.bound, call.latent, self._waits_for_compile()):
-                raise Declined(INDUCTOR_COMPILES)
+                return INDUCTOR_COMPILES
             if not managed.bound.channels_last:
                 managed.bound.refresh(call, managed.by_content, channels_last=True)
         if backend not in backends.OUR_KERNELS:
-            return
+            return None
         network = network_of(managed, call, float8=backend == backends.FLOAT8)
         if not self._operators.prepare(network, self._waits_for_compile()):
-            raise Declined(COMPILING)
+            return COMPILING
         if self._waits_for_compile():
             # Before the first use is checked, so that what is checked is what will run.
             self._operators.tune_kernels(network)
+        return None
 
-    def _have_weights(self, managed: ManagedUNet, backend: str) -> None:
-        if backend != backends.FLOAT8:
-            return
+    def _has_room_for_float8(self, managed: ManagedUNet) -> bool:
         try:
             managed.fit_float8(self._operators.round_to_float8())
-        except torch.cuda.OutOfMemoryError as full:
+        except torch.cuda.OutOfMemoryError:
             self._graphs.drop_float8(managed)
             managed.no_room_for_float8 = True
-            raise NoRoom(NO_ROOM) from full
+            return False
+        return True
 
     def _run(
         self, managed: ManagedUNet, entry: Entry, call: UNetCall, reason: str, plan: StepPlan | None
-    ) -> CallResult:
+    ) -> CallResult | str:
+        """The output, or why the next candidate is tried. reason: why the one before was not good."""
         backend, device = entry.key.backend, call.latent.device
+        if backend == backends.FLOAT8 and not self._has_room_for_float8(managed):
+            return NO_ROOM
         conditioning = self._conditioning(managed, entry, call)
         if plan is not None:
             if entry.key.is_cached_pass and not plan.may_use_cache(managed.bound.weights_now()):
-                raise Stale
+                # The deep feature is not one of these weights: the full pass comes next.
+                return reason
             plan.prepare(call.deepcache)
         if backend == backends.ONEFLOW:
             runner = self._oneflow.runner(managed, entry.key, call, conditioning, self._waits_for_compile())
+            if isinstance(runner, str):
+                return runner
         else:
             # What a graph replays was launched and judged before.
             runner = None if entry.state is State.COLD else managed.runner(entry.key, conditioning, call.deepcache)
@@ -276,18 +244,19 @@ class FallbackChain:
         cached = self._entry(managed, again, entry.key.backend, entry.key.precision)
         if cached.state is State.COLD:
             try:
-                judge_cached_pass(cached, output, lambda: self._plainly(managed, cached, again, conditioning))
+                miss = judge_cached_pass(cached, output, lambda: self._plainly(managed, cached, again, conditioning))
+                if miss is not None:
+                    blame(cached, miss)
             except torch.cuda.OutOfMemoryError:
                 raise
-            except Disagreement as miss:
-                cached.fail(blame(cached.key.backend, str(miss)))
             except Exception as error:
-                cached.fail(blame(cached.key.backend, f"DeepCache's cached pass failed: {first_line(error)}"))
+                blame(cached, f"DeepCache's cached pass failed: {first_line(error)}")
                 log.exception("%s (%s)", cached.reason, cached.key)
 
     def _plainly(self, managed: ManagedUNet, entry: Entry, call: UNetCall, conditioning: Conditioning | None) -> Tensor:
         backend = entry.key.backend
-        return eager.run(managed.binding_for(backend), self._operators.of(backend), call, conditioning)
+        binding, ops = managed.binding_for(backend), self._operators.of(backend)
+        return compute(binding.layout, binding.weights(), ops, call, conditioning)
 
 
 def attempts(candidates: backends.Candidates, call: UNetCall, plan: StepPlan | None) -> Iterator[tuple[str, UNetCall]]:
@@ -306,8 +275,3 @@ def network_of(managed: ManagedUNet, call: UNetCall, float8: bool = False) -> Ne
     return Network(
         managed.bound.architecture, managed.bound.kernel_users, call.latent.dtype, call.latent.device, float8
     )
-
-
-def blame(backend: str, what: str) -> str:
-    """What went wrong, with the backend's name where another one may do better."""
-    return what if backend == backends.EAGER else f"{what} (backend {backend})"

@@ -13,7 +13,7 @@ from ..store.store import HistoryRow
 GivesBack = Callable[[Collection[ShapeKey]], int]
 # The state of a resolution that only earlier processes have used.
 ON_DISK = "on disk"
-# What a row says of its shapes: the best of them, for that is what the next picture most likely gets.
+# What a row says of its shapes: the best of them, for that is what the next image most likely gets.
 BEST_FIRST = (State.READY, State.PROVED, State.COLD, State.FAILED)
 
 
@@ -44,7 +44,7 @@ class Totals:
 class ShapeRow:
     """One shape of a resolution, in plain values.
 
-    batch counts the latents of one UNet call, twice the pictures where guidance is batched. state is a State's value
+    batch counts the latents of one UNet call, twice the images where guidance is batched. state is a State's value
     or ON_DISK; reason says why it is not a better one. Times are medians in milliseconds. bytes is the GPU memory that
     comes back when this graph alone goes, needs what it takes of the memory that all graphs share; last_used is a
     time.time(), relative_error the distance from the host's own output, control whether a ControlNet or an adapter

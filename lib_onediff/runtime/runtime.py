@@ -70,7 +70,7 @@ class Runtime(Accelerator):
         return known
 
     def keep_history(self) -> None:
-        """Remember on the disk what was used; call it between pictures."""
+        """Remember on the disk what was used; call it between images."""
         with self._lock:
             entries = self.table.entries()
         self.history.keep(entries)
@@ -83,7 +83,7 @@ class Runtime(Accelerator):
         and what is on the disk.
 
         Returns the bytes of GPU memory that were given back. Where a large graph goes, those that stay may be captured
-        again in less memory; so it is best called while no picture is being made (hosts.webui.WebUI.exclusively):
+        again in less memory; so it is best called while no image is being made (hosts.webui.WebUI.exclusively):
         torch lets nobody empty its cache during a capture.
         """
         wanted = None if resolutions is None else set(resolutions)
@@ -111,7 +111,7 @@ class Runtime(Accelerator):
     def release_memory(self) -> int:
         """Drop every graph and empty torch's caches; what was proved stays proved. Returns the bytes given back.
 
-        To be called while no picture is being made; see hosts.webui.WebUI.exclusively.
+        To be called while no image is being made; see hosts.webui.WebUI.exclusively.
         """
         with self._lock:
             return self._graphs.free()

@@ -1,16 +1,19 @@
 """Check the first use of a shape against the host's own forward."""
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ..engines import FLOAT8, ONEFLOW
+from ..engines import EAGER, FLOAT8, ONEFLOW
 from ..ops.precision import Flags, sums_in_half, tf32_is_on
 from ..shapes.table import ENOUGH, Entry, State
 from ..store.history import History
+
+log = logging.getLogger("onediff")
 
 # What rounding alone explains between two orders of the same arithmetic, relative to the output's norm. Seen: 1e-6 in
 # float32, 2e-3 in float16, 1e-2 in bfloat16. TF32 keeps ten bits of the inputs, as float16 does.
@@ -22,14 +25,45 @@ ROUNDING_HALF_SUMS = 6e-2
 ROUNDING_FLOAT8 = 0.12
 # A generation waits for it, once for every shape on a machine.
 SECONDS_TO_TIME_THE_HOST = 0.5
+# Why the host's own output is no yardstick, in one line for the user.
+HOST_NOT_FINITE = (
+    "the model's own output has NaN or infinite values: its weights are damaged, or it needs a higher precision"
+)
 
 
-class CannotJudge(Exception):
-    """The host's own output is no yardstick; the message says why, in one line for the user."""
+def prove(
+    entry: Entry, output: Tensor, compares: bool, history: History, host: Callable[[], Tensor],
+    yardstick: Callable[[], Tensor] | None, nobody_waits: bool,
+) -> str | None:
+    """Compare a first output with the host's, unless that was done on this machine before, or is not wanted (compares).
+    yardstick, nobody_waits: see judge.
+
+    Returns why it cannot be used, or None.
+    """
+    known = recall(entry, history)
+    if known and nobody_waits and entry.host.timing is None:
+        time_host(entry, output.device, host, often=True)
+    if not known and compares:
+        miss = judge(entry, output, host, yardstick, nobody_waits)
+        if miss == HOST_NOT_FINITE:
+            if not bool(torch.isfinite(output).all()):
+                return miss
+            # The host would make a black image, and we need not.
+            log.warning("OneDiff's output is used unchecked, because %s.", miss)
+        elif miss is not None:
+            return blame(entry, miss)
+        else:
+            log.debug("checked %s: relative error %.1e", entry.key, entry.relative_error)
+            history.keep_verdict(entry.key.backend, entry.key, entry.relative_error)
+    entry.state = State.PROVED
+    return None
 
 
-class Disagreement(Exception):
-    """Our output is not the host's; the message says by how much."""
+def blame(entry: Entry, what: str) -> str:
+    """Take down what went wrong at a shape, with the backend's name where another one may do better. Returns it."""
+    backend = entry.key.backend
+    entry.fail(what if backend == EAGER else f"{what} (backend {backend})")
+    return entry.reason
 
 
 def recall(entry: Entry, history: History) -> bool:
@@ -46,21 +80,19 @@ def recall(entry: Entry, history: History) -> bool:
 def judge(
     entry: Entry, output: Tensor, host: Callable[[], Tensor], yardstick: Callable[[], Tensor] | None = None,
     nobody_waits: bool = False,
-) -> None:
+) -> str | None:
     """Compare our output with the host's, and time the host. Notes the error in the entry. yardstick: the host's
     forward as our output must be, where the host's own is farther from exact than rounding explains. nobody_waits:
     there is time to time the host often enough, however long it takes.
 
-    Raises CannotJudge if the host's own output is not finite, and Disagreement if ours differs by more than rounding.
+    Returns None where they agree, HOST_NOT_FINITE where the host's cannot be compared with, else by how much more than
+    rounding ours differs.
     """
     with torch.no_grad():
         # Not timed: a first run at a size loads kernels and picks algorithms.
         expected = (yardstick or host)()
         if not bool(torch.isfinite(expected).all()):
-            raise CannotJudge(
-                "the model's own output has NaN or infinite values: its weights are damaged, or it needs a higher "
-                "precision"
-            )
+            return HOST_NOT_FINITE
         entry.relative_error = relative_error(output, expected)
         time_host(entry, output.device, host, nobody_waits)
     limit = rounding_limit(entry.key.dtype, output.device, entry.key.precision)
@@ -69,10 +101,9 @@ def judge(
     if entry.key.backend == ONEFLOW and entry.key.dtype == torch.float16:
         # What is checked once serves with sums in half precision too: it is told of them when it runs.
         limit = max(limit, ROUNDING_HALF_SUMS)
-    if not entry.relative_error <= limit:
-        raise Disagreement(
-            f"it differs from the model's own forward by {entry.relative_error:.1e} (rounding explains {limit:.0e})"
-        )
+    if entry.relative_error <= limit:
+        return None
+    return f"it differs from the model's own forward by {entry.relative_error:.1e} (rounding explains {limit:.0e})"
 
 
 def time_host(entry: Entry, device: torch.device, host: Callable[[], object], often: bool = False) -> None:
@@ -89,23 +120,24 @@ def time_host(entry: Entry, device: torch.device, host: Callable[[], object], of
             break
 
 
-def judge_cached_pass(entry: Entry, output: Tensor, cached: Callable[[], Tensor]) -> None:
+def judge_cached_pass(entry: Entry, output: Tensor, cached: Callable[[], Tensor]) -> str | None:
     """Compare the cached pass with the full pass's output of the same call, whose deep feature is fresh: the two must
-    be the same. Notes in the entry whether they are; an output that is not finite says nothing.
+    be the same. Notes in the entry that they are; an output that is not finite says nothing.
 
-    Raises Disagreement if they differ by more than rounding.
+    Returns by how much more than rounding they differ, or None.
     """
     again = cached()
     if not bool(torch.isfinite(output).all()):
-        return
+        return None
     entry.relative_error = relative_error(again, output)
     limit = rounding_limit(entry.key.dtype, output.device)
-    if not entry.relative_error <= limit:
-        raise Disagreement(
-            f"DeepCache's cached pass differs from the full one by {entry.relative_error:.1e} (rounding explains "
-            f"{limit:.0e})"
-        )
-    entry.state = State.PROVED
+    if entry.relative_error <= limit:
+        entry.state = State.PROVED
+        return None
+    return (
+        f"DeepCache's cached pass differs from the full one by {entry.relative_error:.1e} (rounding explains "
+        f"{limit:.0e})"
+    )
 
 
 def relative_error(output: Tensor, expected: Tensor) -> float:

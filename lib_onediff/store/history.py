@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from ..ops.tuning_cache import Choices
+from ..ops.tuning_cache import TuningCache
 from ..shapes.key import ShapeKey
 from ..shapes.table import Entry
 from .compiler_caches import CompilerCaches
@@ -23,12 +23,12 @@ PINNED = "pinned"
 class Pins:
     """Pairs of model and resolution ("SD1", "512x512"). They outlive the process where a store is attached."""
 
-    def __init__(self, choices: Choices) -> None:
-        self._choices = choices
+    def __init__(self, tuning_cache: TuningCache) -> None:
+        self._tuning_cache = tuning_cache
 
     def all(self) -> frozenset[tuple[str, str]]:
         """Every pinned (model, resolution)."""
-        stored = self._choices.get(PINNED)
+        stored = self._tuning_cache.get(PINNED)
         # Anybody may have written the store.
         pairs = stored if isinstance(stored, list) else []
         return frozenset(
@@ -45,7 +45,7 @@ class Pins:
 
     def replace(self, pairs: frozenset[tuple[str, str]]) -> None:
         """Pin these and no others."""
-        self._choices.set(PINNED, sorted(map(list, pairs)))
+        self._tuning_cache.set(PINNED, sorted(map(list, pairs)))
 
 
 # What no update of anything changes.
@@ -143,9 +143,9 @@ class History:
         it was not, or if that was forgotten. Looks into memory alone."""
         return self._verdicts.get(verdict_name(backend, key))
 
-    def keep_verdict(self, backend: str, key: ShapeKey, error: float) -> None:
+    def keep_verdict(self, backend: str, key: ShapeKey, error: float | None) -> None:
         """Remember a relative error, so that no process need check again. One that is not finite is not kept."""
-        if not is_error(error):
+        if error is None or not is_error(error):
             return
         name = verdict_name(backend, key)
         with self._lock:
@@ -157,7 +157,7 @@ class History:
         return self._host_ms.get(history_row(entry, 0).shape)
 
     def tuned(self) -> dict[str, Any]:
-        """What was measured to be best on this machine, by name; see ops.choices.Choices.attach."""
+        """What was measured to be best on this machine, by name; see ops.tuning_cache.TuningCache.attach."""
         if self._store is None:
             return {}
         return {**self._store.saved(TUNED), **self._store.saved(CHOSEN)}

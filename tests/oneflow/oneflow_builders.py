@@ -26,7 +26,7 @@ class Ours:
         self.bound = BoundUNet(unet)
         self.graphs = graphs
 
-    def runner(self, call: UNetCall, waits_for_compile: bool = True) -> OneFlowRunner | None:
+    def runner(self, call: UNetCall, waits_for_compile: bool = True) -> OneFlowRunner | str:
         self.bound.refresh(call, by_content=False)
         conditioning = self.bound.conditioning(torch_ops, call, by_content=False)
         key = ShapeKey.of(self.bound.architecture, self.bound.binding.dtype, call)

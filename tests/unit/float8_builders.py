@@ -18,7 +18,7 @@ from lib_onediff.ops.quantized import scaled_mm as float8
 from lib_onediff.ops.quantized.operators import Float8Operators
 from lib_onediff.ops.triton.launch_config import Launches
 from lib_onediff.ops.triton.operators import TritonOperators
-from lib_onediff.ops.tuning_cache import Choices
+from lib_onediff.ops.tuning_cache import TuningCache
 from lib_onediff.runtime.runtime import runtime
 
 NAMES = [name for name in vars(Operators) if not name.startswith("_")]
@@ -64,5 +64,6 @@ def use_float8(monkeypatch: pytest.MonkeyPatch, result: torch.dtype = torch.floa
     fewest_weights(monkeypatch, 0)
     # There is nothing to measure.
     monkeypatch.setattr(runtime.operators, "tune_float8", lambda layout, call: False)
-    ours = Float8Operators(Launches(Choices()), torch_ops.attention, lambda device, dtype: result, lambda *given: True)
+    launches, always = Launches(TuningCache()), lambda *given: True
+    ours = Float8Operators(launches, torch_ops.attention, lambda device, dtype: result, always)
     monkeypatch.setitem(runtime.operators._made, FLOAT8, ours)

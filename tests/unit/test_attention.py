@@ -28,7 +28,7 @@ from lib_onediff.ops.attention import (
     gemm_attention,
 )
 from lib_onediff.ops.attention_tuning import attention_shapes, fastest, random_inputs
-from lib_onediff.ops.tuning_cache import Choices
+from lib_onediff.ops.tuning_cache import TuningCache
 
 CPU = torch.device("cpu")
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -104,16 +104,16 @@ def test_inputs_lie_in_memory_as_our_forward_has_them(monkeypatch: pytest.Monkey
 
 def test_on_a_cpu_it_is_torchs_own() -> None:
     inputs = random_inputs(*SHAPES["cross"], torch.float32, CPU)
-    choices = Choices()
-    choices.set(choice_name(*SHAPES["cross"], torch.float32), {"backend": GEMM})
-    attention = Attention(choices)
+    tuning_cache = TuningCache()
+    tuning_cache.set(choice_name(*SHAPES["cross"], torch.float32), {"backend": GEMM})
+    attention = Attention(tuning_cache)
     assert torch.equal(attention(*inputs), nn.functional.scaled_dot_product_attention(*inputs))
     assert attention.measure(*SHAPES["cross"], torch.float32, CPU) is None
 
 
 def test_upcast_computes_in_float32() -> None:
     inputs = random_inputs(*SHAPES["self"], torch.float16, CPU)
-    attention = Attention(Choices())
+    attention = Attention(TuningCache())
     upcast = attention(*inputs, upcast=True)
     assert upcast.dtype == torch.float16 and torch.equal(upcast, torch_ops.attention(*inputs, upcast=True))
     assert relative_error(upcast.double(), exact(*inputs)) < 4e-4
@@ -122,7 +122,7 @@ def test_upcast_computes_in_float32() -> None:
 @pytest.mark.parametrize("backend", [TORCH, GEMM, *FUSED])
 def test_every_implementation_gives_the_same_where_it_runs(backend: str) -> None:
     inputs = random_inputs(*SHAPES["cross"], torch.float32, CPU)
-    output = Attention(Choices()).run(backend, *inputs)
+    output = Attention(TuningCache()).run(backend, *inputs)
     assert relative_error(output.double(), exact(*inputs)) < 1e-6
 
 
@@ -130,27 +130,27 @@ def test_no_switch_of_torchs_is_touched(monkeypatch: pytest.MonkeyPatch) -> None
     """They are the whole process's: a host's thread that asks or computes meanwhile would find ours."""
     for switch in ("flash", "mem_efficient", "math", "cudnn"):
         monkeypatch.setattr(switches, f"enable_{switch}_sdp", lambda on: pytest.fail("a switch was flipped"))
-    choices = Choices()
+    tuning_cache = TuningCache()
     inputs = random_inputs(*SHAPES["self"], torch.float32, CPU)
-    timed({}, choices).time_all(*SHAPES["self"], torch.float32, CPU)
+    timed({}, tuning_cache).time_all(*SHAPES["self"], torch.float32, CPU)
     for backend in (TORCH, GEMM, *FUSED):
-        Attention(choices).run(backend, *inputs)
+        Attention(tuning_cache).run(backend, *inputs)
 
 
 def test_what_the_host_has_switched_off_is_not_used() -> None:
-    choices, shapes = Choices(), SHAPES["self"]
+    tuning_cache, shapes = TuningCache(), SHAPES["self"]
     switches.enable_math_sdp(False)
     try:
-        timed({MATH: 0.1}, choices).time_all(*shapes, torch.float32, CPU)
-        assert MATH not in choices.get(choice_name(*shapes, torch.float32))["ms"] and not module.may_use(MATH)
+        timed({MATH: 0.1}, tuning_cache).time_all(*shapes, torch.float32, CPU)
+        assert MATH not in tuning_cache.get(choice_name(*shapes, torch.float32))["ms"] and not module.may_use(MATH)
     finally:
         switches.enable_math_sdp(True)
     assert module.may_use(MATH)
 
 
-def timed(times: dict[str, float], choices: Choices | None = None) -> Attention:
+def timed(times: dict[str, float], tuning_cache: TuningCache | None = None) -> Attention:
     """An attention whose clock gives each implementation the time that it has here, 1.0 by default."""
-    return Attention(choices or Choices(), lambda work: times.get(name_of(work), 1.0))
+    return Attention(tuning_cache or TuningCache(), lambda work: times.get(name_of(work), 1.0))
 
 
 def name_of(work: Any) -> str:
@@ -161,28 +161,28 @@ def name_of(work: Any) -> str:
 
 @pytest.mark.parametrize("best", [MATH, GEMM, TORCH])
 def test_the_fastest_that_runs_here_is_chosen(best: str) -> None:
-    choices = Choices()
+    tuning_cache = TuningCache()
     # These three are a GPU's: they raise, however fast they claim to be.
-    attention = timed({best: 0.5, CUDNN: 0.1, EFFICIENT: 0.1, FLASH: 0.1}, choices)
+    attention = timed({best: 0.5, CUDNN: 0.1, EFFICIENT: 0.1, FLASH: 0.1}, tuning_cache)
     assert attention.time_all(*SHAPES["self"], torch.float32, CPU) == best
-    kept = choices.get(choice_name(*SHAPES["self"], torch.float32))
+    kept = tuning_cache.get(choice_name(*SHAPES["self"], torch.float32))
     assert kept["backend"] == best
     assert kept["ms"] == {name: 0.5 if name == best else 1.0 for name in (MATH, GEMM, TORCH)}
     assert attention.pick(*SHAPES["self"], torch.float32) == best
 
 
 def test_wide_heads_are_gemms_and_torchs_whole_scores_are_never_tried() -> None:
-    choices = Choices()
-    attention = timed({}, choices)
+    tuning_cache = TuningCache()
+    attention = timed({}, tuning_cache)
     assert attention.pick(*SHAPES["VAE"], torch.bfloat16) == GEMM
     assert attention.time_all(*SHAPES["VAE"], torch.bfloat16, CPU) == GEMM
-    assert set(choices.get(choice_name(*SHAPES["VAE"], torch.bfloat16))["ms"]) == {GEMM}
+    assert set(tuning_cache.get(choice_name(*SHAPES["VAE"], torch.bfloat16))["ms"]) == {GEMM}
 
 
 def test_math_is_not_tried_where_its_scores_are_large() -> None:
-    choices, large = Choices(), (1, 8, 512, 8)
-    timed({MATH: 0.1}, choices).time_all(large, large, torch.float32, CPU)
-    assert MATH not in choices.get(choice_name(large, large, torch.float32))["ms"]
+    tuning_cache, large = TuningCache(), (1, 8, 512, 8)
+    timed({MATH: 0.1}, tuning_cache).time_all(large, large, torch.float32, CPU)
+    assert MATH not in tuning_cache.get(choice_name(large, large, torch.float32))["ms"]
 
 
 def raising() -> Tensor:

@@ -16,7 +16,7 @@ from lib_onediff.engines import auto_backend as auto_choice
 from lib_onediff.engines.auto_backend import ENOUGH_CALLS, AutoBackend, name_for
 from lib_onediff.engines.inductor.compiler import Inductor
 from lib_onediff.ops.inductor.compiled import CompiledRegion
-from lib_onediff.ops.tuning_cache import Choices
+from lib_onediff.ops.tuning_cache import TuningCache
 from lib_onediff.runtime.call_stats import GRAPH
 from lib_onediff.runtime.fallback import FallbackChain
 from lib_onediff.runtime.runtime import runtime
@@ -26,12 +26,12 @@ PLAIN = Candidates((EAGER,), "there is no GPU")
 
 
 @pytest.fixture
-def choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Choices]:
+def tuning_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TuningCache]:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    choices = Choices()
-    monkeypatch.setattr(runtime.operators, "auto", AutoBackend(choices))
+    tuning_cache = TuningCache()
+    monkeypatch.setattr(runtime.operators, "auto", AutoBackend(tuning_cache))
     monkeypatch.setattr(runtime.operators, "inductor", Inductor(runtime.operators.attention, helpers=0))
-    yield choices
+    yield tuning_cache
     runtime.operators.inductor.finish()
 
 
@@ -48,7 +48,7 @@ def backends_of(count: int, unet: Any) -> list[str]:
 
 @pytest.mark.skipif(LACK is not None, reason=LACK or "")
 def test_both_make_some_calls_and_the_faster_one_makes_the_rest(
-    choices: Choices, monkeypatch: pytest.MonkeyPatch
+    tuning_cache: TuningCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(auto_choice.WORTH_LOOKING_MS, "cpu", 0.0)
     # Compiled for another, so that auto need not wait, which it never does.
@@ -58,18 +58,18 @@ def test_both_make_some_calls_and_the_faster_one_makes_the_rest(
     used = backends_of(3 * ENOUGH_CALLS + 4, unet)
     changed = used.index(INDUCTOR)
     assert ENOUGH_CALLS <= changed <= ENOUGH_CALLS + 2 and set(used[:changed]) == {EAGER}
-    kept = choices.get(name_for(CPU))
+    kept = tuning_cache.get(name_for(CPU))
     faster = INDUCTOR if kept["times"][INDUCTOR] < 0.95 * kept["times"][EAGER] else EAGER
     assert kept["backend"] == faster == used[-1]
     sentence = lib_onediff.status()["auto"]
     assert sentence.startswith(f"auto is {faster} here: ") and sentence.endswith("measured once on this machine")
     # Another process of this machine begins with it.
-    monkeypatch.setattr(runtime.operators, "auto", AutoBackend(choices))
+    monkeypatch.setattr(runtime.operators, "auto", AutoBackend(tuning_cache))
     assert backends_of(1, unet) == [faster]
 
 
 def test_calls_that_take_no_time_are_not_worth_a_compiler(
-    choices: Choices, monkeypatch: pytest.MonkeyPatch
+    tuning_cache: TuningCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(auto_choice.WORTH_LOOKING_MS, "cpu", 60_000.0)
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_SD1), backend="auto")
@@ -78,7 +78,7 @@ def test_calls_that_take_no_time_are_not_worth_a_compiler(
     assert lib_onediff.status()["auto"] == ""
 
 
-def test_calls_that_a_graph_serves_count_too(choices: Choices, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_a_graph_serves_count_too(tuning_cache: TuningCache, monkeypatch: pytest.MonkeyPatch) -> None:
     serve, noted = FallbackChain.serve, []
     monkeypatch.setattr(FallbackChain, "serve", lambda self, *given: serve(self, *given)._replace(route=GRAPH))
     monkeypatch.setattr(runtime.operators.auto, "note", lambda entry, call: noted.append(entry))
@@ -89,7 +89,9 @@ def test_calls_that_a_graph_serves_count_too(choices: Choices, monkeypatch: pyte
 
 
 @pytest.mark.skipif(LACK is not None, reason=LACK or "")
-def test_where_inductor_cannot_compile_it_is_done_without(choices: Choices, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_inductor_cannot_compile_it_is_done_without(
+    tuning_cache: TuningCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(auto_choice.WORTH_LOOKING_MS, "cpu", 0.0)
 
     def broken(region: CompiledRegion, shapes: Any, path: Path, digest: str | None = None) -> None:
@@ -107,9 +109,9 @@ def test_where_inductor_cannot_compile_it_is_done_without(choices: Choices, monk
                  {"backend": INDUCTOR, "times": {INDUCTOR: "1", EAGER: 2}}, {"backend": INDUCTOR, "times": [1, 2]}],
 )
 def test_a_store_that_anybody_may_have_written(nonsense: Any) -> None:
-    choices = Choices()
-    choices.set(name_for(CPU), nonsense)
-    auto = AutoBackend(choices)
+    tuning_cache = TuningCache()
+    tuning_cache.set(name_for(CPU), nonsense)
+    auto = AutoBackend(tuning_cache)
     unet = diffusers_unet(**SMALL_SD1)
     assert auto.candidates(PLAIN, a_call(unet)) == PLAIN
     assert auto.sentence() == "" and not auto.is_inductor(CPU)

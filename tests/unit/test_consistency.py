@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lib_onediff import __version__
 from lib_onediff.consistency import differences, machine_facts, onediff_facts, parse, report
-from lib_onediff.consistency.machine import read_switch
+from lib_onediff.consistency.facts import read_switch
 from lib_onediff.consistency.report import LONGEST_VALUE, as_fact
 from lib_onediff.hosts.host_facts import host_facts
 from lib_onediff.options.settings import Settings

@@ -24,7 +24,7 @@ from lib_onediff.ops.quantized import scaled_mm as float8
 from lib_onediff.ops.quantized.gains import Float8Choice, Product, choice_name, products
 from lib_onediff.ops.quantized.operators import Float8Operators
 from lib_onediff.ops.triton.launch_config import Launches
-from lib_onediff.ops.tuning_cache import Choices
+from lib_onediff.ops.tuning_cache import TuningCache
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import State
@@ -203,7 +203,7 @@ def test_only_what_pays_is_done_in_float8(on_a_gpu: Weather, monkeypatch: pytest
     call = half_call(unet)
     served(unet, call)
     every, only_gated = len(done), Float8Operators(
-        Launches(Choices()), torch_ops.attention, lambda device, dtype: dtype, lambda product, dtype: product.gated
+        Launches(TuningCache()), torch_ops.attention, lambda device, dtype: dtype, lambda product, dtype: product.gated
     )
     monkeypatch.setitem(runtime.operators._made, FLOAT8, only_gated)
     done.clear()
@@ -212,14 +212,14 @@ def test_only_what_pays_is_done_in_float8(on_a_gpu: Weather, monkeypatch: pytest
 
 
 def test_what_was_measured_is_known_to_the_next_process() -> None:
-    product, choices = Product(8, 16, 32, True), Choices()
-    assert Float8Choice(choices).pays(product, torch.float16) is False, "small"
-    assert Float8Choice(choices).pays(Product(2048, 1280, 10240, False), torch.float16) is True
-    assert Float8Choice(choices).pays(Product(2048, 5120, 1280, True), torch.float16) is False, "after a GEGLU"
-    Float8Choice(choices).measure(product, torch.float16, lambda: 2, lambda: 1, lambda work: float(work()))
-    assert Float8Choice(choices).pays(product, torch.float16) is True
-    choices.set(choice_name(product, torch.float16), "nonsense")
-    assert Float8Choice(choices).pays(product, torch.float16) is False
+    product, tuning_cache = Product(8, 16, 32, True), TuningCache()
+    assert Float8Choice(tuning_cache).pays(product, torch.float16) is False, "small"
+    assert Float8Choice(tuning_cache).pays(Product(2048, 1280, 10240, False), torch.float16) is True
+    assert Float8Choice(tuning_cache).pays(Product(2048, 5120, 1280, True), torch.float16) is False, "after a GEGLU"
+    Float8Choice(tuning_cache).measure(product, torch.float16, lambda: 2, lambda: 1, lambda work: float(work()))
+    assert Float8Choice(tuning_cache).pays(product, torch.float16) is True
+    tuning_cache.set(choice_name(product, torch.float16), "nonsense")
+    assert Float8Choice(tuning_cache).pays(product, torch.float16) is False
 
 
 @pytest.mark.parametrize(("capability", "has"), [((8, 6), False), ((8, 9), True), ((9, 0), True), ((12, 0), True)])

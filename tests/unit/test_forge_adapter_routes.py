@@ -26,6 +26,7 @@ from test_real_host_unets import SD1, SDXL, needs_forge
 from torch import Tensor
 
 from lib_onediff.hosts.webui import CannotWarm
+from lib_onediff.model.layout import UnsupportedUNet
 from lib_onediff.model.weights import shares_storage
 from lib_onediff.runtime.runtime import runtime
 
@@ -170,7 +171,7 @@ def test_warming_makes_the_shape_of_a_generation_ready(host: ForgeHost, config: 
 def test_warming_what_the_host_must_run_says_why(host: ForgeHost, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = host.load(Checkpoint())
     checkpoint.unet.input_blocks[0][0].register_forward_hook(lambda module, given, output: None)
-    with pytest.raises(CannotWarm, match="forward hook"):
+    with pytest.raises(UnsupportedUNet, match="forward hook"):
         host.adapter.warm(64, 64, 2, 77)
     monkeypatch.setattr(sys.modules["modules.sd_models"], "forge_model_reload", lambda: int("no model"))
     with pytest.raises(CannotWarm, match="the checkpoint cannot be loaded"):

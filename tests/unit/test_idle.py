@@ -13,7 +13,7 @@ from test_warmup import SECONDS, SmallWebUI, wait_until_idle
 from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.prewarm import idle as idle_module
 from lib_onediff.prewarm.idle import IdleWarmUp, count_ready
-from lib_onediff.prewarm.most_used import Wanted
+from lib_onediff.prewarm.presets import Wanted
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.sizes import Size

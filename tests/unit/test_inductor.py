@@ -36,7 +36,7 @@ from lib_onediff.ops.availability import why_no_inductor
 from lib_onediff.ops.inductor import artifact
 from lib_onediff.ops.inductor import operators as inductor_ops
 from lib_onediff.ops.inductor.compiled import CompiledRegion
-from lib_onediff.ops.tuning_cache import Choices
+from lib_onediff.ops.tuning_cache import TuningCache
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.store.history import History
 
@@ -66,11 +66,11 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> History:
 @pytest.fixture(scope="module")
 def cache(history: History) -> Iterator[Path]:
     """A cache folder, and a runtime whose Inductor has compiled nothing yet."""
-    folder, choices = history.folder / "compiled" / "inductor", Choices()
-    choices.attach(history.tuned, history.tune)
+    folder, tuning_cache = history.folder / "compiled" / "inductor", TuningCache()
+    tuning_cache.attach(history.tuned, history.tune)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
-        inductor = Inductor(runtime.operators.attention, helpers=0, choices=choices)
+        inductor = Inductor(runtime.operators.attention, helpers=0, tuning_cache=tuning_cache)
         patch.setattr(runtime.operators, "inductor", inductor)
         yield folder
         runtime.operators.inductor.finish()

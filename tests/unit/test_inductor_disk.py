@@ -18,7 +18,7 @@ from lib_onediff.engines.inductor.helper import compile_in_processes
 from lib_onediff.ops.inductor import artifact
 from lib_onediff.ops.inductor.compiled import CompiledRegion
 from lib_onediff.ops.inductor.regions import ADDITION, Region, Shapes, region_for
-from lib_onediff.ops.tuning_cache import Choices
+from lib_onediff.ops.tuning_cache import TuningCache
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.store.history import History
 
@@ -159,10 +159,10 @@ def test_the_store_knows_what_was_compiled_and_nothing_else_is_run(
 
     def in_a_process() -> int:
         """As a WebUI that was started again has it compiled; how often torch was told to run what lies on the disk."""
-        choices, history, before = Choices(), History(), len(reads)
+        tuning_cache, history, before = TuningCache(), History(), len(reads)
         history.open(tmp_path / "store")
-        choices.attach(history.tuned, history.tune)
-        inductor = Inductor(runtime.operators.attention, helpers, choices)
+        tuning_cache.attach(history.tuned, history.tune)
+        inductor = Inductor(runtime.operators.attention, helpers, tuning_cache)
         compiled = inductor.operators.region(region)
         planned = inductor._compile({compiled: shapes}, torch.device("cpu"))
         wanted = Compilable("", torch.float32, torch.device("cpu"), False)

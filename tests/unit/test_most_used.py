@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from lib_onediff.prewarm.most_used import most_used
+from lib_onediff.prewarm.presets import most_used
 from lib_onediff.shapes.sizes import Size
 from lib_onediff.store.rows import HistoryRow
 

@@ -31,7 +31,7 @@ from lib_onediff.ops.precision import (
     tf32_is_on,
     upcasts_attention,
 )
-from lib_onediff.ops.tuning_cache import Choices
+from lib_onediff.ops.tuning_cache import TuningCache
 from lib_onediff.options.effects import Machine
 
 GPU = torch.device("cuda", 0)
@@ -277,12 +277,12 @@ def test_attention(choice: str, host: bool, overflowed: bool, expected: bool) ->
 
 
 def test_an_overflow_is_remembered() -> None:
-    choices = Choices()
-    seen = AttentionOverflows(choices)
+    tuning_cache = TuningCache()
+    seen = AttentionOverflows(tuning_cache)
     assert not seen.seen("abc", torch.float16)
     seen.note("abc", torch.float16)
     stored = {"attention overflows, abc, float16": True}
-    again = Choices()
+    again = TuningCache()
     again.attach(lambda: stored, lambda *given: None)
     assert AttentionOverflows(again).seen("abc", torch.float16)
     assert not AttentionOverflows(again).seen("abc", torch.bfloat16) and not seen.seen("other", torch.float16)

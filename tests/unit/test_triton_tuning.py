@@ -22,7 +22,7 @@ from lib_onediff.ops.triton.launch_config import (
     row_class,
 )
 from lib_onediff.ops.triton.tuning import Trial, best_cut, trials, tune_kernels
-from lib_onediff.ops.tuning_cache import Choices
+from lib_onediff.ops.tuning_cache import TuningCache
 
 CPU = torch.device("cpu")
 LAYERS: list[Any] = [GroupNorm("norm", 64, 32, 1e-5), LayerNorm("wide", 96, 1e-5), LayerNorm("narrow", 64, 1e-5)]
@@ -42,7 +42,7 @@ class Clock:
 
 
 def test_a_network_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches, clock = Launches(Choices()), Clock(**{str(LAYER_NORM.candidates[2]): 0.5})
+    launches, clock = Launches(TuningCache()), Clock(**{str(LAYER_NORM.candidates[2]): 0.5})
     count = tune_kernels(launches, LAYERS, torch.float32, CPU, clock)
     # Two sizes of images for four kernels, and two widths of tokens for two.
     assert count == 2 * 4 + 2 * 2
@@ -55,13 +55,13 @@ def test_a_network_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_choice_is_kept_for_the_next_process_and_a_strange_one_is_none() -> None:
-    choices = Choices()
-    Launches(choices).choose(STATISTICS, LARGE, torch.float16, STATISTICS.candidates[1])
-    assert Launches(choices).of(STATISTICS, LARGE, torch.float16) == STATISTICS.candidates[1]
-    assert Launches(choices).of(STATISTICS, SMALL, torch.float16) == STATISTICS.candidates[0]
+    tuning_cache = TuningCache()
+    Launches(tuning_cache).choose(STATISTICS, LARGE, torch.float16, STATISTICS.candidates[1])
+    assert Launches(tuning_cache).of(STATISTICS, LARGE, torch.float16) == STATISTICS.candidates[1]
+    assert Launches(tuning_cache).of(STATISTICS, SMALL, torch.float16) == STATISTICS.candidates[0]
     for strange in ([3, 3], "fast", None, [], [[8, 1]]):
-        choices.set(f"kernel {ADDITION.name}, {SMALL}, float16", strange)
-        assert Launches(choices).of(ADDITION, SMALL, torch.float16) == ADDITION.candidates[0]
+        tuning_cache.set(f"kernel {ADDITION.name}, {SMALL}, float16", strange)
+        assert Launches(tuning_cache).of(ADDITION, SMALL, torch.float16) == ADDITION.candidates[0]
 
 
 @pytest.mark.parametrize(("other_ms", "place"), [(0.98, 0), (0.9, 1), (2.0, 0)])

@@ -13,7 +13,7 @@ from graph_builders import PretendedGraphs
 from torch import nn
 
 from lib_onediff.hosts.diffusers import unet as diffusers_host
-from lib_onediff.ops.tuning_cache import Choices
+from lib_onediff.ops.tuning_cache import TuningCache
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import State
 from lib_onediff.store.history import PINNED, History, Pins
@@ -42,12 +42,12 @@ def unet(pretended: PretendedGraphs) -> nn.Module:
     return unet
 
 
-def another_process(folder: Path) -> tuple[History, Choices]:
+def another_process(folder: Path) -> tuple[History, TuningCache]:
     runtime.history._store.flush()
-    history, choices = History(), Choices()
+    history, tuning_cache = History(), TuningCache()
     history.open(folder)
-    choices.attach(history.tuned, history.tune)
-    return history, choices
+    tuning_cache.attach(history.tuned, history.tune)
+    return history, tuning_cache
 
 
 def test_pins_outlive_the_process(unet: nn.Module, store: Path) -> None:
@@ -57,11 +57,11 @@ def test_pins_outlive_the_process(unet: nn.Module, store: Path) -> None:
     assert runtime.pin(row.resolution, row.model, True)
     [row] = runtime.rows()
     assert row.pinned and row.shapes[0].pinned
-    _, choices = another_process(store)
-    assert Pins(choices).all() == {(row.model, "64x64")}
+    _, tuning_cache = another_process(store)
+    assert Pins(tuning_cache).all() == {(row.model, "64x64")}
     assert runtime.pin(row.resolution, row.model, False)
-    _, choices = another_process(store)
-    assert Pins(choices).all() == frozenset() and not runtime.rows()[0].pinned
+    _, tuning_cache = another_process(store)
+    assert Pins(tuning_cache).all() == frozenset() and not runtime.rows()[0].pinned
 
 
 def test_only_what_is_known_can_be_pinned(unet: nn.Module) -> None:
@@ -71,9 +71,9 @@ def test_only_what_is_known_can_be_pinned(unet: nn.Module) -> None:
 
 @pytest.mark.parametrize("stored", [None, "512x512", [1, 2], [["SD1"]], [["SD1", 5]], {"SD1": "512x512"}, [None]])
 def test_a_store_that_anybody_has_written(stored: object) -> None:
-    choices = Choices()
-    choices.set(PINNED, stored)
-    assert Pins(choices).all() == frozenset()
+    tuning_cache = TuningCache()
+    tuning_cache.set(PINNED, stored)
+    assert Pins(tuning_cache).all() == frozenset()
 
 
 def test_purging_the_disk_leaves_graphs_and_pins(unet: nn.Module, store: Path) -> None:
@@ -85,10 +85,10 @@ def test_purging_the_disk_leaves_graphs_and_pins(unet: nn.Module, store: Path) -
     runtime.history._store.flush()
     assert another_process(store)[0].rows()
     assert runtime.purge_disk() >= 0
-    history, choices = another_process(store)
-    assert history.rows() == [] and choices.get("kernel addition, small, float16") is None
+    history, tuning_cache = another_process(store)
+    assert history.rows() == [] and tuning_cache.get("kernel addition, small, float16") is None
     assert runtime.choices.get("kernel addition, small, float16") is None, "it is measured again"
-    assert Pins(choices).all() == runtime.pins.all() != frozenset()
+    assert Pins(tuning_cache).all() == runtime.pins.all() != frozenset()
     assert runtime.rows()[0].state == State.READY.value
 
 
@@ -97,8 +97,8 @@ def test_purging_everything_leaves_pins(unet: nn.Module, store: Path) -> None:
     runtime.pin("64x64", runtime.rows()[0].model, True)
     runtime.purge()
     assert runtime.rows() == []
-    _, choices = another_process(store)
-    assert Pins(choices).all() == runtime.pins.all() != frozenset()
+    _, tuning_cache = another_process(store)
+    assert Pins(tuning_cache).all() == runtime.pins.all() != frozenset()
 
 
 def test_five_hundred_ready_rows_are_little_work(unet: nn.Module) -> None:

@@ -29,8 +29,8 @@ from lib_onediff.engines import EAGER, NATIVE, Candidates
 from lib_onediff.hosts.ldm_decoder import DecoderPatches
 from lib_onediff.model.layout import Convolution, UnsupportedUNet
 from lib_onediff.model.patches import HostTraits
+from lib_onediff.model.read import read_decoder
 from lib_onediff.model.vae.forward import Decoding
-from lib_onediff.model.vae.read import read_decoder
 from lib_onediff.ops import torch_ops
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.bound import BoundDecoder

@@ -22,8 +22,8 @@ from vae_builders import (
 
 from lib_onediff.model.layout import Convolution
 from lib_onediff.model.patches import HostTraits
+from lib_onediff.model.read import read_decoder
 from lib_onediff.model.vae.forward import Decoding
-from lib_onediff.model.vae.read import read_decoder
 from lib_onediff.ops import torch_ops
 from lib_onediff.runtime.vae.bound import BoundDecoder
 

@@ -32,7 +32,7 @@ from lib_onediff.hosts.forge.checks import replaced_vae_helper
 from lib_onediff.hosts.forge.traits import FORGE as FORGE_TRAITS
 from lib_onediff.hosts.ldm_decoder import DecoderPatches
 from lib_onediff.model.patches import HostTraits
-from lib_onediff.model.vae.read import read_decoder
+from lib_onediff.model.read import read_decoder
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
 SIZES = [(6, 6), (5, 7)]

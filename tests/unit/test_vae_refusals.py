@@ -20,7 +20,7 @@ from vae_builders import (
 
 from lib_onediff.model.layout import UnsupportedUNet
 from lib_onediff.model.patches import HostTraits
-from lib_onediff.model.vae.read import read_decoder
+from lib_onediff.model.read import read_decoder
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
 

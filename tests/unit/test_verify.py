@@ -10,16 +10,16 @@ from torch import Tensor
 
 from lib_onediff.engines import EAGER, FLOAT8, NATIVE, ONEFLOW
 from lib_onediff.model.read import read_layout
-from lib_onediff.runtime.verify import CannotJudge, Disagreement, judge
+from lib_onediff.runtime.verify import HOST_NOT_FINITE, judge
 from lib_onediff.shapes.key import ShapeKey
 from lib_onediff.shapes.table import Entry
 
 
-def judged(backend: str, dtype: torch.dtype, error: float) -> None:
+def judged(backend: str, dtype: torch.dtype, error: float) -> str | None:
     unet = diffusers_unet(**SMALL)
     key = ShapeKey.of(read_layout(unet).architecture, dtype, a_call(unet), backend)
     expected = torch.ones(64, dtype=torch.float32)
-    judge(Entry(replace(key, dtype=dtype)), expected * (1 + error), lambda: expected)
+    return judge(Entry(replace(key, dtype=dtype)), expected * (1 + error), lambda: expected)
 
 
 @pytest.mark.parametrize(
@@ -32,20 +32,17 @@ def judged(backend: str, dtype: torch.dtype, error: float) -> None:
     ],
 )
 def test_limits(backend: str, dtype: torch.dtype, passes: float, fails: float) -> None:
-    judged(backend, dtype, passes)
-    with pytest.raises(Disagreement, match="rounding explains"):
-        judged(backend, dtype, fails)
+    assert judged(backend, dtype, passes) is None
+    assert "rounding explains" in judged(backend, dtype, fails)
 
 
 @pytest.mark.parametrize("worst", [float("nan"), float("inf")])
 def test_an_output_that_is_not_finite_fails_and_a_host_that_is_not_is_no_yardstick(worst: float) -> None:
-    with pytest.raises(Disagreement):
-        judged(EAGER, torch.float32, worst)
+    assert "rounding explains" in judged(EAGER, torch.float32, worst)
     unet = diffusers_unet(**SMALL)
     key = ShapeKey.of(read_layout(unet).architecture, torch.float32, a_call(unet), EAGER)
 
     def host() -> Tensor:
         return torch.full((64,), worst)
 
-    with pytest.raises(CannotJudge):
-        judge(Entry(key), torch.ones(64), host)
+    assert judge(Entry(key), torch.ones(64), host) == HOST_NOT_FINITE

@@ -159,7 +159,7 @@ class CudaGraphs:
 
 @dataclass
 class GraphRunner:
-    """engines.base.Runner by a CUDA graph. memory: the pool that it was captured in."""
+    """engines.managed_unet.Runner by a CUDA graph. memory: the pool that it was captured in."""
 
     graph: torch.cuda.CUDAGraph
     inputs: UNetCall

@@ -28,7 +28,7 @@ from ...ops.inductor.artifact import digest_of
 from ...ops.inductor.compiled import CompiledRegion
 from ...ops.inductor.operators import Attention, InductorOperators
 from ...ops.inductor.regions import Region, Shapes
-from ...ops.tuning_cache import Choices
+from ...ops.tuning_cache import TuningCache
 from .background import Background
 from .disk import Vouched, import_compiler, look_around, note_modules, path_of
 from .helper import CannotCompile, compile_in_processes, compile_region
@@ -71,16 +71,17 @@ class Planned(NamedTuple):
 class Inductor:
     """Which networks are compiled, and who compiles the others.
 
-    helpers: how many processes compile what is in no cache yet; 0: the calls do it. choices: where the digests are kept
-    of what was compiled; without them nothing is read that an earlier process has compiled.
+    helpers: how many processes compile what is in no cache yet; 0: the calls do it. tuning_cache: where the digests are
+    kept of what was compiled; without them nothing is read that an earlier process has compiled.
     """
 
     def __init__(
-        self, attention: Attention = torch_ops.attention, helpers: int | None = None, choices: Choices | None = None
+        self, attention: Attention = torch_ops.attention, helpers: int | None = None,
+        tuning_cache: TuningCache | None = None,
     ) -> None:
         self.operators = InductorOperators(attention)
         self.helpers = helpers_for(os.cpu_count() or 1) if helpers is None else helpers
-        self._vouched = Vouched(Choices() if choices is None else choices)
+        self._vouched = Vouched(TuningCache() if tuning_cache is None else tuning_cache)
         self._why_not: dict[torch.device, str | None] = {}
         self._shapes: dict[Region, Shapes] = {}
         self._begun: dict[Compilable, Future[Planned]] = {}

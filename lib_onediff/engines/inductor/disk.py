@@ -15,7 +15,7 @@ import torch
 from ...ops.availability import triton_version
 from ...ops.inductor.artifact import CODE, IN_STORE, digest_of, write
 from ...ops.inductor.regions import Region, Shapes
-from ...ops.tuning_cache import Choices
+from ...ops.tuning_cache import TuningCache
 from ...store.machine import source_digest
 
 log = logging.getLogger("onediff")
@@ -28,19 +28,19 @@ class Vouched:
     """The digests of what this machine has compiled, kept with what was measured on it. Files alone prove nothing:
     what is read from them is run."""
 
-    def __init__(self, choices: Choices) -> None:
-        self._choices = choices
+    def __init__(self, tuning_cache: TuningCache) -> None:
+        self._tuning_cache = tuning_cache
 
     def digest(self, path: Path) -> str | None:
         """That of the code that may be read from a path; None: none may."""
-        known = self._choices.get(self._name(path))
+        known = self._tuning_cache.get(self._name(path))
         return known if isinstance(known, str) else None
 
     def vouch(self, path: Path, digest: str | None) -> None:
         """Remember what is there now; None: nothing, or nothing that could be kept."""
         # Also what is known already: the store may have been purged since.
         if digest is not None:
-            self._choices.set(self._name(path), digest)
+            self._tuning_cache.set(self._name(path), digest)
 
     def clear_away(self, path: Path) -> bool:
         """Delete what lies at a path and nobody vouches for, and say so in the log. Returns whether nothing may be read

@@ -35,19 +35,16 @@ TOO_MANY = (
     "restart the WebUI to use it for others"
 )
 FAILED = "OneFlow failed to compile ({}), and a second try could end the WebUI: restart it to use OneFlow"
+COMPILING = "OneFlow is compiling for this shape, in the background"
 STRIDED = "OneFlow reads weights in their usual order alone, and {} lies channels-last"
 
 # The forward as a function of OneFlow's tensors: the weights, then what tensors_of names.
 Forward = Callable[..., Any]
 
 
-class OneFlowRefusal(Exception):
-    """No graph can be had; the message says why, in one line for the user."""
-
-
 @dataclass
 class OutsideMemory:
-    """engines.base.Memory. What OneFlow holds is not torch's, and nobody can ask how much it is."""
+    """engines.managed_unet.Memory. What OneFlow holds is not torch's, and nobody can ask how much it is."""
 
     device: torch.device
     bytes: int = 0
@@ -89,13 +86,14 @@ class OneFlowGraphs:
     def runner(
         self, key: Hashable, binding: Binding, call: UNetCall, conditioning: Conditioning,
         variables: Mapping[str, str] | None = None, fused_attention: bool = False, waits_for_compile: bool = False,
-    ) -> OneFlowRunner | None:
-        """A runner for calls of this shape with this conditioning. None as long as its graph is being compiled, in
-        another thread: seconds, where the shape or the address of a weight is new.
+    ) -> OneFlowRunner | str:
+        """A runner for calls of this shape with this conditioning, or why there is none, in one line for the user:
+        COMPILING as long as its graph is made in another thread, seconds where the shape or the address of a weight is
+        new.
 
         key: what decides which graph a call needs, weights aside: shapes.key.ShapeKey without its precision.
         variables: the environment that OneFlow is to see at every run; see precision.oneflow_variables.
-        fused_attention: see ops.oneflow_ops.OneFlowOperators. patient: wait for the graph. Raises OneFlowRefusal.
+        fused_attention: see operators.OneFlowOperators. waits_for_compile: wait for the graph.
         """
         weights = present(binding.weights())
         identity = key, addresses(weights)
@@ -103,31 +101,33 @@ class OneFlowGraphs:
         given = tensors_of(inputs, conditioning)
         with self._lock:
             if identity not in self._compiled and identity not in self._pending:
-                self._refuse_another(weights)
+                refusal = self._why_no_other(weights)
+                if refusal is not None:
+                    return refusal
                 forward = forward_of(binding.layout, inputs, conditioning, fused_attention)
                 self._pending[identity] = self._worker.submit(self._compile, identity, forward, weights, given)
             pending = self._pending.get(identity)
         if pending is not None:
             if not waits_for_compile:
-                return None
+                return COMPILING
             pending.result()
         compiled = self._compiled.get(identity)
         if compiled is None:
-            raise OneFlowRefusal(FAILED.format(self.failure))
+            return FAILED.format(self.failure)
         return OneFlowRunner(
             compiled.graph, inputs, conditioning, OutsideMemory(inputs.latent.device), bytes_of(inputs),
             compiled.seconds, given, dict(variables or {}), self._running,
         )
 
-    def _refuse_another(self, weights: Weights) -> None:
+    def _why_no_other(self, weights: Weights) -> str | None:
+        """Why no further graph is compiled, or None."""
         if self.failure:
-            raise OneFlowRefusal(FAILED.format(self.failure))
+            return FAILED.format(self.failure)
         if len(self) >= self.most:
-            raise OneFlowRefusal(TOO_MANY.format(len(self)))
-        for path, affine in weights.items():
-            # A graph would read its numbers in the wrong order, without an error.
-            if not affine.weight.is_contiguous():
-                raise OneFlowRefusal(STRIDED.format(path))
+            return TOO_MANY.format(len(self))
+        # A graph would read its numbers in the wrong order, without an error.
+        strided = next((path for path, affine in weights.items() if not affine.weight.is_contiguous()), None)
+        return None if strided is None else STRIDED.format(strided)
 
     def _compile(self, identity: Hashable, forward: Forward, weights: Weights, given: list[Tensor]) -> None:
         """In the worker's thread. weights: alive until this ends, because the first run reads them."""
@@ -149,8 +149,8 @@ class OneFlowGraphs:
 
 @dataclass
 class OneFlowRunner:
-    """engines.base.Runner by a graph of OneFlow. given: what the graph takes, see tensors_of. running: held while
-    OneFlow runs or compiles anything."""
+    """engines.managed_unet.Runner by a graph of OneFlow. given: what the graph takes, see tensors_of. running: held
+    while OneFlow runs or compiles anything."""
 
     graph: Any
     inputs: UNetCall

@@ -14,15 +14,10 @@ from ...shapes.key import ShapeKey
 from .. import ONEFLOW, Candidates
 from ..managed_unet import CachedRunner, ManagedUNet
 from .gate import OneFlowGate, Verdict
-from .graphs import OneFlowGraphs, OneFlowRefusal, OneFlowRunner
+from .graphs import OneFlowGraphs, OneFlowRunner
 
 TRYING = "OneFlow is being tried, in the background"
-COMPILING = "OneFlow is compiling for this shape, in the background"
 COMPILING_ANOTHER = "OneFlow is compiling for another shape, in the background, and runs nothing meanwhile"
-
-
-class NotYet(Exception):
-    """A backend does not serve this call; the message says why, in one line for the user."""
 
 
 class OneFlowRoute:
@@ -54,22 +49,18 @@ class OneFlowRoute:
 
     def runner(
         self, managed: ManagedUNet, key: ShapeKey, call: UNetCall, conditioning: Conditioning, waits_for_compile: bool
-    ) -> OneFlowRunner:
-        """What runs a call. Raises NotYet."""
+    ) -> OneFlowRunner | str:
+        """What runs a call, or why OneFlow does not, in one line for the user."""
         kept = managed.oneflow.get(key)
         if kept is not None and managed.serves(kept, conditioning, call.deepcache):
             if self._graphs.is_compiling and not waits_for_compile:
-                raise NotYet(COMPILING_ANOTHER)
+                return COMPILING_ANOTHER
             # Settings change, and graphs do not know them.
             return replace(kept.runner, variables=self._variables)
-        try:
-            runner = self._graphs.runner(
-                replace(key, precision=()), managed.bound.binding, call, conditioning, self._variables,
-                self._fused_attention.get((call.latent.device, call.latent.dtype), False), waits_for_compile,
-            )
-        except OneFlowRefusal as refusal:
-            raise NotYet(str(refusal)) from refusal
-        if runner is None:
-            raise NotYet(COMPILING)
-        managed.oneflow[key] = CachedRunner(managed.bound.generation, conditioning, runner)
+        runner = self._graphs.runner(
+            replace(key, precision=()), managed.bound.binding, call, conditioning, self._variables,
+            self._fused_attention.get((call.latent.device, call.latent.dtype), False), waits_for_compile,
+        )
+        if not isinstance(runner, str):
+            managed.oneflow[key] = CachedRunner(managed.bound.generation, conditioning, runner)
         return runner

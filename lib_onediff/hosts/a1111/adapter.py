@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from ...model.call import UNetCall
-from ...model.layout import UnsupportedUNet
 from ...model.patches import HostTraits
 from ...prewarm.job import TOKENS
 from ...runtime.runtime import runtime
@@ -161,10 +160,7 @@ class A1111:
         if unet is None:
             raise CannotWarm(self.why_not_served() or "no checkpoint is loaded yet")
         runtime.adopt(unet, host_traits=self._host_traits)
-        try:
-            layout = runtime.layout_of(unet)
-        except UnsupportedUNet as reason:
-            raise CannotWarm(str(reason)) from reason
+        layout = runtime.layout_of(unet)
         noise = lambda *shape: torch.randn(shape, dtype=devices.dtype, device=devices.device)  # noqa: E731
         latent = noise(batch, 4, height // 8, width // 8)
         timestep = torch.full((batch,), MIDDLE_OF_THE_SCHEDULE, device=devices.device)

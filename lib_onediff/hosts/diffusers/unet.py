@@ -23,10 +23,6 @@ from .schedule import PipelineSchedule
 BEHIND_A_HOOK = "_old_forward"
 
 
-class NotOurs(Exception):
-    """This call has something in it that a UNetCall cannot say; the message is one line for the user."""
-
-
 class DiffusersForward:
     """Stands in for UNet2DConditionModel.forward on one instance, with the same signature."""
 
@@ -57,12 +53,11 @@ class DiffusersForward:
 
         try:
             call = self._call(unet, **given)
-        except NotOurs as reason:
-            runtime.note_host(str(reason), unet, context_of(given))
-            sample = runtime.pressure.run_host(host)
         except (RuntimeError, TypeError, KeyError, AttributeError) as fault:
             # Inputs that we cannot even read are the host's to judge.
-            runtime.note_host(f"the inputs of this call were not understood: {fault}", unet, context_of(given))
+            call = f"the inputs of this call were not understood: {fault}"
+        if isinstance(call, str):
+            runtime.note_host(call, unet, context_of(given))
             sample = runtime.pressure.run_host(host)
         else:
             if self.schedule is not None:
@@ -83,25 +78,30 @@ class DiffusersForward:
         timestep_cond: Tensor | None = None, added_cond_kwargs: dict[str, Tensor] | None = None,
         down_block_additional_residuals: Any = None, mid_block_additional_residual: Tensor | None = None,
         down_intrablock_additional_residuals: Any = None, **others: Any,
-    ) -> UNetCall:
+    ) -> UNetCall | str:
+        """The call as ours, or what in it a UNetCall cannot say, in one line for the user."""
         if runtime.guard.suspended:
-            raise NotOurs(runtime.guard.suspended)
+            return runtime.guard.suspended
         replaced = replaced_by(type(unet))
         if replaced is not None:
-            raise NotOurs(f"UNet2DConditionModel.forward was replaced by {replaced}")
+            return f"UNet2DConditionModel.forward was replaced by {replaced}"
         for name, value in others.items():
             if value is not None and value != {}:
-                raise NotOurs(f"the pipeline passes {name}")
+                return f"the pipeline passes {name}"
         if isinstance(encoder_hidden_states, (tuple, list)):
-            raise NotOurs("the context has several parts (an IP-Adapter?)")
+            return "the context has several parts (an IP-Adapter?)"
+        times, label = timestep_of_batch(timestep, sample), self._label(unet, added_cond_kwargs)
+        if isinstance(label, str):
+            return label
+        control = control_of(
+            unet, sample, down_block_additional_residuals, mid_block_additional_residual,
+            down_intrablock_additional_residuals,
+        )
+        if isinstance(control, str):
+            return control
         return UNetCall(
-            latent=sample, timestep=timestep_of_batch(timestep, sample), context=encoder_hidden_states,
-            y=self._label(unet, added_cond_kwargs), timestep_condition=timestep_cond,
-            control=control_of(
-                unet, sample, down_block_additional_residuals, mid_block_additional_residual,
-                down_intrablock_additional_residuals,
-            ),
-            upcast_attention=self._upcasts_attention(unet),
+            latent=sample, timestep=times, context=encoder_hidden_states, y=label, timestep_condition=timestep_cond,
+            control=control, upcast_attention=self._upcasts_attention(unet),
         )
 
     def _upcasts_attention(self, unet: nn.Module) -> bool:
@@ -113,15 +113,16 @@ class DiffusersForward:
         upcast = attention is not None and getattr(attention, "upcast_attention", False)
         return bool(upcast) and type(attention.processor).__name__ == "AttnProcessor"
 
-    def _label(self, unet: Any, added: dict[str, Tensor] | None) -> Tensor | None:
-        """y of an SDXL-like UNet, (batch, width): pooled text beside the sinusoids of the size numbers.
+    def _label(self, unet: Any, added: dict[str, Tensor] | None) -> Tensor | str | None:
+        """y of an SDXL-like UNet, (batch, width): pooled text beside the sinusoids of the size numbers; or what the
+        pipeline passes instead of them.
 
         As UNet2DConditionModel.get_aug_embed. Kept while the pipeline hands over the same tensors.
         """
         if unet.config.addition_embed_type is None:
             return None
         if not added or set(added) != {"text_embeds", "time_ids"}:
-            raise NotOurs(f"added_cond_kwargs holds {', '.join(sorted(added or {})) or 'nothing'}")
+            return f"added_cond_kwargs holds {', '.join(sorted(added or {})) or 'nothing'}"
         text, sizes = added["text_embeds"], added["time_ids"]
         for sighting, label in self._labels:
             if sighting.recognises((text, sizes)):
@@ -152,10 +153,11 @@ def timestep_of_batch(timestep: Tensor | float, sample: Tensor) -> Tensor:
     return timestep.to(sample.device).reshape(-1).expand(sample.shape[0])
 
 
-def control_of(unet: Any, sample: Tensor, down: Any, middle: Tensor | None, inside: Any) -> Control | None:
-    """ControlNet's and T2I adapters' residuals, sorted into our slots as UNet2DConditionModel.forward takes them."""
+def control_of(unet: Any, sample: Tensor, down: Any, middle: Tensor | None, inside: Any) -> Control | str | None:
+    """ControlNet's and T2I adapters' residuals, sorted into our slots as UNet2DConditionModel.forward takes them; or
+    why they have none."""
     if inside is None and middle is None and down is not None:
-        raise NotOurs("a T2I adapter passes its residuals in the old way")
+        return "a T2I adapter passes its residuals in the old way"
     adapter, waiting = adapter_slots(unet, list(inside or ()))
     after_middle: list[Tensor | None] = []
     if waiting and unet.mid_block is not None and waiting[0].shape == deepest_shape(unet, sample):

@@ -26,7 +26,7 @@ from ..contract import first_missing
 from ..ldm_decoder import DecoderPatches
 from ..webui import CannotWarm, Result, network_name
 from . import checks, warm
-from .call import NotOurs, copied_lists, unet_call
+from .call import copied_lists, unet_call
 from .traits import ENGINE_PATHS, FORGE, Traits
 
 log = logging.getLogger("onediff")
@@ -160,16 +160,12 @@ class Forge:
             )
 
         self._calls += 1
-        try:
-            reason = self._look(unet) or checks.replaced_helper(self.traits)
-            if reason is not None:
-                raise NotOurs(reason)
-            call = unet_call(
-                x, timesteps, context, y, control, options, checks.upcasts_attention(self.traits, x.dtype),
-                self._names_read, others,
-            )
-        except NotOurs as refusal:
-            runtime.note_host(str(refusal), unet)
+        call = self._look(unet) or checks.replaced_helper(self.traits) or unet_call(
+            x, timesteps, context, y, control, options, checks.upcasts_attention(self.traits, x.dtype),
+            self._names_read, others,
+        )
+        if isinstance(call, str):
+            runtime.note_host(call, unet)
             return runtime.pressure.run_host(host)
         return runtime.run(unet, call, host)
 

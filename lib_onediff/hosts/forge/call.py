@@ -14,31 +14,29 @@ HARMLESS_OPTIONS = frozenset({
     "original_shape", "transformer_index", "block", "block_index", "controlnet_conditioning_modifiers",
     "controlnet_model_function_wrapper",
 })
-OptionalTensors = tuple[Tensor | None, ...]
-
-
-class NotOurs(Exception):
-    """This call has something in it that a UNetCall cannot say; the message is one line for the user."""
 
 
 def unet_call(
     x: Tensor, timesteps: Tensor, context: Tensor, y: Tensor | None, control: Mapping[str, Any] | None,
     transformer_options: Mapping[str, Any], upcast_attention: bool, names_read: Collection[str],
     others: Mapping[str, Any],
-) -> UNetCall:
-    """The call as ours; the arguments are those of the host's forward, others what it takes besides by name.
+) -> UNetCall | str:
+    """The call as ours, or what in it a UNetCall cannot say, in one line for the user. The arguments are those of the
+    host's forward, others what it takes besides by name.
 
-    names_read: every name by which the host's UNet may ask for an option or another argument. Raises NotOurs.
+    names_read: every name by which the host's UNet may ask for an option or another argument.
     """
     patched = unknown_options(transformer_options, names_read)
     if patched:
-        raise NotOurs(f"another extension changes the UNet for this call: {', '.join(patched)}")
+        return f"another extension changes the UNet for this call: {', '.join(patched)}"
     unknown = sorted(name for name, value in others.items() if value is not None and name in names_read)
     if unknown:
-        raise NotOurs(f"the UNet is called with more than we know ({', '.join(unknown)})")
+        return f"the UNet is called with more than we know ({', '.join(unknown)})"
+    residuals = control_of(control)
+    if isinstance(residuals, str):
+        return residuals
     return UNetCall(
-        latent=x, timestep=timesteps, context=context, y=y, control=control_of(control),
-        upcast_attention=upcast_attention,
+        latent=x, timestep=timesteps, context=context, y=y, control=residuals, upcast_attention=upcast_attention
     )
 
 
@@ -78,24 +76,22 @@ def describe(name: str, part: Any, value: Any) -> str:
     return f"{label} by {origin(value)}" if callable(value) else label
 
 
-def control_of(control: Mapping[str, Any] | None) -> Control | None:
-    """Residuals of ControlNets and T2I adapters in our slots; the host's lists stay as they are.
+def control_of(control: Mapping[str, Any] | None) -> Control | str | None:
+    """Residuals of ControlNets and T2I adapters in our slots, or which of them is none; the host's lists stay as they
+    are.
 
     Forge's forward takes from the end of each list: the last of input and output belong to the first input and output
     block, and of middle it takes the last alone.
     """
     if not control:
         return None
-    slots = {part: residuals(part, control.get(part) or ()) for part in ("input", "middle", "output")}
+    slots = {part: tuple(control.get(part) or ()) for part in ("input", "middle", "output")}
+    for part, residuals in slots.items():
+        for residual in residuals:
+            if residual is not None and not isinstance(residual, Tensor):
+                return f"control[{part}] holds a {type(residual).__name__}"
     found = Control(slots["input"][::-1], slots["middle"][-1:], slots["output"][::-1])
     return found if any(residual is not None for part in slots.values() for residual in part) else None
-
-
-def residuals(part: str, values: Any) -> OptionalTensors:
-    for value in values:
-        if value is not None and not isinstance(value, Tensor):
-            raise NotOurs(f"control[{part}] holds a {type(value).__name__}")
-    return tuple(values)
 
 
 def copied_lists(control: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ...guard import first_line, outcome_of
-from ...model.layout import UnsupportedUNet
 from ...runtime.runtime import runtime
 from ..webui import PROMPT_NOISE, CannotWarm, Result
 from .traits import Traits
@@ -54,14 +53,11 @@ def selected_engine(traits: Traits) -> Any:
 def one_call(traits: Traits, patcher: Any, width: int, height: int, batch: int, tokens: int) -> None:
     """Load the patcher's UNet as the host does for a sampling, and call it once with random inputs of a size in pixels.
 
-    Raises CannotWarm for a UNet that we cannot run.
+    Raises UnsupportedUNet for one that we cannot run.
     """
     sampling = traits.module(traits.sampling)
     unet, device = patcher.model.diffusion_model, patcher.load_device
-    try:
-        layout = runtime.layout_of(unet)
-    except UnsupportedUNet as reason:
-        raise CannotWarm(str(reason)) from reason
+    layout = runtime.layout_of(unet)
     dtype = traits.computation_dtype(patcher)
     generator = torch.Generator().manual_seed(0)
     random = lambda *shape: torch.randn(shape, generator=generator).to(device, dtype)  # noqa: E731

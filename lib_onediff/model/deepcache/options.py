@@ -1,4 +1,4 @@
-"""What a user may choose of DeepCache."""
+"""What a user may choose of DeepCache: the settings offer it, the schedule and the step plan follow it."""
 from __future__ import annotations
 
 from dataclasses import dataclass, fields

@@ -1,4 +1,4 @@
-"""What a host says of a sampling before its first UNet call."""
+"""What a host says of a sampling before its first UNet call: each adapter says it, and knows no more of DeepCache."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..requirements import release
-from .regions import NotServed
+from .regions import NeedsAnotherGraph
 from .size_guard import SizeGuard
 
 log = logging.getLogger("onediff")
@@ -44,7 +44,7 @@ class Order:
 
 
 class Artifact:
-    """Code with the order in which it takes tensors. Raises UnknownGuard for an order whose guard we cannot read.
+    """Code with the order in which it takes tensors. Raises ValueError for an order whose guard we cannot read.
 
     digest: that of the files where it is kept; None where it is not.
     """
@@ -58,7 +58,7 @@ class Artifact:
         self._served: set[tuple[int, ...]] = set()
 
     def __call__(self, *tensors: Tensor) -> Any:
-        """Raises NotServed."""
+        """Raises NeedsAnotherGraph."""
         given: list[Tensor | int] = []
         sizes: list[int] = []
         for place, dimension in self._order.inputs:
@@ -75,7 +75,7 @@ class Artifact:
 
     def _require(self, sizes: tuple[int, ...]) -> None:
         if self._guard is not None and not self._guard.passes(sizes):
-            raise NotServed(f"{self._order.guard} with {sizes}")
+            raise NeedsAnotherGraph(f"{self._order.guard} with {sizes}")
         self._served.add(sizes)
 
     def write(self, path: Path) -> None:

@@ -11,12 +11,8 @@ import torch
 from torch import Tensor
 
 from . import artifact
-from .regions import NotServed, Region, Shapes, function_of
+from .regions import NeedsAnotherGraph, Region, Shapes, function_of
 from .traced import Traced
-
-
-class CompiledAnew(RuntimeError):
-    """A call does not fit what was compiled; the message says which guard stands against it."""
 
 
 class CompiledRegion:
@@ -60,15 +56,15 @@ class CompiledRegion:
         return traced, artifact.digest_of(path) if artifact.write(path, "") else None
 
     def __call__(self, *tensors: Tensor) -> Any:
-        """Raises CompiledAnew for tensors that what was compiled does not serve."""
+        """Raises NeedsAnotherGraph for tensors that what was compiled does not serve."""
         if self._code is None:
             self.refused += 1
-            raise CompiledAnew(f"Inductor has not compiled this {self.region.kind}: it was not known to be needed")
+            raise NeedsAnotherGraph(f"Inductor has not compiled this {self.region.kind}: it was not known to be needed")
         try:
             return self._code(*tensors)
-        except NotServed as guard:
+        except NeedsAnotherGraph as guard:
             self.refused += 1
-            raise CompiledAnew(
+            raise NeedsAnotherGraph(
                 f"Inductor would have to compile its {self.region.kind} anew, which a picture does not wait for: "
                 f"{guard}"
             ) from guard

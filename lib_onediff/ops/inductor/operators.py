@@ -32,7 +32,7 @@ class RegionOperators(ABC):
 
     @abstractmethod
     def compute(self, region: Region, tensors: list[Tensor]) -> Any:
-        """What a region makes of its inputs: see regions' functions for shapes. Raises CompiledAnew."""
+        """What a region makes of its inputs: see regions' functions for shapes. Raises NeedsAnotherGraph."""
 
     def _compute(self, kind: str, inputs: tuple[Tensor, ...], constants: tuple[Any, ...] = ()) -> Any:
         return self.compute(region_for(kind, inputs, constants), list(inputs))
@@ -86,7 +86,7 @@ class RegionOperators(ABC):
 class InductorOperators(RegionOperators):
     """Regions as Inductor has compiled them.
 
-    Raises CompiledAnew for what would have to be compiled first.
+    Raises NeedsAnotherGraph for what would have to be compiled first.
     """
 
     def __init__(self, attention: Attention = torch_ops.attention) -> None:

@@ -27,8 +27,11 @@ HAS_BATCH = (GROUP_NORM,)
 Shapes = tuple[tuple[int, ...], ...]
 
 
-class NotServed(RuntimeError):
-    """Tensors for which a region was not compiled; the message is the guard that they do not pass."""
+class NeedsAnotherGraph(RuntimeError):
+    """What was compiled does not serve these tensors, and no image waits until something else is: the message says why.
+
+    An exception, because torch's own code and a whole forward lie between the region and who falls back.
+    """
 
 
 @dataclass(frozen=True)

@@ -23,23 +23,19 @@ LONGEST, MOST = 10_000, 1 << 62
 SIZE = re.compile(r"t(\d{1,3})")
 
 
-class UnknownGuard(ValueError):
-    """A guard that is none of those that we know."""
-
-
 class SizeGuard:
-    """A guard. count: of how many sizes. Raises UnknownGuard for any other text."""
+    """A guard. count: of how many sizes. Raises ValueError for any other text."""
 
     def __init__(self, text: str, count: int) -> None:
         if not isinstance(text, str) or len(text) > LONGEST:
-            raise UnknownGuard("it is no guard")
+            raise ValueError("it is no guard")
         self._count = count
         try:
             self._tree = ast.parse(text, mode="eval").body
             # Every part of it is one that we know.
             self.passes([1] * count)
         except (SyntaxError, ValueError, RecursionError, MemoryError, ZeroDivisionError) as problem:
-            raise UnknownGuard(f"{text[:80]!r} is no guard that OneDiff knows") from problem
+            raise ValueError(f"{text[:80]!r} is no guard that OneDiff knows") from problem
 
     def passes(self, sizes: Sequence[int]) -> bool:
         """Whether sizes fulfil it. Raises ZeroDivisionError where it divides by one that is 0."""
@@ -54,9 +50,9 @@ class SizeGuard:
             numbers = [self._number(each, sizes) for each in (node.left, *node.comparators)]
             comparisons = [COMPARISONS[type(each)] for each in node.ops if type(each) in COMPARISONS]
             if len(comparisons) < len(node.ops):
-                raise UnknownGuard("a comparison that is not of numbers")
+                raise ValueError("a comparison that is not of numbers")
             return all(compare(*pair) for compare, *pair in zip(comparisons, numbers, numbers[1:], strict=False))
-        raise UnknownGuard(type(node).__name__)
+        raise ValueError(type(node).__name__)
 
     def _number(self, node: Any, sizes: Sequence[int]) -> int:
         if isinstance(node, ast.Constant) and type(node.value) is int and node.value < MOST:
@@ -70,4 +66,4 @@ class SizeGuard:
             found = SIZE.fullmatch(name) if isinstance(name, str) else None
             if found and int(found[1]) < self._count:
                 return sizes[int(found[1])]
-        raise UnknownGuard(type(node).__name__)
+        raise ValueError(type(node).__name__)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..requirements import release
-from .regions import NotServed
+from .regions import NeedsAnotherGraph
 
 log = logging.getLogger("onediff")
 
@@ -31,13 +31,13 @@ class Traced:
             self._function(*inputs)
 
     def __call__(self, *tensors: Tensor) -> Any:
-        """Raises NotServed."""
+        """Raises NeedsAnotherGraph."""
         try:
             return self._function(*tensors)
         except Exception as error:
-            if NotServed.__name__ not in f"{type(error)} {error}":
+            if NeedsAnotherGraph.__name__ not in f"{type(error)} {error}":
                 raise
-        raise NotServed(self._guard_against(tensors))
+        raise NeedsAnotherGraph(self._guard_against(tensors))
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -49,7 +49,7 @@ class Traced:
 
     def _compile(self, graph: Any, inputs: Any) -> Any:
         if not getattr(self._may, "now", False):
-            raise NotServed(NotServed.__name__)
+            raise NeedsAnotherGraph(NeedsAnotherGraph.__name__)
         from torch._functorch import config
         from torch._inductor.compile_fx import compile_fx
 

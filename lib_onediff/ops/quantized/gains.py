@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ...model.float8 import float8_layers, width_of
+from ...model.forward import transformer_blocks
 from ...model.layout import LayerNorm, UNetLayout
 from ...model.operators import Operators, Stream
-from ...model.sizes import transformer_blocks
 from ...model.weights import Affine, Float8Weight
-from ..tuning_cache import Choices
+from ..tuning_cache import TuningCache
 from .scaled_mm import rounded_rows
 
 # Rows times in times out. On an H200 a product that is smaller, or comes after a GEGLU, gains less than it costs.
@@ -52,8 +52,8 @@ def products(layout: UNetLayout, height: int, width: int, batch: int) -> Iterato
 class Float8Choice:
     """Safe on any thread."""
 
-    def __init__(self, choices: Choices) -> None:
-        self._choices = choices
+    def __init__(self, tuning_cache: TuningCache) -> None:
+        self._tuning_cache = tuning_cache
         self._known: dict[tuple[Product, torch.dtype], bool] = {}
 
     def pays(self, product: Product, dtype: torch.dtype) -> bool:
@@ -68,7 +68,7 @@ class Float8Choice:
 
     def gains(self, product: Product, dtype: torch.dtype) -> float | None:
         """The milliseconds that were measured to be gained, 0 where they are too few; None where nothing was."""
-        value = self._choices.get(choice_name(product, dtype))
+        value = self._tuning_cache.get(choice_name(product, dtype))
         if not (isinstance(value, list) and len(value) == 2 and all(isinstance(ms, (int, float)) for ms in value)):
             return None
         plain, float8 = value
@@ -89,7 +89,7 @@ class Float8Choice:
         time_ms: TimeMs,
     ) -> None:
         """Measure both ways; the plain one is chosen unless the other is clearly faster."""
-        self._choices.set(choice_name(product, dtype), [time_ms(plain), time_ms(float8)])
+        self._tuning_cache.set(choice_name(product, dtype), [time_ms(plain), time_ms(float8)])
         self._known.pop((product, dtype), None)
 
     def forget(self) -> None:

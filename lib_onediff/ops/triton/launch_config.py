@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..tuning_cache import Choices
+from ..tuning_cache import TuningCache
 
 LaunchConfig = tuple[int, ...]
 SMALL, LARGE = "small", "large"
@@ -44,8 +44,8 @@ GEGLU = Kernel("geglu", ((512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 8)))
 class Launches:
     """The launch configuration of every kernel, by its class of shapes: an image's size, or a token's width."""
 
-    def __init__(self, choices: Choices) -> None:
-        self._choices = choices
+    def __init__(self, tuning_cache: TuningCache) -> None:
+        self._tuning_cache = tuning_cache
         self._known: dict[tuple[str, str, torch.dtype], LaunchConfig] = {}
 
     def of(self, kernel: Kernel, shape_class: str, dtype: torch.dtype) -> LaunchConfig:
@@ -55,7 +55,7 @@ class Launches:
 
     def chosen(self, kernel: Kernel, shape_class: str, dtype: torch.dtype) -> LaunchConfig | None:
         """The configuration that was chosen; None where nothing was measured."""
-        value = self._choices.get(choice_name(kernel, shape_class, dtype))
+        value = self._tuning_cache.get(choice_name(kernel, shape_class, dtype))
         config = tuple(value) if isinstance(value, list) else None
         if config not in kernel.candidates:
             return None
@@ -69,7 +69,7 @@ class Launches:
     def choose(self, kernel: Kernel, shape_class: str, dtype: torch.dtype, config: LaunchConfig) -> None:
         """Cut it so from now on; graphs that were captured before stay as they are."""
         self._known.pop((kernel.name, shape_class, dtype), None)
-        self._choices.set(choice_name(kernel, shape_class, dtype), list(config))
+        self._tuning_cache.set(choice_name(kernel, shape_class, dtype), list(config))
 
 
 def image_class(pixels: int) -> str:

@@ -15,7 +15,7 @@ from ...model.operators import Rows, Stream
 from ...model.weights import Affine
 from .. import torch_ops
 from ..torch_ops import bias_or_zeros, channels_last
-from ..tuning_cache import Choices
+from ..tuning_cache import TuningCache
 from . import attention as triton_attention
 from . import group_norm as triton_group_norm
 from . import images as triton_images
@@ -65,7 +65,7 @@ class TritonOperators:
         attention: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = torch_ops.attention,
     ) -> None:
         """launches: how kernels are launched, None for their first choice. attention: as Operators.attention."""
-        self._launches = launches or Launches(Choices())
+        self._launches = launches or Launches(TuningCache())
         self._attention = attention
         # Of images that were made by an addition, as long as they live.
         self._strips: MutableMapping[Tensor, triton_strips.PartialStatistics] = WeakIdKeyDictionary()

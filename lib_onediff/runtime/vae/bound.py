@@ -7,8 +7,8 @@ from torch import nn
 
 from ...model.layout import UnsupportedUNet
 from ...model.patches import HostTraits, Structure, scan
+from ...model.read import read_decoder
 from ...model.vae.layout import DecoderLayout
-from ...model.vae.read import read_decoder
 from ...model.weights import Binding, Weights
 from ...options.settings import Settings
 
@@ -35,17 +35,15 @@ class BoundDecoder:
     def layout(self) -> DecoderLayout:
         return self.binding.layout
 
-    def look(self) -> None:
-        """Look through the module tree, and read it again if it has changed: a millisecond, at every decode.
-
-        Raises UnsupportedUNet with the reason if the decoder cannot be run.
-        """
+    def look(self) -> str | None:
+        """Look through the module tree, and read it again if it has changed: a millisecond, at every decode. Returns
+        why the decoder cannot be run, or None."""
         decoder = self._decoder()
         if decoder is None:
-            raise UnsupportedUNet("the host has unloaded this decoder")
+            return "the host has unloaded this decoder"
         structure = scan(decoder, self.host_traits)
         if structure.patched is not None:
-            raise UnsupportedUNet(structure.patched)
+            return structure.patched
         options = tuple(bool(getattr(decoder, name, False)) for name in ("give_pre_end", "tanh_out"))
         if (structure, options) != (self._structure, self._options):
             self._structure, self._options = structure, options
@@ -54,8 +52,7 @@ class BoundDecoder:
                 self._binding = Binding(decoder, read_decoder(decoder))
             except UnsupportedUNet as reason:
                 self._unreadable = str(reason)
-        if self._unreadable is not None:
-            raise UnsupportedUNet(self._unreadable)
+        return self._unreadable
 
     def weights(self) -> Weights:
         """Every layer's tensors by path, as they are now. Drop the result after the decode.

@@ -1,4 +1,4 @@
-"""What a decode must be to be ours, and what our picture must be to be shown."""
+"""What a decode must be to be ours, and what our image must be to be shown."""
 from __future__ import annotations
 
 import logging
@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from ...ops.precision import autocast_dtype
 from ...shapes.table import Entry, State
-from ..fallback import blame
-from ..verify import relative_error, rounding_limit, time_host
+from ..verify import blame, relative_error, rounding_limit, time_host
 from .bound import BoundDecoder
 from .call_stats import HOST
 from .overflow import NOT_FINITE
@@ -20,18 +19,14 @@ log = logging.getLogger("onediff")
 HostDecode = Callable[[], Tensor]
 
 
-class NotServed(Exception):
-    """We do not serve this decode; the message is the reason, in one line for the user."""
-
-
 @dataclass
 class Outcome:
-    """What our attempt at a decode came to. picture is None where the host is still to decode.
+    """What our attempt at a decode came to. image is None where the host is still to decode.
 
-    exhausted: no type is left in which the picture could be shown. host_saw: why the host's own picture cannot be.
+    exhausted: no type is left in which the image could be shown. host_saw: why the host's own image cannot be.
     """
 
-    picture: Tensor | None
+    image: Tensor | None
     route: str
     reason: str = ""
     entry: Entry | None = None
@@ -41,63 +36,64 @@ class Outcome:
 
 
 def check(ours: Outcome, host: HostDecode) -> Outcome:
-    """Compare our picture with the host's own, which takes its place where the two differ by more than rounding.
+    """Compare our image with the host's own, which takes its place where the two differ by more than rounding.
 
-    A host's picture that cannot be shown proves nothing, and ours can.
+    A host's image that cannot be shown proves nothing, and ours can.
     """
-    entry, picture = ours.entry, ours.picture
+    entry, image = ours.entry, ours.image
     # A GPU loads kernels and picks algorithms in the first run at a size. On a CPU there is no other, and no ratio.
-    on_gpu = picture.device.type == "cuda"
-    expected = host() if on_gpu else entry.host.time(picture.device, host)
+    on_gpu = image.device.type == "cuda"
+    expected = host() if on_gpu else entry.host.time(image.device, host)
     if not bool(torch.isfinite(expected).all()):
         return replace(ours, reason=f"the VAE's own picture is {NOT_FINITE}", host_saw=NOT_FINITE)
-    reason = disagreement(entry, picture, expected)
+    reason = disagreement(entry, image, expected)
     if reason is not None:
-        entry.fail(blame(entry.key.backend, reason))
-        return Outcome(expected, HOST, entry.reason, entry)
+        return Outcome(expected, HOST, blame(entry, reason), entry)
     log.debug("checked %s: relative error %.1e", entry.key, entry.relative_error)
     entry.state = State.PROVED
     if on_gpu:
-        time_host(entry, picture.device, host)
+        time_host(entry, image.device, host)
     return ours
 
 
-def disagreement(entry: Entry, picture: Tensor, expected: Tensor) -> str | None:
-    """How our picture differs from the host's by more than rounding, in one line; None if it does not."""
-    if (picture.shape, picture.dtype) != (expected.shape, expected.dtype):
+def disagreement(entry: Entry, image: Tensor, expected: Tensor) -> str | None:
+    """How our image differs from the host's by more than rounding, in one line; None if it does not."""
+    if (image.shape, image.dtype) != (expected.shape, expected.dtype):
         return (
             f"the VAE's own picture is {tuple(expected.shape)} in {short_name(expected.dtype)}, "
-            f"ours is {tuple(picture.shape)} in {short_name(picture.dtype)}"
+            f"ours is {tuple(image.shape)} in {short_name(image.dtype)}"
         )
-    entry.relative_error = relative_error(picture, expected)
+    entry.relative_error = relative_error(image, expected)
     # Ours may have been computed in another type than the host's.
     key = entry.key
-    limit = max(rounding_limit(dtype, picture.device, key.precision) for dtype in (key.dtype, key.latent_dtype))
+    limit = max(rounding_limit(dtype, image.device, key.precision) for dtype in (key.dtype, key.latent_dtype))
     if entry.relative_error <= limit:
         return None
     return f"it differs from the VAE's own picture by {entry.relative_error:.1e} (rounding explains {limit:.0e})"
 
 
-def refuse_modes(latent: Tensor) -> None:
-    """Raise NotServed for what surrounds a decode and that our forward does not take part in."""
+def why_not_now(latent: Tensor) -> str | None:
+    """What surrounds a decode that our forward takes no part in, or None."""
     if torch.is_grad_enabled():
-        raise NotServed("gradients are being recorded (training?)")
+        return "gradients are being recorded (training?)"
     if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
-        raise NotServed("a forward hook is set on all modules")
+        return "a forward hook is set on all modules"
     autocast = autocast_dtype(latent.device.type)
     if autocast not in (None, latent.dtype):
-        raise NotServed(f"autocast to {short_name(autocast)} is on, but the latent is {short_name(latent.dtype)}")
+        return f"autocast to {short_name(autocast)} is on, but the latent is {short_name(latent.dtype)}"
+    return None
 
 
-def refuse_latent(bound: BoundDecoder, latent: Tensor) -> None:
-    """Raise NotServed for a latent that does not fit the decoder."""
+def misfit(bound: BoundDecoder, latent: Tensor) -> str | None:
+    """Why a latent does not fit the decoder, or None."""
     channels, binding = bound.layout.in_channels, bound.binding
     if latent.dim() != 4 or latent.shape[1] != channels:
-        raise NotServed(f"the latent is {tuple(latent.shape)}, but this VAE takes {channels} channels")
+        return f"the latent is {tuple(latent.shape)}, but this VAE takes {channels} channels"
     if latent.device != binding.device:
-        raise NotServed(f"the VAE's weights are on {binding.device}, the latent is on {latent.device}")
+        return f"the VAE's weights are on {binding.device}, the latent is on {latent.device}"
     if latent.dtype != binding.dtype:
-        raise NotServed(f"the VAE's weights are {short_name(binding.dtype)}, the latent is {short_name(latent.dtype)}")
+        return f"the VAE's weights are {short_name(binding.dtype)}, the latent is {short_name(latent.dtype)}"
+    return None
 
 
 def short_name(dtype: torch.dtype) -> str:

@@ -15,17 +15,17 @@ from ... import engines as backends
 from ...engines.operator_sets import Network
 from ...guard import first_line
 from ...model.layout import UnsupportedUNet
+from ...model.read import read_decoder
 from ...model.vae.forward import Decoding
 from ...model.vae.layout import DecoderLayout
-from ...model.vae.read import read_decoder
 from ...model.weights import Weights
 from ...ops.precision import applied, flags_for, our_modes
 from ...options.settings import Settings
 from ...shapes.key import ShapeKey
 from ...shapes.table import Entry, State, Stopwatch
-from ..fallback import COMPILING, blame
+from ..fallback import COMPILING
 from ..services import Services
-from ..verify import recall
+from ..verify import blame, recall
 from .call_stats import HOST, OURS
 from .checks import HostDecode, Outcome, check, short_name
 from .overflow import ONE_COLOUR, SATURATED, Finding, WatchedOperators, described, look_at
@@ -35,7 +35,7 @@ log = logging.getLogger("onediff")
 
 
 def decoder_candidates(services: Services, settings: Settings, device: torch.device) -> backends.Candidates:
-    """The backends to try for a decode. It is one call a picture: no graph would pay for its memory."""
+    """The backends to try for a decode. It is one call an image: no graph would pay for its memory."""
     return backends.launched_candidates(settings.backend, device, services.operators.why_not_native)
 
 
@@ -70,7 +70,7 @@ def prepare(
 
 
 log = logging.getLogger("onediff")
-# As a mark of a key: a decode with nothing to compare it with, because the host's own picture cannot be shown.
+# As a mark of a key: a decode with nothing to compare it with, because the host's own image cannot be shown.
 UNCOMPARED = "uncompared"
 # As a mark of a key: work of the VAE, but the other way round.
 ENCODE = "vae encode"
@@ -83,7 +83,7 @@ BAD_LATENT = (
 
 @dataclass(frozen=True)
 class Job:
-    """A decode that was asked for; or an encode: then latent is a picture.
+    """A decode that was asked for; or an encode: then latent is an image.
 
     weights: as they are now; nobody keeps them after the decode.
     """
@@ -97,7 +97,7 @@ class Job:
 
     @property
     def small(self) -> Tensor:
-        """Something of a latent's size: what is decoded is one; what is encoded is a picture."""
+        """Something of a latent's size: what is decoded is one; what is encoded is an image."""
         step = self.layout.reduction
         return self.latent[..., ::step, ::step]
 
@@ -120,9 +120,9 @@ class Job:
 
 
 class Attempt(NamedTuple):
-    """A picture in one type, or None where the host is to decode. reason: why not by a better backend."""
+    """An image in one type, or None where the host is to decode. reason: why not by a better backend."""
 
-    picture: Tensor | None
+    image: Tensor | None
     entry: Entry
     reason: str
     finding: Finding
@@ -131,7 +131,7 @@ class Attempt(NamedTuple):
 class DecodeFallbackChain:
     """The backends and the types of a decode.
 
-    A picture with NaN, or of one colour, is decoded again in float32, and so is, where the choice is auto, a decode in
+    An image with NaN, or of one colour, is decoded again in float32, and so is, where the choice is auto, a decode in
     float16 that came near the largest number of it. What was seen is remembered of the VAE.
     """
 
@@ -140,7 +140,7 @@ class DecodeFallbackChain:
         self._known = KnownVaes(services.choices)
 
     def serve(self, job: Job) -> Outcome:
-        """Our picture, or the reason why the host is to decode. Raises torch.cuda.OutOfMemoryError."""
+        """Our image, or the reason why the host is to decode. Raises torch.cuda.OutOfMemoryError."""
         wanted = job.wanted
         # Nothing is wider than float32.
         remembers = wanted != torch.float32
@@ -150,7 +150,7 @@ class DecodeFallbackChain:
         uncompared = remembers and self._known.saw(job.digest, BY_THE_HOST) is not None
         attempt = self._attempt(job, wanted, uncompared)
         saw = attempt.finding.saw
-        if attempt.picture is None:
+        if attempt.image is None:
             return Outcome(None, HOST, attempt.reason, attempt.entry)
         if saw is None or (saw == ONE_COLOUR and not remembers):
             return self._compared(job, attempt)
@@ -161,20 +161,20 @@ class DecodeFallbackChain:
         # Its memory is needed now.
         del attempt
         outcome = self._wider(job, f"{job.done} again", f"this VAE {described(saw, wanted)}")
-        if outcome.picture is not None and not (saw == ONE_COLOUR and self._has_one_colour(outcome, job)):
+        if outcome.image is not None and not (saw == ONE_COLOUR and self._has_one_colour(outcome, job)):
             self._known.remember(job.digest, wanted, saw)
             log.warning("VAE: %s. From now on, it is not %s in %s.", outcome.reason, job.done, short_name(wanted))
         return outcome
 
     def repeat(self, job: Job, saw: str) -> Outcome:
-        """Our picture in place of the host's own, of which this was seen; or why there is none.
+        """Our image in place of the host's own, of which this was seen; or why there is none.
 
         Raises torch.cuda.OutOfMemoryError.
         """
         if not bool(torch.isfinite(job.latent).all()):
             return Outcome(None, HOST, BAD_LATENT)
         outcome = self._wider(job, f"{job.done} again", f"the VAE's own picture is {saw}")
-        if outcome.picture is None:
+        if outcome.image is None:
             return outcome
         if saw == ONE_COLOUR and self._has_one_colour(outcome, job):
             return Outcome(None, HOST, f"it is of one colour in {short_name(outcome.entry.key.dtype)} too")
@@ -183,23 +183,23 @@ class DecodeFallbackChain:
 
     @staticmethod
     def _has_one_colour(outcome: Outcome, job: Job) -> bool:
-        return look_at(outcome.picture, job.latent).saw == ONE_COLOUR
+        return look_at(outcome.image, job.latent).saw == ONE_COLOUR
 
     def _wider(self, job: Job, done: str, why: str) -> Outcome:
-        """The picture in float32, or in bfloat16 where that does not fit into memory: it has the range, and fewer
+        """The image in float32, or in bfloat16 where that does not fit into memory: it has the range, and fewer
         digits."""
         attempt = self._attempt_if_it_fits(job, torch.float32)
         if attempt is None:
             attempt = self._attempt(job, torch.bfloat16, uncompared=True)
             why = f"{why}, and there is no memory for float32"
         name = short_name(attempt.entry.key.dtype)
-        if attempt.picture is None:
+        if attempt.image is None:
             return Outcome(None, HOST, attempt.reason, attempt.entry)
         if attempt.finding.saw not in (None, ONE_COLOUR):
             finite = attempt.finding.latent_is_finite
             reason = f"{why}, and its picture in {name} is {attempt.finding.saw} too" if finite else BAD_LATENT
             return Outcome(None, HOST, reason, attempt.entry, exhausted=True)
-        return Outcome(attempt.picture, OURS, f"{done} in {name}, because {why}", attempt.entry)
+        return Outcome(attempt.image, OURS, f"{done} in {name}, because {why}", attempt.entry)
 
     def _attempt_if_it_fits(self, job: Job, dtype: torch.dtype) -> Attempt | None:
         try:
@@ -226,14 +226,14 @@ class DecodeFallbackChain:
                         # The host would decode in another type than the user has chosen.
                         reason = COMPILING
                         continue
-                    picture, finding = self._picture(job, entry, latent)
+                    image, finding = self._image(job, entry, latent)
                 except torch.cuda.OutOfMemoryError:
                     raise
                 except Exception as error:
-                    entry.fail(blame(backend, f"our forward failed: {first_line(error)}"))
+                    blame(entry, f"our forward failed: {first_line(error)}")
                     log.exception("%s (%s)", entry.reason, entry.key)
                 else:
-                    return Attempt(picture, entry, "" if uncompared else reason, finding)
+                    return Attempt(image, entry, "" if uncompared else reason, finding)
             reason = entry.reason
         return Attempt(None, entry, reason, sound)
 
@@ -248,8 +248,8 @@ class DecodeFallbackChain:
             entry.state = State.PROVED
         return entry
 
-    def _picture(self, job: Job, entry: Entry, latent: Tensor) -> tuple[Tensor, Finding]:
-        """The picture of a latent in the type to compute in, in the type of the host's, and what it looks like."""
+    def _image(self, job: Job, entry: Entry, latent: Tensor) -> tuple[Tensor, Finding]:
+        """The image of a latent in the type to compute in, in the type of the host's, and what it looks like."""
         key, device = entry.key, latent.device
         ops = self._services.operators.of(key.backend)
         watched = WatchedOperators(ops) if job.choice == AUTO and key.dtype == torch.float16 else None
@@ -260,14 +260,14 @@ class DecodeFallbackChain:
         stopwatch = Stopwatch() if entry.state is State.COLD else entry.own
         with our_modes(device):
             with applied(key.precision):
-                picture = stopwatch.time(device, lambda: decoding.run(job.layout, latent).contiguous())
+                image = stopwatch.time(device, lambda: decoding.run(job.layout, latent).contiguous())
             # Others wait for torch's switches; they need not wait for the GPU too.
-            return picture.to(job.latent.dtype), look_at(picture, latent, watched.peaks if watched else ())
+            return image.to(job.latent.dtype), look_at(image, latent, watched.peaks if watched else ())
 
     def _compared(self, job: Job, attempt: Attempt) -> Outcome:
-        """Our picture if, the first time at a shape, it is like the host's own."""
+        """Our image if, the first time at a shape, it is like the host's own."""
         entry = attempt.entry
-        ours = Outcome(attempt.picture, OURS, attempt.reason, entry)
+        ours = Outcome(attempt.image, OURS, attempt.reason, entry)
         if entry.state is not State.COLD:
             return ours
         history = self._services.history

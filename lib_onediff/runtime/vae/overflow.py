@@ -1,4 +1,4 @@
-"""Watch a decode for overflow: how large its images become, and whether its picture can be shown.
+"""Watch a decode for overflow: how large its hidden states become, and whether its image can be shown.
 
 Everything is measured on the device and read once, at the end: nothing waits for the device on the way.
 """
@@ -18,7 +18,7 @@ from ...model.weights import Affine
 
 # What comes within this share of a type's largest number is about to overflow, or was cut off there.
 NEAR_THE_LIMIT = 0.9
-# A picture's; a latent, as an encoder makes it, has others.
+# An image's; a latent, as an encoder makes it, has others.
 COLOURS = 3
 # What was seen of a decode, as people read it after "its picture" or "its activations".
 NOT_FINITE, ONE_COLOUR, SATURATED = "not finite", "of one colour", "near the limit"
@@ -33,7 +33,7 @@ class Finding:
 
 
 class WatchedOperators:
-    """Operators that take down how large every image becomes which a convolution or an addition makes.
+    """Operators that take down how large the hidden states become that a convolution or an addition makes.
 
     An infinite or missing value between two of them would not stay hidden: norms and attention spread it.
     """
@@ -51,30 +51,30 @@ class WatchedOperators:
     def residual_add(self, image: Tensor, update: Tensor, bias: Tensor | None) -> Tensor:
         return self._watched(self._ops.residual_add(image, update, bias))
 
-    def _watched(self, image: Tensor) -> Tensor:
+    def _watched(self, hidden_states: Tensor) -> Tensor:
         # One pass that only reads, and keeps NaN.
-        self.peaks.append(torch.linalg.vector_norm(image, math.inf))
-        return image
+        self.peaks.append(torch.linalg.vector_norm(hidden_states, math.inf))
+        return hidden_states
 
 
-def look_at(picture: Tensor, latent: Tensor, peaks: Sequence[Tensor] = ()) -> Finding:
-    """What a picture (batch, colours, h, w), or what an encoder made, and what led to it look like.
+def look_at(image: Tensor, latent: Tensor, peaks: Sequence[Tensor] = ()) -> Finding:
+    """What an image (batch, colours, h, w), or what an encoder made, and what led to it look like.
 
     Waits for the device, once.
 
     peaks: of WatchedOperators, in the type that was computed in.
     """
-    colours = picture.flatten(2)
+    colours = image.flatten(2)
     measured = [colours.amin(2).flatten(), colours.amax(2).flatten(), torch.linalg.vector_norm(latent, math.inf)[None]]
     if peaks:
         measured.append(torch.stack(list(peaks)))
     values = torch.cat([part.float() for part in measured]).tolist()
-    count = picture.shape[0] * picture.shape[1]
+    count = image.shape[0] * image.shape[1]
     lowest, highest, (latent_peak, *seen) = values[:count], values[count:2 * count], values[2 * count:]
     finite_latent = math.isfinite(latent_peak)
     if not all(map(math.isfinite, (*lowest, *highest, *seen))):
         return Finding(NOT_FINITE, finite_latent)
-    if has_one_colour(lowest, highest, picture.shape[1]):
+    if has_one_colour(lowest, highest, image.shape[1]):
         return Finding(ONE_COLOUR, finite_latent)
     if peaks and max(seen) >= NEAR_THE_LIMIT * torch.finfo(peaks[0].dtype).max:
         return Finding(SATURATED, finite_latent)
@@ -82,7 +82,7 @@ def look_at(picture: Tensor, latent: Tensor, peaks: Sequence[Tensor] = ()) -> Fi
 
 
 def has_one_colour(lowest: list[float], highest: list[float], colours: int) -> bool:
-    """Whether a picture of the batch does not vary at all; no decoder makes that of any latent: edges differ."""
+    """Whether an image of the batch does not vary at all; no decoder makes that of any latent: edges differ."""
     if colours != COLOURS:
         return False
     flat = [low == high for low, high in zip(lowest, highest, strict=True)]

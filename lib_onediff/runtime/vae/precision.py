@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...model.weights import Affine, Weights
-from ...ops.tuning_cache import Choices
+from ...ops.tuning_cache import TuningCache
 from .overflow import NOT_FINITE, ONE_COLOUR, SATURATED
 
 AUTO = "auto"
@@ -21,17 +21,17 @@ BY_THE_HOST = "as the host decodes it"
 class KnownVaes:
     """What was seen of a VAE is remembered by a digest of its weights, on this machine and for later processes."""
 
-    def __init__(self, choices: Choices) -> None:
-        self._choices = choices
+    def __init__(self, tuning_cache: TuningCache) -> None:
+        self._tuning_cache = tuning_cache
 
     def saw(self, digest: str, where: torch.dtype | str) -> str | None:
         """What was seen of a VAE in this type, or BY_THE_HOST; None if nothing was."""
-        found = self._choices.get(verdict_name(digest, where))
+        found = self._tuning_cache.get(verdict_name(digest, where))
         # It may come from a store that anybody has written.
         return found if found in (NOT_FINITE, ONE_COLOUR, SATURATED) else None
 
     def remember(self, digest: str, where: torch.dtype | str, saw: str) -> None:
-        self._choices.set(verdict_name(digest, where), saw)
+        self._tuning_cache.set(verdict_name(digest, where), saw)
 
 
 def verdict_name(digest: str, where: torch.dtype | str) -> str:

@@ -16,7 +16,7 @@ from ...weak_dictionary import WeakDictionary
 from ..services import Services
 from .bound import BoundDecoder
 from .call_stats import HOST, OURS, DecodeStats
-from .checks import HostDecode, NotServed, Outcome, refuse_latent, refuse_modes
+from .checks import HostDecode, Outcome, misfit, why_not_now
 from .fallback import DecodeFallbackChain, Job, prepare_early
 from .overflow import COLOURS, look_at
 
@@ -32,7 +32,7 @@ class DecoderRoute:
         self._fallback = DecodeFallbackChain(services)
         self._decoders: WeakDictionary[nn.Module, BoundDecoder] = WeakDictionary()
         self._run: tuple[Settings, str] | None = None
-        # A live preview is decoded on another thread than the picture.
+        # A live preview is decoded on another thread than the image.
         self._lock = threading.RLock()
 
     # --- what hosts say -------------------------------------------------------------------------------------------
@@ -60,11 +60,11 @@ class DecoderRoute:
             self.release(decoder)
 
     def begin_run(self) -> None:
-        """A sampling begins: its picture is decoded after it, by the settings that hold now."""
+        """A sampling begins: its image is decoded after it, by the settings that hold now."""
         self._run = self._services.run_settings
 
     def end_run(self) -> None:
-        """The picture is done."""
+        """The image is done."""
         self._run = None
 
     def note_host(self, reason: str) -> None:
@@ -82,30 +82,30 @@ class DecoderRoute:
     # --- one decode -----------------------------------------------------------------------------------------------
 
     def decode(self, decoder: nn.Module, latent: Tensor, host: HostDecode, upcast_attention: bool = False) -> Tensor:
-        """The decoder's picture of a latent, (batch, channels, h, w); host() is the host's own decode of the same.
+        """The decoder's image of a latent, (batch, channels, h, w); host() is the host's own decode of the same.
 
-        Never raises for a reason of ours: what we cannot serve, the host decodes, and status() says why. A picture
+        Never raises for a reason of ours: what we cannot serve, the host decodes, and status() says why. An image
         with NaN or of one colour, whoever made it, is decoded again in a wider type; where that does not help, it is
         the host's own, so that the host finds what it would have found without us.
         """
-        outcome = self._attempt(decoder, latent, lambda: self._serve(decoder, latent, host, upcast_attention))
+        outcome = self._attempt(lambda: self._serve(decoder, latent, host, upcast_attention))
         self.call_stats.note(outcome.route, outcome.reason, outcome.entry, counted=not is_encoded(latent))
-        if outcome.picture is not None:
-            return outcome.picture
+        if outcome.image is not None:
+            return outcome.image
         return self._by_host(decoder, latent, host, upcast_attention, outcome)
 
     def decode_by_host(
         self, decoder: nn.Module, latent: Tensor, host: HostDecode, reason: str, upcast_attention: bool = False
     ) -> Tensor:
-        """The host's own decode, for a reason that its adapter knows; its picture is looked at as decode() does."""
+        """The host's own decode, for a reason that its adapter knows; its image is looked at as decode() does."""
         self.call_stats.note(HOST, reason, None, counted=not is_encoded(latent))
         return self._by_host(decoder, latent, host, upcast_attention, Outcome(None, HOST, reason))
 
-    def _attempt(self, decoder: nn.Module, latent: Tensor, work: Callable[[], Outcome]) -> Outcome:
+    def _attempt(self, work: Callable[[], Outcome]) -> Outcome:
         """work(), or what stands in its way."""
         try:
             return work()
-        except (NotServed, UnsupportedUNet) as refusal:
+        except UnsupportedUNet as refusal:
             return Outcome(None, HOST, str(refusal))
         except torch.cuda.OutOfMemoryError:
             outcome = Outcome(None, HOST, "out of GPU memory: the graphs were freed")
@@ -115,65 +115,67 @@ class DecoderRoute:
         self._services.free_graphs()
         return outcome
 
-    def _settings(self, decoder: nn.Module) -> Settings:
-        """The settings that hold now. Raises NotServed where OneDiff may not run."""
+    def _settings(self, decoder: nn.Module) -> Settings | str:
+        """The settings that hold now, or why OneDiff may not run."""
         bound = self._decoders.get(decoder)
         if bound is None:
-            raise NotServed("this VAE was not handed to OneDiff")
+            return "this VAE was not handed to OneDiff"
         own = bound.settings or self._services.settings
         settings, why_off = self._services.run_settings or self._run or (own, "")
         if not settings.enabled:
-            raise NotServed(why_off or "OneDiff is switched off")
+            return why_off or "OneDiff is switched off"
         return settings
 
     def _serve(self, decoder: nn.Module, latent: Tensor, host: HostDecode, upcast_attention: bool) -> Outcome:
         settings = self._settings(decoder)
-        refuse_modes(latent)
-        return self._fallback.serve(self._job(decoder, latent, host, upcast_attention, settings))
+        if isinstance(settings, str):
+            return Outcome(None, HOST, settings)
+        job = why_not_now(latent) or self._job(decoder, latent, host, upcast_attention, settings)
+        return Outcome(None, HOST, job) if isinstance(job, str) else self._fallback.serve(job)
 
     def _job(
         self, decoder: nn.Module, latent: Tensor, host: HostDecode, upcast_attention: bool, settings: Settings
-    ) -> Job:
-        """Raises NotServed and UnsupportedUNet."""
+    ) -> Job | str:
+        """The decode as we take it, or why the decoder or the latent is none of ours. Raises UnsupportedUNet."""
         bound = self._decoders[decoder]
         with self._lock:
-            bound.look()
-            refuse_latent(bound, latent)
-            return Job(bound.layout, bound.weights(), latent, host, upcast_attention, settings)
+            return bound.look() or misfit(bound, latent) or (
+                Job(bound.layout, bound.weights(), latent, host, upcast_attention, settings)
+            )
 
     def _by_host(
         self, decoder: nn.Module, latent: Tensor, host: HostDecode, upcast_attention: bool, outcome: Outcome
     ) -> Tensor:
-        """The host's own picture, or ours where that cannot be shown."""
-        picture = self._services.pressure.run_host(host)
-        try:
-            settings = self._settings(decoder)
-        except NotServed:
-            return picture
-        if not is_picture(picture) or torch.is_grad_enabled():
-            return picture
-        saw = look_at(picture, latent).saw
+        """The host's own image, or ours where that cannot be shown."""
+        image = self._services.pressure.run_host(host)
+        settings = self._settings(decoder)
+        if isinstance(settings, str) or not is_image(image) or torch.is_grad_enabled():
+            return image
+        saw = look_at(image, latent).saw
         if saw is None:
-            return picture
-        reason, made = outcome.reason, "picture" if picture.shape[1] == COLOURS else "latent"
+            return image
+
+        def repeat() -> Outcome:
+            job = self._job(decoder, latent, host, upcast_attention, settings)
+            return Outcome(None, HOST, job) if isinstance(job, str) else self._fallback.repeat(job, saw)
+
+        reason, made = outcome.reason, "picture" if image.shape[1] == COLOURS else "latent"
         if not outcome.exhausted:
-            repeated = self._attempt(decoder, latent, lambda: self._fallback.repeat(
-                self._job(decoder, latent, host, upcast_attention, settings), saw
-            ))
-            if repeated.picture is not None:
+            repeated = self._attempt(repeat)
+            if repeated.image is not None:
                 self.call_stats.correct(OURS, repeated.reason, repeated.entry)
-                return repeated.picture.to(picture.dtype)
+                return repeated.image.to(image.dtype)
             reason = repeated.reason
             both = f"{outcome.reason}; its {made} is {saw}, and ours could not take its place: {reason}"
             self.call_stats.correct(HOST, both, outcome.entry)
         log.warning("VAE: the %s is %s, and OneDiff could not help: %s.", made, saw, reason)
-        return picture
+        return image
 
 
 def is_encoded(latent: Any) -> bool:
-    """Whether what was handed over is a picture, to be encoded, and no latent."""
+    """Whether what was handed over is an image, to be encoded, and no latent."""
     return isinstance(latent, Tensor) and latent.dim() == 4 and latent.shape[1] == COLOURS
 
 
-def is_picture(decoded: Any) -> bool:
+def is_image(decoded: Any) -> bool:
     return isinstance(decoded, Tensor) and decoded.dim() == 4 and decoded.is_floating_point() and decoded.numel() > 0

@@ -1,14 +1,19 @@
-"""What of a machine and its Python decides about the last digits of an image."""
+"""What of a machine, its Python and OneDiff decides about the last digits of an image."""
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from importlib import metadata
 from typing import Any
 
 import torch
 
+from ..ops.inductor.artifact import IN_STORE
+from ..options.settings import Settings
 from ..store.machine import Fingerprint
 from .report import Facts, as_fact
 
@@ -24,6 +29,7 @@ VARIABLES = (
     "ONEFLOW_MATMUL_ALLOW_HALF_PRECISION_ACCUMULATION",
     "ONEFLOW_CONV_ALLOW_HALF_PRECISION_ACCUMULATION", "ONEFLOW_KERENL_CONV_ENABLE_CUTLASS_IMPL",
 )
+DIGITS = 12
 
 
 def machine_facts() -> Facts:
@@ -104,3 +110,26 @@ def read_switch(read: Callable[[], Any]) -> str:
         return UNKNOWN if unknown else UNREADABLE
     except RuntimeError:
         return UNREADABLE
+
+
+def onediff_facts(settings: Settings, status: Mapping[str, Any], tuned: Mapping[str, Any]) -> Facts:
+    """Our settings, how the last image was made (runtime.status()), and what was tuned on this machine."""
+    # No two machines compile to the same bytes.
+    tuned = {name: value for name, value in tuned.items() if not name.startswith(IN_STORE)}
+    return {
+        "OneDiff": {
+            "Backend in use": as_fact(status.get("backend")), "Route of the last call": as_fact(status.get("route")),
+            "Tuned choices": digest(tuned),
+        },
+        "OneDiff settings": {
+            option.name: as_fact(getattr(settings, option.name)) for option in fields(Settings)
+        },
+    }
+
+
+def digest(tuned: Mapping[str, Any]) -> str:
+    """How many choices there are, and a hash that is equal where all of them are."""
+    if not tuned:
+        return "none"
+    text = json.dumps(dict(tuned), sort_keys=True, default=str)
+    return f"{len(tuned)}, {hashlib.sha256(text.encode()).hexdigest()[:DIGITS]}"
