@@ -82,7 +82,7 @@ def child(task: Task, device: torch.device) -> dict[str, Any]:
     if variant.ours:
         # As a WebUI does when it starts.
         runtime.history.open(Path(task.cache_folder))
-        runtime.choices.attach(runtime.history.tuned, runtime.history.tune)
+        runtime.tuning_cache.attach(runtime.history.tuned, runtime.history.tune)
         if task.loaded_before:
             diffusers.attach(unet, Settings(backend=variant.backend, verify=False))
             runtime.operators.finish()

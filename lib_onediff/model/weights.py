@@ -132,7 +132,8 @@ class Binding:
 
         Raises UnsupportedUNet if a layer is gone.
         """
-        matrices, vectors = [], []
+        matrices: list[nn.Parameter] = []
+        vectors: list[nn.Parameter] = []
         for _, leaf in self._leaves:
             weight, bias = self._parameters(leaf)
             (matrices if weight.dim() > 1 else vectors).append(weight)

@@ -43,7 +43,7 @@ class Accelerator(Services):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention_overflows = AttentionOverflows(self.choices)
+        self.attention_overflows = AttentionOverflows(self.tuning_cache)
         self._sessions: WeakDictionary[nn.Module, Session] = WeakDictionary()
         # What the host says of the sampling in progress.
         self._sampling = Sampling()

@@ -58,7 +58,7 @@ class Runtime(Accelerator):
         """Know what is remembered in a folder, and remember there from now on; safe to call again with the same one."""
         self.history.open(folder)
         self.history.keep_compiled()
-        self.choices.attach(self.history.tuned, self.history.tune)
+        self.tuning_cache.attach(self.history.tuned, self.history.tune)
 
     def pin(self, resolution: str, model: str, pinned: bool) -> bool:
         """Let the graphs of a resolution ("512x512") stay when others make room, or no longer, also in later
@@ -103,7 +103,7 @@ class Runtime(Accelerator):
         and pins stay. Returns the bytes of disk that came back."""
         before, pinned = self.history.size_bytes(), self.pins.all()
         self.history.forget()
-        self.choices.clear()
+        self.tuning_cache.clear()
         self.operators.measure_anew()
         self._keep_pins(pinned)
         return max(0, before - self.history.size_bytes())

@@ -109,9 +109,9 @@ class Services:
         self.call_stats = CallStats()
         self.history = History()
         # What was measured to be best on this machine.
-        self.choices = TuningCache()
-        self.pins = Pins(self.choices)
-        self.operators = OperatorSets(self.choices)
+        self.tuning_cache = TuningCache()
+        self.pins = Pins(self.tuning_cache)
+        self.operators = OperatorSets(self.tuning_cache)
         # What a generation makes inside itself (a face's inpainting) has its settings.
         self.generations = Generations()
         self._managed: WeakDictionary[nn.Module, ManagedUNet] = WeakDictionary()

@@ -116,14 +116,14 @@ def test_what_gains_is_measured_before_the_capture(unet: nn.Module, monkeypatch:
     monkeypatch.undo()
     monkeypatch.setattr(float8, "FEWEST_WEIGHTS", 0)
     monkeypatch.setattr(runtime.operators, "_float8_looked_at", ())
-    runtime.choices.clear()
+    runtime.tuning_cache.clear()
     compile_unet(unet, fp8=True)
     given = given_to(unet)
     expected = host(unet, given)
     with torch.no_grad():
         outputs = [unet(**given, return_dict=False)[0] for _ in range(4)]
     assert all(relative_error(output, expected) < NEAR for output in outputs)
-    measured = [times for name, times in runtime.choices._values.items() if name.startswith("float8 product")]
+    measured = [times for name, times in runtime.tuning_cache._values.items() if name.startswith("float8 product")]
     assert measured
     # So small products mostly gain nothing; what a busy or cold GPU says is what counts.
     gains = [plain - float8 for plain, float8 in measured if float8 < WORTH_ROUNDING * plain]

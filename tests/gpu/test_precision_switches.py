@@ -35,11 +35,11 @@ def nothing_known() -> Iterator[None]:
     before = runtime.settings
     states = {name: SWITCHES[name].state() for name in Machine.now().switches}
     runtime.purge()
-    runtime.choices.clear()
+    runtime.tuning_cache.clear()
     yield
     runtime.configure(before)
     runtime.purge()
-    runtime.choices.clear()
+    runtime.tuning_cache.clear()
     assert {name: SWITCHES[name].state() for name in states} == states, "a switch was left as we had set it"
 
 

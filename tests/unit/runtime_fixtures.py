@@ -22,14 +22,14 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def fresh_runtime() -> Iterator[None]:
     torch.manual_seed(0)
-    runtime.choices.clear()
+    runtime.tuning_cache.clear()
     runtime.purge()
     runtime.configure(Settings())
     log = logging.getLogger("onediff")
     before = log.handlers, log.level, log.propagate
     yield
     runtime.history, runtime.webui = History(), None
-    runtime.choices.attach(runtime.history.tuned, runtime.history.tune)
+    runtime.tuning_cache.attach(runtime.history.tuned, runtime.history.tune)
     runtime.purge()
     runtime.configure(Settings())
     runtime.guard.forget()

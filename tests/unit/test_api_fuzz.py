@@ -83,7 +83,7 @@ def state(client: TestClient, folder: Path) -> State:
 def start_again_with_rows(folder: Path) -> None:
     runtime.history = History()
     remember(folder, ROWS)
-    runtime.choices.attach(runtime.history.tuned, runtime.history.tune)
+    runtime.tuning_cache.attach(runtime.history.tuned, runtime.history.tune)
 
 
 def check_effect(request: Request, answer: Any, before: State, after: State) -> None:
@@ -140,7 +140,7 @@ def test_no_request_breaks_anything(host: TestClient, tmp_path: Path) -> None:
         seen[path, answer.status_code] = seen.get((path, answer.status_code), 0) + 1
 
     send()
-    runtime.choices.clear()  # The pins.
+    runtime.tuning_cache.clear()  # The pins.
     assert sum(seen.values()) >= REQUESTS
     missing = [outcome for outcome in OUTCOMES if outcome not in seen]
     assert not missing, sorted(seen.items())

@@ -44,7 +44,7 @@ class Compiler:
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    compiler, operators = Compiler(), OperatorSets(runtime.choices)
+    compiler, operators = Compiler(), OperatorSets(runtime.tuning_cache)
     monkeypatch.setitem(operators._made, NATIVE, Weather())
     monkeypatch.setattr(backends, "candidates", steps_of_a_gpu)
     monkeypatch.setattr(runtime, "operators", operators)

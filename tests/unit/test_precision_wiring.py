@@ -27,10 +27,10 @@ REDUCED, FULL = ((FP16_REDUCTION, True),), ((FP16_REDUCTION, False),)
 
 @pytest.fixture(autouse=True)
 def nothing_known() -> Iterator[None]:
-    runtime.choices.clear()
+    runtime.tuning_cache.clear()
     before = {name: switch.state() for name, switch in SWITCHES.items() if switch.read() is not None}
     yield
-    runtime.choices.clear()
+    runtime.tuning_cache.clear()
     assert {name: SWITCHES[name].state() for name in before} == before
 
 

@@ -25,13 +25,13 @@ MOST_CALLS_FOR_A_ROW = 330
 @pytest.fixture(autouse=True)
 def no_choices() -> Iterator[None]:
     yield
-    runtime.choices.clear()
+    runtime.tuning_cache.clear()
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     runtime.history.open(tmp_path)
-    runtime.choices.attach(runtime.history.tuned, runtime.history.tune)
+    runtime.tuning_cache.attach(runtime.history.tuned, runtime.history.tune)
     return tmp_path
 
 
@@ -79,7 +79,7 @@ def test_a_store_that_anybody_has_written(stored: object) -> None:
 def test_purging_the_disk_leaves_graphs_and_pins(unet: nn.Module, store: Path) -> None:
     for _ in range(3):
         served(unet, a_call(unet))
-    runtime.choices.set("kernel addition, small, float16", [64, 4])
+    runtime.tuning_cache.set("kernel addition, small, float16", [64, 4])
     runtime.pin("64x64", runtime.rows()[0].model, True)
     runtime.keep_history()
     runtime.history._store.flush()
@@ -87,7 +87,7 @@ def test_purging_the_disk_leaves_graphs_and_pins(unet: nn.Module, store: Path) -
     assert runtime.purge_disk() >= 0
     history, tuning_cache = another_process(store)
     assert history.rows() == [] and tuning_cache.get("kernel addition, small, float16") is None
-    assert runtime.choices.get("kernel addition, small, float16") is None, "it is measured again"
+    assert runtime.tuning_cache.get("kernel addition, small, float16") is None, "it is measured again"
     assert Pins(tuning_cache).all() == runtime.pins.all() != frozenset()
     assert runtime.rows()[0].state == State.READY.value
 

@@ -131,8 +131,8 @@ def test_the_digest_of_a_vae() -> None:
 
 @pytest.mark.parametrize("stored", [None, 3, True, "nonsense", {"saw": NOT_FINITE}, [NOT_FINITE]])
 def test_a_store_that_anybody_has_written(stored: Any) -> None:
-    runtime.choices.set(verdict_name("abc", torch.float16), stored)
-    assert KnownVaes(runtime.choices).saw("abc", torch.float16) is None
+    runtime.tuning_cache.set(verdict_name("abc", torch.float16), stored)
+    assert KnownVaes(runtime.tuning_cache).saw("abc", torch.float16) is None
 
 
 def test_cast_weights_are_cast_one_layer_at_a_time() -> None:

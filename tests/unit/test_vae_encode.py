@@ -130,7 +130,7 @@ def test_an_encoder_that_overflows() -> None:
     assert float((latent.float() - expected).norm() / expected.norm()) < 1e-3
     our_picture(encoder, picture)
     assert last() == ("ours", "encoded in float32, because this VAE overflows in float16")
-    runtime.choices.clear()
+    runtime.tuning_cache.clear()
 
 
 @pytest.mark.parametrize(("choice", "dtype"), [

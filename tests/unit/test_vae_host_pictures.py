@@ -93,7 +93,8 @@ def test_a_picture_that_is_of_one_colour_in_every_type_is_shown() -> None:
     host, latent = Host(decoder), a_latent(decoder)
     picture = decode(host, latent)
     assert torch.allclose(picture, host_picture(decoder, latent)) and last()[0] == "ours"
-    assert not [name for name in runtime.choices._values if name.startswith("VAE")], "which says nothing of float16"
+    # That says nothing of float16.
+    assert not [name for name in runtime.tuning_cache._values if name.startswith("VAE")]
     assert torch.equal(foreign(host, latent), host_picture(decoder, latent))
     assert last()[0] == "host" and "of one colour in float32 too" in last()[1]
     wide = Host(diffusers_vae().decoder)

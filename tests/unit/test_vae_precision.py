@@ -86,13 +86,13 @@ def test_it_is_remembered_of_the_vae(monkeypatch: pytest.MonkeyPatch, caplog: py
 def test_later_processes_know_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, latent = scaled(3)
     runtime.history.open(tmp_path)
-    runtime.choices.attach(runtime.history.tuned, runtime.history.tune)
+    runtime.tuning_cache.attach(runtime.history.tuned, runtime.history.tune)
     decode(Host(decoder), latent)
     runtime.history._store.flush()
     later = History()
     later.open(tmp_path)
-    runtime.choices.clear()
-    runtime.choices.attach(later.tuned, later.tune)
+    runtime.tuning_cache.clear()
+    runtime.tuning_cache.attach(later.tuned, later.tune)
     types = count_decodes(monkeypatch)
     decode(Host(decoder), latent)
     assert types == [torch.float32] and last() == ("ours", KNOWN)
@@ -125,7 +125,7 @@ def test_a_healthy_vae_decodes_once(share: float, monkeypatch: pytest.MonkeyPatc
     assert types == [torch.float16] * 3 and last() == ("ours", "")
     assert host.calls == 1, "the check of its first use at this size"
     assert relative_error(picture, in_float32(decoder, latent)) < 1e-2
-    assert not [name for name in runtime.choices._values if name.startswith("VAE")]
+    assert not [name for name in runtime.tuning_cache._values if name.startswith("VAE")]
 
 
 def test_the_watch_changes_no_picture() -> None:
@@ -180,7 +180,7 @@ def test_weights_that_no_type_helps(caplog: pytest.LogCaptureFixture, monkeypatc
     reason = "this VAE overflows in float16, and its picture in float32 is not finite too"
     assert last() == ("host", reason)
     assert caplog.messages == [f"VAE: the picture is not finite, and OneDiff could not help: {reason}."]
-    assert not [name for name in runtime.choices._values if name.startswith("VAE")], "no verdict on float16"
+    assert not [name for name in runtime.tuning_cache._values if name.startswith("VAE")], "no verdict on float16"
 
 
 def test_a_latent_that_the_unet_has_spoilt(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

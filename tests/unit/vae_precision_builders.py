@@ -30,9 +30,9 @@ KNOWN = "decoded in float32, because this VAE overflows in float16"
 
 @pytest.fixture
 def nothing_known() -> Iterator[None]:
-    runtime.choices.clear()
+    runtime.tuning_cache.clear()
     yield
-    runtime.choices.clear()
+    runtime.tuning_cache.clear()
 
 
 class Host:

@@ -137,7 +137,7 @@ class DecodeFallbackChain:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._known = KnownVaes(services.choices)
+        self._known = KnownVaes(services.tuning_cache)
 
     def serve(self, job: Job) -> Outcome:
         """Our image, or the reason why the host is to decode. Raises torch.cuda.OutOfMemoryError."""
