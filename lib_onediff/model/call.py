@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .patch_points import PatchPoints
+
 FULL, CACHED = "full", "cached"
 
 
@@ -80,6 +82,7 @@ class UNetCall:
     control: residuals to add, else None.
     upcast_attention: compute attention scores in float32 (SD2.1 overflows in float16).
     deepcache: which pass of DeepCache is wanted, None for the whole UNet.
+    patches: functions of other extensions that run within it, else None.
     """
 
     latent: Tensor
@@ -90,3 +93,4 @@ class UNetCall:
     control: Control | None = None
     upcast_attention: bool = False
     deepcache: DeepCachePass | None = None
+    patches: PatchPoints | None = None

@@ -74,12 +74,12 @@ class Layers:
         hidden = ops.group_norm(image, weights[transformer.norm.path], transformer.norm, silu=False)
         tokens = ops.linear(ops.image_to_tokens(hidden), weights[transformer.project_in.path])
         stream = Stream(tokens)
-        for block in transformer.blocks:
-            stream = self._transformer_block(block, stream)
+        for index, block in enumerate(transformer.blocks):
+            stream = self._transformer_block(block, stream, index)
         tokens = ops.linear(ops.materialize(stream), weights[transformer.project_out.path])
         return ops.residual_add(image, ops.tokens_to_image(tokens, height, width), None)
 
-    def _transformer_block(self, block: TransformerBlock, stream: Stream) -> Stream:
+    def _transformer_block(self, block: TransformerBlock, stream: Stream, index: int) -> Stream:
         weights, ops = self.weights, self.ops
         query_key_value = weights[block.self_attention.query_key_value.name]
         stream, normed = ops.layer_norm(stream, weights[block.self_norm.path], block.self_norm, query_key_value)

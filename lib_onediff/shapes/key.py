@@ -19,7 +19,7 @@ DECODE = "vae decode"
 class ShapeKey:
     """Everything that decides whether a captured or compiled forward serves a call. Weights are not part of it.
 
-    backend: who computes it, so that what fails by one can be served by another. precision: the switches of torch
+    inputs: which optional ones there are, and what other extensions have put on the UNet. backend: who computes it, so that what fails by one can be served by another. precision: the switches of torch
     that change its numbers; see precision.flags_for. part, depth: which pass of DeepCache, "" for the whole UNet.
     """
 
@@ -47,10 +47,12 @@ class ShapeKey:
         batch, _, height, width = call.latent.shape
         deepcache = call.deepcache
         optional = {"y": call.y, "timestep condition": call.timestep_condition}
+        patches = () if call.patches is None else call.patches.structure
         return cls(
             architecture=architecture, height=height, width=width, batch=batch, tokens=call.context.shape[1],
             dtype=dtype, latent_dtype=call.latent.dtype,
-            device=call.latent.device, inputs=tuple(name for name, tensor in optional.items() if tensor is not None),
+            device=call.latent.device,
+            inputs=(*(name for name, tensor in optional.items() if tensor is not None), *patches),
             control=control_shapes(call.control), upcast_attention=call.upcast_attention, backend=backend,
             precision=precision, part=deepcache.name if deepcache else "", depth=deepcache.depth if deepcache else 0,
         )

@@ -161,7 +161,7 @@ class Forge:
 
         self._calls += 1
         call = self._look(unet) or checks.replaced_helper(self.traits) or unet_call(
-            x, timesteps, context, y, control, options, checks.upcasts_attention(self.traits, x.dtype),
+            unet, x, timesteps, context, y, control, options, checks.upcasts_attention(self.traits, x.dtype),
             self._names_read, others,
         )
         if isinstance(call, str):

@@ -4,10 +4,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...model.call import Control, UNetCall
 from ...model.patches import origin
+from .patches import OptionPatches, points_of
 
 # What the UNet itself writes there while it runs, and what is for ControlNets alone.
 HARMLESS_OPTIONS = frozenset({
@@ -17,8 +18,8 @@ HARMLESS_OPTIONS = frozenset({
 
 
 def unet_call(
-    x: Tensor, timesteps: Tensor, context: Tensor, y: Tensor | None, control: Mapping[str, Any] | None,
-    transformer_options: Mapping[str, Any], upcast_attention: bool, names_read: Collection[str],
+    unet: nn.Module, x: Tensor, timesteps: Tensor, context: Tensor, y: Tensor | None, control: Mapping[str, Any] | None,
+    transformer_options: dict[str, Any], upcast_attention: bool, names_read: Collection[str],
     others: Mapping[str, Any],
 ) -> UNetCall | str:
     """The call as ours, or what in it a UNetCall cannot say, in one line for the user. The arguments are those of the
@@ -26,7 +27,9 @@ def unet_call(
 
     names_read: every name by which the host's UNet may ask for an option or another argument.
     """
-    patched = unknown_options(transformer_options, names_read)
+    points = points_of(transformer_options, names_read)
+    unknown_parts = {name: value for name, value in transformer_options.items() if name not in points}
+    patched = unknown_options(unknown_parts, names_read)
     if patched:
         return f"another extension changes the UNet for this call: {', '.join(patched)}"
     unknown = sorted(name for name, value in others.items() if value is not None and name in names_read)
@@ -36,7 +39,10 @@ def unet_call(
     if isinstance(residuals, str):
         return residuals
     return UNetCall(
-        latent=x, timestep=timesteps, context=context, y=y, control=residuals, upcast_attention=upcast_attention
+        latent=x, timestep=timesteps, context=context, y=y, control=residuals, upcast_attention=upcast_attention,
+        patches=None if all(is_empty(transformer_options.get(name)) for name in points) else (
+            OptionPatches(unet, transformer_options, names_read)
+        ),
     )
 
 

@@ -11,6 +11,7 @@ from ..call import UNetCall
 from ..forward import Conditioning, Pass, forward
 from ..layout import UNetLayout
 from ..operators import Operators
+from ..patched_forward import patched_forward
 from ..weights import Weights
 
 
@@ -57,10 +58,13 @@ def compute(
 ) -> Tensor:
     """The UNet's output, (batch, out channels, height, width) in the latent's dtype: see forward.forward.
 
-    A full pass also writes the call's deep feature, a cached one reads it. Raises ValueError for a depth that this
+    A full pass also writes the call's deep feature, a cached one reads it; where functions of other extensions run
+    within it, neither is. Raises ValueError for a depth that this
     UNet does not have.
     """
     deepcache = call.deepcache
+    if call.patches is not None:
+        return patched_forward(layout, weights, ops, call, conditioning, call.patches)
     if deepcache is None:
         return forward(layout, weights, ops, call, conditioning)
     if deepcache.is_cached_pass:

@@ -1,0 +1,166 @@
+"""What extensions put on the UNet of a host of the Forge family, as the points of our forward.
+
+The protocol is ComfyUI's: transformer_options holds lists of functions under "patches" and "block_modifiers", one for
+each attention under "patches_replace", and one norm under "group_norm_wrapper". Every function is also handed the
+options, where the UNet notes which block is running. A host without some of these never looks for them: those are not
+points there.
+"""
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...model.patch_points import INPUT, Block
+from ...model.patches import origin
+
+PATCHES, REPLACED, MODIFIERS, NORM = "patches", "patches_replace", "block_modifiers", "group_norm_wrapper"
+LISTS = frozenset({
+    "emb_patch", "input_block_patch", "input_block_patch_after_skip", "output_block_patch", "attn1_patch",
+    "attn1_output_patch", "middle_patch", "attn2_patch", "attn2_output_patch",
+})
+IN_BLOCKS = ("attn1_patch", "attn1_output_patch", "middle_patch", "attn2_patch", "attn2_output_patch")
+ATTENTIONS = frozenset({"attn1", "attn2"})
+# ldm_patched hands these on from the module of each block.
+PRECISION = "attn_precision"
+
+
+class OptionPatches:
+    """The functions in one call's transformer_options; see model.patch_points.PatchPoints."""
+
+    def __init__(self, unet: nn.Module, options: dict[str, Any], names_read: Collection[str]) -> None:
+        self._unet = weakref.ref(unet)
+        self._options = options
+        self._lists: dict[str, list[Callable[..., Any]]] = {
+            name: list(functions) for name, functions in (options.get(PATCHES) or {}).items() if functions
+        }
+        self._replaced: Mapping[str, Mapping[Any, Callable[..., Tensor]]] = options.get(REPLACED) or {}
+        self._modifiers = list(options.get(MODIFIERS) or ())
+        self._norm = options.get(NORM)
+        self._tells_precision = PRECISION in names_read
+        self._extra: dict[str, Any] = {}
+        self._block: Block = ("", 0, 0)
+        self.sees_stages, self.wraps_norms = bool(self._modifiers), self._norm is not None
+        self.structure = tuple(sorted(f"{name} by {origin(function)}" for name, function in self._named()))
+
+    def _named(self) -> Iterator[tuple[str, Callable[..., Any]]]:
+        for name, functions in self._lists.items():
+            yield from ((f"{PATCHES}[{name}]", function) for function in functions)
+        for name, blocks in self._replaced.items():
+            # One function for many blocks is one kind.
+            kinds = {origin(function): function for function in blocks.values()}
+            yield from ((f"{REPLACED}[{name}] of {len(blocks)} blocks", function) for function in kinds.values())
+        yield from ((MODIFIERS, function) for function in self._modifiers)
+        if self._norm is not None:
+            yield NORM, self._norm
+
+    def begin(self, latent: Tensor) -> None:
+        self._options["original_shape"] = list(latent.shape)
+        self._options["transformer_index"] = 0
+
+    def embedding(self, embedding: Tensor) -> Tensor:
+        channels = getattr(self._unet(), "model_channels", None)
+        return self._changed("emb_patch", embedding, channels, self._options)
+
+    def before_stage(self, part: str, index: int, hidden_states: Tensor) -> Tensor:
+        self._options["block"] = (part, index)
+        return self._modified(hidden_states, "before")
+
+    def after_stage(self, part: str, index: int, hidden_states: Tensor) -> Tensor:
+        hidden_states = self._modified(hidden_states, "after")
+        if part != INPUT:
+            return hidden_states
+        return self._changed("input_block_patch", hidden_states, self._options)
+
+    def after_skip(self, index: int, hidden_states: Tensor) -> Tensor:
+        return self._changed("input_block_patch_after_skip", hidden_states, self._options)
+
+    def join(self, index: int, hidden_states: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
+        self._options["block"] = ("output", index)
+        functions = self._lists.get("output_block_patch", ())
+        if functions:
+            hidden_states, skip = hidden_states.contiguous(), skip.contiguous()
+        for function in functions:
+            hidden_states, skip = function(hidden_states, skip, self._options)
+        return (hidden_states.detach(), skip.detach()) if functions else (hidden_states, skip)
+
+    def group_norm(self, path: str, hidden_states: Tensor) -> Tensor:
+        module = self._unet().get_submodule(path)
+        return self._norm(module, hidden_states.contiguous(), self._options).detach()
+
+    def begin_block(self, block: Block, heads: int, head_width: int) -> bool:
+        self._block = block
+        self._options["block_index"] = block[2]
+        if not any(name in self._lists for name in IN_BLOCKS) and not any(map(self.replaces_attention, ATTENTIONS)):
+            return False
+        self._extra = {name: value for name, value in self._options.items() if name not in (PATCHES, REPLACED)}
+        self._extra |= {"n_heads": heads, "dim_head": head_width}
+        if self._tells_precision:
+            self._extra[PRECISION] = self._precision_of(block)
+        return True
+
+    def _precision_of(self, block: Block) -> Any:
+        """The precision of attention that the host's module of a transformer block tells its functions."""
+        part, index, _ = block
+        unet: Any = self._unet()
+        stage = unet.middle_block if part == "middle" else getattr(unet, f"{part}_blocks")[index]
+        return next((module.attn_precision for module in stage.modules() if hasattr(module, PRECISION)), None)
+
+    def end_transformer(self) -> None:
+        self._options["transformer_index"] += 1
+
+    def self_attention_inputs(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self._attention_inputs("attn1_patch", normed, normed)
+
+    def cross_attention_inputs(self, normed: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self._attention_inputs("attn2_patch", normed, context)
+
+    def _attention_inputs(self, name: str, normed: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = normed, context, context
+        for function in self._lists.get(name, ()):
+            query, key, value = function(query, key, value, self._extra)
+        return query, key, value
+
+    def replaces_attention(self, attention: str) -> bool:
+        return self._replacement(attention) is not None
+
+    def _replacement(self, attention: str) -> Callable[..., Tensor] | None:
+        by_block = self._replaced.get(attention) or {}
+        return by_block.get(self._block) or by_block.get(self._block[:2])
+
+    def attend(self, attention: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        parts = (part.contiguous() for part in (query, key, value))
+        return self._replacement(attention)(*parts, self._extra)
+
+    def attention_output(self, attention: str, tokens: Tensor) -> Tensor:
+        return self._changed(f"{attention}_output_patch", tokens, self._extra)
+
+    def between_attentions(self, tokens: Tensor) -> Tensor:
+        return self._changed("middle_patch", tokens, self._extra)
+
+    def _modified(self, hidden_states: Tensor, when: str) -> Tensor:
+        for modifier in self._modifiers:
+            hidden_states = modifier(hidden_states.contiguous(), when, self._options)
+        return hidden_states.detach() if self._modifiers else hidden_states
+
+    def _changed(self, name: str, tensor: Tensor, *others: Any) -> Tensor:
+        """What the functions of a list make of a tensor, as a new tensor object: operators must not take what they
+        know of the old one for it."""
+        functions = self._lists.get(name, ())
+        for function in functions:
+            tensor = function(tensor.contiguous(), *others)
+        return tensor.detach() if functions else tensor
+
+
+def points_of(options: Mapping[str, Any], names_read: Collection[str]) -> frozenset[str]:
+    """The names in options whose functions our forward calls as this host's does: all that they hold is known."""
+    known = {
+        PATCHES: LISTS, REPLACED: ATTENTIONS,
+    }
+    found = {
+        name for name, parts in known.items()
+        if name in names_read and all(part in parts and part in names_read for part in (options.get(name) or {}))
+    }
+    return frozenset(found | {name for name in (MODIFIERS, NORM) if name in names_read})

@@ -1,0 +1,181 @@
+"""The forward pass of a UNet on which users have put functions: as forward.py, with their functions called where the
+host's own forward calls them (patch_points.py says where that is)."""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .call import UNetCall
+from .forward import Conditioning, Pass, add_residual, block_shifts, embedded_label, time_embedding
+from .layers import Layers, join_heads, split_heads
+from .layout import CrossAttention, ResidualBlock, SelfAttention, SpatialTransformer, TransformerBlock, UNetLayout
+from .operators import Operators, Stream
+from .patch_points import INPUT, LAST, MIDDLE, OUTPUT, PatchPoints
+from .weights import Affine, Weights
+
+SELF_ATTENTION, CROSS_ATTENTION = "attn1", "attn2"
+
+
+def patched_forward(
+    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, conditioning: Conditioning | None,
+    patches: PatchPoints,
+) -> Tensor:
+    """The whole UNet, as forward.forward, with the functions of other extensions that the call brings."""
+    patches.begin(call.latent)
+    running = PatchedPass(layout, weights, ops, call, conditioning, patches)
+    hidden_states, skips = running.encode(len(layout.input_stages))
+    hidden_states = running.middle(hidden_states)
+    return running.finish(running.decode(hidden_states, skips, range(len(layout.output_stages)), None))
+
+
+class PatchedPass(Pass):
+    def __init__(
+        self, layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, conditioning: Conditioning | None,
+        patches: PatchPoints,
+    ) -> None:
+        super().__init__(layout, weights, ops, call, conditioning)
+        self.patches = patches
+        embedding = patches.embedding(time_embedding(layout, weights, ops, call, None))
+        label = embedded_label(layout, weights, ops, call.y) if conditioning is None else conditioning.label
+        shifts = block_shifts(layout, weights, ops, embedding if label is None else embedding + label)
+        plain = self.layers
+        self.patched = PatchedLayers(
+            weights, ops, shifts, plain.key_values, call.upcast_attention, patches,
+            call.context.to(weights[layout.time.first.path].weight.dtype),
+        )
+
+    def encode(self, stages: int) -> tuple[Tensor, list[Tensor]]:
+        hidden_states = self.call.latent.to(self.weights[self.layout.out_convolution.path].weight.dtype)
+        skips: list[Tensor] = []
+        for index, stage in enumerate(self.layout.input_stages[:stages]):
+            hidden_states = self.patches.before_stage(INPUT, index, hidden_states)
+            hidden_states = self.patched.at(INPUT, index).stage(stage, hidden_states, None)
+            hidden_states = add_residual(hidden_states, self.control.input, index)
+            hidden_states = self.patches.after_stage(INPUT, index, hidden_states)
+            following = self.patches.after_skip(index, hidden_states)
+            # A function may have written to what the skip is: operators must not use what they know of it.
+            skips.append(hidden_states if following is hidden_states else hidden_states.detach())
+            hidden_states = following
+        return hidden_states, skips
+
+    def middle(self, hidden_states: Tensor) -> Tensor:
+        hidden_states = self.patches.before_stage(MIDDLE, 0, hidden_states)
+        hidden_states = self.patched.at(MIDDLE, 0).stage(self.layout.middle_stage, hidden_states, None)
+        for index in range(len(self.control.middle)):
+            hidden_states = add_residual(hidden_states, self.control.middle, index)
+        return self.patches.after_stage(MIDDLE, 0, hidden_states)
+
+    def decode(
+        self, hidden_states: Tensor, skips: list[Tensor], stages: Iterable[int], remaining: Tensor | None
+    ) -> Tensor:
+        for index in stages:
+            skip = add_residual(skips.pop(), self.control.output, index)
+            hidden_states, skip = self.patches.join(index, hidden_states, skip)
+            if hidden_states.shape[-2:] != skip.shape[-2:]:
+                hidden_states = self.ops.resize(hidden_states, *skip.shape[-2:])
+            if self.patches.sees_stages:
+                joined = torch.cat([hidden_states, skip], dim=1)
+                joined = self.patches.before_stage(OUTPUT, index, joined)
+            else:
+                joined = self.ops.concatenate(hidden_states, skip)
+            following = skips[-1] if skips else remaining
+            hidden_states = self.patched.at(OUTPUT, index).stage(self.layout.output_stages[index], joined, following)
+            hidden_states = self.patches.after_stage(OUTPUT, index, hidden_states)
+        return hidden_states
+
+    def finish(self, hidden_states: Tensor) -> Tensor:
+        hidden_states = self.patches.before_stage(LAST, 0, hidden_states)
+        layout, weights, ops = self.layout, self.weights, self.ops
+        if self.patches.wraps_norms:
+            hidden_states = ops.silu(self.patches.group_norm(layout.out_norm.path, hidden_states))
+        else:
+            hidden_states = ops.group_norm(hidden_states, weights[layout.out_norm.path], layout.out_norm, silu=True)
+        hidden_states = ops.convolution(hidden_states, weights[layout.out_convolution.path], layout.out_convolution)
+        return self.patches.after_stage(LAST, 0, hidden_states).to(self.call.latent.dtype)
+
+
+@dataclass(frozen=True)
+class PatchedLayers(Layers):
+    """The layers of one stage, with the functions that run within them. context: in the weights' dtype."""
+
+    patches: PatchPoints
+    context: Tensor
+    part: str = ""
+    index: int = 0
+
+    def at(self, part: str, index: int) -> PatchedLayers:
+        return replace(self, part=part, index=index)
+
+    def _spatial_transformer(self, transformer: SpatialTransformer, hidden_states: Tensor) -> Tensor:
+        hidden_states = super()._spatial_transformer(transformer, hidden_states)
+        self.patches.end_transformer()
+        return hidden_states
+
+    def _transformer_block(self, block: TransformerBlock, stream: Stream, index: int) -> Stream:
+        weights, ops, patches = self.weights, self.ops, self.patches
+        attention = block.cross_attention
+        if not patches.begin_block((self.part, self.index, index), attention.heads, attention.head_width):
+            return super()._transformer_block(block, stream, index)
+        tokens = ops.materialize(stream)
+        tokens = tokens + self._self_attended(block, tokens)
+        tokens = patches.between_attentions(tokens)
+        tokens = tokens + self._cross_attended(block, tokens)
+        into, out = weights[block.feed_forward_in.path], weights[block.feed_forward_out.path]
+        norm = block.feed_forward_norm
+        stream, normed = ops.layer_norm(Stream(tokens), weights[norm.path], norm, into)
+        return ops.add_linear(stream, ops.geglu(ops.linear(normed, into), out), out)
+
+    def _self_attended(self, block: TransformerBlock, tokens: Tensor) -> Tensor:
+        """What self attention adds to the tokens (batch, tokens, width)."""
+        attention, norm = block.self_attention, block.self_norm
+        fused = self.weights[attention.query_key_value.name]
+        _, normed = self.ops.layer_norm(Stream(tokens), self.weights[norm.path], norm, fused)
+        inputs = self.patches.self_attention_inputs(normed)
+        projected = [
+            self.ops.linear(given, self.weights[member.path])
+            for given, member in zip(inputs, attention.query_key_value.members, strict=True)
+        ]
+        return self._attended(SELF_ATTENTION, attention, *projected)
+
+    def _cross_attended(self, block: TransformerBlock, tokens: Tensor) -> Tensor:
+        """What cross attention adds to the tokens (batch, tokens, width)."""
+        attention, norm = block.cross_attention, block.cross_norm
+        query_weights = self.weights[attention.query.path]
+        _, normed = self.ops.layer_norm(Stream(tokens), self.weights[norm.path], norm, query_weights)
+        given, keyed, valued = self.patches.cross_attention_inputs(normed, self.context)
+        query = self.ops.linear(given, query_weights)
+        if keyed is self.context and valued is self.context:
+            key, value = self.key_values[attention.key_value.name].chunk(2, dim=-1)
+        else:
+            key, value = (
+                self.ops.linear(source, self.weights[member.path])
+                for source, member in zip((keyed, valued), attention.key_value.members, strict=True)
+            )
+        return self._attended(CROSS_ATTENTION, attention, query, key, value)
+
+    def _attended(
+        self, name: str, attention: SelfAttention | CrossAttention, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        if self.patches.replaces_attention(name):
+            mixed = self.patches.attend(name, query, key, value)
+        else:
+            heads = (split_heads(part, attention.heads) for part in (query, key, value))
+            mixed = join_heads(self.ops.attention(*heads, self.upcast_attention))
+        return self.patches.attention_output(name, self.ops.linear(mixed, self.weights[attention.out.path]))
+
+    def _residual_block(self, block: ResidualBlock, hidden_states: Tensor) -> Tensor:
+        if not self.patches.wraps_norms:
+            return super()._residual_block(block, hidden_states)
+        weights, ops, patches = self.weights, self.ops, self.patches
+        hidden = ops.silu(patches.group_norm(block.in_norm.path, hidden_states))
+        in_weight = weights[block.in_convolution.path].weight
+        hidden = ops.convolution(hidden, Affine(in_weight, None), block.in_convolution)
+        hidden = hidden + self.shifts[block.embedding.path][:, :, None, None]
+        hidden = ops.silu(patches.group_norm(block.out_norm.path, hidden))
+        out_weight, out_bias = weights[block.out_convolution.path][:2]
+        hidden = ops.convolution(hidden, Affine(out_weight, None), block.out_convolution)
+        skip = hidden_states if block.skip is None else ops.pointwise(hidden_states, weights[block.skip.path])
+        return ops.residual_add(skip, hidden, out_bias)
