@@ -257,7 +257,7 @@ class Accelerator(Services):
         # A call that makes a shape ready belongs to no image.
         sampling = Sampling() if self.waits_for_compile else managed.sampling or self._sampling
         choice, bound = DeepCacheOptions.of(settings, sampling.second_pass), managed.bound
-        if choice.interval <= 1:
+        if choice.interval <= 1 or call.patches is not None:
             managed.cache_run.rest(managed.held_features)
             return None
         return managed.cache_run.plan(

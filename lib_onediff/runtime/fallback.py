@@ -25,9 +25,11 @@ from ..shapes.key import ShapeKey
 from ..shapes.table import Entry, ShapeTable, State, Stopwatch
 from .backend_choice import INDUCTOR_COMPILES, NO_ROOM, BackendChoice
 from .call_stats import GRAPH, PLAIN
-from .verify import blame, judge_cached_pass
+from .verify import blame, computed_twice, judge_cached_pass
 
 log = logging.getLogger("onediff")
+# They compute from what they know of their tensors, or elsewhere.
+WITHOUT_PATCHES = (backends.FLOAT8, backends.ONEFLOW)
 COMPILING = "OneDiff's kernels are being compiled, in the background; on this machine it is done once"
 
 
@@ -79,6 +81,8 @@ class FallbackChain:
         """
         reason = candidates.reason
         for backend, wanted in attempts(candidates, call, plan):
+            if call.patches is not None and backend in WITHOUT_PATCHES:
+                continue
             entry = self._entry(managed, wanted, backend, flags)
             if entry.key.is_cached_pass and entry.state is State.COLD:
                 # It is judged beside a full pass.
@@ -132,7 +136,7 @@ class FallbackChain:
         self, managed: ManagedUNet, settings: Settings, entry: Entry, call: UNetCall, conditioning: Conditioning | None
     ) -> None:
         backend = entry.key.backend
-        if not backends.has_graphs(backend, entry.key.device) or entry.no_graph:
+        if not backends.has_graphs(backend, entry.key.device) or entry.no_graph or call.patches:
             return
         try:
             if backend in backends.TUNED and self._tune(managed, backend, call):
@@ -196,6 +200,8 @@ class FallbackChain:
                 # The deep feature is not one of these weights: the full pass comes next.
                 return reason
             plan.prepare(call.deepcache)
+        if call.patches is not None:
+            return self._run_patched(managed, entry, call, conditioning)
         if backend == backends.ONEFLOW:
             runner = self._oneflow.runner(managed, entry.key, call, conditioning, self._waits_for_compile())
             if isinstance(runner, str):
@@ -219,6 +225,21 @@ class FallbackChain:
                 "first call at this shape" if entry.state is State.COLD else "its graph is captured after this step"
             )
         return CallResult(output, entry, PLAIN, reason, conditioning, call, plan)
+
+    def _run_patched(
+        self, managed: ManagedUNet, entry: Entry, call: UNetCall, conditioning: Conditioning | None
+    ) -> CallResult | str:
+        """The output of a call within which functions of other extensions run. No graph would call them."""
+        patches = ", ".join(entry.key.patches)
+        plainly = lambda: self._plainly(managed, entry, call, conditioning)  # noqa: E731
+        if entry.state is State.COLD:
+            output = computed_twice(entry, plainly)
+            if output is None:
+                return blame(entry, f"what another extension computes within the UNet differs each time ({patches})")
+        else:
+            output = entry.own.time(call.latent.device, plainly, PLAIN)
+        reason = f"other extensions compute within the UNet: {patches}"
+        return CallResult(output, entry, PLAIN, reason, conditioning, call, None)
 
     def _conditioning(self, managed: ManagedUNet, entry: Entry, call: UNetCall) -> Conditioning | None:
         """What was computed of the call's prompt before. None where the host hands over new tensors at every call:

@@ -1,9 +1,12 @@
 """Check the first use of a shape against the host's own forward."""
 from __future__ import annotations
 
+import contextlib
 import logging
+import random
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -40,7 +43,8 @@ def prove(
 
     Returns why it cannot be used, or None.
     """
-    known = recall(entry, history)
+    # The code of another extension may have changed since.
+    known = not entry.key.patches and recall(entry, history)
     if known and nobody_waits and entry.host.timing is None:
         time_host(entry, output.device, host, often=True)
     if not known and compares:
@@ -54,7 +58,8 @@ def prove(
             return blame(entry, miss)
         else:
             log.debug("checked %s: relative error %.1e", entry.key, entry.relative_error)
-            history.keep_verdict(entry.key.backend, entry.key, entry.relative_error)
+            if not entry.key.patches:
+                history.keep_verdict(entry.key.backend, entry.key, entry.relative_error)
     entry.state = State.PROVED
     return None
 
@@ -94,7 +99,9 @@ def judge(
         if not bool(torch.isfinite(expected).all()):
             return HOST_NOT_FINITE
         entry.relative_error = relative_error(output, expected)
-        time_host(entry, output.device, host, nobody_waits)
+        if not entry.key.patches:
+            # A function of another extension may count its calls.
+            time_host(entry, output.device, host, nobody_waits)
     limit = rounding_limit(entry.key.dtype, output.device, entry.key.precision)
     if entry.key.backend == FLOAT8:
         limit = max(limit, ROUNDING_FLOAT8)
@@ -138,6 +145,33 @@ def judge_cached_pass(entry: Entry, output: Tensor, cached: Callable[[], Tensor]
         f"DeepCache's cached pass differs from the full one by {entry.relative_error:.1e} (rounding explains "
         f"{limit:.0e})"
     )
+
+
+def computed_twice(entry: Entry, compute: Callable[[], Tensor]) -> Tensor | None:
+    """The output of a forward with functions in it that are not ours, from the random numbers that the host will have
+    next; None where the same numbers make another output the second time, because a function keeps a state or writes to
+    its inputs."""
+    device = entry.key.device
+    with random_numbers_kept(device):
+        output = compute()
+    with random_numbers_kept(device):
+        again = compute()
+    limit = rounding_limit(entry.key.dtype, device, entry.key.precision)
+    return output if relative_error(again, output) <= limit else None
+
+
+@contextlib.contextmanager
+def random_numbers_kept(device: torch.device) -> Iterator[None]:
+    """What is drawn inside is drawn again afterwards, by torch, Python and NumPy."""
+    numpy, state = sys.modules.get("numpy"), random.getstate()
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
 
 
 def relative_error(output: Tensor, expected: Tensor) -> float:

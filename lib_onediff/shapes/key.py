@@ -19,8 +19,9 @@ DECODE = "vae decode"
 class ShapeKey:
     """Everything that decides whether a captured or compiled forward serves a call. Weights are not part of it.
 
-    inputs: which optional ones there are, and what other extensions have put on the UNet. backend: who computes it, so that what fails by one can be served by another. precision: the switches of torch
+    backend: who computes it, so that what fails by one can be served by another. precision: the switches of torch
     that change its numbers; see precision.flags_for. part, depth: which pass of DeepCache, "" for the whole UNet.
+    patches: what other extensions have put on the UNet, and at which points.
     """
 
     architecture: str
@@ -38,6 +39,7 @@ class ShapeKey:
     precision: Flags = ()
     part: str = ""
     depth: int = 0
+    patches: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -47,14 +49,13 @@ class ShapeKey:
         batch, _, height, width = call.latent.shape
         deepcache = call.deepcache
         optional = {"y": call.y, "timestep condition": call.timestep_condition}
-        patches = () if call.patches is None else call.patches.structure
         return cls(
             architecture=architecture, height=height, width=width, batch=batch, tokens=call.context.shape[1],
             dtype=dtype, latent_dtype=call.latent.dtype,
-            device=call.latent.device,
-            inputs=(*(name for name, tensor in optional.items() if tensor is not None), *patches),
+            device=call.latent.device, inputs=tuple(name for name, tensor in optional.items() if tensor is not None),
             control=control_shapes(call.control), upcast_attention=call.upcast_attention, backend=backend,
             precision=precision, part=deepcache.name if deepcache else "", depth=deepcache.depth if deepcache else 0,
+            patches=() if call.patches is None else call.patches.structure,
         )
 
     @classmethod
@@ -91,7 +92,8 @@ class ShapeKey:
     def __str__(self) -> str:
         tokens = "VAE" if self.is_decode else f"{self.tokens} tokens"
         part = f", {self.part} at depth {self.depth}" if self.part else ""
-        return f"{self.resolution}, batch {self.batch}, {tokens}{part}"
+        patched = f", with {len(self.patches)} functions of other extensions" if self.patches else ""
+        return f"{self.resolution}, batch {self.batch}, {tokens}{part}{patched}"
 
 
 def control_shapes(control: Control | None) -> tuple[tuple[int, ...] | None, ...]:

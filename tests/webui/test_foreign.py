@@ -1,4 +1,5 @@
-"""What we do not know goes to the host's own UNet, with a reason; what does not touch the UNet stays ours."""
+"""What others put on the UNet: functions of the host's protocol run within our forward, what we do not know goes to the
+host's own UNet, with a reason, and what does not touch the UNet changes nothing."""
 from __future__ import annotations
 
 import re
@@ -6,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from webui_client import OPTION_DEFAULTS, WebUI
-from webui_compare import WHOLE_UNET, Run, assert_different, assert_same, on_and_off, run, run_off, run_on
+from webui_client import OPTION_DEFAULTS, WebUI, largest_difference
+from webui_compare import WHOLE_UNET, Run, assert_different, assert_same, on_and_off, run_off, run_on
 from webui_models import Models
 
 PROMPT = "a red fox in the snow"
@@ -43,11 +44,20 @@ class Foreign:
     doubles_calls: bool = False
 
 
+WITHIN = [
+    Foreign("FreeU", "forge", r"patches\[output_block_patch\] by .*freeu", FREEU),
+    Foreign("self-attention guidance", "forge", r"patches_replace\[attn1\]", SAG, doubles_calls=True),
+    Foreign(
+        "perturbed attention", "forge", r"patches_replace\[attn1\].*perturbed_attention", PERTURBED_ATTENTION,
+        doubles_calls=True,
+    ),
+    Foreign("Kohya HRFix", "forge", r"input_block_patch_after_skip", KOHYA_HRFIX),
+    Foreign("token merging on Forge", "forge", r"patches\[attn1_patch\]", options={"token_merging_ratio": 0.5}),
+    Foreign("FreeU and Kohya HRFix", "forge", "freeu", {
+        "alwayson_scripts": {**FREEU["alwayson_scripts"], **KOHYA_HRFIX["alwayson_scripts"]},
+    }),
+]
 FOREIGN = [
-    Foreign("FreeU", "forge", "patch|freeu", FREEU),
-    Foreign("self-attention guidance", "forge", "patch|replace|attention", SAG, doubles_calls=True),
-    Foreign("Kohya HRFix", "forge", "patch", KOHYA_HRFIX),
-    Foreign("token merging on Forge", "forge", "patch|token merging", options={"token_merging_ratio": 0.5}),
     Foreign("token merging", "a1111", "token merging|tome|class|forward", options={"token_merging_ratio": 0.5}),
     Foreign(
         "HyperTile", "a1111", "hypertile", {"width": 256, "height": 256},
@@ -75,21 +85,40 @@ def assert_host_served(webui: WebUI, request: dict[str, Any], reason: str) -> Ru
     return on
 
 
-@pytest.mark.parametrize("foreign", FOREIGN, ids=lambda foreign: foreign.name)
-def test_host_serves_what_we_do_not_know(webui: WebUI, sd15: Models, foreign: Foreign) -> None:
+def prepared(webui: WebUI, foreign: Foreign) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The request with what is foreign, and the same without."""
     only_on(webui, foreign.host)
-    plain_request = {name: value for name, value in foreign.request.items() if name != "alwayson_scripts"}
-    plain, _ = on_and_off(webui, plain_request)
     request = dict(foreign.request)
+    plain = {name: value for name, value in request.items() if name != "alwayson_scripts"}
     if foreign.options:
         # A1111 does not put an option back that was overridden and had never been saved: so they are saved first.
         webui.set_options(**{name: OPTION_DEFAULTS[name] for name in foreign.options})
         request["override_settings"] = foreign.options
-    made = assert_host_served(webui, request, foreign.reason)
+    return request, plain
+
+
+@pytest.mark.parametrize("foreign", WITHIN, ids=lambda foreign: foreign.name)
+def test_functions_of_the_hosts_protocol_run_within_ours(webui: WebUI, sd15: Models, foreign: Foreign) -> None:
+    request, plain_request = prepared(webui, foreign)
+    plain, _ = on_and_off(webui, plain_request)
+    off = run_off(webui, request)
+    calls = off.calls["host"]
+    on = run_on(webui, request, calls)
+    assert on.served(WHOLE_UNET) == calls and re.search(foreign.reason, on.reason, re.IGNORECASE), on.reason
+    assert_same(on, off)
     if foreign.doubles_calls:
-        assert made.calls["host"] == 2 * plain.served(WHOLE_UNET)
+        assert calls == 2 * plain.served(WHOLE_UNET)
     else:
-        assert_different(plain, made, foreign.name)
+        assert_different(plain, on, foreign.name)
+    assert largest_difference(run_on(webui, plain_request).pictures, plain.pictures) == 0
+
+
+@pytest.mark.parametrize("foreign", FOREIGN, ids=lambda foreign: foreign.name)
+def test_host_serves_what_we_do_not_know(webui: WebUI, sd15: Models, foreign: Foreign) -> None:
+    request, plain_request = prepared(webui, foreign)
+    plain, _ = on_and_off(webui, plain_request)
+    made = assert_host_served(webui, request, foreign.reason)
+    assert_different(plain, made, foreign.name)
     assert_same(run_on(webui, plain_request), plain)
 
 
@@ -99,18 +128,6 @@ def test_what_leaves_the_unet_alone_stays_ours(webui: WebUI, sd15: Models, forei
     plain_request = {name: value for name, value in foreign.request.items() if name != "alwayson_scripts"}
     made, _ = on_and_off(webui, foreign.request)
     assert_different(run_on(webui, plain_request), made, foreign.name)
-
-
-def test_perturbed_attention_takes_both_routes(webui: WebUI, sd15: Models) -> None:
-    """Its ordinary calls are ours, its perturbed ones the host's."""
-    only_on(webui, "forge")
-    on = run(webui, PERTURBED_ATTENTION, enabled=True)
-    off = run_off(webui, PERTURBED_ATTENTION, 6)
-    assert on.served(WHOLE_UNET) >= 3 and on.calls["host"] >= 3 and on.calls["blocks"] == 0, on.calls
-    assert on.served(WHOLE_UNET) + on.calls["host"] == off.calls["host"]
-    assert_same(on, off)
-    # With random weights the guidance itself may change no pixel; that it ran shows in who made the host's calls.
-    assert "perturbed_attention" in on.reason
 
 
 def test_hypernetwork(webui: WebUI, sd15: Models) -> None:
