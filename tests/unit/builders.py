@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from lib_onediff.model import forward
 from lib_onediff.model.bound import BoundUNet
 from lib_onediff.model.call import UNetCall
+from lib_onediff.model.deepcache.forward import compute
 from lib_onediff.model.operators import Operators
 from lib_onediff.ops import torch_ops
 
@@ -219,7 +219,7 @@ def our_output(unet: nn.Module, call: UNetCall, ops: Operators = torch_ops) -> T
     bound = BoundUNet(unet)
     bound.refresh(call, by_content=False)
     conditioning = bound.conditioning(ops, call, by_content=False)
-    return forward.forward(bound.layout, bound.binding.weights(), ops, call, conditioning)
+    return compute(bound.layout, bound.binding.weights(), ops, call, conditioning)
 
 
 def relative_error(output: Tensor, expected: Tensor) -> float:

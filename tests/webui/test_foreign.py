@@ -14,6 +14,10 @@ from webui_models import Models
 PROMPT = "a red fox in the snow"
 
 
+# FreeU divides by the range of a feature map: at 64x64 the deepest is one pixel.
+LARGER = {"width": 128, "height": 128}
+
+
 def script(title: str, *args: Any) -> dict[str, Any]:
     return {"alwayson_scripts": {title: {"args": list(args)}}}
 
@@ -45,7 +49,7 @@ class Foreign:
 
 
 WITHIN = [
-    Foreign("FreeU", "forge", r"patches\[output_block_patch\] by .*freeu", FREEU),
+    Foreign("FreeU", "forge", r"patches\[output_block_patch\] by .*freeu", {**FREEU, **LARGER}),
     Foreign("self-attention guidance", "forge", r"patches_replace\[attn1\]", SAG, doubles_calls=True),
     Foreign(
         "perturbed attention", "forge", r"patches_replace\[attn1\].*perturbed_attention", PERTURBED_ATTENTION,
@@ -54,7 +58,7 @@ WITHIN = [
     Foreign("Kohya HRFix", "forge", r"input_block_patch_after_skip", KOHYA_HRFIX),
     Foreign("token merging on Forge", "forge", r"patches\[attn1_patch\]", options={"token_merging_ratio": 0.5}),
     Foreign("FreeU and Kohya HRFix", "forge", "freeu", {
-        "alwayson_scripts": {**FREEU["alwayson_scripts"], **KOHYA_HRFIX["alwayson_scripts"]},
+        **LARGER, "alwayson_scripts": {**FREEU["alwayson_scripts"], **KOHYA_HRFIX["alwayson_scripts"]},
     }),
 ]
 FOREIGN = [

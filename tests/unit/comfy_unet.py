@@ -1,0 +1,114 @@
+"""The protocol by which extensions of the Forge family change a UNet, over ldm's layers, written from what hosts do:
+the oracle of our own forward with the same functions in it."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from einops import rearrange
+from ldm.modules.attention import SpatialTransformer
+from ldm.modules.diffusionmodules.openaimodel import ResBlock, Upsample
+from ldm.modules.diffusionmodules.util import timestep_embedding
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lib_onediff.model.call import UNetCall
+
+
+@torch.no_grad()
+def patched_output(unet: Any, call: UNetCall, options: dict[str, Any]) -> Tensor:
+    """ldm's UNet with the functions in transformer_options, called as Forge's own forward calls them."""
+    return Comfy(unet, call, options).run()
+
+
+class Comfy:
+    def __init__(self, unet: Any, call: UNetCall, options: dict[str, Any]) -> None:
+        self.unet, self.call, self.options = unet, call, options
+        self.patches, self.replaced = options.get("patches", {}), options.get("patches_replace", {})
+
+    def run(self) -> Tensor:
+        unet, options = self.unet, self.options
+        options.update(original_shape=list(self.call.latent.shape), transformer_index=0)
+        emb = unet.time_embed(timestep_embedding(self.call.timestep, unet.model_channels))
+        emb = self.listed("emb_patch", emb, unet.model_channels, options)
+        h, skips = self.call.latent, []
+        for index, module in enumerate(unet.input_blocks):
+            h = self.stage(("input", index), module, h, emb)
+            h = self.listed("input_block_patch", h, options)
+            skips.append(h)
+            h = self.listed("input_block_patch_after_skip", h, options)
+        h = self.stage(("middle", 0), unet.middle_block, h, emb)
+        for index, module in enumerate(unet.output_blocks):
+            options["block"] = ("output", index)
+            skip = skips.pop()
+            for patch in self.patches.get("output_block_patch", ()):
+                h, skip = patch(h, skip, options)
+            following = skips[-1].shape[2:] if skips else None
+            h = self.stage(("output", index), module, torch.cat([h, skip], dim=1), emb, following)
+        options["block"] = ("last", 0)
+        return self.modified(unet.out[1:](self.normed(unet.out[0], self.modified(h, "before"))), "after")
+
+    def listed(self, name: str, value: Tensor, *others: Any) -> Tensor:
+        for patch in self.patches.get(name, ()):
+            value = patch(value, *others)
+        return value
+
+    def modified(self, h: Tensor, when: str) -> Tensor:
+        for modifier in self.options.get("block_modifiers", ()):
+            h = modifier(h, when, self.options)
+        return h
+
+    def normed(self, norm: nn.Module, h: Tensor) -> Tensor:
+        wrapper = self.options.get("group_norm_wrapper")
+        return norm(h) if wrapper is None else wrapper(norm, h, self.options)
+
+    def stage(self, block: tuple[str, int], module: Any, h: Tensor, emb: Tensor, following: Any = None) -> Tensor:
+        self.options["block"] = block
+        h = self.modified(h, "before")
+        for layer in module:
+            if isinstance(layer, ResBlock):
+                hidden = layer.in_layers[1:](self.normed(layer.in_layers[0], h))
+                hidden = hidden + layer.emb_layers(emb)[:, :, None, None]
+                h = layer.skip_connection(h) + layer.out_layers[1:](self.normed(layer.out_layers[0], hidden))
+            elif isinstance(layer, SpatialTransformer):
+                h = self.transformer(layer, h)
+                self.options["transformer_index"] += 1
+            elif isinstance(layer, Upsample):
+                h = layer.conv(functional.interpolate(h, following or [2 * side for side in h.shape[2:]]))
+            else:
+                h = layer(h)
+        return self.modified(h, "after")
+
+    def transformer(self, layer: Any, h: Tensor) -> Tensor:
+        height, width = h.shape[2:]
+        x = rearrange(layer.proj_in(layer.norm(h)), "b c h w -> b (h w) c").contiguous()
+        for index, block in enumerate(layer.transformer_blocks):
+            self.options["block_index"] = index
+            x = self.block(block, x)
+        return h + layer.proj_out(rearrange(x, "b (h w) c -> b c h w", h=height, w=width))
+
+    def block(self, block: Any, x: Tensor) -> Tensor:
+        extra = {name: value for name, value in self.options.items() if name not in ("patches", "patches_replace")}
+        extra |= {"n_heads": block.attn1.heads, "dim_head": block.attn1.to_q.out_features // block.attn1.heads}
+        normed = block.norm1(x)
+        x = x + self.attention("attn1", block.attn1, normed, normed, extra)
+        x = self.listed("middle_patch", x, extra)
+        x = x + self.attention("attn2", block.attn2, block.norm2(x), self.call.context, extra)
+        return x + block.ff(block.norm3(x))
+
+    def attention(self, name: str, module: Any, normed: Tensor, context: Tensor, extra: dict[str, Any]) -> Tensor:
+        given = normed, context, context
+        for patch in self.patches.get(f"{name}_patch", ()):
+            given = patch(*given, extra)
+        query, key, value = module.to_q(given[0]), module.to_k(given[1]), module.to_v(given[2])
+        by_block = self.replaced.get(name, {})
+        place = self.options["block"]
+        replacement = by_block.get((*place, self.options["block_index"])) or by_block.get(place)
+        mixed = attended(query, key, value, extra) if replacement is None else replacement(query, key, value, extra)
+        return self.listed(f"{name}_output_patch", module.to_out(mixed), extra)
+
+
+def attended(query: Tensor, key: Tensor, value: Tensor, extra: dict[str, Any]) -> Tensor:
+    """Attention over (batch, tokens, heads * width), as a function that replaces it may compute it."""
+    heads = [rearrange(part, "b t (h d) -> b h t d", h=extra["n_heads"]) for part in (query, key, value)]
+    return rearrange(functional.scaled_dot_product_attention(*heads), "b h t d -> b t (h d)")

@@ -1,0 +1,175 @@
+"""Functions that extensions put on the UNet: within our forward they do what they do within the host's."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from builders import CONTEXT_WIDTH, a_call, our_output, relative_error, shared_ldm_unet
+from comfy_unet import attended, patched_output
+from torch import Tensor
+from torch.nn import functional
+
+from lib_onediff.hosts.forge.call import unet_call
+from lib_onediff.hosts.forge.patches import ATTENTIONS, LISTS, MODIFIERS, NORM, PATCHES, REPLACED
+from lib_onediff.model.call import UNetCall
+
+READ = frozenset({PATCHES, REPLACED, MODIFIERS, NORM, *LISTS, *ATTENTIONS})
+CLOSE = 1e-5
+Options = dict[str, Any]
+
+
+def free_u(h: Tensor, skip: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """Writes to half of the channels in place, and returns another skip."""
+    h[:, : h.shape[1] // 2] *= 1.3
+    return h, skip * (0.8 if options["block"][1] % 2 else 1.1)
+
+
+def shrink(h: Tensor, options: Options) -> Tensor:
+    """Kohya's HRFix."""
+    at = options["block"] == ("input", 3)
+    return functional.interpolate(h, scale_factor=0.5, mode="nearest-exact") if at else h
+
+
+def grow(h: Tensor, skip: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    return functional.interpolate(h, skip.shape[2:], mode="nearest-exact"), skip
+
+
+def merged(query: Tensor, key: Tensor, value: Tensor, extra: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """Fewer queries, as token merging has them."""
+    extra["kept"] = query.shape[1]
+    return query[:, ::2], key, value
+
+
+def unmerged(tokens: Tensor, extra: Options) -> Tensor:
+    return tokens.repeat_interleave(2, dim=1)[:, : extra["kept"]]
+
+
+def with_an_image(query: Tensor, key: Tensor, value: Tensor, extra: Options) -> Tensor:
+    """IP-Adapter: a second attention over tokens of its own."""
+    own = torch.linspace(-1, 1, 4 * key.shape[2]).view(1, 4, -1).expand(len(key), -1, -1)
+    return attended(query, key, value, extra) + 0.6 * attended(query, own, own.flip(1), extra)
+
+
+def mean_value(query: Tensor, key: Tensor, value: Tensor, extra: Options) -> Tensor:
+    """PAG."""
+    return value * (1 + extra["transformer_index"])
+
+
+def blockwise(h: Tensor, when: str, options: Options) -> Tensor:
+    place = ("input", "middle", "output", "last").index(options["block"][0])
+    return h * (1 + 0.1 * place + 0.01 * options["block"][1]) + (0.1 if when == "after" else 0.0)
+
+
+def wrapped(norm: Any, h: Tensor, options: Options) -> Tensor:
+    return norm(h) * 1.2 + 0.1
+
+
+OTHER_CONTEXT = torch.linspace(-1, 1, 5 * CONTEXT_WIDTH).view(1, 5, CONTEXT_WIDTH)
+CASES: dict[str, Options] = {
+    "FreeU": {PATCHES: {"output_block_patch": [free_u]}},
+    "HRFix": {PATCHES: {"input_block_patch_after_skip": [shrink], "output_block_patch": [grow]}},
+    "token merging": {PATCHES: {"attn1_patch": [merged], "attn1_output_patch": [unmerged]}},
+    "input blocks": {PATCHES: {"input_block_patch": [lambda h, options: h * 0.9 + options["block"][1] / 50]}},
+    "embedding": {PATCHES: {"emb_patch": [lambda emb, channels, options: emb + channels / 1000]}},
+    "between attentions": {PATCHES: {"middle_patch": [lambda x, extra: x * (1.1 + extra["block_index"])]}},
+    "another context": {PATCHES: {"attn2_patch": [
+        lambda n, context, value, extra: (n * 0.5, OTHER_CONTEXT.expand(len(n), -1, -1), OTHER_CONTEXT * 2),
+    ]}},
+    "the same context": {PATCHES: {"attn2_patch": [lambda n, context, value, extra: (n * 0.5, context, value)]}},
+    "cross attention's output": {PATCHES: {"attn2_output_patch": [lambda n, extra: n * extra["dim_head"] / 4]}},
+    "two in turn": {PATCHES: {"attn2_output_patch": [lambda n, extra: n + 1, lambda n, extra: n * 2]}},
+    "IP-Adapter": {REPLACED: {"attn2": {("input", 1): with_an_image, ("middle", 0): with_an_image}}},
+    "three-part keys": {REPLACED: {"attn2": {("output", 5, 0): with_an_image, ("output", 5, 1): mean_value}}},
+    "perturbed attention": {REPLACED: {"attn1": {("middle", 0): mean_value}}},
+    "block modifiers": {MODIFIERS: [blockwise]},
+    "norms": {NORM: wrapped},
+    "many": {
+        PATCHES: {"output_block_patch": [free_u], "attn1_patch": [merged], "attn1_output_patch": [unmerged]},
+        REPLACED: {"attn2": {("output", 4): with_an_image}}, MODIFIERS: [blockwise], NORM: wrapped,
+    },
+}
+
+
+def ours(unet: Any, call: UNetCall, options: Options, read: frozenset[str] = READ) -> UNetCall | str:
+    """The call with the functions in it, as Forge's adapter makes it."""
+    return unet_call(unet, call.latent, call.timestep, call.context, None, None, options, False, read, {})
+
+
+def copied(options: Options) -> Options:
+    return {name: dict(value) if isinstance(value, dict) else value for name, value in options.items()}
+
+
+@pytest.mark.parametrize("size", [(16, 16), (16, 32)], ids=["square", "wide"])
+@pytest.mark.parametrize("case", CASES)
+def test_our_forward_calls_them_where_the_hosts_does(case: str, size: tuple[int, int]) -> None:
+    unet = shared_ldm_unet()
+    call = a_call(unet, *size)
+    options = CASES[case]
+    made = ours(unet, call, copied(options))
+    assert isinstance(made, UNetCall) and made.patches is not None
+    with torch.no_grad():
+        output, expected = our_output(unet, made), patched_output(unet, call, copied(options))
+    assert relative_error(output, expected) < CLOSE
+    assert relative_error(output, our_output(unet, call)) > 100 * CLOSE
+
+
+def test_each_is_told_what_the_host_tells_it() -> None:
+    unet = shared_ldm_unet()
+    call = a_call(unet)
+    told: dict[str, list[Any]] = {"ours": [], "theirs": []}
+
+    def listening(whose: str) -> Options:
+        def hear(tensor: Tensor, options: Options) -> Tensor:
+            known = {name: value for name, value in options.items() if name not in (PATCHES, MODIFIERS)}
+            told[whose].append((tuple(tensor.shape), tensor.is_contiguous(), known))
+            return tensor
+
+        return {"cond_or_uncond": [1, 0], MODIFIERS: [lambda h, when, options: hear(h, options)], PATCHES: {
+            "input_block_patch": [hear], "middle_patch": [hear], "attn1_output_patch": [hear],
+        }}
+
+    made = ours(unet, call, listening("ours"))
+    with torch.no_grad():
+        our_output(unet, made)
+        patched_output(unet, call, listening("theirs"))
+    assert told["ours"] == told["theirs"] and len(told["ours"]) > 60
+
+
+def test_a_shape_is_known_by_what_stands_where_and_not_by_the_objects() -> None:
+    unet = shared_ldm_unet()
+    call = a_call(unet)
+
+    def structure(options: Options) -> tuple[str, ...]:
+        return ours(unet, call, options).patches.structure
+
+    def again() -> Callable[..., Tensor]:
+        return lambda n, extra: n
+
+    one, other = ({PATCHES: {"attn2_output_patch": [again()]}} for _ in range(2))
+    assert structure(one) == structure(other)
+    assert structure(one) != structure({PATCHES: {"attn1_output_patch": [again()]}})
+    assert structure(one) != structure({PATCHES: {"attn2_output_patch": [again(), again()]}})
+
+
+@pytest.mark.parametrize(("options", "read"), [
+    ({PATCHES: {"attn3_patch": [free_u]}}, READ),
+    ({REPLACED: {"ff": {("middle", 0): mean_value}}}, READ),
+    ({"block_inner_modifiers": [blockwise]}, READ),
+    # A host whose forward never asks for them would not call them.
+    ({MODIFIERS: [blockwise]}, READ - {MODIFIERS}),
+    ({PATCHES: {"emb_patch": [free_u]}}, READ - {"emb_patch"}),
+])
+def test_a_point_that_we_do_not_have_is_for_the_host(options: Options, read: frozenset[str]) -> None:
+    unet = shared_ldm_unet()
+    refusal = ours(unet, a_call(unet), options, read)
+    assert isinstance(refusal, str) and refusal.startswith("another extension changes the UNet for this call: ")
+
+
+@pytest.mark.parametrize("options", [
+    {PATCHES: {}}, {PATCHES: {"attn1_patch": []}}, {REPLACED: {"attn1": {}}}, {NORM: None},
+])
+def test_empty_points_are_none(options: Options) -> None:
+    unet = shared_ldm_unet()
+    assert ours(unet, a_call(unet), options).patches is None
