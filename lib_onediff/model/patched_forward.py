@@ -162,8 +162,8 @@ class PatchedLayers(Layers):
         if self.patches.replaces_attention(name):
             mixed = self.patches.attend(name, query, key, value)
         else:
-            heads = (split_heads(part, attention.heads) for part in (query, key, value))
-            mixed = join_heads(self.ops.attention(*heads, self.upcast_attention))
+            query, key, value = (split_heads(part, attention.heads) for part in (query, key, value))
+            mixed = join_heads(self.ops.attention(query, key, value, self.upcast_attention))
         return self.patches.attention_output(name, self.ops.linear(mixed, self.weights[attention.out.path]))
 
     def _residual_block(self, block: ResidualBlock, hidden_states: Tensor) -> Tensor:

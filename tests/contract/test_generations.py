@@ -1,6 +1,7 @@
 """What every adapter does for a generation of its host, and what is left when it is switched off."""
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -128,17 +129,45 @@ def test_a_lora_on_the_fly_is_the_hosts(host: Host) -> None:
     assert calls_of(host.generate)[1] == OURS
 
 
-@pytest.mark.parametrize("host", FAMILY, indirect=True)
-def test_a_patch_in_the_options_is_the_hosts(host: Host) -> None:
-    def extension(patcher: Any) -> None:
-        patcher.set_model_output_block_patch(lambda h, skip, options: (h * 0.5, skip))
+def halved(h: Tensor, skip: Tensor, options: Any) -> tuple[Tensor, Tensor]:
+    return h * 0.5, skip
 
-    expected, plain = host.generate(extension), host.generate()
-    assert not torch.equal(expected.latent, plain.latent)
+
+def drawn(h: Tensor, skip: Tensor, options: Any) -> tuple[Tensor, Tensor]:
+    """Random numbers of torch's, as token merging draws them."""
+    return h + 0.1 * torch.randn_like(h), skip
+
+
+@pytest.mark.parametrize("function", [halved, drawn], ids=["plain", "with random numbers"])
+@pytest.mark.parametrize("host", FAMILY, indirect=True)
+def test_a_function_in_the_options_runs_within_our_forward(host: Host, function: Any) -> None:
+    def extension(patcher: Any) -> None:
+        patcher.set_model_output_block_patch(function)
+
+    def generate() -> Any:
+        torch.manual_seed(3)
+        return host.generate(extension)
+
+    expected, plain = generate(), host.generate()
+    assert not torch.allclose(expected.latent, plain.latent, atol=0.1)
     host.start()
-    made, calls = calls_of(lambda: host.generate(extension))
-    assert calls == BY_HOST and torch.equal(made.latent, expected.latent)
-    assert f"patches[output_block_patch] by {__name__}" in runtime.status()["reason"]
+    for _ in range(2):
+        made, calls = calls_of(generate)
+        assert calls == OURS and close(made, expected)
+        assert f"patches[output_block_patch] by {__name__}" in runtime.status()["reason"]
+    assert calls_of(host.generate)[1] == OURS
+
+
+@pytest.mark.parametrize("host", FAMILY, indirect=True)
+def test_a_function_that_keeps_a_state_is_the_hosts(host: Host) -> None:
+    calls_so_far = itertools.count(1)
+
+    def extension(patcher: Any) -> None:
+        patcher.set_model_output_block_patch(lambda h, skip, options: (h * (1 + next(calls_so_far) / 100), skip))
+
+    host.start()
+    assert calls_of(lambda: host.generate(extension))[1] == BY_HOST
+    assert "differs each time (patches[output_block_patch] by" in runtime.status()["reason"]
     assert calls_of(host.generate)[1] == OURS
 
 

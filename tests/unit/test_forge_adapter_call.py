@@ -156,12 +156,19 @@ def test_what_is_empty_changes_nothing(empty: dict[str, Any]) -> None:
 def test_what_changes_the_unet_is_named(options: dict[str, Any], names: list[str]) -> None:
     named = unknown_options({**HARMLESS, **options}, READ)
     assert [name.replace("builtin_function_or_method", "builtins") for name in named] == names
+
+
+@pytest.mark.parametrize("options", [
+    {"block_inner_modifiers": [by_forge("x.py")]}, {"of_tomorrow": [by_forge("new.py")]}, {"num_frames": 2},
+    {"patches": {"attn7_patch": [len]}},
+])
+def test_what_our_forward_cannot_call_is_for_the_host(options: dict[str, Any]) -> None:
     assert made(options={**HARMLESS, **options}).startswith("another extension changes the UNet for this call: ")
 
 
 def made(options: dict[str, Any] = HARMLESS, control: Any = None, **others: Any) -> UNetCall | str:
     one = torch.zeros(1)
-    return unet_call(one, one, one, None, control, options, False, READ, others)
+    return unet_call(nn.Identity(), one, one, one, None, control, options, False, READ, others)
 
 
 def test_an_argument_that_the_unet_asks_for_is_for_the_host() -> None:

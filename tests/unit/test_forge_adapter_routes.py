@@ -37,7 +37,7 @@ def halved_middle(image: Tensor, state: str, options: dict[str, Any]) -> Tensor:
     return image * 0.5 if state == "after" and options["block"][0] == "middle" else image
 
 
-def test_what_an_extension_changes_for_a_call_is_the_hosts(host: ForgeHost) -> None:
+def test_what_an_extension_changes_for_a_call_runs_within_ours(host: ForgeHost) -> None:
     host.load(Checkpoint())
 
     def extension(patcher: Any) -> Any:
@@ -47,9 +47,10 @@ def test_what_an_extension_changes_for_a_call_is_the_hosts(host: ForgeHost) -> N
 
     plain = host.generate()
     output, calls = calls_of(lambda: host.generate(extension))
-    assert calls == {"host": 2}
+    assert calls == {"plain": 2}
     assert "block_modifiers by test_forge_adapter" in runtime.status()["reason"]
-    assert torch.equal(output, without_us(host, extension=extension)) and not torch.equal(output, plain)
+    expected = without_us(host, extension=extension)
+    assert torch.allclose(output, expected, atol=1e-4) and not torch.allclose(output, plain, atol=1e-2)
     assert calls_of(host.generate)[1] == {"plain": 2}
 
 

@@ -38,7 +38,7 @@ class OptionPatches:
         }
         self._replaced: Mapping[str, Mapping[Any, Callable[..., Tensor]]] = options.get(REPLACED) or {}
         self._modifiers = list(options.get(MODIFIERS) or ())
-        self._norm = options.get(NORM)
+        self._norm: Any = options.get(NORM)
         self._tells_precision = PRECISION in names_read
         self._extra: dict[str, Any] = {}
         self._block: Block = ("", 0, 0)
@@ -87,8 +87,9 @@ class OptionPatches:
         return (hidden_states.detach(), skip.detach()) if functions else (hidden_states, skip)
 
     def group_norm(self, path: str, hidden_states: Tensor) -> Tensor:
-        module = self._unet().get_submodule(path)
-        return self._norm(module, hidden_states.contiguous(), self._options).detach()
+        unet: Any = self._unet()
+        wrapped: Tensor = self._norm(unet.get_submodule(path), hidden_states.contiguous(), self._options)
+        return wrapped.detach()
 
     def begin_block(self, block: Block, heads: int, head_width: int) -> bool:
         self._block = block
@@ -126,13 +127,14 @@ class OptionPatches:
     def replaces_attention(self, attention: str) -> bool:
         return self._replacement(attention) is not None
 
-    def _replacement(self, attention: str) -> Callable[..., Tensor] | None:
+    def _replacement(self, attention: str) -> Any:
         by_block = self._replaced.get(attention) or {}
         return by_block.get(self._block) or by_block.get(self._block[:2])
 
     def attend(self, attention: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         parts = (part.contiguous() for part in (query, key, value))
-        return self._replacement(attention)(*parts, self._extra)
+        attended: Tensor = self._replacement(attention)(*parts, self._extra)
+        return attended
 
     def attention_output(self, attention: str, tokens: Tensor) -> Tensor:
         return self._changed(f"{attention}_output_patch", tokens, self._extra)

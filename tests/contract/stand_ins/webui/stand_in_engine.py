@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 def walk(
     unet: Any, x: Tensor, embedding: Tensor, context: Tensor, control: Any, apply_control: Callable[..., Tensor],
-    stage: Callable[..., Tensor], patches: dict[str, Any], block_modifiers: Any = (),
+    stage: Callable[..., Tensor], output_block_patches: Any, block_modifiers: Any = (),
 ) -> Tensor:
     """The loop of a UNet's forward; stage(module, h, emb, context) runs one of its blocks."""
     emb, h = unet.time_embed(embedding), x
@@ -25,7 +25,7 @@ def walk(
     h = apply_control(stage(unet.middle_block, h, emb, context), control, "middle")
     for module in unet.output_blocks:
         skip = apply_control(skips.pop(), control, "output")
-        for patch in patches.get("output_block_patch", ()):
+        for patch in output_block_patches:
             h, skip = patch(h, skip, {})
         h = stage(module, torch.cat([h, skip], dim=1), emb, context)
     for modifier in block_modifiers:

@@ -43,5 +43,6 @@ class IntegratedUNet2DConditionModel(openaimodel.UNetModel):
         stage = lambda module, h, emb, context: checkpoint(module, (h, emb, context), ())  # noqa: E731
         return walk(
             self, x, timestep_embedding(timesteps, self.model_channels), context, control, apply_control, stage,
-            transformer_options.get("patches", {}), transformer_options.get("block_modifiers", []),
+            transformer_options.get("patches", {}).get("output_block_patch", ()),
+            transformer_options.get("block_modifiers", []),
         )

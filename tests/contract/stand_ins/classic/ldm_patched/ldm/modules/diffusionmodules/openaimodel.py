@@ -32,6 +32,6 @@ class UNetModel(openaimodel.UNetModel):
         transformer_options["original_shape"] = list(x.shape)
         return walk(
             self, x, timestep_embedding(timesteps, self.model_channels), context, control, apply_control,
-            forward_timestep_embed, transformer_options.get("patches", {}),
+            forward_timestep_embed, transformer_options.get("patches", {}).get("output_block_patch", ()),
             transformer_options.get("block_modifiers", ()),
         )
