@@ -162,7 +162,10 @@ class LabelEmbedding:
 
 @dataclass(frozen=True)
 class UNetLayout:
-    """The whole network. Every input stage leaves a skip; output stage i takes the last one left."""
+    """The whole network. Every input stage leaves a skip; output stage i takes the last one left.
+
+    foreign: what others have put into the module that calls must bring as patches, each in words for the user.
+    """
 
     family: str
     in_channels: int
@@ -175,6 +178,7 @@ class UNetLayout:
     output_stages: tuple[Stage, ...]
     out_norm: GroupNorm
     out_convolution: Convolution
+    foreign: tuple[str, ...] = ()
     embeddings: FusedLinear = field(init=False)
 
     def __post_init__(self) -> None:
@@ -231,7 +235,7 @@ class UNetLayout:
     def _without_paths(cls, node: Any) -> Any:
         if is_dataclass(node):
             kept = [cls._without_paths(getattr(node, item.name)) for item in fields(node)
-                    if item.name not in ("path", "name", "family")]
+                    if item.name not in ("path", "name", "family", "foreign")]
             return (type(node).__name__, *kept)
         if isinstance(node, tuple):
             return tuple(cls._without_paths(item) for item in node)

@@ -36,6 +36,11 @@ class LeafReader:
             example = min(self._unclaimed)
             raise UnsupportedUNet(f"{len(self._unclaimed)} parameters that we do not know, such as {example}")
 
+    def leave_to_patches(self, module: nn.Module) -> None:
+        """Leave the parameters of a module, if it is below the UNet, to functions that calls bring."""
+        path = self._paths.get(module)
+        self._unclaimed = {name for name in self._unclaimed if path is None or not name.startswith(f"{path}.")}
+
     def linear(self, module: Any) -> Linear:
         """An nn.Linear, Forge's, or a 1x1 convolution."""
         if isinstance(module, nn.Conv2d):

@@ -1,17 +1,19 @@
 """Where functions that users have put on a UNet are called within our forward."""
 from __future__ import annotations
 
-from typing import Protocol
-
 from torch import Tensor
+
+from .layout import TransformerBlock
 
 INPUT, MIDDLE, OUTPUT, LAST = "input", "middle", "output", "last"
 # A transformer block: in which part and stage, and the how manyth of its spatial transformer.
 Block = tuple[str, int, int]
+SELF_ATTENTION, CROSS_ATTENTION = "attn1", "attn2"
 
 
-class PatchPoints(Protocol):
-    """What a host's extensions have put on the UNet for one call, each called where the host's own forward would.
+class PatchPoints:
+    """What a host's extensions have put on the UNet for one call, each called where the host's own forward would. Here,
+    nothing stands at any point.
 
     hidden_states are (batch, channels, height, width) at stages and (batch, tokens, width) within transformers, both
     contiguous and in the weights' dtype. Every function returns what takes the place of its argument, which it may have
@@ -21,33 +23,40 @@ class PatchPoints(Protocol):
     wraps_norms: whether group_norm stands for the norms of residual blocks and of the output.
     """
 
-    structure: tuple[str, ...]
-    sees_stages: bool
-    wraps_norms: bool
+    structure: tuple[str, ...] = ()
+    sees_stages = False
+    wraps_norms = False
 
     def begin(self, latent: Tensor) -> None:
         """A forward of this latent begins."""
 
     def embedding(self, embedding: Tensor) -> Tensor:
         """The timestep's embedding (batch, width), before the label's is added."""
+        return embedding
 
     def before_stage(self, part: str, index: int, hidden_states: Tensor) -> Tensor:
         """What a stage takes."""
+        return hidden_states
 
     def after_stage(self, part: str, index: int, hidden_states: Tensor) -> Tensor:
         """What a stage returns, residuals of ControlNets added; at input stages, what the skip is made of."""
+        return hidden_states
 
     def after_skip(self, index: int, hidden_states: Tensor) -> Tensor:
         """What goes on from an input stage, after its skip was taken."""
+        return hidden_states
 
     def join(self, index: int, hidden_states: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
         """What an output stage joins: hidden states and skip."""
+        return hidden_states, skip
 
     def group_norm(self, path: str, hidden_states: Tensor) -> Tensor:
         """The norm of this path in the host's UNet."""
+        raise NotImplementedError
 
-    def begin_block(self, block: Block, heads: int, head_width: int) -> bool:
+    def begin_block(self, place: Block, block: TransformerBlock) -> bool:
         """A transformer block begins. Returns whether anything stands in it."""
+        return False
 
     def end_transformer(self) -> None:
         """A spatial transformer has ended."""
@@ -55,18 +64,31 @@ class PatchPoints(Protocol):
     def self_attention_inputs(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What is projected to queries, to keys and to values; normed itself, three times, where nothing stands
         there."""
+        return normed, normed, normed
 
     def cross_attention_inputs(self, normed: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As self_attention_inputs."""
+        return normed, context, context
+
+    def whole_attention(
+        self, attention: str, block: TransformerBlock, normed: Tensor, context: Tensor
+    ) -> Tensor | None:
+        """What an attention adds to the tokens, projections and all; None where ours computes it. normed: the tokens
+        after its norm."""
+        return None
 
     def replaces_attention(self, attention: str) -> bool:
         """Whether attend stands for this block's attention, "attn1" (self) or "attn2" (cross)."""
+        return False
 
     def attend(self, attention: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """An attention over projected tokens, (batch, tokens, heads * width) each, before its output's projection."""
+        raise NotImplementedError
 
     def attention_output(self, attention: str, tokens: Tensor) -> Tensor:
         """An attention's projected output, before it is added."""
+        return tokens
 
     def between_attentions(self, tokens: Tensor) -> Tensor:
         """The tokens after self attention was added."""
+        return tokens

@@ -13,10 +13,8 @@ from .forward import Conditioning, Pass, add_residual, block_shifts, embedded_la
 from .layers import Layers, join_heads, split_heads
 from .layout import CrossAttention, ResidualBlock, SelfAttention, SpatialTransformer, TransformerBlock, UNetLayout
 from .operators import Operators, Stream
-from .patch_points import INPUT, LAST, MIDDLE, OUTPUT, PatchPoints
+from .patch_points import CROSS_ATTENTION, INPUT, LAST, MIDDLE, OUTPUT, SELF_ATTENTION, PatchPoints
 from .weights import Affine, Weights
-
-SELF_ATTENTION, CROSS_ATTENTION = "attn1", "attn2"
 
 
 def patched_forward(
@@ -116,8 +114,7 @@ class PatchedLayers(Layers):
 
     def _transformer_block(self, block: TransformerBlock, stream: Stream, index: int) -> Stream:
         weights, ops, patches = self.weights, self.ops, self.patches
-        attention = block.cross_attention
-        if not patches.begin_block((self.part, self.index, index), attention.heads, attention.head_width):
+        if not patches.begin_block((self.part, self.index, index), block):
             return super()._transformer_block(block, stream, index)
         tokens = ops.materialize(stream)
         tokens = tokens + self._self_attended(block, tokens)
@@ -133,6 +130,9 @@ class PatchedLayers(Layers):
         attention, norm = block.self_attention, block.self_norm
         fused = self.weights[attention.query_key_value.name]
         _, normed = self.ops.layer_norm(Stream(tokens), self.weights[norm.path], norm, fused)
+        replaced = self.patches.whole_attention(SELF_ATTENTION, block, normed, self.context)
+        if replaced is not None:
+            return replaced
         inputs = self.patches.self_attention_inputs(normed)
         projected = [
             self.ops.linear(given, self.weights[member.path])
@@ -145,6 +145,9 @@ class PatchedLayers(Layers):
         attention, norm = block.cross_attention, block.cross_norm
         query_weights = self.weights[attention.query.path]
         _, normed = self.ops.layer_norm(Stream(tokens), self.weights[norm.path], norm, query_weights)
+        replaced = self.patches.whole_attention(CROSS_ATTENTION, block, normed, self.context)
+        if replaced is not None:
+            return replaced
         given, keyed, valued = self.patches.cross_attention_inputs(normed, self.context)
         query = self.ops.linear(given, query_weights)
         if keyed is self.context and valued is self.context:

@@ -28,6 +28,9 @@ UP_BLOCKS = {"UpBlock2D", "CrossAttnUpBlock2D"}
 MIDDLE_BLOCKS = {"UNetMidBlock2D", "UNetMidBlock2DCrossAttn"}
 # These compute plain softmax attention; any other processor may compute something else.
 PLAIN_PROCESSORS = {"AttnProcessor", "AttnProcessor2_0"}
+# An IP-Adapter's: its tokens go to attention processors, beside the context.
+IMAGE_PROJECTION = "MultiIPAdapterImageProjection"
+FREEU_FACTORS = ("s1", "s2", "b1", "b2")
 
 
 def is_diffusers_unet(unet: nn.Module) -> bool:
@@ -50,18 +53,53 @@ def read_diffusers(unet: Any) -> UNetLayout:
         input_stages=tuple(input_stages), middle_stage=read_middle(unet.mid_block, leaves),
         output_stages=tuple(output_stages),
         out_norm=leaves.group_norm(unet.conv_norm_out), out_convolution=leaves.convolution(unet.conv_out),
+        foreign=foreign_parts(unet),
     )
+    for part in (unet.encoder_hid_proj, *map(processor_of, attentions_of(unet))):
+        if isinstance(part, nn.Module):
+            leaves.leave_to_patches(part)
     leaves.refuse_unclaimed()
     if len(input_stages) != len(output_stages):
         raise UnsupportedUNet("it has as many skips as no output takes")
     return layout
 
 
+def attentions_of(unet: nn.Module) -> list[Any]:
+    """Every attention module below a UNet, with the processor that computes it."""
+    return [module for module in unet.modules() if hasattr(module, "processor") and hasattr(module, "to_q")]
+
+
+def processor_of(attention: Any) -> Any:
+    return attention.processor
+
+
+def is_plain(processor: Any) -> bool:
+    """Whether a processor computes plain softmax attention."""
+    kind = type(processor)
+    return kind.__name__ in PLAIN_PROCESSORS and kind.__module__.partition(".")[0] == "diffusers"
+
+
+def has_freeu(block: Any) -> bool:
+    return any(getattr(block, name, None) is not None for name in FREEU_FACTORS)
+
+
+def foreign_parts(unet: Any, attentions: list[Any] | None = None) -> tuple[str, ...]:
+    """What runs within a UNet beside its own layers, each once, in words for the user. attentions: attentions_of."""
+    found = {} if unet.encoder_hid_proj is None else {"an IP-Adapter's image prompt": None}
+    for attention in attentions_of(unet) if attentions is None else attentions:
+        if not is_plain(attention.processor):
+            found[f"attention processor {type(attention.processor).__name__}"] = None
+    if any(map(has_freeu, unet.up_blocks)):
+        found["FreeU"] = None
+    return tuple(found)
+
+
 def refuse_variants(unet: Any) -> None:
     config = unet.config
-    if unet.encoder_hid_proj is not None:
-        kind = type(unet.encoder_hid_proj).__name__
-        raise UnsupportedUNet(f"an IP-Adapter or another projection of the context is loaded ({kind})")
+    kind = type(unet.encoder_hid_proj).__name__
+    text_too = getattr(unet, "text_encoder_hid_proj", None) is not None
+    if unet.encoder_hid_proj is not None and (kind != IMAGE_PROJECTION or text_too):
+        raise UnsupportedUNet(f"another projection of the context is loaded ({kind})")
     if unet.class_embedding is not None or config.center_input_sample or unet.time_embed_act is not None:
         raise UnsupportedUNet("it has class labels or another way to prepare its inputs")
     if config.addition_embed_type not in (None, "text_time"):
@@ -116,8 +154,6 @@ def read_down_block(block: Any, leaves: LeafReader) -> list[Stage]:
 
 def read_up_block(block: Any, leaves: LeafReader) -> list[Stage]:
     require_block(block, UP_BLOCKS, leaves)
-    if any(getattr(block, name, None) is not None for name in ("s1", "s2", "b1", "b2")):
-        raise UnsupportedUNet("FreeU is switched on")
     stages = residual_stages(block, leaves)
     for upsampler in block.upsamplers or ():
         stages[-1] = (*stages[-1], read_upsample(upsampler, leaves))
@@ -198,7 +234,7 @@ def read_block(block: Any, leaves: LeafReader) -> TransformerBlock:
         raise UnsupportedUNet(f"{path} has a GLIGEN layer")
     if type(block.ff.net[0]).__name__ != "GEGLU":
         raise UnsupportedUNet(f"{path} has a feed-forward layer without GEGLU")
-    own, cross = plain_attention(block.attn1, leaves), plain_attention(block.attn2, leaves)
+    own, cross = read_attention(block.attn1, leaves), read_attention(block.attn2, leaves)
     if not cross.is_cross_attention:
         raise UnsupportedUNet(f"{path} has two self attentions")
     return TransformerBlock(
@@ -216,12 +252,7 @@ def read_block(block: Any, leaves: LeafReader) -> TransformerBlock:
     )
 
 
-def plain_attention(attention: Any, leaves: LeafReader) -> Any:
-    processor = type(attention.processor)
-    if processor.__name__ not in PLAIN_PROCESSORS or processor.__module__.partition(".")[0] != "diffusers":
-        raise UnsupportedUNet(
-            f"the attention processor {processor.__name__} is set, which may compute something else"
-        )
+def read_attention(attention: Any, leaves: LeafReader) -> Any:
     extras = ("group_norm", "spatial_norm", "norm_q", "norm_k", "norm_cross", "add_k_proj")
     odd = [name for name in extras if getattr(attention, name, None) is not None]
     scaled = attention.rescale_output_factor != 1 or attention.residual_connection or not attention.scale_qk

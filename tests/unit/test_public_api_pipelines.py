@@ -192,7 +192,7 @@ def test_inference_mode_around_a_pipe_changes_nothing() -> None:
     assert numpy.abs(image - expected).max() <= 1 / 255
 
 
-def test_an_ip_adapter_on_the_pipe_is_left_to_the_host() -> None:
+def test_an_ip_adapter_on_the_pipe_runs_within_our_forward() -> None:
     from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
     from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
 
@@ -210,8 +210,7 @@ def test_an_ip_adapter_on_the_pipe_is_left_to_the_host() -> None:
     given = {**inputs("StableDiffusionPipeline", 64, 64), "ip_adapter_image_embeds": [torch.randn(2, 1, 16)]}
     image = pipe(**given).images[0]
     status = lib_onediff.status()
-    assert status["route"] == "host"
-    assert "IP-Adapter" in status["reason"] or "IPAdapter" in status["reason"], status["reason"]
+    assert status["route"] == "plain" and "IPAdapter" in status["reason"], status["reason"]
     lib_onediff.uncompile_pipe(pipe)
     given["generator"] = torch.Generator().manual_seed(0)
-    assert numpy.array_equal(pipe(**given).images[0], image)
+    assert numpy.abs(pipe(**given).images[0] - image).max() <= 1 / 255

@@ -12,6 +12,7 @@ from torch import nn
 import lib_onediff
 from lib_onediff.model.layout import UnsupportedUNet
 from lib_onediff.model.read import read_layout
+from lib_onediff.runtime.runtime import runtime
 
 random = torch.randn
 
@@ -155,11 +156,16 @@ def test_uncompiled_it_has_no_trace_of_ours(build: Callable) -> None:
     model(**given)
 
 
-def test_a_real_ip_adapter_projection_is_refused() -> None:
+def test_an_ip_adapter_that_a_call_does_not_bring_is_the_hosts() -> None:
+    """A host that calls our forward without it would leave it out."""
     from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
 
-    unet = diffusers_unet()
+    unet = lib_onediff.compile_unet(diffusers_unet())
     unet.encoder_hid_proj = MultiIPAdapterImageProjection([ImageProjection(16, 48, 4)])
     unet.config.encoder_hid_dim_type = "ip_image_proj"
-    with pytest.raises(UnsupportedUNet, match="an IP-Adapter or another projection of the context is loaded"):
-        read_layout(unet)
+    assert read_layout(unet).foreign == ("an IP-Adapter's image prompt",)
+    assert read_layout(unet).architecture == read_layout(diffusers_unet()).architecture
+    call, output = a_call(unet), random(2, 4, 8, 8)
+    with torch.no_grad():
+        assert runtime.run(unet, call, lambda: output) is output
+    assert lib_onediff.status()["reason"] == "others compute within the UNet: an IP-Adapter's image prompt"

@@ -33,11 +33,6 @@ class LoudLinear(nn.Linear):
         return 2 * super().forward(x)
 
 
-class LoudProcessor:
-    def __call__(self, attn: Any, hidden_states: Tensor, *others: Any, **more: Any) -> Tensor:
-        return 2 * attn.to_out[0](attn.to_v(hidden_states))
-
-
 class LoudGroupNorm(nn.GroupNorm):
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
@@ -67,14 +62,6 @@ def own_forward(unet: Any) -> None:
     resnet.forward = lambda *given, **named: 2 * type(resnet).forward(resnet, *given, **named)
 
 
-def one_processor(unet: Any) -> None:
-    unet.get_submodule(ATTENTION).set_processor(LoudProcessor())
-
-
-def borrowed_name(unet: Any) -> None:
-    unet.get_submodule(ATTENTION).set_processor(type("AttnProcessor2_0", (LoudProcessor,), {})())
-
-
 def loud_group_norm(unet: Any) -> None:
     resnet = unet.mid_block.resnets[0]
     new = LoudGroupNorm(resnet.norm2.num_groups, resnet.norm2.num_channels, resnet.norm2.eps)
@@ -89,11 +76,9 @@ def pad_by(unet: Any, mode: str) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
-    "FreeU": (lambda unet: unet.enable_freeu(0.9, 0.2, 1.2, 1.4), "FreeU is switched on"),
     "a hook": (hook, "mid_block.resnets.0 has a forward hook"),
     "a hook before": (pre_hook, "mid_block has a forward hook"),
     "a forward of one layer": (own_forward, "mid_block.resnets.0 has a forward of its own, set by test_unet_refusals"),
-    "an attention processor": (one_processor, "the attention processor LoudProcessor is set"),
     "a wrapped linear layer": (
         lambda unet: replace_linear(unet, AdapterLinear), f"{ATTENTION}.to_out.0 is a .*AdapterLinear"
     ),
@@ -101,7 +86,6 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda unet: replace_linear(unet, loud_linear), "LoudLinear"
     ),
     "a group norm with a forward of its own": (loud_group_norm, "LoudGroupNorm"),
-    "a processor with the name of a plain one": (borrowed_name, "AttnProcessor2_0"),
     "mirrored edges": (lambda unet: pad_by(unet, "reflect"), "conv_in is a .*Conv2d: padding mode reflect"),
     "another activation": (lambda unet: setattr(unet, "conv_act", nn.GELU()), "the output's activation is GELU"),
 }
@@ -136,20 +120,16 @@ def test_a_unet_changed_after_it_was_proved_is_left_to_the_host(change: Callable
     must_be_the_hosts(unet, reason, seed=1)
 
 
-@pytest.mark.parametrize("undo", ["hook", "FreeU", "padding"])
+@pytest.mark.parametrize("undo", ["hook", "padding"])
 def test_ours_comes_back_when_the_change_is_undone(undo: str) -> None:
     unet = lib_onediff.compile_unet(diffusers_unet())
-    if undo == "FreeU":
-        unet.enable_freeu(0.9, 0.2, 1.2, 1.4)
-    elif undo == "hook":
+    if undo == "hook":
         handle = unet.mid_block.register_forward_hook(lambda *given: None)
     else:
         pad_by(unet, "reflect")
     served(unet, a_call(unet))
     assert lib_onediff.status()["route"] == "host"
-    if undo == "FreeU":
-        unet.disable_freeu()
-    elif undo == "hook":
+    if undo == "hook":
         handle.remove()
     else:
         pad_by(unet, "zeros")
@@ -170,7 +150,7 @@ def test_query_key_and_value_fused_by_diffusers_are_left_to_the_host() -> None:
     unet = lib_onediff.compile_unet(diffusers_unet())
     served(unet, a_call(unet))
     unet.fuse_qkv_projections()
-    must_be_the_hosts(unet, "FusedAttnProcessor2_0", seed=1)
+    must_be_the_hosts(unet, "parameters that we do not know, such as .*to_qkv", seed=1)
 
 
 def test_dropout_in_training_mode_is_left_to_the_host() -> None:

@@ -43,7 +43,8 @@ def test_an_unloaded_unet_is_freed_at_once_and_not_when_garbage_is_collected() -
 
 CHANGES: dict[str, Callable[[Any], object]] = {
     "another prompt": lambda unet: served(unet, a_call(unet, tokens=154)),
-    "a refusal": lambda unet: (unet.enable_freeu(0.9, 0.2, 1.2, 1.4), served(unet, a_call(unet))),
+    "FreeU": lambda unet: (unet.enable_freeu(0.9, 0.2, 1.2, 1.4), served(unet, a_call(unet, seed=1))),
+    "a refusal": lambda unet: (setattr(unet, "conv_act", nn.GELU()), served(unet, a_call(unet, seed=1))),
     "new weights": lambda unet: (unet.load_state_dict(diffusers_unet(1).state_dict()), served(unet, a_call(unet))),
     "another type": lambda unet: unet.half(),
 }

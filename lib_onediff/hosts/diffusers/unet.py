@@ -14,13 +14,16 @@ from torch import Tensor, nn
 from ...model.call import Control, UNetCall
 from ...model.conditioning import MOST_SAVED, Sighting, returns_none
 from ...model.patches import replaced_by
-from ...model.read_diffusers import is_diffusers_unet
+from ...model.read_diffusers import attentions_of, foreign_parts, is_diffusers_unet
 from ...options.settings import Settings
 from ...runtime.runtime import runtime
+from .patches import UNetPatches
 from .schedule import PipelineSchedule
 
 # accelerate's offloading hooks put their forward in front and keep the one that they found here.
 BEHIND_A_HOOK = "_old_forward"
+# What a pipeline may hand to attention processors; "scale" is a LoRA's, which the host applies around its forward.
+KNOWN_ARGUMENTS = {"ip_adapter_masks"}
 
 
 class DiffusersForward:
@@ -30,6 +33,10 @@ class DiffusersForward:
         self._unet = weakref.ref(unet)
         # The last labels: prompt and negative prompt may be called in turn.
         self._labels: deque[tuple[Sighting, Tensor]] = deque(maxlen=MOST_SAVED + 1)
+        # The attention modules of a UNet that runs more than its own layers; none of any other.
+        self._attentions: list[weakref.ref[nn.Module]] = []
+        self._context, self._embeddings = Sighting(), Sighting()
+        self._projected: list[Tensor] | None = None
         self._an_attention: Callable[[], Any] = returns_none
         self.schedule: PipelineSchedule | None = None
         self.__wrapped__ = type(unet).forward
@@ -77,7 +84,8 @@ class DiffusersForward:
         self, unet: Any, sample: Tensor, timestep: Tensor | float, encoder_hidden_states: Tensor,
         timestep_cond: Tensor | None = None, added_cond_kwargs: dict[str, Tensor] | None = None,
         down_block_additional_residuals: Any = None, mid_block_additional_residual: Tensor | None = None,
-        down_intrablock_additional_residuals: Any = None, **others: Any,
+        down_intrablock_additional_residuals: Any = None, cross_attention_kwargs: dict[str, Any] | None = None,
+        **others: Any,
     ) -> UNetCall | str:
         """The call as ours, or what in it a UNetCall cannot say, in one line for the user."""
         if runtime.guard.suspended:
@@ -85,11 +93,14 @@ class DiffusersForward:
         replaced = replaced_by(type(unet))
         if replaced is not None:
             return f"UNet2DConditionModel.forward was replaced by {replaced}"
+        if isinstance(encoder_hidden_states, (tuple, list)):
+            return "the context has several parts"
+        patches = self._patches(unet, encoder_hidden_states, added_cond_kwargs or {}, cross_attention_kwargs or {})
+        if isinstance(patches, str):
+            return patches
         for name, value in others.items():
             if value is not None and value != {}:
                 return f"the pipeline passes {name}"
-        if isinstance(encoder_hidden_states, (tuple, list)):
-            return "the context has several parts (an IP-Adapter?)"
         times, label = timestep_of_batch(timestep, sample), self._label(unet, added_cond_kwargs)
         if isinstance(label, str):
             return label
@@ -101,8 +112,36 @@ class DiffusersForward:
             return control
         return UNetCall(
             latent=sample, timestep=times, context=encoder_hidden_states, y=label, timestep_condition=timestep_cond,
-            control=control, upcast_attention=self._upcasts_attention(unet),
+            control=control, upcast_attention=self._upcasts_attention(unet), patches=patches,
         )
+
+    def _patches(
+        self, unet: Any, context: Tensor, added: dict[str, Any], arguments: dict[str, Any]
+    ) -> UNetPatches | str | None:
+        """What runs within the UNet in this call beside its own layers, or why the host must run it. Looked for where a
+        sampling begins, as everything is."""
+        if not self._context.recognises((context,)):
+            self._context.remember((context,))
+            attentions = attentions_of(unet)
+            self._attentions = [weakref.ref(module) for module in attentions] if foreign_parts(unet, attentions) else []
+        if not self._attentions:
+            return f"the pipeline passes {', '.join(sorted(arguments))} to attention processors" if arguments else None
+        unknown = sorted(set(arguments) - KNOWN_ARGUMENTS)
+        if unknown:
+            return f"the pipeline passes {', '.join(unknown)} to attention processors"
+        attentions = [module for module in (reference() for reference in self._attentions) if module is not None]
+        return UNetPatches(unet, attentions, self._image_tokens(unet, added), arguments)
+
+    def _image_tokens(self, unet: Any, added: dict[str, Any]) -> list[Tensor] | None:
+        """What an IP-Adapter makes of the image embeddings; kept while the pipeline hands over the same."""
+        if unet.encoder_hid_proj is None:
+            return None
+        embeddings = added["image_embeds"]
+        seen = tuple(embeddings) if isinstance(embeddings, (list, tuple)) else (embeddings,)
+        if self._projected is None or not self._embeddings.recognises(seen):
+            self._projected = unet.encoder_hid_proj(embeddings)
+            self._embeddings.remember(seen)
+        return self._projected
 
     def _upcasts_attention(self, unet: nn.Module) -> bool:
         """Whether the host computes attention scores in float32: only its older attention processor does."""
@@ -121,7 +160,7 @@ class DiffusersForward:
         """
         if unet.config.addition_embed_type is None:
             return None
-        if not added or set(added) != {"text_embeds", "time_ids"}:
+        if not added or set(added) - {"image_embeds"} != {"text_embeds", "time_ids"}:
             return f"added_cond_kwargs holds {', '.join(sorted(added or {})) or 'nothing'}"
         text, sizes = added["text_embeds"], added["time_ids"]
         for sighting, label in self._labels:

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...model.patch_points import INPUT, Block
+from ...model.layout import TransformerBlock
+from ...model.patch_points import INPUT, Block, PatchPoints
 from ...model.patches import origin
 
 PATCHES, REPLACED, MODIFIERS, NORM = "patches", "patches_replace", "block_modifiers", "group_norm_wrapper"
@@ -27,7 +28,7 @@ ATTENTIONS = frozenset({"attn1", "attn2"})
 PRECISION = "attn_precision"
 
 
-class OptionPatches:
+class OptionPatches(PatchPoints):
     """The functions in one call's transformer_options; see model.patch_points.PatchPoints."""
 
     def __init__(self, unet: nn.Module, options: dict[str, Any], names_read: Collection[str]) -> None:
@@ -91,15 +92,15 @@ class OptionPatches:
         wrapped: Tensor = self._norm(unet.get_submodule(path), hidden_states.contiguous(), self._options)
         return wrapped.detach()
 
-    def begin_block(self, block: Block, heads: int, head_width: int) -> bool:
-        self._block = block
-        self._options["block_index"] = block[2]
+    def begin_block(self, place: Block, block: TransformerBlock) -> bool:
+        self._block = place
+        self._options["block_index"] = place[2]
         if not any(name in self._lists for name in IN_BLOCKS) and not any(map(self.replaces_attention, ATTENTIONS)):
             return False
         self._extra = {name: value for name, value in self._options.items() if name not in (PATCHES, REPLACED)}
-        self._extra |= {"n_heads": heads, "dim_head": head_width}
+        self._extra |= {"n_heads": block.cross_attention.heads, "dim_head": block.cross_attention.head_width}
         if self._tells_precision:
-            self._extra[PRECISION] = self._precision_of(block)
+            self._extra[PRECISION] = self._precision_of(place)
         return True
 
     def _precision_of(self, block: Block) -> Any:

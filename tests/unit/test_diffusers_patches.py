@@ -1,0 +1,198 @@
+"""What people put on a diffusers UNet runs within our forward: IP-Adapters, FreeU, PAG and other processors."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from builders import (
+    CONTEXT_WIDTH,
+    SD1,
+    SMALL,
+    SMALL_XL,
+    a_call,
+    diffusers_arguments,
+    diffusers_output,
+    diffusers_unet,
+    randomise,
+    relative_error,
+    served,
+)
+from torch import Tensor
+
+import lib_onediff
+from lib_onediff.runtime.runtime import runtime
+
+CLOSE = 1e-5
+EMBEDDING = 16
+FREEU = (0.9, 0.2, 1.4, 1.6)
+ATTENTION = "mid_block.attentions.0.transformer_blocks.0.attn1"
+
+
+def projection(kind: str) -> Any:
+    from diffusers.models.embeddings import ImageProjection, IPAdapterPlusImageProjection
+
+    if kind == "plain":
+        return ImageProjection(EMBEDDING, CONTEXT_WIDTH, 4)
+    return IPAdapterPlusImageProjection(EMBEDDING, CONTEXT_WIDTH, hidden_dims=32, depth=2, dim_head=16, heads=2)
+
+
+def load_ip_adapters(unet: Any, *kinds: str, scale: Any = 0.7) -> None:
+    """Adapters of random weights, in the modules that diffusers makes of their files."""
+    from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
+    from diffusers.models.embeddings import MultiIPAdapterImageProjection
+
+    unet.set_attn_processor({
+        name: randomise(IPAdapterAttnProcessor2_0(
+            unet.get_submodule(name.removesuffix(".processor")).inner_dim, CONTEXT_WIDTH, (4,) * len(kinds),
+            [scale] * len(kinds),
+        )) if ".attn2." in name else processor
+        for name, processor in unet.attn_processors.items()
+    })
+    unet.encoder_hid_proj = randomise(MultiIPAdapterImageProjection(list(map(projection, kinds))))
+    unet.config.encoder_hid_dim_type = "ip_image_proj"
+
+
+def unload_ip_adapters(unet: Any) -> None:
+    unet.encoder_hid_proj = unet.config.encoder_hid_dim_type = None
+    unet.set_default_attn_processor()
+
+
+def images(*kinds: str, count: int = 1, seed: int = 5) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"plain": (2, count, EMBEDDING), "plus": (2, count, 7, EMBEDDING)}
+    return [torch.randn(shapes[kind], generator=generator) for kind in kinds]
+
+
+def both(unet: Any, embeddings: list[Tensor] | None = None, seed: int = 0, **others: Any) -> tuple[Tensor, Tensor]:
+    """Our output of a call and diffusers' own."""
+    given = {**diffusers_arguments(a_call(unet, seed=seed)), **others}
+    if embeddings is not None:
+        given["added_cond_kwargs"] = {**(given.get("added_cond_kwargs") or {}), "image_embeds": embeddings}
+    with torch.no_grad():
+        return unet(**given).sample, type(unet).forward(unet, **given).sample
+
+
+def within(reason: str) -> bool:
+    status = lib_onediff.status()
+    return status["route"] == "plain" and reason in status["reason"]
+
+
+@pytest.mark.parametrize("kinds", [("plain",), ("plus",), ("plain", "plus")], ids="+".join)
+@pytest.mark.parametrize("config", [SMALL, SD1, SMALL_XL], ids=["small", "SD1", "XL"])
+def test_ip_adapters(config: dict[str, Any], kinds: tuple[str, ...]) -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(**config))
+    plain = served(unet, a_call(unet))
+    load_ip_adapters(unet, *kinds)
+    for seed in (1, 2):
+        output, expected = both(unet, images(*kinds, seed=seed), seed=seed)
+        assert relative_error(output, expected) < CLOSE
+        assert within("IPAdapterAttnProcessor2_0"), lib_onediff.status()
+    without = both(unet, [0 * embedding for embedding in images(*kinds)], seed=2)[0]
+    assert relative_error(without, expected) > 100 * CLOSE
+    unload_ip_adapters(unet)
+    assert torch.equal(served(unet, a_call(unet)), plain) and not within("IPAdapterAttnProcessor2_0")
+
+
+def test_another_scale_and_another_image_count_at_once() -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
+    load_ip_adapters(unet, "plain")
+    first = both(unet, images("plain"))[0]
+    for processor in unet.attn_processors.values():
+        if hasattr(processor, "scale"):
+            processor.scale = [0.2]
+    output, expected = both(unet, images("plain"))
+    assert relative_error(output, expected) < CLOSE and relative_error(output, first) > 100 * CLOSE
+    other, expected = both(unet, images("plain", seed=8))
+    assert relative_error(other, expected) < CLOSE and relative_error(other, output) > 100 * CLOSE
+
+
+def test_ip_adapter_masks() -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
+    load_ip_adapters(unet, "plain")
+    left = torch.zeros(1, 1, 64, 64)
+    left[..., :32] = 1
+    whole = both(unet, images("plain"))[0]
+    output, expected = both(unet, images("plain"), cross_attention_kwargs={"ip_adapter_masks": [left]})
+    assert relative_error(output, expected) < CLOSE and relative_error(output, whole) > 100 * CLOSE
+    assert within("an image prompt of 1x4x48")
+
+
+@pytest.mark.parametrize("config", [SD1, SMALL_XL], ids=["SD1", "XL"])
+def test_freeu(config: dict[str, Any]) -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(**config))
+    call = a_call(unet, 16, 16)
+    plain = served(unet, call)
+    unet.enable_freeu(*FREEU)
+    call = a_call(unet, 16, 16)
+    output, expected = served(unet, call), diffusers_output(unet, call)
+    assert relative_error(output, expected) < CLOSE and relative_error(output, plain) > 100 * CLOSE
+    assert within("FreeU")
+    unet.disable_freeu()
+    assert torch.equal(served(unet, a_call(unet, 16, 16)), plain)
+
+
+def test_freeu_with_an_ip_adapter_and_a_controlnet() -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
+    load_ip_adapters(unet, "plain")
+    unet.enable_freeu(*FREEU)
+    call = a_call(unet, seed=3)
+    skips, hidden_states = [], unet.conv_in(call.latent)
+    skips.append(hidden_states)
+    for block in unet.down_blocks:
+        hidden_states, outputs = block(
+            hidden_states, torch.zeros(2, unet.time_embedding.linear_2.out_features),
+            **({"encoder_hidden_states": (call.context, [torch.zeros(2, 1, 4, CONTEXT_WIDTH)])}
+               if hasattr(block, "attentions") else {}),
+        )
+        skips += outputs
+    residuals = {
+        "down_block_additional_residuals": tuple(0.1 * torch.ones_like(skip) for skip in skips),
+        "mid_block_additional_residual": 0.1 * torch.ones_like(hidden_states),
+    }
+    output, expected = both(unet, images("plain"), seed=3, **residuals)
+    assert relative_error(output, expected) < CLOSE and within("FreeU")
+
+
+class Twice:
+    """A processor of somebody's own."""
+
+    def __call__(self, attn: Any, hidden_states: Tensor, *others: Any, **more: Any) -> Tensor:
+        return 2 * attn.to_out[0](attn.to_v(hidden_states))
+
+
+@pytest.mark.parametrize("name", ["Twice", "AttnProcessor2_0"], ids=["own name", "name of a plain one"])
+def test_a_processor_of_somebodys_own(name: str) -> None:
+    unet = diffusers_unet(**SMALL)
+    lib_onediff.compile_unet(unet)
+    plain = both(unet)[0]
+    unet.get_submodule(ATTENTION).set_processor(type(name, (Twice,), {"__module__": __name__})())
+    output, expected = both(unet)
+    assert relative_error(output, expected) < CLOSE and relative_error(output, plain) > 100 * CLOSE
+    assert within(f"1 attentions by {__name__}.{name}")
+
+
+@pytest.mark.parametrize("guidance", ["PAGIdentitySelfAttnProcessor2_0", "PAGCFGIdentitySelfAttnProcessor2_0"])
+def test_perturbed_attention_guidance(guidance: str) -> None:
+    from diffusers.models import attention_processor
+
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
+    unet.get_submodule(ATTENTION).set_processor(getattr(attention_processor, guidance)())
+    call = a_call(unet, batch=6)
+    output, expected = served(unet, call), diffusers_output(unet, call)
+    assert relative_error(output, expected) < CLOSE and within(guidance)
+
+
+def test_a_lora_scale_is_the_hosts() -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
+    load_ip_adapters(unet, "plain")
+    output, expected = both(unet, images("plain"), cross_attention_kwargs={"scale": 0.5})
+    assert torch.equal(output, expected)
+    assert runtime.status()["route"] == "host" and "passes scale to attention processors" in runtime.status()["reason"]
+
+
+def test_a_missing_image_prompt_is_refused_by_diffusers_itself() -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
+    load_ip_adapters(unet, "plain")
+    with pytest.raises(TypeError):
+        both(unet)
