@@ -79,13 +79,17 @@ def is_plain(processor: Any) -> bool:
     return kind.__name__ in PLAIN_PROCESSORS and kind.__module__.partition(".")[0] == "diffusers"
 
 
+def has_ip_adapter(unet: Any) -> bool:
+    return type(unet.encoder_hid_proj).__name__ == IMAGE_PROJECTION
+
+
 def has_freeu(block: Any) -> bool:
     return any(getattr(block, name, None) is not None for name in FREEU_FACTORS)
 
 
 def foreign_parts(unet: Any, attentions: list[Any] | None = None) -> tuple[str, ...]:
     """What runs within a UNet beside its own layers, each once, in words for the user. attentions: attentions_of."""
-    found = {} if unet.encoder_hid_proj is None else {"an IP-Adapter's image prompt": None}
+    found = {"an IP-Adapter's image prompt": None} if has_ip_adapter(unet) else {}
     for attention in attentions_of(unet) if attentions is None else attentions:
         if not is_plain(attention.processor):
             found[f"attention processor {type(attention.processor).__name__}"] = None
@@ -96,9 +100,9 @@ def foreign_parts(unet: Any, attentions: list[Any] | None = None) -> tuple[str, 
 
 def refuse_variants(unet: Any) -> None:
     config = unet.config
-    kind = type(unet.encoder_hid_proj).__name__
     text_too = getattr(unet, "text_encoder_hid_proj", None) is not None
-    if unet.encoder_hid_proj is not None and (kind != IMAGE_PROJECTION or text_too):
+    if unet.encoder_hid_proj is not None and (text_too or not has_ip_adapter(unet)):
+        kind = type(unet.encoder_hid_proj).__name__
         raise UnsupportedUNet(f"another projection of the context is loaded ({kind})")
     if unet.class_embedding is not None or config.center_input_sample or unet.time_embed_act is not None:
         raise UnsupportedUNet("it has class labels or another way to prepare its inputs")

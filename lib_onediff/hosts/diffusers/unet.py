@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...model.call import Control, UNetCall
 from ...model.conditioning import MOST_SAVED, Sighting, returns_none
 from ...model.patches import replaced_by
-from ...model.read_diffusers import attentions_of, foreign_parts, is_diffusers_unet
+from ...model.read_diffusers import attentions_of, foreign_parts, has_ip_adapter, is_diffusers_unet
 from ...options.settings import Settings
 from ...runtime.runtime import runtime
 from .patches import UNetPatches
@@ -134,7 +134,7 @@ class DiffusersForward:
 
     def _image_tokens(self, unet: Any, added: dict[str, Any]) -> list[Tensor] | None:
         """What an IP-Adapter makes of the image embeddings; kept while the pipeline hands over the same."""
-        if unet.encoder_hid_proj is None:
+        if not has_ip_adapter(unet):
             return None
         embeddings = added["image_embeds"]
         seen = tuple(embeddings) if isinstance(embeddings, (list, tuple)) else (embeddings,)
