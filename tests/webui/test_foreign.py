@@ -57,11 +57,12 @@ WITHIN = [
     ),
     Foreign("Kohya HRFix", "forge", r"input_block_patch_after_skip", KOHYA_HRFIX),
     Foreign("token merging on Forge", "forge", r"patches\[attn1_patch\]", options={"token_merging_ratio": 0.5}),
-    Foreign("FreeU of reForge", "ldm_patched", r"patches\[output_block_patch\] by .*freeu", {
+    Foreign("FreeU of reForge", "ldm_patched", r"patches\[output_block_patch\] by .*freelunch", {
         **LARGER, **script("FreeU Integrated", True, 1.3, 1.4, 0.9, 0.2),
     }),
     Foreign("self-attention guidance of reForge", "ldm_patched", r"patches_replace\[attn1\]", {
-        **script("SelfAttentionGuidance Integrated", True, 0.5, 2.0),
+        # At 64x64 it fails in reForge itself.
+        **LARGER, **script("SelfAttentionGuidance Integrated", True, 0.5, 2.0),
     }, doubles_calls=True),
     Foreign("Kohya HRFix of reForge", "ldm_patched", "input_block_patch_after_skip", {
         **script("Kohya HRFix Integrated", True, 3, 2.0, 0.0, 1.0, True, "bicubic", "bicubic"),
