@@ -119,8 +119,12 @@ class Pass:
             key_values = ContextProjections(layout, weights, ops, call.context)
         else:
             label, key_values = conditioning.label, key_values_by_name(layout, conditioning)
-        shifts = block_shifts(layout, weights, ops, time_embedding(layout, weights, ops, call, label))
+        shifts = block_shifts(layout, weights, ops, self.embedding(label))
         self.layers = Layers(weights, ops, shifts, key_values, call.upcast_attention)
+
+    def embedding(self, label: Tensor | None) -> Tensor:
+        """What every residual block is told of the timestep and the label: (batch, embedding width)."""
+        return time_embedding(self.layout, self.weights, self.ops, self.call, label)
 
     def encode(self, stages: int) -> tuple[Tensor, list[Tensor]]:
         """Run the first input stages; returns the image and a skip from each stage."""

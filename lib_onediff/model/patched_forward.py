@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .call import UNetCall
-from .forward import Conditioning, Pass, add_residual, block_shifts, embedded_label, time_embedding
+from .forward import Conditioning, Pass, add_residual
 from .layers import Layers, join_heads, split_heads
 from .layout import CrossAttention, ResidualBlock, SelfAttention, SpatialTransformer, TransformerBlock, UNetLayout
 from .operators import Operators, Stream
@@ -34,16 +34,16 @@ class PatchedPass(Pass):
         self, layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, conditioning: Conditioning | None,
         patches: PatchPoints,
     ) -> None:
-        super().__init__(layout, weights, ops, call, conditioning)
         self.patches = patches
-        embedding = patches.embedding(time_embedding(layout, weights, ops, call, None))
-        label = embedded_label(layout, weights, ops, call.y) if conditioning is None else conditioning.label
-        shifts = block_shifts(layout, weights, ops, embedding if label is None else embedding + label)
-        plain = self.layers
+        super().__init__(layout, weights, ops, call, conditioning)
+        plain, dtype = self.layers, weights[layout.time.first.path].weight.dtype
         self.patched = PatchedLayers(
-            weights, ops, shifts, plain.key_values, call.upcast_attention, patches,
-            call.context.to(weights[layout.time.first.path].weight.dtype),
+            weights, ops, plain.shifts, plain.key_values, plain.upcast_attention, patches, call.context.to(dtype)
         )
+
+    def embedding(self, label: Tensor | None) -> Tensor:
+        embedding = self.patches.embedding(super().embedding(None))
+        return embedding if label is None else embedding + label
 
     def encode(self, stages: int) -> tuple[Tensor, list[Tensor]]:
         hidden_states = self.call.latent.to(self.weights[self.layout.out_convolution.path].weight.dtype)

@@ -189,7 +189,7 @@ class Accelerator(Services):
         """The answer to a call like an earlier one of its sampling: look up, copy the inputs, replay, clone. None where
         something has to be found out first."""
         session = self._sessions.get(unet)
-        if session is None or self.waits_for_compile:
+        if session is None or self.waits_for_compile or call.patches is not None:
             return None
         if not session.holds(settings, call.latent.device) or not managed.bound.goes_on(call, managed.by_content):
             self._sessions.pop(unet, None)

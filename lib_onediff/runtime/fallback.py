@@ -109,7 +109,7 @@ class FallbackChain:
 
     def note(self, settings: Settings, result: CallResult) -> None:
         """A call of a shape that was proved before was result."""
-        if settings.backend == backends.AUTO:
+        if settings.backend == backends.AUTO and result.call.patches is None:
             self._operators.auto.note(result.entry, result.call)
 
     def make_ready(self, managed: ManagedUNet, settings: Settings, result: CallResult) -> None:

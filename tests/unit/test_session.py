@@ -16,7 +16,10 @@ from lib_onediff import Settings
 from lib_onediff.engines import NATIVE
 from lib_onediff.model import bound
 from lib_onediff.model.call import UNetCall
+from lib_onediff.model.deepcache.forward import compute
+from lib_onediff.model.patch_points import MIDDLE, PatchPoints
 from lib_onediff.model.patches import HostTraits
+from lib_onediff.ops import torch_ops
 from lib_onediff.runtime.fallback import FallbackChain
 from lib_onediff.runtime.runtime import runtime
 
@@ -199,3 +202,30 @@ def test_another_mode_of_autocast_ends_it(unet: Any, found_out: list[UNetCall]) 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert run(unet, call, 3)[0] == "host" and "autocast" in runtime.status()["reason"]
     assert run(unet, call, 4)[1] < CLOSE
+
+
+class Louder(PatchPoints):
+    """A function of somebody's in the middle of the UNet."""
+
+    structure = ("middle by somebody",)
+
+    def after_stage(self, part: str, index: int, hidden_states: Tensor) -> Tensor:
+        return hidden_states * 1.5 if part == MIDDLE else hidden_states
+
+
+def test_a_call_with_a_function_in_it_is_not_replayed(unet: Any, found_out: list[UNetCall]) -> None:
+    """Perturbed attention guidance has both kinds of calls in each step."""
+    call = a_call(unet)
+    ready(unet, call)
+    patched = replace(call, patches=Louder())
+    bound = runtime.managed_unet(unet).bound
+    with torch.no_grad():
+        expected = compute(bound.layout, bound.binding.weights(), torch_ops, patched, None)
+    for _ in range(3):
+        assert run(unet, call, 3)[0] == "graph"
+        with torch.no_grad():
+            output = runtime.run(unet, patched, lambda: expected)
+        assert runtime.status()["route"] == "plain", runtime.status()["reason"]
+        assert relative_error(output, expected) < CLOSE
+        assert relative_error(output, diffusers_output(unet, call)) > 1e-3
+    assert len(found_out) == 6
