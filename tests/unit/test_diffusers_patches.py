@@ -188,7 +188,7 @@ def test_a_lora_scale_is_the_hosts() -> None:
     load_ip_adapters(unet, "plain")
     output, expected = both(unet, images("plain"), cross_attention_kwargs={"scale": 0.5})
     assert torch.equal(output, expected)
-    assert runtime.status()["route"] == "host" and "passes scale to attention processors" in runtime.status()["reason"]
+    assert runtime.status()["route"] == "host" and "passes cross_attention_kwargs (scale)" in runtime.status()["reason"]
 
 
 def test_a_missing_image_prompt_is_refused_by_diffusers_itself() -> None:

@@ -124,11 +124,11 @@ class DiffusersForward:
             self._context.remember((context,))
             attentions = attentions_of(unet)
             self._attentions = [weakref.ref(module) for module in attentions] if foreign_parts(unet, attentions) else []
-        if not self._attentions:
-            return f"the pipeline passes {', '.join(sorted(arguments))} to attention processors" if arguments else None
-        unknown = sorted(set(arguments) - KNOWN_ARGUMENTS)
+        unknown = sorted(set(arguments) - KNOWN_ARGUMENTS if self._attentions else arguments)
         if unknown:
-            return f"the pipeline passes {', '.join(unknown)} to attention processors"
+            return f"the pipeline passes cross_attention_kwargs ({', '.join(unknown)})"
+        if not self._attentions:
+            return None
         attentions = [module for module in (reference() for reference in self._attentions) if module is not None]
         return UNetPatches(unet, attentions, self._image_tokens(unet, added), arguments)
 
