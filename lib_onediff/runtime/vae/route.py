@@ -137,7 +137,10 @@ class DecoderRoute:
         self, decoder: nn.Module, latent: Tensor, host: HostDecode, upcast_attention: bool, settings: Settings
     ) -> Job | str:
         """The decode as we take it, or why the decoder or the latent is none of ours. Raises UnsupportedUNet."""
-        bound = self._decoders[decoder]
+        bound = self._decoders.get(decoder)
+        if bound is None:
+            # Another thread has switched OneDiff off meanwhile.
+            return "this VAE was given back"
         with self._lock:
             return bound.look() or misfit(bound, latent) or (
                 Job(bound.layout, bound.weights(), latent, host, upcast_attention, settings)
