@@ -1,4 +1,4 @@
-"""Make Stable Diffusion's UNet fast without changing its pictures.
+"""Make Stable Diffusion's UNet fast without changing its images.
 
 compile_pipe(pipe) and compile_unet(unet) for users of diffusers; the WebUI extension in scripts/ uses the same parts.
 """

@@ -6,7 +6,6 @@ from typing import Any
 
 from modules import script_callbacks, scripts, shared
 
-from lib_onediff.engines.graphs.device_memory import give_back_freed_memory
 from lib_onediff.hosts import register, this_webui
 from lib_onediff.hosts.host_facts import checkpoint_name
 from lib_onediff.logs import show_on_console
@@ -16,6 +15,7 @@ from lib_onediff.options.settings import Settings
 from lib_onediff.prewarm.idle import IdleWarmUp
 from lib_onediff.prewarm.presets import Wanted, most_used
 from lib_onediff.prewarm.worker import WarmUp
+from lib_onediff.runtime.freed_memory import give_back_freed_memory
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.sizes import parse_sizes
 from lib_onediff.store.history import chosen_folder

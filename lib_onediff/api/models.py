@@ -110,7 +110,7 @@ class ShapeAnswer(TimesAnswer):
     last_used: float = Field(..., description="Seconds since 1970.")
     relative_error: float | None = Field(None, description="Distance from the WebUI's own output.")
     control: bool = Field(..., description="Whether a ControlNet or an adapter adds to the call.")
-    part: str = Field("", description="DeepCache's half of the UNet: full or shallow; empty for the whole.")
+    part: str = Field("", description="Pass of DeepCache: full or cached; empty without DeepCache.")
     backend: str = Field("", description="Who computes it; empty where that is not known.")
 
 

@@ -1,4 +1,4 @@
-"""Which backend "auto" means on a machine where OneDiff's own kernels cannot run: measured once, by its pictures."""
+"""Which backend "auto" means on a machine where OneDiff's own kernels cannot run: measured once, by its images."""
 from __future__ import annotations
 
 import platform

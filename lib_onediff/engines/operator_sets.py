@@ -157,7 +157,7 @@ class OperatorSets:
             return None
         begun = self._worker.submit(self._prepare_early, weakref.ref(unet), settings, parameter.dtype, device)
         if settings.backend == backends.INDUCTOR:
-            # What it does itself is Python, which would take the time from the first pictures.
+            # What it does itself is Python, which would take the time from the first images.
             wait([begun])
         return begun
 

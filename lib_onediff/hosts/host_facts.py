@@ -1,4 +1,4 @@
-"""What of a WebUI decides about the last digits of a picture: its flags, its options, and what it has loaded.
+"""What of a WebUI decides about the last digits of an image: its flags, its options, and what it has loaded.
 
 All of it is read by name where it is there: hosts differ, and so do their versions. Nothing is loaded, and nothing but
 what is named here is told.

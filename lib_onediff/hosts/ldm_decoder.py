@@ -55,7 +55,7 @@ class DecoderPatches:
         runtime.vae.release_all()
 
     def begin_run(self, decoder: Any) -> None:
-        """A sampling begins, whose picture will most likely be decoded by this one."""
+        """A sampling begins, whose image will most likely be decoded by this one."""
         runtime.vae.begin_run()
         if any(isinstance(decoder, patch.owner) for patch in self.patches):
             runtime.vae.adopt(decoder, host_traits=self._host_traits)
@@ -65,7 +65,7 @@ class DecoderPatches:
                 runtime.vae.tell_host(f"the decoder has a forward of its own, set by {origin(replaced)} (tiles?)")
 
     def end_run(self) -> None:
-        """The picture is done."""
+        """The image is done."""
         runtime.vae.end_run()
 
     def _forward(self, original: Callable[..., Tensor], decoder: nn.Module, z: Tensor, **kwargs: Any) -> Tensor:

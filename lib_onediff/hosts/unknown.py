@@ -48,11 +48,11 @@ class UnknownHost:
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
         raise CannotWarm(self.reason)
 
-    def warm_decode(self, width: int, height: int, pictures: int) -> None:
+    def warm_decode(self, width: int, height: int, images: int) -> None:
         raise CannotWarm(self.reason)
 
-    def call_shapes(self, pictures: int, tokens: int) -> tuple[tuple[int, int], ...]:
-        return ((2 * pictures, tokens),)
+    def call_shapes(self, images: int, tokens: int) -> tuple[tuple[int, int], ...]:
+        return ((2 * images, tokens),)
 
     def model_name(self, sd_model: Any = None) -> str | None:
         return None

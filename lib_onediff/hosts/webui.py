@@ -59,14 +59,14 @@ class WebUI(Protocol):
         Raises CannotWarm and UnsupportedUNet. Call it through exclusively().
         """
 
-    def warm_decode(self, width: int, height: int, pictures: int) -> None:
-        """Decode random latents of so many pictures of a size in pixels, as the host does after a sampling.
+    def warm_decode(self, width: int, height: int, images: int) -> None:
+        """Decode random latents of so many images of a size in pixels, as the host does after a sampling.
 
         Call it through exclusively().
         """
 
-    def call_shapes(self, pictures: int, tokens: int) -> tuple[tuple[int, int], ...]:
-        """(latents, tokens) of the UNet calls that the host makes for so many pictures at once with a prompt of so
+    def call_shapes(self, images: int, tokens: int) -> tuple[tuple[int, int], ...]:
+        """(latents, tokens) of the UNet calls that the host makes for so many images at once with a prompt of so
         many tokens, the usual call first."""
 
     def model_name(self, sd_model: Any = None) -> str | None:
@@ -76,7 +76,7 @@ class WebUI(Protocol):
         """
 
     def exclusively(self, work: Callable[[], Result]) -> Result:
-        """Run work() while the host makes no picture, on the thread that the host would use."""
+        """Run work() while the host makes no image, on the thread that the host would use."""
 
 
 def network_name(unet: nn.Module | None) -> str | None:

@@ -1,6 +1,8 @@
 """Where functions that users have put on a UNet are called within our forward."""
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from .layout import TransformerBlock
@@ -19,13 +21,14 @@ class PatchPoints:
     contiguous and in the weights' dtype. Every function returns what takes the place of its argument, which it may have
     written to.
     structure: which points there are and whose; equal for calls that compute the same way.
-    sees_stages: whether before_stage or after_stage do anything, or group_norm.
-    wraps_norms: whether group_norm stands for the norms of residual blocks and of the output.
+    sees_stages: whether anything stands at stages, or for norms; then output stages take one tensor.
+    norm: what stands for the group norms of residual blocks and of the output: called with the norm's path and
+    hidden_states, it returns the normed ones. None: ours computes them.
     """
 
     structure: tuple[str, ...] = ()
     sees_stages = False
-    wraps_norms = False
+    norm: Callable[[str, Tensor], Tensor] | None = None
 
     def begin(self, latent: Tensor) -> None:
         """A forward of this latent begins."""
@@ -50,10 +53,6 @@ class PatchPoints:
         """What an output stage joins: hidden states and skip."""
         return hidden_states, skip
 
-    def group_norm(self, path: str, hidden_states: Tensor) -> Tensor:
-        """The norm of this path in the host's UNet."""
-        raise NotImplementedError
-
     def begin_block(self, place: Block, block: TransformerBlock) -> bool:
         """A transformer block begins. Returns whether anything stands in it."""
         return False
@@ -77,13 +76,10 @@ class PatchPoints:
         after its norm."""
         return None
 
-    def replaces_attention(self, attention: str) -> bool:
-        """Whether attend stands for this block's attention, "attn1" (self) or "attn2" (cross)."""
-        return False
-
-    def attend(self, attention: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """An attention over projected tokens, (batch, tokens, heads * width) each, before its output's projection."""
-        raise NotImplementedError
+    def attend(self, attention: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+        """An attention over projected tokens, (batch, tokens, heads * width) each, before its output's projection; None
+        where ours computes it. attention: "attn1" (self) or "attn2" (cross)."""
+        return None
 
     def attention_output(self, attention: str, tokens: Tensor) -> Tensor:
         """An attention's projected output, before it is added."""

@@ -87,8 +87,8 @@ class PatchedPass(Pass):
     def finish(self, hidden_states: Tensor) -> Tensor:
         hidden_states = self.patches.before_stage(LAST, 0, hidden_states)
         layout, weights, ops = self.layout, self.weights, self.ops
-        if self.patches.wraps_norms:
-            hidden_states = ops.silu(self.patches.group_norm(layout.out_norm.path, hidden_states))
+        if self.patches.norm is not None:
+            hidden_states = ops.silu(self.patches.norm(layout.out_norm.path, hidden_states))
         else:
             hidden_states = ops.group_norm(hidden_states, weights[layout.out_norm.path], layout.out_norm, silu=True)
         hidden_states = ops.convolution(hidden_states, weights[layout.out_convolution.path], layout.out_convolution)
@@ -162,22 +162,21 @@ class PatchedLayers(Layers):
     def _attended(
         self, name: str, attention: SelfAttention | CrossAttention, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        if self.patches.replaces_attention(name):
-            mixed = self.patches.attend(name, query, key, value)
-        else:
+        mixed = self.patches.attend(name, query, key, value)
+        if mixed is None:
             query, key, value = (split_heads(part, attention.heads) for part in (query, key, value))
             mixed = join_heads(self.ops.attention(query, key, value, self.upcast_attention))
         return self.patches.attention_output(name, self.ops.linear(mixed, self.weights[attention.out.path]))
 
     def _residual_block(self, block: ResidualBlock, hidden_states: Tensor) -> Tensor:
-        if not self.patches.wraps_norms:
+        weights, ops, norm = self.weights, self.ops, self.patches.norm
+        if norm is None:
             return super()._residual_block(block, hidden_states)
-        weights, ops, patches = self.weights, self.ops, self.patches
-        hidden = ops.silu(patches.group_norm(block.in_norm.path, hidden_states))
+        hidden = ops.silu(norm(block.in_norm.path, hidden_states))
         in_weight = weights[block.in_convolution.path].weight
         hidden = ops.convolution(hidden, Affine(in_weight, None), block.in_convolution)
         hidden = hidden + self.shifts[block.embedding.path][:, :, None, None]
-        hidden = ops.silu(patches.group_norm(block.out_norm.path, hidden))
+        hidden = ops.silu(norm(block.out_norm.path, hidden))
         out_weight, out_bias = weights[block.out_convolution.path][:2]
         hidden = ops.convolution(hidden, Affine(out_weight, None), block.out_convolution)
         skip = hidden_states if block.skip is None else ops.pointwise(hidden_states, weights[block.skip.path])

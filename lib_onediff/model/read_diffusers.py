@@ -47,15 +47,16 @@ def read_diffusers(unet: Any) -> UNetLayout:
     output_stages: list[Stage] = []
     for block in unet.up_blocks:
         output_stages += read_up_block(block, leaves)
+    attentions = attentions_of(unet)
     layout = UNetLayout(
         family="diffusers", in_channels=unet.conv_in.in_channels, out_channels=unet.conv_out.out_channels,
         context_width=context_width(unet), time=read_time(unet, leaves), label=read_label(unet, leaves),
         input_stages=tuple(input_stages), middle_stage=read_middle(unet.mid_block, leaves),
         output_stages=tuple(output_stages),
         out_norm=leaves.group_norm(unet.conv_norm_out), out_convolution=leaves.convolution(unet.conv_out),
-        foreign=foreign_parts(unet),
+        foreign=foreign_parts(unet, attentions),
     )
-    for part in (unet.encoder_hid_proj, *map(processor_of, attentions_of(unet))):
+    for part in (unet.encoder_hid_proj, *(attention.processor for attention in attentions)):
         if isinstance(part, nn.Module):
             leaves.leave_to_patches(part)
     leaves.refuse_unclaimed()
@@ -69,10 +70,6 @@ def attentions_of(unet: nn.Module) -> list[Any]:
     return [module for module in unet.modules() if hasattr(module, "processor") and hasattr(module, "to_q")]
 
 
-def processor_of(attention: Any) -> Any:
-    return attention.processor
-
-
 def is_plain(processor: Any) -> bool:
     """Whether a processor computes plain softmax attention."""
     kind = type(processor)
@@ -84,18 +81,16 @@ def has_ip_adapter(unet: Any) -> bool:
 
 
 def has_freeu(block: Any) -> bool:
-    return any(getattr(block, name, None) is not None for name in FREEU_FACTORS)
+    # Plain numbers that enable_freeu sets: asking a module for what it lacks takes microseconds.
+    return any(vars(block).get(name) is not None for name in FREEU_FACTORS)
 
 
-def foreign_parts(unet: Any, attentions: list[Any] | None = None) -> tuple[str, ...]:
-    """What runs within a UNet beside its own layers, each once, in words for the user. attentions: attentions_of."""
-    found = {"an IP-Adapter's image prompt": None} if has_ip_adapter(unet) else {}
-    for attention in attentions_of(unet) if attentions is None else attentions:
-        if not is_plain(attention.processor):
-            found[f"attention processor {type(attention.processor).__name__}"] = None
-    if any(map(has_freeu, unet.up_blocks)):
-        found["FreeU"] = None
-    return tuple(found)
+def foreign_parts(unet: Any, attentions: list[Any]) -> tuple[str, ...]:
+    """What runs within a UNet beside its own layers, each once, in words for the user. attentions: attentions_of it."""
+    processors = {type(attention.processor): attention.processor for attention in attentions}
+    found = ["an IP-Adapter's image prompt"] if has_ip_adapter(unet) else []
+    found += [f"attention processor {kind.__name__}" for kind, one in processors.items() if not is_plain(one)]
+    return (*found, "FreeU") if any(map(has_freeu, unet.up_blocks)) else tuple(found)
 
 
 def refuse_variants(unet: Any) -> None:

@@ -1,4 +1,4 @@
-"""Idle warm-up: while nobody asks for pictures, the sizes that are used the most are made ready, one at a time."""
+"""Idle warm-up: while nobody asks for images, the sizes that are used the most are made ready, one at a time."""
 from __future__ import annotations
 
 import logging
@@ -26,7 +26,7 @@ class IdleWarmUp:
         seconds: float = SECONDS_UNTIL_IDLE,
     ) -> None:
         """rows: what is known of every resolution now. most_used: what to make ready, the best first. seconds: without
-        a picture, before it begins."""
+        an image, before it begins."""
         self._warmup = warmup
         self._rows = rows
         self._most_used = most_used
@@ -50,7 +50,7 @@ class IdleWarmUp:
             self.stop()
 
     def disturb(self) -> None:
-        """A picture begins or ends: what idle warm-up has queued goes, and it waits anew."""
+        """An image begins or ends: what idle warm-up has queued goes, and it waits anew."""
         if self._thread is not None:
             self._disturbed.set()
             self._cancel()
@@ -85,10 +85,10 @@ class IdleWarmUp:
                 # Nobody asked for this now, so nobody is told but the log.
                 log.exception("idle warm-up failed")
             while not self._disturbed.wait(self._seconds) and not ended.is_set():
-                pass  # Once for each time that nobody asks for pictures.
+                pass  # Once for each time that nobody asks for images.
 
     def _make_ready(self, ended: threading.Event) -> None:
-        """Warm up what is not ready, until a picture is asked for, or until something else had to go for it."""
+        """Warm up what is not ready, until an image is asked for, or until something else had to go for it."""
         for wanted in self._most_used():
             rows = self._rows()
             if wanted not in self._unfinished and is_ready(wanted, rows, self._warmup.model):

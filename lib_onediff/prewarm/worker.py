@@ -1,4 +1,4 @@
-"""The pre-warm queue: makes sizes ready before a picture needs them, between pictures and never during one."""
+"""The pre-warm queue: makes sizes ready before an image needs them, between images and never during one."""
 from __future__ import annotations
 
 import atexit
@@ -48,17 +48,17 @@ class Warms(Protocol):
         """Make one UNet call as the WebUI would, at a size in pixels; batch counts latents. Raises CannotWarm
         and UnsupportedUNet."""
 
-    def warm_decode(self, width: int, height: int, pictures: int) -> None:
-        """Decode random latents of so many pictures of a size in pixels, as the WebUI would."""
+    def warm_decode(self, width: int, height: int, images: int) -> None:
+        """Decode random latents of so many images of a size in pixels, as the WebUI would."""
 
-    def call_shapes(self, pictures: int, tokens: int) -> Iterable[tuple[int, int]]:
-        """(latents, tokens) of the UNet calls of so many pictures at once, the usual one first."""
+    def call_shapes(self, images: int, tokens: int) -> Iterable[tuple[int, int]]:
+        """(latents, tokens) of the UNet calls of so many images at once, the usual one first."""
 
     def model_name(self) -> str | None:
         """What the rows of the loaded checkpoint call its network ("SD1"); None where none is loaded."""
 
     def exclusively(self, work: Callable[[], Result]) -> Result:
-        """Run work() while no picture is being made, and return what it returns."""
+        """Run work() while no image is being made, and return what it returns."""
 
 
 class Reports(Protocol):
@@ -89,7 +89,7 @@ SECONDS_AT_EXIT = 20.0
 # The hosts' queue lock goes to whoever is there first when it is released, and a thread that has just waited is not.
 SECONDS_LEFT_TO_PICTURES = 0.02
 SECONDS_BETWEEN_LOOKS = 0.2
-WAITING = "waiting for the picture that is being made"
+WAITING = "waiting for the image that is being made"
 COMPILING = "compiling"
 DECODING = "checking the VAE's decode"
 CHECKING, CAPTURING, MEASURING = "checking against the WebUI's own", "capturing a graph", "measuring"
@@ -201,14 +201,14 @@ class WarmUp:
         self._queue.end(job, DONE, no_graph)
 
     def _compile(self, job: Job) -> None:
-        """Meanwhile pictures can be made, by the host's own UNet."""
+        """Meanwhile images can be made, by the host's own UNet."""
         self._queue.say(job, COMPILING)
         for compiling in self._runtime.compiling():
             while self._queue.is_running(job) and not compiling.done():
                 wait([compiling], SECONDS_BETWEEN_LOOKS)
 
     def _decode(self, job: Job) -> None:
-        """Let the first decode at a size be checked now. Nothing depends on it: the first picture would do it too."""
+        """Let the first decode at a size be checked now. Nothing depends on it: the first image would do it too."""
         size = job.size
         known = any(
             (entry.key.resolution, entry.key.batch) == (size.resolution, size.batch) and entry.state is not State.COLD

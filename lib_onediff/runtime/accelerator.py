@@ -35,6 +35,7 @@ log = logging.getLogger("onediff")
 
 HostForward = Callable[[], Tensor]
 OUT_OF_MEMORY = "out of GPU memory: the graphs were freed"
+PATCHES_REST = "DeepCache rests: other extensions compute within the UNet"
 NOT_HANDED_OVER = "this UNet was not handed to OneDiff"
 
 
@@ -241,7 +242,9 @@ class Accelerator(Services):
                 result = self._fallback.serve(managed, candidates, call, self._notice, flags, plan)
             if isinstance(result, str):
                 return result
-            self.call_stats.note_pass(result.entry.key.part, managed.cache_run.reason or managed.cache_run.failure)
+            rests = call.patches is not None and settings.deepcache_interval > 1
+            why_full = PATCHES_REST if rests else managed.cache_run.reason or managed.cache_run.failure
+            self.call_stats.note_pass(result.entry.key.part, why_full)
             untried = not call.upcast_attention and upcasts_attention(settings, by_host, True)
             if result.entry.state is not State.COLD or not untried or bool(torch.isfinite(result.output).all()):
                 break
@@ -257,8 +260,10 @@ class Accelerator(Services):
         # A call that makes a shape ready belongs to no image.
         sampling = Sampling() if self.waits_for_compile else managed.sampling or self._sampling
         choice, bound = DeepCacheOptions.of(settings, sampling.second_pass), managed.bound
-        if choice.interval <= 1 or call.patches is not None:
+        if choice.interval <= 1:
             managed.cache_run.rest(managed.held_features)
+            return None
+        if call.patches is not None:
             return None
         return managed.cache_run.plan(
             choice, sampling, bound.layout, call,

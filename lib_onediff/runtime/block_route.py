@@ -198,7 +198,7 @@ class BlockRoute:
             if miss is not None:
                 return miss
         if index == len(running.stages) - 1:
-            # Nothing of ours may keep the weights alive between calls.
+            # It must not keep the weights alive between calls.
             loop.running = None
             if running.entry.state is State.COLD:
                 running.entry.state, running.entry.relative_error = State.PROVED, running.worst_error

@@ -21,7 +21,7 @@ class CallStats:
 
     def __init__(self) -> None:
         self.route: str | None = None
-        self.reason = "no picture has been made yet"
+        self.reason = "no image has been made yet"
         self.model: str | None = None
         self.backend: str | None = None
         self.entry: Entry | None = None

@@ -28,8 +28,8 @@ from .call_stats import GRAPH, PLAIN
 from .verify import blame, computed_twice, judge_cached_pass
 
 log = logging.getLogger("onediff")
-# They compute from what they know of their tensors, or elsewhere.
-WITHOUT_PATCHES = (backends.FLOAT8, backends.ONEFLOW)
+# Their operators hand each other more than tensors, run elsewhere, or were compiled for this UNet's own sizes alone.
+WITHOUT_PATCHES = (backends.FLOAT8, backends.INDUCTOR, backends.ONEFLOW)
 COMPILING = "OneDiff's kernels are being compiled, in the background; on this machine it is done once"
 
 
@@ -82,6 +82,7 @@ class FallbackChain:
         reason = candidates.reason
         for backend, wanted in attempts(candidates, call, plan):
             if call.patches is not None and backend in WITHOUT_PATCHES:
+                reason = f"the backend {backend} runs no functions of other extensions"
                 continue
             entry = self._entry(managed, wanted, backend, flags)
             if entry.key.is_cached_pass and entry.state is State.COLD:
@@ -108,7 +109,7 @@ class FallbackChain:
         return reason
 
     def note(self, settings: Settings, result: CallResult) -> None:
-        """A call of a shape that was proved before was result."""
+        """A call of a proved shape was served."""
         if settings.backend == backends.AUTO and result.call.patches is None:
             self._operators.auto.note(result.entry, result.call)
 
@@ -136,7 +137,7 @@ class FallbackChain:
         self, managed: ManagedUNet, settings: Settings, entry: Entry, call: UNetCall, conditioning: Conditioning | None
     ) -> None:
         backend = entry.key.backend
-        if not backends.has_graphs(backend, entry.key.device) or entry.no_graph or call.patches:
+        if not backends.has_graphs(backend, entry.key.device) or entry.no_graph or call.patches is not None:
             return
         try:
             if backend in backends.TUNED and self._tune(managed, backend, call):

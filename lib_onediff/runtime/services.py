@@ -1,21 +1,16 @@
-"""What the UNet's route and the VAE's share: settings, what is known of shapes, operators, memory, and the lock.
-
-Whose settings hold: those of the innermost generation in progress (Generations). How threads take turns: by a lock, and
-on the GPU by events (StreamOrder).
-"""
+"""What the UNet's route and the VAE's share: settings, what is known of shapes, operators, memory, and the lock."""
 from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
 
 from ..engines.graphs.cache import GraphCache
 from ..engines.graphs.memory_pressure import MemoryPressure
+from ..engines.graphs.stream_order import StreamOrder
 from ..engines.managed_unet import ManagedUNet
 from ..engines.operator_sets import OperatorSets
 from ..guard import Guard
@@ -25,77 +20,7 @@ from ..shapes.table import ShapeTable
 from ..store.history import History, Pins
 from ..weak_dictionary import WeakDictionary
 from .call_stats import CallStats
-
-# Where a generation carries its settings; a copy of it carries the same.
-GENERATION = "onediff_generation"
-
-
-class Generation:
-    """A generation's settings and why they switch OneDiff off. owner: the id of the host's object, its copies' not."""
-
-    def __init__(self, owner: int, settings: Settings, why_off: str) -> None:
-        self.owner, self.settings, self.why_off = owner, settings, why_off
-
-
-class Generations:
-    """Those in progress, the innermost last. One that has failed is over when the host has let go of it."""
-
-    def __init__(self) -> None:
-        self._running: list[weakref.ref[Generation]] = []
-
-    def begin(self, p: Any, settings: Settings, why_off: str = "") -> None:
-        """p: what the host makes the images from. A copy of one in progress goes on with it."""
-        known = p.__dict__.get(GENERATION)
-        if known is not None and known in self._alive():
-            known.settings, known.why_off = settings, why_off
-            return
-        p.__dict__[GENERATION] = generation = Generation(id(p), settings, why_off)
-        self._running = [*map(weakref.ref, self._alive()), weakref.ref(generation)]
-
-    def end(self, p: Any) -> None:
-        """Nothing happens at the end of a copy: the generation goes on without it."""
-        known = p.__dict__.pop(GENERATION, None)
-        if known is not None and known.owner == id(p):
-            self._running = [weakref.ref(each) for each in self._alive() if each is not known]
-
-    @property
-    def innermost(self) -> Generation | None:
-        return next(reversed(self._alive()), None)
-
-    def _alive(self) -> list[Generation]:
-        return [generation for reference in self._running if (generation := reference()) is not None]
-
-
-class StreamOrder:
-    """Calls of several threads, each with a CUDA stream of its own, follow one another on the GPU.
-
-    They share a graph's inputs, its memory and the prompts' keys and values. A lock keeps the launches apart; without
-    this, the kernels of two streams would still overlap. Remembers, for each GPU, the stream of the last work and the
-    event at its end. Whoever uses it holds the runtime's lock.
-    """
-
-    def __init__(self) -> None:
-        self._last: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
-
-    @contextlib.contextmanager
-    def after_the_last(self, device: torch.device) -> Iterator[None]:
-        """Kernels launched inside start on the GPU when those of the last use, in whichever stream, have ended. No
-        thread waits for that. Does nothing while the caller captures a CUDA graph of its own: a capture cannot wait
-        for an event from outside."""
-        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            yield
-            return
-        stream = torch.cuda.current_stream(device)
-        before, event = self._last.get(device, (stream, None))
-        if event is None:
-            event = torch.cuda.Event()
-        elif before != stream:
-            stream.wait_event(event)
-        try:
-            yield
-        finally:
-            event.record(stream)
-            self._last[device] = stream, event
+from .generations import Generations
 
 
 class Services:

@@ -1,12 +1,11 @@
 """Check the first use of a shape against the host's own forward."""
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -39,7 +38,8 @@ def prove(
     yardstick: Callable[[], Tensor] | None, nobody_waits: bool,
 ) -> str | None:
     """Compare a first output with the host's, unless that was done on this machine before, or is not wanted (compares).
-    yardstick, nobody_waits: see judge.
+    Functions of other extensions are always compared: the host has their random numbers to draw. yardstick,
+    nobody_waits: see judge.
 
     Returns why it cannot be used, or None.
     """
@@ -47,8 +47,12 @@ def prove(
     known = not entry.key.patches and recall(entry, history)
     if known and nobody_waits and entry.host.timing is None:
         time_host(entry, output.device, host, often=True)
-    if not known and compares:
+    if not known and (compares or entry.key.patches):
+        rewind = random_numbers(entry.key.device)
         miss = judge(entry, output, host, yardstick, nobody_waits)
+        if miss is not None:
+            # The host runs once more, for the answer.
+            rewind()
         if miss == HOST_NOT_FINITE:
             if not bool(torch.isfinite(output).all()):
                 return miss
@@ -148,31 +152,36 @@ def judge_cached_pass(entry: Entry, output: Tensor, cached: Callable[[], Tensor]
 
 
 def computed_twice(entry: Entry, compute: Callable[[], Tensor]) -> Tensor | None:
-    """The output of a forward with functions in it that are not ours, from the random numbers that the host will have
-    next; None where the same numbers make another output the second time, because a function keeps a state or writes to
-    its inputs."""
-    device = entry.key.device
-    with random_numbers_kept(device):
+    """The output of a forward with functions in it that are not ours; None where the same random numbers make another
+    one the second time, because a function keeps a state or writes to its inputs. Afterwards the next random numbers
+    are those that were next before: the host has yet to draw them."""
+    rewind = random_numbers(entry.key.device)
+    try:
         output = compute()
-    with random_numbers_kept(device):
+        rewind()
         again = compute()
-    limit = rounding_limit(entry.key.dtype, device, entry.key.precision)
+    finally:
+        rewind()
+    limit = rounding_limit(entry.key.dtype, entry.key.device, entry.key.precision)
     # What is not finite is found where it is compared with the host's.
     return output if relative_error(again.nan_to_num(), output.nan_to_num()) <= limit else None
 
 
-@contextlib.contextmanager
-def random_numbers_kept(device: torch.device) -> Iterator[None]:
-    """What is drawn inside is drawn again afterwards, by torch, Python and NumPy."""
-    numpy, state = sys.modules.get("numpy"), random.getstate()
-    numpy_state = None if numpy is None else numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(state)
+def random_numbers(device: torch.device) -> Callable[[], None]:
+    """A function that lets torch, Python and NumPy draw the numbers again that they draw from now on."""
+    numpy, python = sys.modules.get("numpy"), random.getstate()
+    drawn = None if numpy is None else numpy.random.get_state()
+    on_cpu, on_gpu = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def rewind() -> None:
+        random.setstate(python)
         if numpy is not None:
-            numpy.random.set_state(numpy_state)
+            numpy.random.set_state(drawn)
+        torch.set_rng_state(on_cpu)
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu, device)
+
+    return rewind
 
 
 def relative_error(output: Tensor, expected: Tensor) -> float:

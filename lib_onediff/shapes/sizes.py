@@ -13,7 +13,7 @@ LONGEST_QUOTE = 40
 
 @dataclass(frozen=True)
 class Size:
-    """Pixels, and how many pictures are made at once. Raises ValueError with a sentence for what cannot be."""
+    """Pixels, and how many images are made at once. Raises ValueError with a sentence for what cannot be."""
 
     width: int
     height: int
@@ -25,7 +25,7 @@ class Size:
                 wanted = f"a multiple of {STEP} from {SMALLEST} to {LARGEST} pixels"
                 raise ValueError(f"{self}: the {name} must be {wanted}{hint(pixels)}.")
         if not 1 <= self.batch <= LARGEST_BATCH:
-            raise ValueError(f"{self}: a batch has 1 to {LARGEST_BATCH} pictures.")
+            raise ValueError(f"{self}: a batch has 1 to {LARGEST_BATCH} images.")
 
     @property
     def resolution(self) -> str:
@@ -60,5 +60,5 @@ def parse_size(text: str) -> Size:
     found = SIZE.fullmatch(text.strip())
     if not found:
         shown = text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]}..."
-        raise ValueError(f"{shown!r} is not a size; write for example 768x512, or 768x512 x2 for two pictures at once.")
+        raise ValueError(f"{shown!r} is not a size; write for example 768x512, or 768x512 x2 for two images at once.")
     return Size(int(found[1]), int(found[2]), int(found[3] or 1))

@@ -65,7 +65,7 @@ def chosen_folder() -> Path | None:
 
 
 class History:
-    """Writes the use of entries to a store, between pictures and off the thread that makes them."""
+    """Writes the use of entries to a store, between images and off the thread that makes them."""
 
     def __init__(self) -> None:
         self._store: Store | None = None

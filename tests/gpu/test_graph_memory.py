@@ -135,7 +135,7 @@ def test_what_a_call_needs_while_somebody_else_records(unet: nn.Module) -> None:
 
 
 def test_our_memory_is_not_given_back_while_somebody_captures(unet: nn.Module) -> None:
-    """Another extension's capture in another thread goes on, and nothing of ours fails."""
+    """Another extension's capture in another thread goes on, and so does OneDiff."""
     use(unet, 512, 512)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     begun, may_end, errors = threading.Event(), threading.Event(), []

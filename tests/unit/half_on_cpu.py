@@ -1,4 +1,4 @@
-"""Whether this torch computes float16 on a CPU: torch 2.1 and 2.2 do not, and nothing of ours can be tried with it."""
+"""Whether this torch computes float16 on a CPU: torch 2.1 and 2.2 do not, and tests that need it are skipped."""
 from __future__ import annotations
 
 import pytest

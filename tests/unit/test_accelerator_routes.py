@@ -106,7 +106,7 @@ def test_the_hosts_own_error_is_the_hosts(accelerator: Runtime, adopted: Any) ->
 def test_status_starts_without_a_picture(accelerator: Runtime) -> None:
     status = accelerator.status()
     assert (status["route"], status["model"], status["resolution"], status["step_ms"]) == (None, None, None, None)
-    assert status["reason"] == "no picture has been made yet"
+    assert status["reason"] == "no image has been made yet"
     assert status["calls"] == {"graph": 0, "plain": 0, "blocks": 0, "host": 0}
 
 

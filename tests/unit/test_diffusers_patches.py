@@ -154,6 +154,13 @@ def test_freeu_with_an_ip_adapter_and_a_controlnet() -> None:
     assert relative_error(output, expected) < CLOSE and within("FreeU")
 
 
+def test_deepcache_rests_and_says_so() -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(**SD1), lib_onediff.Settings(deepcache_interval=3))
+    unet.enable_freeu(*FREEU)
+    assert relative_error(*both(unet)) < CLOSE
+    assert lib_onediff.status()["deepcache"]["reason"] == "DeepCache rests: other extensions compute within the UNet"
+
+
 class Twice:
     """A processor of somebody's own."""
 
@@ -169,7 +176,7 @@ def test_a_processor_of_somebodys_own(name: str) -> None:
     unet.get_submodule(ATTENTION).set_processor(type(name, (Twice,), {"__module__": __name__})())
     output, expected = both(unet)
     assert relative_error(output, expected) < CLOSE and relative_error(output, plain) > 100 * CLOSE
-    assert within(f"1 attentions by {__name__}.{name}")
+    assert within(f"{__name__}.{name} in 1 attentions")
 
 
 @pytest.mark.parametrize("guidance", ["PAGIdentitySelfAttnProcessor2_0", "PAGCFGIdentitySelfAttnProcessor2_0"])

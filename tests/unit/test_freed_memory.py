@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from lib_onediff.engines.graphs.device_memory import give_back_freed_memory
+from lib_onediff.runtime.freed_memory import give_back_freed_memory
 
 
 def resident_bytes() -> int:

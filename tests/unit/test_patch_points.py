@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import CONTEXT_WIDTH, a_call, our_output, relative_error, shared_ldm_unet
+from builders import CONTEXT_WIDTH, a_call, ldm_unet, our_output, relative_error, shared_ldm_unet
 from comfy_unet import attended, patched_output
 from torch import Tensor
 from torch.nn import functional
@@ -97,6 +97,13 @@ def ours(unet: Any, call: UNetCall, options: Options, read: frozenset[str] = REA
     return unet_call(unet, call.latent, call.timestep, call.context, None, None, options, False, read, {})
 
 
+def tiny_ldm_unet() -> Any:
+    """Triton's interpreter takes a millisecond or more for each group of a norm."""
+    return ldm_unet(
+        model_channels=32, num_res_blocks=1, channel_mult=[1, 2], num_heads=2, attention_resolutions=[2]
+    )
+
+
 def copied(options: Options) -> Options:
     return {name: dict(value) if isinstance(value, dict) else value for name, value in options.items()}
 
@@ -111,6 +118,22 @@ def test_our_forward_calls_them_where_the_hosts_does(case: str, size: tuple[int,
     assert isinstance(made, UNetCall) and made.patches is not None
     with torch.no_grad():
         output, expected = our_output(unet, made), patched_output(unet, call, copied(options))
+    assert relative_error(output, expected) < CLOSE
+    assert relative_error(output, our_output(unet, call)) > 100 * CLOSE
+
+
+@pytest.mark.parametrize("case", ["FreeU", "token merging", "norms", "another context", "block modifiers"])
+def test_so_do_our_kernels(case: str) -> None:
+    """They hand each other more than tensors: joined skips that were never joined, and what they know of an image."""
+    pytest.importorskip("triton", reason="needs Triton")
+    from lib_onediff.ops.triton.operators import TritonOperators
+
+    unet = tiny_ldm_unet()
+    call = a_call(unet, 4, 8, 1, 5)
+    options = CASES[case]
+    made = ours(unet, call, copied(options))
+    with torch.no_grad():
+        output, expected = our_output(unet, made, TritonOperators()), patched_output(unet, call, copied(options))
     assert relative_error(output, expected) < CLOSE
     assert relative_error(output, our_output(unet, call)) > 100 * CLOSE
 

@@ -1,4 +1,4 @@
-"""Compiled code lies where nobody else can write, and nothing of ours follows a link that somebody has laid."""
+"""Compiled code lies where nobody else can write, and no link that somebody else made is followed."""
 from __future__ import annotations
 
 import os

@@ -36,7 +36,7 @@ def test_its_commands_name_the_python_that_has_what_they_need() -> None:
 
 
 def test_the_black_box_test_of_options_knows_every_one() -> None:
-    """tests/webui imports nothing of ours, so what it knows of options is held here to settings.py."""
+    """tests/webui does not import lib_onediff, so the options that it names are compared with settings.py here."""
     source = (Path(__file__).parents[1] / "webui" / "test_every_option.py").read_text()
     known = re.findall(r'^    "(\w+)": \(', source, re.M)
     assert sorted(known) == sorted(options_of_a_run())

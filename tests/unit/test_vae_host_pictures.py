@@ -53,7 +53,7 @@ def test_a_black_picture_of_the_hosts_is_decoded_again(
         picture = foreign(host, latent)
     assert picture.dtype == torch.float16
     assert (shown(picture) - shown(in_float32(host.decoder, latent))).abs().max() <= STEP
-    reason = f"decoded again in float32, because the VAE's own picture is {saw}"
+    reason = f"decoded again in float32, because the VAE's own image is {saw}"
     assert last() == ("ours", reason) and caplog.messages == [f"VAE: {reason}."]
     assert decodes() == {"ours": 1, "host": 0}
 

@@ -82,7 +82,7 @@ def test_a_kernel_that_fails_is_served_by_torchs_operators(native: Stand) -> Non
 
 
 def test_a_kernel_that_computes_something_else(native: Stand) -> None:
-    """The host's own picture is at hand then; the next one is torch's operators'."""
+    """The host's own image is at hand then; the next one is torch's operators'."""
     decoder = diffusers_vae().decoder
     latent = a_latent(decoder)
     native.resize = lambda *given: 1.01 * torch_ops.resize(*given)

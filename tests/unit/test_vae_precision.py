@@ -49,7 +49,7 @@ def test_a_vae_that_overflows_gives_the_float32_picture_and_a_message(
     make: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     decoder, latent = scaled(3, make)
-    assert not host_picture(decoder, latent).isfinite().all(), "the host's own picture is black"
+    assert not host_picture(decoder, latent).isfinite().all(), "the host's own image is black"
     before, host = parameters_of(decoder), Host(decoder)
     with caplog.at_level(logging.WARNING, "onediff"):
         picture = decode(host, latent)
@@ -177,9 +177,9 @@ def test_weights_that_no_type_helps(caplog: pytest.LogCaptureFixture, monkeypatc
     with caplog.at_level(logging.WARNING, "onediff"):
         assert decode(host, latent)[:, 0].isnan().all()
     assert types == [torch.float16, torch.float32] and host.calls == 1
-    reason = "this VAE overflows in float16, and its picture in float32 is not finite too"
+    reason = "this VAE overflows in float16, and its image in float32 is not finite too"
     assert last() == ("host", reason)
-    assert caplog.messages == [f"VAE: the picture is not finite, and OneDiff could not help: {reason}."]
+    assert caplog.messages == [f"VAE: the image is not finite, and OneDiff could not help: {reason}."]
     assert not [name for name in runtime.tuning_cache._values if name.startswith("VAE")], "no verdict on float16"
 
 

@@ -94,9 +94,9 @@ def test_without_the_check_the_host_is_not_asked(host: Host) -> None:
 
 
 @pytest.mark.parametrize(("change", "reason"), [
-    (lambda picture: 1.01 * picture, "it differs from the VAE's own picture by 9.9e-03 (rounding explains 1e-04)"),
-    (lambda picture: picture[:, :, :-1], "the VAE's own picture is (1, 3, 11, 12) in float32, ours is (1, 3, 12, 12)"),
-    (lambda picture: picture.half(), "the VAE's own picture is (1, 3, 12, 12) in float16"),
+    (lambda picture: 1.01 * picture, "it differs from the VAE's own image by 9.9e-03 (rounding explains 1e-04)"),
+    (lambda picture: picture[:, :, :-1], "the VAE's own image is (1, 3, 11, 12) in float32, ours is (1, 3, 12, 12)"),
+    (lambda picture: picture.half(), "the VAE's own image is (1, 3, 12, 12) in float16"),
 ], ids=["values", "shape", "type"])
 def test_a_first_picture_unlike_the_hosts_is_the_hosts(change: Any, reason: str) -> None:
     """As a wrong forward of ours would look to the check."""
@@ -116,7 +116,7 @@ def test_a_wrong_forward_of_ours_is_caught(host: Host, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch_ops, "residual_add", lambda image, *others: correct(image, *others) + 0.01)
     latent = a_latent(host.decoder)
     assert torch.equal(decode(host, latent), host_picture(host.decoder, latent))
-    assert last()[1].startswith("it differs from the VAE's own picture")
+    assert last()[1].startswith("it differs from the VAE's own image")
 
 
 def test_a_picture_that_is_not_finite_is_decoded_by_the_host(host: Host) -> None:
@@ -126,7 +126,7 @@ def test_a_picture_that_is_not_finite_is_decoded_by_the_host(host: Host) -> None
         kept = host.decoder.conv_out.bias[0].clone()
         host.decoder.conv_out.bias[0] = float("nan")
     assert decode(host, latent)[:, 0].isnan().all()
-    assert (host.calls, last()) == (1, ("host", "its picture is not finite in float32"))
+    assert (host.calls, last()) == (1, ("host", "its image is not finite in float32"))
     with torch.no_grad():
         host.decoder.conv_out.bias[0] = kept
     decode(host, latent)
@@ -138,7 +138,7 @@ def test_a_host_that_is_not_finite_is_no_yardstick() -> None:
     host = Host(diffusers_vae().decoder, lambda picture: picture / 0)
     latent = a_latent(host.decoder)
     assert torch.allclose(decode(host, latent), host_picture(host.decoder, latent), atol=1e-5)
-    assert (host.calls, last()) == (1, ("ours", "the VAE's own picture is not finite"))
+    assert (host.calls, last()) == (1, ("ours", "the VAE's own image is not finite"))
     assert runtime.table.entries()[0].state is State.COLD
 
 

@@ -1,8 +1,11 @@
 """What the check of a first use lets through."""
 from __future__ import annotations
 
+import itertools
+import random
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 from builders import SMALL, a_call, diffusers_unet
@@ -10,9 +13,10 @@ from torch import Tensor
 
 from lib_onediff.engines import EAGER, FLOAT8, NATIVE, ONEFLOW
 from lib_onediff.model.read import read_layout
-from lib_onediff.runtime.verify import HOST_NOT_FINITE, judge
+from lib_onediff.runtime.verify import HOST_NOT_FINITE, computed_twice, judge, prove
 from lib_onediff.shapes.key import ShapeKey
 from lib_onediff.shapes.table import Entry
+from lib_onediff.store.history import History
 
 
 def judged(backend: str, dtype: torch.dtype, error: float) -> str | None:
@@ -46,3 +50,39 @@ def test_an_output_that_is_not_finite_fails_and_a_host_that_is_not_is_no_yardsti
         return torch.full((64,), worst)
 
     assert judge(Entry(key), torch.ones(64), host) == HOST_NOT_FINITE
+
+
+def patched_entry() -> Entry:
+    """Of a shape with a function of somebody's in it."""
+    unet = diffusers_unet(**SMALL)
+    key = ShapeKey.of(read_layout(unet).architecture, torch.float32, a_call(unet), EAGER)
+    return Entry(replace(key, patches=("patches[attn2_patch] by somebody",)))
+
+
+def next_numbers() -> tuple[float, ...]:
+    return float(torch.rand(())), random.random(), float(numpy.random.rand())
+
+
+def test_what_is_computed_twice_leaves_the_host_its_random_numbers() -> None:
+    def compute() -> Tensor:
+        return torch.randn(8) + random.random() + numpy.random.rand()
+
+    for seed in (1, 2):
+        for generator in (torch.manual_seed, random.seed, numpy.random.seed):
+            generator(seed)
+        rewound = next_numbers()
+        for generator in (torch.manual_seed, random.seed, numpy.random.seed):
+            generator(seed)
+        assert torch.is_tensor(computed_twice(patched_entry(), compute))
+        counter = itertools.count(1)
+        assert computed_twice(patched_entry(), lambda: compute() * next(counter)) is None  # noqa: B023
+        assert next_numbers() == rewound
+
+
+def test_a_function_is_compared_even_unasked_and_a_miss_leaves_the_host_its_random_numbers() -> None:
+    torch.manual_seed(5)
+    refusal = prove(patched_entry(), torch.zeros(8), False, History(), lambda: torch.randn(8), None, False)
+    assert refusal is not None and "it differs from the model's own forward" in refusal
+    after_a_miss = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(after_a_miss, torch.rand(3))

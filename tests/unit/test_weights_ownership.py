@@ -1,4 +1,4 @@
-"""The host owns its weights: nothing of ours keeps an unloaded UNet, or any tensor of it, alive."""
+"""The host owns its weights: OneDiff keeps neither an unloaded UNet nor any of its tensors alive."""
 from __future__ import annotations
 
 import gc

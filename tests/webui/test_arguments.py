@@ -110,7 +110,7 @@ def test_infotext_of_a_request_sets_the_run(webui: WebUI, sd15: Models) -> None:
 
 
 def test_disabled_in_the_settings(webui: WebUI, sd15: Models) -> None:
-    """Nothing of ours is in place, whatever a run asks for; the pictures are those of a run without it, bit for bit."""
+    """OneDiff has no hook in place, whatever a run asks for; images are those of a run without it, bit for bit."""
     off = run_off(webui, {})
     with webui.options(onediff_enabled=False):
         assert webui.status()["enabled"] is False

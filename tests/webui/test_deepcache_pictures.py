@@ -19,7 +19,7 @@ def passes(webui: WebUI) -> tuple[int, int]:
 
 
 def made(webui: WebUI, options: dict[str, Any], **request: Any) -> tuple[Pictures, tuple[int, int]]:
-    """Pictures, and how many full and shallow halves they took."""
+    """Pictures, and how many full and cached passes they took."""
     before = passes(webui)
     pictures = webui.make({**PICTURE, **SEVEN, **request, **one_run(**options)})
     return pictures, tuple(after - then for after, then in zip(passes(webui), before, strict=True))

@@ -133,7 +133,7 @@ class GraphRecords:
 
 
 class MemorySnapshot:
-    """A picture of all graphs at one moment, quick to ask; it keeps none alive. vram: bytes that they hold together."""
+    """What all graphs hold at one moment, quick to ask; it keeps none alive. vram: bytes that they hold together."""
 
     def __init__(self, held: Iterable[GraphRecord] = (), vram: int = 0) -> None:
         self.vram = vram

@@ -122,7 +122,7 @@ class GraphCache(GraphRecords):
 
     def _compact(self, place: Place, allowed: int, first: Wanted | None = None) -> None:
         """Give the memory of an architecture up, and make it anew for the graph that is wanted now, the pinned, and as
-        many of those used last as fit and a picture can wait for."""
+        many of those used last as fit and an image can wait for."""
         pinned = self.pinned()
         older = [held for held in self.graphs() if Place.of(held.key) == place]
         older.sort(key=lambda held: (held.key in pinned, held.entry.last_used), reverse=True)

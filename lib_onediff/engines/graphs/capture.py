@@ -184,7 +184,7 @@ def capture(
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream), random_numbers_survive(device), no_garbage_collected():
-        # Not torch.cuda.graph: it waits for the GPU and empties torch's cache, and the picture's step is still running.
+        # Not torch.cuda.graph: it waits for the GPU and empties torch's cache, and the image's step is still running.
         # thread_local: other threads of the WebUI (previews, the API) may use the GPU meanwhile.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:

@@ -1,10 +1,7 @@
-"""How much memory a GPU has, how much of it anybody can still have, and how unused memory is given back."""
+"""How much memory a GPU has, and how much of it anybody can still have."""
 from __future__ import annotations
 
-import ctypes
 import logging
-import os
-import sys
 
 import torch
 
@@ -68,15 +65,3 @@ def empty_cache() -> None:
         torch.cuda.empty_cache()
     except RuntimeError as refusal:
         log.debug("torch's cache is not emptied now: %s", refusal)
-
-
-def give_back_freed_memory() -> bool:
-    """Return freed heap memory of this process to the system; False where the C library cannot.
-
-    glibc keeps freed blocks for later, and the fused weights of one model after another leave gaps that it does not
-    give back by itself: RSS of a WebUI on the CPU rises by a tenth over a dozen checkpoint switches.
-    """
-    if not sys.platform.startswith("linux") or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""):
-        return False
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    return trim is not None and bool(trim(0))

@@ -66,7 +66,7 @@ class MemoryPressure:
 
     def watch(self) -> None:
         """Notice in a thread, as long as there are graphs, when the host takes their UNet off the GPU or unloads it
-        between pictures: no host says so, and it does that for the memory."""
+        between images: no host says so, and it does that for the memory."""
         if self._graphs.devices() and (self._watcher is None or not self._watcher.is_alive()):
             self._watcher = threading.Thread(target=self._watch, name="onediff-memory", daemon=True)
             self._watcher.start()

@@ -17,7 +17,7 @@ from .accounting import GraphRecord
 from .pool_size import memory_of
 
 log = logging.getLogger("onediff")
-# How long a step of a picture may take longer because older graphs are captured again; the others are when needed.
+# How long a step of an image may take longer because older graphs are captured again; the others are when needed.
 SECONDS_A_PICTURE_WAITS = 1.0
 # A rehearsal takes about as long as the capture after it.
 TIMES_TO_COMPUTE = 2
@@ -48,7 +48,7 @@ def in_time(
     older: Iterable[Wanted], pinned: Collection[ShapeKey], room: int, new: Iterable[Wanted] = ()
 ) -> list[Wanted]:
     """Those of the older graphs, in this order, that fit into so many bytes together with the new, and take no longer
-    than a picture can wait for. The pinned take the time that they need."""
+    than an image can wait for. The pinned take the time that they need."""
     chosen: list[Wanted] = []
     largest, seconds = max((one.entry.needs for one in new), default=0), 0.0
     for one in older:

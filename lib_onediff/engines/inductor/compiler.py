@@ -1,8 +1,8 @@
 """Compiles a network's regions: in processes beside this one, whose work this one reads from the disk.
 
-Inductor is Python and would take the interpreter from the picture that is being made: compiling in a thread, the host's
+Inductor is Python and would take the interpreter from the image that is being made: compiling in a thread, the host's
 own steps took four times as long, and failed when torch.fx replaced torch.nn.Module.__call__ for all threads while it
-traced. So this process imports Inductor when a model is loaded, and reads in the thread that makes the picture, a
+traced. So this process imports Inductor when a model is loaded, and reads in the thread that makes the image, a
 little before each step.
 """
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .plan import regions_of, weights_without_numbers
 
 log = logging.getLogger("onediff")
 
-# A process costs half a gigabyte of GPU memory, and all of them slow the picture down a little, two no less than four.
+# A process costs half a gigabyte of GPU memory, and all of them slow the image down a little, two no less than four.
 MOST_HELPERS, CORES_FOR_A_HELPER = 4, 4
 # How much time reading may take between steps, of the time that these take, and how long a pause counts as a step.
 # All regions of SDXL take a second from torch 2.8 on, and four before.
@@ -100,7 +100,7 @@ class Inductor:
     def prepare(self, bound: BoundUNet, latent: Tensor, waits_for_compile: bool) -> bool:
         """Whether everything that a call of this UNet needs is compiled; if not, it soon will be.
 
-        patient: wait until it is. Raises CannotCompile.
+        waits_for_compile: wait until it is. Raises CannotCompile.
         """
         network = network_of(bound, latent)
         if network in self._ready:
@@ -132,7 +132,7 @@ class Inductor:
         self, unet: nn.Module, layout: UNetLayout, dtype: torch.dtype, device: torch.device
     ) -> list[Future[Planned]]:
         """Begin what the first calls of this UNet would have to do without; what ends with it. Takes seconds, once in a
-        process: what is Python would take them from a picture."""
+        process: what is Python would take them from an image."""
         import_compiler()
         kinds = [Compilable(layout.architecture, dtype, device, single) for single in (False, True)]
         return [self._begin(kind, unet, layout) for kind in kinds]
@@ -219,7 +219,7 @@ class Inductor:
 
 
 class Allowance:
-    """Lets work be done between the steps of a picture for as long as a share of the picture's time."""
+    """Lets work be done between the steps of an image for as long as a share of the image's time."""
 
     def __init__(self, share: float) -> None:
         self._share = share

@@ -14,7 +14,7 @@ from ...model.weights import Affine, Weights
 from ...ops.inductor.operators import Recorder
 from ...ops.inductor.regions import Region, Shapes
 
-# A picture as the network was made for, and not square: the compiler takes sizes that are equal for one.
+# An image as the network was made for, and not square: the compiler takes sizes that are equal for one.
 LATENT_SIDE = {True: 128, False: 64}
 NARROWER, TOKENS, BATCH = 8, 77, 2
 

@@ -31,7 +31,7 @@ from .lora import apply_wanted_networks, wanted_networks, why_functional
 log = logging.getLogger("onediff")
 UNET_MODULES = ("ldm.modules.diffusionmodules.openaimodel", "sgm.modules.diffusionmodules.openaimodel")
 VAE_MODULES = ("ldm.modules.diffusionmodules.model", "sgm.modules.diffusionmodules.model")
-# The WebUI's own patches of layer classes: lazy LoRA (settled by us before a call), attention and norm variants that
+# The WebUI's own patches of layer classes: lazy LoRA (synced before a call), attention and norm variants that
 # compute the same, gradient checkpoints (not used here). Hypernetworks live among them and are asked for by name.
 TRUSTED = (
     "networks", "modules.sd_hijack_optimizations", "modules.hypernetworks.hypernetwork", "modules.sd_hijack_utils",
@@ -174,23 +174,23 @@ class A1111:
                 vector = PROMPT_NOISE * noise(batch, layout.y_width)
                 model.apply_model(latent, timestep, {"crossattn": context, "vector": vector, "c_concat": [extra]})
 
-    def warm_decode(self, width: int, height: int, pictures: int) -> None:
+    def warm_decode(self, width: int, height: int, images: int) -> None:
         from modules import devices, sd_models, sd_samplers_common
 
         with random_state_kept(), torch.no_grad():
-            # One picture after the other, however many there are.
+            # One image after the other, however many there are.
             latent = torch.randn((1, 4, height // 8, width // 8), dtype=devices.dtype_vae, device=devices.device)
             sd_samplers_common.decode_first_stage(sd_models.model_data.sd_model, latent)
 
-    def call_shapes(self, pictures: int, tokens: int) -> tuple[tuple[int, int], ...]:
+    def call_shapes(self, images: int, tokens: int) -> tuple[tuple[int, int], ...]:
         from modules import shared
 
         # As CFGDenoiser.forward: the prompt's half alone where the guidance is skipped, and each half by itself where
         # their lengths differ; then the shorter one is most often a negative prompt of ordinary length.
-        both = ((2 * pictures, tokens),) if shared.opts.batch_cond_uncond else ()
+        both = ((2 * images, tokens),) if shared.opts.batch_cond_uncond else ()
         padded = shared.opts.pad_cond_uncond or shared.opts.pad_cond_uncond_v0
-        shorter = ((pictures, TOKENS),) if tokens != TOKENS and not padded else ()
-        return (*both, (pictures, tokens), *shorter)
+        shorter = ((images, TOKENS),) if tokens != TOKENS and not padded else ()
+        return (*both, (images, tokens), *shorter)
 
     def model_name(self, sd_model: Any = None) -> str | None:
         from modules import sd_models
@@ -275,7 +275,7 @@ def does_nothing_now(unet: nn.Module, module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def random_state_kept() -> Iterator[None]:
-    """What is drawn inside does not move the random numbers of the next picture."""
+    """What is drawn inside does not move the random numbers of the next image."""
     devices = range(torch.cuda.device_count())
     with torch.random.fork_rng(devices=list(devices)):
         yield

@@ -35,7 +35,7 @@ class UNetPatches(PatchPoints):
 
     def _parts(self, attentions: list[Any]) -> list[str]:
         kinds = Counter(type(attention.processor) for attention in attentions if not is_plain(attention.processor))
-        parts = [f"{count} attentions by {kind.__module__}.{kind.__name__}" for kind, count in kinds.items()]
+        parts = [f"{kind.__module__}.{kind.__name__} in {count} attentions" for kind, count in kinds.items()]
         parts += [f"an image prompt of {'x'.join(map(str, tokens.shape[1:]))}" for tokens in self._image_tokens or ()]
         return parts + ["FreeU"] * any(self._freeu)
 

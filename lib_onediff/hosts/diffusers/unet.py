@@ -33,11 +33,11 @@ class DiffusersForward:
         self._unet = weakref.ref(unet)
         # The last labels: prompt and negative prompt may be called in turn.
         self._labels: deque[tuple[Sighting, Tensor]] = deque(maxlen=MOST_SAVED + 1)
-        # The attention modules of a UNet that runs more than its own layers; none of any other.
-        self._attentions: list[weakref.ref[nn.Module]] = []
-        self._context, self._embeddings = Sighting(), Sighting()
-        self._projected: list[Tensor] | None = None
-        self._an_attention: Callable[[], Any] = returns_none
+        self._attentions: list[weakref.ref[Any]] = []
+        # What the projection of an IP-Adapter made of the embeddings that were sighted.
+        self._embeddings = Sighting()
+        self._projection: Callable[[], Any] = returns_none
+        self._image_tokens: list[Tensor] | None = None
         self.schedule: PipelineSchedule | None = None
         self.__wrapped__ = type(unet).forward
         self.__signature__ = inspect.signature(own_forward(unet))
@@ -60,7 +60,7 @@ class DiffusersForward:
 
         try:
             call = self._call(unet, **given)
-        except (RuntimeError, TypeError, KeyError, AttributeError) as fault:
+        except Exception as fault:
             # Inputs that we cannot even read are the host's to judge.
             call = f"the inputs of this call were not understood: {fault}"
         if isinstance(call, str):
@@ -95,7 +95,8 @@ class DiffusersForward:
             return f"UNet2DConditionModel.forward was replaced by {replaced}"
         if isinstance(encoder_hidden_states, (tuple, list)):
             return "the context has several parts"
-        patches = self._patches(unet, encoder_hidden_states, added_cond_kwargs or {}, cross_attention_kwargs or {})
+        attentions = self._attentions_of(unet)
+        patches = self._patches(unet, attentions, added_cond_kwargs or {}, cross_attention_kwargs or {})
         if isinstance(patches, str):
             return patches
         for name, value in others.items():
@@ -112,45 +113,43 @@ class DiffusersForward:
             return control
         return UNetCall(
             latent=sample, timestep=times, context=encoder_hidden_states, y=label, timestep_condition=timestep_cond,
-            control=control, upcast_attention=self._upcasts_attention(unet), patches=patches,
+            control=control, upcast_attention=upcasts_attention(attentions), patches=patches,
         )
 
     def _patches(
-        self, unet: Any, context: Tensor, added: dict[str, Any], arguments: dict[str, Any]
+        self, unet: Any, attentions: list[Any], added: dict[str, Any], arguments: dict[str, Any]
     ) -> UNetPatches | str | None:
-        """What runs within the UNet in this call beside its own layers, or why the host must run it. Looked for where a
-        sampling begins, as everything is."""
-        if not self._context.recognises((context,)):
-            self._context.remember((context,))
-            attentions = attentions_of(unet)
-            self._attentions = [weakref.ref(module) for module in attentions] if foreign_parts(unet, attentions) else []
-        unknown = sorted(set(arguments) - KNOWN_ARGUMENTS if self._attentions else arguments)
+        """What runs within the UNet in this call beside its own layers, or why the host must run it: asked at every
+        call, 0.03 ms for SDXL's 140 attentions. arguments: the pipeline's cross_attention_kwargs."""
+        is_foreign = bool(foreign_parts(unet, attentions))
+        unknown = sorted(set(arguments) - KNOWN_ARGUMENTS if is_foreign else arguments)
         if unknown:
             return f"the pipeline passes cross_attention_kwargs ({', '.join(unknown)})"
-        if not self._attentions:
-            return None
-        attentions = [module for module in (reference() for reference in self._attentions) if module is not None]
-        return UNetPatches(unet, attentions, self._image_tokens(unet, added), arguments)
+        return UNetPatches(unet, attentions, self._tokens_of_images(unet, added), arguments) if is_foreign else None
 
-    def _image_tokens(self, unet: Any, added: dict[str, Any]) -> list[Tensor] | None:
-        """What an IP-Adapter makes of the image embeddings; kept while the pipeline hands over the same."""
+    def _attentions_of(self, unet: nn.Module) -> list[Any]:
+        """The UNet's attention modules, looked for once: who puts another module there changes the UNet's structure,
+        which is looked at where a sampling begins."""
+        found = [reference() for reference in self._attentions]
+        if not found or None in found:
+            found = attentions_of(unet)
+            self._attentions = list(map(weakref.ref, found))
+        return found
+
+    def _tokens_of_images(self, unet: Any, added: dict[str, Any]) -> list[Tensor] | None:
+        """What an IP-Adapter makes of the image embeddings, (batch, images, tokens, width) for each; kept while the
+        pipeline hands over the same to the same adapter."""
+        projection = unet.encoder_hid_proj
         if not has_ip_adapter(unet):
+            self._image_tokens = None
             return None
         embeddings = added["image_embeds"]
-        seen = tuple(embeddings) if isinstance(embeddings, (list, tuple)) else (embeddings,)
-        if self._projected is None or not self._embeddings.recognises(seen):
-            self._projected = unet.encoder_hid_proj(embeddings)
-            self._embeddings.remember(seen)
-        return self._projected
-
-    def _upcasts_attention(self, unet: nn.Module) -> bool:
-        """Whether the host computes attention scores in float32: only its older attention processor does."""
-        attention = self._an_attention()
-        if attention is None:
-            attention = next((module for module in unet.modules() if hasattr(module, "processor")), None)
-            self._an_attention = returns_none if attention is None else weakref.ref(attention)
-        upcast = attention is not None and getattr(attention, "upcast_attention", False)
-        return bool(upcast) and type(attention.processor).__name__ == "AttnProcessor"
+        given = tuple(embeddings) if isinstance(embeddings, (list, tuple)) else (embeddings,)
+        if self._projection() is not projection or not self._embeddings.recognises(given):
+            self._image_tokens = projection(embeddings)
+            self._projection = weakref.ref(projection)
+            self._embeddings.remember(given)
+        return self._image_tokens
 
     def _label(self, unet: Any, added: dict[str, Tensor] | None) -> Tensor | str | None:
         """y of an SDXL-like UNet, (batch, width): pooled text beside the sinusoids of the size numbers; or what the
@@ -172,6 +171,12 @@ class DiffusersForward:
         sighting.remember((text, sizes))
         self._labels.append((sighting, label))
         return label
+
+
+def upcasts_attention(attentions: list[Any]) -> bool:
+    """Whether the host computes attention scores in float32: only its older attention processor does."""
+    first = attentions[0] if attentions else None
+    return bool(getattr(first, "upcast_attention", False)) and type(first.processor).__name__ == "AttnProcessor"
 
 
 def context_of(given: dict[str, Any]) -> Tensor | None:

@@ -231,12 +231,12 @@ class Forge:
         if status["route"] == HOST:
             raise CannotWarm(status["reason"])
 
-    def warm_decode(self, width: int, height: int, pictures: int) -> None:
-        warm.one_decode(self.traits, loaded_engine(), width, height, pictures)
+    def warm_decode(self, width: int, height: int, images: int) -> None:
+        warm.one_decode(self.traits, loaded_engine(), width, height, images)
 
-    def call_shapes(self, pictures: int, tokens: int) -> tuple[tuple[int, int], ...]:
+    def call_shapes(self, images: int, tokens: int) -> tuple[tuple[int, int], ...]:
         # Prompts of different lengths are repeated to a common one; without guidance there is only the prompt's half.
-        return (2 * pictures, tokens), (pictures, tokens)
+        return (2 * images, tokens), (images, tokens)
 
     def model_name(self, sd_model: Any = None) -> str | None:
         return network_name(unet_of(loaded_engine() if sd_model is None else sd_model, self.traits))

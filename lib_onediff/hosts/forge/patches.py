@@ -26,6 +26,8 @@ IN_BLOCKS = ("attn1_patch", "attn1_output_patch", "middle_patch", "attn2_patch",
 ATTENTIONS = frozenset({"attn1", "attn2"})
 # ldm_patched hands these on from the module of each block.
 PRECISION = "attn_precision"
+# The last part of the path of an attention's query, below its block.
+QUERY = ".attn2.to_q"
 
 
 class OptionPatches(PatchPoints):
@@ -40,10 +42,11 @@ class OptionPatches(PatchPoints):
         self._replaced: Mapping[str, Mapping[Any, Callable[..., Tensor]]] = options.get(REPLACED) or {}
         self._modifiers = list(options.get(MODIFIERS) or ())
         self._norm: Any = options.get(NORM)
+        self.norm = None if self._norm is None else self._normed
         self._tells_precision = PRECISION in names_read
         self._extra: dict[str, Any] = {}
         self._block: Block = ("", 0, 0)
-        self.sees_stages, self.wraps_norms = bool(self._modifiers), self._norm is not None
+        self.sees_stages = bool(self._modifiers) or self._norm is not None
         self.structure = tuple(sorted(f"{name} by {origin(function)}" for name, function in self._named()))
 
     def _named(self) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -87,28 +90,25 @@ class OptionPatches(PatchPoints):
             hidden_states, skip = function(hidden_states, skip, self._options)
         return (hidden_states.detach(), skip.detach()) if functions else (hidden_states, skip)
 
-    def group_norm(self, path: str, hidden_states: Tensor) -> Tensor:
-        unet: Any = self._unet()
-        wrapped: Tensor = self._norm(unet.get_submodule(path), hidden_states.contiguous(), self._options)
+    def _normed(self, path: str, hidden_states: Tensor) -> Tensor:
+        wrapped: Tensor = self._norm(self._module(path), hidden_states.contiguous(), self._options)
         return wrapped.detach()
+
+    def _module(self, path: str) -> Any:
+        unet: Any = self._unet()
+        return unet.get_submodule(path)
 
     def begin_block(self, place: Block, block: TransformerBlock) -> bool:
         self._block = place
         self._options["block_index"] = place[2]
-        if not any(name in self._lists for name in IN_BLOCKS) and not any(map(self.replaces_attention, ATTENTIONS)):
+        if not any(name in self._lists for name in IN_BLOCKS) and not any(map(self._replacement, ATTENTIONS)):
             return False
+        attention = block.cross_attention
         self._extra = {name: value for name, value in self._options.items() if name not in (PATCHES, REPLACED)}
-        self._extra |= {"n_heads": block.cross_attention.heads, "dim_head": block.cross_attention.head_width}
+        self._extra |= {"n_heads": attention.heads, "dim_head": attention.head_width}
         if self._tells_precision:
-            self._extra[PRECISION] = self._precision_of(place)
+            self._extra[PRECISION] = self._module(attention.query.path.removesuffix(QUERY)).attn_precision
         return True
-
-    def _precision_of(self, block: Block) -> Any:
-        """The precision of attention that the host's module of a transformer block tells its functions."""
-        part, index, _ = block
-        unet: Any = self._unet()
-        stage = unet.middle_block if part == "middle" else getattr(unet, f"{part}_blocks")[index]
-        return next((module.attn_precision for module in stage.modules() if hasattr(module, PRECISION)), None)
 
     def end_transformer(self) -> None:
         self._options["transformer_index"] += 1
@@ -125,17 +125,17 @@ class OptionPatches(PatchPoints):
             query, key, value = function(query, key, value, self._extra)
         return query, key, value
 
-    def replaces_attention(self, attention: str) -> bool:
-        return self._replacement(attention) is not None
+    def attend(self, attention: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+        replacement = self._replacement(attention)
+        if replacement is None:
+            return None
+        attended: Tensor = replacement(query.contiguous(), key.contiguous(), value.contiguous(), self._extra)
+        return attended
 
     def _replacement(self, attention: str) -> Any:
+        """What stands for an attention of the block that runs: by its own place, or by its stage's."""
         by_block = self._replaced.get(attention) or {}
         return by_block.get(self._block) or by_block.get(self._block[:2])
-
-    def attend(self, attention: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        parts = (part.contiguous() for part in (query, key, value))
-        attended: Tensor = self._replacement(attention)(*parts, self._extra)
-        return attended
 
     def attention_output(self, attention: str, tokens: Tensor) -> Tensor:
         return self._changed(f"{attention}_output_patch", tokens, self._extra)
@@ -159,9 +159,7 @@ class OptionPatches(PatchPoints):
 
 def points_of(options: Mapping[str, Any], names_read: Collection[str]) -> frozenset[str]:
     """The names in options whose functions our forward calls as this host's does: all that they hold is known."""
-    known = {
-        PATCHES: LISTS, REPLACED: ATTENTIONS,
-    }
+    known = {PATCHES: LISTS, REPLACED: ATTENTIONS}
     found = {
         name for name, parts in known.items()
         if name in names_read and all(part in parts and part in names_read for part in (options.get(name) or {}))

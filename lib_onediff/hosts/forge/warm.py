@@ -35,7 +35,7 @@ def exclusively(work: Callable[[], Result]) -> Result:
 def on_this_thread(work: Callable[[], Result], queue_lock: Any) -> Result:
     # Whoever holds the lock may be waiting for this very thread.
     if not queue_lock.acquire(blocking=False):
-        raise CannotWarm("the WebUI is making a picture")
+        raise CannotWarm("the WebUI is making an image")
     try:
         return work()
     finally:
@@ -76,12 +76,12 @@ def one_call(traits: Traits, patcher: Any, width: int, height: int, batch: int, 
             sampling.sampling_cleanup(patcher)
 
 
-def one_decode(traits: Traits, engine: Any, width: int, height: int, pictures: int) -> None:
+def one_decode(traits: Traits, engine: Any, width: int, height: int, images: int) -> None:
     """Decode random latents of so many images at once, as the host does; not where it would put the UNet aside for it,
     which would then lie elsewhere when it comes back."""
     memory, vae = traits.module(traits.memory), engine.forge_objects.vae
     latent = torch.randn(
-        (pictures, vae.latent_channels, height // LATENT_PIXEL, width // LATENT_PIXEL),
+        (images, vae.latent_channels, height // LATENT_PIXEL, width // LATENT_PIXEL),
         generator=torch.Generator().manual_seed(0),
     )
     needed = vae.memory_used_decode(latent.shape, vae.vae_dtype) + memory.module_size(vae.first_stage_model)

@@ -15,7 +15,7 @@ from .sampling import Sampling
 from .schedule import is_whole, last_whole
 from .timeline import Step, Timeline, timeline_of
 
-UNEQUAL_TIMES = "DeepCache rests: the pictures of this batch are at different steps"
+UNEQUAL_TIMES = "DeepCache rests: the images of this batch are at different steps"
 TILES = "DeepCache rests: an extension calls the UNet several times a step with the same prompt (tiles?)"
 GraphRecord = Callable[[], Collection[DeepFeature]]
 

@@ -58,9 +58,8 @@ def compute(
 ) -> Tensor:
     """The UNet's output, (batch, out channels, height, width) in the latent's dtype: see forward.forward.
 
-    A full pass also writes the call's deep feature, a cached one reads it; where functions of other extensions run
-    within it, neither is. Raises ValueError for a depth that this
-    UNet does not have.
+    A full pass also writes the call's deep feature, a cached one reads it. A call with patches is computed whole.
+    Raises ValueError for a depth that this UNet does not have.
     """
     deepcache = call.deepcache
     if call.patches is not None:

@@ -1,6 +1,6 @@
 """Which step of a sampling a timestep belongs to.
 
-Timesteps fall while a picture is made. The step is never counted in calls: a host may call the UNet once for the prompt
+Timesteps fall while an image is made. The step is never counted in calls: a host may call the UNet once for the prompt
 and once for the negative prompt, a sampler (Heun, DPM2, DPM++ SDE) may call it twice a step, and an extension may keep
 calls to itself.
 """

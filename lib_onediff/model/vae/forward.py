@@ -32,8 +32,8 @@ class Decoding:
     fold_biases: bool
 
     def run(self, layout: DecoderLayout, latent: Tensor) -> Tensor:
-        """The picture of a latent, (batch, channels, h, w) -> (batch, colours, factor h, factor w), in its dtype; or
-        of an encoder's picture what its latent is drawn from, (batch, colours, h, w) -> (batch, 2 channels, ...).
+        """The image of a latent, (batch, channels, h, w) -> (batch, colours, factor h, factor w), in its dtype; or
+        of an encoder's image what its latent is drawn from, (batch, colours, h, w) -> (batch, 2 channels, ...).
 
         The latent is what the host hands to its decoder: scaled, and past the 1x1 convolution in front of it.
         """

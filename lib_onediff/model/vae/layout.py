@@ -49,7 +49,7 @@ Layer = ResidualBlock | PixelAttention | Upsample | PaddedDownsample
 class DecoderLayout:
     """The whole network: a convolution, layers one after the other, a norm with SiLU, a convolution.
 
-    An encoder is one too: what it takes is a picture, and what it makes the mean and the spread of a latent.
+    An encoder is one too: what it takes is an image, and what it makes the mean and the spread of a latent.
     """
 
     family: str
@@ -69,7 +69,7 @@ class DecoderLayout:
 
     @property
     def encodes(self) -> bool:
-        """Whether it makes latents of pictures."""
+        """Whether it makes latents of images."""
         return self.reduction > 1
 
     @property

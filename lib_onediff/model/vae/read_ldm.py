@@ -63,7 +63,7 @@ def with_ends(half: Any, layers: list[Layer], leaves: LeafReader) -> DecoderLayo
 
 def refuse_variants(decoder: Any) -> None:
     if decoder.give_pre_end:
-        raise UnsupportedUNet("it is set to return its last features, not a picture (give_pre_end)")
+        raise UnsupportedUNet("it is set to return its last features, not an image (give_pre_end)")
     if decoder.tanh_out:
         raise UnsupportedUNet("it ends in a tanh")
 

@@ -1,4 +1,4 @@
-"""Regions compiled by Inductor: each once, for images of every size, and never while a picture waits."""
+"""Regions compiled by Inductor: each once, for images of every size, and never while an image waits."""
 from __future__ import annotations
 
 import contextlib
@@ -65,13 +65,13 @@ class CompiledRegion:
         except NeedsAnotherGraph as guard:
             self.refused += 1
             raise NeedsAnotherGraph(
-                f"Inductor would have to compile its {self.region.kind} anew, which a picture does not wait for: "
+                f"Inductor would have to compile its {self.region.kind} anew, which an image does not wait for: "
                 f"{guard}"
             ) from guard
 
 
 def one_process() -> contextlib.AbstractContextManager[Any]:
-    """Inductor's own pool of processes, as many as there are cores, would take them from the picture."""
+    """Inductor's own pool of processes, as many as there are cores, would take them from the image."""
     from torch._inductor import config
 
     patched: contextlib.AbstractContextManager[Any] = config.patch(fx_graph_cache=True, compile_threads=1)

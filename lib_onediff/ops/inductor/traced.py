@@ -19,7 +19,7 @@ log = logging.getLogger("onediff")
 
 
 class Traced:
-    """A function compiled once, and never while a picture waits."""
+    """A function compiled once, and never while an image waits."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._may = threading.local()

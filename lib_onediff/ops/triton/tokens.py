@@ -56,7 +56,7 @@ def materialize_rows(
 
 @triton.jit
 def geglu_row(tokens, output, width, BLOCK: tl.constexpr):
-    # Rows and their blocks on one axis: the other two end at 65535, and a batch of large pictures has more rows.
+    # Rows and their blocks on one axis: the other two end at 65535, and a batch of large images has more rows.
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)

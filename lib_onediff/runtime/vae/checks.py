@@ -45,7 +45,7 @@ def check(ours: Outcome, host: HostDecode) -> Outcome:
     on_gpu = image.device.type == "cuda"
     expected = host() if on_gpu else entry.host.time(image.device, host)
     if not bool(torch.isfinite(expected).all()):
-        return replace(ours, reason=f"the VAE's own picture is {NOT_FINITE}", host_saw=NOT_FINITE)
+        return replace(ours, reason=f"the VAE's own image is {NOT_FINITE}", host_saw=NOT_FINITE)
     reason = disagreement(entry, image, expected)
     if reason is not None:
         return Outcome(expected, HOST, blame(entry, reason), entry)
@@ -60,7 +60,7 @@ def disagreement(entry: Entry, image: Tensor, expected: Tensor) -> str | None:
     """How our image differs from the host's by more than rounding, in one line; None if it does not."""
     if (image.shape, image.dtype) != (expected.shape, expected.dtype):
         return (
-            f"the VAE's own picture is {tuple(expected.shape)} in {short_name(expected.dtype)}, "
+            f"the VAE's own image is {tuple(expected.shape)} in {short_name(expected.dtype)}, "
             f"ours is {tuple(image.shape)} in {short_name(image.dtype)}"
         )
     entry.relative_error = relative_error(image, expected)
@@ -69,7 +69,7 @@ def disagreement(entry: Entry, image: Tensor, expected: Tensor) -> str | None:
     limit = max(rounding_limit(dtype, image.device, key.precision) for dtype in (key.dtype, key.latent_dtype))
     if entry.relative_error <= limit:
         return None
-    return f"it differs from the VAE's own picture by {entry.relative_error:.1e} (rounding explains {limit:.0e})"
+    return f"it differs from the VAE's own image by {entry.relative_error:.1e} (rounding explains {limit:.0e})"
 
 
 def why_not_now(latent: Tensor) -> str | None:

@@ -157,7 +157,7 @@ class DecodeFallbackChain:
         if not attempt.finding.latent_is_finite:
             return Outcome(None, HOST, BAD_LATENT, attempt.entry, exhausted=True)
         if not remembers:
-            return Outcome(None, HOST, f"its picture is {saw} in {short_name(wanted)}", attempt.entry, exhausted=True)
+            return Outcome(None, HOST, f"its image is {saw} in {short_name(wanted)}", attempt.entry, exhausted=True)
         # Its memory is needed now.
         del attempt
         outcome = self._wider(job, f"{job.done} again", f"this VAE {described(saw, wanted)}")
@@ -173,7 +173,7 @@ class DecodeFallbackChain:
         """
         if not bool(torch.isfinite(job.latent).all()):
             return Outcome(None, HOST, BAD_LATENT)
-        outcome = self._wider(job, f"{job.done} again", f"the VAE's own picture is {saw}")
+        outcome = self._wider(job, f"{job.done} again", f"the VAE's own image is {saw}")
         if outcome.image is None:
             return outcome
         if saw == ONE_COLOUR and self._has_one_colour(outcome, job):
@@ -197,7 +197,7 @@ class DecodeFallbackChain:
             return Outcome(None, HOST, attempt.reason, attempt.entry)
         if attempt.finding.saw not in (None, ONE_COLOUR):
             finite = attempt.finding.latent_is_finite
-            reason = f"{why}, and its picture in {name} is {attempt.finding.saw} too" if finite else BAD_LATENT
+            reason = f"{why}, and its image in {name} is {attempt.finding.saw} too" if finite else BAD_LATENT
             return Outcome(None, HOST, reason, attempt.entry, exhausted=True)
         return Outcome(attempt.image, OURS, f"{done} in {name}, because {why}", attempt.entry)
 

@@ -20,7 +20,7 @@ from ...model.weights import Affine
 NEAR_THE_LIMIT = 0.9
 # An image's; a latent, as an encoder makes it, has others.
 COLOURS = 3
-# What was seen of a decode, as people read it after "its picture" or "its activations".
+# What was seen of a decode, as people read it after "its image" or "its activations".
 NOT_FINITE, ONE_COLOUR, SATURATED = "not finite", "of one colour", "near the limit"
 
 
@@ -94,4 +94,4 @@ def described(saw: str, dtype: torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
     if saw == SATURATED:
         return f"comes near the largest number of {name}"
-    return f"overflows in {name}" if saw == NOT_FINITE else f"makes a picture {saw} in {name}"
+    return f"overflows in {name}" if saw == NOT_FINITE else f"makes an image {saw} in {name}"

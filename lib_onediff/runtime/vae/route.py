@@ -162,7 +162,7 @@ class DecoderRoute:
             job = self._job(decoder, latent, host, upcast_attention, settings)
             return Outcome(None, HOST, job) if isinstance(job, str) else self._fallback.repeat(job, saw)
 
-        reason, made = outcome.reason, "picture" if image.shape[1] == COLOURS else "latent"
+        reason, made = outcome.reason, "image" if image.shape[1] == COLOURS else "latent"
         if not outcome.exhausted:
             repeated = self._attempt(repeat)
             if repeated.image is not None:
