@@ -1,6 +1,7 @@
 """Read diffusers' UNet2DConditionModel."""
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -30,6 +31,7 @@ MIDDLE_BLOCKS = {"UNetMidBlock2D", "UNetMidBlock2DCrossAttn"}
 PLAIN_PROCESSORS = {"AttnProcessor", "AttnProcessor2_0"}
 # An IP-Adapter's: its tokens go to attention processors, beside the context.
 IMAGE_PROJECTION = "MultiIPAdapterImageProjection"
+PROCESSOR_OF = attrgetter("processor")
 FREEU_FACTORS = ("s1", "s2", "b1", "b2")
 
 
@@ -56,7 +58,7 @@ def read_diffusers(unet: Any) -> UNetLayout:
         out_norm=leaves.group_norm(unet.conv_norm_out), out_convolution=leaves.convolution(unet.conv_out),
         foreign=foreign_parts(unet, attentions),
     )
-    for part in (unet.encoder_hid_proj, *(attention.processor for attention in attentions)):
+    for part in (unet.encoder_hid_proj, *map(PROCESSOR_OF, attentions)):
         if isinstance(part, nn.Module):
             leaves.leave_to_patches(part)
     leaves.refuse_unclaimed()
@@ -70,9 +72,8 @@ def attentions_of(unet: nn.Module) -> list[Any]:
     return [module for module in unet.modules() if hasattr(module, "processor") and hasattr(module, "to_q")]
 
 
-def is_plain(processor: Any) -> bool:
-    """Whether a processor computes plain softmax attention."""
-    kind = type(processor)
+def is_plain(kind: type) -> bool:
+    """Whether a class of attention processors computes plain softmax attention."""
     return kind.__name__ in PLAIN_PROCESSORS and kind.__module__.partition(".")[0] == "diffusers"
 
 
@@ -87,9 +88,9 @@ def has_freeu(block: Any) -> bool:
 
 def foreign_parts(unet: Any, attentions: list[Any]) -> tuple[str, ...]:
     """What runs within a UNet beside its own layers, each once, in words for the user. attentions: attentions_of it."""
-    processors = {type(attention.processor): attention.processor for attention in attentions}
     found = ["an IP-Adapter's image prompt"] if has_ip_adapter(unet) else []
-    found += [f"attention processor {kind.__name__}" for kind, one in processors.items() if not is_plain(one)]
+    kinds = set(map(type, map(PROCESSOR_OF, attentions)))
+    found += sorted(f"attention processor {kind.__name__}" for kind in kinds if not is_plain(kind))
     return (*found, "FreeU") if any(map(has_freeu, unet.up_blocks)) else tuple(found)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...model.layout import TransformerBlock
 from ...model.patch_points import CROSS_ATTENTION, SELF_ATTENTION, Block, PatchPoints
-from ...model.read_diffusers import FREEU_FACTORS, has_freeu, is_plain
+from ...model.read_diffusers import FREEU_FACTORS, PROCESSOR_OF, has_freeu, is_plain
 
 # The last part of an attention's path in the layout.
 OUT = ".to_out.0"
@@ -34,8 +34,11 @@ class UNetPatches(PatchPoints):
         self.structure = tuple(sorted(self._parts(attentions)))
 
     def _parts(self, attentions: list[Any]) -> list[str]:
-        kinds = Counter(type(attention.processor) for attention in attentions if not is_plain(attention.processor))
-        parts = [f"{kind.__module__}.{kind.__name__} in {count} attentions" for kind, count in kinds.items()]
+        kinds = Counter(map(type, map(PROCESSOR_OF, attentions)))
+        parts = [
+            f"{kind.__module__}.{kind.__name__} in {count} attentions"
+            for kind, count in kinds.items() if not is_plain(kind)
+        ]
         parts += [f"an image prompt of {'x'.join(map(str, tokens.shape[1:]))}" for tokens in self._image_tokens or ()]
         return parts + ["FreeU"] * any(self._freeu)
 
@@ -53,13 +56,13 @@ class UNetPatches(PatchPoints):
         paths = block.self_attention.out.path, block.cross_attention.out.path
         modules = (unet.get_submodule(path.removesuffix(OUT)) for path in paths)
         self._attentions = dict(zip((SELF_ATTENTION, CROSS_ATTENTION), modules, strict=True))
-        return not all(is_plain(attention.processor) for attention in self._attentions.values())
+        return not all(is_plain(type(attention.processor)) for attention in self._attentions.values())
 
     def whole_attention(
         self, attention: str, block: TransformerBlock, normed: Tensor, context: Tensor
     ) -> Tensor | None:
         module = self._attentions[attention]
-        if is_plain(module.processor):
+        if is_plain(type(module.processor)):
             return None
         given: Any = None
         if attention == CROSS_ATTENTION:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import types
 import weakref
 from collections import deque
@@ -19,6 +20,8 @@ from ...options.settings import Settings
 from ...runtime.runtime import runtime
 from .patches import UNetPatches
 from .schedule import PipelineSchedule
+
+log = logging.getLogger("onediff")
 
 # accelerate's offloading hooks put their forward in front and keep the one that they found here.
 BEHIND_A_HOOK = "_old_forward"
@@ -63,6 +66,7 @@ class DiffusersForward:
         except Exception as fault:
             # Inputs that we cannot even read are the host's to judge.
             call = f"the inputs of this call were not understood: {fault}"
+            log.debug(call, exc_info=True)
         if isinstance(call, str):
             runtime.note_host(call, unet, context_of(given))
             sample = runtime.pressure.run_host(host)
