@@ -96,7 +96,7 @@ class ManagedUNet:
         misfit = layout_fits(binding.layout, call, y_is_embedded)
         if misfit is not None:
             return misfit
-        if binding.layout.foreign and call.patches is None:
+        if binding.layout.foreign and call.patches is None and not call.additions:
             return f"others compute within the UNet: {', '.join(binding.layout.foreign)}"
         if call.latent.device != binding.device:
             return f"the UNet's weights are on {binding.device}, the latent is on {call.latent.device}"

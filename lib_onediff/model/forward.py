@@ -120,7 +120,9 @@ class Pass:
         else:
             label, key_values = conditioning.label, key_values_by_name(layout, conditioning)
         shifts = block_shifts(layout, weights, ops, self.embedding(label))
-        self.layers = Layers(weights, ops, shifts, key_values, call.upcast_attention)
+        self.layers = Layers(
+            weights, ops, shifts, key_values, call.upcast_attention, call.image_prompts, call.perturbed
+        )
 
     def embedding(self, label: Tensor | None) -> Tensor:
         """What every residual block is told of the timestep and the label: (batch, embedding width)."""
@@ -149,6 +151,8 @@ class Pass:
         """
         for index in stages:
             skip = add_residual(skips.pop(), self.control.output, index)
+            if self.call.freeu is not None:
+                image, skip = self.call.freeu.apply(index, image, skip)
             if image.shape[-2:] != skip.shape[-2:]:
                 image = self.ops.resize(image, *skip.shape[-2:])
             following = skips[-1] if skips else remaining
@@ -161,6 +165,7 @@ class Pass:
         image = self.ops.group_norm(image, weights[layout.out_norm.path], layout.out_norm, silu=True)
         image = self.ops.convolution(image, weights[layout.out_convolution.path], layout.out_convolution)
         return image.to(self.call.latent.dtype)
+
 
 def forward(
     layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, conditioning: Conditioning | None

@@ -4,8 +4,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from .additions import ImagePrompt, PerturbedAttention
 from .layout import (
     Convolution,
     CrossAttention,
@@ -27,6 +29,7 @@ class Layers:
 
     shifts: what each residual block adds after its first convolution, (batch, channels), by its projection's path.
     key_values: (batch, tokens, keys then values) of each cross attention, by the name of its fused layer.
+    image_prompts, perturbed: see UNetCall.
     """
 
     weights: Weights
@@ -34,6 +37,8 @@ class Layers:
     shifts: Mapping[str, Tensor]
     key_values: Mapping[str, Tensor]
     upcast_attention: bool
+    image_prompts: tuple[ImagePrompt, ...] = ()
+    perturbed: PerturbedAttention | None = None
 
     def stage(self, stage: Stage, image: Tensor, following: Tensor | None) -> Tensor:
         """Run one stage. following: the skip that the next stage takes, whose size the image must end at."""
@@ -95,8 +100,16 @@ class Layers:
 
     def _self_attention(self, attention: SelfAttention, tokens: Rows) -> Tensor:
         fused = self.ops.linear(tokens, self.weights[attention.query_key_value.name])
-        query, key, value = (split_heads(part, attention.heads) for part in fused.chunk(3, dim=-1))
-        return join_heads(self.ops.attention(query, key, value, self.upcast_attention))
+        return self._attend_to_itself(attention, *fused.chunk(3, dim=-1))
+
+    def _attend_to_itself(self, attention: SelfAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """(batch, tokens, heads * width) each, and so is the mix of values."""
+        perturbed, rows = self.perturbed, query.shape[0]
+        if perturbed is not None and attention.query_key_value.members[0].path in perturbed.queries:
+            rows = perturbed.first_row
+        queries, keys, values = (split_heads(part[:rows], attention.heads) for part in (query, key, value))
+        mixed = join_heads(self.ops.attention(queries, keys, values, self.upcast_attention)) if rows else value[:0]
+        return mixed if rows == query.shape[0] else torch.cat([mixed, value[rows:]])
 
     def _cross_attention(self, attention: CrossAttention, tokens: Rows) -> Tensor:
         query = split_heads(self.ops.linear(tokens, self.weights[attention.query.path]), attention.heads)
@@ -104,7 +117,19 @@ class Layers:
             split_heads(part, attention.heads)
             for part in self.key_values[attention.key_value.name].chunk(2, dim=-1)
         )
-        return join_heads(self.ops.attention(query, key, value, self.upcast_attention))
+        return join_heads(self._attend_to_context(attention, query, key, value))
+
+    def _attend_to_context(self, attention: CrossAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """(batch, heads, tokens, width) each, and so is the mix of values: the context's and the image prompts'."""
+        mixed = self.ops.attention(query, key, value, self.upcast_attention)
+        for prompt in self.image_prompts:
+            key_value = prompt.key_value(attention.query.path)
+            if key_value is not None:
+                key, value = (split_heads(part, attention.heads) for part in key_value)
+                image = self.ops.attention(query, key, value, self.upcast_attention)
+                mask = prompt.masks.get(query.shape[2])
+                mixed = mixed + (image if mask is None else image * mask[:, None])
+        return mixed
 
 
 def split_heads(tokens: Tensor, heads: int) -> Tensor:

@@ -36,10 +36,8 @@ class PatchedPass(Pass):
     ) -> None:
         self.patches = patches
         super().__init__(layout, weights, ops, call, conditioning)
-        plain, dtype = self.layers, weights[layout.time.first.path].weight.dtype
-        self.patched = PatchedLayers(
-            weights, ops, plain.shifts, plain.key_values, plain.upcast_attention, patches, call.context.to(dtype)
-        )
+        dtype = weights[layout.time.first.path].weight.dtype
+        self.patched = PatchedLayers(**vars(self.layers), patches=patches, context=call.context.to(dtype))
 
     def embedding(self, label: Tensor | None) -> Tensor:
         embedding = self.patches.embedding(super().embedding(None))
@@ -71,6 +69,8 @@ class PatchedPass(Pass):
     ) -> Tensor:
         for index in stages:
             skip = add_residual(skips.pop(), self.control.output, index)
+            if self.call.freeu is not None:
+                hidden_states, skip = self.call.freeu.apply(index, hidden_states, skip)
             hidden_states, skip = self.patches.join(index, hidden_states, skip)
             if hidden_states.shape[-2:] != skip.shape[-2:]:
                 hidden_states = self.ops.resize(hidden_states, *skip.shape[-2:])
@@ -95,7 +95,7 @@ class PatchedPass(Pass):
         return self.patches.after_stage(LAST, 0, hidden_states).to(self.call.latent.dtype)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PatchedLayers(Layers):
     """The layers of one stage, with the functions that run within them. context: in the weights' dtype."""
 
@@ -138,7 +138,10 @@ class PatchedLayers(Layers):
             self.ops.linear(given, self.weights[member.path])
             for given, member in zip(inputs, attention.query_key_value.members, strict=True)
         ]
-        return self._attended(SELF_ATTENTION, attention, *projected)
+        mixed = self.patches.attend(SELF_ATTENTION, *projected)
+        if mixed is None:
+            mixed = self._attend_to_itself(attention, *projected)
+        return self._projected(SELF_ATTENTION, attention, mixed)
 
     def _cross_attended(self, block: TransformerBlock, tokens: Tensor) -> Tensor:
         """What cross attention adds to the tokens (batch, tokens, width)."""
@@ -157,15 +160,13 @@ class PatchedLayers(Layers):
                 self.ops.linear(source, self.weights[member.path])
                 for source, member in zip((keyed, valued), attention.key_value.members, strict=True)
             )
-        return self._attended(CROSS_ATTENTION, attention, query, key, value)
-
-    def _attended(
-        self, name: str, attention: SelfAttention | CrossAttention, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
-        mixed = self.patches.attend(name, query, key, value)
+        mixed = self.patches.attend(CROSS_ATTENTION, query, key, value)
         if mixed is None:
-            query, key, value = (split_heads(part, attention.heads) for part in (query, key, value))
-            mixed = join_heads(self.ops.attention(query, key, value, self.upcast_attention))
+            parts = (split_heads(part, attention.heads) for part in (query, key, value))
+            mixed = join_heads(self._attend_to_context(attention, *parts))
+        return self._projected(CROSS_ATTENTION, attention, mixed)
+
+    def _projected(self, name: str, attention: SelfAttention | CrossAttention, mixed: Tensor) -> Tensor:
         return self.patches.attention_output(name, self.ops.linear(mixed, self.weights[attention.out.path]))
 
     def _residual_block(self, block: ResidualBlock, hidden_states: Tensor) -> Tensor:

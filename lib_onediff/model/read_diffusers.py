@@ -49,7 +49,7 @@ def read_diffusers(unet: Any) -> UNetLayout:
     output_stages: list[Stage] = []
     for block in unet.up_blocks:
         output_stages += read_up_block(block, leaves)
-    attentions = attentions_of(unet)
+    attentions = list(attentions_of(unet).values())
     layout = UNetLayout(
         family="diffusers", in_channels=unet.conv_in.in_channels, out_channels=unet.conv_out.out_channels,
         context_width=context_width(unet), time=read_time(unet, leaves), label=read_label(unet, leaves),
@@ -67,9 +67,10 @@ def read_diffusers(unet: Any) -> UNetLayout:
     return layout
 
 
-def attentions_of(unet: nn.Module) -> list[Any]:
-    """Every attention module below a UNet, with the processor that computes it."""
-    return [module for module in unet.modules() if hasattr(module, "processor") and hasattr(module, "to_q")]
+def attentions_of(unet: nn.Module) -> dict[str, Any]:
+    """Every attention module below a UNet by its path, with the processor that computes it."""
+    found = unet.named_modules()
+    return {path: module for path, module in found if hasattr(module, "processor") and hasattr(module, "to_q")}
 
 
 def is_plain(kind: type) -> bool:
@@ -87,7 +88,7 @@ def has_freeu(block: Any) -> bool:
 
 
 def foreign_parts(unet: Any, attentions: list[Any]) -> tuple[str, ...]:
-    """What runs within a UNet beside its own layers, each once, in words for the user. attentions: attentions_of it."""
+    """What runs within a UNet beside its own layers, each once, in words for the user. attentions: all that it has."""
     found = ["an IP-Adapter's image prompt"] if has_ip_adapter(unet) else []
     kinds = set(map(type, map(PROCESSOR_OF, attentions)))
     found += sorted(f"attention processor {kind.__name__}" for kind in kinds if not is_plain(kind))

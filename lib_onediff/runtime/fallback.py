@@ -84,6 +84,9 @@ class FallbackChain:
             if call.patches is not None and backend in WITHOUT_PATCHES:
                 reason = f"the backend {backend} runs no functions of other extensions"
                 continue
+            if call.additions and backend == backends.ONEFLOW:
+                reason = f"OneFlow does not compute {', '.join(call.additions)}"
+                continue
             entry = self._entry(managed, wanted, backend, flags)
             if entry.key.is_cached_pass and entry.state is State.COLD:
                 # It is judged beside a full pass.
@@ -110,7 +113,7 @@ class FallbackChain:
 
     def note(self, settings: Settings, result: CallResult) -> None:
         """A call of a proved shape was served."""
-        if settings.backend == backends.AUTO and result.call.patches is None:
+        if settings.backend == backends.AUTO and not (result.call.patches or result.call.additions):
             self._operators.auto.note(result.entry, result.call)
 
     def make_ready(self, managed: ManagedUNet, settings: Settings, result: CallResult) -> None:

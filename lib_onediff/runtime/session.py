@@ -56,5 +56,5 @@ def signature(call: UNetCall) -> Hashable:
     return (
         latent.shape, latent.dtype, call.timestep.shape, call.context.shape, y is None or y.shape,
         condition is None or condition.shape, control_shapes(call.control) if call.control else (),
-        call.upcast_attention,
+        call.upcast_attention, call.additions,
     )

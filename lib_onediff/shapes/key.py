@@ -21,7 +21,8 @@ class ShapeKey:
 
     backend: who computes it, so that what fails by one can be served by another. precision: the switches of torch
     that change its numbers; see precision.flags_for. part, depth: which pass of DeepCache, "" for the whole UNet.
-    patches: what other extensions have put on the UNet, and at which points.
+    patches: what other extensions have put on the UNet, and at which points. additions: what our forward computes of
+    what is put on the UNet.
     """
 
     architecture: str
@@ -40,6 +41,7 @@ class ShapeKey:
     part: str = ""
     depth: int = 0
     patches: tuple[str, ...] = ()
+    additions: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -55,7 +57,7 @@ class ShapeKey:
             device=call.latent.device, inputs=tuple(name for name, tensor in optional.items() if tensor is not None),
             control=control_shapes(call.control), upcast_attention=call.upcast_attention, backend=backend,
             precision=precision, part=deepcache.name if deepcache else "", depth=deepcache.depth if deepcache else 0,
-            patches=() if call.patches is None else call.patches.structure,
+            patches=() if call.patches is None else call.patches.structure, additions=call.additions,
         )
 
     @classmethod
@@ -93,7 +95,8 @@ class ShapeKey:
         tokens = "VAE" if self.is_decode else f"{self.tokens} tokens"
         part = f", {self.part} at depth {self.depth}" if self.part else ""
         patched = f", with {len(self.patches)} functions of other extensions" if self.patches else ""
-        return f"{self.resolution}, batch {self.batch}, {tokens}{part}{patched}"
+        added = "".join(f", {addition}" for addition in self.additions)
+        return f"{self.resolution}, batch {self.batch}, {tokens}{part}{patched}{added}"
 
 
 def control_shapes(control: Control | None) -> tuple[tuple[int, ...] | None, ...]:

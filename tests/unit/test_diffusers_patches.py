@@ -21,6 +21,9 @@ from builders import (
 from torch import Tensor
 
 import lib_onediff
+from lib_onediff.engines.graphs.inputs import bytes_of, copy_inputs, own_inputs
+from lib_onediff.model.deepcache.forward import compute
+from lib_onediff.ops import torch_ops
 from lib_onediff.runtime.runtime import runtime
 
 CLOSE = 1e-5
@@ -73,6 +76,12 @@ def both(unet: Any, embeddings: list[Tensor] | None = None, seed: int = 0, **oth
         return unet(**given).sample, type(unet).forward(unet, **given).sample
 
 
+def added(what: str) -> bool:
+    """Whether our forward computed this itself."""
+    key = runtime.call_stats.entry.key
+    return lib_onediff.status()["route"] == "plain" and not key.patches and any(what in one for one in key.additions)
+
+
 def within(reason: str) -> bool:
     status = lib_onediff.status()
     return status["route"] == "plain" and reason in status["reason"]
@@ -87,11 +96,11 @@ def test_ip_adapters(config: dict[str, Any], kinds: tuple[str, ...]) -> None:
     for seed in (1, 2):
         output, expected = both(unet, images(*kinds, seed=seed), seed=seed)
         assert relative_error(output, expected) < CLOSE
-        assert within("IPAdapterAttnProcessor2_0"), lib_onediff.status()
+        assert added("an image prompt of"), lib_onediff.status()
     without = both(unet, [0 * embedding for embedding in images(*kinds)], seed=2)[0]
     assert relative_error(without, expected) > 100 * CLOSE
     unload_ip_adapters(unet)
-    assert torch.equal(served(unet, a_call(unet)), plain) and not within("IPAdapterAttnProcessor2_0")
+    assert torch.equal(served(unet, a_call(unet)), plain) and not added("image")
 
 
 def test_another_scale_and_another_image_count_at_once() -> None:
@@ -115,7 +124,7 @@ def test_ip_adapter_masks() -> None:
     whole = both(unet, images("plain"))[0]
     output, expected = both(unet, images("plain"), cross_attention_kwargs={"ip_adapter_masks": [left]})
     assert relative_error(output, expected) < CLOSE and relative_error(output, whole) > 100 * CLOSE
-    assert within("an image prompt of 1x4x48")
+    assert added("an image prompt of 4 tokens") and added("with a mask")
 
 
 @pytest.mark.parametrize("config", [SD1, SMALL_XL], ids=["SD1", "XL"])
@@ -127,7 +136,7 @@ def test_freeu(config: dict[str, Any]) -> None:
     call = a_call(unet, 16, 16)
     output, expected = served(unet, call), diffusers_output(unet, call)
     assert relative_error(output, expected) < CLOSE and relative_error(output, plain) > 100 * CLOSE
-    assert within("FreeU")
+    assert added("FreeU")
     unet.disable_freeu()
     assert torch.equal(served(unet, a_call(unet, 16, 16)), plain)
 
@@ -151,14 +160,61 @@ def test_freeu_with_an_ip_adapter_and_a_controlnet() -> None:
         "mid_block_additional_residual": 0.1 * torch.ones_like(hidden_states),
     }
     output, expected = both(unet, images("plain"), seed=3, **residuals)
-    assert relative_error(output, expected) < CLOSE and within("FreeU")
+    assert relative_error(output, expected) < CLOSE and added("FreeU") and added("image prompt")
 
 
-def test_deepcache_rests_and_says_so() -> None:
+def test_deepcache_computes_freeu_too() -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(**SD1), lib_onediff.Settings(deepcache_interval=3))
     unet.enable_freeu(*FREEU)
     assert relative_error(*both(unet)) < CLOSE
-    assert lib_onediff.status()["deepcache"]["reason"] == "DeepCache rests: other extensions compute within the UNet"
+    assert added("FreeU") and "extensions" not in lib_onediff.status()["deepcache"]["reason"]
+
+
+def test_a_graph_takes_what_is_added_from_each_call() -> None:
+    """The inputs of a graph, made for one call, hold what another call of its shape brings."""
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
+    load_ip_adapters(unet, "plain", "plus")
+    calls = []
+    for seed, factors in ((1, FREEU), (2, (0.5, 0.6, 1.2, 1.3))):
+        unet.enable_freeu(*factors)
+        left = torch.rand(1, 1, 64, 64, generator=torch.Generator().manual_seed(seed))
+        given = diffusers_arguments(a_call(unet, seed=seed))
+        given["cross_attention_kwargs"] = {"ip_adapter_masks": [left, left]}
+        given["added_cond_kwargs"] = {"image_embeds": images("plain", "plus", seed=seed)}
+        with torch.no_grad():
+            expected = type(unet).forward(unet, **given).sample
+            unet(**given)
+            calls.append((unet.forward._call(unet, **given), expected))
+    (first, _), (second, expected) = calls
+    assert first.additions == second.additions and len(second.additions) == 3
+    binding = runtime.managed_unet(unet).bound.binding
+    inputs = own_inputs(first, with_prompt=True)
+    copy_inputs(second, inputs)
+    with torch.no_grad():
+        output = compute(binding.layout, binding.weights(), torch_ops, inputs, None)
+    assert relative_error(output, expected) < CLOSE
+    assert bytes_of(inputs) > sum(prompt.key_values.nbytes for prompt in second.image_prompts)
+
+
+@pytest.mark.parametrize("change", ["scale", "adapter's weights", "other adapter", "image"])
+def test_what_an_adapter_made_of_an_image_is_not_used_for_another(change: str) -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
+    load_ip_adapters(unet, "plain")
+    given = images("plain")
+    before = both(unet, given)[0]
+    processors = [one for one in unet.attn_processors.values() if hasattr(one, "to_k_ip")]
+    if change == "scale":
+        processors[0].scale = [0.1]
+    elif change == "adapter's weights":
+        with torch.no_grad():
+            processors[0].to_v_ip[0].weight.mul_(2)
+    elif change == "other adapter":
+        load_ip_adapters(unet, "plain")
+        unet.encoder_hid_proj.image_projection_layers[0].image_embeds.weight.data.mul_(2)
+    else:
+        given[0].mul_(2)
+    output, expected = both(unet, given)
+    assert relative_error(output, expected) < CLOSE and relative_error(output, before) > 100 * CLOSE
 
 
 class Twice:
@@ -187,7 +243,7 @@ def test_perturbed_attention_guidance(guidance: str) -> None:
     unet.get_submodule(ATTENTION).set_processor(getattr(attention_processor, guidance)())
     call = a_call(unet, batch=6)
     output, expected = served(unet, call), diffusers_output(unet, call)
-    assert relative_error(output, expected) < CLOSE and within(guidance)
+    assert relative_error(output, expected) < CLOSE and added("perturbed from row")
 
 
 def test_a_lora_scale_is_the_hosts() -> None:

@@ -32,9 +32,11 @@ def mapped(call: UNetCall, of: Callable[[Tensor], Any]) -> UNetCall:
     latent, timestep, condition = map(change, (call.latent, call.timestep, call.timestep_condition))
     parts = (getattr(call.control, part.name) for part in fields(Control)) if call.control else ()
     control = Control(*(tuple(map(change, part)) for part in parts)) if call.control else None
+    prompts = tuple(prompt.map(of) for prompt in call.image_prompts)
+    freeu = None if call.freeu is None else replace(call.freeu, factors=of(call.freeu.factors))
     return replace(
         call, latent=latent, timestep=timestep, timestep_condition=condition, control=control,
-        context=call.context.new_empty(0), y=None,
+        context=call.context.new_empty(0), y=None, image_prompts=prompts, freeu=freeu,
     )
 
 
@@ -42,10 +44,18 @@ def bytes_of(inputs: UNetCall) -> int:
     """What a graph's own inputs hold, the deep feature that it writes among them: who reads it shares it."""
     control = inputs.control or Control()
     residuals = (residual for part in fields(Control) for residual in getattr(control, part.name))
-    given = (inputs.latent, inputs.timestep, inputs.timestep_condition, inputs.context, inputs.y, *residuals)
+    given = (
+        inputs.latent, inputs.timestep, inputs.timestep_condition, inputs.context, inputs.y, *residuals,
+        *added_tensors(inputs),
+    )
     deepcache = inputs.deepcache
     written = deepcache.feature.bytes if deepcache is not None and not deepcache.is_cached_pass else 0
     return sum(tensor.nbytes for tensor in given if tensor is not None) + written
+
+
+def added_tensors(call: UNetCall) -> list[Tensor]:
+    tensors = [tensor for prompt in call.image_prompts for tensor in prompt.tensors()]
+    return tensors if call.freeu is None else [*tensors, call.freeu.factors]
 
 
 def rehearsal_of(inputs: UNetCall) -> UNetCall:
@@ -61,6 +71,7 @@ def copy_inputs(source: UNetCall, target: UNetCall) -> None:
     if source.control is not None:
         for part in fields(Control):
             pairs += zip(getattr(source.control, part.name), getattr(target.control, part.name), strict=True)
+    pairs += zip(added_tensors(source), added_tensors(target), strict=True)
     for given, own in pairs:
         if own is not None:
             own.copy_(given)

@@ -18,6 +18,7 @@ from ...model.patches import replaced_by
 from ...model.read_diffusers import attentions_of, foreign_parts, has_ip_adapter, is_diffusers_unet
 from ...options.settings import Settings
 from ...runtime.runtime import runtime
+from .additions import Additions, AdditionsReader
 from .patches import UNetPatches
 from .schedule import PipelineSchedule
 
@@ -36,7 +37,8 @@ class DiffusersForward:
         self._unet = weakref.ref(unet)
         # The last labels: prompt and negative prompt may be called in turn.
         self._labels: deque[tuple[Sighting, Tensor]] = deque(maxlen=MOST_SAVED + 1)
-        self._attentions: list[weakref.ref[Any]] = []
+        self._attentions: dict[str, weakref.ref[Any]] = {}
+        self._additions = AdditionsReader()
         # What the projection of an IP-Adapter made of the embeddings that were sighted.
         self._embeddings = Sighting()
         self._projection: Callable[[], Any] = returns_none
@@ -100,9 +102,10 @@ class DiffusersForward:
         if isinstance(encoder_hidden_states, (tuple, list)):
             return "the context has several parts"
         attentions = self._attentions_of(unet)
-        patches = self._patches(unet, attentions, added_cond_kwargs or {}, cross_attention_kwargs or {})
-        if isinstance(patches, str):
-            return patches
+        within = self._within(unet, attentions, sample, added_cond_kwargs or {}, cross_attention_kwargs or {})
+        if isinstance(within, str):
+            return within
+        patches, additions = within
         for name, value in others.items():
             if value is not None and value != {}:
                 return f"the pipeline passes {name}"
@@ -117,27 +120,34 @@ class DiffusersForward:
             return control
         return UNetCall(
             latent=sample, timestep=times, context=encoder_hidden_states, y=label, timestep_condition=timestep_cond,
-            control=control, upcast_attention=upcasts_attention(attentions), patches=patches,
+            control=control, upcast_attention=upcasts_attention(list(attentions.values())), patches=patches,
+            image_prompts=additions.image_prompts, freeu=additions.freeu, perturbed=additions.perturbed,
         )
 
-    def _patches(
-        self, unet: Any, attentions: list[Any], added: dict[str, Any], arguments: dict[str, Any]
-    ) -> UNetPatches | str | None:
+    def _within(
+        self, unet: Any, attentions: dict[str, Any], sample: Tensor, added: dict[str, Any], arguments: dict[str, Any]
+    ) -> tuple[UNetPatches | None, Additions] | str:
         """What runs within the UNet in this call beside its own layers, or why the host must run it: asked at every
         call, 0.03 ms for SDXL's 140 attentions. arguments: the pipeline's cross_attention_kwargs."""
-        is_foreign = bool(foreign_parts(unet, attentions))
+        modules = list(attentions.values())
+        is_foreign = bool(foreign_parts(unet, modules))
         unknown = sorted(set(arguments) - KNOWN_ARGUMENTS if is_foreign else arguments)
         if unknown:
             return f"the pipeline passes cross_attention_kwargs ({', '.join(unknown)})"
-        return UNetPatches(unet, attentions, self._tokens_of_images(unet, added), arguments) if is_foreign else None
+        if not is_foreign:
+            return None, Additions()
+        tokens = self._tokens_of_images(unet, added)
+        additions = self._additions.read(unet, attentions, sample, tokens, arguments)
+        patches = UNetPatches(unet, modules, tokens, arguments, additions.kinds)
+        return patches if patches.structure else None, additions
 
-    def _attentions_of(self, unet: nn.Module) -> list[Any]:
-        """The UNet's attention modules, looked for once: who puts another module there changes the UNet's structure,
-        which is looked at where a sampling begins."""
-        found = [reference() for reference in self._attentions]
-        if not found or None in found:
+    def _attentions_of(self, unet: nn.Module) -> dict[str, Any]:
+        """The UNet's attention modules by path, looked for once: who puts another module there changes the UNet's
+        structure, which is looked at where a sampling begins."""
+        found = {path: reference() for path, reference in self._attentions.items()}
+        if not found or None in found.values():
             found = attentions_of(unet)
-            self._attentions = list(map(weakref.ref, found))
+            self._attentions = {path: weakref.ref(module) for path, module in found.items()}
         return found
 
     def _tokens_of_images(self, unet: Any, added: dict[str, Any]) -> list[Tensor] | None:
