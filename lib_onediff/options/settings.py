@@ -1,6 +1,7 @@
 """Every option of the product, defined once.
 
-The settings page, the REST API, compile_unet's arguments and the README table all derive from the fields of Settings.
+The settings page, the REST API, compile_unet's arguments and the table in .readme/options.md derive from the fields of
+Settings.
 """
 from __future__ import annotations
 
@@ -233,7 +234,7 @@ def host_key(name: str) -> str:
 
 
 def markdown_table() -> str:
-    """The options as the README shows them; a test holds the README to it."""
+    """The options as .readme/options.md shows them, long explanations cut short; a test holds the page to it."""
     lines = ["| option | values | default | what it does |", "| --- | --- | --- | --- |"]
     for option_field in fields(Settings):
         label = f"{option_field.metadata['label']} (`{option_field.name}`)"

@@ -131,7 +131,7 @@ def test_a_compiled_pipe_paints_the_same_picture_and_uncompiled_the_very_same(
 
 
 def test_sdxl_img2img_with_lcm_takes_three_aspect_ratios_in_turn_without_compiling_again() -> None:
-    """The README's example, scaled down by sixteen: 1024x1024, 512x2048, 2048x512 and back."""
+    """The example of .readme/diffusers.md, scaled down by sixteen: 1024x1024, 512x2048, 2048x512 and back."""
     pipe = pipeline("StableDiffusionXLImg2ImgPipeline", SDXL, "LCMScheduler")
     sizes = [(64, 64), (32, 128), (128, 32)]
     expected = [image_of(pipe, *size) for size in sizes]

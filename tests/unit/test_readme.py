@@ -1,38 +1,144 @@
-"""The README says what the code says."""
+"""The documentation says what the code says, is short, and leads where it says."""
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
+
 from lib_onediff.options.infotext import options_of_a_run
 from lib_onediff.options.settings import markdown_table
+from lib_onediff.version import __version__
 
-MEASURING = (Path(__file__).parents[2] / ".readme" / "measuring.md").read_text(encoding="utf-8")
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+README, MAP = ROOT / "README.md", ROOT / "lib_onediff" / "README.md"
+PAGES = sorted((ROOT / ".readme").glob("*.md"))
+EVERYTHING = [README, MAP, *PAGES]
+MOST_WORDS, MOST_LETTERS_OF_AN_EXPLANATION = {README: 900}, 90
+# What users read elsewhere under other names, what stands in for what is missing, and English that was read twice.
+BANNED = (
+    r"pictures?", r"nothing of ours", r"is no option of", r"is answered with a sentence", r"ADDRESS-OF-THIS-REPOSITORY",
+    r"ours", r"nothing else", r"ladder", r"journal",
+)
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def prose_of(page: Path) -> str:
+    """Without commands, names of code, and where links lead."""
+    text = re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL)
+    return re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "", text))
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def links_of(page: Path) -> list[str]:
+    """Where it leads within the repository."""
+    text = re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL)
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not link.startswith(("http://", "https://"))]
+
+
+def pages_that_readers_reach() -> set[Path]:
+    found, waiting = set(), [README]
+    while waiting:
+        page = waiting.pop()
+        if page not in found and page.suffix == ".md":
+            found.add(page)
+            waiting += [(page.parent / link.partition("#")[0]).resolve() for link in links_of(page) if link[0] != "#"]
+    return found
 
 
 def test_the_option_table_is_the_one_that_settings_give() -> None:
-    assert markdown_table() in README
+    """An explanation that is too long for a table stands there shorter; the rest is as in the settings."""
+    page = text_of(ROOT / ".readme" / "options.md")
+    found = re.findall(r"^\| .* \(`\w+`\) \|.*$", page, re.MULTILINE)
+    expected = markdown_table().splitlines()[2:]
+    assert len(found) == len(expected)
+    for row, wanted in zip(found, expected, strict=True):
+        *cells, explanation = [cell.strip() for cell in row.strip("|").split("|")]
+        *wanted_cells, wanted_explanation = [cell.strip() for cell in wanted.strip("|").split("|")]
+        assert cells == wanted_cells
+        if len(wanted_explanation) <= MOST_LETTERS_OF_AN_EXPLANATION:
+            assert explanation == wanted_explanation
+        shown = re.sub(r"\]\([^)]*\)", "]", explanation)
+        assert 0 < len(shown) <= MOST_LETTERS_OF_AN_EXPLANATION, row
 
 
-def test_every_picture_and_file_that_it_names_is_there() -> None:
-    for target in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README):
-        assert (Path(__file__).parents[2] / target).is_file(), target
+@pytest.mark.parametrize("page", EVERYTHING, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_page_is_short(page: Path) -> None:
+    assert len(text_of(page).split()) <= MOST_WORDS.get(page, 800)
+
+
+@pytest.mark.parametrize("page", EVERYTHING, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_link_and_anchor_exists(page: Path) -> None:
+    for link in links_of(page):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors_of(target), link
+
+
+def test_every_page_is_linked_from_the_readme_and_every_file_from_somewhere() -> None:
+    linked = {(README.parent / link.partition("#")[0]).resolve() for link in links_of(README)}
+    assert set(PAGES) <= linked
+    reached = {
+        (page.parent / link.partition("#")[0]).resolve() for page in pages_that_readers_reach()
+        for link in links_of(page)
+    }
+    assert set((ROOT / ".readme").iterdir()) <= reached
+
+
+@pytest.mark.parametrize("page", EVERYTHING, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_banned_words_do_not_occur(page: Path) -> None:
+    found = re.findall(rf"\b(?:{'|'.join(BANNED)})\b", prose_of(page), re.IGNORECASE)
+    assert not found
+
+
+def test_the_readme_has_the_order_of_its_questions_and_a_number_first() -> None:
+    text = text_of(README)
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert headings == [
+        "What you get", "Requirements", "Install", "Try the demo", "What falls back", "For diffusers users",
+        "Troubleshooting", "Credits", "Changes",
+    ]
+    assert re.search(r"\d ms", text[: text.index("## ")])
+    assert len(re.findall(r"!\[", text)) <= 4
+
+
+def test_the_latest_changes_are_those_of_this_version() -> None:
+    assert f"\n{__version__}: " in text_of(README)
+    assert re.findall(r"^## (.*)$", text_of(ROOT / ".readme" / "changelog.md"), re.MULTILINE)[0] == __version__
 
 
 def test_the_python_in_it_compiles() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert blocks
-    for block in blocks:
-        compile(block, "README.md", "exec")
+    for page in EVERYTHING:
+        blocks = re.findall(r"```python\n(.*?)```", text_of(page), flags=re.DOTALL)
+        assert blocks or page != README
+        for block in blocks:
+            compile(block, page.name, "exec")
 
 
 def test_its_commands_name_the_python_that_has_what_they_need() -> None:
-    """Only install.py runs in any Python: it makes the other one."""
-    commands = re.findall(r"[^\s`]*python(?:\.exe)? (?:-m|\w+\.py)[^`\n]*", README + MEASURING)
+    """install.py runs in any Python: it makes the other one. What goes into a user's own is told with its Python."""
+    commands = [
+        command for page in EVERYTHING
+        for command in re.findall(r"[^\s`]*python(?:\.exe)? (?:-m|\w+\.py)[^`\n]*", text_of(page))
+    ]
     assert len(commands) > 10
+    known = (
+        ".venv/bin/python -m ", "FOLDER/venv/bin/python -m ", "oneflow-venv/bin/python -m ", "python install.py",
+        "python -m pip install ",
+    )
     for command in commands:
-        assert command.startswith((".venv/bin/python -m ", "FOLDER/venv/bin/python -m ", "python install.py")), command
+        assert command.startswith(known), command
+    for page in EVERYTHING:
+        assert not re.search(r"(?<!-m )\bpip install ", text_of(page)), page
 
 
 def test_the_black_box_test_of_options_knows_every_one() -> None:

@@ -1,4 +1,4 @@
-"""The benchmark of a running WebUI, as the README gives it. Times are only asked to be times."""
+"""The benchmark of a running WebUI, as the documentation gives it. Times are only asked to be times."""
 from __future__ import annotations
 
 import subprocess

@@ -11,7 +11,7 @@ from test_xyz_grid import NOTHING, onediff_in, plotted
 from webui_client import PICTURE, Pictures, WebUI, largest_difference, one_run
 from webui_models import Models
 
-README = Path(__file__).parents[2] / "README.md"
+OPTIONS_PAGE = Path(__file__).parents[2] / ".readme" / "options.md"
 SIX_STEPS = {"steps": 6, "sampler_name": "Euler"}
 HIRES = {
     "enable_hr": True, "hr_scale": 2, "hr_upscaler": "Latent", "denoising_strength": 0.7, "hr_second_pass_steps": 4,
@@ -44,8 +44,9 @@ SEEN = ("vae_precision", "deepcache_interval", "deepcache_depth", "deepcache_sta
 
 
 def table() -> dict[str, tuple[str, str]]:
-    """The label and the default of every option, from the README's table, which a unit test holds to settings.py."""
-    rows = re.findall(r"^\| ([^|`]+) \(`(\w+)`\) \|[^|]*\| ([^|]*?) ?\|", README.read_text(), re.M)
+    """The label and the default of every option, from the table of the docs, which a unit test holds to settings.py."""
+    page = OPTIONS_PAGE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|`]+) \(`(\w+)`\) \|[^|]*\| ([^|]*?) ?\|", page, re.M)
     return {name: (label, default) for label, name, default in rows}
 
 
