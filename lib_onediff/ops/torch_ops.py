@@ -22,10 +22,11 @@ def sinusoids(timestep: Tensor, time: TimeEmbedding) -> Tensor:
 
 
 def frequencies(time: TimeEmbedding, device: torch.device) -> Tensor:
-    """Those of the sinusoids, (channels / 2,) in float32."""
+    """Those of the sinusoids, (channels / 2,) in float32. In the order of the hosts' own sums: another one rounds
+    otherwise, and some models make a thousand times as much of it."""
     half = time.channels // 2
-    exponents = torch.arange(half, dtype=torch.float32, device=device) / (half - time.frequency_shift)
-    return torch.exp(-math.log(10000) * exponents)
+    exponents = -math.log(10000) * torch.arange(half, dtype=torch.float32, device=device)
+    return torch.exp(exponents / (half - time.frequency_shift))
 
 
 def join(vectors: Sequence[Tensor]) -> Tensor:
