@@ -108,9 +108,9 @@ class FallbackChain:
                 managed.cache_run.failure = reason
         return reason
 
-    def note(self, settings: Settings, result: CallResult) -> None:
+    def note(self, managed: ManagedUNet, settings: Settings, result: CallResult) -> None:
         """A call of a proved shape was served."""
-        if settings.backend == backends.AUTO and result.call.patches is None:
+        if settings.backend == backends.AUTO and result.call.patches is None and not managed.kinds:
             self._operators.auto.note(result.entry, result.call)
 
     def make_ready(self, managed: ManagedUNet, settings: Settings, result: CallResult) -> None:
@@ -159,7 +159,7 @@ class FallbackChain:
 
     def _entry(self, managed: ManagedUNet, call: UNetCall, backend: str, flags: Flags) -> Entry:
         bound = managed.bound
-        key = ShapeKey.of(bound.architecture, bound.binding.dtype, call, backend, flags)
+        key = ShapeKey.of(bound.architecture, bound.binding.dtype, call, backend, flags, managed.kinds)
         return self._table.entry(key, bound.layout.model_name)
 
     def _compiling(self, managed: ManagedUNet, backend: str, call: UNetCall) -> str | None:

@@ -43,16 +43,18 @@ class ShapeKey:
 
     @classmethod
     def of(
-        cls, architecture: str, dtype: torch.dtype, call: UNetCall, backend: str = "", precision: Flags = ()
+        cls, architecture: str, dtype: torch.dtype, call: UNetCall, backend: str = "", precision: Flags = (),
+        marks: tuple[str, ...] = (),
     ) -> ShapeKey:
-        """The key of a call; height and width are in latent pixels. dtype is the weights'."""
+        """The key of a call; height and width are in latent pixels. dtype is the one computed in. marks: what else
+        tells it from other calls."""
         batch, _, height, width = call.latent.shape
         deepcache = call.deepcache
         optional = {"y": call.y, "timestep condition": call.timestep_condition}
+        given = (name for name, tensor in optional.items() if tensor is not None)
         return cls(
             architecture=architecture, height=height, width=width, batch=batch, tokens=call.context.shape[1],
-            dtype=dtype, latent_dtype=call.latent.dtype,
-            device=call.latent.device, inputs=tuple(name for name, tensor in optional.items() if tensor is not None),
+            dtype=dtype, latent_dtype=call.latent.dtype, device=call.latent.device, inputs=(*given, *marks),
             control=control_shapes(call.control), upcast_attention=call.upcast_attention, backend=backend,
             precision=precision, part=deepcache.name if deepcache else "", depth=deepcache.depth if deepcache else 0,
             patches=() if call.patches is None else call.patches.structure,

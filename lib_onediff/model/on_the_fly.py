@@ -1,0 +1,94 @@
+"""What a host applies to a UNet's weights at each use, brought up to date before every call: casts and functions."""
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+
+import torch
+
+from .applied_functions import AppliedBinding, AppliedFunctions
+from .identity import UNCOUNTED, Edits
+from .weight_functions import FunctionReader, FunctionState
+from .weights import BOUND_DTYPES, Binding
+
+
+class News(enum.Enum):
+    """What has become of the weights that a host computes with, since they were looked at last. MOVED: they lie
+    elsewhere, or are others."""
+
+    NONE, CHANGED, MOVED = range(3)
+
+
+class OnTheFly:
+    """applied: what was made of the host's functions, and of small parameters that it casts; None where the host
+    computes with the parameters as they are."""
+
+    def __init__(self, reader: FunctionReader | None) -> None:
+        self._reader = reader
+        self.applied: AppliedFunctions | None = None
+        self._state = FunctionState()
+        # The parameters from which it was made.
+        self._edits = Edits([])
+
+    def cast_to(self, binding: Binding, dtype: torch.dtype) -> torch.dtype | None:
+        """The type to which the host casts the parameters for inputs of this type, or None."""
+        if self._reader is None or dtype not in BOUND_DTYPES or binding.stored_dtype == dtype:
+            return None
+        return dtype if all(map(self._reader.casts, binding.layers())) else None
+
+    def refresh(self, binding: Binding, goes_on: bool, room: Callable[[], int] | None) -> News:
+        """Apply what the host would apply now. goes_on: a sampling does, and no parameter has moved in it. room: how
+        many bytes copies of weights may take; None: any number.
+
+        Raises UnsupportedUNet if they do not fit.
+        """
+        if self._reader is None:
+            return News.NONE
+        layers = binding.layers()
+        state = self._reader.state(layers)
+        if not state.layers and binding.cast_to is None:
+            return News.MOVED if self.drop() else News.NONE
+        if self.applied is not None and self._holds(state) and (goes_on or self._parameters_stand(binding)):
+            return News.NONE
+        applied, self.applied = self.applied or AppliedFunctions(), None
+        paths = binding.paths()
+        functions = {paths[place]: self._reader.of(layers[place]) for place in state.layers}
+        moved = applied.fit(functions, binding.weights(), binding.fusions, binding.dtype, room)
+        self.applied, self._state, self._edits = applied, state, binding.all_edits()
+        return News.MOVED if moved else News.CHANGED
+
+    def stands(self, binding: Binding) -> bool:
+        """Whether the host applies what it did at the last refresh."""
+        return self._reader is None or self._holds(self._reader.state(binding.layers()))
+
+    def _holds(self, state: FunctionState) -> bool:
+        """Whether this is what was applied last."""
+        if self.applied is None:
+            return not state.layers
+        return self.applied.lasting and state == self._state
+
+    def _parameters_stand(self, binding: Binding) -> bool:
+        """Whether the parameters are known to be those from which it was made: in some, no edit can be seen."""
+        return UNCOUNTED not in self._edits.counts and self._edits == binding.all_edits()
+
+    def drop(self) -> bool:
+        """Give all memory back; the next refresh makes it anew. Returns whether there was any."""
+        dropped, self.applied = self.applied is not None, None
+        return dropped
+
+    def source(self, binding: Binding) -> Binding | AppliedBinding:
+        """The weights that the host computes with."""
+        return binding if self.applied is None else AppliedBinding(binding, self.applied)
+
+    def kinds(self, binding: Binding) -> tuple[str, ...]:
+        """How the host computes with its weights where it does not take them as they are, in words for a shape's
+        key."""
+        if self.applied is None:
+            return ()
+        stored = str(binding.stored_dtype).removeprefix("torch.")
+        return (*self.applied.kinds, *(() if binding.cast_to is None else (f"weights stored as {stored}",)))
+
+    @property
+    def bytes(self) -> int:
+        """Memory beside the host's own weights."""
+        return 0 if self.applied is None else self.applied.bytes
