@@ -192,13 +192,15 @@ class AppliedWeights(Mapping[str, Affine]):
     def __getitem__(self, path: str) -> Affine:
         if self._last is not None and self._last[0] == path:
             return self._last[1]
-        weight, bias = self._weights[path][:2]
-        applied = self._applied
-        weight, bias = applied.weights.get(path, weight), applied.biases.get(path, bias)
-        found = Affine(weight.to(self._dtype), bias, low_rank=applied.low_rank.get(path))
+        weight = self._applied.weights.get(path, self._weights[path].weight)
+        found = Affine(weight.to(self._dtype), self.bias(path), low_rank=self._applied.low_rank.get(path))
         if weight.dim() > 1:
             self._last = path, found
         return found
+
+    def bias(self, path: str) -> Tensor | None:
+        """That of a layer, which is not cast anew."""
+        return self._applied.biases.get(path, self._weights[path].bias)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)

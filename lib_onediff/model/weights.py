@@ -7,7 +7,7 @@ and an unloaded model's memory is freed at once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -47,6 +47,14 @@ class Affine(NamedTuple):
 
 
 Weights = Mapping[str, Affine]
+
+
+def bias_of(weights: Weights, path: str) -> Tensor | None:
+    """weights[path].bias, without the weight where that would have to be cast."""
+    bias: Callable[[str], Tensor | None] | None = getattr(weights, "bias", None)
+    return weights[path].bias if bias is None else bias(path)
+
+
 PARTLY_LOADED = (
     "a part of the UNet's weights is not on the GPU (low VRAM): the WebUI moves it there at every call"
 )
