@@ -8,6 +8,7 @@ import torch
 
 from .applied_functions import AppliedBinding, AppliedFunctions
 from .identity import UNCOUNTED, Edits
+from .layout import UnsupportedUNet
 from .weight_functions import FunctionReader, FunctionState
 from .weights import BOUND_DTYPES, Binding
 
@@ -26,6 +27,7 @@ class OnTheFly:
     def __init__(self, reader: FunctionReader | None) -> None:
         self._reader = reader
         self.applied: AppliedFunctions | None = None
+        self._is_needed = False
         self._state, self._glance = FunctionState(), list[object]()
         # The parameters from which it was made.
         self._edits = Edits([])
@@ -48,7 +50,8 @@ class OnTheFly:
             return News.NONE
         layers = binding.layers()
         state = self._reader.state(layers)
-        if not state.layers and binding.cast_to is None:
+        self._is_needed = bool(state.layers) or binding.cast_to is not None
+        if not self._is_needed:
             return News.MOVED if self.drop() else News.NONE
         if self._lasts() and state == self._state and self._parameters_stand(binding):
             return News.NONE
@@ -84,7 +87,9 @@ class OnTheFly:
         return dropped
 
     def source(self, binding: Binding) -> Binding | AppliedBinding:
-        """The weights that the host computes with."""
+        """The weights that the host computes with. Raises UnsupportedUNet between drop and refresh."""
+        if self.applied is None and self._is_needed:
+            raise UnsupportedUNet("what is applied to the weights on the fly was given back with the graphs' memory")
         return binding if self.applied is None else AppliedBinding(binding, self.applied)
 
     def kinds(self, binding: Binding) -> tuple[str, ...]:
