@@ -1,4 +1,4 @@
-"""LoRAs on the fly in graphs: another strength writes to the same memory, and every change is noticed between replays."""
+"""LoRAs on the fly in graphs: another strength is written to the same memory, and every change is noticed."""
 from __future__ import annotations
 
 from collections.abc import Callable
