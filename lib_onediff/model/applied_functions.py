@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .layout import FusedLinear, UnsupportedUNet
-from .weight_functions import Change, WeightFunctions
+from .weight_functions import Change, LowRankUpdate, WeightFunctions
 from .weights import Affine, Binding, LowRank, Weights
 
 MEBIBYTE = 2**20
@@ -87,15 +87,16 @@ class AppliedFunctions:
         if not updates:
             return False
         device = affines[name].weight.device
+        factors = {path: [balanced(update, device) for update in given] for path, given in updates.items()}
         down, moved = self._hold("down", name, torch.cat([
-            update.down.to(device, dtype) for path in updates for update in updates[path]
+            down.to(dtype) for given in factors.values() for _, down in given
         ]), before)
         ups: list[tuple[int, Tensor]] = []
         first_row = first_rank = 0
         for path in paths:
             if path in updates:
                 up, up_moved = self._hold("up", path, torch.cat([
-                    update.up.to(device, dtype) * update.scale for update in updates[path]
+                    up.to(dtype) for up, _ in factors[path]
                 ], dim=1), before)
                 moved |= up_moved
                 ups.append((first_row, up))
@@ -171,6 +172,15 @@ class AppliedFunctions:
         place = kept if kept is not None and stays else torch.empty_like(like, dtype=dtype)
         self._made[kind, name] = place
         return place, not stays
+
+
+def balanced(update: LowRankUpdate, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Up, scaled, and down of a LoRA in float32, with rows of down of a length near 1: whatever their sizes are in a
+    file, what lies between the two products does not overflow in float16. By powers of two, which round nothing."""
+    up, down = update.up.to(device, torch.float32), update.down.to(device, torch.float32)
+    length = down.flatten(1).norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+    power = length.log2().round().exp2()
+    return up * (update.scale * power), down / power.view(-1, *(1 for _ in down.shape[1:]))
 
 
 def grouped(affines: Weights, fusions: Sequence[FusedLinear]) -> dict[str, tuple[str, ...]]:

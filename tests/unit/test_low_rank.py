@@ -6,8 +6,10 @@ import torch
 from builders import relative_error
 from torch import Tensor
 
+from lib_onediff.model.applied_functions import AppliedFunctions, AppliedWeights
 from lib_onediff.model.layout import Convolution
 from lib_onediff.model.operators import Operators, Stream
+from lib_onediff.model.weight_functions import LowRankUpdate, WeightFunctions
 from lib_onediff.model.weights import Affine, LowRank
 from lib_onediff.ops import torch_ops
 
@@ -88,3 +90,17 @@ def test_convolution(ops: Operators, biased: bool, circular: bool, stride: int) 
     shape = Convolution("", 32, 48, 3, stride, 1, circular)
     expected = torch_ops.convolution(image.double(), merged(affine), shape)
     assert relative_error(ops.convolution(image, affine, shape), expected.float()) < CLOSE
+
+
+@pytest.mark.parametrize("size", [1e4, 1.0, 1e-4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_the_sizes_of_up_and_down_do_not_count(dtype: torch.dtype, size: float) -> None:
+    """In float16 the tokens times a large down would be infinite, times a small one nothing."""
+    affine, x = Affine(random(48, 64).to(dtype), None), random(2, 33, 64).to(dtype)
+    up, down = random(48, 4) / size, random(4, 64) * size
+    down[1] = 0
+    applied = AppliedFunctions()
+    applied.fit({"a": WeightFunctions((LowRankUpdate(up, down, 0.5),))}, {"a": affine}, (), dtype, None)
+    output = torch_ops.linear(x, AppliedWeights({"a": affine}, applied, dtype)["a"])
+    exact = x.double() @ (affine.weight.double() + 0.5 * up.double() @ down.double()).t()
+    assert relative_error(output.float(), exact.float()) < (CLOSE if dtype == torch.float32 else 2e-3)
