@@ -13,6 +13,7 @@ from ..ops.precision import Flags
 LATENT_PIXEL = 8
 # In a key's inputs: not a call of the UNet but a decode of the VAE.
 DECODE = "vae decode"
+OPTIONAL_INPUTS = ("y", "timestep condition")
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class ShapeKey:
         tells it from other calls."""
         batch, _, height, width = call.latent.shape
         deepcache = call.deepcache
-        optional = {"y": call.y, "timestep condition": call.timestep_condition}
-        given = (name for name, tensor in optional.items() if tensor is not None)
+        optional = zip(OPTIONAL_INPUTS, (call.y, call.timestep_condition), strict=True)
+        given = (name for name, tensor in optional if tensor is not None)
         return cls(
             architecture=architecture, height=height, width=width, batch=batch, tokens=call.context.shape[1],
             dtype=dtype, latent_dtype=call.latent.dtype, device=call.latent.device, inputs=(*given, *marks),
@@ -95,7 +96,8 @@ class ShapeKey:
         tokens = "VAE" if self.is_decode else f"{self.tokens} tokens"
         part = f", {self.part} at depth {self.depth}" if self.part else ""
         patched = f", with {len(self.patches)} functions of other extensions" if self.patches else ""
-        return f"{self.resolution}, batch {self.batch}, {tokens}{part}{patched}"
+        marks = "" if self.is_decode else "".join(f", {mark}" for mark in self.inputs if mark not in OPTIONAL_INPUTS)
+        return f"{self.resolution}, batch {self.batch}, {tokens}{part}{patched}{marks}"
 
 
 def control_shapes(control: Control | None) -> tuple[tuple[int, ...] | None, ...]:

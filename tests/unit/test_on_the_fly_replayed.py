@@ -161,3 +161,9 @@ def test_engines_that_take_weights_as_they_are_leave_it_to_others(given: Any, le
     found = without_engines(Candidates(given, ""), kinds, torch.device("cuda"))
     assert found.backends == left
     assert found.reason == ("" if given == left else f"the backend {given[0]} does not compute with LoRA on the fly")
+
+
+def test_a_shape_says_how_its_weights_are_computed_with(unet: Any) -> None:
+    put_on(unet, {FUSED: [patch(0.5)]})
+    run(unet, "eager")
+    assert [str(entry.key) for entry in runtime.table.entries()] == ["64x64, batch 2, 77 tokens, LoRA on the fly"]
