@@ -12,6 +12,9 @@ NATIVE, INDUCTOR, CUDAGRAPH, EAGER, ONEFLOW = "native", "inductor", "cudagraph",
 FLOAT8 = "native fp8"
 OUR_KERNELS = (FLOAT8, NATIVE)
 WITH_GRAPHS = (FLOAT8, NATIVE, INDUCTOR, CUDAGRAPH)
+# These take weights that a host casts or changes at each use. The others' operators hand on more than tensors, or were
+# compiled for weights as they are.
+ON_THE_FLY = (NATIVE, CUDAGRAPH, EAGER)
 # Attention is computed by what was measured to be the fastest.
 TUNED = (*OUR_KERNELS, INDUCTOR)
 

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..model.applied_functions import AppliedBinding
 from ..model.bound import BoundUNet
 from ..model.call import DeepCachePass, DeepFeature, UNetCall
 from ..model.conditioning import returns_none
@@ -126,11 +127,21 @@ class ManagedUNet:
             self.float8 = Float8Weights(self.bound.layout, round_rows)
         self.float8.fit(self.bound.weights_in_sampling(), self.bound.binding.weights)
 
-    def binding_for(self, backend: str) -> Binding | Float8Binding:
+    def binding_for(self, backend: str) -> Binding | Float8Binding | AppliedBinding:
         """The weights as a backend wants them."""
         if backend == FLOAT8 and self.float8 is not None:
             return Float8Binding(self.bound.binding, self.float8)
-        return self.bound.binding
+        return self.bound.on_the_fly.source(self.bound.binding)
+
+    def applied_bytes(self, device: torch.device) -> int:
+        """Memory on a device of what was made of functions that the host applies to its weights."""
+        held = self.bound.on_the_fly.bytes
+        return held if held and self.bound.binding.device == device else 0
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """See OnTheFly.kinds; of the last refresh."""
+        return self.bound.on_the_fly.kinds(self.bound.binding)
 
     def runner(
         self, key: ShapeKey, conditioning: Conditioning | None, deepcache: DeepCachePass | None = None
@@ -190,6 +201,7 @@ class ManagedUNet:
             self.cache_run.forget()
             self.float8 = None
             self.bound.drop_prompts()
+            self.bound.drop_applied()
         if not self._kept:
             self._memory = None
 
@@ -202,6 +214,7 @@ class ManagedUNet:
         the GPU: half a millisecond."""
         holds = (
             self._memory is not None or self.float8 is not None or self.cache_run.bytes() or self.bound.prompt_bytes()
+            or self.bound.on_the_fly.bytes
         )
         if holds and not self.bound.unmoved():
             self.drop_runners()

@@ -4,7 +4,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from .conditioning import PromptMemory, Sighting
 from .forward import Conditioning, condition
 from .identity import UNCOUNTED, Edits, Signature
 from .layout import UNetLayout, UnsupportedUNet
+from .on_the_fly import News, OnTheFly
 from .operators import Operators
 from .patches import HostTraits, Structure, scan
 from .read import read_layout
-from .weights import LAYERS_GONE, Binding
+from .weights import LAYERS_GONE, Binding, Weights
 
 log = logging.getLogger("onediff")
 
@@ -29,6 +30,7 @@ class BoundUNet:
     """Keeps layout and binding true to a module that its host may change at any time. Holds no reference to it.
 
     generation counts the changes of addresses: what was captured under another generation must not be replayed.
+    on_the_fly: what the host applies to the weights at each use.
     """
 
     def __init__(self, unet: nn.Module, host_traits: HostTraits = HostTraits()) -> None:  # noqa: B008
@@ -49,6 +51,9 @@ class BoundUNet:
         self._last_prompt = Sighting()
         self._prompts = PromptMemory()
         self.generation = 0
+        self.on_the_fly = OnTheFly(host_traits.functions)
+        # Counts the changes of addresses and of what is applied: at equal numbers, what was computed still holds.
+        self._revision = 0
         self._samplings = 0
         self._lora: Hashable = None
 
@@ -88,18 +93,27 @@ class BoundUNet:
             raise UnsupportedUNet("this UNet has not been bound yet")
         return self._binding
 
+    def weights(self) -> Weights:
+        """Every layer's tensors as the host computes with them, by path or name; see Binding.weights."""
+        return self.on_the_fly.source(self.binding).weights()
+
+    def drop_applied(self) -> None:
+        """Give back the memory of what is applied on the fly; the next refresh makes it anew."""
+        if self.on_the_fly.drop():
+            self._note_moved()
+
     def weights_now(self) -> tuple[int, Edits]:
         """What the weights are: equal values as long as none was moved, exchanged or, where that can be seen, edited.
         A tenth of a millisecond."""
         known = self._all_edits
         if known is None or (UNCOUNTED not in known.counts and not known.still_true()):
             known = self._all_edits = self.binding.all_edits()
-        return self.generation, known
+        return self._revision, known
 
     def weights_in_sampling(self) -> tuple[int, Edits, int]:
         """As weights_now; where edits cannot be seen, also another at every sampling."""
-        generation, edits = self.weights_now()
-        return generation, edits, self._samplings if UNCOUNTED in edits.counts else 0
+        revision, edits = self.weights_now()
+        return revision, edits, self._samplings if UNCOUNTED in edits.counts else 0
 
     def begin_sampling(self) -> None:
         """The host says that a new sampling starts: look at everything again at the next call."""
@@ -126,10 +140,13 @@ class BoundUNet:
             raise UnsupportedUNet(refusal)
         return self.layout
 
-    def refresh(self, call: UNetCall, by_content: bool, channels_last: bool = False) -> None:
+    def refresh(
+        self, call: UNetCall, by_content: bool, channels_last: bool = False, room: Callable[[], int] | None = None
+    ) -> None:
         """Make the binding true for this call. Raises UnsupportedUNet with the reason if that is impossible.
 
-        channels_last: how the weights of convolutions are to lie in memory.
+        channels_last: how the weights of convolutions are to lie in memory. room: how many bytes copies of weights may
+        take, to which the host applies functions; None: any number.
 
         The module tree is looked at when a sampling begins: announced by begin_sampling, or seen by a context tensor
         that was not there at the last call, or, where every call brings a new one (by_content), by a pause. Then every
@@ -148,6 +165,8 @@ class BoundUNet:
             self.host_traits.sync_lora(self.binding.layers())
         if self.host_traits.wanted_lora is not None:
             self._lora = self.host_traits.wanted_lora()
+        if not goes_on:
+            self.binding.cast_to = self.on_the_fly.cast_to(self.binding, call.latent.dtype)
         if not (self._stands(goes_on) and channels_last == self._channels_last):
             began = time.perf_counter()
             try:
@@ -157,9 +176,20 @@ class BoundUNet:
                 self._refusal, self._signature = str(reason), self.binding.signature()
                 raise
             self._signature, self._channels_last = self.binding.signature(), channels_last
-            self.generation += 1
+            self._note_moved()
+            goes_on = False
             milliseconds = (time.perf_counter() - began) * 1e3
             log.debug("bound %s: %.0f MiB copied in %.0f ms", self.layout.model_name, copied / 2**20, milliseconds)
+        news = self.on_the_fly.refresh(self.binding, goes_on, room)
+        if news is News.MOVED:
+            self._note_moved()
+        elif news is News.CHANGED:
+            self._revision += 1
+
+    def _note_moved(self) -> None:
+        """Some weights lie elsewhere now."""
+        self.generation += 1
+        self._revision += 1
 
     def goes_on(self, call: UNetCall, by_content: bool) -> bool:
         """Whether this call belongs to the sampling of the last one, over the same weights in the same places: what
@@ -173,13 +203,13 @@ class BoundUNet:
             return False
         if self.host_traits.wanted_lora is not None and self.host_traits.wanted_lora() != self._lora:
             return False
-        return self._signature.matrices_lie_still()
+        return self._signature.matrices_lie_still() and self.on_the_fly.stands(self.binding)
 
     def holds(self, conditioning: Conditioning, call: UNetCall) -> bool:
         """Whether this is the conditioning of the call's prompt, computed with the weights as they are now."""
         edits = self._edits
         return edits is not None and edits.still_true() and (
-            self._prompts.holds(conditioning, call.context, call.y, self.generation, edits)
+            self._prompts.holds(conditioning, call.context, call.y, self._revision, edits)
         )
 
     def _is_same_sampling(self, call: UNetCall, by_content: bool) -> bool:
@@ -217,6 +247,7 @@ class BoundUNet:
             self.undo_channels_last()
             self._structure, self._binding, self._signature, self._architecture = structure, None, None, None
             self._unreadable, self._kernel_users, self._edits, self._all_edits = None, [], None, None
+            self.drop_applied()
             try:
                 self._binding = Binding(unet, read_layout(unet))
             except UnsupportedUNet as reason:
@@ -231,12 +262,12 @@ class BoundUNet:
         by_content: the host hands over new tensors at every call, so that no prompt is recognised. An inference tensor
         never is.
         """
-        compute = lambda: condition(self.layout, self.binding.weights(), ops, call.context, call.y)  # noqa: E731
+        compute = lambda: condition(self.layout, self.weights(), ops, call.context, call.y)  # noqa: E731
         if by_content or call.context.is_inference():
             return self._prompts.computed_anew(call.context, call.y, compute)
         if self._edits is None or not self._edits.still_true():
             self._edits = self.binding.edits()
-        edits = (self.generation, self._edits, precision)
+        edits = (self._revision, self._edits, precision)
         return self._prompts.conditioning(call.context, call.y, edits, compute)
 
     def undo_channels_last(self) -> bool:
@@ -245,7 +276,7 @@ class BoundUNet:
             return False
         self._binding.turn_convolutions_back()
         self._signature, self._channels_last = None, False
-        self.generation += 1
+        self._note_moved()
         return True
 
     def release(self) -> None:
@@ -257,4 +288,5 @@ class BoundUNet:
         self._channels_last = False
         self._sampling_began = True
         self._prompts = PromptMemory()
-        self.generation += 1
+        self.drop_applied()
+        self._note_moved()

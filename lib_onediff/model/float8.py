@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .layout import FusedLinear, Linear, TransformerBlock, UNetLayout, descriptions
-from .weights import Affine, Binding, Float8Weight, Weights
+from .weights import Binding, Float8Weight, Weights
 
 # Into which tensors the rows of a weight, (out, in), are rounded: values (out, in) and scales (1, out).
 Round = Callable[[Tensor, Tensor, Tensor], None]
@@ -79,7 +79,7 @@ class Float8Binding:
         self._binding = binding
         self._float8 = float8
 
-    def weights(self) -> dict[str, Affine]:
+    def weights(self) -> Weights:
         return self._float8.beside(self._binding.weights())
 
     @property

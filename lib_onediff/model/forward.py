@@ -15,7 +15,7 @@ from .call import Control, UNetCall
 from .layers import Layers
 from .layout import Convolution, Downsample, Layer, TransformerBlock, UNetLayout, Upsample, descriptions
 from .operators import Operators
-from .weights import Weights
+from .weights import Weights, bias_of
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def block_shifts(layout: UNetLayout, weights: Weights, ops: Operators, embedding
     and that convolution's bias, (batch, channels) each, by the projection's path."""
     projected = ops.linear(ops.silu(embedding), weights[layout.embeddings.name])
     blocks = layout.residual_blocks
-    biases = [weights[block.in_convolution.path].bias for block in blocks]
+    biases = [bias_of(weights, block.in_convolution.path) for block in blocks]
     if all(bias is not None for bias in biases):
         projected = projected + ops.join([bias for bias in biases if bias is not None])
     shifts = projected.split([block.embedding.out_features for block in blocks], dim=1)

@@ -20,7 +20,7 @@ from .layout import (
     Upsample,
 )
 from .operators import Operators, Rows, Stream
-from .weights import Affine, Weights
+from .weights import Weights
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ class Layers:
     def _residual_block(self, block: ResidualBlock, image: Tensor) -> Tensor:
         weights, ops = self.weights, self.ops
         hidden = ops.group_norm(image, weights[block.in_norm.path], block.in_norm, silu=True)
-        in_weight = weights[block.in_convolution.path].weight
-        hidden = ops.convolution(hidden, Affine(in_weight, None), block.in_convolution)
+        into = weights[block.in_convolution.path]._replace(bias=None)
+        hidden = ops.convolution(hidden, into, block.in_convolution)
         shift = self.shifts[block.embedding.path]
         hidden = ops.group_norm(hidden, weights[block.out_norm.path], block.out_norm, silu=True, shift=shift)
-        out_weight, out_bias = weights[block.out_convolution.path][:2]
-        hidden = ops.convolution(hidden, Affine(out_weight, None), block.out_convolution)
+        out = weights[block.out_convolution.path]
+        hidden = ops.convolution(hidden, out._replace(bias=None), block.out_convolution)
         skip = image if block.skip is None else ops.pointwise(image, weights[block.skip.path])
-        return ops.residual_add(skip, hidden, out_bias)
+        return ops.residual_add(skip, hidden, out.bias)
 
     def _spatial_transformer(self, transformer: SpatialTransformer, image: Tensor) -> Tensor:
         weights, ops = self.weights, self.ops

@@ -94,8 +94,8 @@ class LeafReader:
             raise self._unknown(module, "its forward is its own")
         if not isinstance(getattr(module, "weight", None), nn.Parameter):
             raise self._unknown(module, "it has no weight")
-        if getattr(module, "scale_weight", None) is not None or getattr(module, "forge_online_loras", None):
-            raise self._unknown(module, "its weight is stored scaled or patched at every call")
+        if getattr(module, "scale_weight", None) is not None:
+            raise self._unknown(module, "its weight is stored scaled")
         for name in ("weight", "bias"):
             if getattr(module, name, None) is not None:
                 self._unclaimed.discard(f"{self.path(module)}.{name}")

@@ -14,7 +14,7 @@ from .layers import Layers, join_heads, split_heads
 from .layout import CrossAttention, ResidualBlock, SelfAttention, SpatialTransformer, TransformerBlock, UNetLayout
 from .operators import Operators, Stream
 from .patch_points import CROSS_ATTENTION, INPUT, LAST, MIDDLE, OUTPUT, SELF_ATTENTION, PatchPoints
-from .weights import Affine, Weights
+from .weights import Weights
 
 
 def patched_forward(
@@ -174,11 +174,11 @@ class PatchedLayers(Layers):
         if norm is None:
             return super()._residual_block(block, hidden_states)
         hidden = ops.silu(norm(block.in_norm.path, hidden_states))
-        in_weight = weights[block.in_convolution.path].weight
-        hidden = ops.convolution(hidden, Affine(in_weight, None), block.in_convolution)
+        into = weights[block.in_convolution.path]._replace(bias=None)
+        hidden = ops.convolution(hidden, into, block.in_convolution)
         hidden = hidden + self.shifts[block.embedding.path][:, :, None, None]
         hidden = ops.silu(norm(block.out_norm.path, hidden))
-        out_weight, out_bias = weights[block.out_convolution.path][:2]
-        hidden = ops.convolution(hidden, Affine(out_weight, None), block.out_convolution)
+        out = weights[block.out_convolution.path]
+        hidden = ops.convolution(hidden, out._replace(bias=None), block.out_convolution)
         skip = hidden_states if block.skip is None else ops.pointwise(hidden_states, weights[block.skip.path])
-        return ops.residual_add(skip, hidden, out_bias)
+        return ops.residual_add(skip, hidden, out.bias)

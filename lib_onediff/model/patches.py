@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from .weight_functions import FunctionReader
+
 # What hosts change on a module without changing its class: Tiling, and FreeU's factors.
 SWITCHES = ("padding_mode", "s1", "s2", "b1", "b2")
 # Where the Forge family keeps what it adds to a layer's weights at every call: a LoRA that is not merged.
@@ -43,6 +45,7 @@ class HostTraits:
     wanted_lora: what sync_lora brings them up to; equal as long as nothing has to be done.
     by_content: every call brings new tensors, so that a prompt is known by its content only.
     yardstick: the host's forward, with what it only approximates (8-bit attention) computed exactly, to compare with.
+    functions: reads what the host applies to its layers' weights at each use; without it, that is the host's.
     """
 
     trusted: Collection[str] = ()
@@ -51,6 +54,7 @@ class HostTraits:
     wanted_lora: Callable[[], Hashable] | None = None
     by_content: bool = False
     yardstick: Callable[[Callable[[], Tensor]], Callable[[], Tensor]] = as_it_is
+    functions: FunctionReader | None = None
 
 
 def scan(unet: nn.Module, host_traits: HostTraits = HostTraits()) -> Structure:
@@ -82,7 +86,7 @@ def scan(unet: nn.Module, host_traits: HostTraits = HostTraits()) -> Structure:
             patched = f"{name} has a forward of its own, set by {origin(replaced)}"
         elif state["_forward_hooks"] or state["_forward_pre_hooks"]:
             patched = f"{name} has a forward hook"
-        elif any(state.get(name) for name in APPLIED_AT_CALL):
+        elif host_traits.functions is None and any(state.get(name) for name in APPLIED_AT_CALL):
             patched = "a LoRA is applied at every call, not merged (fp16 LoRA in Diffusion in Low Bits, or low VRAM)"
         elif isinstance(module, nn.Dropout) and module.training and module.p > 0:
             patched = f"{name} drops values (the UNet is in training mode)"

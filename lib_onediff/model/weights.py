@@ -7,7 +7,7 @@ and an unloaded model's memory is freed at once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,6 +17,8 @@ from .identity import Edits, Signature
 from .layout import Convolution, FusedLinear, UnsupportedUNet
 
 BOUND_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Of weights that a host casts at each use.
+STORED_DTYPES = (*BOUND_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class Float8Weight(NamedTuple):
@@ -26,15 +28,33 @@ class Float8Weight(NamedTuple):
     scales: Tensor
 
 
+class LowRank(NamedTuple):
+    """What LoRAs add to a layer's product: up @ down @ x. down: (ranks, in), or (ranks, in, height, width) of a
+    convolution. ups: the first row of each and its (rows, ranks); they share the ranks of down among them, in order."""
+
+    down: Tensor
+    ups: tuple[tuple[int, Tensor], ...]
+
+
 class Affine(NamedTuple):
-    """A weight and its bias, or None where the layer has no bias; and the weight in float8, where it is wanted so."""
+    """A weight and its bias, or None where the layer has no bias; the weight in float8, where it is wanted so; and the
+    LoRAs that are computed beside it."""
 
     weight: Tensor
     bias: Tensor | None
     float8: Float8Weight | None = None
+    low_rank: LowRank | None = None
 
 
-Weights = dict[str, Affine]
+Weights = Mapping[str, Affine]
+
+
+def bias_of(weights: Weights, path: str) -> Tensor | None:
+    """weights[path].bias, without the weight where that would have to be cast."""
+    bias: Callable[[str], Tensor | None] | None = getattr(weights, "bias", None)
+    return weights[path].bias if bias is None else bias(path)
+
+
 PARTLY_LOADED = (
     "a part of the UNet's weights is not on the GPU (low VRAM): the WebUI moves it there at every call"
 )
@@ -55,7 +75,10 @@ class Layout(Protocol):
 
 
 class Binding:
-    """The parameters of one module, in the order and grouping that a layout gives them."""
+    """The parameters of one module, in the order and grouping that a layout gives them.
+
+    cast_to: the type to which the host casts them at each use; None where it computes with them as they are stored.
+    """
 
     def __init__(self, module: nn.Module, layout: Layout) -> None:
         self.layout: Any = layout
@@ -67,6 +90,7 @@ class Binding:
         self._convolution_paths = [leaf.path for leaf in leaves if isinstance(leaf, Convolution) and leaf.kernel > 1]
         self._by_path = dict(self._leaves)
         self._turned: set[str] = set()
+        self.cast_to: torch.dtype | None = None
 
     def bind(self, channels_last: bool = False) -> int:
         """Let the members of every fused layer share one storage, and the convolutions' weights lie channels-last, or
@@ -123,6 +147,15 @@ class Binding:
         self._turned.add(path)
         return weight.numel() * weight.element_size()
 
+    @property
+    def fusions(self) -> Sequence[FusedLinear]:
+        """The groups of layers whose weights lie in one tensor."""
+        return self._fusions
+
+    def paths(self) -> list[str]:
+        """Of the modules that hold the parameters, in the order of layers."""
+        return [path for path, _ in self._leaves]
+
     def layers(self) -> list[nn.Module]:
         """The host's modules that hold the parameters. Drop the result after the call."""
         return [layer for layer in (reference() for _, reference in self._leaves) if layer is not None]
@@ -164,6 +197,11 @@ class Binding:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Which is computed in."""
+        return self.cast_to or self.stored_dtype
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
         return self._first_weight().dtype
 
     @property
@@ -173,7 +211,7 @@ class Binding:
     def _first_weight(self) -> Tensor:
         return self._parameters(self._leaves[0][1])[0]
 
-    def _affines(self) -> Weights:
+    def _affines(self) -> dict[str, Affine]:
         return {path: Affine(*self._parameters(leaf)) for path, leaf in self._leaves}
 
     @staticmethod
@@ -185,18 +223,19 @@ class Binding:
 
     def refuse_mixture(self) -> None:
         """Raise UnsupportedUNet if the parameters are of a dtype that we do not run, or lie on several devices."""
+        known, stored = BOUND_DTYPES if self.cast_to is None else STORED_DTYPES, self.stored_dtype
         for path, affine in self._affines().items():
             for parameter in (affine.weight, affine.bias):
                 if parameter is None:
                     continue
-                if type(parameter.data) is not Tensor or parameter.dtype not in BOUND_DTYPES:
+                if type(parameter.data) is not Tensor or parameter.dtype not in known:
                     raise UnsupportedUNet(f"{path} is stored as {describe_storage(parameter)}, which we do not run")
                 devices = {parameter.device.type, self.device.type}
                 if parameter.device != self.device and "meta" not in devices:
                     raise UnsupportedUNet(PARTLY_LOADED)
-                if (parameter.device, parameter.dtype) != (self.device, self.dtype):
+                if (parameter.device, parameter.dtype) != (self.device, stored):
                     raise UnsupportedUNet(
-                        f"its parameters are mixed: {self.dtype} on {self.device}, "
+                        f"its parameters are mixed: {stored} on {self.device}, "
                         f"but {path} is {parameter.dtype} on {parameter.device}"
                     )
         if self.device.type == "meta":
@@ -228,12 +267,20 @@ def fuse(parameters: list[Tensor]) -> int:
     if joined(parameters) is not None:
         return 0
     with torch.no_grad(), torch.inference_mode(parameters[0].is_inference()):
-        together = torch.cat([parameter.detach() for parameter in parameters])
+        together = concatenated([parameter.detach() for parameter in parameters])
         start = 0
         for parameter in parameters:
             parameter.data = together[start:start + parameter.shape[0]]
             start += parameter.shape[0]
     return together.numel() * together.element_size()
+
+
+def concatenated(parameters: list[Tensor]) -> Tensor:
+    """As torch.cat, which not every release has for float8."""
+    dtype = parameters[0].dtype
+    if dtype.itemsize > 1:
+        return torch.cat(parameters)
+    return torch.cat([parameter.view(torch.uint8) for parameter in parameters]).view(dtype)
 
 
 def joined(parameters: list[Tensor]) -> Tensor | None:

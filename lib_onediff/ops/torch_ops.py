@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..model.layout import Convolution, GroupNorm, LayerNorm, TimeEmbedding
 from ..model.operators import Stream
-from ..model.weights import Affine
+from ..model.weights import Affine, LowRank
 
 
 def sinusoids(timestep: Tensor, time: TimeEmbedding) -> Tensor:
@@ -22,10 +22,11 @@ def sinusoids(timestep: Tensor, time: TimeEmbedding) -> Tensor:
 
 
 def frequencies(time: TimeEmbedding, device: torch.device) -> Tensor:
-    """Those of the sinusoids, (channels / 2,) in float32."""
+    """Those of the sinusoids, (channels / 2,) in float32. In the order of the hosts' own sums: another one rounds
+    otherwise, and some models make a thousand times as much of it."""
     half = time.channels // 2
-    exponents = torch.arange(half, dtype=torch.float32, device=device) / (half - time.frequency_shift)
-    return torch.exp(-math.log(10000) * exponents)
+    exponents = -math.log(10000) * torch.arange(half, dtype=torch.float32, device=device)
+    return torch.exp(exponents / (half - time.frequency_shift))
 
 
 def join(vectors: Sequence[Tensor]) -> Tensor:
@@ -34,7 +35,18 @@ def join(vectors: Sequence[Tensor]) -> Tensor:
 
 def linear(x: Tensor, affine: Affine) -> Tensor:
     weight = affine.weight
-    return functional.linear(x, weight.flatten(1) if weight.dim() == 4 else weight, affine.bias)
+    product = functional.linear(x, weight.flatten(1) if weight.dim() == 4 else weight, affine.bias)
+    return product if affine.low_rank is None else add_low_rank(product, x, affine.low_rank)
+
+
+def add_low_rank(product: Tensor, x: Tensor, low_rank: LowRank) -> Tensor:
+    """What LoRAs add to a linear layer's product (..., out), written into it. x: (..., in)."""
+    hidden, rank = functional.linear(x, low_rank.down.flatten(1)), 0
+    for row, up in low_rank.ups:
+        rows, ranks = up.shape
+        product[..., row:row + rows] += functional.linear(hidden[..., rank:rank + ranks], up)
+        rank += ranks
+    return product
 
 
 def pointwise(image: Tensor, affine: Affine) -> Tensor:
@@ -47,14 +59,21 @@ def pointwise(image: Tensor, affine: Affine) -> Tensor:
         product = torch.bmm(weight, pixels)
     else:
         product = torch.baddbmm(affine.bias[None, :, None], weight, pixels)
+    if affine.low_rank is not None:
+        add_low_rank(product.mT, pixels.mT, affine.low_rank)
     return product.view(batch, -1, height, width)
 
 
 def convolution(image: Tensor, affine: Affine, shape: Convolution) -> Tensor:
+    padding = shape.padding
     if shape.circular:
-        image = functional.pad(image, [shape.padding] * 4, mode="circular")
-        return functional.conv2d(image, affine.weight, affine.bias, shape.stride)
-    return functional.conv2d(image, affine.weight, affine.bias, shape.stride, shape.padding)
+        image, padding = functional.pad(image, [padding] * 4, mode="circular"), 0
+    product = functional.conv2d(image, affine.weight, affine.bias, shape.stride, padding)
+    if affine.low_rank is not None:
+        hidden = functional.conv2d(image, affine.low_rank.down, None, shape.stride, padding)
+        for _, up in affine.low_rank.ups:
+            product += functional.conv2d(hidden, up[:, :, None, None])
+    return product
 
 
 def group_norm(image: Tensor, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None) -> Tensor:

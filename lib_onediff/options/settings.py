@@ -118,8 +118,8 @@ class Settings:
         0,
         "Graph memory in MiB",
         "How much GPU memory the graphs of all resolutions may hold together. When a new one does not fit, those that "
-        "were used least recently are dropped and captured again when needed; pinned ones stay. 0: a quarter of the "
-        "card.",
+        "were used least recently are dropped and captured again when needed; pinned ones stay. Copies of weights for "
+        "LoHas and others that are applied on the fly count too. 0: a quarter of the card.",
         bounds=(0, MOST_GRAPH_MEMORY_MIB),
     )
     prewarm: str = option(

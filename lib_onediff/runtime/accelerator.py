@@ -178,7 +178,7 @@ class Accelerator(Services):
                 return refusal
         else:
             with self._lock:
-                self._fallback.note(settings, result)
+                self._fallback.note(managed, settings, result)
             if result.route == PLAIN:
                 with self.computing(call.latent.device), our_modes(call.latent.device, result.entry.key.precision):
                     self._fallback.make_ready(managed, settings, result)
@@ -267,8 +267,8 @@ class Accelerator(Services):
             return None
         return managed.cache_run.plan(
             choice, sampling, bound.layout, call,
-            ShapeKey.of(bound.architecture, bound.binding.dtype, call, precision=flags), managed.by_content,
-            managed.held_features,
+            ShapeKey.of(bound.architecture, bound.binding.dtype, call, precision=flags, marks=managed.kinds),
+            managed.by_content, managed.held_features,
         )
 
     def _decline(self, unet: nn.Module, reason: str, host: HostForward, context: Tensor) -> Tensor:

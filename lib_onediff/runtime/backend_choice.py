@@ -1,6 +1,8 @@
 """Which backends are tried for a call, and why not the others: by the settings, the machine and the model."""
 from __future__ import annotations
 
+import torch
+
 from .. import engines as backends
 from ..engines.graphs.cache import GraphCache
 from ..engines.inductor.helper import CannotCompile
@@ -32,10 +34,16 @@ class BackendChoice:
         """
         candidates = self._candidates(settings, call, waits_for_compile)
         channels_last = self._wants_channels_last(managed, candidates.backends[0], call)
-        managed.bound.refresh(call, managed.by_content, channels_last)
+        device, budget = call.latent.device, settings.memory_budget
+        managed.bound.refresh(
+            call, managed.by_content, channels_last, lambda: self._graphs.room(budget, device)
+        )
         misfit = managed.misfit(call)
         if misfit is not None:
             return backends.Candidates((), misfit)
+        if managed.kinds:
+            self._graphs.drop_float8(managed)
+            return without_engines(candidates, managed.kinds, device)
         if settings.backend == backends.AUTO and candidates.backends[0] == backends.INDUCTOR:
             candidates = self._when_compiled(managed, candidates, call)
         if settings.fp8:
@@ -76,3 +84,15 @@ class BackendChoice:
             return NO_ROOM
         lack = self._operators.why_not_float8(call.latent.device, call.latent.dtype)
         return lack or self._operators.why_no_float8_here(managed.bound.layout, call)
+
+
+def without_engines(
+    candidates: backends.Candidates, kinds: tuple[str, ...], device: torch.device
+) -> backends.Candidates:
+    """Those that compute with weights which a host casts or changes at each use."""
+    left = tuple(backend for backend in candidates.backends if backend in backends.ON_THE_FLY)
+    if left and left[0] == candidates.backends[0]:
+        return candidates
+    plain = backends.CUDAGRAPH if device.type == "cuda" else backends.EAGER
+    reason = f"the backend {candidates.backends[0]} does not compute with {' and '.join(kinds)}"
+    return backends.Candidates(left or (plain,), reason)

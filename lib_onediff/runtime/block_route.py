@@ -177,7 +177,7 @@ class BlockRoute:
     @staticmethod
     def _layers(managed: ManagedUNet, ops: Operators, call: UNetCall, embedding: Tensor, flags: Flags) -> Layers:
         bound = managed.bound
-        weights, layout = bound.binding.weights(), bound.layout
+        weights, layout = bound.weights(), bound.layout
         conditioning = bound.conditioning(torch_ops, call, managed.by_content, flags)
         shifts = block_shifts(layout, weights, ops, embedding.to(bound.binding.dtype))
         return Layers(weights, ops, shifts, key_values_by_name(layout, conditioning), call.upcast_attention)

@@ -111,9 +111,10 @@ class FallbackChain:
                 managed.cache_run.failure = reason
         return reason
 
-    def note(self, settings: Settings, result: CallResult) -> None:
+    def note(self, managed: ManagedUNet, settings: Settings, result: CallResult) -> None:
         """A call of a proved shape was served."""
-        if settings.backend == backends.AUTO and not (result.call.patches or result.call.additions):
+        mixed = result.call.patches is not None or result.call.additions or managed.kinds
+        if settings.backend == backends.AUTO and not mixed:
             self._operators.auto.note(result.entry, result.call)
 
     def make_ready(self, managed: ManagedUNet, settings: Settings, result: CallResult) -> None:
@@ -162,7 +163,7 @@ class FallbackChain:
 
     def _entry(self, managed: ManagedUNet, call: UNetCall, backend: str, flags: Flags) -> Entry:
         bound = managed.bound
-        key = ShapeKey.of(bound.architecture, bound.binding.dtype, call, backend, flags)
+        key = ShapeKey.of(bound.architecture, bound.binding.dtype, call, backend, flags, managed.kinds)
         return self._table.entry(key, bound.layout.model_name)
 
     def _compiling(self, managed: ManagedUNet, backend: str, call: UNetCall) -> str | None:

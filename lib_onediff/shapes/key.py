@@ -13,6 +13,7 @@ from ..ops.precision import Flags
 LATENT_PIXEL = 8
 # In a key's inputs: not a call of the UNet but a decode of the VAE.
 DECODE = "vae decode"
+OPTIONAL_INPUTS = ("y", "timestep condition")
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,18 @@ class ShapeKey:
 
     @classmethod
     def of(
-        cls, architecture: str, dtype: torch.dtype, call: UNetCall, backend: str = "", precision: Flags = ()
+        cls, architecture: str, dtype: torch.dtype, call: UNetCall, backend: str = "", precision: Flags = (),
+        marks: tuple[str, ...] = (),
     ) -> ShapeKey:
-        """The key of a call; height and width are in latent pixels. dtype is the weights'."""
+        """The key of a call; height and width are in latent pixels. dtype is the one computed in. marks: what else
+        tells it from other calls."""
         batch, _, height, width = call.latent.shape
         deepcache = call.deepcache
-        optional = {"y": call.y, "timestep condition": call.timestep_condition}
+        optional = zip(OPTIONAL_INPUTS, (call.y, call.timestep_condition), strict=True)
+        given = (name for name, tensor in optional if tensor is not None)
         return cls(
             architecture=architecture, height=height, width=width, batch=batch, tokens=call.context.shape[1],
-            dtype=dtype, latent_dtype=call.latent.dtype,
-            device=call.latent.device, inputs=tuple(name for name, tensor in optional.items() if tensor is not None),
+            dtype=dtype, latent_dtype=call.latent.dtype, device=call.latent.device, inputs=(*given, *marks),
             control=control_shapes(call.control), upcast_attention=call.upcast_attention, backend=backend,
             precision=precision, part=deepcache.name if deepcache else "", depth=deepcache.depth if deepcache else 0,
             patches=() if call.patches is None else call.patches.structure, additions=call.additions,
@@ -95,7 +98,8 @@ class ShapeKey:
         tokens = "VAE" if self.is_decode else f"{self.tokens} tokens"
         part = f", {self.part} at depth {self.depth}" if self.part else ""
         patched = f", with {len(self.patches)} functions of other extensions" if self.patches else ""
-        added = "".join(f", {addition}" for addition in self.additions)
+        marks = () if self.is_decode else (mark for mark in self.inputs if mark not in OPTIONAL_INPUTS)
+        added = "".join(f", {one}" for one in (*marks, *self.additions))
         return f"{self.resolution}, batch {self.batch}, {tokens}{part}{patched}{added}"
 
 

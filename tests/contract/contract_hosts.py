@@ -218,8 +218,22 @@ class FamilyHost(Host):
         patcher = self.checkpoint.forge_objects_original.unet.clone()
         if strength:
             weight = self.unet.get_submodule(ATTENTION).weight
-            patcher.add_patches({f"diffusion_model.{ATTENTION}.weight": random(*weight.shape)}, strength, online)
+            patcher.add_patches({f"diffusion_model.{ATTENTION}.weight": (random(*weight.shape),)}, strength, online)
         self.checkpoint.forge_objects_after_applying_lora.unet = patcher
+
+    def set_loras(self, *loras: tuple[dict[str, Any], float]) -> None:
+        """LoRAs on the fly for the generations to come: what each adds to which parameters, and its strength."""
+        patcher = self.checkpoint.forge_objects_original.unet.clone()
+        for patches, strength in loras:
+            patcher.add_patches({f"diffusion_model.{key}": what for key, what in patches.items()}, strength, True)
+        self.checkpoint.forge_objects_after_applying_lora.unet = patcher
+
+    def store_as(self, dtype: torch.dtype) -> None:
+        """As the list "Diffusion in Low Bits" does: weights stored so, and cast by every layer."""
+        self.unet.to(dtype)
+        self.unet.storage_dtype = self.checkpoint.forge_objects.unet.model.storage_dtype = dtype
+        for layer in self.unet.modules():
+            layer.parameters_manual_cast = layer.ldm_patched_cast_weights = True
 
 
 class LdmPatchedHost(FamilyHost):

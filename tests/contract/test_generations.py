@@ -112,9 +112,8 @@ def test_loras_are_merged_and_taken_out(host: Host, in_place: bool) -> None:
     assert not any(shares_storage(parameter) for parameter in host.unet.parameters())
 
 
-# Classic merges all of them.
-@pytest.mark.parametrize("host", ["a1111", "forge", "neo", "reforge"], indirect=True)
-def test_a_lora_on_the_fly_is_the_hosts(host: Host) -> None:
+@pytest.mark.parametrize("host", ["a1111"], indirect=True)
+def test_a_lora_of_the_old_method_is_the_hosts(host: Host) -> None:
     host.set_lora(0.5, online=True)
     expected = host.generate()
     host.start()
@@ -123,8 +122,8 @@ def test_a_lora_on_the_fly_is_the_hosts(host: Host) -> None:
     host.set_lora(0.5, online=True)
     made, calls = calls_of(host.generate)
     assert calls == BY_HOST and torch.equal(made.latent, expected.latent)
-    said = "LoRA is set to the old method" if host.name == "a1111" else "a LoRA is applied at every call"
-    assert runtime.status()["route"] == "host" and runtime.status()["reason"].startswith(said)
+    assert runtime.status()["route"] == "host"
+    assert runtime.status()["reason"].startswith("LoRA is set to the old method")
     host.set_lora(0.0)
     assert calls_of(host.generate)[1] == OURS
 

@@ -179,7 +179,7 @@ def test_exclusive_work_runs_on_forges_main_thread_with_its_lock(host: ForgeHost
     asking.join(20)
     assert answers[0] == (loop, False) and isinstance(answers[1], IndexError)
     assert lock.acquire(blocking=False)
-    with pytest.raises(CannotWarm, match="making a picture"):
+    with pytest.raises(CannotWarm, match="making an image"):
         host.adapter.exclusively(lambda: None)
     lock.release()
     assert host.adapter.exclusively(threading.current_thread) is threading.main_thread()

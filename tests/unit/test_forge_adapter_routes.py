@@ -126,18 +126,6 @@ def test_what_forge_stores_otherwise_is_the_hosts(host: ForgeHost) -> None:
     assert "stored as float32 and computed in float64" in runtime.status()["reason"]
 
 
-def test_loras_on_the_fly_are_the_hosts(host: ForgeHost) -> None:
-    checkpoint = host.load(Checkpoint())
-    host.generate()
-    difference = torch.randn_like(checkpoint.unet.input_blocks[1][1].transformer_blocks[0].attn1.to_q.weight)
-    patcher = checkpoint.forge_objects_original.unet.clone()
-    patcher.add_patches(filename="a", patches={ATTENTION: (difference,)}, strength_patch=0.5, online_mode=True)
-    checkpoint.forge_objects_after_applying_lora.unet = patcher
-    output, calls = calls_of(host.generate)
-    assert calls == {"host": 2} and runtime.status()["reason"].startswith("a LoRA is applied at every call")
-    assert torch.equal(output, without_us(host))
-
-
 def test_another_attention_is_noticed_at_once(host: ForgeHost, monkeypatch: pytest.MonkeyPatch) -> None:
     host.load(Checkpoint())
     host.generate()

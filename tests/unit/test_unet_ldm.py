@@ -82,3 +82,17 @@ def test_the_hosts_own_forward_would_fail_at_an_odd_size_without_a1111() -> None
         unet(call.latent, call.timestep, context=call.context)
     with a1111_sizes(), torch.no_grad():
         assert unet(call.latent, call.timestep, context=call.context).shape == call.latent.shape
+
+
+@pytest.mark.parametrize("channels", [32, 320, 1280])
+def test_sinusoids_are_the_hosts_to_the_bit(channels: int) -> None:
+    """What is rounded otherwise here is a thousand times as much in the output of some models."""
+    from ldm.modules.diffusionmodules.util import timestep_embedding
+
+    from lib_onediff.model.layout import Linear, TimeEmbedding
+    from lib_onediff.ops import torch_ops
+
+    layer = Linear("", channels, channels)
+    time = TimeEmbedding(channels, True, 0.0, 1.0, None, layer, layer)
+    timestep = torch.tensor([999.0, 500.25, 1.0, 0.0])
+    assert torch.equal(torch_ops.sinusoids(timestep, time), timestep_embedding(timestep, channels))

@@ -13,7 +13,7 @@ from ...store.history import Pins
 from ...weak_dictionary import WeakDictionary
 from ..managed_unet import CachedRunner, ManagedUNet
 from .capture import CudaGraphs
-from .device_memory import Card
+from .device_memory import UNLIMITED, Card
 from .pool_size import MEBIBYTE, gives_back
 
 SHARE_OF_THE_CARD = 4
@@ -77,9 +77,20 @@ class GraphRecords:
         return sum(map(self._graphs.bytes, self.devices()))
 
     def held(self, device: torch.device) -> int:
-        """Bytes that all graphs of a device hold, with the prompts that they read."""
+        """Bytes that all graphs of a device hold, with the prompts that they read, and with what was made of functions
+        that hosts apply to their weights."""
         own = own_bytes(held for held in self.graphs() if held.key.device == device)
-        return self._graphs.bytes(device) + own + self.prompt_bytes(device)
+        return self._graphs.bytes(device) + own + self.prompt_bytes(device) + self.applied_bytes(device)
+
+    def applied_bytes(self, device: torch.device) -> int:
+        """Bytes that lie on a device beside the hosts' weights, because of functions that they apply to these."""
+        return sum(managed.applied_bytes(device) for managed in self._managed.values())
+
+    def room(self, budget: int, device: torch.device) -> int:
+        """Bytes that may be used beside what is held, for a budget in MiB. Without a GPU, 0 is no limit."""
+        if device.type != "cuda":
+            return budget * MEBIBYTE - self.applied_bytes(device) if budget else UNLIMITED
+        return min(self.allowed(budget, device) - self.held(device), self.left(device) - self.card.spare(device))
 
     def prompt_bytes(self, device: torch.device | None = None, architecture: str | None = None) -> int:
         """Bytes of what was computed of prompts alone: on a device, or on all; for an architecture, or for all."""

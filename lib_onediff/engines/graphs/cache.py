@@ -185,6 +185,7 @@ class GraphCache(GraphRecords):
         for managed in self._managed.values():
             managed.cache_run.forget()
             self._drop_float8_weights(managed)
+            managed.bound.drop_applied()
         self._drop_prompts()
         self._drop({*self.keys(), *(entry.key for entry in self._table.entries() if entry.state is State.READY)})
         return max(0, reserved - self.card.reserved())

@@ -28,6 +28,7 @@ from ..webui import CannotWarm, Result, network_name
 from . import checks, warm
 from .call import copied_lists, unet_call
 from .traits import ENGINE_PATHS, FORGE, Traits
+from .weight_functions import LayerFunctions
 
 log = logging.getLogger("onediff")
 
@@ -66,7 +67,8 @@ class Forge:
             [vae.Decoder, vae.Encoder], HostTraits(), lambda decoder: checks.replaced_vae_helper(traits, decoder)
         )
         self._host_traits = HostTraits(
-            by_content=True, yardstick=lambda host: checks.with_exact_attention(traits, host)
+            by_content=True, yardstick=lambda host: checks.with_exact_attention(traits, host),
+            functions=LayerFunctions(),
         )
         self._names_read = checks.names_read_by(traits.module(traits.unet), traits.module(traits.attention))
         self._looks: weakref.WeakKeyDictionary[nn.Module, Look] = weakref.WeakKeyDictionary()

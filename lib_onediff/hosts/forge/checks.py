@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...model.patches import origin, package
+from ...model.weights import BOUND_DTYPES, STORED_DTYPES
 from .traits import APPROXIMATE_ATTENTIONS, ATTENTIONS, Traits
 
 EXACT_ATTENTION = "attention_pytorch"
@@ -21,7 +22,7 @@ def why_not_unet(unet: nn.Module, original: Any) -> str | None:
     if package(source) != package(type(unet).__module__):
         return f"{type(unet).__name__}.forward was replaced by {source}"
     stored, computed = getattr(unet, "storage_dtype", None), getattr(unet, "computation_dtype", None)
-    if stored != computed:
+    if stored != computed and not (stored in STORED_DTYPES and computed in BOUND_DTYPES):
         stored, computed = (str(kind).removeprefix("torch.") for kind in (stored, computed))
         return f"the UNet is stored as {stored} and computed in {computed}: the WebUI casts its weights at every call"
     return None

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...model.layout import Convolution, GroupNorm, LayerNorm, TimeEmbedding
 from ...model.operators import Rows, Stream
-from ...model.weights import Affine
+from ...model.weights import Affine, LowRank
 from .. import torch_ops
 from ..torch_ops import bias_or_zeros, channels_last
 from ..tuning_cache import TuningCache
@@ -87,6 +87,11 @@ class TritonOperators:
         else:
             pixels = functional.linear(rows(second), weight[:, channels:], affine.bias)
             pixels.addmm_(rows(first), weight[:, :channels].t())
+        if affine.low_rank is not None:
+            down, ups = affine.low_rank.down.flatten(1), affine.low_rank.ups
+            torch_ops.add_low_rank(pixels, rows(first), LowRank(down[:, :channels], ups))
+            if second is not None:
+                torch_ops.add_low_rank(pixels, rows(second), LowRank(down[:, channels:], ups))
         batch, _, height, width = first.shape
         return pixels.view(batch, height, width, -1).permute(0, 3, 1, 2)
 
@@ -94,7 +99,7 @@ class TritonOperators:
         if affine.bias is None or shape.out_channels % ALIGNED_CHANNELS:
             return torch_ops.convolution(channels_last(image), affine, shape)
         # torch adds a bias in another pass, and a slower one.
-        output = channels_last(torch_ops.convolution(channels_last(image), Affine(affine.weight, None), shape))
+        output = channels_last(torch_ops.convolution(channels_last(image), affine._replace(bias=None), shape))
         self._add(None, output, affine.bias, output)
         return output
 
@@ -119,6 +124,8 @@ class TritonOperators:
             stream = Stream(self.materialize(stream))
         tokens = stream.tokens.contiguous()
         tokens.view(-1, tokens.shape[-1]).addmm_(x.flatten(0, -2), affine.weight.t())
+        if affine.low_rank is not None:
+            torch_ops.add_low_rank(tokens, x, affine.low_rank)
         return Stream(tokens, stream.deferred_bias, affine.bias)
 
     def materialize(self, stream: Stream) -> Tensor:

@@ -50,12 +50,34 @@ def attention_of_pixels(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scaled_dot_product_attention(*flat).squeeze(1).transpose(1, 2).reshape(q.shape)
 
 
-def weight_of(layer: Any) -> Tensor:
-    """As ComfyUI's layers find it."""
-    weight = layer.weight
-    for function in getattr(layer, "weight_function", ()):
-        weight = function(weight)
+def merged(weight: Tensor, patches: Any) -> Tensor:
+    """A weight with patches: each its strength, and what is added."""
+    for strength, what, *_ in patches:
+        kind, parts = what if len(what) == 2 else ("diff", what)
+        if kind == "lora":
+            up, down, alpha = parts[:3]
+            difference = alpha / down.shape[0] * up.flatten(1) @ down.flatten(1)
+        elif kind == "loha":
+            difference = (parts[0] @ parts[1]) * (parts[2] @ parts[3])
+        else:
+            difference = parts[0]
+        weight = weight + strength * difference.reshape(weight.shape).to(weight.dtype)
     return weight
+
+
+def parameters_of(layer: Any, x: Tensor) -> list[Any]:
+    """Weight and bias as the hosts' layers find them: cast where they are stored otherwise, and changed."""
+    casts = getattr(layer, "parameters_manual_cast", False) or getattr(layer, "ldm_patched_cast_weights", False)
+    found: list[Any] = []
+    for name in ("weight", "bias"):
+        parameter = getattr(layer, name)
+        if parameter is not None:
+            parameter = parameter.to(x.dtype) if casts else parameter
+            for function in getattr(layer, f"{name}_function", ()):
+                parameter = function(parameter)
+            parameter = merged(parameter, getattr(layer, "forge_online_loras", {}).get(name, ()))
+        found.append(parameter)
+    return found
 
 
 class KModel(nn.Module):
@@ -87,19 +109,22 @@ class ModelPatcher:
     def __init__(self, model: Any, originals: dict[str, nn.Parameter]) -> None:
         self.model, self._originals = model, originals
         self.load_device = self.offload_device = CPU
-        self.lora: dict[str, tuple[Tensor, float, bool]] = {}
+        self.lora: dict[str, list[Any]] = {}
         self.model_options: dict[str, Any] = {"transformer_options": {}}
 
     def clone(self) -> Any:
         made = copy.copy(self)
-        made.lora, made.model_options = dict(self.lora), copy.deepcopy(self.model_options)
+        made.lora = {key: list(patches) for key, patches in self.lora.items()}
+        made.model_options = copy.deepcopy(self.model_options)
         return made
 
     def model_dtype(self) -> torch.dtype:
         return self.model.storage_dtype
 
-    def add_patches(self, patches: dict[str, Tensor], strength_patch: float = 1.0, online_mode: bool = False) -> None:
-        self.lora.update({key: (difference, strength_patch, online_mode) for key, difference in patches.items()})
+    def add_patches(self, patches: dict[str, Any], strength_patch: float = 1.0, online_mode: bool = False) -> None:
+        """patches: ("lora", (up, down, alpha, middle, dora scale)), ("loha", (...)) or (difference,) by parameter."""
+        for key, what in patches.items():
+            self.lora.setdefault(key, []).append([strength_patch, what, 1.0, None, None, online_mode])
 
     def set_model_output_block_patch(self, patch: Any) -> None:
         self.model_options["transformer_options"].setdefault("patches", {})["output_block_patch"] = [patch]
@@ -110,26 +135,30 @@ class ModelPatcher:
     def patch_model(self) -> None:
         """Make the model's weights those of this patcher."""
         for key in list(self._originals):
-            self._layer(key).weight = self._originals.pop(key)
+            self.put(key, self._originals.pop(key))
         for layer in self.model.modules():
             self.take_off(layer)
-        for key, (difference, strength, online) in self.lora.items():
-            layer = self._layer(key)
-            if online:
-                self.put_on(layer, strength * difference)
+        for key, patches in self.lora.items():
+            if patches[0][-1]:
+                self.put_on(key, patches)
             else:
-                self._originals[key] = layer.weight
-                layer.weight = nn.Parameter(layer.weight + strength * difference, requires_grad=False)
+                weight = self.model.get_parameter(key)
+                self._originals[key] = weight
+                self.put(key, nn.Parameter(merged(weight.float(), patches).to(weight.dtype), requires_grad=False))
 
-    def put_on(self, layer: nn.Module, difference: Tensor) -> None:
-        """Let a layer add the difference at every call."""
+    def put(self, key: str, value: Any) -> None:
+        """Let this be a parameter of the model."""
+        setattr(self._layer(key), key.rpartition(".")[2], value)
+
+    def put_on(self, key: str, patches: Any) -> None:
+        """Let a layer apply the patches at every call."""
         raise NotImplementedError
 
     def take_off(self, layer: nn.Module) -> None:
         """Undo put_on."""
 
     def _layer(self, key: str) -> Any:
-        return self.model.get_submodule(key.removesuffix(".weight"))
+        return self.model.get_submodule(key.rpartition(".")[0])
 
 
 class ComfyPatcher(ModelPatcher):
@@ -139,12 +168,23 @@ class ComfyPatcher(ModelPatcher):
         self.backup: dict[str, Any] = {}
         super().__init__(model, self.backup)
 
-    def put_on(self, layer: Any, difference: Tensor) -> None:
-        layer.weight_function = [lambda weight: weight + difference]
+    def put_on(self, key: str, patches: Any) -> None:
+        setattr(self._layer(key), f"{key.rpartition('.')[2]}_function", [LowVramPatch(key, self.lora)])
 
     def take_off(self, layer: Any) -> None:
-        if layer.__dict__.get("weight_function"):
-            layer.weight_function = []
+        for name in ("weight_function", "bias_function"):
+            if layer.__dict__.get(name):
+                setattr(layer, name, [])
+
+
+class LowVramPatch:
+    """ComfyUI's function that applies a patcher's patches."""
+
+    def __init__(self, key: str, patches: Any) -> None:
+        self.key, self.patches = key, patches
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        return merged(weight, self.patches[self.key])
 
 
 def module_size(module: nn.Module) -> int:

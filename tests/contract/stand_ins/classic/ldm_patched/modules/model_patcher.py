@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from stand_in_engine import ComfyPatcher
+from stand_in_engine import ComfyPatcher, merged
 from torch import nn
 
 
@@ -23,6 +23,6 @@ class ModelPatcher(ComfyPatcher):
         for key in list(self.backup):
             self.put(key, self.backup.pop(key))
         weights = self.model.state_dict()
-        for key, (difference, strength, _) in self.lora.items():
+        for key, patches in self.lora.items():
             self.backup[key] = weights[key].to(self.offload_device, copy=self.weight_inplace_update)
-            self.put(key, weights[key] + strength * difference)
+            self.put(key, merged(weights[key], patches))

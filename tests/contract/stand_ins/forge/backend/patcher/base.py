@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import Any
 
 import stand_in_engine
-from torch import Tensor, nn
+from torch import nn
 
 
 class LoraLoader:
@@ -17,8 +17,9 @@ class ModelPatcher(stand_in_engine.ModelPatcher):
         model.lora_loader = self.lora_loader = LoraLoader()
         super().__init__(model, self.lora_loader.backup)
 
-    def put_on(self, layer: Any, difference: Tensor) -> None:
-        layer.forge_online_loras = {"weight": [difference]}
+    def put_on(self, key: str, patches: Any) -> None:
+        layer, parameter = self._layer(key), key.rpartition(".")[2]
+        layer.__dict__.setdefault("forge_online_loras", {})[parameter] = patches
 
-    def take_off(self, layer: Any) -> None:
+    def take_off(self, layer: nn.Module) -> None:
         layer.__dict__.pop("forge_online_loras", None)

@@ -1,0 +1,176 @@
+"""What the Forge family applies to a layer's weights at each use: LoRAs that are not merged, in its layers' attributes.
+
+Forge keeps a list of patches by parameter (forge_online_loras); Forge Neo and ldm_patched, as ComfyUI, lists of
+functions (weight_function, bias_function), of which the host's own apply a list of patches. A patch is strength, what
+it is, strength of the model, offset, function, ...; a plain LoRA is ("lora", (up, down, alpha, mid, dora scale, ...)),
+or an object with that as its weights.
+"""
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ...model.patches import APPLIED_AT_CALL
+from ...model.weight_functions import Change, FunctionState, LowRankUpdate, WeightFunctions
+
+ONLINE_LORAS, FUNCTIONS = "forge_online_loras", ("weight_function", "bias_function")
+# The host's own function: it applies the patches that its patcher has for a key.
+PATCH_FUNCTION = "LowVramPatch"
+PLAIN = frozenset({type(None), bool, int, float, str})
+CASTS = ("parameters_manual_cast", "ldm_patched_cast_weights")
+
+
+class LayerFunctions:
+    """model.weight_functions.FunctionReader for hosts of the Forge family."""
+
+    def state(self, layers: Sequence[nn.Module]) -> FunctionState:
+        state, parts = FunctionState(applied_to(layers)), Parts([], [], [])
+        for place in state.layers:
+            for name in APPLIED_AT_CALL:
+                take_apart(layers[place].__dict__.get(name), parts)
+        state.facts = parts.facts
+        state.note(parts.objects, parts.tensors)
+        return state
+
+    def glance(self, layers: Sequence[nn.Module]) -> list[object]:
+        seen: list[object] = []
+        for place in applied_to(layers):
+            own = layers[place].__dict__
+            seen.append(place)
+            for patches in (own.get(ONLINE_LORAS) or {}).values():
+                for patch in patches:
+                    seen += (id(patch), patch[0], id(patch[1]))
+            for name in FUNCTIONS:
+                for function in own.get(name) or ():
+                    seen.append(id(function))
+                    if type(function).__name__ == PATCH_FUNCTION:
+                        for patch in function.patches[function.key]:
+                            seen += (id(patch), patch[0], id(patch[1]))
+        return seen
+
+    def of(self, layer: nn.Module) -> WeightFunctions:
+        own: Any = layer.__dict__
+        weight: Any = layer.weight
+        loras = own.get(ONLINE_LORAS) or {}
+        functions = list(own.get("weight_function") or ())
+        on_bias: list[Change] = list(own.get("bias_function") or ())
+        patches = patches_of(functions, loras.get("weight"))
+        updates = None if patches is None else low_rank_updates(patches, weight)
+        if loras.get("weight"):
+            functions.append(merging(loras["weight"]))
+        if loras.get("bias"):
+            on_bias.append(merging(loras["bias"]))
+        lasting = all(type(one).__name__ == PATCH_FUNCTION or one.__module__ == __name__ for one in (
+            *functions, *on_bias
+        ))
+        return WeightFunctions(
+            updates or (), None if updates is not None else in_turn(functions), in_turn(on_bias), lasting
+        )
+
+    def casts(self, layer: nn.Module) -> bool:
+        return any(getattr(layer, name, False) for name in CASTS)
+
+
+def applied_to(layers: Sequence[nn.Module]) -> list[int]:
+    """The places of the layers to which something is applied; most often none: a tenth of a millisecond for SDXL."""
+    if not hasattr(layers[0], FUNCTIONS[0]):
+        return [place for place, layer in enumerate(layers) if ONLINE_LORAS in layer.__dict__]
+    weight, bias = FUNCTIONS
+    return [
+        place for place, layer in enumerate(layers)
+        if (own := layer.__dict__).get(weight) or own.get(bias)
+    ]
+
+
+class Parts(NamedTuple):
+    """What patches and functions consist of."""
+
+    facts: list[object]
+    objects: list[Any]
+    tensors: list[Tensor]
+
+
+def take_apart(given: Any, parts: Parts) -> None:
+    """Add what something consists of."""
+    kind = type(given)
+    if kind in PLAIN:
+        parts.facts.append(given)
+    elif kind in (tuple, list):
+        parts.facts.append(len(given))
+        for part in given:
+            take_apart(part, parts)
+    elif isinstance(given, Tensor):
+        parts.tensors.append(given)
+    elif kind.__name__ == PATCH_FUNCTION:
+        take_apart(given.patches.get(given.key), parts)
+    elif isinstance(given, Mapping):
+        for name, part in given.items():
+            parts.facts.append(name)
+            take_apart(part, parts)
+    else:
+        parts.objects.append(given)
+        take_apart(getattr(given, "weights", None), parts)
+
+
+def patches_of(functions: Sequence[Any], loras: Sequence[Any] | None) -> list[Any] | None:
+    """All patches that are applied to a weight; None where not all of it is patches."""
+    if any(type(function).__name__ != PATCH_FUNCTION for function in functions):
+        return None
+    return [patch for function in functions for patch in function.patches[function.key]] + list(loras or ())
+
+
+def low_rank_updates(patches: Sequence[Any], weight: Tensor) -> tuple[LowRankUpdate, ...] | None:
+    """The patches of a weight as plain LoRAs; None where one is something else."""
+    updates = [low_rank_update(patch, weight) for patch in patches]
+    found = tuple(update for update in updates if update is not None)
+    return found if len(found) == len(updates) else None
+
+
+def low_rank_update(patch: Sequence[Any], weight: Tensor) -> LowRankUpdate | None:
+    """A patch as a plain LoRA; None for whatever is none, or changes more than it adds."""
+    strength, what, strength_of_model, offset, function = patch[:5]
+    if strength_of_model != 1.0 or offset is not None or function is not None:
+        return None
+    if isinstance(what, tuple) and len(what) == 2 and what[0] == "lora":
+        parts = what[1]
+    elif getattr(what, "name", None) == "lora" and type(what).__name__ == "LoRAAdapter":
+        parts = what.weights
+    else:
+        return None
+    up, down, alpha, *others = parts
+    # A middle matrix, the scale of DoRA, a size to pad to.
+    if any(other is not None for other in others) or weight.dim() < 2:
+        return None
+    if up.flatten(1).shape != (weight.shape[0], down.shape[0]) or down[0].numel() != weight[0].numel():
+        return None
+    scale = strength * (1.0 if alpha is None else float(alpha) / down.shape[0])
+    return LowRankUpdate(up.flatten(1), down.reshape(down.shape[0], *weight.shape[1:]), scale)
+
+
+def merging(patches: Sequence[Any]) -> Change:
+    """The function by which Forge applies patches at each use."""
+    merge = importlib.import_module("backend.patcher.lora").merge_lora_to_weight
+
+    def merged(weight: Tensor) -> Tensor:
+        result: Tensor = merge(
+            patches=patches, weight=weight, key="a LoRA on the fly", computation_dtype=weight.dtype
+        )
+        return result
+
+    return merged
+
+
+def in_turn(functions: Sequence[Callable[[Tensor], Tensor]]) -> Change | None:
+    """All of these, one after the other; None for none."""
+    if not functions:
+        return None
+
+    def changed(parameter: Tensor) -> Tensor:
+        for function in functions:
+            parameter = function(parameter)
+        return parameter
+
+    return changed

@@ -1,0 +1,93 @@
+"""What a host applies to a layer's weights at each use, a LoRA that is not merged above all, in a form of ours.
+
+A plain LoRA is computed beside the layer, by two small products. Anything else is applied to a copy of the weight, once
+for every change of it.
+"""
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from .identity import edit_count
+
+Change = Callable[[Tensor], Tensor]
+VERSION = operator.attrgetter("_version")
+
+
+@dataclass(frozen=True)
+class LowRankUpdate:
+    """What a LoRA adds to a weight: scale * up @ down. up: (out, rank). down: (rank, in), or (rank, in, height, width)
+    of a convolution."""
+
+    up: Tensor
+    down: Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
+class WeightFunctions:
+    """What a host applies to the parameters of one layer, in the type that is computed in.
+
+    updates: LoRAs of its weight, where that is all. weight, bias: functions of a tensor that they may write to; None
+    where nothing is applied, or updates say it. lasting: whether the functions do the same until their state changes.
+    """
+
+    updates: tuple[LowRankUpdate, ...] = ()
+    weight: Change | None = None
+    bias: Change | None = None
+    lasting: bool = True
+
+
+@dataclass
+class FunctionState:
+    """What a host's functions consist of, as it was noted: equal as long as it is the same. Keeps nothing alive.
+
+    layers: the places in the list of those to which anything is applied. facts: plain data, such as a LoRA's strength.
+    references: of objects that count as the same as long as they are the same. edits: of the tensors among them.
+    """
+
+    layers: list[int] = field(default_factory=list)
+    facts: list[object] = field(default_factory=list)
+    references: list[Callable[[], Any]] = field(default_factory=list)
+    edits: list[int] = field(default_factory=list)
+
+    def note(self, objects: list[Any], tensors: list[Tensor]) -> None:
+        """Take down all of these at once."""
+        self.references += map(weakref.ref, objects)
+        self.references += map(weakref.ref, tensors)
+        try:
+            self.edits += list(map(VERSION, tensors))
+        except RuntimeError:  # an inference tensor counts none
+            self.edits += map(edit_count, tensors)
+
+    def is_alive(self) -> bool:
+        """Whether every object that was noted still is: else another may have its identity."""
+        return all(reference() is not None for reference in self.references)
+
+    def __eq__(self, other: object) -> bool:
+        # A live object has one plain weak reference, so references can be compared without their objects.
+        return isinstance(other, FunctionState) and self.layers == other.layers and self.facts == other.facts and (
+            self.edits == other.edits and len(self.references) == len(other.references)
+        ) and all(map(operator.is_, self.references, other.references))
+
+
+class FunctionReader(Protocol):
+    """Reads what one host's layers have."""
+
+    def state(self, layers: Sequence[nn.Module]) -> FunctionState:
+        """What is applied to these layers; milliseconds for a LoRA on all of them."""
+
+    def glance(self, layers: Sequence[nn.Module]) -> list[object]:
+        """What can be seen of that at every call, in less: equal as long as none of it is exchanged, or given another
+        strength, while all that the state notes is alive. Empty where nothing is applied."""
+
+    def of(self, layer: nn.Module) -> WeightFunctions:
+        """What is applied to a layer that the state names."""
+
+    def casts(self, layer: nn.Module) -> bool:
+        """Whether a layer casts its parameters to its input's type."""

@@ -1,0 +1,255 @@
+"""What a host of the Forge family applies to its weights at each use, and weights that it stores in another type, are
+computed by our forward; each against the host's own forward."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from builders import relative_error
+from contract_hosts import Host, calls_of, random
+from test_generations import BY_HOST, OURS, close, same
+from torch import Tensor, nn
+
+from lib_onediff.engines.managed_unet import ManagedUNet
+from lib_onediff.hosts.forge.weight_functions import LayerFunctions
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.runtime import runtime
+
+# Classic merges every LoRA.
+family = pytest.mark.parametrize("host", ["forge", "neo", "reforge"], indirect=True)
+BLOCK = "input_blocks.3.1.transformer_blocks.0"
+LINEAR = (
+    f"{BLOCK}.attn1.to_q", f"{BLOCK}.attn1.to_v", f"{BLOCK}.attn1.to_out.0", f"{BLOCK}.attn2.to_q",
+    f"{BLOCK}.attn2.to_k", f"{BLOCK}.ff.net.0.proj", f"{BLOCK}.ff.net.2", "time_embed.0",
+    "input_blocks.1.0.emb_layers.1", "output_blocks.0.0.emb_layers.1",
+)
+CONVOLUTIONS = (
+    "input_blocks.3.1.proj_in", "input_blocks.1.0.in_layers.2", "input_blocks.1.0.out_layers.3", "input_blocks.2.0.op",
+    "output_blocks.0.0.skip_connection", "input_blocks.0.0", "out.2",
+)
+
+
+def weight_of(host: Host, path: str) -> Tensor:
+    return host.unet.get_submodule(path).weight
+
+
+def lora(host: Host, paths: tuple[str, ...], rank: int = 3, seed: int = 0) -> dict[str, Any]:
+    """A LoRA of random numbers that shows."""
+    patches: dict[str, Any] = {}
+    for path in paths:
+        out, *into = weight_of(host, path).shape
+        up = 0.3 * random(out, rank, *(1 for _ in into[1:]), seed=seed)
+        down = 0.3 * random(rank, *into, seed=seed + 1)
+        patches[f"{path}.weight"] = ("lora", (up, down, 2.0 * rank, None, None))
+    return patches
+
+
+def loha(host: Host, paths: tuple[str, ...], rank: int = 2) -> dict[str, Any]:
+    patches: dict[str, Any] = {}
+    for path in paths:
+        weight = weight_of(host, path)
+        width = weight[0].numel()
+        parts = [0.5 * random(*shape, seed=seed) for seed, shape in enumerate(
+            ((len(weight), rank), (rank, width)) * 2
+        )]
+        patches[f"{path}.weight"] = ("loha", parts)
+    return patches
+
+
+def differences(host: Host, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: (0.2 * random(*host.unet.get_parameter(name).shape, seed=3),) for name in names}
+
+
+def managed(host: Host) -> ManagedUNet:
+    found = runtime.managed_unet(host.unet)
+    assert found is not None
+    return found
+
+
+def expected_of(host: Host, *sequence: tuple[Any, ...]) -> list[Any]:
+    """What the host itself makes with each of these sets of LoRAs."""
+    made = []
+    for loras in sequence:
+        host.set_loras(*loras)
+        made.append(host.generate())
+    return made
+
+
+@family
+def test_loras_on_the_fly_are_computed_beside_their_layers(host: Host) -> None:
+    one, two = lora(host, (*LINEAR, *CONVOLUTIONS)), lora(host, LINEAR[:6], rank=2, seed=7)
+    sequence = ((), ((one, 0.5),), ((one, 0.25),), ((one, 0.5), (two, 0.8)), ((two, 0.8),), ())
+    expected = expected_of(host, *sequence)
+    for index, other in enumerate(expected[:4]):
+        assert relative_error(other.latent, expected[index + 1].latent) > 1e-2
+    host.start()
+    mine = []
+    for loras, hosts in zip(sequence, expected, strict=True):
+        host.set_loras(*loras)
+        made, calls = calls_of(host.generate)
+        assert calls == OURS and close(made, hosts), runtime.status()["reason"]
+        kinds = ("LoRA on the fly",) if loras else ()
+        assert managed(host).kinds == kinds
+        # No copy of a weight: up and down alone.
+        floats = sum(part.numel() for patches, _ in loras for _, parts in patches.values() for part in parts[:2])
+        assert managed(host).bound.on_the_fly.bytes == 4 * floats
+        mine.append(made)
+    assert torch.equal(mine[0].latent, mine[-1].latent)
+    host.switch(False)
+    host.set_loras()
+    assert same(host.generate(), expected[0])
+    host.set_loras((one, 0.5))
+    assert same(host.generate(), expected[1])
+
+
+@family
+def test_other_functions_are_applied_to_copies_once(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[nn.Module] = []
+    of = LayerFunctions.of
+    monkeypatch.setattr(LayerFunctions, "of", lambda self, layer: read.append(layer) or of(self, layer))
+    names = (f"{BLOCK}.attn1.to_k.weight", f"{BLOCK}.norm1.weight", f"{BLOCK}.norm2.bias", "out.0.weight",
+             "input_blocks.1.0.in_layers.2.bias", f"{BLOCK}.ff.net.0.proj.bias", "out.2.weight")
+    other = {**loha(host, (f"{BLOCK}.attn1.to_q", "input_blocks.1.0.in_layers.2")), **differences(host, names)}
+    plain = lora(host, (*LINEAR[:3], *CONVOLUTIONS[:1]))
+    sequence = ((), ((other, 0.5),), ((other, 0.5), (plain, 0.5)), ((plain, 0.5),), ())
+    expected = expected_of(host, *sequence)
+    host.start()
+    for loras, hosts in zip(sequence, expected, strict=True):
+        host.set_loras(*loras)
+        read.clear()
+        made, calls = calls_of(host.generate)
+        assert calls == OURS and close(made, hosts), runtime.status()["reason"]
+        assert len(read) == len(set(read))  # in two calls
+    host.switch(False)
+    assert same(host.generate(), expected[-1])
+
+
+@family
+def test_copies_that_the_budget_has_no_room_for_are_the_hosts(host: Host) -> None:
+    large = {name: (0.01 * random(*parameter.shape),) for name, parameter in host.unet.named_parameters()}
+    expected = expected_of(host, ((large, 1.0),))[0]
+    host.start()
+    runtime.configure(Settings(memory_budget=1))
+    host.set_loras((large, 1.0))
+    made, calls = calls_of(host.generate)
+    assert calls == BY_HOST and torch.equal(made.latent, expected.latent)
+    assert "needs copies of" in runtime.status()["reason"] and "budget has 1 MiB" in runtime.status()["reason"]
+    runtime.configure(Settings())
+    made, calls = calls_of(host.generate)
+    assert calls == OURS and close(made, expected)
+
+
+@pytest.mark.parametrize("host", ["neo", "reforge"], indirect=True)
+def test_a_function_of_another_extension_runs_at_every_call(host: Host) -> None:
+    """Nobody knows of what it makes its weight."""
+    factor = 1.0
+
+    def scaled(weight: Tensor) -> Tensor:
+        nonlocal factor
+        return weight.mul_(factor)
+
+    def changing(generate: Callable[[], Any]) -> Any:
+        nonlocal factor
+        factor = 1.0
+
+        def count(*_: Any) -> None:
+            nonlocal factor
+            factor += 0.5
+
+        handle = host.unet.register_forward_pre_hook(count)
+        try:
+            return generate()
+        finally:
+            handle.remove()
+
+    plain = host.generate()
+    layer = host.unet.get_submodule(LINEAR[0])
+    extension = lambda patcher: setattr(layer, "weight_function", [copied(scaled)])  # noqa: E731
+    keep = host.checkpoint.forge_objects.unet
+    keep.take_off = lambda layer: None
+    host.checkpoint.forge_objects_after_applying_lora.unet = keep
+    extension(None)
+    expected = changing(host.generate)
+    assert relative_error(expected.latent, plain.latent) > 1e-3
+    host.start()
+    for _ in range(2):
+        made, calls = calls_of(lambda: changing(host.generate))
+        assert calls == OURS and close(made, expected), runtime.status()["reason"]
+    layer.weight_function = []
+    made, calls = calls_of(host.generate)
+    assert calls == OURS and close(made, plain)
+
+
+def copied(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """For a host that hands over the weight itself."""
+    return lambda weight: function(weight.clone())
+
+
+@family
+def test_a_lora_that_changes_within_a_sampling_is_noticed(host: Host) -> None:
+    patches = lora(host, LINEAR)
+    calls_made = 0
+
+    def scheduled(generate: Callable[[], Any]) -> Any:
+        """As extensions do that give a LoRA another strength at some step."""
+        nonlocal calls_made
+        calls_made = 0
+        given = host.checkpoint.forge_objects_after_applying_lora.unet.lora
+
+        def change(*_: Any) -> None:
+            nonlocal calls_made
+            calls_made += 1
+            for entries in given.values():
+                entries[0][0] = 0.5 / calls_made
+
+        handle = host.unet.register_forward_pre_hook(change)
+        try:
+            return generate()
+        finally:
+            handle.remove()
+
+    host.set_loras((patches, 0.5))
+    steady = host.generate()
+    expected = scheduled(generate_with_the_same_patcher(host))
+    assert relative_error(expected.latent, steady.latent) > 1e-3
+    host.start()
+    host.set_loras((patches, 0.5))
+    made, calls = calls_of(lambda: scheduled(generate_with_the_same_patcher(host)))
+    assert calls == OURS and close(made, expected), runtime.status()["reason"]
+
+
+def generate_with_the_same_patcher(host: Host) -> Callable[[], Any]:
+    """A sampling's patcher is a clone; its lists are what the layers have."""
+    patcher = host.checkpoint.forge_objects_after_applying_lora.unet
+    patcher.clone = lambda: patcher
+    return host.generate
+
+
+STORED = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16]
+
+
+@family
+@pytest.mark.parametrize("dtype", STORED, ids=str)
+def test_weights_in_another_type_are_cast_where_they_are_used(host: Host, dtype: torch.dtype) -> None:
+    host.store_as(dtype)
+    plain = lora(host, (*LINEAR, *CONVOLUTIONS))
+    other = loha(host, (f"{BLOCK}.attn1.to_q",))
+    sequence = ((), ((plain, 0.5),), ((plain, 0.5), (other, 0.5)), ())
+    expected = expected_of(host, *sequence)
+    before = {name: parameter.clone() for name, parameter in host.unet.named_parameters()}
+    host.start()
+    for loras, hosts in zip(sequence, expected, strict=True):
+        host.set_loras(*loras)
+        made, calls = calls_of(host.generate)
+        assert calls == OURS and close(made, hosts), runtime.status()["reason"]
+        assert f"weights stored as {str(dtype).removeprefix('torch.')}" in managed(host).kinds
+    # Biases and norms alone are kept as they are computed with.
+    vectors = sum(4 * parameter.numel() for parameter in host.unet.parameters() if parameter.dim() == 1)
+    assert managed(host).bound.on_the_fly.bytes == vectors
+    assert all(parameter.dtype == dtype for parameter in host.unet.parameters())
+    host.switch(False)
+    assert same(host.generate(), expected[-1])
+    for name, parameter in host.unet.named_parameters():
+        assert torch.equal(before[name].view(torch.uint8), parameter.view(torch.uint8)), name

@@ -1,0 +1,106 @@
+"""LoRAs computed beside their layers, by every set of operators that takes them, against the merged weight."""
+from __future__ import annotations
+
+import pytest
+import torch
+from builders import relative_error
+from torch import Tensor
+
+from lib_onediff.model.applied_functions import AppliedFunctions, AppliedWeights
+from lib_onediff.model.layout import Convolution
+from lib_onediff.model.operators import Operators, Stream
+from lib_onediff.model.weight_functions import LowRankUpdate, WeightFunctions
+from lib_onediff.model.weights import Affine, LowRank
+from lib_onediff.ops import torch_ops
+
+pytestmark = pytest.mark.usefixtures("exact_products")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CLOSE = 1e-5
+MEMBERS = (48, 16, 32)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, device=DEVICE)
+
+
+@pytest.fixture(params=["torch", "native"])
+def ops(request: pytest.FixtureRequest) -> Operators:
+    if request.param == "torch":
+        return torch_ops
+    pytest.importorskip("triton", reason="needs Triton")
+    from lib_onediff.ops.triton.operators import TritonOperators
+
+    return TritonOperators()
+
+
+def with_loras(out: int, into: tuple[int, ...], biased: bool = True, members: tuple[int, ...] = ()) -> Affine:
+    """A layer with LoRAs on all but the second of its members, of different ranks."""
+    ranks = {row: 2 + row % 5 for index, row in enumerate(first_rows(members or (out,))) if index != 1}
+    sizes = dict(zip(first_rows(members or (out,)), members or (out,), strict=True))
+    ups = tuple((row, random(sizes[row], rank)) for row, rank in ranks.items())
+    low_rank = LowRank(random(sum(ranks.values()), *into), ups)
+    return Affine(random(out, *into), random(out) if biased else None, low_rank=low_rank)
+
+
+def first_rows(members: tuple[int, ...]) -> list[int]:
+    return [sum(members[:index]) for index in range(len(members))]
+
+
+def merged(affine: Affine) -> Affine:
+    """What a host would have merged, in float64."""
+    assert affine.low_rank is not None
+    weight, rank = affine.weight.double(), 0
+    for row, up in affine.low_rank.ups:
+        down = affine.low_rank.down[rank:rank + up.shape[1]].double()
+        weight[row:row + len(up)] += (up.double() @ down.flatten(1)).view(len(up), *weight.shape[1:])
+        rank += up.shape[1]
+    return Affine(weight, None if affine.bias is None else affine.bias.double())
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("members", [(), MEMBERS], ids=["alone", "fused"])
+def test_linear(ops: Operators, members: tuple[int, ...], biased: bool) -> None:
+    affine, x = with_loras(sum(MEMBERS), (64,), biased, members), random(2, 33, 64)
+    assert relative_error(ops.linear(x, affine), torch_ops.linear(x.double(), merged(affine)).float()) < CLOSE
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_add_linear(ops: Operators, biased: bool) -> None:
+    affine, x, tokens = with_loras(96, (64,), biased), random(2, 32, 64), random(2, 32, 96)
+    expected = tokens.double() + torch_ops.linear(x.double(), merged(affine))
+    assert relative_error(ops.materialize(ops.add_linear(Stream(tokens), x, affine)), expected.float()) < CLOSE
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_pointwise(ops: Operators, biased: bool, joined: bool, form: torch.memory_format) -> None:
+    affine = with_loras(48, (64, 1, 1), biased)
+    image = random(2, 64, 8, 8).to(memory_format=form)
+    given = ops.concatenate(image[:, :32], image[:, 32:]) if joined else image
+    expected = torch_ops.pointwise(image.double(), merged(affine))
+    assert relative_error(ops.pointwise(given, affine), expected.float()) < CLOSE
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("circular", [True, False])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_convolution(ops: Operators, biased: bool, circular: bool, stride: int) -> None:
+    affine, image = with_loras(48, (32, 3, 3), biased), random(2, 32, 8, 8)
+    shape = Convolution("", 32, 48, 3, stride, 1, circular)
+    expected = torch_ops.convolution(image.double(), merged(affine), shape)
+    assert relative_error(ops.convolution(image, affine, shape), expected.float()) < CLOSE
+
+
+@pytest.mark.parametrize("size", [1e4, 1.0, 1e-4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_the_sizes_of_up_and_down_do_not_count(dtype: torch.dtype, size: float) -> None:
+    """In float16 the tokens times a large down would be infinite, times a small one nothing."""
+    affine, x = Affine(random(48, 64).to(dtype), None), random(2, 33, 64).to(dtype)
+    up, down = random(48, 4) / size, random(4, 64) * size
+    down[1] = 0
+    applied = AppliedFunctions()
+    applied.fit({"a": WeightFunctions((LowRankUpdate(up, down, 0.5),))}, {"a": affine}, (), dtype, None)
+    output = torch_ops.linear(x, AppliedWeights({"a": affine}, applied, dtype)["a"])
+    exact = x.double() @ (affine.weight.double() + 0.5 * up.double() @ down.double()).t()
+    assert relative_error(output.float(), exact.float()) < (CLOSE if dtype == torch.float32 else 2e-3)
