@@ -1,6 +1,7 @@
 """Where functions that users have put on a UNet are called within our forward."""
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 from torch import Tensor
@@ -24,11 +25,13 @@ class PatchPoints:
     sees_stages: whether anything stands at stages, or for norms; then output stages take one tensor.
     norm: what stands for the group norms of residual blocks and of the output: called with the norm's path and
     hidden_states, it returns the normed ones. None: ours computes them.
+    generators: where the functions draw random numbers of their own.
     """
 
     structure: tuple[str, ...] = ()
     sees_stages = False
     norm: Callable[[str, Tensor], Tensor] | None = None
+    generators: tuple[random.Random, ...] = ()
 
     def begin(self, latent: Tensor) -> None:
         """A forward of this latent begins."""
@@ -59,6 +62,10 @@ class PatchPoints:
 
     def end_transformer(self) -> None:
         """A spatial transformer has ended."""
+
+    def whole_block(self, block: TransformerBlock, tokens: Tensor, context: Tensor) -> Tensor | None:
+        """What a transformer block makes of the tokens; None where ours computes it."""
+        return None
 
     def self_attention_inputs(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What is projected to queries, to keys and to values; normed itself, three times, where nothing stands

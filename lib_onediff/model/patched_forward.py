@@ -117,6 +117,9 @@ class PatchedLayers(Layers):
         if not patches.begin_block((self.part, self.index, index), block):
             return super()._transformer_block(block, stream, index)
         tokens = ops.materialize(stream)
+        replaced = patches.whole_block(block, tokens, self.context)
+        if replaced is not None:
+            return Stream(replaced)
         tokens = tokens + self._self_attended(block, tokens)
         tokens = patches.between_attentions(tokens)
         tokens = tokens + self._cross_attended(block, tokens)

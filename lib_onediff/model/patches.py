@@ -44,6 +44,7 @@ class HostTraits:
     sync_lora: brings the parameters of these layers up to date, where the host does that lazily in each one's forward.
     wanted_lora: what sync_lora brings them up to; equal as long as nothing has to be done.
     by_content: every call brings new tensors, so that a prompt is known by its content only.
+    brought: whether every call brings what is set on a module's instance (unet, module) as patches.
     yardstick: the host's forward, with what it only approximates (8-bit attention) computed exactly, to compare with.
     functions: reads what the host applies to its layers' weights at each use; without it, that is the host's.
     """
@@ -53,6 +54,7 @@ class HostTraits:
     sync_lora: Callable[[Iterable[nn.Module]], None] | None = None
     wanted_lora: Callable[[], Hashable] | None = None
     by_content: bool = False
+    brought: Callable[[nn.Module, nn.Module], bool] = never
     yardstick: Callable[[Callable[[], Tensor]], Callable[[], Tensor]] = as_it_is
     functions: FunctionReader | None = None
 
@@ -82,7 +84,7 @@ def scan(unet: nn.Module, host_traits: HostTraits = HostTraits()) -> Structure:
         if module is unet or patched:
             continue
         replaced = own_method(module, "forward") or own_method(module, "_forward")
-        if replaced is not None and not host_traits.inert(unet, module):
+        if replaced is not None and not (host_traits.inert(unet, module) or host_traits.brought(unet, module)):
             patched = f"{name} has a forward of its own, set by {origin(replaced)}"
         elif state["_forward_hooks"] or state["_forward_pre_hooks"]:
             patched = f"{name} has a forward hook"

@@ -23,6 +23,7 @@ from .layout import (
 )
 from .leaves import LeafReader
 
+BLOCK = "BasicTransformerBlock"
 UNET_CLASSES = {"UNetModel", "IntegratedUNet2DConditionModel"}
 # The Forge family tells an Upsample the size of the skip that it will meet; A1111 resizes afterwards.
 FAMILIES_THAT_RESIZE_BEFORE = {"forge", "ldm_patched"}
@@ -30,6 +31,16 @@ FAMILIES_THAT_RESIZE_BEFORE = {"forge", "ldm_patched"}
 
 def is_ldm_unet(unet: nn.Module) -> bool:
     return type(unet).__name__ in UNET_CLASSES and hasattr(unet, "input_blocks")
+
+
+def is_block(kind: type) -> bool:
+    """Whether a class is a transformer block's, or derived from one."""
+    return any(base.__name__ == BLOCK for base in kind.__mro__)
+
+
+def is_derived_block(kind: type) -> bool:
+    """Whether somebody has derived a class from a transformer block's: token merging does so."""
+    return kind.__name__ != BLOCK and is_block(kind)
 
 
 def read_ldm(unet: Any) -> UNetLayout:
@@ -56,6 +67,9 @@ def read_ldm(unet: Any) -> UNetLayout:
         context_width=context_width(middle_stage, input_stages), time=time, label=read_label(unet, leaves),
         input_stages=input_stages, middle_stage=middle_stage, output_stages=output_stages,
         out_norm=leaves.group_norm(unet.out[0]), out_convolution=leaves.convolution(unet.out[2]),
+        foreign=tuple(sorted({
+            f"{kind.__module__}.{kind.__name__}" for kind in map(type, unet.modules()) if is_derived_block(kind)
+        })),
     )
     leaves.refuse_unclaimed()
     return layout
@@ -135,7 +149,7 @@ def read_transformer(transformer: Any, leaves: LeafReader) -> SpatialTransformer
 
 def read_block(block: Any, leaves: LeafReader) -> TransformerBlock:
     path = leaves.path(block)
-    if type(block).__name__ != "BasicTransformerBlock":
+    if not is_block(type(block)):
         raise UnsupportedUNet(f"{path} is a {type(block).__module__}.{type(block).__name__}, which we do not know")
     if getattr(block, "disable_self_attn", False) or getattr(block, "ff_in", False) or block.attn2 is None:
         raise UnsupportedUNet(f"{path} is a transformer block of another kind")

@@ -17,6 +17,8 @@ from ..model.forward import block_shifts, key_values_by_name
 from ..model.layers import Layers
 from ..model.layout import Stage, UnsupportedUNet
 from ..model.operators import Operators
+from ..model.patch_points import PatchPoints
+from ..model.patched_forward import PatchedLayers
 from ..ops import torch_ops
 from ..ops.precision import Flags, flags_for, our_modes
 from ..options.settings import Settings
@@ -25,7 +27,7 @@ from ..shapes.table import Entry, State
 from .accelerator import OUT_OF_MEMORY, Accelerator
 from .call_stats import BLOCKS
 from .fallback import COMPILING, network_of
-from .verify import blame, relative_error, rounding_limit
+from .verify import blame, computed_twice, random_numbers, relative_error, rounding_limit
 
 log = logging.getLogger("onediff")
 HostBlock = Callable[[], Tensor]
@@ -60,8 +62,11 @@ class WatchedLoop:
 class BlockRoute:
     """Serves the calls of single stages of the UNets that it watches."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
+    def __init__(
+        self, accelerator: Accelerator, patches_of: Callable[[nn.Module], PatchPoints | None] = lambda unet: None
+    ) -> None:
+        """patches_of: what other extensions have put within a UNet's stages."""
+        self._accelerator, self._patches_of = accelerator, patches_of
         self._places: weakref.WeakKeyDictionary[nn.Module, tuple[WatchedLoop, int]] = weakref.WeakKeyDictionary()
 
     def watch(self, unet: nn.Module, blocks: list[nn.Module]) -> None:
@@ -126,7 +131,8 @@ class BlockRoute:
             return known
         managed, settings = known
         # The owner of the loop has embedded timestep and y already.
-        call = UNetCall(latent=hidden_states, timestep=embedding[:, 0], context=context)
+        patches = self._patches_of(managed.bound.module)
+        call = UNetCall(latent=hidden_states, timestep=embedding[:, 0], context=context, patches=patches)
         found = self._entry(managed, settings, call)
         if isinstance(found, str):
             return found
@@ -138,9 +144,12 @@ class BlockRoute:
         managed.note_served(context)
         if settings.deepcache_interval > 1:
             call_stats.note_pass("", f"DeepCache rests: {owner} runs the UNet's loop itself")
+        within = "" if patches is None else (
+            f"other extensions compute within the UNet: {', '.join(entry.key.patches)}"
+        )
         no_float8 = "FP8 is for the whole UNet alone" if settings.fp8 else ""
         call_stats.note(
-            BLOCKS, "; ".join(filter(None, (f"{owner} runs the UNet's loop itself", why_not_faster, no_float8)))
+            BLOCKS, "; ".join(filter(None, (f"{owner} runs the UNet's loop itself", within, why_not_faster, no_float8)))
         )
         layout = managed.bound.layout
         stages = (*layout.input_stages, layout.middle_stage, *layout.output_stages)
@@ -180,7 +189,11 @@ class BlockRoute:
         weights, layout = bound.weights(), bound.layout
         conditioning = bound.conditioning(torch_ops, call, managed.by_content, flags)
         shifts = block_shifts(layout, weights, ops, embedding.to(bound.binding.dtype))
-        return Layers(weights, ops, shifts, key_values_by_name(layout, conditioning), call.upcast_attention)
+        key_values = key_values_by_name(layout, conditioning)
+        if call.patches is None:
+            return Layers(weights, ops, shifts, key_values, call.upcast_attention)
+        inputs = call.patches, call.context.to(bound.binding.dtype)
+        return PatchedLayers(weights, ops, shifts, key_values, call.upcast_attention, *inputs)
 
     def _stage(
         self, loop: WatchedLoop, running: LoopPass, index: int, hidden_states: Tensor, embedding: Tensor,
@@ -192,10 +205,20 @@ class BlockRoute:
         device = hidden_states.device
         with self._accelerator.computing(device), our_modes(device, running.entry.key.precision):
             # Another tensor: what our operators know of this one, they must not know of one that the owner writes into.
-            output = running.layers.stage(running.stages[index], hidden_states, None).detach()
-        if running.entry.state is State.COLD and running.settings.verify:
+            compute = lambda: running.layers.stage(running.stages[index], hidden_states, None).detach()  # noqa: E731
+            if running.entry.state is State.COLD and isinstance(running.layers, PatchedLayers):
+                computed = computed_twice(running.entry, compute, running.layers.patches.generators)
+            else:
+                computed = compute()
+        if computed is None:
+            return blame(running.entry, "what another extension computes within a stage differs each time")
+        output = computed
+        if running.entry.state is State.COLD and (running.settings.verify or running.entry.key.patches):
+            # Where ours cannot be used, the host runs once more, for the answer.
+            rewind = random_numbers(device)
             miss = self._compare(running, output, host())
             if miss is not None:
+                rewind()
                 return miss
         if index == len(running.stages) - 1:
             # It must not keep the weights alive between calls.

@@ -238,7 +238,7 @@ class FallbackChain:
         patches = ", ".join(entry.key.patches)
         plainly = lambda: self._plainly(managed, entry, call, conditioning)  # noqa: E731
         if entry.state is State.COLD:
-            output = computed_twice(entry, plainly)
+            output = computed_twice(entry, plainly, call.patches.generators if call.patches else ())
             if output is None:
                 return blame(entry, f"what another extension computes within the UNet differs each time ({patches})")
         else:

@@ -5,7 +5,7 @@ import logging
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -151,11 +151,13 @@ def judge_cached_pass(entry: Entry, output: Tensor, cached: Callable[[], Tensor]
     )
 
 
-def computed_twice(entry: Entry, compute: Callable[[], Tensor]) -> Tensor | None:
+def computed_twice(
+    entry: Entry, compute: Callable[[], Tensor], generators: Iterable[random.Random] = ()
+) -> Tensor | None:
     """The output of a forward with functions in it that are not ours; None where the same random numbers make another
     one the second time, because a function keeps a state or writes to its inputs. Afterwards the next random numbers
     are those that were next before: the host has yet to draw them."""
-    rewind = random_numbers(entry.key.device)
+    rewind = random_numbers(entry.key.device, generators)
     try:
         output = compute()
         rewind()
@@ -167,14 +169,18 @@ def computed_twice(entry: Entry, compute: Callable[[], Tensor]) -> Tensor | None
     return output if relative_error(again.nan_to_num(), output.nan_to_num()) <= limit else None
 
 
-def random_numbers(device: torch.device) -> Callable[[], None]:
-    """A function that lets torch, Python and NumPy draw the numbers again that they draw from now on."""
+def random_numbers(device: torch.device, generators: Iterable[random.Random] = ()) -> Callable[[], None]:
+    """A function that lets torch, Python, NumPy and these generators draw the numbers again that they draw from now
+    on."""
+    others = [(generator, generator.getstate()) for generator in generators]
     numpy, python = sys.modules.get("numpy"), random.getstate()
     drawn = None if numpy is None else numpy.random.get_state()
     on_cpu, on_gpu = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def rewind() -> None:
         random.setstate(python)
+        for generator, state in others:
+            generator.setstate(state)
         if numpy is not None:
             numpy.random.set_state(drawn)
         torch.set_rng_state(on_cpu)

@@ -25,8 +25,10 @@ from ..class_patch import ClassPatch, active_patches
 from ..contract import Need, first_missing
 from ..ldm_decoder import DecoderPatches
 from ..webui import PROMPT_NOISE, CannotWarm, Result, network_name
-from .controlnet_loop import HostLoop, foreign_forward
+from .controlnet_loop import HostLoop, patches_at_call
+from .inert import does_nothing_now, foreign_forward
 from .lora import apply_wanted_networks, wanted_networks, why_functional
+from .patches import ForeignModules, is_brought
 
 log = logging.getLogger("onediff")
 UNET_MODULES = ("ldm.modules.diffusionmodules.openaimodel", "sgm.modules.diffusionmodules.openaimodel")
@@ -76,9 +78,10 @@ class A1111:
             )
             for module in self._unet_modules
         ]
-        self._loop = HostLoop([module.TimestepEmbedSequential for module in self._unet_modules])
+        self._foreign = ForeignModules()
+        self._loop = HostLoop([module.TimestepEmbedSequential for module in self._unet_modules], self._foreign)
         self._host_traits = HostTraits(
-            TRUSTED, does_nothing_now, apply_wanted_networks, wanted_networks, by_content=True
+            TRUSTED, does_nothing_now, apply_wanted_networks, wanted_networks, by_content=True, brought=is_brought
         )
         modules = [importlib.import_module(name) for name in VAE_MODULES]
         parts = [part for module in modules for part in (module.Decoder, module.Encoder)]
@@ -124,6 +127,7 @@ class A1111:
         if unet is None:
             return
         runtime.adopt(unet, host_traits=self._host_traits)
+        self._foreign.forget(unet)
         runtime.begin_sampling(unet, sampler_schedule.sampling_of(p))
         self._loop.watch(unet)
 
@@ -215,7 +219,10 @@ class A1111:
             return runtime.pressure.run_host(host)
         runtime.adopt(unet, host_traits=self._host_traits)
         y = args[0] if args else kwargs.get("y")
-        return runtime.run(unet, UNetCall(x, timesteps, context, y, upcast_attention=upcasts_attention()), host)
+        patches = patches_at_call(self._foreign, unet)
+        return runtime.run(
+            unet, UNetCall(x, timesteps, context, y, upcast_attention=upcasts_attention(), patches=patches), host
+        )
 
     def _why_host(
         self, unet: nn.Module, timesteps: Any, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -255,22 +262,6 @@ def upcasts_attention() -> bool:
     from modules import shared
 
     return bool(shared.opts.upcast_attn)
-
-
-def does_nothing_now(unet: nn.Module, module: nn.Module) -> bool:
-    """Whether what HyperTile or ControlNet left on a module is switched off: neither takes it away after use."""
-    state = module.__dict__
-    tiles = state.get("__webui_hypertile_params")
-    if tiles is not None and "_forward" not in state:
-        below = getattr(state["forward"], "__wrapped__", None)
-        return not tiles.enabled and below == tiles.forward
-    if foreign_forward(unet) is not None:
-        # ControlNet at work: what is empty now may be about to record.
-        return False
-    left = [state[name] for name in ("forward", "_forward") if name in state]
-    names = {"hacked_basic_transformer_inner_forward", "hacked_group_norm_forward"}
-    banks = (getattr(module, name, None) for name in ("bank", "mean_bank", "var_bank"))
-    return all(getattr(hack, "__name__", "") in names for hack in left) and not any(banks)
 
 
 @contextlib.contextmanager

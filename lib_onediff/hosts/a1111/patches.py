@@ -1,0 +1,141 @@
+"""What extensions put on the modules of A1111's UNets, as the points of our forward.
+
+There is no protocol: an extension sets a forward on the instance of an attention (IP-Adapter in sd-webui-controlnet,
+HyperTile, regional prompts) or gives a transformer block another class (token merging). Each is called as it stands,
+with what the host's own block hands it.
+"""
+from __future__ import annotations
+
+import random
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ...model.layout import TransformerBlock
+from ...model.patch_points import CROSS_ATTENTION, SELF_ATTENTION, Block, PatchPoints
+from ...model.patches import origin, own_method
+from ...model.read_ldm import is_block, is_derived_block
+from .inert import REFERENCE_HACKS, does_nothing_now
+
+METHODS = ("forward", "_forward")
+ATTENTIONS = (SELF_ATTENTION, CROSS_ATTENTION)
+# The last part of the path of a block's first norm, below its block.
+SELF_NORM = ".norm1"
+
+
+class Place(NamedTuple):
+    """A transformer block and its attentions."""
+
+    path: str
+    block: weakref.ref[Any]
+    self_attention: weakref.ref[Any]
+    cross_attention: weakref.ref[Any]
+
+    def modules(self) -> tuple[Any, Any, Any]:
+        return self.block(), self.self_attention(), self.cross_attention()
+
+
+class ModulePatches(PatchPoints):
+    """The changed modules of a UNet, as they are at one call. changed: by the paths of their blocks, the name that each
+    has there ("" for the block itself)."""
+
+    def __init__(self, changed: dict[str, dict[str, Any]]) -> None:
+        self._changed = changed
+        self._here: dict[str, Any] = {}
+        functions = [foreign_function(module) for names in changed.values() for module in names.values()]
+        names = (name or "block" for names in changed.values() for name in names)
+        kinds = Counter(f"{name} by {origin(function)}" for name, function in zip(names, functions, strict=True))
+        self.structure = tuple(sorted(f"{kind} in {count} blocks" for kind, count in kinds.items()))
+        self.generators = tuple({
+            id(value): value for function in functions
+            for value in getattr(getattr(function, "__func__", function), "__globals__", {}).values()
+            if isinstance(value, random.Random)
+        }.values())
+
+    def begin_block(self, place: Block, block: TransformerBlock) -> bool:
+        self._here = self._changed.get(block.self_norm.path.removesuffix(SELF_NORM), {})
+        return bool(self._here)
+
+    def whole_block(self, block: TransformerBlock, tokens: Tensor, context: Tensor) -> Tensor | None:
+        module = self._here.get("")
+        return None if module is None else module(tokens.contiguous(), context=context).to(tokens.dtype)
+
+    def whole_attention(
+        self, attention: str, block: TransformerBlock, normed: Tensor, context: Tensor
+    ) -> Tensor | None:
+        module = self._here.get(attention)
+        if module is None:
+            return None
+        given = context if attention == CROSS_ATTENTION else None
+        added: Tensor = module(normed.contiguous(), context=given).to(normed.dtype)
+        return added
+
+
+class ForeignModules:
+    """Finds what stands on the modules of UNets: asked at every call."""
+
+    def __init__(self) -> None:
+        self._places: weakref.WeakKeyDictionary[nn.Module, list[Place]] = weakref.WeakKeyDictionary()
+        self._last: weakref.WeakKeyDictionary[nn.Module, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+    def forget(self, unet: nn.Module) -> None:
+        """A sampling begins: somebody may have put other modules into the UNet."""
+        self._places.pop(unet, None)
+
+    def of(self, unet: nn.Module) -> ModulePatches | None:
+        """What stands on its modules now, or None."""
+        changed: dict[str, dict[str, Any]] = {}
+        for place in self._places_of(unet):
+            for name, module in zip(("", *ATTENTIONS), place.modules(), strict=True):
+                state = module.__dict__
+                if ("forward" in state or "_forward" in state or (not name and is_derived_block(type(module)))) and (
+                    is_foreign(unet, module)
+                ):
+                    changed.setdefault(place.path, {})[name] = module
+        return ModulePatches(changed) if changed else None
+
+    def have_changed(self, unet: nn.Module, patches: ModulePatches | None) -> bool:
+        """Whether something else stands on its modules than at the last call."""
+        structure = () if patches is None else patches.structure
+        before, self._last[unet] = self._last.get(unet, ()), structure
+        return before != structure
+
+    def _places_of(self, unet: nn.Module) -> list[Place]:
+        places = self._places.get(unet)
+        if places is None or any(None in place.modules() for place in places):
+            places = self._places[unet] = list(places_in(unet))
+        return places
+
+
+def places_in(unet: nn.Module) -> Iterator[Place]:
+    for path, module in unet.named_modules():
+        if is_block(type(module)):
+            parts = (module, module.attn1, module.attn2)
+            if None not in parts:
+                yield Place(path, *map(weakref.ref, parts))
+
+
+def foreign_function(module: Any) -> Any:
+    """What runs in the place of a module's own code."""
+    for method in METHODS:
+        own = own_method(module, method)
+        if own is not None:
+            return own
+    return type(module)._forward
+
+
+def is_foreign(unet: nn.Module, module: Any) -> bool:
+    if all(own_method(module, method) is None for method in METHODS):
+        return is_derived_block(type(module))
+    return not does_nothing_now(unet, module)
+
+
+def is_brought(unet: nn.Module, module: nn.Module) -> bool:
+    """Whether calls bring what is set on a module's instance as patches. What ControlNet's reference sets keeps what
+    it has recorded from one pass for the next: that is the host's."""
+    if is_block(type(module)):
+        return getattr(module.__dict__.get("_forward"), "__name__", "") not in REFERENCE_HACKS
+    return all(hasattr(module, name) for name in ("to_q", "to_k", "to_v", "to_out"))
