@@ -192,8 +192,10 @@ class BlockRoute:
         key_values = key_values_by_name(layout, conditioning)
         if call.patches is None:
             return Layers(weights, ops, shifts, key_values, call.upcast_attention)
-        inputs = call.patches, call.context.to(bound.binding.dtype)
-        return PatchedLayers(weights, ops, shifts, key_values, call.upcast_attention, *inputs)
+        return PatchedLayers(
+            weights=weights, ops=ops, shifts=shifts, key_values=key_values, upcast_attention=call.upcast_attention,
+            patches=call.patches, context=call.context.to(bound.binding.dtype),
+        )
 
     def _stage(
         self, loop: WatchedLoop, running: LoopPass, index: int, hidden_states: Tensor, embedding: Tensor,
