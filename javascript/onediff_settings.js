@@ -1,8 +1,5 @@
-/* What parts of the page show that options have changed elsewhere.
-
-   The settings tab shows what it was given when the page was opened: when OneDiff's Presets page has changed options,
-   they are brought up to date there, as applying the tab would bring the old values back. The accordion's list of
-   presets is asked for anew when somebody comes to the accordion. */
+/* The settings tab shows what it was given when the page was opened: when OneDiff's Presets page has changed options,
+   they are brought up to date there, as applying the tab would bring the old values back. */
 "use strict";
 
 window.onediffSettings = (() => {
@@ -26,18 +23,6 @@ window.onediffSettings = (() => {
             type(field, value);
         }
     }
-
-    let visited = null;
-    function visit(event) {
-        const accordion = event.target.closest && event.target.closest("[id^=onediff_][id$=_accordion]");
-        if (accordion && accordion !== visited) {
-            const ask = accordion.querySelector("[id$=_preset_ask]");
-            if (ask) ask.click();
-        }
-        visited = accordion;
-    }
-
-    for (const coming of ["pointerover", "focusin"]) document.addEventListener(coming, visit);
 
     return {
         // values: JSON of option keys to values, or nothing.

@@ -78,8 +78,9 @@ def current_status() -> dict[str, Any]:
 
 
 @guard.hook("the status line", otherwise=status.UNREADABLE)
-def status_line() -> str:
-    return status.status_html(current_status())
+def status_lines() -> tuple[str, str]:
+    now = current_status()
+    return status.summary_html(now), status.status_html(now)
 
 
 def standing_settings() -> Settings:
@@ -112,14 +113,14 @@ class OneDiffScript(scripts.Script):
     @guard.hook("building the accordion", otherwise=[])
     def ui(self, is_img2img: bool) -> list[Any]:
         tab = "img2img" if is_img2img else "txt2img"
-        arguments = accordion.build_accordion(tab, status_line, preset_names, settings_of_run)
+        arguments = accordion.build_accordion(tab, status_lines, preset_names, settings_of_run)
         self.infotext_fields = pasting.fields(*arguments)
         self.paste_field_names = [target for _, target in self.infotext_fields]
         return arguments
 
     @guard.hook("connecting the accordion")
     def after_component(self, component: Any, **kwargs: Any) -> None:
-        accordion.connect(component, self.tab(), status_line, warmup)
+        accordion.connect(component, self.tab(), status_lines, warmup)
 
     @guard.hook("the settings of this generation", in_generation=True)
     def process(self, p: Any, *arguments: Any) -> None:

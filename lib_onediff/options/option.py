@@ -1,8 +1,9 @@
 """What an option is: a field of settings.Settings with what an interface needs to show it, its values, its words."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import Field, field
+from difflib import get_close_matches
 from typing import Any
 
 WORD_OF_BOOL = {True: "on", False: "off"}
@@ -70,3 +71,11 @@ def allowed_values(option_field: Field[Any]) -> str:
 def number(value: float) -> str:
     """For people; 1.0 as 1."""
     return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the nearest one, or all of them where none is near."""
+    known = list(names)
+    lower = {other.lower(): other for other in known}
+    near = get_close_matches(name.lower(), lower, n=1)
+    return f" Did you mean {lower[near[0]]!r}?" if near else f" Choose from {', '.join(known)}."

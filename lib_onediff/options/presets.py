@@ -14,7 +14,7 @@ from dataclasses import Field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..model.deepcache.options import AS_FIRST, OFF
-from .option import check_value, format_value, parse_value
+from .option import check_value, did_you_mean, format_value, parse_value
 from .preset_data import PRESETS, PROFILES, Preset, Profile
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def with_preset(settings: SettingsLike, name: str, own: str = "", checkpoint: st
     """
     known = all_presets(settings, own, checkpoint)
     if name not in known:
-        raise ValueError(f"OneDiff has no preset {name!r}; its presets are {', '.join(known)}.")
+        raise ValueError(f"OneDiff has no preset {name!r}.{did_you_mean(name, known)}")
     return replace(settings, **known[name])
 
 

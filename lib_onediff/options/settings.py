@@ -10,7 +10,7 @@ from typing import Any
 
 from ..model.deepcache import options as deepcache
 from ..shapes.sizes import MOST_SIZES, parse_sizes
-from .option import allowed_values, check_value, format_value, option
+from .option import allowed_values, check_value, did_you_mean, format_value, option
 from .presets import parse as check_own_presets
 
 HOST_KEY_PREFIX = "onediff_"
@@ -101,7 +101,7 @@ class Settings:
     )
     fp8: bool = option(
         False,
-        "FP8 matrix products",
+        "Low-bit (FP8)",
         "The largest matrix products of the transformer blocks are done in float8, with a scale for every row: faster "
         "and lossy, which shows in details. Weights are rounded again when a LoRA changes them, and lie beside the "
         "WebUI's own: 1.5 GiB for SDXL. Needs the native backend, a GPU of compute capability 8.9 or higher (RTX 40, "
@@ -215,7 +215,7 @@ class Settings:
         known = {option_field.name for option_field in fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
-            raise ValueError(f"OneDiff has no option {unknown[0]!r}; its options are {', '.join(sorted(known))}.")
+            raise ValueError(f"OneDiff has no option {unknown[0]!r}.{did_you_mean(unknown[0], sorted(known))}")
         kept = {name: getattr(base or cls(), name) for name in known}
         return cls(**{**kept, **values})
 

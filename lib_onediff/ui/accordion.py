@@ -2,109 +2,173 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import Any
 
 import gradio as gr
 
+from ..options.effects import described
 from ..options.infotext import describe
 from ..options.presets import AS_IN_SETTINGS
-from ..options.settings import OFF_IN_SETTINGS, Settings
+from ..options.settings import Settings
+from ..prewarm.job import CANCELLED, DONE, FAILED, Job
 from ..prewarm.worker import WarmUp
 from ..runtime.runtime import runtime
 from ..shapes.sizes import Size
-from .events import HIDDEN, LIVE, QUIET, UNCHANGED, kept_out_of_defaults, show_stream
-from .progress import jobs_html, sentence, watch
+from . import texts
+from .controls import HIRES, ROWS, a_control, connect_control, connect_preset, for_the_browser, shown_values
+from .events import HIDDEN, LIVE, QUIET, UNCHANGED, in_the_browser, kept_out_of_defaults, show_stream
+from .progress import job_sentence, sentence, watch
 from .run_settings import AS_AT_FIRST, EXAMPLE
+from .settings_tab import label_of
 
 SOURCE = "accordion"
 # A hidden text box of A1111 and Forge that gets the description of every generation. The visible line under the
 # images will not do: gradio 4 reports a change of an HTML component whenever anything on the page is redrawn.
 CHANGES_AFTER_GENERATION = "generation_info_{tab}"
-STATUS, PREWARM, PREWARM_RESULT = (
-    "onediff_{tab}_status", "onediff_{tab}_prewarm", "onediff_{tab}_prewarm_result"
+SUMMARY, STATUS, PREWARM, PREWARM_RESULT, HIRES_ROW = (
+    f"onediff_{{tab}}_{part}" for part in ("summary", "status", "prewarm", "prewarm_result", "hires")
 )
 SIZE_COMPONENTS = ("{tab}_width", "{tab}_height", "{tab}_batch_size")
+# The checkbox of Hires. fix, before and since it is an accordion's.
+HIRES_CHECKBOXES = ("{tab}_hr-checkbox", "{tab}_enable_hr")
+# The status in the accordion's title, and the one inside it.
+StatusLines = Callable[[], tuple[str, str]]
 
 
 def build_accordion(
-    tab: str, status_line: Callable[[], str], presets: Callable[[], list[str]], settings_of: Callable[..., Settings],
+    tab: str, status_lines: StatusLines, presets: Callable[[], list[str]], settings_of: Callable[..., Settings],
 ) -> list[Any]:
     """Create the accordion of a tab ("txt2img" or "img2img") and return the components that are script arguments.
 
-    status_line: makes the status line's markup; called when the page loads and after each generation. presets: their
-    names. settings_of: a run's settings by the values of the script arguments; raises ValueError with a sentence.
+    status_lines: called when the page loads and after each generation. presets: their names. settings_of: a run's
+    settings by the values of the script arguments; raises ValueError with a sentence.
+
+    The WebUI's own InputAccordion will not do: with it, closing switches off.
     """
     used, preset_at_first, changes_at_first = AS_AT_FIRST
-    with gr.Accordion("OneDiff", open=True, elem_id=f"onediff_{tab}_accordion"):
-        enabled = gr.Checkbox(used, label="Use OneDiff for this run", elem_id=f"onediff_{tab}_enabled")
-        with gr.Row(elem_classes="onediff-run"):
-            preset = gr.Dropdown(
-                choices=[AS_IN_SETTINGS, *presets()], value=preset_at_first, label="Preset", min_width=160,
-                elem_id=f"onediff_{tab}_preset",
+    with gr.Column(elem_id=f"onediff_{tab}", elem_classes="onediff-accordion"):
+        # Stands in the title of the accordion, by style.css.
+        with gr.Row(elem_classes="onediff-title"):
+            enabled = gr.Checkbox(
+                used, label=texts.USE, elem_id=f"onediff_{tab}_enabled", container=False, scale=0, min_width=20,
             )
-            changes = gr.Textbox(
-                changes_at_first, label="Changed options for this run", placeholder=EXAMPLE, scale=2, min_width=240,
-                lines=1, max_lines=1, elem_id=f"onediff_{tab}_changes",
-            )
-        told = gr.HTML(elem_id=f"onediff_{tab}_told", elem_classes=LIVE)
-        connect_choices([enabled, preset, changes], told, presets, settings_of)
-        gr.HTML(status_line, elem_id=STATUS.format(tab=tab), elem_classes=LIVE)
-        with gr.Row(elem_classes="onediff-controls"):
-            kept_out_of_defaults(gr.Button(
-                "Pre-warm this size", size="sm", scale=0, min_width=170, elem_id=PREWARM.format(tab=tab),
-            ))
-            gr.HTML(elem_id=PREWARM_RESULT.format(tab=tab), elem_classes=["onediff-beside", LIVE])
-    return [enabled, preset, changes]
+            gr.HTML(lambda: status_lines()[0], elem_id=SUMMARY.format(tab=tab), elem_classes=LIVE)
+        with gr.Accordion("OneDiff", open=False, elem_id=f"onediff_{tab}_accordion"):
+            with gr.Row(elem_classes="onediff-run"):
+                preset = gr.Dropdown(
+                    choices=[AS_IN_SETTINGS, *presets()], value=preset_at_first, label=texts.PRESET, min_width=160,
+                    elem_id=f"onediff_{tab}_preset",
+                )
+                by_words = [a_control(tab, name) for name in ROWS[0]]
+            with gr.Row(elem_classes="onediff-run"):
+                by_numbers = [a_control(tab, name) for name in ROWS[1]]
+            with gr.Row(visible=False, elem_id=HIRES_ROW.format(tab=tab)):
+                hires = a_control(tab, HIRES)
+            with gr.Accordion(texts.ADVANCED, open=False, elem_id=f"onediff_{tab}_advanced"):
+                changes = gr.Textbox(
+                    changes_at_first, label=texts.CHANGES, placeholder=EXAMPLE, lines=1, max_lines=1,
+                    elem_id=f"onediff_{tab}_changes",
+                )
+            told = gr.HTML(elem_id=f"onediff_{tab}_told", elem_classes=LIVE)
+            gr.HTML(lambda: status_lines()[1], elem_id=STATUS.format(tab=tab), elem_classes=LIVE)
+            with gr.Row(elem_classes="onediff-controls"):
+                kept_out_of_defaults(gr.Button(
+                    texts.PREWARM, size="sm", scale=0, min_width=190, elem_id=PREWARM.format(tab=tab),
+                ))
+                gr.HTML(elem_id=PREWARM_RESULT.format(tab=tab), elem_classes=["onediff-beside", LIVE])
+        arguments, controls = [enabled, preset, changes], [*by_words, *by_numbers, hires]
+        connect_choices(tab, arguments, controls, told, presets, settings_of)
+    return arguments
 
 
 def connect_choices(
-    arguments: list[Any], told: Any, presets: Callable[[], list[str]], settings_of: Callable[..., Settings],
+    tab: str, arguments: list[Any], controls: list[Any], told: Any, presets: Callable[[], list[str]],
+    settings_of: Callable[..., Settings],
 ) -> None:
-    """Say what the run will be, and keep the list of presets as it is now: the user's own come and go, and OneDiff may
-    be switched off in the settings meanwhile."""
+    """Say what the run will be and have the controls show it, and keep the list of presets as it is now: the user's own
+    come and go, and OneDiff may be switched off in the settings meanwhile."""
     enabled, preset, changes = arguments
-    shown = gr.State([])
-    # javascript/onediff_settings.js clicks it when somebody comes to the accordion: an update closes an open list.
+    names = [control.elem_id.removeprefix(f"onediff_{tab}_") for control in controls]
+    shown = gr.State([AS_IN_SETTINGS, *presets()])
+    # javascript/onediff_accordion.js clicks it when somebody comes to the accordion.
     ask = kept_out_of_defaults(gr.Button("", elem_id=f"{preset.elem_id}_ask", elem_classes=HIDDEN))
 
     def offer(shown: list[str]) -> tuple[Any, Any]:
         now = [AS_IN_SETTINGS, *presets()]
+        # An update closes an open list.
         return (UNCHANGED, shown) if now == shown else (gr.update(choices=now), now)
 
-    def tell(*values: Any) -> str:
-        if not runtime.settings.enabled:
-            return sentence(f"{OFF_IN_SETTINGS}: nothing here has an effect.", wrong=True)
+    def tell(*values: Any) -> list[Any]:
+        """What the run will be, and what the controls show of it."""
+        run, now = values[:len(arguments)], values[len(arguments):]
         try:
-            settings = settings_of(*values)
+            base = settings_of(*run[:2], "")
+            settings = settings_of(*run)
         except ValueError as problem:
-            return sentence(f"{problem} OneDiff would be off for this run.", wrong=True)
-        return "" if values == AS_AT_FIRST else sentence(f"This run: {describe(settings)}.")
+            return [sentence(texts.off_for_this_run(problem), wrong=True), *[UNCHANGED] * len(now)]
+        return [what_it_will_be(settings) + for_the_browser(base), *shown_values(names, settings, now)]
+
+    def tell_if_readable(*values: Any) -> list[Any]:
+        """While somebody types, what is not finished is no mistake yet."""
+        try:
+            settings_of(*values[:len(arguments)])
+        except ValueError:
+            return [UNCHANGED] * (1 + len(controls))
+        return tell(*values)
 
     # Pasting can set the list to a preset that is younger than the page.
     for event in (ask.click, preset.change):
         event(offer, inputs=[shown], outputs=[preset, shown], queue=False, **QUIET)
+    everything = {"inputs": [*arguments, *controls], "outputs": [told, *controls], "queue": False, **QUIET}
     for event in (ask.click, enabled.change, preset.change, changes.submit, changes.blur):
-        event(tell, inputs=arguments, outputs=[told], queue=False, **QUIET)
+        event(tell, **everything)
+    changes.change(tell_if_readable, **everything)
+    connect_preset(tab, preset, changes)
+    for control in controls:
+        connect_control(tab, control, changes)
 
 
-def connect(component: Any, tab: str, status_line: Callable[[], str], warmup: WarmUp) -> None:
+def what_it_will_be(settings: Settings) -> str:
+    if not runtime.settings.enabled:
+        return sentence(texts.NOTHING_HERE_COUNTS, wrong=True)
+    without_effect = described({
+        name: getattr(settings, name) for name in [option.name for option in fields(settings)]
+        if getattr(settings, name) != getattr(Settings(), name)
+    })
+    notes = [f"{label_of(name)}: {said}" for name, said in without_effect.items()]
+    return sentence(" ".join([texts.this_run(describe(settings)), *notes]))
+
+
+def connect(component: Any, tab: str, status_lines: StatusLines, warmup: WarmUp) -> None:
     """Hear of every component that the host has just created, and connect the accordion with what it needs of them.
 
     The last that matters is the one that tells of new images: every host creates it after a tab's settings.
     """
     if component.elem_id != CHANGES_AFTER_GENERATION.format(tab=tab):
         return
-    status = find_component(STATUS.format(tab=tab))
-    if status is None:
+    summary, status = (find_component(elem_id.format(tab=tab)) for elem_id in (SUMMARY, STATUS))
+    if summary is None or status is None:
         return
-    component.change(status_line, inputs=[], outputs=[status], queue=False, **QUIET)
-    connect_prewarm(tab, status, status_line, warmup)
+    component.change(status_lines, inputs=[], outputs=[summary, status], queue=False, **QUIET)
+    connect_prewarm(tab, [summary, status], status_lines, warmup)
+    connect_hires(tab)
 
 
-def connect_prewarm(tab: str, status: Any, status_line: Callable[[], str], warmup: WarmUp) -> None:
+def connect_hires(tab: str) -> None:
+    """Show what is of the hires pass only where there is one."""
+    row, ask = (find_component(name.format(tab=tab)) for name in (HIRES_ROW, "onediff_{tab}_preset_ask"))
+    checkbox = next(filter(None, (find_component(name.format(tab=tab)) for name in HIRES_CHECKBOXES)), None)
+    if checkbox is None or row is None or ask is None:
+        return
+    for event in (checkbox.change, ask.click):
+        event(lambda on: gr.update(visible=bool(on)), inputs=[checkbox], outputs=[row], queue=False, **QUIET)
+
+
+def connect_prewarm(tab: str, status: list[Any], status_lines: StatusLines, warmup: WarmUp) -> None:
     button, result = find_component(PREWARM.format(tab=tab)), find_component(PREWARM_RESULT.format(tab=tab))
-    size = [find_component(elem_id.format(tab=tab)) for elem_id in SIZE_COMPONENTS]
-    if button is None or result is None or None in size:
+    size = [found for elem_id in SIZE_COMPONENTS if (found := find_component(elem_id.format(tab=tab))) is not None]
+    if button is None or result is None or len(size) < len(SIZE_COMPONENTS):
         return
 
     def ask(width: Any, height: Any, batch: Any) -> str:
@@ -114,19 +178,32 @@ def connect_prewarm(tab: str, status: Any, status_line: Callable[[], str], warmu
             return sentence(str(problem), wrong=True)
         return ""
 
-    def follow(width: Any, height: Any, batch: Any) -> Iterator[tuple[str, Any]]:
+    def follow(width: Any, height: Any, batch: Any) -> Iterator[tuple[Any, ...]]:
+        """What the button says, what stands beside it, and both statuses."""
         try:
             wanted = size_of(width, height, batch)
         except ValueError as problem:
-            yield sentence(str(problem), wrong=True), UNCHANGED
+            yield texts.PREWARM, sentence(str(problem), wrong=True), UNCHANGED, UNCHANGED
             return
         for jobs in watch(warmup, [wanted]):
             over = not any(job.pending for job in jobs)
             # Nothing was queued: why, ask has said.
-            yield jobs_html(jobs) if jobs else UNCHANGED, status_line() if over else UNCHANGED
+            beside = sentence(job_sentence(jobs[-1]), wrong=jobs[-1].state == FAILED) if jobs else UNCHANGED
+            yield button_text(jobs), beside, *(status_lines() if over else (UNCHANGED, UNCHANGED))
 
     asked = button.click(ask, inputs=size, outputs=[result], queue=False, **QUIET)
-    show_stream([asked.then], follow, inputs=size, outputs=[result, status])
+    show_stream([asked.then], follow, inputs=size, outputs=[button, result, *status])
+    for component in size:
+        component.change(None, inputs=[], outputs=[button, result], api_name=False, **in_the_browser(
+            f"() => [{texts.PREWARM!r}, '']"
+        ))
+
+
+def button_text(jobs: list[Job]) -> str:
+    """What the button says of the size that it has queued."""
+    if not jobs or jobs[-1].state in (FAILED, CANCELLED):
+        return texts.PREWARM
+    return texts.is_ready(jobs[-1].size) if jobs[-1].state == DONE else texts.warming(jobs[-1].size, jobs[-1].share)
 
 
 def size_of(width: Any, height: Any, batch: Any) -> Size:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..options.changes import read_changes
 from ..options.infotext import PROBLEM
 from ..options.presets import AS_IN_SETTINGS, with_preset
 from ..options.settings import OFF_IN_SETTINGS, Settings
 from ..runtime.runtime import runtime
-from .compare.sides import read_changes
 
 log = logging.getLogger("onediff")
 # What of a generation runs the model: init encodes the image that img2img begins with.

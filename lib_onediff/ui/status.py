@@ -9,13 +9,11 @@ from ..options.settings import OFF_IN_SETTINGS
 from ..runtime.runtime import runtime
 from ..runtime.vae.call_stats import described as decode_described
 from .amounts import NOTHING, milliseconds, times
+from .texts import NO_IMAGE_YET, OFF, ROUTES, SHORT_ROUTES
+from .texts import UNREADABLE as UNREADABLE_TEXT
 
-# In place of the status line where a fault of ours keeps it from being made.
-UNREADABLE = '<p class="onediff-reason">OneDiff cannot show its status: see the console.</p>'
-ROUTES = {
-    "graph": "CUDA graph", "plain": "plain launches", "blocks": "blocks inside the host's loop",
-    "host": "the WebUI's own UNet",
-}
+# In place of both status lines where a fault of ours keeps them from being made.
+UNREADABLE = ("", f'<p class="onediff-reason">{UNREADABLE_TEXT}</p>')
 
 
 def current_status(webui: WebUI) -> dict[str, Any]:
@@ -26,6 +24,21 @@ def current_status(webui: WebUI) -> dict[str, Any]:
     }
     reason = webui.why_not_served() if runtime.settings.enabled else f"{OFF_IN_SETTINGS}."
     return {**status, "route": "host", "reason": reason} if reason else status
+
+
+def summary_html(status: dict[str, Any]) -> str:
+    """The status in the accordion's title, in a few words: "29 ms/step, 2.00 x, graph"."""
+    route = status["route"]
+    if not runtime.settings.enabled:
+        words = OFF
+    elif route is None:
+        words = NO_IMAGE_YET
+    else:
+        ours = route != "host" and status["step_ms"] is not None
+        step = [f"{milliseconds(status['step_ms'])}/step"] if ours else []
+        speed = [times(status["ratio"])] if ours and status["ratio"] is not None else []
+        words = ", ".join([*step, *speed, SHORT_ROUTES[route]])
+    return f'<span class="onediff-summary onediff-route-{route or "none"}" role="status">{html.escape(words)}</span>'
 
 
 def status_html(status: dict[str, Any]) -> str:

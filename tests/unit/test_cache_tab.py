@@ -72,21 +72,25 @@ def test_what_is_hidden_is_there_for_javascript(seen: Seen) -> None:
     assert {"onediff_cache", "onediff_purge_keep"} <= set(blocks)
 
 
+def both_statuses() -> tuple[str, str]:
+    return "title", "status"
+
+
 def the_button(page: gradio.Blocks) -> Callable[..., Any]:
     """What a click on the accordion's button does first ("ask"), and then ("begin", and "step" until it is over)."""
     functions = page.fns.values() if isinstance(page.fns, dict) else page.fns
     return {function.fn.__name__: function.fn for function in functions if function.fn}.__getitem__
 
 
-def followed(page: gradio.Blocks, *values: Any) -> list[str]:
-    """What is shown beside the button, one after the other, as the page asks for it."""
+def followed(page: gradio.Blocks, *values: Any) -> list[tuple[str, str]]:
+    """What the button says and what is shown beside it, one after the other, as the page asks for it."""
     button = the_button(page)
-    first, _, turn, stream = button("begin")(*values)
+    *first, turn, stream = button("begin")(*values)
     shown = [first]
     while turn:
-        result, _, turn = button("step")(stream, turn)
-        shown.append(result)
-    return [markup for markup in shown if isinstance(markup, str)]
+        *after, turn = button("step")(stream, turn)
+        shown.append(after)
+    return [tuple(values[:2]) for values in shown if isinstance(values[1], str)]
 
 
 def page_of(warmup: WarmUp, order: list[str]) -> gradio.Blocks:
@@ -95,14 +99,14 @@ def page_of(warmup: WarmUp, order: list[str]) -> gradio.Blocks:
         "width": lambda: gradio.Slider(64, 4096, value=128, elem_id="txt2img_width"),
         "height": lambda: gradio.Slider(64, 4096, value=64, elem_id="txt2img_height"),
         "batch": lambda: gradio.Slider(1, 8, value=1, elem_id="txt2img_batch_size"),
-        "accordion": lambda: accordion.build_accordion("txt2img", lambda: "status", list, lambda *given: Settings()),
+        "accordion": lambda: accordion.build_accordion("txt2img", both_statuses, list, lambda *given: Settings()),
         "info": lambda: gradio.Textbox(visible=False, elem_id="generation_info_txt2img"),
     }
     with gradio.Blocks() as page:
         for part in order:
             made = parts[part]()
             if part != "accordion":
-                accordion.connect(made, "txt2img", lambda: "status", warmup)
+                accordion.connect(made, "txt2img", both_statuses, warmup)
     return page
 
 
@@ -112,8 +116,8 @@ def page_of(warmup: WarmUp, order: list[str]) -> gradio.Blocks:
 def test_the_accordions_button_warms_the_size_that_is_set(seen: Seen, order: list[str]) -> None:
     page = page_of(seen.warmup, order)
     assert the_button(page)("ask")(128, 64.0, 2) == ""
-    *_, last = followed(page, 128, 64.0, 2)
-    assert text_of(last).startswith("128x64 x2 done in")
+    *_, (said, beside) = followed(page, 128, 64.0, 2)
+    assert said == "✓ 128x64 x2 is ready" and text_of(beside).startswith("done in")
     (job,) = seen.warmup.jobs()
     assert (job.size, job.source) == (Size(128, 64, 2), "accordion")
 
@@ -125,7 +129,7 @@ def test_the_accordions_button_warms_the_size_that_is_set(seen: Seen, order: lis
 def test_the_accordions_button_refuses_with_a_sentence(seen: Seen, values: tuple[Any, ...], part: str) -> None:
     page = page_of(seen.warmup, ["width", "height", "batch", "accordion", "info"])
     assert part in the_button(page)("ask")(*values)
-    assert [part in shown for shown in followed(page, *values)] == [True]
+    assert [part in beside for _, beside in followed(page, *values)] == [True]
     assert seen.warmup.jobs() == []
 
 
@@ -133,4 +137,4 @@ def test_a_page_without_sizes_has_a_status_line_all_the_same(seen: Seen) -> None
     whole = handlers(page_of(seen.warmup, ["width", "height", "batch", "accordion", "info"]))
     part = handlers(page_of(seen.warmup, ["width", "accordion", "info"]))
     without_accordion = handlers(page_of(seen.warmup, ["width", "height", "batch", "info"]))
-    assert (len(whole), len(part), len(without_accordion)) == (12, 9, 0)
+    assert (len(whole), len(part), len(without_accordion)) == (23, 17, 0)

@@ -18,13 +18,14 @@ import gradio
 from compare_builders import ORDER, SECONDS, SIDES, Painter, a_pair, a_request, exclusively
 from PIL import Image
 
+from lib_onediff.options.changes import read_changes
 from lib_onediff.options.settings import Settings
 from lib_onediff.ui.compare import tab as compare_tab
 from lib_onediff.ui.compare.handlers import ComparePanel
 from lib_onediff.ui.compare.job import STEPS_TO_WARM_UP, Comparison, request_of
 from lib_onediff.ui.compare.markup import images_html, numbers_html, summary_html, verdict
 from lib_onediff.ui.compare.report import page_html, save
-from lib_onediff.ui.compare.sides import CURRENT, OFF, choices, read_changes, side_of
+from lib_onediff.ui.compare.sides import CURRENT, OFF, choices, side_of
 
 PRESETS = {"Careful": {"backend": "eager", "verify": True}}
 FIELDS = ("a fox", "", 160, 128, 20, 7, "Euler a", 7, 2, True)
@@ -56,7 +57,10 @@ def test_changes_as_infotext_has_them(text: str, expected: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("text, part", [
-    ("speed 9", "no option 'speed'"), ("backend warp", "backend does not take 'warp'; it takes auto, native"),
+    ("speed 9", "no option 'speed' for a run. Choose from enabled, "),
+    ("deepcache_intervall 3", "Did you mean 'deepcache_interval'"), ("TF32 on", "Did you mean 'tf32'"),
+    ("tf32", "tf32 needs a value: auto, on, off."),
+    ("backend warp", "backend does not take 'warp'; it takes auto, native"),
     ("verify maybe", "it takes on, off"), ("cache_folder /tmp", "no option"),
 ])
 def test_wrong_changes_get_a_sentence(text: str, part: str) -> None:

@@ -86,7 +86,7 @@ def test_the_last_options_count() -> None:
         ({"verify": "yes"}, "OneDiff option verify takes True or False, not 'yes'."),
         ({"verify": 1}, "OneDiff option verify takes True or False, not 1."),
         ({"memory_budget": 0.5}, "OneDiff option memory_budget takes a whole number, not 0.5."),
-        ({"speed": 11}, "OneDiff has no option 'speed'; its options are "),
+        ({"speed": 11}, "OneDiff has no option 'speed'. Choose from "),
     ],
     ids=str,
 )

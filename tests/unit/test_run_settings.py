@@ -39,7 +39,8 @@ def test_wrong_first_arguments(argument: Any) -> None:
 
 
 @pytest.mark.parametrize(("preset", "changes", "says"), [
-    ("Fastest", "", "no preset 'Fastest'; its presets are Quality first, Balanced, Speed first, mine"),
+    ("Fastest", "", "no preset 'Fastest'. Choose from Quality first, Balanced, Speed first, mine"),
+    ("balanced", "", "Did you mean 'Balanced'"),
     (["Balanced"], "", "second script argument"), (3, "", "second script argument"),
     (None, 3, "third script argument"), ("", {"tf32": "on"}, "third script argument"),
     (BALANCED, "speed 9", "no option 'speed'"), (BALANCED, "tf32 maybe", "it takes auto, on, off"),

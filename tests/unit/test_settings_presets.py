@@ -100,7 +100,7 @@ def test_on_settings_as_they_are() -> None:
 
 
 def test_a_name_that_is_none() -> None:
-    with pytest.raises(ValueError, match="'fastest'; its presets are Quality first, Balanced, Speed first, x"):
+    with pytest.raises(ValueError, match="'fastest'. Choose from Quality first, Balanced, Speed first, x"):
         with_preset(More(), "fastest", own="x: tf32 on")
 
 

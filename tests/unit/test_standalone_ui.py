@@ -25,6 +25,8 @@ from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui import accordion, run_settings, settings_tab, status
 
+# What the controls of the accordion show at first.
+SHOWN = ("auto", "off", 1, 1, "as the first pass")
 STATUS = {
     "enabled": True, "model": "<b>SD1</b>", "backend": "eager", "resolution": "64x72", "route": "plain",
     "reason": "a & b", "step_ms": 12.345, "host_ms": 24.69, "ratio": 2.0, "relative_error": None,
@@ -152,9 +154,13 @@ def test_somebody_elses_wrapper_stays() -> None:
     assert p.sample() == "latents" and p.seen == [False]
 
 
+def both_statuses() -> tuple[str, str]:
+    return "title", "status"
+
+
 def build_accordion(tab: str) -> list[Any]:
     return accordion.build_accordion(
-        tab, lambda: "status", lambda: ["Balanced"], lambda *values: run_settings.settings_of_run(values, Settings()),
+        tab, both_statuses, lambda: ["Balanced"], lambda *values: run_settings.settings_of_run(values, Settings()),
     )
 
 
@@ -171,7 +177,7 @@ def test_accordion_has_no_effect_beside_its_components() -> None:
 
 
 @pytest.mark.parametrize(("values", "said"), [
-    ((True, "As in the settings", ""), ""), ((False, "As in the settings", ""), "This run: off."),
+    ((True, "As in the settings", ""), "This run: on."), ((False, "As in the settings", ""), "This run: off."),
     ((True, "Balanced", "vae_precision fp16"), "This run: on; vae_precision fp16; deepcache_interval 2."),
     ((True, "Gone", ""), "no preset"), ((True, "Balanced", "speed 9"), "would be off for this run"),
 ])
@@ -179,9 +185,9 @@ def test_accordion_says_what_the_run_will_be(values: tuple[Any, ...], said: str)
     with gradio.Blocks() as page:
         build_accordion("img2img")
     tells = [function.fn for function in page.fns.values() if function.fn and function.fn.__name__ == "tell"]
-    told = tells[0](*values)
-    assert said in told and bool(told) == bool(said)
-    assert ("onediff-wrong" in told) == (bool(told) and "This run:" not in told)
+    told, *_ = tells[0](*values, *SHOWN)
+    assert said in told
+    assert ("onediff-wrong" in told) == ("This run:" not in told)
 
 
 def test_the_accordion_says_where_onediff_is_switched_off() -> None:
@@ -191,7 +197,8 @@ def test_the_accordion_says_where_onediff_is_switched_off() -> None:
         build_accordion("img2img")
     tells = {function.fn for function in page.fns.values() if function.fn and function.fn.__name__ == "tell"}
     for tell in tells:
-        assert f"{html.escape(OFF_IN_SETTINGS)}: nothing here has an effect." in tell(True, "As in the settings", "")
+        said, *_ = tell(True, "As in the settings", "", *SHOWN)
+        assert f"{html.escape(OFF_IN_SETTINGS)}: nothing here has an effect." in said
     told = status.current_status(UnknownHost("SomeUI 3", ""))
     assert (told["route"], told["reason"], told["enabled"]) == ("host", f"{OFF_IN_SETTINGS}.", False)
     runtime.configure(Settings())
@@ -205,14 +212,14 @@ def test_prewarming_while_onediff_is_switched_off_is_refused_with_the_reason() -
         build_accordion("txt2img")
         for name in ("width", "height", "batch_size"):
             gradio.Number(elem_id=f"txt2img_{name}")
-        accordion.connect(gradio.Textbox(elem_id="generation_info_txt2img"), "txt2img", lambda: "status", warmup)
+        accordion.connect(gradio.Textbox(elem_id="generation_info_txt2img"), "txt2img", both_statuses, warmup)
     ask, begin = (
         next(function.fn for function in page.fns.values() if function.fn and function.fn.__name__ == name)
         for name in ("ask", "begin")
     )
     assert f"{html.escape(OFF_IN_SETTINGS)}, so nothing can be made ready." in ask(512, 512, 1)
     # What follows the jobs leaves the sentence alone.
-    assert begin(512, 512, 1)[:2] == (gradio.update(), "status")
+    assert begin(512, 512, 1)[:4] == ("Pre-warm this size", gradio.update(), "title", "status")
 
 
 class NoWebUI:
@@ -225,7 +232,7 @@ def test_status_line_is_renewed_by_the_hosts_description_of_a_generation() -> No
         already = len(page.get_config_file()["dependencies"])
         for elem_id, added in (("generation_info_txt2img", 0), ("generation_info_img2img", 1)):
             box = gradio.Textbox(elem_id=elem_id)
-            accordion.connect(box, "img2img", lambda: "status", WarmUp(NoWebUI(), runtime))
+            accordion.connect(box, "img2img", both_statuses, WarmUp(NoWebUI(), runtime))
             dependencies = page.get_config_file()["dependencies"]
             assert len(dependencies) == already + added
     assert dependencies[-1]["targets"] == [(box._id, "change")]

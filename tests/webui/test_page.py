@@ -9,12 +9,12 @@ from webui_client import WebUI, gradient, one_run
 from webui_models import Models
 from webui_page import (
     SMALL,
-    accordion,
     accordion_values,
     changed_options,
     choose_preset,
     enabled_checkbox,
     make_picture,
+    open_advanced,
     open_page,
     show_settings,
     status_line,
@@ -41,7 +41,7 @@ def test_generate_makes_a_picture(page, webui: WebUI) -> None:
 
 def test_status_line_tells_route_and_speed(page, webui: WebUI) -> None:
     make_picture(page)
-    page.open_accordion(accordion("txt2img"))
+    open_advanced(page, "txt2img")
     status = page.wait_for_text(status_line("txt2img"), "ms", 30)
     assert "plain launches" in status or "CUDA graph" in status
     page.wait_for_text(status_line("txt2img"), "64x64", 30)
@@ -50,7 +50,7 @@ def test_status_line_tells_route_and_speed(page, webui: WebUI) -> None:
 
 
 def test_checkbox_switches_it_off_for_a_run(page, webui: WebUI) -> None:
-    page.open_accordion(accordion("txt2img"))
+    open_advanced(page, "txt2img")
     page.find(enabled_checkbox("txt2img")).click()
     before = webui.calls()
     make_picture(page)
@@ -106,7 +106,7 @@ def test_settings_refuse_nonsense(page, webui: WebUI) -> None:
 
 
 def test_preset_and_changes_hold_for_the_run(page, webui: WebUI) -> None:
-    page.open_accordion(accordion("txt2img"))
+    open_advanced(page, "txt2img")
     choose_preset(page, "txt2img", "Balanced")
     page.wait_for_text(told("txt2img"), "This run: on; deepcache_interval 2.", 30)
     page.type(changed_options("txt2img"), "deepcache_interval 3; vae_precision fp32")
@@ -118,7 +118,7 @@ def test_preset_and_changes_hold_for_the_run(page, webui: WebUI) -> None:
 
 
 def test_wrong_changes_are_told_before_and_after(page, webui: WebUI) -> None:
-    page.open_accordion(accordion("txt2img"))
+    open_advanced(page, "txt2img")
     page.type(changed_options("txt2img"), "deepcache_interval 99")
     page.find(changed_options("txt2img")).send_keys(Keys.TAB)
     page.wait_for_text(told("txt2img"), "it takes 1 to 20. OneDiff would be off for this run.", 30)
@@ -157,7 +157,7 @@ def test_infotext_pastes_back(
     infotext = webui.txt2img(**one_run(**made_with)).info["infotexts"][0]
     assert "OneDiff: " in infotext
     page.choose_tab(tab)
-    page.open_accordion(accordion(tab))
+    open_advanced(page, tab)
     page.find(enabled_checkbox(tab)).click()
     page.type(changed_options(tab), "verify off")
     with webui.options(**options):
@@ -170,7 +170,7 @@ def test_infotext_pastes_back(
 
 
 def test_infotext_of_a_picture_without_onediff_leaves_the_accordion_alone(page, webui: WebUI) -> None:
-    page.open_accordion(accordion("txt2img"))
+    open_advanced(page, "txt2img")
     page.find(enabled_checkbox("txt2img")).click()
     page.type(changed_options("txt2img"), "verify off")
     paste(page, "txt2img", "a fox\nSteps: 5, Sampler: Euler a, CFG scale: 7, Seed: 31, Size: 64x64")

@@ -158,9 +158,11 @@ def test_accordion_prewarms_the_current_size(panel: Panel, webui: WebUI) -> None
         page.type(f"#txt2img_{name} input[type=number]", value)
     before, host_before = served(webui), webui.calls()["host"]
     page.find(f"#{prewarm_button('txt2img')}").click()
-    page.wait_for_text(prewarm_result("txt2img"), "done in", 240)
-    assert "80x64" in page.text(prewarm_result("txt2img"))
+    page.wait_for_text(prewarm_button("txt2img"), "✓ 80x64 is ready", 240)
+    assert "done in" in page.text(prewarm_result("txt2img"))
     assert served(webui) > before and webui.calls()["host"] == host_before
+    page.type("#txt2img_width input[type=number]", 88)
+    page.wait_for_text(prewarm_button("txt2img"), "Pre-warm this size", 10)
     panel.show()
     panel.wait_until_ready("80x64")
 

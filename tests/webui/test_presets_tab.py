@@ -16,6 +16,7 @@ from webui_page import (
     changed_options,
     choose_preset,
     make_picture,
+    open_advanced,
     open_page,
     show_settings,
     told,
@@ -123,7 +124,7 @@ def test_own_preset_is_saved_used_and_deleted(presets: Presets, webui: WebUI) ->
     assert run_says(webui) == "on"
     page = presets.page
     page.choose_tab("txt2img")
-    page.open_accordion(accordion("txt2img"))
+    open_advanced(page, "txt2img")
     choose_preset(page, "txt2img", OWN)
     page.wait_for_text(told("txt2img"), "This run: on; deepcache_interval 4.", 30)
     assert "OneDiff: on; deepcache_interval 4" in make_picture(page)
@@ -145,7 +146,7 @@ def test_pasting_a_preset_that_is_younger_than_the_page(presets: Presets, webui:
     page = presets.page
     webui.set_options(onediff_own_presets=f"{OWN}: deepcache_interval 4")
     page.choose_tab("txt2img")
-    page.open_accordion(accordion("txt2img"))
+    open_advanced(page, "txt2img")
     page.type("#txt2img_prompt textarea", "a fox\nSteps: 3, Sampler: Euler a, CFG scale: 7, Seed: 11, Size: 64x64, "
               "OneDiff: on; deepcache_interval 4; verify off")
     page.find("#txt2img_paste, #tab_txt2img #paste, #txt2img_tools #paste").click()
@@ -187,7 +188,7 @@ def test_nothing_sticks_out_of_what_is_new(presets: Presets, webui: WebUI, width
     browser.size_page(width)
     try:
         browser.open(f"{webui.url}/?__theme={theme}")
-        browser.open_accordion(accordion("txt2img"))
+        open_advanced(browser, "txt2img")
         browser.type(changed_options("txt2img"), "deepcache_interval " + "9" * 60)
         browser.find(changed_options("txt2img")).send_keys(Keys.TAB)
         browser.wait_for_text(told("txt2img"), "it takes", 30)

@@ -38,10 +38,24 @@ def choose_preset(page: Any, tab: str, name: str) -> None:
     ActionChains(page.driver).move_to_element(page.find(f"#{tab}_prompt")).perform()
     ActionChains(page.driver).move_to_element(page.find(f"#{accordion(tab)} .label-wrap")).perform()
     time.sleep(1)
+    choose(page, preset_list(tab), name)
+
+
+def choose(page: Any, elem_id: str, name: str) -> None:
+    """Choose from a list."""
     option = "return [...document.querySelectorAll('ul.options li')].find(at => at.innerText.includes(arguments[0]))"
-    page.find(f"#{preset_list(tab)} input").click()
+    page.find(f"#{elem_id} input").click()
     page.wait(lambda: page.run(option, name), f"{name} in the list", 20)
     page.run(option, name).click()
+
+
+def control(tab: str, name: str) -> str:
+    return f"#onediff_{tab}_{name} input"
+
+
+def open_advanced(page: Any, tab: str) -> None:
+    page.open_accordion(accordion(tab))
+    page.open_accordion(f"onediff_{tab}_advanced")
 
 
 def told(tab: str) -> str:

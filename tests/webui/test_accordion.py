@@ -1,0 +1,160 @@
+"""The accordion of the txt2img tab: what a user sees of it closed, and its controls, which all write one text."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from selenium.webdriver.common.keys import Keys
+from webui_client import WebUI
+from webui_models import Models
+from webui_page import (
+    accordion,
+    accordion_values,
+    changed_options,
+    choose,
+    control,
+    enabled_checkbox,
+    make_picture,
+    open_advanced,
+    open_page,
+    preset_list,
+    told,
+)
+
+TAB = "txt2img"
+SUMMARY, WHOLE = f"onediff_{TAB}_summary", f"onediff_{TAB}"
+# Elements with text of their own whose contrast with what lies behind them is under 4.5, by WCAG's formula.
+TOO_PALE = """
+const numbers = color => (color.match(/[\\d.]+/g) || [0, 0, 0, 0]).map(Number);
+const light = color => { const [r, g, b] = color.map(v => v / 255).map(
+    v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+const behind = element => { for (let at = element; at; at = at.parentElement) {
+    const found = numbers(getComputedStyle(at).backgroundColor);
+    if (found.length === 3 || found[3] === 1) return found.slice(0, 3); } return [255, 255, 255]; };
+return [...document.getElementById(arguments[0]).querySelectorAll("*")].filter(element => {
+    if (![...element.childNodes].some(node => node.nodeType === 3 && node.textContent.trim())) return false;
+    if (!element.checkVisibility() || !element.closest(".onediff-live")) return false;
+    const [a, b] = [light(numbers(getComputedStyle(element).color).slice(0, 3)), light(behind(element))];
+    return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05) < 4.5;
+}).map(element => element.outerHTML.slice(0, 100));
+"""
+
+
+@pytest.fixture
+def page(browser, webui: WebUI, sd15: Models) -> Any:
+    return open_page(browser, webui.url)
+
+
+def shown(page: Any, name: str) -> str:
+    """What a control shows."""
+    return page.run("return document.querySelector(arguments[0]).value", control(TAB, name))
+
+
+def text(page: Any) -> str:
+    return accordion_values(page, TAB)[2]
+
+
+def move(page: Any, name: str, value: int) -> None:
+    """As dragging a slider, or typing beside it."""
+    page.type(f"#onediff_{TAB}_{name} input[type=number]", value)
+
+
+def test_closed_it_shows_its_checkbox_and_the_status(page) -> None:
+    preset, box = page.find(f"#{preset_list(TAB)}"), page.find(enabled_checkbox(TAB))
+    assert not preset.is_displayed() and box.is_displayed() and box.is_selected()
+    make_picture(page)
+    status = page.wait_for_text(SUMMARY, "ms/step", 30)
+    assert status.endswith(("no graph", "graph", "blocks")) and "\n" not in status
+    box.click()
+    assert not preset.is_displayed() and not box.is_selected(), "the checkbox does not open it"
+    box.click()
+    for opened in (True, False):
+        page.find(f"#{accordion(TAB)} .label-wrap").click()
+        page.wait(lambda now=opened: preset.is_displayed() is now, f"open: {opened}", 10)
+        assert box.is_selected(), "opening and closing it switches nothing"
+
+
+def test_what_is_moved_is_in_the_text_and_in_the_image(page, webui: WebUI) -> None:
+    open_advanced(page, TAB)
+    page.wait_for_text(told(TAB), "This run: on.", 20)
+    move(page, "deepcache_interval", 3)
+    page.wait(lambda: text(page) == "deepcache_interval 3", "the text", 10)
+    choose(page, f"onediff_{TAB}_vae_precision", "fp32")
+    page.wait(lambda: text(page) == "deepcache_interval 3; vae_precision fp32", "the text", 10)
+    page.wait_for_text(told(TAB), "This run: on; vae_precision fp32; deepcache_interval 3.", 20)
+    assert "OneDiff: on; vae_precision fp32; deepcache_interval 3" in make_picture(page)
+    move(page, "deepcache_interval", 1)
+    page.wait(lambda: text(page) == "vae_precision fp32", "a value that is nothing new to leave the text", 10)
+
+
+def test_the_controls_show_the_settings_the_preset_and_the_text(page, webui: WebUI) -> None:
+    with webui.options(onediff_deepcache_depth=3):
+        open_advanced(page, TAB)
+        page.wait(lambda: shown(page, "deepcache_depth") == "3", "the settings tab's depth", 20)
+        assert text(page) == ""
+        page.type(changed_options(TAB), "verify off; deepcache_interval 5; fp8 on")
+        page.find(changed_options(TAB)).send_keys(Keys.TAB)
+        page.wait(lambda: [shown(page, name) for name in ("deepcache_interval", "fp8")] == ["5", "on"], "the text", 20)
+        choose(page, preset_list(TAB), "Balanced")
+        page.wait(lambda: text(page) == "verify off", "the preset to set all of its own options", 10)
+        page.wait(lambda: [shown(page, name) for name in ("deepcache_interval", "fp8")] == ["2", "off"], "Balanced", 20)
+        page.wait_for_text(told(TAB), "This run: on; verify off; deepcache_interval 2.", 20)
+        move(page, "deepcache_interval", 2)
+        assert text(page) == "verify off"
+
+
+def test_a_typo_is_asked_about_and_names_are_completed(page) -> None:
+    open_advanced(page, TAB)
+    page.wait_for_text(told(TAB), "This run: on.", 20)
+    field = page.find(changed_options(TAB))
+    field.send_keys("verify off; deepcache_intervall 3")
+    offered = page.run("return [...document.querySelector(arguments[0]).list.options].map(at => at.value)",
+                       changed_options(TAB))
+    assert "verify off; deepcache_interval " in offered and "verify off; tf32 on" in offered
+    assert "Did you mean" not in page.text(told(TAB)), "nobody is corrected while typing"
+    field.send_keys(Keys.TAB)
+    page.wait_for_text(told(TAB), "Did you mean 'deepcache_interval'? OneDiff would be off for this run.", 20)
+
+
+def test_the_first_quick_click_opens_the_list_of_presets(page) -> None:
+    # Without the pointer: its coming to the accordion asks the server, and the click follows at once.
+    page.run("document.querySelector(arguments[0]).click()", f"#{accordion(TAB)} .label-wrap")
+    page.find(f"#{preset_list(TAB)} input").click()
+    offered = "return [...document.querySelectorAll('ul.options li')].map(at => at.innerText.trim())"
+    page.wait(lambda: any("Balanced" in name for name in page.run(offered)), "the list", 10)
+    page.wait_for_text(told(TAB), "This run: on.", 20)
+    assert any("Balanced" in name for name in page.run(offered)), "what the server said has closed the list"
+
+
+def test_rows_are_in_line(page) -> None:
+    page.open_accordion(accordion(TAB))
+    top = "return document.getElementById(`onediff_txt2img_${arguments[0]}`).getBoundingClientRect().top"
+    for row in (("preset", "vae_precision", "fp8"), ("deepcache_interval", "deepcache_depth")):
+        assert len({round(page.run(top, name), 1) for name in row}) == 1
+
+
+def test_the_hires_row_is_there_with_the_hires_pass_alone(page, webui: WebUI) -> None:
+    page.open_accordion(accordion(TAB))
+    row = page.driver.find_element("id", f"onediff_{TAB}_hires") if page.there(f"onediff_{TAB}_hires") else None
+    assert row is None or not row.is_displayed()
+    if webui.is_standalone:
+        pytest.skip("the standalone host has no hires pass: give the address of another WebUI with --webui URL")
+    page.find("#txt2img_hr-visible-checkbox").click()
+    page.wait(lambda: page.driver.find_element("id", f"onediff_{TAB}_deepcache_hires").is_displayed(), "the row", 20)
+
+
+@pytest.mark.parametrize("width", [1400, 400])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_it_can_be_read(browser, webui: WebUI, width: int, theme: str, tmp_path: Any) -> None:
+    webui.txt2img()
+    browser.size_page(width)
+    try:
+        browser.open(f"{webui.url}/?__theme={theme}")
+        open_advanced(browser, TAB)
+        browser.type(changed_options(TAB), "deepcache_interval 99")
+        browser.find(changed_options(TAB)).send_keys(Keys.TAB)
+        browser.wait_for_text(told(TAB), "it takes 1 to 20", 20)
+        browser.driver.save_screenshot(str(tmp_path / "accordion.png"))
+        assert browser.run(TOO_PALE, WHOLE) == [] and browser.sticking_out(WHOLE) == []
+    finally:
+        browser.forget_size()
