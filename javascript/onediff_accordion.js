@@ -54,14 +54,15 @@ window.onediffAccordion = (() => {
     let visited = null;
     function visit(event) {
         const accordion = event.target.closest && event.target.closest(".onediff-accordion");
-        if (accordion && accordion !== visited) {
+        // A click opens it: the pointer may have come before the page could ask.
+        if (accordion && (accordion !== visited || event.target.closest(".label-wrap") && event.type === "click")) {
             const ask = accordion.querySelector("[id$=_preset_ask]");
             if (ask) ask.click();
         }
         visited = accordion;
     }
 
-    for (const coming of ["pointerover", "focusin"]) document.addEventListener(coming, visit);
+    for (const coming of ["pointerover", "focusin", "click"]) document.addEventListener(coming, visit);
 
     return {changed, presetChosen};
 })();
