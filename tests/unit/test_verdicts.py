@@ -35,7 +35,7 @@ OTHERS: list[dict[str, Any]] = [
     {"device": torch.device("cuda", 1)}, {"inputs": ("y",)}, {"control": ((2, 4, 64, 64), (), ())},
     {"control": (None, (), ())}, {"upcast_attention": True}, {"backend": "eager"},
     {"precision": (("TF32 in matmul", True),)}, {"part": "full"}, {"depth": 3},
-    {"patches": ("patches[attn2_patch] by somebody",)},
+    {"patches": ("patches[attn2_patch] by somebody",)}, {"additions": ("FreeU at stages 0",)},
 ]
 
 
