@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,16 @@ from .weight_functions import Change, LowRankUpdate, WeightFunctions
 from .weights import Affine, Binding, LowRank, Weights
 
 MEBIBYTE = 2**20
+
+
+class Given(NamedTuple):
+    """What is to be applied. functions: by path. affines: the parameters as they are stored, of fused layers too.
+    dtype: which is computed in. before: what was made the last time."""
+
+    functions: Mapping[str, WeightFunctions]
+    affines: Weights
+    dtype: torch.dtype
+    before: Mapping[tuple[str, str], Tensor]
 
 
 class AppliedFunctions:
@@ -52,16 +62,17 @@ class AppliedFunctions:
         """
         groups = grouped(affines, fusions)
         self._refuse_without_room(functions, affines, groups, dtype, room)
-        before, self._made, moved = self._made, {}, False
+        given, moved = Given(functions, affines, dtype, self._made), False
+        self._made = {}
         self.low_rank, self.weights, self.biases = {}, {}, {}
         self.lasting = all(one.lasting for one in functions.values())
         # Tensors that count no edits: nobody but us writes to them.
         with torch.inference_mode():
             for name, paths in groups.items():
-                moved |= self._fit_updates(name, paths, functions, affines, dtype, before)
-                moved |= self._fit_weights(name, paths, functions, affines, dtype, before)
-                moved |= self._fit_biases(name, paths, functions, affines, dtype, before)
-        return moved or before.keys() != self._made.keys()
+                moved |= self._fit_updates(name, paths, given)
+                moved |= self._fit_weights(name, paths, given)
+                moved |= self._fit_biases(name, paths, given)
+        return moved or given.before.keys() != self._made.keys()
 
     def _refuse_without_room(
         self, functions: Mapping[str, WeightFunctions], affines: Weights, groups: Mapping[str, Sequence[str]],
@@ -79,17 +90,15 @@ class AppliedFunctions:
                 f"memory budget has {max(0, left) / MEBIBYTE:.0f} MiB"
             )
 
-    def _fit_updates(
-        self, name: str, paths: Sequence[str], functions: Mapping[str, WeightFunctions], affines: Weights,
-        dtype: torch.dtype, before: Mapping[tuple[str, str], Tensor],
-    ) -> bool:
+    def _fit_updates(self, name: str, paths: Sequence[str], given: Given) -> bool:
+        functions, affines, dtype, before = given
         updates = {path: functions[path].updates for path in paths if path in functions and functions[path].updates}
         if not updates:
             return False
         device = affines[name].weight.device
-        factors = {path: [balanced(update, device) for update in given] for path, given in updates.items()}
+        factors = {path: [balanced(update, device) for update in found] for path, found in updates.items()}
         down, moved = self._hold("down", name, torch.cat([
-            down.to(dtype) for given in factors.values() for _, down in given
+            down.to(dtype) for pairs in factors.values() for _, down in pairs
         ]), before)
         ups: list[tuple[int, Tensor]] = []
         first_row = first_rank = 0
@@ -107,10 +116,8 @@ class AppliedFunctions:
         self.low_rank[name] = LowRank(down, tuple(ups))
         return moved
 
-    def _fit_weights(
-        self, name: str, paths: Sequence[str], functions: Mapping[str, WeightFunctions], affines: Weights,
-        dtype: torch.dtype, before: Mapping[tuple[str, str], Tensor],
-    ) -> bool:
+    def _fit_weights(self, name: str, paths: Sequence[str], given: Given) -> bool:
+        functions, affines, dtype, before = given
         stored = affines[name].weight
         changes = {path: functions[path].weight if path in functions else None for path in paths}
         is_vector = stored.dim() == 1
@@ -122,10 +129,8 @@ class AppliedFunctions:
         self.weights.update(zip(paths, kept.split([affines[path].weight.shape[0] for path in paths]), strict=True))
         return moved
 
-    def _fit_biases(
-        self, name: str, paths: Sequence[str], functions: Mapping[str, WeightFunctions], affines: Weights,
-        dtype: torch.dtype, before: Mapping[tuple[str, str], Tensor],
-    ) -> bool:
+    def _fit_biases(self, name: str, paths: Sequence[str], given: Given) -> bool:
+        functions, affines, dtype, before = given
         stored = affines[name].bias
         if stored is None:
             return False

@@ -84,6 +84,7 @@ class Binding:
         self.layout: Any = layout
         leaves = layout.leaves()
         self._leaves = [(leaf.path, weakref.ref(module.get_submodule(leaf.path))) for leaf in leaves]
+        self._references = [reference for _, reference in self._leaves]
         self._fusions = layout.fusions()
         prompt_paths = layout.prompt_paths()
         self._prompt_leaves = [(path, leaf) for path, leaf in self._leaves if path in prompt_paths]
@@ -158,7 +159,8 @@ class Binding:
 
     def layers(self) -> list[nn.Module]:
         """The host's modules that hold the parameters. Drop the result after the call."""
-        return [layer for layer in (reference() for _, reference in self._leaves) if layer is not None]
+        layers: list[Any] = [reference() for reference in self._references]
+        return [layer for layer in layers if layer is not None] if None in layers else layers
 
     def signature(self) -> Signature:
         """Where every parameter lies now. Changes when the host moves, casts or swaps one: half a millisecond for SDXL.

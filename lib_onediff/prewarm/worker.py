@@ -87,7 +87,7 @@ log = logging.getLogger("onediff")
 # Python aborts when it ends below a thread that computes.
 SECONDS_AT_EXIT = 20.0
 # The hosts' queue lock goes to whoever is there first when it is released, and a thread that has just waited is not.
-SECONDS_LEFT_TO_PICTURES = 0.02
+SECONDS_LEFT_TO_IMAGES = 0.02
 SECONDS_BETWEEN_LOOKS = 0.2
 WAITING = "waiting for the image that is being made"
 COMPILING = "compiling"
@@ -196,7 +196,7 @@ class WarmUp:
                 is_ready = outcome.route == "graph"
                 no_graph = no_graph or outcome.why_no_graph(call)
                 self._queue.advance(job, call, outcome.seconds, CALLS_PER_SHAPE - call.number if is_ready else 1)
-            time.sleep(SECONDS_LEFT_TO_PICTURES)
+            time.sleep(SECONDS_LEFT_TO_IMAGES)
         self._webui.exclusively(lambda: self._decode(job))
         self._queue.end(job, DONE, no_graph)
 
@@ -220,7 +220,7 @@ class WarmUp:
         try:
             with self._runtime.wait_for_compile():
                 self._webui.warm_decode(size.width, size.height, size.batch)
-            self._runtime.history.keep(self._runtime.table.entries(), in_pictures=False)
+            self._runtime.history.keep(self._runtime.table.entries(), in_images=False)
         except Exception as error:
             log.debug("no decode of %s was warmed up: %s", size, first_line(error), exc_info=True)
 
@@ -234,7 +234,7 @@ class WarmUp:
             with self._runtime.wait_for_compile():
                 self._webui.warm(call.size.width, call.size.height, *call.shape)
             status = self._runtime.status()
-            self._runtime.history.keep(self._runtime.table.entries(), in_pictures=False)
+            self._runtime.history.keep(self._runtime.table.entries(), in_images=False)
         except torch.cuda.OutOfMemoryError:
             raise CannotWarm(f"there is not enough GPU memory for {call.size}") from None
         if status["route"] not in ("graph", "plain"):

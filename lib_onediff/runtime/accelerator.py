@@ -172,7 +172,8 @@ class Accelerator(Services):
             # Outside our modes: the host's forward must run exactly as the host would run it.
             yardstick = managed.bound.host_traits.yardstick(host)
             refusal = prove(
-                result.entry, result.output, settings.verify, self.history, host, yardstick, self.waits_for_compile
+                result.entry, result.output, settings.verify, self.history, host, yardstick, self.waits_for_compile,
+                () if call.patches is None else call.patches.generators,
             )
             if refusal is not None:
                 return refusal

@@ -208,16 +208,15 @@ class BlockRoute:
         with self._accelerator.computing(device), our_modes(device, running.entry.key.precision):
             # Another tensor: what our operators know of this one, they must not know of one that the owner writes into.
             compute = lambda: running.layers.stage(running.stages[index], hidden_states, None).detach()  # noqa: E731
-            if running.entry.state is State.COLD and isinstance(running.layers, PatchedLayers):
-                computed = computed_twice(running.entry, compute, running.layers.patches.generators)
-            else:
-                computed = compute()
-        if computed is None:
+            patches = running.layers.patches if isinstance(running.layers, PatchedLayers) else None
+            generators = () if patches is None else patches.generators
+            twice = patches is not None and running.entry.state is State.COLD
+            output = computed_twice(running.entry, compute, generators) if twice else compute()
+        if output is None:
             return blame(running.entry, "what another extension computes within a stage differs each time")
-        output = computed
         if running.entry.state is State.COLD and (running.settings.verify or running.entry.key.patches):
             # Where ours cannot be used, the host runs once more, for the answer.
-            rewind = random_numbers(device)
+            rewind = random_numbers(device, generators)
             miss = self._compare(running, output, host())
             if miss is not None:
                 rewind()

@@ -19,6 +19,7 @@ from ..model.call import UNetCall
 from ..model.deepcache.cache_run import StepPlan
 from ..model.deepcache.forward import compute
 from ..model.forward import Conditioning
+from ..model.patch_points import PatchPoints
 from ..ops.precision import Flags
 from ..options.settings import Settings
 from ..shapes.key import ShapeKey
@@ -113,8 +114,9 @@ class FallbackChain:
 
     def note(self, managed: ManagedUNet, settings: Settings, result: CallResult) -> None:
         """A call of a proved shape was served."""
-        mixed = result.call.patches is not None or result.call.additions or managed.kinds
-        if settings.backend == backends.AUTO and not mixed:
+        # What else a call computes would count for the backend that happened to serve it.
+        only_layers = result.call.patches is None and not (result.call.additions or managed.kinds)
+        if settings.backend == backends.AUTO and only_layers:
             self._operators.auto.note(result.entry, result.call)
 
     def make_ready(self, managed: ManagedUNet, settings: Settings, result: CallResult) -> None:
@@ -206,7 +208,7 @@ class FallbackChain:
                 return reason
             plan.prepare(call.deepcache)
         if call.patches is not None:
-            return self._run_patched(managed, entry, call, conditioning)
+            return self._run_patched(managed, entry, call, call.patches, conditioning)
         if backend == backends.ONEFLOW:
             runner = self._oneflow.runner(managed, entry.key, call, conditioning, self._waits_for_compile())
             if isinstance(runner, str):
@@ -232,18 +234,19 @@ class FallbackChain:
         return CallResult(output, entry, PLAIN, reason, conditioning, call, plan)
 
     def _run_patched(
-        self, managed: ManagedUNet, entry: Entry, call: UNetCall, conditioning: Conditioning | None
+        self, managed: ManagedUNet, entry: Entry, call: UNetCall, patches: PatchPoints,
+        conditioning: Conditioning | None,
     ) -> CallResult | str:
         """The output of a call within which functions of other extensions run. No graph would call them."""
-        patches = ", ".join(entry.key.patches)
+        names = ", ".join(entry.key.patches)
         plainly = lambda: self._plainly(managed, entry, call, conditioning)  # noqa: E731
         if entry.state is State.COLD:
-            output = computed_twice(entry, plainly, call.patches.generators if call.patches else ())
+            output = computed_twice(entry, plainly, patches.generators)
             if output is None:
-                return blame(entry, f"what another extension computes within the UNet differs each time ({patches})")
+                return blame(entry, f"what another extension computes within the UNet differs each time ({names})")
         else:
             output = entry.own.time(call.latent.device, plainly, PLAIN)
-        reason = f"other extensions compute within the UNet: {patches}"
+        reason = f"other extensions compute within the UNet: {names}"
         return CallResult(output, entry, PLAIN, reason, conditioning, call, None)
 
     def _conditioning(self, managed: ManagedUNet, entry: Entry, call: UNetCall) -> Conditioning | None:

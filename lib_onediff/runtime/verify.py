@@ -35,11 +35,11 @@ HOST_NOT_FINITE = (
 
 def prove(
     entry: Entry, output: Tensor, compares: bool, history: History, host: Callable[[], Tensor],
-    yardstick: Callable[[], Tensor] | None, nobody_waits: bool,
+    yardstick: Callable[[], Tensor] | None, nobody_waits: bool, generators: Iterable[random.Random] = (),
 ) -> str | None:
     """Compare a first output with the host's, unless that was done on this machine before, or is not wanted (compares).
     Functions of other extensions are always compared: the host has their random numbers to draw. yardstick,
-    nobody_waits: see judge.
+    nobody_waits: see judge. generators: see PatchPoints.
 
     Returns why it cannot be used, or None.
     """
@@ -48,7 +48,7 @@ def prove(
     if known and nobody_waits and entry.host.timing is None:
         time_host(entry, output.device, host, often=True)
     if not known and (compares or entry.key.patches):
-        rewind = random_numbers(entry.key.device)
+        rewind = random_numbers(entry.key.device, generators)
         miss = judge(entry, output, host, yardstick, nobody_waits)
         if miss is not None:
             # The host runs once more, for the answer.

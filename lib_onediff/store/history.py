@@ -108,10 +108,10 @@ class History:
             self._compiled.use(os.environ)
             self._compiled.evict_in_the_background()
 
-    def keep(self, entries: Iterable[Entry], in_pictures: bool = True) -> None:
+    def keep(self, entries: Iterable[Entry], in_images: bool = True) -> None:
         """Take down what was used since the last call. Returns at once; the disk is written in a thread.
 
-        in_pictures: False for what was used to make it ready: it is remembered with its times, but not as a use.
+        in_images: False for what was used to make it ready: it is remembered with its times, but not as a use.
         """
         if self._store is None:
             return
@@ -122,10 +122,10 @@ class History:
                 if entry.uses > self._counted.get(entry.key, 0) and not entry.key.is_cached_pass
             ]
             for entry in used:
-                uses = entry.uses - self._counted.get(entry.key, 0) if in_pictures else 0
+                uses = entry.uses - self._counted.get(entry.key, 0) if in_images else 0
                 self._store.record(history_row(entry, uses))
                 self._counted[entry.key] = entry.uses
-        if used and in_pictures:
+        if used and in_images:
             threading.Thread(target=self._store.flush, name="onediff-history", daemon=True).start()
         elif used:
             self._write_soon()

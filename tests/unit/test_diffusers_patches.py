@@ -22,6 +22,7 @@ from torch import Tensor
 
 import lib_onediff
 from lib_onediff.engines.graphs.inputs import bytes_of, copy_inputs, own_inputs
+from lib_onediff.model.additions import with_low_frequencies
 from lib_onediff.model.deepcache.forward import compute
 from lib_onediff.ops import torch_ops
 from lib_onediff.runtime.runtime import runtime
@@ -161,6 +162,50 @@ def test_freeu_with_an_ip_adapter_and_a_controlnet() -> None:
     }
     output, expected = both(unet, images("plain"), seed=3, **residuals)
     assert relative_error(output, expected) < CLOSE and added("FreeU") and added("image prompt")
+
+
+@pytest.mark.parametrize("size", [(8, 8), (7, 9), (16, 5), (2, 3), (1, 4), (1, 1), (13, 24)], ids=str)
+def test_the_lowest_frequencies_are_those_of_the_fourier_transform(size: tuple[int, int]) -> None:
+    from diffusers.utils.torch_utils import fourier_filter
+
+    skip = torch.randn(2, 6, *size, generator=torch.Generator().manual_seed(0))
+    assert relative_error(with_low_frequencies(skip, torch.tensor(0.3)), fourier_filter(skip, 1, 0.3)) < 1e-6
+
+
+def test_a_scale_of_nought_is_an_adapter_that_adds_nothing() -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
+    load_ip_adapters(unet, "plain", scale=0.0)
+    output, expected = both(unet, images("plain"))
+    assert relative_error(output, expected) < CLOSE and added("in 0 attentions")
+
+
+@pytest.mark.parametrize("processor", ["all", "one"])
+def test_scales_of_some_attentions_alone(processor: str) -> None:
+    """As InstantStyle: the adapter works in some blocks."""
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
+    load_ip_adapters(unet, "plain")
+    adapters = [one for one in unet.attn_processors.values() if hasattr(one, "to_k_ip")]
+    for one in adapters[:1] if processor == "one" else adapters[1:]:
+        one.scale = [0.0]
+    output, expected = both(unet, images("plain"))
+    count = len(adapters) - 1 if processor == "one" else 1
+    assert relative_error(output, expected) < CLOSE and added(f"in {count} attentions")
+
+
+def test_masks_that_fit_no_image_are_refused_by_diffusers_itself() -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
+    load_ip_adapters(unet, "plain")
+    with pytest.raises(ValueError, match="does not match"):
+        both(unet, images("plain"), cross_attention_kwargs={"ip_adapter_masks": [torch.ones(1, 2, 64, 64)]})
+
+
+def test_two_images_with_masks_and_scales_of_their_own() -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
+    load_ip_adapters(unet, "plain", scale=[0.3, 0.9])
+    masks = torch.zeros(1, 2, 64, 64)
+    masks[:, 0, :, :32] = masks[:, 1, 32:] = 1
+    output, expected = both(unet, images("plain", count=2), cross_attention_kwargs={"ip_adapter_masks": [masks]})
+    assert relative_error(output, expected) < CLOSE and len(runtime.call_stats.entry.key.additions) == 2
 
 
 def test_deepcache_computes_freeu_too() -> None:

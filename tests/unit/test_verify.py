@@ -80,9 +80,14 @@ def test_what_is_computed_twice_leaves_the_host_its_random_numbers() -> None:
 
 
 def test_a_function_is_compared_even_unasked_and_a_miss_leaves_the_host_its_random_numbers() -> None:
+    own = random.Random(1)
+
+    def host() -> Tensor:
+        return torch.randn(8) + own.random()
+
     torch.manual_seed(5)
-    refusal = prove(patched_entry(), torch.zeros(8), False, History(), lambda: torch.randn(8), None, False)
+    refusal = prove(patched_entry(), torch.zeros(8), False, History(), host, None, False, (own,))
     assert refusal is not None and "it differs from the model's own forward" in refusal
-    after_a_miss = torch.rand(3)
+    after_a_miss = torch.rand(3), own.random()
     torch.manual_seed(5)
-    assert torch.equal(after_a_miss, torch.rand(3))
+    assert torch.equal(after_a_miss[0], torch.rand(3)) and after_a_miss[1] == random.Random(1).random()

@@ -18,7 +18,7 @@ from .pool_size import memory_of
 
 log = logging.getLogger("onediff")
 # How long a step of an image may take longer because older graphs are captured again; the others are when needed.
-SECONDS_A_PICTURE_WAITS = 1.0
+SECONDS_AN_IMAGE_WAITS = 1.0
 # A rehearsal takes about as long as the capture after it.
 TIMES_TO_COMPUTE = 2
 
@@ -53,7 +53,7 @@ def in_time(
     largest, seconds = max((one.entry.needs for one in new), default=0), 0.0
     for one in older:
         needs, takes = max(largest, one.entry.needs), seconds + TIMES_TO_COMPUTE * one.seconds
-        in_time = takes <= SECONDS_A_PICTURE_WAITS or one.entry.key in pinned
+        in_time = takes <= SECONDS_AN_IMAGE_WAITS or one.entry.key in pinned
         if in_time and memory_of([needs]) <= room:
             chosen.append(one)
             largest, seconds = needs, takes

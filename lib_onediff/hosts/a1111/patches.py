@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -26,18 +26,6 @@ ATTENTIONS = (SELF_ATTENTION, CROSS_ATTENTION)
 SELF_NORM = ".norm1"
 
 
-class Place(NamedTuple):
-    """A transformer block and its attentions."""
-
-    path: str
-    block: weakref.ref[Any]
-    self_attention: weakref.ref[Any]
-    cross_attention: weakref.ref[Any]
-
-    def modules(self) -> tuple[Any, Any, Any]:
-        return self.block(), self.self_attention(), self.cross_attention()
-
-
 class ModulePatches(PatchPoints):
     """The changed modules of a UNet, as they are at one call. changed: by the paths of their blocks, the name that each
     has there ("" for the block itself)."""
@@ -45,15 +33,12 @@ class ModulePatches(PatchPoints):
     def __init__(self, changed: dict[str, dict[str, Any]]) -> None:
         self._changed = changed
         self._here: dict[str, Any] = {}
-        functions = [foreign_function(module) for names in changed.values() for module in names.values()]
-        names = (name or "block" for names in changed.values() for name in names)
-        kinds = Counter(f"{name} by {origin(function)}" for name, function in zip(names, functions, strict=True))
+        found = [
+            (name or "block", foreign_function(module)) for names in changed.values() for name, module in names.items()
+        ]
+        kinds = Counter(f"{name} by {origin(function)}" for name, function in found)
         self.structure = tuple(sorted(f"{kind} in {count} blocks" for kind, count in kinds.items()))
-        self.generators = tuple({
-            id(value): value for function in functions
-            for value in getattr(getattr(function, "__func__", function), "__globals__", {}).values()
-            if isinstance(value, random.Random)
-        }.values())
+        self.generators = generators_of(function for _, function in found)
 
     def begin_block(self, place: Block, block: TransformerBlock) -> bool:
         self._here = self._changed.get(block.self_norm.path.removesuffix(SELF_NORM), {})
@@ -74,11 +59,32 @@ class ModulePatches(PatchPoints):
         return added
 
 
+class Places(NamedTuple):
+    """The transformer blocks and attentions of a UNet: path of the block, name within it, and module of each."""
+
+    names: list[tuple[str, str]]
+    modules: list[weakref.ref[Any]]
+
+    @classmethod
+    def of(cls, unet: nn.Module) -> Places:
+        blocks = [(path, module) for path, module in unet.named_modules() if is_block(type(module))]
+        found = [
+            ((path, name), part) for path, block in blocks
+            for name, part in (("", block), *((name, getattr(block, name)) for name in ATTENTIONS)) if part is not None
+        ]
+        return cls([name for name, _ in found], [weakref.ref(part) for _, part in found])
+
+    def present(self) -> list[Any] | None:
+        """The modules; None where one is gone."""
+        modules = [reference() for reference in self.modules]
+        return None if None in modules else modules
+
+
 class ForeignModules:
-    """Finds what stands on the modules of UNets: asked at every call."""
+    """Finds what stands on the modules of UNets: asked at every call, 0.04 ms for SDXL where there is nothing."""
 
     def __init__(self) -> None:
-        self._places: weakref.WeakKeyDictionary[nn.Module, list[Place]] = weakref.WeakKeyDictionary()
+        self._places: weakref.WeakKeyDictionary[nn.Module, Places] = weakref.WeakKeyDictionary()
         self._last: weakref.WeakKeyDictionary[nn.Module, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
     def forget(self, unet: nn.Module) -> None:
@@ -87,14 +93,18 @@ class ForeignModules:
 
     def of(self, unet: nn.Module) -> ModulePatches | None:
         """What stands on its modules now, or None."""
+        places = self._places.get(unet)
+        modules = None if places is None else places.present()
+        if places is None or modules is None:
+            places = self._places[unet] = Places.of(unet)
+            modules = [reference() for reference in places.modules]
+        derived = set(filter(is_derived_block, set(map(type, modules))))
         changed: dict[str, dict[str, Any]] = {}
-        for place in self._places_of(unet):
-            for name, module in zip(("", *ATTENTIONS), place.modules(), strict=True):
-                state = module.__dict__
-                if ("forward" in state or "_forward" in state or (not name and is_derived_block(type(module)))) and (
-                    is_foreign(unet, module)
-                ):
-                    changed.setdefault(place.path, {})[name] = module
+        for index, module in enumerate(modules):
+            state = module.__dict__
+            if ("forward" in state or "_forward" in state or type(module) in derived) and is_foreign(unet, module):
+                path, name = places.names[index]
+                changed.setdefault(path, {})[name] = module
         return ModulePatches(changed) if changed else None
 
     def have_changed(self, unet: nn.Module, patches: ModulePatches | None) -> bool:
@@ -103,19 +113,12 @@ class ForeignModules:
         before, self._last[unet] = self._last.get(unet, ()), structure
         return before != structure
 
-    def _places_of(self, unet: nn.Module) -> list[Place]:
-        places = self._places.get(unet)
-        if places is None or any(None in place.modules() for place in places):
-            places = self._places[unet] = list(places_in(unet))
-        return places
 
-
-def places_in(unet: nn.Module) -> Iterator[Place]:
-    for path, module in unet.named_modules():
-        if is_block(type(module)):
-            parts = (module, module.attn1, module.attn2)
-            if None not in parts:
-                yield Place(path, *map(weakref.ref, parts))
+def generators_of(functions: Iterable[Any]) -> tuple[random.Random, ...]:
+    """The random generators in the modules of these functions."""
+    spaces = (getattr(getattr(function, "__func__", function), "__globals__", {}) for function in functions)
+    found = (value for space in {id(space): space for space in spaces}.values() for value in space.values())
+    return tuple({id(value): value for value in found if isinstance(value, random.Random)}.values())
 
 
 def foreign_function(module: Any) -> Any:

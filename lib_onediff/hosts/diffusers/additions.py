@@ -1,8 +1,9 @@
 """What users put on a diffusers UNet that our forward computes itself: IP-Adapters, FreeU and perturbed attention."""
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ from ...model.conditioning import Sighting
 from ...model.identity import Edits
 from ...model.read_diffusers import FREEU_FACTORS, has_freeu
 
+log = logging.getLogger("onediff")
+
 IP_ADAPTERS = {"IPAdapterAttnProcessor", "IPAdapterAttnProcessor2_0"}
 # In how many parts the batch comes; the last one is perturbed.
 PERTURBED = {"PAGIdentitySelfAttnProcessor2_0": 2, "PAGCFGIdentitySelfAttnProcessor2_0": 3}
@@ -22,16 +25,12 @@ QUERY = ".to_q"
 
 
 class Additions(NamedTuple):
-    """See UNetCall. kinds: the classes of processors that these stand for."""
+    """See UNetCall. stand_for: the classes of processors that our forward computes with these."""
 
     image_prompts: tuple[ImagePrompt, ...] = ()
     freeu: FreeU | None = None
     perturbed: PerturbedAttention | None = None
-    kinds: frozenset[type] = frozenset()
-
-
-class Irregular(Exception):
-    """Processors of a known class are used as we do not know it, found many frames down: diffusers runs them."""
+    stand_for: frozenset[type] = frozenset()
 
 
 class AdditionsReader:
@@ -48,24 +47,16 @@ class AdditionsReader:
     ) -> Additions:
         """attentions: by path. image_tokens: of each IP-Adapter, (batch, images, tokens, width). arguments: the
         pipeline's cross_attention_kwargs."""
-        adapters: dict[str, Any] = {}
-        perturbed: dict[str, Any] = {}
-        for path, attention in attentions.items():
-            kind = type(attention.processor)
-            if kind.__module__.partition(".")[0] != "diffusers":
-                continue
-            if kind.__name__ in IP_ADAPTERS:
-                adapters[path] = attention.processor
-            elif kind.__name__ in PERTURBED:
-                perturbed[path] = attention.processor
-        prompts: tuple[ImagePrompt, ...] | None = ()
-        if not adapters:
-            self._image_prompts = ImagePromptReader()
-        else:
+        adapters, perturbed = of_classes(attentions, IP_ADAPTERS), of_classes(attentions, PERTURBED)
+        prompts: tuple[ImagePrompt, ...] | None = None
+        if adapters:
             prompts = self._image_prompts.read(adapters, latent, image_tokens, len(unet.down_blocks), arguments)
+        else:
+            self._image_prompts = ImagePromptReader()
         guidance = perturbed_attention(perturbed, latent.shape[0]) if perturbed else None
-        known = [*(adapters.values() if prompts else ()), *(perturbed.values() if guidance else ())]
-        return Additions(prompts or (), self._read_freeu(unet, latent.device), guidance, frozenset(map(type, known)))
+        computed = [*(adapters.values() if prompts else ()), *(perturbed.values() if guidance else ())]
+        freeu = self._read_freeu(unet, latent.device)
+        return Additions(prompts or (), freeu, guidance, frozenset(map(type, computed)))
 
     def _read_freeu(self, unet: Any, device: torch.device) -> FreeU | None:
         blocks = [(index, block) for index, block in enumerate(unet.up_blocks) for _ in block.resnets]
@@ -77,6 +68,15 @@ class AdditionsReader:
             stages = frozenset(index for index, pair in enumerate(factors) if pair)
             self._freeu, self._freeu_of = FreeU(values, stages), (factors, device)
         return self._freeu
+
+
+def of_classes(attentions: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The processors of diffusers' classes of these names, by the path of their attention."""
+    kinds = {type(attention.processor) for attention in attentions.values()}
+    wanted = {kind for kind in kinds if kind.__name__ in names and kind.__module__.partition(".")[0] == "diffusers"}
+    if not wanted:
+        return {}
+    return {path: one.processor for path, one in attentions.items() if type(one.processor) in wanted}
 
 
 class ImagePromptReader:
@@ -93,91 +93,99 @@ class ImagePromptReader:
         self, processors: dict[str, Any], latent: Tensor, image_tokens: list[Tensor] | None, levels: int,
         arguments: dict[str, Any],
     ) -> tuple[ImagePrompt, ...] | None:
-        """None where diffusers has to run these processors, or to refuse their inputs. processors: by the path of their
-        attention. levels: how many sizes the hidden states have."""
+        """One for each adapter, and with masks one for each of its images; None where diffusers has to run these
+        processors, or to refuse their inputs. processors: by the path of their attention. levels: how many sizes the
+        hidden states have."""
         masks = arguments.get(MASKS)
         if isinstance(masks, Tensor):
             masks = list(masks.unsqueeze(1))
-        tensors = (*(image_tokens or ()), *(mask for mask in masks or () if isinstance(mask, Tensor)))
-        of = (
-            tuple(processors), str([processor.scale for processor in processors.values()]), latent.shape[0],
-            latent.shape[-2:], latent.dtype, masks is None, set(arguments) - {MASKS},
-        )
         found = list(processors.values())
+        tensors = (*(image_tokens or ()), *(mask for mask in masks or () if isinstance(mask, Tensor)))
+        # A scale is a number or a list of numbers, which a user may change in place.
+        of = tuple(processors), str([processor.scale for processor in found]), latent.shape, latent.dtype, masks is None
         stands = self._of == of and self._tensors.recognises(tensors) and self._edits is not None and (
             self._edits.still_true() and all(known() is one for known, one in zip(self._processors, found, strict=True))
         )
-        if not stands:
-            try:
-                self._prompts = tuple(image_prompts(processors, latent, image_tokens, masks, levels))
-            except Irregular:
-                self._prompts = None
-            self._of = of
-            self._processors = [weakref.ref(processor) for processor in found]
-            self._edits = Edits([parameter for processor in found for parameter in processor.parameters()])
-            self._tensors.remember(tensors)
+        if stands:
+            return self._prompts
+        adapters = adapters_of(processors, latent, image_tokens, masks)
+        if isinstance(adapters, str):
+            log.debug("diffusers' IP-Adapter processors run as they are: %s", adapters)
+            self._prompts = None
+        else:
+            self._prompts = tuple(prompt for one in adapters for prompt in image_prompts(one, latent, levels))
+        self._of = of
+        self._processors = [weakref.ref(processor) for processor in found]
+        self._edits = Edits([parameter for processor in found for parameter in processor.parameters()])
+        self._tensors.remember(tensors)
         return self._prompts
 
 
-def image_prompts(
-    processors: dict[str, Any], latent: Tensor, image_tokens: list[Tensor] | None, masks: Sequence[Any] | None,
-    levels: int,
-) -> list[ImagePrompt]:
-    """One for each adapter, and with masks one for each of its images. Raises Irregular."""
+class Adapter(NamedTuple):
+    """One IP-Adapter. tokens: (batch, images, tokens, width). projections: of keys and of values, and the scale of each
+    image, by the path of their attention. mask: (1, images, height, width)."""
+
+    tokens: Tensor
+    projections: dict[str, tuple[nn.Linear, nn.Linear, list[float]]]
+    mask: Tensor | None
+
+
+def adapters_of(
+    processors: dict[str, Any], latent: Tensor, image_tokens: list[Tensor] | None, masks: Sequence[Any] | None
+) -> list[Adapter] | str:
+    """The adapters of these processors, or what about them or their inputs is not as we know it."""
     if image_tokens is None or not all(path.endswith(CROSS_ATTENTION) for path in processors):
-        raise Irregular
+        return "they are not where an image prompt is"
     masks = [None] * len(image_tokens) if masks is None else list(masks)
     counts = {len(parts) for one in processors.values() for parts in (one.to_k_ip, one.to_v_ip, one.scale)}
     if {*counts, len(masks)} != {len(image_tokens)}:
-        raise Irregular
-    found: list[ImagePrompt] = []
+        return "adapters, images, scales and masks are not equally many"
+    found: list[Adapter] = []
     for index, (tokens, mask) in enumerate(zip(image_tokens, masks, strict=True)):
         if tokens.dim() != 4 or tokens.shape[0] != latent.shape[0] or tokens.dtype != latent.dtype:
-            raise Irregular
+            return f"image tokens are {tuple(tokens.shape)} in {tokens.dtype}"
         images = tokens.shape[1]
-        scales = {path: processor.scale[index] for path, processor in processors.items()}
-        if mask is None:
-            found += image_prompt(processors, index, tokens.flatten(1, 2), scales, {})
-            continue
-        if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[1] != images:
-            raise Irregular
-        for image in range(images):
-            of_image = {path: scale_of(scale, image, images) for path, scale in scales.items()}
-            cut = downsampled(mask[:, image], latent, levels)
-            found += image_prompt(processors, index, tokens[:, image], of_image, cut)
+        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] == images):
+            return "a mask is no (1, images, height, width)"
+        projections: dict[str, tuple[nn.Linear, nn.Linear, list[float]]] = {}
+        for path, one in processors.items():
+            keys, values, scale = one.to_k_ip[index], one.to_v_ip[index], one.scale[index]
+            # diffusers takes a list of scales with masks alone.
+            scales = scale if isinstance(scale, list) and mask is not None else [scale] * images
+            if len(scales) != images or not all(isinstance(each, (int, float)) for each in scales):
+                return f"a scale is {scale!r} for {images} images"
+            if type(keys) is not nn.Linear or type(values) is not nn.Linear:
+                return f"{path} has another layer than a linear one"
+            projections[path] = keys, values, scales
+        found.append(Adapter(tokens, projections, mask))
     return found
 
 
+def image_prompts(adapter: Adapter, latent: Tensor, levels: int) -> list[ImagePrompt]:
+    """What an adapter adds: for all of its images together, and with a mask for each of them."""
+    tokens, projections, mask = adapter
+    if mask is None:
+        return [image_prompt(tokens.flatten(1, 2), projections, 0, {})]
+    return [
+        image_prompt(tokens[:, image], projections, image, downsampled(mask[:, image], latent, levels))
+        for image in range(tokens.shape[1])
+    ]
+
+
 def image_prompt(
-    processors: dict[str, Any], index: int, tokens: Tensor, scales: dict[str, Any], masks: dict[int, Tensor]
-) -> list[ImagePrompt]:
-    """What one adapter makes of tokens (batch, tokens, width); none where its scale is 0 everywhere."""
+    tokens: Tensor, projections: dict[str, tuple[nn.Linear, nn.Linear, list[float]]], image: int,
+    masks: dict[int, Tensor],
+) -> ImagePrompt:
+    """Of tokens (batch, tokens, width), in every attention where the image's scale is not 0."""
     parts: dict[str, tuple[int, int]] = {}
-    projected: list[Tensor] = []
+    projected = [tokens[..., :0]]
     width = 0
-    for path, processor in processors.items():
-        scale = scales[path]
-        if not isinstance(scale, (int, float)):
-            raise Irregular
-        if scale == 0:
-            continue
-        keys, values = processor.to_k_ip[index], processor.to_v_ip[index]
-        if type(keys) is not nn.Linear or type(values) is not nn.Linear:
-            raise Irregular
-        pair = [keys(tokens), values(tokens) * scale]
-        parts[path + QUERY] = width, sum(part.shape[-1] for part in pair)
-        width += parts[path + QUERY][1]
-        projected += pair
-    return [ImagePrompt(torch.cat(projected, dim=-1), parts, masks)] if parts else []
-
-
-def scale_of(scale: Any, image: int, images: int) -> Any:
-    """An image's scale, where there is one for each or one for all."""
-    if not isinstance(scale, list):
-        return scale
-    if len(scale) != images:
-        raise Irregular
-    return scale[image]
+    for path, (keys, values, scales) in projections.items():
+        if scales[image] != 0:
+            projected += keys(tokens), values(tokens) * scales[image]
+            parts[path + QUERY] = width, keys.out_features + values.out_features
+            width += keys.out_features + values.out_features
+    return ImagePrompt(torch.cat(projected, dim=-1), parts, masks)
 
 
 def downsampled(mask: Tensor, latent: Tensor, levels: int) -> dict[int, Tensor]:

@@ -138,7 +138,7 @@ class DiffusersForward:
             return None, Additions()
         tokens = self._tokens_of_images(unet, added)
         additions = self._additions.read(unet, attentions, sample, tokens, arguments)
-        patches = UNetPatches(unet, modules, tokens, arguments, additions.kinds)
+        patches = UNetPatches(unet, modules, tokens, arguments, additions.stand_for)
         return patches if patches.structure else None, additions
 
     def _attentions_of(self, unet: nn.Module) -> dict[str, Any]:
