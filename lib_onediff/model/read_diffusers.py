@@ -1,6 +1,7 @@
 """Read diffusers' UNet2DConditionModel."""
 from __future__ import annotations
 
+from collections.abc import Collection
 from operator import attrgetter
 from typing import Any
 
@@ -49,16 +50,16 @@ def read_diffusers(unet: Any) -> UNetLayout:
     output_stages: list[Stage] = []
     for block in unet.up_blocks:
         output_stages += read_up_block(block, leaves)
-    attentions = list(attentions_of(unet).values())
+    processors = list(map(PROCESSOR_OF, attentions_of(unet).values()))
     layout = UNetLayout(
         family="diffusers", in_channels=unet.conv_in.in_channels, out_channels=unet.conv_out.out_channels,
         context_width=context_width(unet), time=read_time(unet, leaves), label=read_label(unet, leaves),
         input_stages=tuple(input_stages), middle_stage=read_middle(unet.mid_block, leaves),
         output_stages=tuple(output_stages),
         out_norm=leaves.group_norm(unet.conv_norm_out), out_convolution=leaves.convolution(unet.conv_out),
-        foreign=foreign_parts(unet, attentions),
+        foreign=foreign_parts(unet, set(map(type, processors))),
     )
-    for part in (unet.encoder_hid_proj, *map(PROCESSOR_OF, attentions)):
+    for part in (unet.encoder_hid_proj, *processors):
         if isinstance(part, nn.Module):
             leaves.leave_to_patches(part)
     leaves.refuse_unclaimed()
@@ -87,10 +88,10 @@ def has_freeu(block: Any) -> bool:
     return any(vars(block).get(name) is not None for name in FREEU_FACTORS)
 
 
-def foreign_parts(unet: Any, attentions: list[Any]) -> tuple[str, ...]:
-    """What runs within a UNet beside its own layers, each once, in words for the user. attentions: all that it has."""
+def foreign_parts(unet: Any, kinds: Collection[type]) -> tuple[str, ...]:
+    """What runs within a UNet beside its own layers, each once, in words for the user. kinds: the classes of its
+    attention processors."""
     found = ["an IP-Adapter's image prompt"] if has_ip_adapter(unet) else []
-    kinds = set(map(type, map(PROCESSOR_OF, attentions)))
     found += sorted(f"attention processor {kind.__name__}" for kind in kinds if not is_plain(kind))
     return (*found, "FreeU") if any(map(has_freeu, unet.up_blocks)) else tuple(found)
 

@@ -42,12 +42,12 @@ class AdditionsReader:
         self._freeu_of: tuple[Any, ...] = ()
 
     def read(
-        self, unet: Any, attentions: dict[str, Any], latent: Tensor, image_tokens: list[Tensor] | None,
+        self, unet: Any, processors: dict[str, Any], latent: Tensor, image_tokens: list[Tensor] | None,
         arguments: dict[str, Any],
     ) -> Additions:
-        """attentions: by path. image_tokens: of each IP-Adapter, (batch, images, tokens, width). arguments: the
-        pipeline's cross_attention_kwargs."""
-        adapters, perturbed = of_classes(attentions, IP_ADAPTERS), of_classes(attentions, PERTURBED)
+        """processors: by the path of their attention. image_tokens: of each IP-Adapter, (batch, images, tokens, width).
+        arguments: the pipeline's cross_attention_kwargs."""
+        adapters, perturbed = of_classes(processors, IP_ADAPTERS), of_classes(processors, PERTURBED)
         prompts: tuple[ImagePrompt, ...] | None = None
         if adapters:
             prompts = self._image_prompts.read(adapters, latent, image_tokens, len(unet.down_blocks), arguments)
@@ -70,13 +70,11 @@ class AdditionsReader:
         return self._freeu
 
 
-def of_classes(attentions: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The processors of diffusers' classes of these names, by the path of their attention."""
-    kinds = {type(attention.processor) for attention in attentions.values()}
+def of_classes(processors: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Those of diffusers' classes of these names."""
+    kinds = set(map(type, processors.values()))
     wanted = {kind for kind in kinds if kind.__name__ in names and kind.__module__.partition(".")[0] == "diffusers"}
-    if not wanted:
-        return {}
-    return {path: one.processor for path, one in attentions.items() if type(one.processor) in wanted}
+    return {path: one for path, one in processors.items() if type(one) in wanted} if wanted else {}
 
 
 class ImagePromptReader:

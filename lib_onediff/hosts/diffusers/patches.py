@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...model.layout import TransformerBlock
 from ...model.patch_points import CROSS_ATTENTION, SELF_ATTENTION, Block, PatchPoints
-from ...model.read_diffusers import PROCESSOR_OF, is_plain
+from ...model.read_diffusers import is_plain
 
 # The last part of an attention's path in the layout.
 OUT = ".to_out.0"
@@ -26,13 +26,13 @@ class UNetPatches(PatchPoints):
     """
 
     def __init__(
-        self, unet: Any, attentions: list[Any], image_tokens: list[Tensor] | None, arguments: dict[str, Any],
+        self, unet: Any, processors: Collection[Any], image_tokens: list[Tensor] | None, arguments: dict[str, Any],
         known: Collection[type] = (),
     ) -> None:
         self._unet = weakref.ref(unet)
         self._image_tokens, self._arguments, self._known = image_tokens, arguments, known
         self._attentions: dict[str, Any] = {}
-        kinds = Counter(map(type, map(PROCESSOR_OF, attentions)))
+        kinds = Counter(map(type, processors))
         self.structure = tuple(sorted(
             f"{kind.__module__}.{kind.__name__} in {count} attentions"
             for kind, count in kinds.items() if not self._is_ours(kind)
