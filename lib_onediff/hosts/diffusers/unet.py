@@ -134,7 +134,8 @@ class DiffusersForward:
         self, unet: Any, attentions: dict[str, Any], sample: Tensor, added: dict[str, Any], arguments: dict[str, Any]
     ) -> tuple[UNetPatches | None, Additions] | str:
         """What runs within the UNet in this call beside its own layers, or why the host must run it: asked at every
-        call, 0.03 ms for SDXL's 140 attentions, and 0.2 ms with an IP-Adapter. arguments: the pipeline's cross_attention_kwargs."""
+        call, 0.03 ms for SDXL's 140 attentions, and 0.2 ms with an IP-Adapter. arguments: the pipeline's
+        cross_attention_kwargs."""
         # Read once: what is a module, as an IP-Adapter's is, is slow to get.
         processors = dict(zip(attentions, map(PROCESSOR_OF, attentions.values()), strict=True))
         is_foreign = bool(foreign_parts(unet, set(map(type, processors.values()))))
