@@ -14,8 +14,8 @@ from webui_models import Models
 PROMPT = "a red fox in the snow"
 
 
-# FreeU divides by the range of a feature map: at 64x64 the deepest is one pixel.
-LARGER = {"width": 128, "height": 128}
+# FreeU divides by the range of a feature map: at 64x64 the deepest is one pixel, and with Kohya HRFix at 128x128.
+LARGER, LARGEST = {"width": 128, "height": 128}, {"width": 256, "height": 256}
 
 
 def script(title: str, *args: Any) -> dict[str, Any]:
@@ -68,11 +68,11 @@ WITHIN = [
         **script("Kohya HRFix Integrated", True, 3, 2.0, 0.0, 1.0, True, "bicubic", "bicubic"),
     }),
     Foreign("FreeU and Kohya HRFix", "forge", "freeu", {
-        **LARGER, "alwayson_scripts": {**FREEU["alwayson_scripts"], **KOHYA_HRFIX["alwayson_scripts"]},
+        **LARGEST, "alwayson_scripts": {**FREEU["alwayson_scripts"], **KOHYA_HRFIX["alwayson_scripts"]},
     }),
     Foreign("token merging", "a1111", r"block by tomesd", options={"token_merging_ratio": 0.5}),
     Foreign(
-        "HyperTile", "a1111", "attn1 by hypertile", {"width": 256, "height": 256},
+        "HyperTile", "a1111", "attn1 by hypertile", LARGEST,
         {"hypertile_enable_unet": True, "hypertile_swap_size_unet": 3, "hypertile_max_tile_unet": 128},
     ),
 ]
