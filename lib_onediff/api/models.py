@@ -205,6 +205,8 @@ class StatusAnswer(TimesAnswer):
 
     host: str = Field(..., description='"a1111", "forge" or "standalone".')
     hooks: int
+    ready: bool = Field(..., description="Whether the checkpoint is loaded and no size waits to be made ready.")
+    ready_reason: str = Field(..., description="What is waited for; empty where it is ready.")
     enabled: bool
     model: str | None = None
     backend: str

@@ -2,17 +2,21 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as NotInTime
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import APIRouter, Body, FastAPI, HTTPException, Path, Query, Response
+from fastapi.responses import StreamingResponse
 
 from ..prewarm.job import Job, check_tokens, rows_with_jobs
 from ..runtime.rows import ResolutionRow
 from ..shapes.sizes import Size, parse_sizes
+from ..store.pack import export
 from . import models
 from .answers import SentenceRoute, json_answer
 from .auth import protection
@@ -36,22 +40,24 @@ JobId = Path(..., ge=1, le=models.LARGEST_NUMBER, description="As GET jobs names
 
 
 def add_routes(
-    app: FastAPI, cmd_opts: Any, runtime: Runtime, warmup: WarmUp, webui: WebUI, status: Status
+    app: FastAPI, cmd_opts: Any, runtime: Runtime, warmup: WarmUp, webui: WebUI, status: Status,
+    why_not_ready: Callable[[], str],
 ) -> None:
     """Serve the API from app where the WebUI serves its own, which it does with --api and with --nowebui.
 
-    cmd_opts: the WebUI's command line. status: what GET status answers.
+    cmd_opts: the WebUI's command line. status: what GET status answers, beside why_not_ready(): "" or a sentence.
     """
     if not (getattr(cmd_opts, "api", False) or getattr(cmd_opts, "nowebui", False)):
         return
-    routes = Routes(runtime, warmup, webui, status)
+    routes = Routes(runtime, warmup, webui, status, why_not_ready)
     router = APIRouter(
         prefix=PREFIX, tags=[TAG], route_class=SentenceRoute, dependencies=protection(cmd_opts),
         responses=described(PROBLEMS),
     )
     add = router.add_api_route
     busy, unknown = {409: "An image is being made."}, {404: "Not known."}
-    add("/status", routes.status, response_model=models.StatusAnswer, summary="What runs, and why")
+    add("/status", routes.status, response_model=models.StatusAnswer, summary="What runs, and why",
+        responses=described({503: "Not ready, where probe asks."}))
     add("/shapes", routes.shapes, response_model=models.ShapesAnswer, summary="Every resolution and its state")
     add("/prewarm", routes.prewarm, methods=["POST"], status_code=202, response_model=models.JobsAnswer,
         summary="Make sizes ready", responses=described({409: "OneDiff is off.", 429: "The queue is full."}))
@@ -65,6 +71,8 @@ def add_routes(
         responses=described(unknown))
     add("/release", routes.release, methods=["POST"], response_model=models.ReleasedAnswer, summary="Free GPU memory",
         responses=described(busy))
+    add("/pack", routes.pack, response_class=StreamingResponse, summary="What other machines can start warm with",
+        responses=described({404: "Nothing is remembered."}))
     app.include_router(router)
 
 
@@ -76,13 +84,24 @@ def described(problems: dict[int, str]) -> dict[int | str, dict[str, Any]]:
 class Routes:
     """What the routes do; the docstrings stand in the host's /docs."""
 
-    def __init__(self, runtime: Runtime, warmup: WarmUp, webui: WebUI, status: Status) -> None:
-        self._runtime, self._warmup, self._status = runtime, warmup, status
+    def __init__(
+        self, runtime: Runtime, warmup: WarmUp, webui: WebUI, status: Status, why_not_ready: Callable[[], str]
+    ) -> None:
+        self._runtime, self._warmup, self._status, self._why_not_ready = runtime, warmup, status, why_not_ready
         self._turns = Turns(webui.exclusively)
 
-    def status(self) -> Response:
-        """What the last UNet call was, by which route it went and why."""
-        return json_answer(self._status())
+    def status(
+        self, probe: bool = Query(False, description="Answer 503 while not ready, for what looks at the status alone."),
+    ) -> Response:
+        """What the last UNet call was, by which route it went and why, and whether what is to be ready is so.
+
+        `ready` is for load balancers: false until the checkpoint is loaded that the WebUI loads by itself, and while
+        sizes that the settings or users ask for are queued or made ready. A size that fails does not hold it up.
+        """
+        waits_for = self._why_not_ready()
+        if probe and waits_for:
+            raise HTTPException(503, waits_for)
+        return json_answer({**self._status(), "ready": not waits_for, "ready_reason": waits_for})
 
     def shapes(
         self, model: str | None = Query(None, min_length=1, max_length=models.LONGEST_NAME,
@@ -167,6 +186,19 @@ class Routes:
             row for row in self._runtime.rows()
             if (resolutions is None or row.resolution in resolutions) and model in (None, row.model)
         ]
+
+    def pack(self) -> Response:
+        """What was measured, used and compiled here, as a file for machines of the same kind.
+
+        They take it by `python -m lib_onediff.store import FILE --digest DIGEST`; the digest is X-OneDiff-Digest.
+        """
+        if self._runtime.history.folder is None:
+            raise HTTPException(404, "Nothing is remembered, so there is nothing to take elsewhere.")
+        file = tempfile.TemporaryFile()  # noqa: SIM115 - it is sent after this has returned
+        digest = export(self._runtime.history, file)
+        return StreamingResponse(iter(partial(file.read, 1 << 20), b""), media_type="application/zip", headers={
+            "X-OneDiff-Digest": digest, "Content-Disposition": 'attachment; filename="onediff.pack"',
+        })
 
     def pin(self, body: models.PinBody) -> Response:
         """Keep a resolution's graphs when memory runs short, or no longer; that outlives the process."""

@@ -52,7 +52,8 @@ FAMILIES = (
 
 def families_for(model: str | None) -> tuple[Family, ...]:
     """The families that fit a model's name, such as "SDXL refiner"; all where none does or none is loaded."""
-    first_word = (model or "").split(" ")[0]
+    # As UNetLayout.model_name calls small and unusual ones.
+    first_word = (model or "").replace("SD 1.x", "SD1").split(" ")[0]
     return tuple(known for known in FAMILIES if known.model == first_word) or FAMILIES
 
 

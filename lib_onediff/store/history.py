@@ -65,11 +65,14 @@ def chosen_folder() -> Path | None:
 
 
 class History:
-    """Writes the use of entries to a store, between images and off the thread that makes them."""
+    """Writes the use of entries to a store, between images and off the thread that makes them.
+
+    compiled: what compilers leave in the cache folder; None where nothing is remembered.
+    """
 
     def __init__(self) -> None:
         self._store: Store | None = None
-        self._compiled: CompilerCaches | None = None
+        self.compiled: CompilerCaches | None = None
         self._elsewhere = ""
         self._lock = threading.Lock()
         self._counted: dict[ShapeKey, int] = {}
@@ -96,17 +99,23 @@ class History:
             self._store.close()
         self._store = Store.open(folder)
         compiled, self._elsewhere = private_folder(folder / COMPILED)
-        self._compiled = CompilerCaches(compiled)
+        self.compiled = CompilerCaches(compiled)
         with self._lock:
             self._verdicts = {**sound_verdicts(self._store.saved(VERDICTS)), **self._verdicts}
         self._host_ms = {row.shape: row.host_ms for row in self._store.history() if row.host_ms}
 
+    def close(self) -> None:
+        """Write what is left, and remember nothing from now on."""
+        if self._store is not None:
+            self._store.close()
+            self._store = self.compiled = None
+
     def keep_compiled(self) -> None:
         """Let Triton and Inductor keep what they compile in the cache folder too, or where nobody else can write; what
         is there beyond the limit goes. For the whole process."""
-        if self._compiled is not None:
-            self._compiled.use(os.environ)
-            self._compiled.evict_in_the_background()
+        if self.compiled is not None:
+            self.compiled.use(os.environ)
+            self.compiled.evict_in_the_background()
 
     def keep(self, entries: Iterable[Entry], in_images: bool = True) -> None:
         """Take down what was used since the last call. Returns at once; the disk is written in a thread.
@@ -137,6 +146,13 @@ class History:
     def used(self) -> list[HistoryRow]:
         """What was used here before and after updates too, the most used first; of the times, whichever came last."""
         return [] if self._store is None else self._store.history(every_machine=True)
+
+    def add(self, rows: Iterable[HistoryRow]) -> None:
+        """Remember what was used elsewhere. Returns at once."""
+        if self._store is not None:
+            for row in rows:
+                self._store.record(row)
+            self._write_soon()
 
     def verdict(self, backend: str, key: ShapeKey) -> float | None:
         """How far a backend's output was from the host's when this shape was checked, by whichever process; None if
@@ -188,14 +204,14 @@ class History:
             }
         if self._store is not None:
             self._store.forget(gone)
-        if gone.everything and self._compiled is not None:
-            self._compiled.purge()
+        if gone.everything and self.compiled is not None:
+            self.compiled.purge()
 
     def size_bytes(self) -> int:
         """What lies on the disk, compiled files included where they are kept in our folder."""
-        if self._store is None or self._compiled is None:
+        if self._store is None or self.compiled is None:
             return 0
-        return self._store.size_bytes() + self._compiled.size_bytes()
+        return self._store.size_bytes() + self.compiled.size_bytes()
 
     def _save(self, kind: str, name: str, value: Any) -> None:
         if self._store is not None:

@@ -14,6 +14,7 @@ from fastapi.testclient import TestClient
 from lib_onediff import api
 from lib_onediff.demo.modules.call_queue import FIFOLock
 from lib_onediff.prewarm.job import CannotWarm
+from lib_onediff.prewarm.readiness import Readiness
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.store.store import HistoryRow, Store
@@ -37,6 +38,12 @@ class LockOnly:
     def model_name(self) -> str | None:
         return None
 
+    def why_not_served(self) -> str | None:
+        return None
+
+    def loads_at_start(self) -> bool:
+        return False
+
     def exclusively(self, work: Callable[[], Any]) -> Any:
         with self.lock:
             return work()
@@ -48,12 +55,13 @@ class Api:
     def __init__(self, webui: Any = None) -> None:
         self.webui = webui or LockOnly()
         self.warmup = WarmUp(self.webui, runtime)
+        self.readiness = Readiness(self.webui, self.warmup, runtime)
         self.app = FastAPI()
         self.client = TestClient(self.add_to(self.app, command_line()), raise_server_exceptions=False)
 
     def add_to(self, app: Any, cmd_opts: Any) -> Any:
         """The same app, with the API where cmd_opts lets it."""
-        api.add_routes(app, cmd_opts, runtime, self.warmup, self.webui, lambda: STATUS)
+        api.add_routes(app, cmd_opts, runtime, self.warmup, self.webui, lambda: STATUS, self.readiness.why_not)
         return app
 
     def get(self, path: str, status: int = 200) -> Any:

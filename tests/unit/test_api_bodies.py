@@ -129,10 +129,11 @@ def test_what_is_no_json_becomes_null() -> None:
     app = FastAPI()
     from lib_onediff import api as rest
 
-    rest.add_routes(app, command_line(), runtime, api.warmup, api.webui, lambda: odd)
+    rest.add_routes(app, command_line(), runtime, api.warmup, api.webui, lambda: odd, str)
     answer = TestClient(app).get("/onediff/v1/status")
     assert answer.status_code == 200
-    assert answer.json() == {"ratio": None, "reason": "half \ud800", "3": [None, [1.5, None, True]]}
+    said = {"ratio": None, "reason": "half \ud800", "3": [None, [1.5, None, True]]}
+    assert answer.json() == {**said, "ready": True, "ready_reason": ""}
 
 
 def test_a_fault_of_ours_is_one_sentence_and_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -143,7 +144,7 @@ def test_a_fault_of_ours_is_one_sentence_and_in_the_log(caplog: pytest.LogCaptur
     app = FastAPI()
     from lib_onediff import api as rest
 
-    rest.add_routes(app, command_line(), runtime, api.warmup, api.webui, broken)
+    rest.add_routes(app, command_line(), runtime, api.warmup, api.webui, broken, str)
     answer = TestClient(app).get("/onediff/v1/status")
     assert answer.status_code == 500 and set(answer.json()) == {"detail"} and "secret" not in answer.text
     assert "secret" in caplog.text

@@ -1,6 +1,8 @@
 """The REST API: what each endpoint does to the real runtime, store and pre-warm queue."""
 from __future__ import annotations
 
+import hashlib
+import io
 import itertools
 import threading
 import time
@@ -20,9 +22,14 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from lib_onediff.api import models, routes
+from lib_onediff.options.settings import Settings
+from lib_onediff.prewarm import idle, readiness
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.key import ShapeKey
+from lib_onediff.shapes.sizes import Size
 from lib_onediff.shapes.table import State
+from lib_onediff.store.history import History
+from lib_onediff.store.pack import take
 
 ROWS = [("512x512", "SD1"), ("768x512", "SD1"), ("512x512", "SDXL")]
 # Twice as many as it takes; for work that grows with the square of the rows it would be a thousand.
@@ -65,17 +72,77 @@ def test_docs_name_every_endpoint_with_its_bodies(api: Api) -> None:
         ("get", f"{prefix}/status"): 0, ("get", f"{prefix}/shapes"): 0, ("post", f"{prefix}/prewarm"): 0,
         ("get", f"{prefix}/jobs"): 0, ("get", f"{prefix}/jobs/{{id}}"): 0, ("delete", f"{prefix}/jobs/{{id}}"): 0,
         ("post", f"{prefix}/purge"): 0, ("post", f"{prefix}/pin"): 0, ("post", f"{prefix}/release"): 0,
+        ("get", f"{prefix}/pack"): 0,
     }
     for key, told in named.items():
         assert told["tags"] == ["OneDiff"] and told["summary"] and told["description"], key
         good = next(answer for status, answer in told["responses"].items() if status[0] == "2")
-        assert "$ref" in good["content"]["application/json"]["schema"], key
+        if not key[1].endswith("/pack"):
+            assert "$ref" in good["content"]["application/json"]["schema"], key
         assert ("requestBody" in told) == (key[0] == "post"), key
     assert api.client.get("/docs").status_code == 200
 
 
 def test_status_keeps_its_fields(api: Api) -> None:
-    assert api.get("status") == {**STATUS, "ratio": None}
+    assert api.get("status") == {**STATUS, "ratio": None, "ready": True, "ready_reason": ""}
+
+
+# --- ready ------------------------------------------------------------------------------------------------------------
+
+
+def ready(api: Api) -> str:
+    """"" where GET status says ready, else its reason; the probe says the same by its status."""
+    status = api.get("status")
+    assert status["ready"] == (status["ready_reason"] == "")
+    if status["ready"]:
+        assert api.get("status?probe=true")["ready"] is True
+    else:
+        assert api.get("status?probe=true", 503) == {"detail": status["ready_reason"]}
+    return status["ready_reason"]
+
+
+def test_ready_waits_for_the_checkpoint_that_the_webui_loads(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api.webui, "loads_at_start", lambda: True)
+    assert ready(api) == readiness.LOADING
+    # The WebUI knows the checkpoint now, but has not told of it: nothing is queued yet.
+    monkeypatch.setattr(api.webui, "model_name", lambda: "SD1")
+    assert ready(api) == readiness.LOADING
+    with api.webui.lock:
+        api.warmup.add([Size(64, 64)], "settings")
+        api.readiness.checkpoint_loaded()
+        assert ready(api) == "1 size is being made ready."
+    wait_until(lambda: ready(api) == "")
+
+
+def test_ready_without_a_checkpoint_where_none_is_to_be_loaded(api: Api, folder: Path) -> None:
+    assert ready(api) == ""
+    for wanted in ({"prewarm": "512x512"}, {"prewarm_most_used": 2}):
+        runtime.configure(Settings(**wanted))
+        assert ready(api) == readiness.NO_CHECKPOINT, wanted
+        runtime.configure(Settings(**wanted, enabled=False))
+        assert ready(api) == "", wanted
+
+
+def test_ready_after_a_reload_of_the_scripts(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api.webui, "loads_at_start", lambda: True)
+    for known in ("model_name", "why_not_served"):
+        with monkeypatch.context() as patch:
+            api.readiness.look_around()
+            assert ready(api) == readiness.LOADING
+            patch.setattr(api.webui, known, lambda: "SD1")
+            api.readiness.look_around()
+            assert ready(api) == "", known
+
+
+def test_ready_waits_for_sizes_that_somebody_asks_for(api: Api) -> None:
+    with api.webui.lock:
+        api.warmup.add([Size(64, 64)], idle.SOURCE)
+        assert ready(api) == "", "idle warm-up gives way to images"
+        api.post("prewarm", {"sizes": "128x64, 64x128"}, 202)
+        assert ready(api) == "2 sizes are being made ready."
+    # No model is loaded, so they fail: that holds nobody up.
+    wait_until(lambda: ready(api) == "")
+    assert {job["state"] for job in api.get("jobs")["jobs"]} == {"failed"}
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
@@ -219,3 +286,26 @@ def test_pin_and_unpin(api: Api, folder: Path) -> None:
     api.post("pin", {"resolution": "8x8", "model": "SD1"}, 404)
     api.post("pin", {"resolution": "512x512"}, 422)
     api.post("pin", {"resolution": "512x512", "model": "SD1", "pinned": "no"}, 422)
+
+
+# --- pack ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_pack_can_be_downloaded_and_taken_elsewhere(api: Api, folder: Path, tmp_path: Path) -> None:
+    runtime.open_cache(folder)
+    answer = api.client.get("/onediff/v1/pack")
+    digest = answer.headers["X-OneDiff-Digest"]
+    assert answer.status_code == 200 and digest == hashlib.sha256(answer.content).hexdigest()
+    elsewhere = History()
+    elsewhere.open(tmp_path / "elsewhere")
+    assert take(elsewhere, io.BytesIO(answer.content), digest).sizes == len(ROWS)
+    elsewhere.close()
+
+
+def test_where_nothing_is_remembered_there_is_no_pack(api: Api) -> None:
+    assert "nothing to take" in api.get("pack", 404)["detail"]
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT"])
+def test_a_pack_is_never_taken_over_the_network(api: Api, folder: Path, method: str) -> None:
+    assert api.client.request(method, "/onediff/v1/pack", content=b"PK").status_code == 405

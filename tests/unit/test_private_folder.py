@@ -138,7 +138,7 @@ def test_measurements_stay_and_code_goes_home_with_a_sentence(tmp_path: Path, ho
     history.tune("tile", 64)
     history._store.close()
     assert "What OneDiff compiles is kept in" in history.trouble and str(folder) in history.trouble
-    compiled = history._compiled.folder
+    compiled = history.compiled.folder
     assert compiled.is_relative_to(home) and list(folder.glob("*.sqlite3"))
     environment: dict[str, str] = {}
     CompilerCaches(compiled).use(environment)
@@ -151,7 +151,7 @@ def test_measurements_stay_and_code_goes_home_with_a_sentence(tmp_path: Path, ho
     assert not (compiled / "triton" / "KEY").exists()
     again = History()
     again.open(folder)
-    assert again.tuned() == {} and again._compiled.folder == compiled
+    assert again.tuned() == {} and again.compiled.folder == compiled
 
 
 # --- links in the cache folder ----------------------------------------------------------------------------------------

@@ -1,0 +1,150 @@
+"""Images over HTTP by Ray Serve: serve run lib_onediff.serving.ray_serve:app model=FOLDER replicas=2."""
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import os
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from fastapi import FastAPI, HTTPException, Response
+from pydantic import BaseModel
+from ray import serve
+
+from ..hosts.webui import network_name
+from ..prewarm.presets import most_used
+from ..public import compile_pipe
+from ..runtime.runtime import runtime
+from ..shapes.sizes import parse_sizes
+from ..store.__main__ import main as store
+from ..store.history import CACHE_VARIABLE
+from .groups import Groups, Limits, Refused, Request
+
+# Warm: checked, captured, replayed.
+WARM_STEPS, FAILURES_UNTIL_REPLACED, SECONDS_TO_END = 4, 3, 600
+AT_A_REPLICA = 2  # One group is made, and one is there when it is done.
+log, api = logging.getLogger("onediff"), FastAPI(title="OneDiff")
+
+
+class Config(BaseModel, extra="forbid"):
+    """model: what from_pretrained takes. gpus: of a replica; 0: the CPU. cache: the cache folder. pack, digest: see
+    lib_onediff.store. sizes, guidance: the warm list, "" the most used. options: compile_pipe's."""
+
+    model: str = ""
+    replicas: int = 1
+    gpus: float = 1
+    cache: str = ""
+    pack: str = ""
+    digest: str = ""
+    sizes: str = ""
+    guidance: float = 7.5
+    limits: Limits = Limits()
+    options: dict[str, Any] = {}
+
+
+def load(config: Config) -> Any:
+    """The pipeline of a replica."""
+    from diffusers import AutoPipelineForText2Image
+
+    device, dtype = ("cuda", torch.float16) if config.gpus else ("cpu", torch.float32)
+    return AutoPipelineForText2Image.from_pretrained(config.model, torch_dtype=dtype).to(device)
+
+
+class Painter:
+    """One replica. Ray Serve sends it nothing before it is made, and then it is warm."""
+
+    def __init__(self, load: Callable[[Config], Any], config: Config) -> None:
+        # One thread for all: what CUDA keeps for a thread is warm too.
+        self._thread, self._failures, self._group = ThreadPoolExecutor(1), 0, asyncio.Lock()
+        if config.cache:
+            os.environ[CACHE_VARIABLE] = config.cache
+        if config.pack:
+            # What does not fit is told in the log; the replica is warm all the same, later.
+            store(["import", config.pack, *(["--digest", config.digest] if config.digest else [])])
+        self._pipe = self._thread.submit(lambda: compile_pipe(load(config), **config.options)).result()
+        self._pipe.set_progress_bar_config(disable=True)
+        known = most_used(runtime.history.used(), network_name(self._pipe.unet), count=8)
+        for size in parse_sizes(config.sizes) or [wanted.size for wanted in known]:
+            warm = Request("", "", size.width, size.height, WARM_STEPS, config.guidance, seed=0)
+            self._thread.submit(self._image, warm).result()
+        runtime.keep_history()
+
+    async def make(self, requests: list[Request]) -> AsyncIterator[bytes | str]:
+        async with self._group:
+            for request in requests:
+                try:
+                    yield await asyncio.get_running_loop().run_in_executor(self._thread, self._image, request)
+                    self._failures = 0
+                except Exception:
+                    log.exception("no image of %sx%s", request.width, request.height)
+                    self._failures += 1
+                    yield "The image could not be made; the replica's log says why."
+
+    def check_health(self) -> None:
+        """Ray Serve starts another replica where this raises: after some errors, CUDA is of no more use."""
+        if self._failures >= FAILURES_UNTIL_REPLACED:
+            raise RuntimeError(f"{self._failures} images in a row failed")
+
+    def _image(self, request: Request) -> bytes:
+        file, generator = io.BytesIO(), torch.Generator().manual_seed(request.seed or 0)
+        self._pipe(
+            request.prompt, negative_prompt=request.negative_prompt, width=request.width, height=request.height,
+            num_inference_steps=request.steps, guidance_scale=request.guidance, generator=generator,
+        ).images[0].save(file, "PNG")
+        return file.getvalue()
+
+
+class Front:
+    """Takes requests over HTTP. It needs no GPU."""
+
+    def __init__(self, painter: Any, config: Config) -> None:
+        make = painter.options(stream=True).make.remote
+        self._groups = Groups(make, config.limits, config.replicas * AT_A_REPLICA)
+
+    @api.post("/image")
+    async def image(self, request: Request) -> Response:
+        """A PNG; its seed is in X-OneDiff-Seed."""
+        try:
+            png, request = await self._groups.ask(request)
+        except Refused as refusal:
+            raise HTTPException(refusal.status, str(refusal)) from None
+        return Response(png, media_type="image/png", headers={"X-OneDiff-Seed": str(request.seed)})
+
+    @api.get("/ready")
+    async def ready(self, response: Response) -> dict[str, Any]:
+        """503 until a replica is warm, and once the service ends."""
+        status, groups = await asyncio.to_thread(serve.status), self._groups
+        painters = status.applications[serve.get_replica_context().app_name].deployments["Painter"]
+        warm = painters.replica_states.get("RUNNING", 0)
+        response.status_code = 200 if (ready := warm > 0 and not groups.ending) else 503
+        return {"ready": ready, "replicas": warm, "waiting": len(groups.waiting), "answered": groups.answered}
+
+    async def end(self) -> None:
+        await self._groups.end()
+
+
+service = serve.deployment(serve.ingress(api)(Front))
+
+
+def app(arguments: dict[str, Any]) -> serve.Application:
+    """For `serve run` and `serve deploy`. arguments: Config's."""
+    return build(Config(**arguments))
+
+
+def build(config: Config, load: Callable[[Config], Any] = load) -> serve.Application:
+    """The application. load makes the pipeline where from_pretrained alone does not do."""
+    painter = serve.deployment(Painter).options(
+        num_replicas=config.replicas, max_ongoing_requests=AT_A_REPLICA, ray_actor_options={"num_gpus": config.gpus},
+        graceful_shutdown_timeout_s=SECONDS_TO_END,
+    )
+    front = service.options(max_ongoing_requests=10_000, graceful_shutdown_timeout_s=SECONDS_TO_END)
+    return front.bind(painter.bind(load, config), config)
+
+
+def end(name: str = "default") -> None:
+    """Refuse new requests, answer those that wait, and take the application down."""
+    serve.get_app_handle(name).end.remote().result()
+    serve.delete(name)

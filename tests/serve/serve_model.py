@@ -1,0 +1,35 @@
+"""The demo's model, which writes down what was made by which process."""
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from lib_onediff.demo.tiny_model import tiny_sd15_pipeline
+from lib_onediff.serving.ray_serve import Config
+
+LOADING_SECONDS = 2.0
+
+
+class Load:
+    """made: a file that gets a line "pid seed width height" for each image that was begun, and "pid ready" for each
+    replica that was loaded."""
+
+    def __init__(self, made: Path) -> None:
+        self.made = made
+
+    def __call__(self, config: Config) -> Any:
+        time.sleep(LOADING_SECONDS)
+        pipe = tiny_sd15_pipeline()
+        made = self.made
+
+        class Told(type(pipe)):  # type: ignore[misc]
+            def __call__(self, *args: Any, **options: Any) -> Any:
+                seed = options["generator"].initial_seed()
+                with made.open("a") as lines:
+                    lines.write(f"{os.getpid()} {seed} {options['width']} {options['height']}\n")
+                return super().__call__(*args, **options)
+
+        pipe.__class__ = Told
+        return pipe

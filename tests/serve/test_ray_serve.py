@@ -1,0 +1,201 @@
+"""Two replicas behind HTTP, on a CPU with the demo's model: ends, kills, warmth."""
+from __future__ import annotations
+
+import collections
+import io
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import requests
+from PIL import Image
+
+pytest.importorskip("ray", reason="Ray is not installed; see .ci/serve")
+
+from ray import serve
+from serve_model import LOADING_SECONDS, Load
+
+from lib_onediff.serving.groups import Limits
+from lib_onediff.serving.ray_serve import Config, app, build, end
+
+SIZES = [(64, 64), (96, 64), (64, 96), (128, 64), (64, 128), (96, 96)]
+REQUESTS, CLIENTS, KILLED_AFTER = 200, 24, 60
+WARM = ", ".join(f"{width}x{height}" for width, height in SIZES)
+SECONDS = 300
+
+
+class Made(NamedTuple):
+    """An image that was begun."""
+
+    pid: int
+    seed: int
+    width: int
+    height: int
+
+
+class Service:
+    """Two replicas that answer at url."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        self.url, self._file = url, folder / "made"
+
+    def start(self, **changes: Any) -> None:
+        config = Config(replicas=2, gpus=0, options={"backend": "eager"}, **{"sizes": WARM, **changes})
+        serve.run(build(config, Load(self._file)), name="default")
+
+    def ready(self) -> requests.Response:
+        return requests.get(f"{self.url}/ready", timeout=30)
+
+    def wait_until_ready(self, replicas: int) -> dict[str, Any]:
+        deadline = time.monotonic() + SECONDS
+        while True:
+            answer = self.ready()
+            if answer.status_code == 200 and answer.json()["replicas"] >= replicas:
+                said: dict[str, Any] = answer.json()
+                return said
+            assert time.monotonic() < deadline, answer.text
+            time.sleep(0.1)
+
+    def ask(self, seed: int, size: tuple[int, int], /, **more: Any) -> requests.Response:
+        body = {"prompt": f"fox {seed}", "width": size[0], "height": size[1], "steps": 3, "seed": seed, **more}
+        return requests.post(f"{self.url}/image", json=body, timeout=SECONDS)
+
+    def made(self) -> list[Made]:
+        """Without the warm-up's, whose seed is 0."""
+        lines = self._file.read_text().splitlines() if self._file.exists() else []
+        return [made for line in lines if (made := Made(*map(int, line.split()))).seed]
+
+    def warmed(self) -> dict[int, int]:
+        """How many sizes each process has made ready."""
+        lines = self._file.read_text().splitlines() if self._file.exists() else []
+        return collections.Counter(int(pid) for pid, seed, *_ in map(str.split, lines) if seed == "0")
+
+
+@pytest.fixture
+def service(url: str, tmp_path: Path) -> Iterator[Service]:
+    yield Service(url, tmp_path)
+    serve.delete("default")
+
+
+def size_of(answer: requests.Response) -> tuple[int, int]:
+    assert answer.status_code == 200, answer.text
+    size: tuple[int, int] = Image.open(io.BytesIO(answer.content)).size
+    return size
+
+
+def test_every_request_is_answered_once_though_a_replica_is_killed(
+    service: Service, record_property: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.start(limits=Limits(waiting=REQUESTS, group=4))
+    service.wait_until_ready(2)
+    assert list(service.warmed().values()) == [len(SIZES)] * 2
+    draw = random.Random(0)
+    wanted = {seed: draw.choice(SIZES) for seed in range(1, REQUESTS + 1)}
+    answers: dict[int, list[requests.Response]] = collections.defaultdict(list)
+    killed: list[int] = []
+    enough = threading.Event()
+
+    def client(seed: int) -> None:
+        answers[seed].append(service.ask(seed, wanted[seed]))
+        if len(answers) >= KILLED_AFTER:
+            enough.set()
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        asked = [clients.submit(client, seed) for seed in wanted]
+        assert enough.wait(SECONDS)
+        # Who has begun an image last is most likely in the middle of it.
+        killed.append(service.made()[-1].pid)
+        os.kill(killed[0], signal.SIGKILL)
+        for done in asked:
+            done.result()
+    seconds = time.monotonic() - began
+    assert set(answers) == set(wanted) and all(len(got) == 1 for got in answers.values())
+    for seed, (answer,) in answers.items():
+        assert size_of(answer) == wanted[seed] and answer.headers["X-OneDiff-Seed"] == str(seed)
+    # Images differ by their seeds: nobody got another's.
+    assert len({answer.content for (answer,) in answers.values()}) == REQUESTS
+    made = service.made()
+    assert {now.seed for now in made} == set(wanted)
+    twice = [seed for seed, count in collections.Counter(now.seed for now in made).items() if count > 1]
+    # At most the one in whose middle the replica ended, and the one whose answer was on its way.
+    assert len(twice) <= 2 and len(made) == REQUESTS + len(twice)
+    before = {now.pid for now in made}
+    assert killed[0] in before
+    said = service.wait_until_ready(2)
+    assert said["answered"] == REQUESTS and said["waiting"] == 0
+    by_process = [[now for now in made if now.pid == pid] for pid in sorted(before)]
+    runs = sum(
+        1 for process in by_process for _ in itertools.groupby(process, lambda now: (now.width, now.height))
+    )
+    # Of six sizes in a random order, five of six would follow another one: 167.
+    assert runs < REQUESTS * 0.6
+    # The same request makes the same image, whoever makes it.
+    for seed in (1, 2, *twice):
+        assert service.ask(seed, wanted[seed]).content == answers[seed][0].content
+    with capsys.disabled():
+        print(
+            f"\n{REQUESTS} requests of {len(SIZES)} sizes answered once in {seconds:.1f} s; begun twice: {len(twice)}; "
+            f"{runs} runs of one size; by process: {[len(process) for process in by_process]}"
+        )
+
+
+def test_not_ready_before_a_replica_is_warm_and_refuses_what_is_too_much(service: Service) -> None:
+    began = time.monotonic()
+    starting = threading.Thread(target=service.start, kwargs={"limits": Limits(pixels=96 * 96, steps=5)})
+    starting.start()
+    said = []
+    while not said or said[-1].status_code != 200:
+        said.append(service.ready())
+        # Only once the application is known, its own route answers.
+        if said[-1].status_code == 200:
+            assert said[-1].json()["ready"] is True and max(service.warmed().values()) == len(SIZES)
+        assert time.monotonic() - began < SECONDS
+        time.sleep(0.02)
+    assert time.monotonic() - began > LOADING_SECONDS
+    starting.join()
+    assert {answer.status_code for answer in said[:-1]} <= {503, 404} and len(said) > 1
+    for changes, status in (
+        ({"steps": 6}, 422), ({"width": 104, "height": 96}, 422), ({"width": 65}, 422), ({"step": 3}, 422),
+        ({"steps": "many"}, 422), ({"seed": None}, 200), ({"guidance": 1.0}, 200),
+    ):
+        answer = service.ask(1, (64, 64), **changes)
+        assert answer.status_code == status, (changes, answer.text)
+
+
+def test_the_end_answers_what_waits(service: Service) -> None:
+    service.start()
+    service.wait_until_ready(2)
+    with ThreadPoolExecutor(24) as clients:
+        asked = [clients.submit(service.ask, seed, SIZES[seed % 6], steps=8) for seed in range(1, 25)]
+        while len(service.made()) < 3:
+            time.sleep(0.02)
+        end()
+        assert len(service.made()) == 24
+        assert [size_of(answer.result()) for answer in asked] == [SIZES[seed % 6] for seed in range(1, 25)]
+    assert service.ask(99, SIZES[0]).status_code in (404, 503)
+
+
+def test_a_pack_that_does_not_fit_only_costs_warmth(service: Service, tmp_path: Path) -> None:
+    (tmp_path / "wrong").write_text("no pack")
+    service.start(cache=str(tmp_path / "cache"), pack=str(tmp_path / "wrong"), digest="0" * 64)
+    service.wait_until_ready(1)
+    assert size_of(service.ask(7, (64, 96))) == (64, 96)
+
+
+def test_arguments_of_serve_run_are_those_of_config() -> None:
+    """It hands texts over."""
+    assert app({"model": "folder", "replicas": "2", "gpus": "0"}) is not None
+    with pytest.raises(ValueError, match="replica_count"):
+        app({"replica_count": 2})
+    with pytest.raises(ValueError, match="step"):
+        Config(limits={"step": 3})
+    assert Config(limits={"steps": 3}).limits == Limits(steps=3)

@@ -1,0 +1,253 @@
+"""Serving without Ray: which requests are made together, what is refused, what happens where replicas end."""
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lib_onediff.serving.groups import Groups, Limits, Refused, Request
+
+SIZES = [(512, 512), (512, 768), (768, 512), (640, 640), (576, 768), (768, 768)]
+Images = AsyncIterator["bytes | str"]
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(work, 30))
+
+
+def request(seed: int | None = 1, width: int = 512, height: int = 512, **changes: Any) -> Request:
+    return Request("a fox", width=width, height=height, seed=seed, **changes)
+
+
+class Replicas:
+    """Makes images: b"SEED". made: each group, as far as it was made. ends_at: seeds below which a replica ends."""
+
+    def __init__(self, ends_at: dict[int, int] | None = None, fails_at: tuple[int, ...] = ()) -> None:
+        self.made: list[list[Request]] = []
+        self.ends_at, self.fails_at = ends_at or {}, fails_at
+        self.at_once = self.most_at_once = 0
+        self.go = asyncio.Event()
+        self.go.set()
+
+    async def make(self, requests: list[Request]) -> Images:
+        group: list[Request] = []
+        self.made.append(group)
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            for asked in requests:
+                await self.go.wait()
+                await asyncio.sleep(0)
+                assert asked.seed is not None
+                if self.ends_at.get(asked.seed, 0):
+                    self.ends_at[asked.seed] -= 1
+                    raise RuntimeError("the replica has ended")
+                group.append(asked)
+                yield "It failed." if asked.seed in self.fails_at else str(asked.seed).encode()
+        finally:
+            self.at_once -= 1
+
+
+async def answers(groups: Groups, requests: list[Request]) -> list[Any]:
+    """Of each its image, or how it was refused."""
+    asked = await asyncio.gather(*map(groups.ask, requests), return_exceptions=True)
+    return [answer if isinstance(answer, BaseException) else answer[0] for answer in asked]
+
+
+# --- groups -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_request_gets_its_own_image_in_groups_of_one_shape() -> None:
+    async def serve() -> None:
+        replicas = Replicas()
+        groups = Groups(replicas.make, Limits(waiting=200, group=4), lanes=2)
+        requests = [request(seed, *SIZES[seed % len(SIZES)]) for seed in range(200)]
+        assert await answers(groups, requests) == [str(seed).encode() for seed in range(200)]
+        assert sorted(asked.seed or 0 for group in replicas.made for asked in group) == list(range(200))
+        assert all(len({asked.shape for asked in group}) == 1 for group in replicas.made)
+        assert [len(group) for group in replicas.made].count(4) > 40 and replicas.most_at_once == 2
+        assert (groups.answered, groups.waiting) == (200, [])
+
+    run(serve())
+
+
+def test_the_oldest_goes_first_and_takes_others_of_its_shape_with_it() -> None:
+    async def serve() -> None:
+        replicas = Replicas()
+        replicas.go.clear()
+        groups = Groups(replicas.make, Limits(group=3), lanes=1)
+        a, b = SIZES[:2]
+        order = [a, b, a, b, b, b, a, a]
+        asked = asyncio.create_task(answers(groups, [request(seed, *size) for seed, size in enumerate(order)]))
+        await asyncio.sleep(0.01)
+        replicas.go.set()
+        await asked
+        assert [[now.seed for now in group] for group in replicas.made] == [[0, 2, 6], [1, 3, 4], [5], [7]]
+
+    run(serve())
+
+
+def test_guidance_decides_the_shape_and_steps_and_prompts_do_not() -> None:
+    shapes = {request(guidance=1.0).shape, request(guidance=7.5).shape, request(width=768).shape}
+    assert len(shapes) == 3
+    assert request(steps=5).shape == replace(request(guidance=2.0), prompt="else").shape
+
+
+def test_one_lane_is_looked_for_anew_whenever_a_request_comes() -> None:
+    """Also where it comes in the very moment in which a lane finds nothing left."""
+    async def serve() -> None:
+        replicas = Replicas()
+        groups = Groups(replicas.make, Limits(), lanes=1)
+
+        async def one_after_the_other(first: int) -> None:
+            for seed in range(first, first + 50):
+                assert (await groups.ask(request(seed)))[0] == str(seed).encode()
+                for _ in range(seed % 5):
+                    await asyncio.sleep(0)
+
+        await asyncio.gather(*(one_after_the_other(100 * number) for number in range(4)))
+        assert (groups.answered, replicas.most_at_once) == (200, 1)
+
+    run(serve())
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [
+    {"width": 2048, "height": 2048}, {"width": 513}, {"width": 0}, {"height": -512}, {"steps": 51}, {"steps": 0},
+    {"guidance": math.nan}, {"guidance": math.inf}, {"guidance": -1.0}, {"seed": -1}, {"seed": 2**32},
+    {"negative_prompt": "x" * 2000},
+])
+def test_what_is_too_much_is_refused_with_a_sentence(changes: dict[str, Any]) -> None:
+    async def serve() -> None:
+        replicas = Replicas()
+        (refusal,) = await answers(Groups(replicas.make, Limits(), lanes=1), [replace(request(), **changes)])
+        assert isinstance(refusal, Refused) and refusal.status == 422 and str(refusal).endswith(".")
+        assert replicas.made == []
+
+    run(serve())
+
+
+def test_what_is_just_allowed_is_made() -> None:
+    most = request(seed=2**32 - 1, width=1536, height=1536, steps=50, guidance=30.0)
+    assert Limits().accept(most) == most
+    assert Limits().accept(request(seed=0)).seed == 0
+    drawn = {Limits().accept(request(seed=None)).seed for _ in range(20)}
+    assert None not in drawn and len(drawn) > 15
+
+
+def test_a_full_queue_refuses() -> None:
+    async def serve() -> None:
+        replicas = Replicas()
+        replicas.go.clear()
+        groups = Groups(replicas.make, Limits(waiting=3, group=2), lanes=1)
+        asked = [asyncio.create_task(answers(groups, [request(0), request(1)]))]
+        await asyncio.sleep(0.01)
+        # Those two are being made and wait no longer.
+        asked.append(asyncio.create_task(answers(groups, [request(seed) for seed in range(2, 7)])))
+        await asyncio.sleep(0.01)
+        replicas.go.set()
+        first, (*made, late, later) = await asyncio.gather(*asked)
+        assert (first, made) == ([b"0", b"1"], [b"2", b"3", b"4"])
+        assert isinstance(late, Refused) and (late.status, later.status) == (429, 429)
+
+    run(serve())
+
+
+# --- replicas that end ------------------------------------------------------------------------------------------------
+
+
+def test_what_a_replica_leaves_is_made_by_another_and_what_it_has_answered_is_not_made_again() -> None:
+    async def serve() -> None:
+        replicas = Replicas(ends_at={3: 1})
+        replicas.go.clear()
+        groups = Groups(replicas.make, Limits(group=5), lanes=1)
+        asked = asyncio.create_task(answers(groups, [request(seed) for seed in range(6)]))
+        await asyncio.sleep(0.01)
+        replicas.go.set()
+        assert await asked == [b"0", b"1", b"2", b"3", b"4", b"5"]
+        # Before all others, and alone: one of them may be what has ended the replica.
+        assert [[now.seed for now in group] for group in replicas.made] == [[0, 1, 2], [3], [4], [5]]
+        assert groups.answered == 6
+
+    run(serve())
+
+
+def test_a_request_below_which_every_replica_ends_is_given_up() -> None:
+    async def serve() -> None:
+        replicas = Replicas(ends_at={2: 99})
+        groups = Groups(replicas.make, Limits(group=4, tries=3), lanes=2)
+        got = await answers(groups, [request(seed) for seed in range(8)])
+        assert isinstance(got[2], Refused) and got[2].status == 503
+        assert [answer for answer in got if answer is not got[2]] == [b"%d" % seed for seed in range(8) if seed != 2]
+        assert replicas.ends_at[2] == 99 - 3 and groups.answered == 8
+
+    run(serve())
+
+
+def test_an_image_that_fails_is_not_tried_again_and_holds_up_nobody() -> None:
+    async def serve() -> None:
+        replicas = Replicas(fails_at=(1,))
+        got = await answers(Groups(replicas.make, Limits(), lanes=1), [request(seed) for seed in range(3)])
+        assert (got[0], got[2]) == (b"0", b"2") and got[1].status == 500 and str(got[1]) == "It failed."
+        assert sum(len(group) for group in replicas.made) == 3
+
+    run(serve())
+
+
+def test_makers_that_answer_too_little_or_too_much() -> None:
+    async def serve() -> None:
+        counts = iter((0, 3, 1))
+
+        async def make(requests: list[Request]) -> Images:
+            for _ in range(next(counts)):
+                yield b"image"
+
+        groups = Groups(make, Limits(), lanes=1)
+        assert await answers(groups, [request(1)]) == [b"image"]
+        assert await answers(groups, [request(2)]) == [b"image"]
+        assert groups.answered == 2
+
+    run(serve())
+
+
+def test_who_hangs_up_is_not_made() -> None:
+    async def serve() -> None:
+        replicas = Replicas()
+        replicas.go.clear()
+        groups = Groups(replicas.make, Limits(group=1), lanes=1)
+        asked = [asyncio.create_task(groups.ask(request(seed))) for seed in range(3)]
+        await asyncio.sleep(0.01)
+        asked[1].cancel()
+        replicas.go.set()
+        assert (await asked[0])[0] == b"0" and (await asked[2])[0] == b"2"
+        assert [group[0].seed for group in replicas.made] == [0, 2]
+
+    run(serve())
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_end_answers_all_that_wait_and_refuses_who_comes_later() -> None:
+    async def serve() -> None:
+        replicas = Replicas()
+        replicas.go.clear()
+        groups = Groups(replicas.make, Limits(), lanes=2)
+        asked = asyncio.create_task(answers(groups, [request(seed, *SIZES[seed % 6]) for seed in range(12)]))
+        await asyncio.sleep(0.01)
+        ending = asyncio.create_task(groups.end())
+        await asyncio.sleep(0.01)
+        (late,) = await answers(groups, [request(99)])
+        assert late.status == 503 and not ending.done()
+        replicas.go.set()
+        await ending
+        assert await asked == [str(seed).encode() for seed in range(12)]
+        await groups.end()
+
+    run(serve())
