@@ -43,7 +43,7 @@ def candidates(
     if wanted == EAGER:
         return Candidates((EAGER,), "")
     if device.type != "cuda":
-        return Candidates((EAGER,), f"CUDA graphs need a GPU, and this UNet is on the {device.type}")
+        return Candidates((EAGER,), f"CUDA graphs need an NVIDIA GPU; this UNet is on the {device.type.upper()}")
     lack = "" if wanted == CUDAGRAPH else why_not_native(device)
     return Candidates((NATIVE, CUDAGRAPH), "") if lack is None else Candidates((CUDAGRAPH,), lack)
 

@@ -24,7 +24,7 @@ class Seen(NamedTuple):
     """Calls that a backend has made at one shape."""
 
     entry: Entry
-    count: int
+    calls: int
 
 
 class AutoBackend:
@@ -57,14 +57,14 @@ class AutoBackend:
         if served_by not in (*PLAIN, INDUCTOR) or self._chosen(device):
             return
         calls = self._calls.setdefault(shape_of(call), {})
-        calls[served_by] = Seen(entry, calls[served_by].count + 1 if served_by in calls else 1)
+        calls[served_by] = Seen(entry, calls[served_by].calls + 1 if served_by in calls else 1)
         plain = next((name for name in PLAIN if name in calls), None)
-        if plain is None or INDUCTOR not in calls or calls[INDUCTOR].count <= ENOUGH_CALLS:
+        if plain is None or INDUCTOR not in calls or calls[INDUCTOR].calls <= ENOUGH_CALLS:
             return
-        times = {name: calls[name].entry.own.timing for name in (INDUCTOR, plain)}
-        if None not in times.values():
-            better = INDUCTOR if times[INDUCTOR].median < WORTH_HAVING * times[plain].median else plain
-            rounded = {name: round(time.median, 2) for name, time in times.items()}
+        inductor, other = calls[INDUCTOR].entry.own.timing, calls[plain].entry.own.timing
+        if inductor is not None and other is not None:
+            better = INDUCTOR if inductor.median < WORTH_HAVING * other.median else plain
+            rounded = {INDUCTOR: round(inductor.median, 2), plain: round(other.median, 2)}
             self._tuning_cache.set(name_for(device), {"backend": better, "times": rounded})
             self._calls.clear()
 
@@ -98,13 +98,13 @@ class AutoBackend:
     def _is_next(self, plain: str, call: UNetCall) -> bool:
         """Whether the plain backend has made enough calls of this shape, and they are worth a compiler."""
         seen = self._calls.get(shape_of(call), {}).get(plain)
-        time = seen.entry.own.median_ms if seen and seen.count > ENOUGH_CALLS else None
+        time = seen.entry.own.median_ms if seen and seen.calls > ENOUGH_CALLS else None
         return time is not None and time >= WORTH_LOOKING_MS[call.latent.device.type]
 
     def _chosen(self, device: torch.device) -> dict[str, Any] | None:
         """A choice that was made before, if it makes sense: anybody may have written it."""
-        value = self._tuning_cache.get(name_for(device))
-        times = value.get("times") if isinstance(value, dict) else None
+        value: Any = self._tuning_cache.get(name_for(device))
+        times: Any = value.get("times") if isinstance(value, dict) else None
         fits = isinstance(times, dict) and len(times) == 2 and INDUCTOR in times and value.get("backend") in times
         return value if fits and all(isinstance(time, (int, float)) for time in times.values()) else None
 

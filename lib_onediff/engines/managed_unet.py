@@ -8,7 +8,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..model.applied_functions import AppliedBinding
 from ..model.bound import BoundUNet
 from ..model.call import DeepCachePass, DeepFeature, UNetCall
 from ..model.conditioning import returns_none
@@ -18,7 +17,7 @@ from ..model.float8 import Float8Binding, Float8Weights, Round
 from ..model.forward import Conditioning
 from ..model.layout import UnsupportedUNet
 from ..model.patches import HostTraits
-from ..model.weights import Binding
+from ..model.weights import Source
 from ..ops.precision import autocast_dtype
 from ..options.settings import Settings
 from ..shapes.key import ShapeKey, layout_fits
@@ -43,9 +42,12 @@ class Runner(Protocol):
     """
 
     inputs: UNetCall
-    memory: Memory
     own_bytes: int
     seconds: float
+
+    @property
+    def memory(self) -> Memory:
+        """What it shares with others: the engine's own kind."""
 
     def run(self, call: UNetCall) -> Tensor:
         """The UNet's output as a new tensor. The conditioning is read from where it was when this was made."""
@@ -63,7 +65,8 @@ class ManagedUNet:
     """The bound module, its own settings, and its graphs.
 
     cache_run: its DeepCache. sampling: what its own host says of the sampling that it is in, where that host says it.
-    float8: the weights in float8, while they are used. no_room_for_float8: in this sampling.
+    float8: the weights in float8, while they are used. no_room_for_float8: in this sampling. runners: those that were
+    made, each good for what stands beside it; see runner.
     """
 
     def __init__(self, unet: nn.Module, settings: Settings | None, host_traits: HostTraits) -> None:
@@ -76,7 +79,7 @@ class ManagedUNet:
         self.sampling: Sampling | None = None
         self.float8: Float8Weights | None = None
         self.no_room_for_float8 = False
-        self._kept: dict[ShapeKey, CachedRunner] = {}
+        self.runners: dict[ShapeKey, CachedRunner] = {}
         # Beside the graphs that are torch's: OneFlow's memory is no part of any budget.
         self.oneflow: dict[ShapeKey, CachedRunner] = {}
         # The graphs come and go with weights and prompts; their memory stays for the next ones.
@@ -127,7 +130,7 @@ class ManagedUNet:
             self.float8 = Float8Weights(self.bound.layout, round_rows)
         self.float8.fit(self.bound.weights_in_sampling(), self.bound.binding.weights)
 
-    def binding_for(self, backend: str) -> Binding | Float8Binding | AppliedBinding:
+    def binding_for(self, backend: str) -> Source:
         """The weights as a backend wants them."""
         if backend == FLOAT8 and self.float8 is not None:
             return Float8Binding(self.bound.binding, self.float8)
@@ -147,21 +150,13 @@ class ManagedUNet:
         self, key: ShapeKey, conditioning: Conditioning | None, deepcache: DeepCachePass | None = None
     ) -> Runner | None:
         """The runner for a shape, unless weights, conditioning or deep feature have moved since it was made."""
-        kept = self._kept.get(key)
+        kept = self.runners.get(key)
         if kept is None:
             return None
         if self.serves(kept, conditioning, deepcache):
             return kept.runner
-        del self._kept[key]
+        del self.runners[key]
         return None
-
-    def runner_in_sampling(self, key: ShapeKey, call: UNetCall) -> Runner | None:
-        """As runner, in a sampling that goes on (see BoundUNet.goes_on): nothing is computed for it."""
-        kept = self._kept.get(key)
-        if kept is None or kept.generation != self.bound.generation:
-            return None
-        known = kept.conditioning is None or self.bound.holds(kept.conditioning, call)
-        return kept.runner if known else None
 
     def serves(self, kept: CachedRunner, conditioning: Conditioning | None, deepcache: DeepCachePass | None) -> bool:
         """Whether a runner is still good for these."""
@@ -171,38 +166,38 @@ class ManagedUNet:
 
     def keep(self, key: ShapeKey, conditioning: Conditioning | None, runner: Runner) -> None:
         """Keep a runner that was made just now; those that weights have moved away from go."""
-        self._kept = {
-            other: kept for other, kept in self._kept.items() if kept.generation == self.bound.generation
+        self.runners = {
+            other: kept for other, kept in self.runners.items() if kept.generation == self.bound.generation
         }
-        self._kept[key] = CachedRunner(self.bound.generation, conditioning, runner)
+        self.runners[key] = CachedRunner(self.bound.generation, conditioning, runner)
         self._memory = runner.memory
 
     def held_features(self) -> list[DeepFeature]:
         """The deep features that graphs write and read."""
-        features = (feature_of(kept.runner) for kept in list(self._kept.values()))
+        features = (feature_of(kept.runner) for kept in list(self.runners.values()))
         return [feature for feature in features if feature is not None]
 
     def ready_keys(self) -> set[ShapeKey]:
         """The shapes that have a graph."""
-        return set(self._kept)
+        return set(self.runners)
 
     def kept(self) -> Iterator[tuple[ShapeKey, CachedRunner]]:
         """Every graph, with what it was made for."""
         # A copy: a page asks in another thread than the one that makes graphs.
-        yield from self._kept.copy().items()
+        yield from self.runners.copy().items()
 
     def drop_runners(self, keys: Collection[ShapeKey] | None = None) -> None:
         """Drop the graphs of these shapes; None: of all. With the last one goes their memory."""
-        self._kept = {} if keys is None else {
-            key: kept for key, kept in self._kept.items() if key not in keys
+        self.runners = {} if keys is None else {
+            key: kept for key, kept in self.runners.items() if key not in keys
         }
         if keys is None:
             self.oneflow = {}
             self.cache_run.forget()
             self.float8 = None
-            self.bound.drop_prompts()
+            self.bound.prompts.drop()
             self.bound.drop_applied()
-        if not self._kept:
+        if not self.runners:
             self._memory = None
 
     def stands(self, generation: int) -> bool:
@@ -213,7 +208,7 @@ class ManagedUNet:
         """Drop graphs and their memory where the weights are elsewhere by now, as when the host has taken the UNet off
         the GPU: half a millisecond."""
         holds = (
-            self._memory is not None or self.float8 is not None or self.cache_run.bytes() or self.bound.prompt_bytes()
+            self._memory is not None or self.float8 is not None or self.cache_run.bytes() or self.bound.prompts.bytes()
             or self.bound.on_the_fly.bytes
         )
         if holds and not self.bound.unmoved():

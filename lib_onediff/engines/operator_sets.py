@@ -124,7 +124,8 @@ class OperatorSets:
 
         return Float8Operators(self._launches, self.attention, self._float8_result, pays=self.float8.pays)
 
-    def _float8_result(self, device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    # None where there are no products in float8: then nobody asks.
+    def _float8_result(self, device: torch.device, dtype: torch.dtype) -> Any:
         return self._float8_support(device, dtype).result
 
     def prepare(self, network: Network, waits_for_compile: bool) -> bool:
@@ -183,9 +184,14 @@ class OperatorSets:
         if backend not in (backends.NATIVE, backends.INDUCTOR):
             return []
         with contextlib.suppress(UnsupportedUNet):
-            layout = read_layout(unet())
+            present = unet()
+            if present is None:
+                return []
+            layout = read_layout(present)
             if backend == backends.INDUCTOR:
-                return self.inductor.prepare_early(unet(), layout, dtype, device)
+                return self.inductor.prepare_early(present, layout, dtype, device)
+            # Compiling takes longer than a host may want to keep it.
+            del present
             float8 = settings.fp8 and self.why_not_float8(device, dtype) is None
             self._compile(Network(layout.architecture, layout.kernel_users(), dtype, device, float8))
         return []

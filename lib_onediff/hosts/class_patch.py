@@ -58,7 +58,7 @@ class ClassPatch:
 
         self._guarded = guarded
         self._is_traced = True
-        patched.patch = self
+        vars(patched)["patch"] = self
         self.function = patched
 
     def apply(self) -> None:

@@ -61,7 +61,7 @@ def version() -> str:
     forge = sys.modules.get("modules_forge.forge_version")
     if forge is not None:
         return as_fact(getattr(forge, "version", None))
-    launch = sys.modules.get("modules.launch_utils")
+    launch: Any = sys.modules.get("modules.launch_utils")
     return as_fact(launch.git_tag() if hasattr(launch, "git_tag") else None)
 
 
@@ -86,7 +86,7 @@ def types() -> dict[str, str]:
 def model() -> dict[str, str]:
     """The loaded checkpoint and VAE, by name and hash."""
     facts = {"Checkpoint": as_fact(checkpoint_name()), "Hash": as_fact(getattr(loaded(), "sd_model_hash", None))}
-    vae = sys.modules.get("modules.sd_vae")
+    vae: Any = sys.modules.get("modules.sd_vae")
     if hasattr(vae, "get_loaded_vae_name"):
         facts.update({"VAE": as_fact(vae.get_loaded_vae_name()), "Hash of the VAE": as_fact(vae.get_loaded_vae_hash())})
     return facts

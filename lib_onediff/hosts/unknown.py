@@ -2,13 +2,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from .webui import CannotWarm, Result
+from .webui import CannotWarm, Result, WebUI
 
 
-class UnknownHost:
+class UnknownHost(WebUI):
     """hosts.webui.WebUI for such a host. reason: what is missing, and in which release, as a sentence."""
 
     name = "unknown"
@@ -34,16 +33,8 @@ class UnknownHost:
     def after_run(self, p: Any) -> None:
         """Every generation is the host's."""
 
-    def data_folder(self) -> Path:
-        from modules import paths
-
-        return Path(paths.data_path)
-
     def why_not_served(self) -> str:
         return self.reason
-
-    def notes(self) -> list[str]:
-        return []
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
         raise CannotWarm(self.reason)

@@ -20,7 +20,10 @@ PROMPT_NOISE = 0.1
 
 
 class WebUI(Protocol):
-    """A running WebUI. Nothing of it is changed but by serve(), and stop() undoes all of that."""
+    """A running WebUI. Nothing of it is changed but by serve(), and stop() undoes all of that.
+
+    What has a body here is the same for all; adapters inherit it.
+    """
 
     name: str
     # The host's own name and release, for people: "Forge Neo 2.26".
@@ -35,6 +38,10 @@ class WebUI(Protocol):
     def hooks(self) -> int:
         """How many hooks of ours are in place: 1 after serve(), however often, and 0 after stop()."""
 
+    def loads_at_start(self) -> bool:
+        """Whether the host loads a checkpoint by itself when it starts, and not with the first image."""
+        return False
+
     def model_loaded(self, sd_model: Any) -> None:
         """The host has loaded a checkpoint."""
 
@@ -46,12 +53,16 @@ class WebUI(Protocol):
 
     def data_folder(self) -> Path:
         """Where the WebUI keeps its own data; our cache folder lies in it by default."""
+        from modules import paths
+
+        return Path(paths.data_path)
 
     def why_not_served(self) -> str | None:
         """One line about the loaded model when its UNet cannot be ours; None when it is, or none is loaded."""
 
     def notes(self) -> list[str]:
         """What users should know of the host's own settings while OneDiff is in use, one sentence each."""
+        return []
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
         """Make one UNet call as the host itself would, at a size in pixels; batch counts the latents of the call.

@@ -1,4 +1,5 @@
-"""What users put on a UNet that our forward computes itself: image prompts, FreeU and perturbed attention."""
+"""What users put on a UNet that our forward computes itself: image prompts, FreeU, perturbed attention, Kohya's hires
+fix."""
 from __future__ import annotations
 
 import hashlib
@@ -8,6 +9,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,42 @@ class PerturbedAttention:
     @cached_property
     def structure(self) -> str:
         return f"{len(self.queries)} attentions ({digest(self.queries)}) perturbed from row {self.first_row} on"
+
+
+@dataclass(frozen=True)
+class Shrink:
+    """Kohya's hires fix ("deep shrink"): an input stage hands on smaller hidden states, and output stages take them to
+    the sizes of their skips again.
+
+    stage: the input stage. factor: height and width are divided by it. after_skip: whether the stage's own skip keeps
+    its size. smaller, larger: the modes of torch.nn.functional.interpolate.
+    """
+
+    stage: int
+    factor: float
+    after_skip: bool
+    smaller: str
+    larger: str
+
+    def after_stage(self, index: int, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """The skip of an input stage, and what the next stage takes: (batch, channels, height, width) each."""
+        if index != self.stage:
+            return hidden_states, hidden_states
+        # As the host rounds it, which multiplies.
+        size = [round(side * (1.0 / self.factor)) for side in hidden_states.shape[-2:]]
+        small = functional.interpolate(hidden_states, size, mode=self.smaller)
+        return hidden_states if self.after_skip else small, small
+
+    def join(self, hidden_states: Tensor, skip: Tensor) -> Tensor:
+        """hidden_states at the size of a skip."""
+        if hidden_states.shape[2] == skip.shape[2]:
+            return hidden_states
+        return functional.interpolate(hidden_states, skip.shape[-2:], mode=self.larger)
+
+    @cached_property
+    def structure(self) -> str:
+        skip = "" if self.after_skip else " with its skip"
+        return f"hidden states / {self.factor:g} from stage {self.stage} on{skip} ({self.smaller}, {self.larger})"
 
 
 def relative_mean(hidden_states: Tensor) -> Tensor:

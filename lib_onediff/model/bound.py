@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
-import torch
 from torch import nn
 
 from .call import UNetCall
@@ -29,8 +28,10 @@ SECONDS_WITHIN_A_SAMPLING = 0.1
 class BoundUNet:
     """Keeps layout and binding true to a module that its host may change at any time. Holds no reference to it.
 
-    generation counts the changes of addresses: what was captured under another generation must not be replayed.
-    on_the_fly: what the host applies to the weights at each use.
+    generation counts the changes of addresses: what was captured under another generation must not be replayed. looks
+    counts how often a sampling began, or something moved, and everything was looked at again. on_the_fly: what the host
+    applies to the weights at each use. prompts: what was computed of prompts alone. last_call_ended: when a call of the
+    UNet did, in seconds of time.perf_counter.
     """
 
     def __init__(self, unet: nn.Module, host_traits: HostTraits = HostTraits()) -> None:  # noqa: B008
@@ -38,7 +39,7 @@ class BoundUNet:
         self.host_traits = host_traits
         self._structure: Structure | None = None
         self._sampling_began = True
-        self._last_call_ended = 0.0
+        self.last_call_ended = 0.0
         self._signature: Signature | None = None
         self._edits: Edits | None = None
         self._all_edits: Edits | None = None
@@ -49,8 +50,8 @@ class BoundUNet:
         self._unreadable: str | None = None
         self._refusal: str | None = None
         self._last_prompt = Sighting()
-        self._prompts = PromptMemory()
-        self.generation = 0
+        self.prompts = PromptMemory()
+        self.generation = self.looks = 0
         self.on_the_fly = OnTheFly(host_traits.functions)
         # Counts the changes of addresses and of what is applied: at equal numbers, what was computed still holds.
         self._revision = 0
@@ -119,19 +120,7 @@ class BoundUNet:
         """The host says that a new sampling starts: look at everything again at the next call."""
         self._sampling_began = True
         self._samplings += 1
-        self._prompts.forget()
-
-    def prompt_bytes(self, device: torch.device | None = None) -> int:
-        """Memory of what was computed of prompts alone, on a device or on all."""
-        return self._prompts.bytes(device)
-
-    def drop_prompts(self) -> None:
-        """Give back the memory of prompts that no graph reads."""
-        self._prompts.drop()
-
-    def rest(self) -> None:
-        """A call has ended."""
-        self._last_call_ended = time.perf_counter()
+        self.prompts.forget()
 
     def layout_now(self) -> UNetLayout:
         """The layout as the module tree is now. Raises UnsupportedUNet with the reason."""
@@ -156,6 +145,7 @@ class BoundUNet:
         # from now on, say, because the host has put a part of the weights aside.
         goes_on = self._is_same_sampling(call, by_content) and self.unmoved()
         if not goes_on:
+            self.looks += 1
             self._refusal = self._look()
             self._sampling_began = False
             self._last_prompt.remember((call.context, call.y))
@@ -191,9 +181,9 @@ class BoundUNet:
         self.generation += 1
         self._revision += 1
 
-    def goes_on(self, call: UNetCall, by_content: bool) -> bool:
+    def goes_on(self, call: UNetCall, by_content: bool, reads_prompt: bool) -> bool:
         """Whether this call belongs to the sampling of the last one, over the same weights in the same places: what
-        refresh found then still holds. 0.1 ms for SDXL.
+        refresh found then still holds. 0.1 ms for SDXL. reads_prompt: what was computed of the prompt must hold too.
 
         Within a sampling, hosts move whole blocks: biases and norms go with the matrices beside them. What edits
         weights in place is seen by whoever reads them anew. A LoRA that is merged now is another wanted_lora; what
@@ -203,13 +193,10 @@ class BoundUNet:
             return False
         if self.host_traits.wanted_lora is not None and self.host_traits.wanted_lora() != self._lora:
             return False
-        return self._signature.matrices_lie_still() and self.on_the_fly.stands(self.binding)
-
-    def holds(self, conditioning: Conditioning, call: UNetCall) -> bool:
-        """Whether this is the conditioning of the call's prompt, computed with the weights as they are now."""
-        edits = self._edits
-        return edits is not None and edits.still_true() and (
-            self._prompts.holds(conditioning, call.context, call.y, self._revision, edits)
+        if reads_prompt and self._edits is None:
+            return False
+        return self._signature.matrices_stand(self._edits if reads_prompt else None) and (
+            not self.on_the_fly.is_asked or self.on_the_fly.stands(self.binding)
         )
 
     def _is_same_sampling(self, call: UNetCall, by_content: bool) -> bool:
@@ -217,7 +204,7 @@ class BoundUNet:
         if self._sampling_began:
             return False
         if by_content:
-            return time.perf_counter() - self._last_call_ended < SECONDS_WITHIN_A_SAMPLING
+            return time.perf_counter() - self.last_call_ended < SECONDS_WITHIN_A_SAMPLING
         return self._last_prompt.recognises((call.context, call.y))
 
     def unmoved(self) -> bool:
@@ -244,15 +231,26 @@ class BoundUNet:
             self.undo_channels_last()
             return structure.patched
         if structure != self._structure:
-            self.undo_channels_last()
-            self._structure, self._binding, self._signature, self._architecture = structure, None, None, None
-            self._unreadable, self._kernel_users, self._edits, self._all_edits = None, [], None, None
-            self.drop_applied()
-            try:
-                self._binding = Binding(unet, read_layout(unet))
-            except UnsupportedUNet as reason:
-                self._unreadable = str(reason)
+            self._read(unet, structure)
         return self._unreadable
+
+    def _read(self, unet: nn.Module, structure: Structure) -> None:
+        """Find out what the module tree is. Where others have only put something into it that calls bring as patches,
+        or have taken that out, weights and graphs stay as they are."""
+        layout, self._unreadable = None, None
+        try:
+            layout = read_layout(unet)
+        except UnsupportedUNet as reason:
+            self._unreadable = str(reason)
+        if layout is not None and self._binding is not None and self._binding.holds_layers_of(unet, layout):
+            self._structure, self._binding.layout = structure, layout
+            return
+        self.undo_channels_last()
+        self._structure, self._binding, self._signature, self._architecture = structure, None, None, None
+        self._kernel_users, self._edits, self._all_edits = [], None, None
+        self.drop_applied()
+        if layout is not None:
+            self._binding = Binding(unet, layout)
 
     def conditioning(
         self, ops: Operators, call: UNetCall, by_content: bool, precision: Hashable = ()
@@ -264,11 +262,11 @@ class BoundUNet:
         """
         compute = lambda: condition(self.layout, self.weights(), ops, call.context, call.y)  # noqa: E731
         if by_content or call.context.is_inference():
-            return self._prompts.computed_anew(call.context, call.y, compute)
+            return self.prompts.computed_anew(call.context, call.y, compute)
         if self._edits is None or not self._edits.still_true():
             self._edits = self.binding.edits()
         edits = (self._revision, self._edits, precision)
-        return self._prompts.conditioning(call.context, call.y, edits, compute)
+        return self.prompts.conditioning(call.context, call.y, edits, compute)
 
     def undo_channels_last(self) -> bool:
         """Let the host's own forward find the convolutions' weights as torch makes them. Returns whether they moved."""
@@ -287,6 +285,6 @@ class BoundUNet:
         self._edits = self._all_edits = None
         self._channels_last = False
         self._sampling_began = True
-        self._prompts = PromptMemory()
+        self.prompts = PromptMemory()
         self.drop_applied()
         self._note_moved()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .additions import FreeU, ImagePrompt, PerturbedAttention
+from .additions import FreeU, ImagePrompt, PerturbedAttention, Shrink
 from .patch_points import PatchPoints
 
 FULL, CACHED = "full", "cached"
@@ -84,7 +84,7 @@ class UNetCall:
     upcast_attention: compute attention scores in float32 (SD2.1 overflows in float16).
     deepcache: which pass of DeepCache is wanted, None for the whole UNet.
     patches: functions of other extensions that run within it, else None.
-    image_prompts, freeu, perturbed: what is put on the UNet for this call and computed by our forward.
+    image_prompts, freeu, perturbed, shrink: what is put on the UNet for this call and computed by our forward.
     """
 
     latent: Tensor
@@ -99,9 +99,10 @@ class UNetCall:
     image_prompts: tuple[ImagePrompt, ...] = ()
     freeu: FreeU | None = None
     perturbed: PerturbedAttention | None = None
+    shrink: Shrink | None = None
 
     @property
     def additions(self) -> tuple[str, ...]:
         """What our forward computes besides the UNet's own layers; equal for calls that compute the same way."""
-        present = (*self.image_prompts, self.freeu, self.perturbed)
+        present = (*self.image_prompts, self.freeu, self.perturbed, self.shrink)
         return tuple(addition.structure for addition in present if addition is not None)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,15 +138,19 @@ class PromptMemory:
     """The conditioning of the last prompts, in one slot for each (batch, tokens). CUDA graphs read it at its address.
 
     A slot lives as long as a graph holds its tensors; of the others, the MOST_SIZES used last in this sampling.
+
+    changes: how often a slot got other values. At equal numbers, every slot holds the prompt that it held.
     """
 
     def __init__(self) -> None:
         self._slots: dict[tuple[Any, ...], Slot] = {}
         self._used: OrderedDict[tuple[Any, ...], Conditioning] = OrderedDict()
+        self.changes = 0
 
     def forget(self) -> None:
         """A sampling begins: compute every prompt anew, and free the slots that no graph holds."""
         self.drop()
+        self.changes += 1
         for slot in list(self._slots.values()):
             slot.forget()
 
@@ -172,6 +176,7 @@ class PromptMemory:
         held = None if slot is None else slot.conditioning
         prompt = None if slot is None or held is None else slot.find(context, y, edits)
         if slot is None or held is None or prompt is not slot.current:
+            self.changes += 1
             fresh = compute() if prompt is None or prompt.saved is None else prompt.saved
             prompt = prompt or HeldPrompt.of(context, y, edits)
             if slot is not None and held is not None and fits(held, fresh):
@@ -186,6 +191,7 @@ class PromptMemory:
     ) -> Conditioning:
         """As conditioning, where the tensors tell nothing: the host hands over new ones at every call, and comparing
         what is in them would wait for the GPU."""
+        self.changes += 1
         size, fresh = prompt_size(context, y), compute()
         slot = self._slots.get(size)
         held = None if slot is None else slot.conditioning
@@ -195,15 +201,6 @@ class PromptMemory:
             held, self._slots[size] = fresh, Slot(fresh, HeldPrompt((), Sighting()))
         self._note_used(size, held)
         return held
-
-    def holds(
-        self, conditioning: Conditioning, context: Tensor, y: Tensor | None, generation: int, edits: Hashable
-    ) -> bool:
-        """Whether these tensors hold the conditioning of these very context and y. generation, edits: the weights'."""
-        slot = self._slots.get(prompt_size(context, y))
-        return slot is not None and slot.conditioning is conditioning and (
-            slot.current.edits[:2] == (generation, edits) and slot.current.sighting.recognises((context, y))
-        )
 
     def _note_used(self, size: tuple[Any, ...], conditioning: Conditioning) -> None:
         self._used[size] = conditioning

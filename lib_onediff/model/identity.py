@@ -60,9 +60,10 @@ class Signature:
         """Whether these very parameters are alive and have not moved; see Edits.still_true."""
         return lie_still(self._references, self._addresses, self._indices)
 
-    def matrices_lie_still(self) -> bool:
-        """As still_true, of the matrices alone: half the time. SDXL has 794 of them, and 1,680 parameters."""
-        return lie_still(*self._matrices)
+    def matrices_stand(self, edits: Edits | None) -> bool:
+        """As still_true, of the matrices alone: half the time. SDXL has 794 of them, and 1,680 parameters. Where edits
+        are given, those must be true too."""
+        return lie_still(*self._matrices) and (edits is None or edits.still_true())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Signature) and self._addresses == other._addresses

@@ -107,8 +107,10 @@ class Layers:
         perturbed, rows = self.perturbed, query.shape[0]
         if perturbed is not None and attention.query_key_value.members[0].path in perturbed.queries:
             rows = perturbed.first_row
+        if rows == 0:
+            return value
         queries, keys, values = (split_heads(part[:rows], attention.heads) for part in (query, key, value))
-        mixed = join_heads(self.ops.attention(queries, keys, values, self.upcast_attention)) if rows else value[:0]
+        mixed = join_heads(self.ops.attention(queries, keys, values, self.upcast_attention))
         return mixed if rows == query.shape[0] else torch.cat([mixed, value[rows:]])
 
     def _cross_attention(self, attention: CrossAttention, tokens: Rows) -> Tensor:

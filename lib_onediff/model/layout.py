@@ -223,7 +223,9 @@ class UNetLayout:
     def model_name(self) -> str:
         """A name for people; nothing depends on it."""
         known = {(768, None): "SD1", (1024, None): "SD2", (2048, 2816): "SDXL", (1280, 2560): "SDXL refiner"}
-        name = known.get((self.context_width, self.y_width), f"UNet with context width {self.context_width}")
+        kind, size = "SDXL" if self.y_width else "SD 1.x", "small" if self.context_width < 768 else "unusual"
+        other = f"{kind} UNet, {size} (prompt width {self.context_width})"
+        name = known.get((self.context_width, self.y_width), other)
         return f"{name} inpainting" if self.in_channels == 9 else name
 
     @property

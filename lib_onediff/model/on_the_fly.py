@@ -21,11 +21,14 @@ class News(enum.Enum):
 
 
 class OnTheFly:
-    """applied: what was made of the host's functions, and of small parameters that it casts; None where the host
-    computes with the parameters as they are."""
+    """is_asked: whether this host applies functions at all.
+
+    applied: what was made of the host's functions, and of small parameters that it casts; None where the host computes
+    with the parameters as they are."""
 
     def __init__(self, reader: FunctionReader | None) -> None:
         self._reader = reader
+        self.is_asked = reader is not None
         self.applied: AppliedFunctions | None = None
         self._is_needed = False
         self._state, self._glance = FunctionState(), list[object]()

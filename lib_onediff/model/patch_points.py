@@ -1,8 +1,8 @@
 """Where functions that users have put on a UNet are called within our forward."""
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Any
 
 from torch import Tensor
 
@@ -22,16 +22,25 @@ class PatchPoints:
     contiguous and in the weights' dtype. Every function returns what takes the place of its argument, which it may have
     written to.
     structure: which points there are and whose; equal for calls that compute the same way.
+    places: where anything stands; equal for calls whose functions are called at the same points.
     sees_stages: whether anything stands at stages, or for norms; then output stages take one tensor.
     norm: what stands for the group norms of residual blocks and of the output: called with the norm's path and
     hidden_states, it returns the normed ones. None: ours computes them.
-    generators: where the functions draw random numbers of their own.
     """
 
     structure: tuple[str, ...] = ()
+    places: object = ()
     sees_stages = False
     norm: Callable[[str, Tensor], Tensor] | None = None
-    generators: tuple[random.Random, ...] = ()
+
+    def stands(self, point: str, *arguments: Any) -> bool:
+        """Whether the method of this name calls a function when it is called with these arguments now. Calls whose
+        patches do not override this are not captured as CUDA graphs."""
+        raise NotImplementedError
+
+    def functions(self) -> Collection[Any]:
+        """Every function that is called in this call; see function_state."""
+        return ()
 
     def begin(self, latent: Tensor) -> None:
         """A forward of this latent begins."""

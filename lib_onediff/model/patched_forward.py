@@ -50,10 +50,12 @@ class PatchedPass(Pass):
             hidden_states = self.patches.before_stage(INPUT, index, hidden_states)
             hidden_states = self.patched.at(INPUT, index).stage(stage, hidden_states, None)
             hidden_states = add_residual(hidden_states, self.control.input, index)
-            hidden_states = self.patches.after_stage(INPUT, index, hidden_states)
-            following = self.patches.after_skip(index, hidden_states)
+            skip = following = self.patches.after_stage(INPUT, index, hidden_states)
+            if self.call.shrink is not None:
+                skip, following = self.call.shrink.after_stage(index, following)
+            following = self.patches.after_skip(index, following)
             # A function may have written to what the skip is: operators must not use what they know of it.
-            skips.append(hidden_states if following is hidden_states else hidden_states.detach())
+            skips.append(skip if following is skip else skip.detach())
             hidden_states = following
         return hidden_states, skips
 
@@ -71,6 +73,8 @@ class PatchedPass(Pass):
             skip = add_residual(skips.pop(), self.control.output, index)
             if self.call.freeu is not None:
                 hidden_states, skip = self.call.freeu.apply(index, hidden_states, skip)
+            if self.call.shrink is not None:
+                hidden_states = self.call.shrink.join(hidden_states, skip)
             hidden_states, skip = self.patches.join(index, hidden_states, skip)
             if hidden_states.shape[-2:] != skip.shape[-2:]:
                 hidden_states = self.ops.resize(hidden_states, *skip.shape[-2:])

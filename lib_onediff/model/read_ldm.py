@@ -1,6 +1,7 @@
 """Read the ldm family: CompVis' and Stability's ldm (A1111's SD1/SD2), sgm (SDXL), Forge's UNet, ldm_patched's."""
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -38,6 +39,7 @@ def is_block(kind: type) -> bool:
     return any(base.__name__ == BLOCK for base in kind.__mro__)
 
 
+@lru_cache(maxsize=64)
 def is_derived_block(kind: type) -> bool:
     """Whether somebody has derived a class from a transformer block's: token merging does so."""
     return kind.__name__ != BLOCK and is_block(kind)

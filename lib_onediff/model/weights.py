@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from .identity import Edits, Signature
-from .layout import Convolution, FusedLinear, UnsupportedUNet
+from .layout import Convolution, FusedLinear, UNetLayout, UnsupportedUNet
 
 BOUND_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Of weights that a host casts at each use.
@@ -74,6 +75,19 @@ class Layout(Protocol):
         """The leaves of whose outputs some are kept from call to call."""
 
 
+class Source(Protocol):
+    """What a forward reads of a network: a binding, or what stands for it with other weights. layout: the network's.
+    dtype: which is computed in."""
+
+    layout: Any
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def weights(self) -> Weights:
+        """Every layer's tensors by path, and every fused layer's by its name. Drop the result after the call."""
+
+
 class Binding:
     """The parameters of one module, in the order and grouping that a layout gives them.
 
@@ -92,6 +106,12 @@ class Binding:
         self._by_path = dict(self._leaves)
         self._turned: set[str] = set()
         self.cast_to: torch.dtype | None = None
+
+    def holds_layers_of(self, module: nn.Module, layout: UNetLayout) -> bool:
+        """Whether these are the layers of a module as it is now, in the same order. layout: the module's."""
+        return replace(layout, foreign=()) == replace(self.layout, foreign=()) and all(
+            module.get_submodule(path) is leaf() for path, leaf in self._leaves
+        )
 
     def bind(self, channels_last: bool = False) -> int:
         """Let the members of every fused layer share one storage, and the convolutions' weights lie channels-last, or

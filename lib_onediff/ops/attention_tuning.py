@@ -55,7 +55,7 @@ def relative_error(output: Tensor, expected: Tensor) -> float:
     return float((output.float() - expected.float()).norm() / expected.float().norm())
 
 
-def time_on_gpu(work: Callable[[], Tensor]) -> float:
+def time_on_gpu(work: Callable[[], object]) -> float:
     """The median time of a run on the current GPU in milliseconds, without the time that Python takes to launch it."""
     for _ in range(WARM_RUNS):
         torch.cuda.current_stream().synchronize()

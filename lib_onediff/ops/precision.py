@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -287,6 +287,12 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     if device_type == "cpu":
         return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
     return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
+
+
+# Asked at every call, so torch's own function where that takes the kind of device (torch 2.4 and newer).
+is_autocast_on: Callable[[str], bool] = (
+    torch.is_autocast_enabled if hasattr(torch, "get_autocast_dtype") else lambda kind: autocast_dtype(kind) is not None
+)
 
 
 @contextlib.contextmanager

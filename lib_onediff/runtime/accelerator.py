@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -24,8 +25,9 @@ from ..options.settings import Settings
 from ..shapes.key import ShapeKey
 from ..shapes.table import Entry, State
 from ..weak_dictionary import WeakDictionary
-from .call_stats import GRAPH, HOST, PLAIN
-from .fallback import CallResult, FallbackChain
+from .call_stats import GRAPH, HOST, PLAIN, CallResult
+from .fallback import FallbackChain
+from .patched_route import WITHIN_FUNCTION
 from .services import Services
 from .session import Session
 from .vae.route import DecoderRoute
@@ -121,29 +123,37 @@ class Accelerator(Services):
 
     # --- one call -------------------------------------------------------------------------------------------------
 
-    def run(self, unet: nn.Module, call: UNetCall, host: HostForward) -> Tensor:
+    def run(
+        self, unet: nn.Module, call: UNetCall, host: HostForward, host_traits: HostTraits | None = None
+    ) -> Tensor:
         """The UNet's output for a call, by the fastest exact route; host() is the host's own forward of the same call.
+        host_traits: of the host that hands over a UNet with its calls; None where it must have been handed over.
 
         Never raises for a reason of ours: what we cannot serve, the host serves, and status() says why.
         """
         try:
+            if host_traits is not None and unet not in self._managed:
+                self.adopt(unet, host_traits=host_traits)
             return self._run(unet, call, host)
         finally:
             managed = self._managed.get(unet)
             if managed is not None:
-                managed.bound.rest()
+                managed.bound.last_call_ended = time.perf_counter()
 
     def _run(self, unet: nn.Module, call: UNetCall, host: HostForward) -> Tensor:
-        self.call_stats.begin()
-        host = HostFunction(host)
         try:
+            replayed = self._replay(unet, call)
+            if replayed is not None:
+                return replayed
+            self.call_stats.begin()
+            host = HostFunction(host)
             result = self._serve(unet, call, host)
         except UnsupportedUNet as refusal:
             result = str(refusal)
         except torch.cuda.OutOfMemoryError:
             result = OUT_OF_MEMORY
         except Exception as error:
-            if id(error) == host.raised:
+            if id(error) == getattr(host, "raised", None):
                 raise
             result = self.guard.give_up("the UNet's forward", error)
         if isinstance(result, CallResult):
@@ -161,9 +171,8 @@ class Accelerator(Services):
             if isinstance(known, str):
                 return known
             managed, settings = known
-            replayed = self._replay(unet, managed, settings, call)
-            if replayed is not None:
-                return replayed
+            if self._fallback.patched.is_between_graphs:
+                return WITHIN_FUNCTION
             candidates = self._fallback.begin(managed, settings, call)
             result = self._compute(managed, settings, candidates, call) if candidates.backends else candidates.reason
         if isinstance(result, str):
@@ -173,7 +182,7 @@ class Accelerator(Services):
             yardstick = managed.bound.host_traits.yardstick(host)
             refusal = prove(
                 result.entry, result.output, settings.verify, self.history, host, yardstick, self.waits_for_compile,
-                () if call.patches is None else call.patches.generators,
+                () if call.patches is None else call.patches.functions(),
             )
             if refusal is not None:
                 return refusal
@@ -184,42 +193,38 @@ class Accelerator(Services):
                 with self.computing(call.latent.device), our_modes(call.latent.device, result.entry.key.precision):
                     self._fallback.make_ready(managed, settings, result)
         managed.note_served(call.context)
-        self._note_session(unet, settings, call, result)
+        self._note_session(unet, managed, settings, call, result)
         return result
 
-    def _replay(self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: UNetCall) -> CallResult | None:
-        """The answer to a call like an earlier one of its sampling: look up, copy the inputs, replay, clone. None where
-        something has to be found out first."""
+    def _replay(self, unet: nn.Module, call: UNetCall) -> Tensor | None:
+        """The output of a call like an earlier one of its sampling; None where something has to be found out first."""
         session = self._sessions.get(unet)
-        if session is None or self.waits_for_compile or call.patches is not None:
+        if session is None or call.patches is not None or torch.is_grad_enabled():
             return None
-        if not session.holds(settings, call.latent.device) or not managed.bound.goes_on(call, managed.by_content):
-            self._sessions.pop(unet, None)
-            return None
-        known = session.find(call)
-        if known is None or known.entry.state is not State.READY:
-            return None
-        runner, entry = managed.runner_in_sampling(known.key, call), known.entry
-        if runner is None:
-            return None
-        entry.note_use()
-        self._notice(entry)
-        output = entry.own.time(entry.key.device, lambda: runner.run(call), GRAPH)
-        managed.note_served(call.context)
-        return CallResult(output, entry, GRAPH, known.reason, None, call, None)
+        with self._lock, self._order.after_the_last(call.latent.device):
+            if self._fallback.patched.is_between_graphs or getattr(self._waiting, "is_on", False):
+                return None
+            known = self.managed_and_settings(unet)
+            result = None if isinstance(known, str) else session.replay(call, known[1])
+            if result is None:
+                return None
+            self.call_stats.note_replay(result.entry, result.reason)
+            return result.output
 
-    def _note_session(self, unet: nn.Module, settings: Settings, call: UNetCall, result: CallResult) -> None:
+    def _note_session(
+        self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: UNetCall, result: CallResult
+    ) -> None:
         """Let later calls of this sampling go by _replay, unless something is decided anew at each of them: the step of
         DeepCache, rounded weights, OneFlow's compiling, the choice of a backend."""
         backend, device = result.entry.key.backend, call.latent.device
         looks_again = backend in (FLOAT8, ONEFLOW) or result.plan is not None or settings.deepcache_interval > 1 or (
             settings.fp8 or settings.backend == AUTO and self.operators.auto.is_choosing(backend, device)
         )
-        if result.route != GRAPH or looks_again or self.waits_for_compile:
+        if result.route != GRAPH or looks_again or self.waits_for_compile or call.patches is not None:
             return
         session = self._sessions.get(unet)
-        if session is None:
-            session = self._sessions[unet] = Session(settings, device)
+        if session is None or not session.holds(settings, device):
+            session = self._sessions[unet] = Session(managed, settings, device)
         session.note(call, result.entry, result.reason)
 
     def _compute(
@@ -290,6 +295,9 @@ class Accelerator(Services):
         """A sampling that begins with the host's own forward finds the weights laid out as the host had them, and so
         makes the host's own image to the bit. One that takes turns with us does not move them at every turn."""
         managed = self._managed.get(unet)
+        if self._fallback.patched.is_between_graphs:
+            # The call around this one goes on with the weights where they are.
+            return
         if managed is not None and managed.bound.channels_last and not managed.takes_turns(context):
             with self.computing(managed.bound.binding.device):
                 if managed.bound.undo_channels_last():

@@ -5,6 +5,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +24,11 @@ from ..ops import torch_ops
 from ..ops.precision import Flags, flags_for, our_modes
 from ..options.settings import Settings
 from ..shapes.key import ShapeKey
-from ..shapes.table import Entry, State
+from ..shapes.table import Entry, State, Stopwatch
 from .accelerator import OUT_OF_MEMORY, Accelerator
 from .call_stats import BLOCKS
 from .fallback import COMPILING, network_of
-from .verify import blame, computed_twice, random_numbers, relative_error, rounding_limit
+from .verify import blame, computed_twice, relative_error, rounding_limit, state_of
 
 log = logging.getLogger("onediff")
 HostBlock = Callable[[], Tensor]
@@ -43,15 +44,19 @@ class LoopPass:
     stages: tuple[Stage, ...]
     embedding: weakref.ref[Tensor]
     context: weakref.ref[Tensor]
+    stop: Callable[[], None]
     worst_error: float = 0.0
 
 
 @dataclass(eq=False)
 class WatchedLoop:
-    """A UNet whose blocks are looked after; running is the pass in progress, None where it is the host's."""
+    """A UNet whose blocks are looked after; running is the pass in progress, None where it is the host's. last: the
+    index of the last stage. stop: ends the timing of a pass that is the host's."""
 
     unet: weakref.ref[nn.Module]
+    last: int
     running: LoopPass | None = field(default=None)
+    stop: Callable[[], None] | None = None
 
     def note_gone(self, embedding: weakref.ref[Tensor]) -> None:
         """An embedding, which its loop's owner has made, is gone: a pass that was given up keeps no weights alive."""
@@ -67,12 +72,14 @@ class BlockRoute:
     ) -> None:
         """patches_of: what other extensions have put within a UNet's stages."""
         self._accelerator, self._patches_of = accelerator, patches_of
+        # Where launches may cost more than what is launched. Elsewhere ours are taken to be the faster ones.
+        self.timed_on = ("cuda",)
         self._places: weakref.WeakKeyDictionary[nn.Module, tuple[WatchedLoop, int]] = weakref.WeakKeyDictionary()
 
     def watch(self, unet: nn.Module, blocks: list[nn.Module]) -> None:
         """Know these modules as the UNet's stages: the input blocks, the middle block, the output blocks."""
         if self._places.get(blocks[0], (None, 0))[0] is None:
-            loop = WatchedLoop(weakref.ref(unet))
+            loop = WatchedLoop(weakref.ref(unet), len(blocks) - 1)
             self._places.update({block: (loop, index) for index, block in enumerate(blocks)})
 
     def forget(self) -> None:
@@ -96,7 +103,11 @@ class BlockRoute:
         running: LoopPass | str | None = loop.running if index else None
         if index and running is None:
             # This pass through the loop is the host's.
-            return self._accelerator.pressure.run_host(host)
+            output = self._accelerator.pressure.run_host(host)
+            if index == loop.last and loop.stop is not None:
+                loop.stop()
+                loop.stop = None
+            return output
         try:
             if running is None:
                 with self._accelerator.computing(hidden_states.device):
@@ -124,15 +135,25 @@ class BlockRoute:
         self, loop: WatchedLoop, hidden_states: Tensor, embedding: Tensor, context: Tensor, owner: str
     ) -> LoopPass | str:
         """A new pass through the loop, or why it is the host's."""
-        loop.running, call_stats = None, self._accelerator.call_stats
+        loop.running, loop.stop, call_stats = None, None, self._accelerator.call_stats
         call_stats.begin()
-        known = self._accelerator.managed_and_settings(loop.unet())
+        unet: Any = loop.unet()  # its blocks are called: it is there
+        known = self._accelerator.managed_and_settings(unet)
         if isinstance(known, str):
             return known
         managed, settings = known
         # The owner of the loop has embedded timestep and y already.
         patches = self._patches_of(managed.bound.module)
         call = UNetCall(latent=hidden_states, timestep=embedding[:, 0], context=context, patches=patches)
+        device = hidden_states.device
+        seen = self._seen_before(managed, settings, call) if device.type in self.timed_on else None
+        slower = "" if seen is None else why_the_hosts(seen)
+        if seen is not None and slower:
+            # As the host has them: that is what is timed.
+            if managed.bound.undo_channels_last():
+                managed.drop_runners()
+            loop.stop = seen.host.start(device)
+            return slower
         found = self._entry(managed, settings, call)
         if isinstance(found, str):
             return found
@@ -154,7 +175,9 @@ class BlockRoute:
         layout = managed.bound.layout
         stages = (*layout.input_stages, layout.middle_stage, *layout.output_stages)
         made = weakref.ref(embedding, loop.note_gone)
-        loop.running = LoopPass(entry, settings, layers, stages, made, weakref.ref(context))
+        stopwatch = Stopwatch() if entry.state is State.COLD else entry.own
+        stop = stopwatch.start(device)
+        loop.running = LoopPass(entry, settings, layers, stages, made, weakref.ref(context), stop)
         return loop.running
 
     def _entry(self, managed: ManagedUNet, settings: Settings, call: UNetCall) -> tuple[Entry, str] | str:
@@ -166,10 +189,9 @@ class BlockRoute:
         misfit = managed.misfit(call, y_is_embedded=True)
         if misfit is not None:
             return misfit
-        flags = flags_for(settings, bound.binding.dtype, call.latent.device)
         for backend in names:
-            key = ShapeKey.of(bound.architecture, bound.binding.dtype, call, backend, flags)
-            entry = self._accelerator.table.entry(replace(key, inputs=("blocks",)), bound.layout.model_name)
+            key = key_of(managed, settings, call, backend)
+            entry = self._accelerator.table.entry(key, bound.layout.model_name)
             if backend == NATIVE and entry.state is not State.FAILED:
                 try:
                     ready = operators.prepare(network_of(managed, call), self._accelerator.waits_for_compile)
@@ -182,6 +204,16 @@ class BlockRoute:
                 return entry, reason
             reason = entry.reason
         return reason
+
+    def _seen_before(self, managed: ManagedUNet, settings: Settings, call: UNetCall) -> Entry | None:
+        """What is known of a shape that was proved, before the weights are made ready for it."""
+        operators, known = self._accelerator.operators, self._accelerator.table.by_key()
+        names, _ = launched_candidates(settings.backend, call.latent.device, operators.why_not_native)
+        try:
+            entries = [known.get(key_of(managed, settings, call, backend)) for backend in names]
+        except UnsupportedUNet:  # not bound yet
+            return None
+        return next((entry for entry in entries if entry is not None and entry.state is State.PROVED), None)
 
     @staticmethod
     def _layers(managed: ManagedUNet, ops: Operators, call: UNetCall, embedding: Tensor, flags: Flags) -> Layers:
@@ -209,14 +241,14 @@ class BlockRoute:
             # Another tensor: what our operators know of this one, they must not know of one that the owner writes into.
             compute = lambda: running.layers.stage(running.stages[index], hidden_states, None).detach()  # noqa: E731
             patches = running.layers.patches if isinstance(running.layers, PatchedLayers) else None
-            generators = () if patches is None else patches.generators
+            functions = () if patches is None else patches.functions()
             twice = patches is not None and running.entry.state is State.COLD
-            output = computed_twice(running.entry, compute, generators) if twice else compute()
+            output = computed_twice(running.entry, compute, functions) if twice else compute()
         if output is None:
             return blame(running.entry, "what another extension computes within a stage differs each time")
         if running.entry.state is State.COLD and (running.settings.verify or running.entry.key.patches):
             # Where ours cannot be used, the host runs once more, for the answer.
-            rewind = random_numbers(device, generators)
+            rewind = state_of(device, functions)
             miss = self._compare(running, output, host())
             if miss is not None:
                 rewind()
@@ -224,6 +256,7 @@ class BlockRoute:
         if index == len(running.stages) - 1:
             # It must not keep the weights alive between calls.
             loop.running = None
+            running.stop()
             if running.entry.state is State.COLD:
                 running.entry.state, running.entry.relative_error = State.PROVED, running.worst_error
         return output
@@ -238,3 +271,23 @@ class BlockRoute:
             return None
         what = f"a stage differs from the model's own by {error:.1e} (rounding explains {limit:.0e})"
         return blame(running.entry, what)
+
+
+def key_of(managed: ManagedUNet, settings: Settings, call: UNetCall, backend: str) -> ShapeKey:
+    """Raises UnsupportedUNet for a UNet that is not bound yet."""
+    architecture, dtype = managed.bound.architecture, managed.bound.binding.dtype
+    flags = flags_for(settings, dtype, call.latent.device)
+    return replace(ShapeKey.of(architecture, dtype, call, backend, flags), inputs=("blocks",))
+
+
+def why_the_hosts(entry: Entry) -> str:
+    """Why the next pass is the host's: to be timed, once ours were, or because the host's are faster. "" where ours
+    are, or were not timed often enough."""
+    own, host = entry.own.timing, entry.host.timing
+    if own is None:
+        return ""
+    if host is None:
+        return "the WebUI's own blocks are timed"
+    if host.median >= own.median:
+        return ""
+    return f"the WebUI's own blocks are faster here: {host.median:.0f} ms against {own.median:.0f}"

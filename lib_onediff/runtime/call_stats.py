@@ -4,9 +4,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from ..model.call import CACHED, FULL
+from torch import Tensor
+
+from ..model.call import CACHED, FULL, UNetCall
+from ..model.deepcache.cache_run import StepPlan
+from ..model.forward import Conditioning
 from ..shapes.table import Entry
 from .rows import ratio_values
 
@@ -14,6 +19,21 @@ log = logging.getLogger("onediff")
 
 GRAPH, PLAIN, BLOCKS, HOST = ROUTES = ("graph", "plain", "blocks", "host")
 SECONDS_UNTIL_TOLD_AGAIN = 10.0
+
+
+class CallResult(NamedTuple):
+    """An output, and what is needed to go on from there. reason: why it did not go by a faster route. call: as it was
+    computed. plan: what DeepCache said of it. rewind: lets functions of other extensions draw the same random numbers
+    again."""
+
+    output: Tensor
+    entry: Entry
+    route: str
+    reason: str
+    conditioning: Conditioning | None
+    call: UNetCall
+    plan: StepPlan | None
+    rewind: Callable[[], None] | None = None
 
 
 class CallStats:
@@ -54,6 +74,11 @@ class CallStats:
             if now - self._told.get((route, reason), float("-inf")) > SECONDS_UNTIL_TOLD_AGAIN:
                 log.info("%s", sentence)
             self._told[route, reason] = now
+
+    def note_replay(self, entry: Entry, reason: str) -> None:
+        """The call was one more of its sampling: this entry's graph replayed it."""
+        self.entry, self.model, self.backend, self.why_not_cached = entry, entry.model, entry.key.backend, ""
+        self.note(GRAPH, reason)
 
     def note_pass(self, part: str, why_not_cached: str) -> None:
         """The call was this pass of DeepCache, "" without DeepCache."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import engines as backends
 from ..engines.graphs.cache import GraphCache
-from ..engines.managed_unet import ManagedUNet
+from ..engines.managed_unet import ManagedUNet, Runner
 from ..engines.oneflow.route import OneFlowRoute
 from ..engines.operator_sets import Network, OperatorSets
 from ..guard import first_line
@@ -19,32 +18,19 @@ from ..model.call import UNetCall
 from ..model.deepcache.cache_run import StepPlan
 from ..model.deepcache.forward import compute
 from ..model.forward import Conditioning
-from ..model.patch_points import PatchPoints
 from ..ops.precision import Flags
 from ..options.settings import Settings
 from ..shapes.key import ShapeKey
 from ..shapes.table import Entry, ShapeTable, State, Stopwatch
 from .backend_choice import INDUCTOR_COMPILES, NO_ROOM, BackendChoice
-from .call_stats import GRAPH, PLAIN
-from .verify import blame, computed_twice, judge_cached_pass
+from .call_stats import GRAPH, PLAIN, CallResult
+from .patched_route import PatchedRoute
+from .verify import blame, judge_cached_pass
 
 log = logging.getLogger("onediff")
 # Their operators hand each other more than tensors, run elsewhere, or were compiled for this UNet's own sizes alone.
 WITHOUT_PATCHES = (backends.FLOAT8, backends.INDUCTOR, backends.ONEFLOW)
 COMPILING = "OneDiff's kernels are being compiled, in the background; on this machine it is done once"
-
-
-class CallResult(NamedTuple):
-    """An output, and what is needed to go on from there. reason: why it did not go by a faster route. call: as it was
-    computed. plan: what DeepCache said of it."""
-
-    output: Tensor
-    entry: Entry
-    route: str
-    reason: str
-    conditioning: Conditioning | None
-    call: UNetCall
-    plan: StepPlan | None
 
 
 class FallbackChain:
@@ -60,6 +46,7 @@ class FallbackChain:
         self._oneflow = OneFlowRoute()
         self._choice = BackendChoice(graphs, operators, self._oneflow)
         self._waits_for_compile = waits_for_compile
+        self.patched = PatchedRoute(graphs)
 
     @property
     def oneflow_graphs(self) -> dict[str, int]:
@@ -87,6 +74,9 @@ class FallbackChain:
                 continue
             if call.additions and backend == backends.ONEFLOW:
                 reason = f"OneFlow does not compute {', '.join(call.additions)}"
+                continue
+            if call.shrink is not None and backend == backends.INDUCTOR:
+                reason = "Inductor's kernels are compiled for the UNet's own sizes alone"
                 continue
             entry = self._entry(managed, wanted, backend, flags)
             if entry.key.is_cached_pass and entry.state is State.COLD:
@@ -127,13 +117,19 @@ class FallbackChain:
         entry = result.entry
         if result.route != PLAIN or entry.state is State.COLD:
             return
+        if result.rewind is not None:
+            capture = lambda: self._capture(managed, settings, entry, result.call, result.conditioning)  # noqa: E731
+            self.patched.capture(managed, result, result.rewind, capture)
+            return
         self._capture(managed, settings, entry, result.call, result.conditioning)
         if self._waits_for_compile() and result.plan is not None and entry.state is State.READY:
-            self._make_cached_pass_ready(managed, settings, result)
+            self._make_cached_pass_ready(managed, settings, result, result.plan)
 
-    def _make_cached_pass_ready(self, managed: ManagedUNet, settings: Settings, result: CallResult) -> None:
+    def _make_cached_pass_ready(
+        self, managed: ManagedUNet, settings: Settings, result: CallResult, plan: StepPlan
+    ) -> None:
         """The cached pass of what was made ready: no pre-warming call asks for it by itself."""
-        call = replace(result.call, deepcache=result.plan.cached)
+        call = replace(result.call, deepcache=plan.cached)
         entry = self._entry(managed, call, result.entry.key.backend, result.entry.key.precision)
         if entry.state is State.PROVED and not entry.no_graph:
             self._graphs.measured(entry, lambda: self._plainly(managed, entry, call, result.conditioning))
@@ -143,12 +139,12 @@ class FallbackChain:
         self, managed: ManagedUNet, settings: Settings, entry: Entry, call: UNetCall, conditioning: Conditioning | None
     ) -> None:
         backend = entry.key.backend
-        if not backends.has_graphs(backend, entry.key.device) or entry.no_graph or call.patches is not None:
+        if not backends.has_graphs(backend, entry.key.device) or entry.no_graph:
             return
         try:
             if backend in backends.TUNED and self._tune(managed, backend, call):
                 # Something else was chosen: let it do its first work outside the capture.
-                self._plainly(managed, entry, call, conditioning)
+                self._plainly(managed, entry, replace(call, patches=None), conditioning)
             self._graphs.capture(managed, entry, settings.memory_budget, call, conditioning)
         except torch.cuda.OutOfMemoryError:
             self._graphs.free()
@@ -203,12 +199,15 @@ class FallbackChain:
             return NO_ROOM
         conditioning = self._conditioning(managed, entry, call)
         if plan is not None:
-            if entry.key.is_cached_pass and not plan.may_use_cache(managed.bound.weights_now()):
+            is_cached_pass = entry.key.is_cached_pass
+            if is_cached_pass and not plan.may_use_cache(managed.bound.weights_now()):
                 # The deep feature is not one of these weights: the full pass comes next.
                 return reason
-            plan.prepare(call.deepcache)
+            plan.prepare(is_cached_pass)
         if call.patches is not None:
-            return self._run_patched(managed, entry, call, call.patches, conditioning)
+            plainly = lambda: self._plainly(managed, entry, call, conditioning)  # noqa: E731
+            return self.patched.run(managed, entry, call, call.patches, conditioning, plainly, reason)
+        runner: Runner | str | None
         if backend == backends.ONEFLOW:
             runner = self._oneflow.runner(managed, entry.key, call, conditioning, self._waits_for_compile())
             if isinstance(runner, str):
@@ -232,22 +231,6 @@ class FallbackChain:
                 "first call at this shape" if entry.state is State.COLD else "its graph is captured after this step"
             )
         return CallResult(output, entry, PLAIN, reason, conditioning, call, plan)
-
-    def _run_patched(
-        self, managed: ManagedUNet, entry: Entry, call: UNetCall, patches: PatchPoints,
-        conditioning: Conditioning | None,
-    ) -> CallResult | str:
-        """The output of a call within which functions of other extensions run. No graph would call them."""
-        names = ", ".join(entry.key.patches)
-        plainly = lambda: self._plainly(managed, entry, call, conditioning)  # noqa: E731
-        if entry.state is State.COLD:
-            output = computed_twice(entry, plainly, patches.generators)
-            if output is None:
-                return blame(entry, f"what another extension computes within the UNet differs each time ({names})")
-        else:
-            output = entry.own.time(call.latent.device, plainly, PLAIN)
-        reason = f"other extensions compute within the UNet: {names}"
-        return CallResult(output, entry, PLAIN, reason, conditioning, call, None)
 
     def _conditioning(self, managed: ManagedUNet, entry: Entry, call: UNetCall) -> Conditioning | None:
         """What was computed of the call's prompt before. None where the host hands over new tensors at every call:

@@ -1,9 +1,14 @@
-"""What the UNet's route and the VAE's share: settings, what is known of shapes, operators, memory, and the lock."""
+"""What the UNet's route and the VAE's share: settings, what is known of shapes, operators, memory, and the lock.
+
+Whose settings hold: those of the innermost generation in progress, also for what it generates inside itself.
+"""
 from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +25,45 @@ from ..shapes.table import ShapeTable
 from ..store.history import History, Pins
 from ..weak_dictionary import WeakDictionary
 from .call_stats import CallStats
-from .generations import Generations
+
+# Where a generation carries its settings; a copy of it carries the same.
+GENERATION = "onediff_generation"
+
+
+class Generation:
+    """A generation's settings and why they switch OneDiff off. owner: the id of the host's object, its copies' not."""
+
+    def __init__(self, owner: int, settings: Settings, why_off: str) -> None:
+        self.owner, self.settings, self.why_off = owner, settings, why_off
+
+
+class Generations:
+    """Those in progress, the innermost last. One that has failed is over when the host has let go of it."""
+
+    def __init__(self) -> None:
+        self._running: list[weakref.ref[Generation]] = []
+
+    def begin(self, p: Any, settings: Settings, why_off: str = "") -> None:
+        """p: what the host makes the images from. A copy of one in progress goes on with it."""
+        known = p.__dict__.get(GENERATION)
+        if known is not None and known in self._alive():
+            known.settings, known.why_off = settings, why_off
+            return
+        p.__dict__[GENERATION] = generation = Generation(id(p), settings, why_off)
+        self._running = [*map(weakref.ref, self._alive()), weakref.ref(generation)]
+
+    def end(self, p: Any) -> None:
+        """Nothing happens at the end of a copy: the generation goes on without it."""
+        known = p.__dict__.pop(GENERATION, None)
+        if known is not None and known.owner == id(p):
+            self._running = [weakref.ref(each) for each in self._alive() if each is not known]
+
+    @property
+    def innermost(self) -> Generation | None:
+        return next(reversed(self._alive()), None)
+
+    def _alive(self) -> list[Generation]:
+        return [generation for reference in self._running if (generation := reference()) is not None]
 
 
 class Services:

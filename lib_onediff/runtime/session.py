@@ -2,59 +2,84 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
+from ..engines.managed_unet import ManagedUNet
 from ..model.call import UNetCall
-from ..ops.precision import autocast_dtype
+from ..ops.precision import autocast_dtype, is_autocast_on
 from ..options.settings import Settings
 from ..shapes.key import ShapeKey, control_shapes
-from ..shapes.table import Entry
+from ..shapes.table import Entry, State
+from .call_stats import GRAPH, CallResult
 
 
 class KnownCall(NamedTuple):
-    """Who serves a call. reason: why it does not go by a faster route. It names the runner by its key and does not hold
-    it: one that was dropped meanwhile is gone."""
+    """Who serves a call. It names the runner by its key and does not hold it: one that was dropped meanwhile is gone.
+
+    reason: why it does not go by a faster route. prompts: PromptMemory.changes when it was served."""
 
     key: ShapeKey
     entry: Entry
     reason: str
+    prompts: int
 
 
 class Session:
     """One sampling of one UNet, by the same settings, in the same autocast mode.
 
-    It ends with other settings, as those of a generation inside this one, with another autocast mode (holds), and with
-    another sampling, prompt or LoRA, or weights that have moved (BoundUNet.goes_on). A call of another shape, or with
+    It ends with other settings, as those of a generation inside this one, with another autocast mode, and with another
+    sampling, prompt or LoRA, or weights that have moved (BoundUNet.goes_on, looks). A call of another shape, or with
     other ControlNet residuals, has another signature. A runner that was purged is not found. Calls that decide anew at
     each step (DeepCache, FP8, OneFlow) are never noted.
     """
 
-    def __init__(self, settings: Settings, device: torch.device) -> None:
-        self._settings, self._device = settings, device
+    def __init__(self, managed: ManagedUNet, settings: Settings, device: torch.device) -> None:
+        self._managed, self._settings, self._device = managed, settings, device
+        self._looks = managed.bound.looks
         self._autocast = autocast_dtype(device.type)
         self._known: dict[Hashable, KnownCall] = {}
 
     def holds(self, settings: Settings, device: torch.device) -> bool:
         """Whether a call by these settings can belong to it."""
-        return settings is self._settings and device == self._device and (
-            autocast_dtype(device.type) is self._autocast
+        return (
+            settings is self._settings and device == self._device and self._managed.bound.looks == self._looks
+            and is_autocast_on(device.type) is (self._autocast is not None)
+            and (self._autocast is None or autocast_dtype(device.type) is self._autocast)
         )
-
-    def find(self, call: UNetCall) -> KnownCall | None:
-        return self._known.get(signature(call))
 
     def note(self, call: UNetCall, entry: Entry, reason: str) -> None:
         """Calls like this one are served by this entry's runner."""
-        self._known[signature(call)] = KnownCall(entry.key, entry, reason)
+        self._known[signature(call)] = KnownCall(entry.key, entry, reason, self._managed.bound.prompts.changes)
+
+    def replay(self, call: UNetCall, settings: Settings) -> CallResult | None:
+        """The answer to a call like an earlier one: look up, copy the inputs, replay, clone.
+
+        None where something has to be found out first.
+        """
+        if not self.holds(settings, call.latent.device):
+            return None
+        known, managed = self._known.get(signature(call)), self._managed
+        made = None if known is None else managed.runners.get(known.key)
+        if known is None or made is None or known.entry.state is not State.READY:
+            return None
+        bound, reads_prompt = managed.bound, made.conditioning is not None
+        if made.generation != bound.generation or (reads_prompt and known.prompts != bound.prompts.changes):
+            return None
+        if not bound.goes_on(call, managed.by_content, reads_prompt):
+            return None
+        output = known.entry.timed(self._device, partial(made.runner.run, call), GRAPH)
+        return CallResult(output, known.entry, GRAPH, known.reason, None, call, None)
 
 
 def signature(call: UNetCall) -> Hashable:
     """What tells calls of one sampling apart; microseconds."""
     latent, y, condition = call.latent, call.y, call.timestep_condition
+    added = bool(call.image_prompts) or (call.freeu or call.perturbed or call.shrink) is not None
     return (
         latent.shape, latent.dtype, call.timestep.shape, call.context.shape, y is None or y.shape,
         condition is None or condition.shape, control_shapes(call.control) if call.control else (),
-        call.upcast_attention, call.additions,
+        call.upcast_attention, call.additions if added else (),
     )

@@ -6,11 +6,13 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..engines import EAGER, FLOAT8, ONEFLOW
+from ..model.function_state import FunctionState
 from ..ops.precision import Flags, sums_in_half, tf32_is_on
 from ..shapes.table import ENOUGH, Entry, State
 from ..store.history import History
@@ -35,11 +37,11 @@ HOST_NOT_FINITE = (
 
 def prove(
     entry: Entry, output: Tensor, compares: bool, history: History, host: Callable[[], Tensor],
-    yardstick: Callable[[], Tensor] | None, nobody_waits: bool, generators: Iterable[random.Random] = (),
+    yardstick: Callable[[], Tensor] | None, nobody_waits: bool, functions: Iterable[Any] = (),
 ) -> str | None:
     """Compare a first output with the host's, unless that was done on this machine before, or is not wanted (compares).
     Functions of other extensions are always compared: the host has their random numbers to draw. yardstick,
-    nobody_waits: see judge. generators: see PatchPoints.
+    nobody_waits: see judge. functions: see PatchPoints.
 
     Returns why it cannot be used, or None.
     """
@@ -48,7 +50,7 @@ def prove(
     if known and nobody_waits and entry.host.timing is None:
         time_host(entry, output.device, host, often=True)
     if not known and (compares or entry.key.patches):
-        rewind = random_numbers(entry.key.device, generators)
+        rewind = state_of(entry.key.device, functions)
         miss = judge(entry, output, host, yardstick, nobody_waits)
         if miss is not None:
             # The host runs once more, for the answer.
@@ -152,12 +154,12 @@ def judge_cached_pass(entry: Entry, output: Tensor, cached: Callable[[], Tensor]
 
 
 def computed_twice(
-    entry: Entry, compute: Callable[[], Tensor], generators: Iterable[random.Random] = ()
+    entry: Entry, compute: Callable[[], Tensor], functions: Iterable[Any] = ()
 ) -> Tensor | None:
     """The output of a forward with functions in it that are not ours; None where the same random numbers make another
-    one the second time, because a function keeps a state or writes to its inputs. Afterwards the next random numbers
-    are those that were next before: the host has yet to draw them."""
-    rewind = random_numbers(entry.key.device, generators)
+    one the second time, because a function keeps a state that cannot be set back, or writes to its inputs. Afterwards
+    everything is as before: the host has yet to draw these numbers."""
+    rewind = state_of(entry.key.device, functions)
     try:
         output = compute()
         rewind()
@@ -169,18 +171,17 @@ def computed_twice(
     return output if relative_error(again.nan_to_num(), output.nan_to_num()) <= limit else None
 
 
-def random_numbers(device: torch.device, generators: Iterable[random.Random] = ()) -> Callable[[], None]:
-    """A function that lets torch, Python, NumPy and these generators draw the numbers again that they draw from now
-    on."""
-    others = [(generator, generator.getstate()) for generator in generators]
+def state_of(device: torch.device, functions: Iterable[Any] = ()) -> Callable[[], None]:
+    """A function that lets torch, Python and NumPy draw the numbers again that they draw from now on, and sets these
+    functions back to what they are now; see function_state."""
+    rewind_functions = FunctionState(functions).save()
     numpy, python = sys.modules.get("numpy"), random.getstate()
     drawn = None if numpy is None else numpy.random.get_state()
     on_cpu, on_gpu = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def rewind() -> None:
         random.setstate(python)
-        for generator, state in others:
-            generator.setstate(state)
+        rewind_functions()
         if numpy is not None:
             numpy.random.set_state(drawn)
         torch.set_rng_state(on_cpu)

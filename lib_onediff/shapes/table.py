@@ -73,23 +73,31 @@ class Stopwatch:
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=kept)
 
     def time(self, device: torch.device, work: Callable[[], Result], route: str = "") -> Result:
-        """What work() returns. route: how it is done; the times of another route say nothing of this one, and go."""
+        """What work() returns. route: see start."""
+        stop = self.start(device, route)
+        result = work()
+        stop()
+        return result
+
+    def start(self, device: torch.device, route: str = "") -> Callable[[], None]:
+        """Time what is done until the function that this returns is called; where it is not, there is no time. route:
+        how it is done; the times of another route say nothing of this one, and go."""
         if route != self._route:
             with self._reading:
                 self._route = route
                 self._times.clear()
                 self._pending.clear()
         if device.type != "cuda":
-            start = time.perf_counter()
-            result = work()
-            self._times.append((time.perf_counter() - start) * 1e3)
-            return result
+            began = time.perf_counter()
+            return lambda: self._times.append((time.perf_counter() - began) * 1e3)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        result = work()
-        end.record()
-        self._pending.append((begin, end))
-        return result
+
+        def stop() -> None:
+            end.record()
+            self._pending.append((begin, end))
+
+        return stop
 
     def remember(self, milliseconds: float) -> None:
         """What an earlier process has measured, often enough; it holds until this one has."""
@@ -136,7 +144,8 @@ class State(str, Enum):
 class Entry:
     """model: its name for people. bytes: how much GPU memory comes back when its graph alone goes. needs: how much its
     graph takes of the memory that all graphs share, alone; known from its plain calls on. no_graph: why it has no graph
-    and will get none; waits: why it has none yet."""
+    and will get none; waits: why it has none yet. misfits: how often functions of other extensions did not fit its
+    graphs."""
 
     key: ShapeKey
     model: str = ""
@@ -146,6 +155,7 @@ class Entry:
     reason: str = ""
     no_graph: str = ""
     waits: str = ""
+    misfits: int = 0
     relative_error: float | None = None
     uses: int = 0
     last_used: float = field(default_factory=time.time)
@@ -161,6 +171,11 @@ class Entry:
         """A call of this shape begins."""
         self.uses += 1
         self.last_used = time.time()
+
+    def timed(self, device: torch.device, work: Callable[[], Result], route: str) -> Result:
+        """What work() returns, a call of this shape. route: see Stopwatch.start."""
+        self.note_use()
+        return self.own.time(device, work, route)
 
     def fail(self, reason: str) -> None:
         self.state, self.reason = State.FAILED, reason

@@ -95,7 +95,7 @@ class GraphRecords:
     def prompt_bytes(self, device: torch.device | None = None, architecture: str | None = None) -> int:
         """Bytes of what was computed of prompts alone: on a device, or on all; for an architecture, or for all."""
         return sum(
-            managed.bound.prompt_bytes(device) for managed in self._managed.values()
+            managed.bound.prompts.bytes(device) for managed in self._managed.values()
             if architecture in (None, managed.architecture)
         )
 

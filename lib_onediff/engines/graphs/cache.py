@@ -24,6 +24,7 @@ from .recapture import Wanted, capture_again, in_time
 log = logging.getLogger("onediff")
 Result = TypeVar("Result")
 CARD_IS_FULL = "the GPU's memory is nearly full, so its graph waits until there is room"
+NO_ROOM_BESIDE = "the setting 'Graph memory in MiB' leaves no room for graphs between functions of other extensions"
 PINNED_TAKE_IT = "pinned resolutions of another model hold the memory that all graphs may have"
 
 
@@ -65,13 +66,16 @@ class GraphCache(GraphRecords):
         entry.waits = self._why_wait(entry, allowed)
         if entry.waits:
             return
-        inputs = own_inputs(call, with_prompt=conditioning is None)
+        inputs = own_inputs(call, with_prompt=conditioning is None or call.patches is not None)
         wanted = Wanted(managed, entry, managed.bound.generation, inputs, conditioning)
         self._make(wanted)
         if not fits(self.held(device), allowed):
             self._compact(Place.of(entry.key), allowed, wanted)
         if not fits(self.held(device), allowed):
             self._without_the_others(wanted, allowed)
+        if entry.key.patches and entry.state is not State.READY and not entry.no_graph:
+            # What is captured again makes no calls, and its functions are called in calls alone.
+            entry.no_graph = NO_ROOM_BESIDE
 
     def _why_wait(self, entry: Entry, allowed: int) -> str:
         """Make room for a graph that would fit alone; why that is not possible now, if so."""
@@ -204,7 +208,7 @@ class GraphCache(GraphRecords):
     def _drop_prompts(self) -> None:
         """Give back what was computed of prompts that no graph reads. The others' goes with their graphs."""
         for managed in self._managed.values():
-            managed.bound.drop_prompts()
+            managed.bound.prompts.drop()
 
     def float8_bytes(self) -> int:
         """GPU memory of all weights in float8, which lie beside the hosts' own."""

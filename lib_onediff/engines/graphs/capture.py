@@ -11,7 +11,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -21,11 +21,12 @@ from ...model.call import UNetCall
 from ...model.deepcache.forward import compute
 from ...model.forward import Conditioning
 from ...model.operators import Operators
-from ...model.weights import Binding
+from ...model.weights import Source
 from ...weak_dictionary import WeakDictionary
 from .allocations import peak
 from .device_memory import empty_cache
 from .inputs import bytes_of, copy_inputs, rehearsal_of
+from .segments import GraphRecording, Segments, record
 
 Result = TypeVar("Result")
 # What torch says of its max_split_size_mb where the user has set none.
@@ -80,11 +81,12 @@ class CudaGraphs:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def prepare(
-        self, architecture: str, binding: Binding, ops: Operators, inputs: UNetCall, conditioning: Conditioning | None,
+        self, architecture: str, binding: Source, ops: Operators, inputs: UNetCall, conditioning: Conditioning | None,
         needs: int = 0,
-    ) -> GraphRunner:
+    ) -> GraphRunner | SegmentsRunner:
         """Capture the forward for calls of this shape, with own_inputs of one. Such a call must have been made in this
         thread before, by the same operators: it compiled kernels and chose algorithms, which a capture must not do.
+        Where functions of other extensions run within it, it is computed and they are called.
 
         needs: what the graph will take of the pool. A new pool gets that in one piece: with less waste than in many,
         and what smaller graphs take fits into it too.
@@ -96,8 +98,12 @@ class CudaGraphs:
             pool = self._pool(device, architecture, stream)
             before = torch.cuda.memory_reserved(device)
             piece = needs if pool.is_fresh and self.in_one_piece(device) else 0
+            recorded: torch.cuda.CUDAGraph | Segments
             try:
-                graph, output = capture(binding, ops, inputs, conditioning, pool.handle, stream, piece)
+                if inputs.patches is not None:
+                    recorded = capture_segments(binding, ops, inputs, conditioning, pool.handle, stream, piece)
+                else:
+                    recorded, output = capture(binding, ops, inputs, conditioning, pool.handle, stream, piece)
             except BaseException:
                 # torch may believe that this pool is still being recorded to, and would refuse every further capture.
                 del self._pools[device, architecture]
@@ -105,9 +111,13 @@ class CudaGraphs:
             pool.is_fresh = False
             pool.grown_since(before)
         seconds = time.perf_counter() - began
-        return GraphRunner(graph, inputs, output, conditioning, pool, bytes_of(inputs), seconds)
+        if isinstance(recorded, Segments):
+            # Whose functions they were must not be kept.
+            inputs = replace(inputs, patches=None)
+            return SegmentsRunner(recorded, inputs, conditioning, pool, bytes_of(inputs), seconds)
+        return GraphRunner(recorded, inputs, output, conditioning, pool, bytes_of(inputs), seconds)
 
-    def rehearse(self, binding: Binding, ops: Operators, inputs: UNetCall, conditioning: Conditioning | None) -> None:
+    def rehearse(self, binding: Source, ops: Operators, inputs: UNetCall, conditioning: Conditioning | None) -> None:
         """Make a call as the capture will, so that this thread has chosen its algorithms.
 
         Raises torch.cuda.OutOfMemoryError.
@@ -175,8 +185,44 @@ class GraphRunner:
         return self.output.clone()
 
 
+@dataclass
+class SegmentsRunner:
+    """engines.managed_unet.Runner by the CUDA graphs between functions of other extensions. memory: see GraphRunner."""
+
+    segments: Segments
+    inputs: UNetCall
+    conditioning: Conditioning | None
+    memory: Pool
+    own_bytes: int
+    seconds: float
+
+    def run(self, call: UNetCall) -> Tensor:
+        return self.segments.run(call, self.inputs)
+
+
+def capture_segments(
+    binding: Source, ops: Operators, inputs: UNetCall, conditioning: Conditioning | None, pool: Any,
+    stream: torch.cuda.Stream, piece: int,
+) -> Segments:
+    """As capture, with the functions that the call brings, which are called."""
+    if inputs.patches is None:
+        raise ValueError("no functions run within this call")
+    weights = binding.weights()
+    recording = GraphRecording(pool, stream, piece)
+    with random_numbers_survive(inputs.latent.device), no_garbage_collected():
+        try:
+            return record(
+                recording, inputs.patches,
+                lambda points: compute(binding.layout, weights, ops, replace(inputs, patches=points), conditioning),
+            )
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                recording.stop()
+            raise
+
+
 def capture(
-    binding: Binding, ops: Operators, inputs: UNetCall, conditioning: Conditioning | None, pool: Any,
+    binding: Source, ops: Operators, inputs: UNetCall, conditioning: Conditioning | None, pool: Any,
     stream: torch.cuda.Stream, piece: int,
 ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """A graph, and the output that it writes. piece: bytes that the pool gets in one piece before."""

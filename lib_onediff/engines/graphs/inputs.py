@@ -19,17 +19,17 @@ def own_inputs(
 
     The timestep becomes a float, whole or not, so that samplers of either kind share a graph.
     """
-    of = lambda tensor: None if tensor is None else tensor.detach().clone(memory_format=memory_format)  # noqa: E731
+    of = lambda tensor: tensor.detach().clone(memory_format=memory_format)  # noqa: E731
     own = mapped(call, of)
     own = replace(own, timestep=own.timestep.float())
-    return replace(own, context=of(call.context), y=of(call.y)) if with_prompt else own
+    return replace(own, context=of(call.context), y=None if call.y is None else of(call.y)) if with_prompt else own
 
 
 def mapped(call: UNetCall, of: Callable[[Tensor], Any]) -> UNetCall:
     """The call with of(tensor) in the place of every tensor that a graph reads, in an order that depends on the shape
     alone; without context and y."""
     change = lambda tensor: None if tensor is None else of(tensor)  # noqa: E731
-    latent, timestep, condition = map(change, (call.latent, call.timestep, call.timestep_condition))
+    latent, timestep, condition = of(call.latent), of(call.timestep), change(call.timestep_condition)
     parts = (getattr(call.control, part.name) for part in fields(Control)) if call.control else ()
     control = Control(*(tuple(map(change, part)) for part in parts)) if call.control else None
     prompts = tuple(prompt.map(of) for prompt in call.image_prompts)
@@ -64,7 +64,8 @@ def rehearsal_of(inputs: UNetCall) -> UNetCall:
 
 
 def copy_inputs(source: UNetCall, target: UNetCall) -> None:
-    pairs = [(source.latent, target.latent), (source.timestep, target.timestep)]
+    # Calls of one shape have the same tensors: where the target has one, so has the source.
+    pairs: list[tuple[Any, Tensor | None]] = [(source.latent, target.latent), (source.timestep, target.timestep)]
     pairs += [(source.timestep_condition, target.timestep_condition), (source.y, target.y)]
     if target.context.numel():
         pairs.append((source.context, target.context))

@@ -40,8 +40,9 @@ class Wanted(NamedTuple):
         return cls(held.managed, held.entry, kept.generation, runner.inputs, kept.conditioning, runner.seconds)
 
     def can_be(self) -> bool:
-        """Whether the weights lie where they lay, and nothing has come between."""
-        return self.entry.state is State.PROVED and self.managed.stands(self.generation)
+        """Whether the weights lie where they lay, and nothing has come between. Functions of other extensions are
+        called in a call of theirs alone."""
+        return not self.entry.key.patches and self.entry.state is State.PROVED and self.managed.stands(self.generation)
 
 
 def in_time(

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -206,7 +207,7 @@ class Inductor:
             if not at_once and self._allowance.is_spent:
                 return False
             try:
-                self._allowance.spend(lambda one=compiled, given=shapes: self._compile_here(one, given))
+                self._allowance.spend(partial(self._compile_here, compiled, shapes))
             except CannotCompile as failure:
                 self._failures[network] = str(failure)
                 raise

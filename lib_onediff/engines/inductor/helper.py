@@ -78,6 +78,7 @@ def start(shares: list[Share]) -> subprocess.Popen[bytes] | None:
             command, env={**os.environ, **ALONE, **UNUSED_GPU, "PYTHONPATH": os.pathsep.join(folders)},
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )
+        assert helper.stdin is not None, "it is a pipe"
         helper.stdin.write(pickle.dumps((switches(), shares)))
         # It stays open as long as this process lives.
         helper.stdin.flush()
@@ -109,7 +110,8 @@ def wait_for(helper: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         helper.kill()
         helper.wait()
-    helper.stdin.close()
+    if helper.stdin is not None:
+        helper.stdin.close()
     log.debug("a process that compiled has ended with %s", helper.returncode)
 
 

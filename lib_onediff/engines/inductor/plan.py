@@ -48,11 +48,12 @@ def a_call(layout: UNetLayout, dtype: torch.dtype, batch: int) -> UNetCall:
 def weights_without_numbers(unet: nn.Module, layout: UNetLayout, dtype: torch.dtype) -> Weights:
     """The weights of a network as its layout groups them, but for their numbers (device "meta")."""
 
-    def of(path: str, name: str) -> Tensor | None:
+    # Every layer has a weight; what may be None is a bias.
+    def of(path: str, name: str) -> Any:
         parameter = getattr(unet.get_submodule(path), name, None)
         return None if parameter is None else torch.empty_like(parameter, dtype=dtype, device="meta")
 
-    def joined(fusion: FusedLinear, name: str) -> Tensor | None:
+    def joined(fusion: FusedLinear, name: str) -> Any:
         members = [of(member.path, name) for member in fusion.members]
         return None if any(member is None for member in members) else torch.cat(members)
 

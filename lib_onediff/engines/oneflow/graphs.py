@@ -203,8 +203,10 @@ def tensors_of(inputs: UNetCall, conditioning: Conditioning) -> list[Tensor]:
 
 def present(weights: Weights) -> Weights:
     """The weights as tensors that keep their memory alive, also where a host gives its parameters other memory."""
-    detached = lambda tensor: None if tensor is None else tensor.detach()  # noqa: E731
-    return {path: Affine(detached(affine.weight), detached(affine.bias)) for path, affine in weights.items()}
+    return {
+        path: Affine(affine.weight.detach(), None if affine.bias is None else affine.bias.detach())
+        for path, affine in weights.items()
+    }
 
 
 def addresses(weights: Weights) -> tuple[int, ...]:
@@ -216,7 +218,7 @@ def graph_of(forward: Forward, weights: Weights) -> Any:
     import oneflow as flow
     from oneflow.utils.tensor import from_torch
 
-    share = lambda tensor: None if tensor is None else from_torch(unowned(tensor))  # noqa: E731
+    share: Callable[[Tensor | None], Any] = lambda part: None if part is None else from_torch(unowned(part))  # noqa: E731
     shared = {path: Affine(share(affine.weight), share(affine.bias)) for path, affine in weights.items()}
 
     # Here, because its base class comes with OneFlow.
@@ -230,7 +232,9 @@ def graph_of(forward: Forward, weights: Weights) -> Any:
 def unowned(tensor: Tensor) -> Tensor:
     """A contiguous tensor's values as another one in the same memory, which it does not keep alive."""
     storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, tensor.nbytes)
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, tensor.shape)
+    # What torch says of the types of set_ leaves out that it makes the stride itself.
+    empty: Any = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(storage, 0, tensor.shape)
 
 
 def run_graph(graph: Any, given: list[Tensor]) -> list[Tensor]:

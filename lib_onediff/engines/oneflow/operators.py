@@ -63,6 +63,7 @@ class OneFlowOperators:
         if image.is_cuda:
             normed = flow._C.group_norm(image, affine.weight, affine.bias, True, norm.groups, norm.eps)
         else:
+            assert affine.bias is not None, "every group norm of a UNet has a bias"
             groups = image.reshape(image.shape[0], norm.groups, -1)
             groups = functional.layer_norm(groups, (groups.shape[-1],), None, None, norm.eps)
             weight, bias = (vector.reshape(1, norm.channels, 1, 1) for vector in (affine.weight, affine.bias))

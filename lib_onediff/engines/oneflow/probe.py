@@ -33,7 +33,7 @@ def main(device: str, dtype_name: str) -> None:
     say(at=SHARING)
     weight = torch.ones(64, 64, device=device, dtype=dtype)
     storage = torch._C._construct_storage_from_data_pointer(weight.data_ptr(), weight.device, weight.nbytes)
-    same = torch.empty(0, device=device, dtype=dtype).set_(storage, 0, weight.shape)
+    same = torch.empty(0, device=device, dtype=dtype).set_(storage, 0, weight.shape, weight.stride())
     if to_torch(from_torch(same)).data_ptr() != weight.data_ptr():
         raise RuntimeError("a tensor was copied on its way to OneFlow and back")
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -48,7 +49,8 @@ class OneFlowRoute:
         return Candidates((ONEFLOW, *others.backends), "")
 
     def runner(
-        self, managed: ManagedUNet, key: ShapeKey, call: UNetCall, conditioning: Conditioning, waits_for_compile: bool
+        self, managed: ManagedUNet, key: ShapeKey, call: UNetCall, conditioning: Conditioning | None,
+        waits_for_compile: bool,
     ) -> OneFlowRunner | str:
         """What runs a call, or why OneFlow does not, in one line for the user."""
         kept = managed.oneflow.get(key)
@@ -56,7 +58,9 @@ class OneFlowRoute:
             if self._graphs.is_compiling and not waits_for_compile:
                 return COMPILING_ANOTHER
             # Settings change, and graphs do not know them.
-            return replace(kept.runner, variables=self._variables)
+            serving: Any = kept.runner
+            return replace(serving, variables=self._variables)
+        assert conditioning is not None, "what depends on the prompt is an input of OneFlow's graphs"
         runner = self._graphs.runner(
             replace(key, precision=()), managed.bound.binding, call, conditioning, self._variables,
             self._fused_attention.get((call.latent.device, call.latent.dtype), False), waits_for_compile,

@@ -10,7 +10,6 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +23,8 @@ from .. import sampler_schedule
 from ..class_patch import ClassPatch, active_patches
 from ..contract import Need, first_missing
 from ..ldm_decoder import DecoderPatches
-from ..webui import PROMPT_NOISE, CannotWarm, Result, network_name
-from .controlnet_loop import HostLoop, patches_at_call
+from ..webui import PROMPT_NOISE, CannotWarm, Result, WebUI, network_name
+from .controlnet_loop import HostLoop
 from .inert import does_nothing_now, foreign_forward
 from .lora import apply_wanted_networks, wanted_networks, why_functional
 from .patches import ForeignModules, is_brought
@@ -58,12 +57,12 @@ MODEL_PATHS = ("model", "first_stage_model", "apply_model")
 
 def release() -> str:
     """ "A1111 v1.10.1", as git or the changelog tells."""
-    launch = sys.modules.get("modules.launch_utils")
+    launch: Any = sys.modules.get("modules.launch_utils")
     tag = launch.git_tag() if hasattr(launch, "git_tag") else ""
     return f"A1111 {tag}".strip()
 
 
-class A1111:
+class A1111(WebUI):
     """The adapter; see webui.WebUI."""
 
     name = "a1111"
@@ -109,6 +108,11 @@ class A1111:
             for patch in (*self._patches, *self._vae.patches)
         )
 
+    def loads_at_start(self) -> bool:
+        from modules import shared
+
+        return not getattr(shared.cmd_opts, "skip_load_model_at_start", False)
+
     def model_loaded(self, sd_model: Any) -> None:
         path = first_missing(sd_model, MODEL_PATHS)
         self._unmet = None if path is None else (
@@ -140,11 +144,6 @@ class A1111:
         self._calls_before = None
         self._vae.end_run()
 
-    def data_folder(self) -> Path:
-        from modules import paths
-
-        return Path(paths.data_path)
-
     def why_not_served(self) -> str | None:
         from modules import sd_models
 
@@ -152,9 +151,6 @@ class A1111:
         if self._unmet is not None or model is None or unet_of(model) is not None:
             return self._unmet
         return f"{type(model).__name__} has no UNet of the Stable Diffusion 1, 2 or XL kind"
-
-    def notes(self) -> list[str]:
-        return []
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
         from modules import devices, sd_models
@@ -208,8 +204,8 @@ class A1111:
             return work()
 
     def _forward(
-        self, original: Callable[..., Tensor], unet: nn.Module, x: Tensor, timesteps: Tensor | None = None,
-        context: Tensor | None = None, *args: Any, **kwargs: Any,
+        self, original: Callable[..., Tensor], unet: nn.Module, x: Tensor, timesteps: Any = None, context: Any = None,
+        *args: Any, **kwargs: Any,
     ) -> Tensor:
         """Stands in for UNetModel.forward(self, x, timesteps=None, context=None, y=None, **kwargs)."""
         host = lambda: original(unet, x, timesteps, context, *args, **kwargs)  # noqa: E731
@@ -217,12 +213,9 @@ class A1111:
         if reason is not None:
             runtime.note_host(reason, unet)
             return runtime.pressure.run_host(host)
-        runtime.adopt(unet, host_traits=self._host_traits)
-        y = args[0] if args else kwargs.get("y")
-        patches = patches_at_call(self._foreign, unet)
-        return runtime.run(
-            unet, UNetCall(x, timesteps, context, y, upcast_attention=upcasts_attention(), patches=patches), host
-        )
+        y, patches = args[0] if args else kwargs.get("y"), self._foreign.at_call(unet)
+        call = UNetCall(x, timesteps, context, y, upcast_attention=upcasts_attention(), patches=patches)
+        return runtime.run(unet, call, host, self._host_traits)
 
     def _why_host(
         self, unet: nn.Module, timesteps: Any, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -236,8 +229,7 @@ class A1111:
             return "the UNet is called without a timestep or a context"
         if len(args) > 1 or any(value is not None for name, value in kwargs.items() if name != "y"):
             return f"the UNet is called with more than we know ({', '.join(sorted(kwargs)) or 'by position'})"
-        owner = foreign_forward(unet)
-        if owner is not None:
+        if "forward" in unet.__dict__ and (owner := foreign_forward(unet)) is not None:
             return f"{owner} calls the UNet from a forward of its own (a ControlNet reference?)"
         if sd_unet.current_unet is not None:
             return "another extension's UNet is active (Settings, SD Unet)"
@@ -249,7 +241,7 @@ class A1111:
             return "a forward hook is set on all modules"
         if shared.cmd_opts.lowvram and getattr(shared.sd_model, "lowvram", False):
             return "--lowvram moves the UNet's layers one at a time"
-        return why_functional()
+        return why_functional() if getattr(shared.opts, "lora_functional", False) else None
 
 
 def unet_of(sd_model: Any) -> nn.Module | None:

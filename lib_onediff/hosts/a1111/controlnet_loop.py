@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...model.patch_points import PatchPoints
 from ...runtime.block_route import BlockRoute
 from ...runtime.runtime import runtime
 from ..class_patch import ClassPatch
@@ -18,8 +17,7 @@ class HostLoop:
     """Class-level patches of TimestepEmbedSequential.forward that only act inside a foreign loop."""
 
     def __init__(self, stage_classes: list[type], foreign: ForeignModules | None = None) -> None:
-        self._foreign = foreign or ForeignModules()
-        self._route = BlockRoute(runtime, self._patches_of)
+        self._route = BlockRoute(runtime, (foreign or ForeignModules()).at_call)
         self._patches = [
             ClassPatch(
                 stage_class, "forward", self._forward, runtime.guard, "the UNet's blocks", self._declined,
@@ -35,9 +33,6 @@ class HostLoop:
         for patch in self._patches:
             patch.undo()
         self._route.forget()
-
-    def _patches_of(self, unet: nn.Module) -> PatchPoints | None:
-        return patches_at_call(self._foreign, unet)
 
     def watch(self, unet: Any) -> None:
         """Look after the stages of this UNet from now on."""
@@ -62,13 +57,3 @@ class HostLoop:
         if owner is None or args or kwargs or not isinstance(context, Tensor):
             return runtime.pressure.run_host(host)
         return self._route.run(block, x, emb, context, owner, host)
-
-
-def patches_at_call(foreign: ForeignModules, unet: nn.Module) -> PatchPoints | None:
-    """What stands on a UNet's modules at this call. Where that is something else than at the last one, the UNet is
-    looked at again, as when a sampling begins."""
-    patches = foreign.of(unet)
-    managed = runtime.managed_unet(unet)
-    if foreign.have_changed(unet, patches) and managed is not None:
-        managed.bound.begin_sampling()
-    return patches

@@ -24,11 +24,9 @@ def lora_module() -> ModuleType | None:
 
 
 def why_functional() -> str | None:
-    """One line if LoRA is computed beside every layer instead of merged into it; else None."""
-    from modules import shared
-
+    """One line if a LoRA is chosen, where the WebUI computes it beside every layer instead of merging it; else None."""
     networks = lora_module()
-    if networks is not None and networks.loaded_networks and getattr(shared.opts, "lora_functional", False):
+    if networks is not None and networks.loaded_networks:
         return "LoRA is set to the old method (Settings, Compatibility), which runs beside every layer"
     return None
 

@@ -6,10 +6,8 @@ with what the host's own block hands it.
 """
 from __future__ import annotations
 
-import random
 import weakref
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -18,6 +16,7 @@ from ...model.layout import TransformerBlock
 from ...model.patch_points import CROSS_ATTENTION, SELF_ATTENTION, Block, PatchPoints
 from ...model.patches import origin, own_method
 from ...model.read_ldm import is_block, is_derived_block
+from ...runtime.runtime import runtime
 from .inert import REFERENCE_HACKS, does_nothing_now
 
 METHODS = ("forward", "_forward")
@@ -36,9 +35,16 @@ class ModulePatches(PatchPoints):
         found = [
             (name or "block", foreign_function(module)) for names in changed.values() for name, module in names.items()
         ]
+        self.places = {path: tuple(names) for path, names in changed.items()}
         kinds = Counter(f"{name} by {origin(function)}" for name, function in found)
         self.structure = tuple(sorted(f"{kind} in {count} blocks" for kind, count in kinds.items()))
-        self.generators = generators_of(function for _, function in found)
+        self._functions = [function for _, function in found]
+
+    def functions(self) -> list[Any]:
+        return self._functions
+
+    def stands(self, point: str, *arguments: Any) -> bool:
+        return point == "whole_block" and "" in self._here or point == "whole_attention" and arguments[0] in self._here
 
     def begin_block(self, place: Block, block: TransformerBlock) -> bool:
         self._here = self._changed.get(block.self_norm.path.removesuffix(SELF_NORM), {})
@@ -91,8 +97,17 @@ class ForeignModules:
         """A sampling begins: somebody may have put other modules into the UNet."""
         self._places.pop(unet, None)
 
-    def of(self, unet: nn.Module) -> ModulePatches | None:
-        """What stands on its modules now, or None."""
+    def at_call(self, unet: nn.Module) -> ModulePatches | None:
+        """What stands on its modules now, or None. Where that is something else than at the last call, the UNet is
+        looked at again, as when a sampling begins."""
+        patches = self._find(unet)
+        structure = () if patches is None else patches.structure
+        before, self._last[unet] = self._last.get(unet, ()), structure
+        if structure != before and (managed := runtime.managed_unet(unet)) is not None:
+            managed.bound.begin_sampling()
+        return patches
+
+    def _find(self, unet: nn.Module) -> ModulePatches | None:
         places = self._places.get(unet)
         modules = None if places is None else places.present()
         if places is None or modules is None:
@@ -107,19 +122,6 @@ class ForeignModules:
                 changed.setdefault(path, {})[name] = module
         return ModulePatches(changed) if changed else None
 
-    def have_changed(self, unet: nn.Module, patches: ModulePatches | None) -> bool:
-        """Whether something else stands on its modules than at the last call."""
-        structure = () if patches is None else patches.structure
-        before, self._last[unet] = self._last.get(unet, ()), structure
-        return before != structure
-
-
-def generators_of(functions: Iterable[Any]) -> tuple[random.Random, ...]:
-    """The random generators in the modules of these functions."""
-    spaces = (getattr(getattr(function, "__func__", function), "__globals__", {}) for function in functions)
-    found = (value for space in {id(space): space for space in spaces}.values() for value in space.values())
-    return tuple({id(value): value for value in found if isinstance(value, random.Random)}.values())
-
 
 def foreign_function(module: Any) -> Any:
     """What runs in the place of a module's own code."""
@@ -132,7 +134,7 @@ def foreign_function(module: Any) -> Any:
 
 def is_foreign(unet: nn.Module, module: Any) -> bool:
     if all(own_method(module, method) is None for method in METHODS):
-        return is_derived_block(type(module))
+        return is_derived_block(module.__class__)
     return not does_nothing_now(unet, module)
 
 

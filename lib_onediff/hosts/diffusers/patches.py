@@ -33,6 +33,8 @@ class UNetPatches(PatchPoints):
         self._image_tokens, self._arguments, self._known = image_tokens, arguments, known
         self._attentions: dict[str, Any] = {}
         kinds = Counter(map(type, processors))
+        self._functions = [one for one in processors if not self._is_ours(type(one))]
+        self.places = tuple(map(self._is_ours, map(type, processors)))
         self.structure = tuple(sorted(
             f"{kind.__module__}.{kind.__name__} in {count} attentions"
             for kind, count in kinds.items() if not self._is_ours(kind)
@@ -40,6 +42,12 @@ class UNetPatches(PatchPoints):
 
     def _is_ours(self, kind: type) -> bool:
         return kind in self._known or is_plain(kind)
+
+    def functions(self) -> list[Any]:
+        return self._functions
+
+    def stands(self, point: str, *arguments: Any) -> bool:
+        return point == "whole_attention" and not self._is_ours(type(self._attentions[arguments[0]].processor))
 
     def begin_block(self, place: Block, block: TransformerBlock) -> bool:
         unet: Any = self._unet()

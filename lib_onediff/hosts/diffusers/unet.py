@@ -41,6 +41,8 @@ class DiffusersForward:
 
     def __init__(self, unet: nn.Module) -> None:
         self._unet = weakref.ref(unet)
+        # The class and its forward that were found to be diffusers' own.
+        self._own: tuple[type, Any] | None = None
         # The last labels: prompt and negative prompt may be called in turn.
         self._labels: deque[tuple[Sighting, Tensor]] = deque(maxlen=MOST_SAVED + 1)
         self._attentions: dict[str, weakref.ref[Any]] = {}
@@ -55,8 +57,8 @@ class DiffusersForward:
         self._names = tuple(self.__signature__.parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        unet = self._unet()
-        if not is_diffusers_unet(unet):
+        unet: Any = self._unet()  # its forward is called: it is there
+        if (self._own is None or type(unet) is not self._own[0]) and not is_diffusers_unet(unet):
             runtime.note_host(f"{type(unet).__name__} is not a UNet that OneDiff knows")
             return type(unet).forward(unet, *args, **kwargs)
         # Signature.bind says the same in a tenth of a millisecond; what does not fit is the host's to refuse.
@@ -102,9 +104,12 @@ class DiffusersForward:
         """The call as ours, or what in it a UNetCall cannot say, in one line for the user."""
         if runtime.guard.suspended:
             return runtime.guard.suspended
-        replaced = replaced_by(type(unet))
-        if replaced is not None:
-            return f"UNet2DConditionModel.forward was replaced by {replaced}"
+        own = type(unet), type(unet).forward
+        if own != self._own:
+            replaced = replaced_by(type(unet))
+            if replaced is not None:
+                return f"UNet2DConditionModel.forward was replaced by {replaced}"
+            self._own = own
         if isinstance(encoder_hidden_states, (tuple, list)):
             return "the context has several parts"
         attentions = self._attentions_of(unet)
@@ -197,7 +202,7 @@ class DiffusersForward:
 
 def upcasts_attention(attentions: list[Any]) -> bool:
     """Whether the host computes attention scores in float32: only its older attention processor does."""
-    first = attentions[0] if attentions else None
+    first: Any = attentions[0] if attentions else None
     return bool(getattr(first, "upcast_attention", False)) and type(first.processor).__name__ == "AttnProcessor"
 
 

@@ -27,7 +27,7 @@ class DecoderForward:
         self.__signature__ = inspect.signature(own_forward(decoder))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        decoder = self._decoder()
+        decoder: Any = self._decoder()  # its forward is called: it is there
 
         def host() -> Tensor:
             return type(decoder).forward(decoder, *args, **kwargs)

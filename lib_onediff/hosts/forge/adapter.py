@@ -9,7 +9,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +19,14 @@ from ...model.patches import HostTraits, origin
 from ...model.weights import shares_storage
 from ...runtime.call_stats import HOST
 from ...runtime.runtime import runtime
+from ...weak_dictionary import WeakDictionary
 from .. import sampler_schedule
 from ..class_patch import ClassPatch, active_patches
 from ..contract import first_missing
 from ..ldm_decoder import DecoderPatches
-from ..webui import CannotWarm, Result, network_name
+from ..webui import CannotWarm, Result, WebUI, network_name
 from . import checks, warm
+from .additions import AdditionsReader
 from .call import copied_lists, unet_call
 from .traits import ENGINE_PATHS, FORGE, Traits
 from .weight_functions import LayerFunctions
@@ -49,7 +50,7 @@ class Look(NamedTuple):
     refusal: str | None
 
 
-class Forge:
+class Forge(WebUI):
     """hosts.webui.WebUI for Forge and Forge Neo."""
 
     traits: Traits = FORGE
@@ -70,6 +71,8 @@ class Forge:
             by_content=True, yardstick=lambda host: checks.with_exact_attention(traits, host),
             functions=LayerFunctions(),
         )
+        self._helpers = checks.Helpers(traits)
+        self._additions: WeakDictionary[nn.Module, AdditionsReader] = WeakDictionary()
         self._names_read = checks.names_read_by(traits.module(traits.unet), traits.module(traits.attention))
         self._looks: weakref.WeakKeyDictionary[nn.Module, Look] = weakref.WeakKeyDictionary()
         self._calls = self._samplings = 0
@@ -162,14 +165,20 @@ class Forge:
             )
 
         self._calls += 1
-        call = self._look(unet) or checks.replaced_helper(self.traits) or unet_call(
+        call = self._look(unet) or self._helpers.replaced() or unet_call(
             unet, x, timesteps, context, y, control, options, checks.upcasts_attention(self.traits, x.dtype),
-            self._names_read, others,
+            self._names_read, others, self._additions_of(unet).read(unet, options, x),
         )
         if isinstance(call, str):
             runtime.note_host(call, unet)
             return runtime.pressure.run_host(host)
         return runtime.run(unet, call, host)
+
+    def _additions_of(self, unet: nn.Module) -> AdditionsReader:
+        found = self._additions.get(unet)
+        if found is None:
+            found = self._additions[unet] = AdditionsReader()
+        return found
 
     def _look(self, unet: nn.Module) -> str | None:
         """Why this UNet is the host's in this sampling, or None; looked at once a sampling."""
@@ -182,11 +191,6 @@ class Forge:
         return look.refusal
 
     # --- what users ask -------------------------------------------------------------------------------------------
-
-    def data_folder(self) -> Path:
-        from modules import paths
-
-        return Path(paths.data_path)
 
     def why_not_served(self) -> str | None:
         engine = loaded_engine()
@@ -303,7 +307,7 @@ def why_bypassed(engine: Any, traits: Traits) -> str:
     """Who made an image without our forward, in one line for the user."""
     unet = unet_of(engine, traits)
     standing = None if unet is None else unet.__dict__.get("forward")
-    if standing is not None and getattr(standing, "__func__", None) is not type(unet).forward:
+    if unet is not None and standing is not None and getattr(standing, "__func__", None) is not type(unet).forward:
         return f"another extension has replaced the UNet's forward ({origin(standing)})"
     wrapper = None if engine is None else engine.forge_objects.unet.model_options.get("model_function_wrapper")
     if wrapper is not None:

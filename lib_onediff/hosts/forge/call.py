@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ...model.call import Control, UNetCall
 from ...model.patches import origin
+from .additions import Additions
 from .patches import OptionPatches, points_of
 
 # What the UNet itself writes there while it runs, and what is for ControlNets alone.
@@ -20,12 +21,13 @@ HARMLESS_OPTIONS = frozenset({
 def unet_call(
     unet: nn.Module, x: Tensor, timesteps: Tensor, context: Tensor, y: Tensor | None, control: Mapping[str, Any] | None,
     transformer_options: dict[str, Any], upcast_attention: bool, names_read: Collection[str],
-    others: Mapping[str, Any],
+    others: Mapping[str, Any], additions: Additions = Additions(),  # noqa: B008
 ) -> UNetCall | str:
     """The call as ours, or what in it a UNetCall cannot say, in one line for the user. The arguments are those of the
     host's forward, others what it takes besides by name.
 
-    names_read: every name by which the host's UNet may ask for an option or another argument.
+    names_read: every name by which the host's UNet may ask for an option or another argument. additions: what our
+    forward computes in the place of functions.
     """
     points = points_of(transformer_options, names_read)
     unknown_parts = {name: value for name, value in transformer_options.items() if name not in points}
@@ -38,11 +40,13 @@ def unet_call(
     residuals = control_of(control)
     if isinstance(residuals, str):
         return residuals
+    patches: OptionPatches | None = None
+    if not all(is_empty(transformer_options.get(name)) for name in points):
+        patches = OptionPatches(unet, transformer_options, names_read, additions.stand_for)
     return UNetCall(
         latent=x, timestep=timesteps, context=context, y=y, control=residuals, upcast_attention=upcast_attention,
-        patches=None if all(is_empty(transformer_options.get(name)) for name in points) else (
-            OptionPatches(unet, transformer_options, names_read)
-        ),
+        patches=patches if patches is not None and patches.structure else None, image_prompts=additions.image_prompts,
+        freeu=additions.freeu, perturbed=additions.perturbed, shrink=additions.shrink,
     )
 
 

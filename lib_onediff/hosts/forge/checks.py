@@ -28,14 +28,23 @@ def why_not_unet(unet: nn.Module, original: Any) -> str | None:
     return None
 
 
-def replaced_helper(traits: Traits) -> str | None:
-    """A function that the host's UNet calls, when it is not the host's own."""
-    attention = (traits.attention_user, traits.attention_name, traits.attention)
-    for module, name, owner in (*traits.helpers, attention):
-        source = origin(getattr(traits.module(module), name))
-        if source != owner:
-            return f"{name} of the WebUI's UNet was replaced by {source}"
-    return None
+class Helpers:
+    """The functions that the host's UNet calls."""
+
+    def __init__(self, traits: Traits) -> None:
+        self._traits = traits
+        self._own: dict[tuple[str, str, str], Any] = {}
+
+    def replaced(self) -> str | None:
+        """The one that is not the host's own, in a line for the user; None where all are. Asked at every call."""
+        functions = self._traits.helper_functions()
+        if functions != self._own:
+            for (_, name, owner), function in functions.items():
+                source = origin(function)
+                if source != owner:
+                    return f"{name} of the WebUI's UNet was replaced by {source}"
+            self._own = functions
+        return None
 
 
 def replaced_vae_helper(traits: Traits, decoder: Any) -> str | None:

@@ -23,6 +23,13 @@ LISTS = frozenset({
     "attn1_output_patch", "middle_patch", "attn2_patch", "attn2_output_patch",
 })
 IN_BLOCKS = ("attn1_patch", "attn1_output_patch", "middle_patch", "attn2_patch", "attn2_output_patch")
+# The list whose functions a point calls.
+POINTS = {
+    "embedding": "emb_patch", "after_stage": "input_block_patch", "after_skip": "input_block_patch_after_skip",
+    "join": "output_block_patch", "self_attention_inputs": "attn1_patch", "cross_attention_inputs": "attn2_patch",
+    "between_attentions": "middle_patch",
+}
+OUTPUT_OF = "{}_output_patch"
 ATTENTIONS = frozenset({"attn1", "attn2"})
 # ldm_patched hands these on from the module of each block.
 PRECISION = "attn_precision"
@@ -33,13 +40,19 @@ QUERY = ".attn2.to_q"
 class OptionPatches(PatchPoints):
     """The functions in one call's transformer_options; see model.patch_points.PatchPoints."""
 
-    def __init__(self, unet: nn.Module, options: dict[str, Any], names_read: Collection[str]) -> None:
+    def __init__(
+        self, unet: nn.Module, options: dict[str, Any], names_read: Collection[str], known: Collection[str] = ()
+    ) -> None:
+        """known: the lists and the attentions for whose functions our forward stands."""
         self._unet = weakref.ref(unet)
         self._options = options
         self._lists: dict[str, list[Callable[..., Any]]] = {
-            name: list(functions) for name, functions in (options.get(PATCHES) or {}).items() if functions
+            name: list(functions) for name, functions in (options.get(PATCHES) or {}).items()
+            if functions and name not in known
         }
-        self._replaced: Mapping[str, Mapping[Any, Callable[..., Tensor]]] = options.get(REPLACED) or {}
+        self._replaced: Mapping[str, Mapping[Any, Callable[..., Tensor]]] = {
+            name: blocks for name, blocks in (options.get(REPLACED) or {}).items() if name not in known
+        }
         self._modifiers = list(options.get(MODIFIERS) or ())
         self._norm: Any = options.get(NORM)
         self.norm = None if self._norm is None else self._normed
@@ -47,6 +60,10 @@ class OptionPatches(PatchPoints):
         self._extra: dict[str, Any] = {}
         self._block: Block = ("", 0, 0)
         self.sees_stages = bool(self._modifiers) or self._norm is not None
+        self.places = (
+            sorted(self._lists), {name: set(blocks) for name, blocks in self._replaced.items()}, bool(self._modifiers),
+            self._norm is not None,
+        )
         self.structure = tuple(sorted(f"{name} by {origin(function)}" for name, function in self._named()))
 
     def _named(self) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -59,6 +76,21 @@ class OptionPatches(PatchPoints):
         yield from ((MODIFIERS, function) for function in self._modifiers)
         if self._norm is not None:
             yield NORM, self._norm
+
+    def functions(self) -> list[Any]:
+        lists = (*self._lists.values(), self._modifiers, *(blocks.values() for blocks in self._replaced.values()))
+        return [*(function for functions in lists for function in functions), *filter(None, [self._norm])]
+
+    def stands(self, point: str, *arguments: Any) -> bool:
+        if point == "after_stage":
+            return bool(self._modifiers) or arguments[0] == INPUT and POINTS[point] in self._lists
+        if point == "attend":
+            return self._replacement(arguments[0]) is not None
+        if point == "attention_output":
+            return OUTPUT_OF.format(arguments[0]) in self._lists
+        if point == "before_stage":
+            return bool(self._modifiers)
+        return point == "norm" or POINTS.get(point) in self._lists
 
     def begin(self, latent: Tensor) -> None:
         self._options["original_shape"] = list(latent.shape)
@@ -138,7 +170,7 @@ class OptionPatches(PatchPoints):
         return by_block.get(self._block) or by_block.get(self._block[:2])
 
     def attention_output(self, attention: str, tokens: Tensor) -> Tensor:
-        return self._changed(f"{attention}_output_patch", tokens, self._extra)
+        return self._changed(OUTPUT_OF.format(attention), tokens, self._extra)
 
     def between_attentions(self, tokens: Tensor) -> Tensor:
         return self._changed("middle_patch", tokens, self._extra)

@@ -58,6 +58,11 @@ class Traits:
         """The attention function that the host's UNet uses now."""
         return getattr(self.module(self.attention_user), self.attention_name)
 
+    def helper_functions(self) -> dict[tuple[str, str, str], Any]:
+        """The functions that the host's UNet calls now, by module, name and the module whose code they should run."""
+        attention = (self.attention_user, self.attention_name, self.attention)
+        return {place: getattr(importlib.import_module(place[0]), place[1]) for place in (*self.helpers, attention)}
+
     def needs(self) -> tuple[Need, ...]:
         """What must be there before we hook anything."""
         return (

@@ -42,3 +42,7 @@ class LdmPatched(Forge):
     """hosts.webui.WebUI for reForge and Forge Classic."""
 
     traits = LDM_PATCHED
+
+    def loads_at_start(self) -> bool:
+        # reForge does, whatever its command line says; Classic does not.
+        return self.release.startswith("reForge")

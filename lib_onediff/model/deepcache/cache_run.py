@@ -42,9 +42,9 @@ class StepPlan:
         """Whether this call can do with a feature that is there, made by these weights."""
         return not self.is_whole and self.record.made_at is not None and self.record.weights == weights
 
-    def prepare(self, deepcache: DeepCachePass) -> None:
+    def prepare(self, is_cached_pass: bool) -> None:
         """Have the place ready for a half: to be written, or with this call's feature in it."""
-        if deepcache.is_cached_pass:
+        if is_cached_pass:
             self.place.bring_back(self.record)
         else:
             self.place.make_room(self.record)

@@ -7,7 +7,7 @@ from torch import nn
 
 from ..layout import UnsupportedUNet
 from ..leaves import LeafReader
-from ..read_diffusers import PLAIN_PROCESSORS, read_upsample, require_silu
+from ..read_diffusers import is_plain, read_upsample, require_silu
 from .layout import DecoderLayout, Layer, PaddedDownsample, PixelAttention, ResidualBlock
 from .read_ldm import padded
 
@@ -102,7 +102,7 @@ def read_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
 
 def read_attention(attention: Any, leaves: LeafReader) -> PixelAttention:
     path, processor = leaves.path(attention), type(attention.processor)
-    if processor.__name__ not in PLAIN_PROCESSORS or processor.__module__.partition(".")[0] != "diffusers":
+    if not is_plain(processor):
         raise UnsupportedUNet(f"the attention processor {processor.__name__} is set, which may compute something else")
     extras = ("spatial_norm", "norm_q", "norm_k", "norm_cross", "add_k_proj")
     odd = [name for name in extras if getattr(attention, name, None) is not None]

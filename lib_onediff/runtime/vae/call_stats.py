@@ -65,5 +65,5 @@ def described(route: str | None, reason: str) -> str:
     if route is None:
         return ""
     if route == OURS:
-        return "VAE: ours" + (f" ({reason})" if reason else "")
+        return "VAE: OneDiff" + (f" ({reason})" if reason else "")
     return "VAE: the WebUI's own" + (f", because {reason}" if reason else "")

@@ -30,7 +30,6 @@ class Outcome:
     route: str
     reason: str = ""
     entry: Entry | None = None
-    out_of_memory: bool = False
     exhausted: bool = False
     host_saw: str | None = None
 
@@ -41,6 +40,7 @@ def check(ours: Outcome, host: HostDecode) -> Outcome:
     A host's image that cannot be shown proves nothing, and ours can.
     """
     entry, image = ours.entry, ours.image
+    assert entry is not None and image is not None, "only an image of ours is checked"
     # A GPU loads kernels and picks algorithms in the first run at a size. On a CPU there is no other, and no ratio.
     on_gpu = image.device.type == "cuda"
     expected = host() if on_gpu else entry.host.time(image.device, host)

@@ -61,7 +61,13 @@ def prepare(
 ) -> None:
     try:
         if decoder_candidates(services, settings, latent.device).backends[0] == backends.NATIVE:
-            kernels_are_ready(services, read_decoder(decoder()), latent)
+            present = decoder()
+            if present is None:
+                return
+            layout = read_decoder(present)
+            # Compiling takes longer than a host may want to keep it.
+            del present
+            kernels_are_ready(services, layout, latent)
     except UnsupportedUNet as reason:
         log.debug("VAE: %s", reason)
     except Exception:
@@ -69,7 +75,6 @@ def prepare(
         log.debug("VAE: its kernels could not be prepared", exc_info=True)
 
 
-log = logging.getLogger("onediff")
 # As a mark of a key: a decode with nothing to compare it with, because the host's own image cannot be shown.
 UNCOMPARED = "uncompared"
 # As a mark of a key: work of the VAE, but the other way round.
@@ -161,7 +166,7 @@ class DecodeFallbackChain:
         # Its memory is needed now.
         del attempt
         outcome = self._wider(job, f"{job.done} again", f"this VAE {described(saw, wanted)}")
-        if outcome.image is not None and not (saw == ONE_COLOUR and self._has_one_colour(outcome, job)):
+        if outcome.image is not None and not (saw == ONE_COLOUR and self._has_one_colour(outcome.image, job)):
             self._known.remember(job.digest, wanted, saw)
             log.warning("VAE: %s. From now on, it is not %s in %s.", outcome.reason, job.done, short_name(wanted))
         return outcome
@@ -174,16 +179,16 @@ class DecodeFallbackChain:
         if not bool(torch.isfinite(job.latent).all()):
             return Outcome(None, HOST, BAD_LATENT)
         outcome = self._wider(job, f"{job.done} again", f"the VAE's own image is {saw}")
-        if outcome.image is None:
+        if outcome.image is None or outcome.entry is None:
             return outcome
-        if saw == ONE_COLOUR and self._has_one_colour(outcome, job):
+        if saw == ONE_COLOUR and self._has_one_colour(outcome.image, job):
             return Outcome(None, HOST, f"it is of one colour in {short_name(outcome.entry.key.dtype)} too")
         log.warning("VAE: %s.", outcome.reason)
         return outcome
 
     @staticmethod
-    def _has_one_colour(outcome: Outcome, job: Job) -> bool:
-        return look_at(outcome.image, job.latent).saw == ONE_COLOUR
+    def _has_one_colour(image: Tensor, job: Job) -> bool:
+        return look_at(image, job.latent).saw == ONE_COLOUR
 
     def _wider(self, job: Job, done: str, why: str) -> Outcome:
         """The image in float32, or in bfloat16 where that does not fit into memory: it has the range, and fewer

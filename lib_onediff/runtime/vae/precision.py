@@ -52,7 +52,8 @@ def digest_of(architecture: str, weights: Weights) -> str:
 
 def first_of_each(weight: Tensor) -> Tensor:
     """(out, ...) -> (out,): the first value of every output channel."""
-    return weight[(slice(None), *(0,) * (weight.dim() - 1))]
+    first: tuple[slice | int, ...] = (slice(None), *(0,) * (weight.dim() - 1))
+    return weight[first]
 
 
 class CastWeights(Mapping[str, Affine]):

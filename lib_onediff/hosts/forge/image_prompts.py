@@ -1,0 +1,180 @@
+"""IP-Adapters of Forge and Forge Neo, as image prompts that our forward computes itself.
+
+What an IP-Adapter puts in the place of cross attentions is recognised by its source. Anything else there is a function
+like any other (patches.py). The first use of a shape is compared with the host, as ever.
+"""
+from __future__ import annotations
+
+import ast
+import dataclasses
+import hashlib
+import inspect
+import math
+import textwrap
+import weakref
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ...model.additions import ImagePrompt
+from .patches import REPLACED
+
+ATTENTION = "attn2"
+# lib_ipadapter's CrossAttentionPatch of Forge (June 2025) and Forge Neo 2.26, as Python 3.10 and later ones write it.
+KNOWN = {"8e182e7ffcc7ecf0", "6fad6df6ee380c99"}
+QUERY = "{}.{}.transformer_blocks.{}.{}.to_q"
+MOST_BATCHES, MOST_LEVELS = 4, 4
+# What percent_to_sigma of the host returns for 0 and 1: at every step.
+ANY_SIGMA = (999999999.9, 0.0)
+
+
+class Part(NamedTuple):
+    """An image prompt, and between which sigmas it is there."""
+
+    prompt: ImagePrompt
+    sigmas: tuple[float, float]
+
+
+class ImagePrompts:
+    """Those of one UNet, kept while the same functions stand there, for the last kinds of batches."""
+
+    def __init__(self) -> None:
+        self._functions: list[Callable[[], Any]] = []
+        self._places: tuple[Any, ...] = ()
+        self._parts: dict[tuple[Any, ...], list[Part] | None] = {}
+
+    def read(self, unet: nn.Module, options: Mapping[str, Any], latent: Tensor) -> tuple[ImagePrompt, ...] | None:
+        """One for each adapter at this step's sigma; None where something else stands for cross attentions, or an
+        adapter is used in a way that only the host knows. options: the call's transformer_options."""
+        functions = (options.get(REPLACED) or {}).get(ATTENTION)
+        if not functions or not all(map(is_known, set(map(type, functions.values())))):
+            return None
+        # Further adapters are added to the functions of the first.
+        places = tuple((key, len(function.weights)) for key, function in functions.items())
+        if self._places != places or any(
+            known() is not function for known, function in zip(self._functions, functions.values(), strict=True)
+        ):
+            self._functions, self._places, self._parts = list(map(weakref.ref, functions.values())), places, {}
+        order = tuple(options.get("cond_or_uncond") or ())
+        batch = order, latent.shape, latent.dtype, latent.device
+        if batch not in self._parts:
+            # Both prompts at once, or one after the other; each before and after a hires fix.
+            self._parts = {**dict(list(self._parts.items())[1 - MOST_BATCHES:]), batch: parts_of(
+                unet, functions, order, latent
+            )}
+        parts = self._parts[batch]
+        if parts is None or options.get("ad_params") is not None:
+            return None
+        return tuple(at_sigma(part, options.get("sigmas")) for part in parts)
+
+
+@lru_cache(maxsize=64)
+def is_known(kind: type) -> bool:
+    """Whether a class's source is one that we know."""
+    return source_digest(kind.__call__) in KNOWN
+
+
+def source_digest(function: Any) -> str | None:
+    """Of what a function or its code does, however it is laid out; None where its source cannot be had."""
+    try:
+        source = textwrap.dedent(inspect.getsource(function))
+        return hashlib.sha256(ast.unparse(ast.parse(source)).encode()).hexdigest()[:16]
+    except (OSError, TypeError, SyntaxError):
+        return None
+
+
+def at_sigma(part: Part, sigmas: Tensor | None) -> ImagePrompt:
+    """The image prompt at a step: values of 0 add nothing. Does not wait for the GPU to tell the sigma."""
+    first, last = part.sigmas
+    if (first, last) == ANY_SIGMA:
+        return part.prompt
+    sigma = torch.tensor(ANY_SIGMA[0]) if sigmas is None else sigmas[0].double()
+    is_there = ((sigma <= first) & (sigma >= last)).to(part.prompt.key_values)
+    return dataclasses.replace(part.prompt, key_values=part.prompt.key_values * is_there)
+
+
+def parts_of(
+    unet: nn.Module, functions: Mapping[Any, Any], order: tuple[int, ...], latent: Tensor
+) -> list[Part] | None:
+    """The image prompts of every adapter in these functions, which stand at a place of the UNet each; None where only
+    the host knows what they do. order: whether each part of the batch is of the prompt (0) or the negative one (1)."""
+    first = next(iter(functions.values()))
+    count, rows = len(first.weights), latent.shape[0]
+    if not order or rows % len(order) or any(len(one.weights) != count for one in functions.values()):
+        return None
+    places = {key: queries_at(unet, key) for key in functions}
+    if not all(places.values()):
+        return None
+    found: list[Part] = []
+    for index in range(count):
+        settings = settings_of(first, index)
+        cond, uncond, mask, weight = first.conds[index], first.unconds[index], first.masks[index], first.weights[index]
+        if any(settings_of(one, index) != settings for one in functions.values()):
+            return None
+        # "original" is the one way in which the host's page uses them.
+        if not first.weight_type[index].startswith("original") or first.unfold_batch[index]:
+            return None
+        if cond.shape[0] != 1 or uncond.shape != cond.shape:
+            return None
+        tokens = torch.cat([cond, uncond])
+        projected: list[Tensor] = []
+        columns: dict[str, tuple[int, int]] = {}
+        width = 0
+        for key, one in functions.items():
+            layers = one.ipadapters[index].ip_layers.to_kvs
+            keys, values = layers[one.k_key](tokens), layers[one.v_key](tokens) * weight
+            projected += keys, values
+            taken = keys.shape[-1] + values.shape[-1]
+            columns |= dict.fromkeys(places[key], (width, taken))
+            width += taken
+        of_rows = [kind for kind in order for _ in range(rows // len(order))]
+        key_values = torch.cat(projected, dim=-1)[of_rows].to(latent)
+        masks = {} if mask is None else masks_of(mask, latent, len(order))
+        if masks is None:
+            return None
+        sigmas = float(first.sigma_start[index]), float(first.sigma_end[index])
+        found.append(Part(ImagePrompt(key_values, columns, masks), sigmas))
+    return found
+
+
+def settings_of(function: Any, index: int) -> tuple[Any, ...]:
+    """What of an adapter must be the same at every place."""
+    tensors = function.conds, function.unconds, function.masks, function.ipadapters
+    numbers = (
+        function.weights, function.weight_type, function.sigma_start, function.sigma_end, function.unfold_batch
+    )
+    return (*(id(of[index]) for of in tensors), *(of[index] for of in numbers))
+
+
+def queries_at(unet: nn.Module, key: tuple[Any, ...], attention: str = ATTENTION) -> list[str]:
+    """The paths of the queries of the attentions at a place: ("input", 4), or ("input", 4, 0) for one block."""
+    part, index, *block = key
+    stage_path = "middle_block" if part == "middle" else f"{part}_blocks.{index}"
+    stage: Any = unet.get_submodule(stage_path)
+    return [
+        QUERY.format(stage_path, place, number, attention)
+        for place, layer in enumerate(stage) if hasattr(layer, "transformer_blocks")
+        for number in range(len(layer.transformer_blocks)) if not block or number == block[0]
+    ]
+
+
+def masks_of(mask: Tensor, latent: Tensor, parts: int) -> dict[int, Tensor] | None:
+    """A mask, (images, height, width), for every size of the hidden states, (batch, tokens, 1) by their number, as the
+    host resizes it; None where that does not cover them. parts: of the batch."""
+    rows, (height, width) = latent.shape[0] // parts, latent.shape[-2:]
+    level, found = (height, width), dict[int, Tensor]()
+    for _ in range(MOST_LEVELS):
+        tokens = level[0] * level[1]
+        high = int(height / math.sqrt(height * width / tokens))
+        high += int(tokens % high != 0)
+        small = functional.interpolate(mask[:, None], size=(high, tokens // high), mode="bicubic")[:, 0]
+        small = torch.cat([small, small[-1:].repeat(max(0, rows - len(small)), 1, 1)])[:rows]
+        if small[0].numel() != tokens:
+            return None
+        found[tokens] = small.repeat(parts, 1, 1).flatten(1)[..., None].to(latent)
+        level = (level[0] + 1) // 2, (level[1] + 1) // 2
+    return found

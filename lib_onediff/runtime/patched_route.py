@@ -1,0 +1,107 @@
+"""The calls within which functions of other extensions run: by graphs of what lies between them, or operator by
+operator."""
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from torch import Tensor
+
+from .. import engines as backends
+from ..engines.graphs.cache import GraphCache
+from ..engines.graphs.capture import SegmentsRunner
+from ..engines.graphs.segments import DoesNotFit
+from ..engines.managed_unet import ManagedUNet
+from ..model.call import UNetCall
+from ..model.forward import Conditioning
+from ..model.patch_points import PatchPoints
+from ..shapes.table import Entry, State
+from .call_stats import GRAPH, PLAIN, CallResult
+from .verify import blame, computed_twice, relative_error, rounding_limit, state_of
+
+log = logging.getLogger("onediff")
+# A function may return another shape at some of a sampling's steps: graphs are recorded so many times in vain.
+MOST_MISFITS = 4
+WITHIN_FUNCTION = "a function of another extension calls the UNet while it runs within it"
+
+
+class PatchedRoute:
+    """Whoever calls holds the runtime's lock.
+
+    is_between_graphs: whether a function is being called between two graphs; what another call of the UNet computes
+    would lie over what the second is to read.
+    """
+
+    def __init__(self, graphs: GraphCache) -> None:
+        self._graphs = graphs
+        self.is_between_graphs = False
+
+    def run(
+        self, managed: ManagedUNet, entry: Entry, call: UNetCall, patches: PatchPoints,
+        conditioning: Conditioning | None, plainly: Callable[[], Tensor], why_not_better: str = "",
+    ) -> CallResult | str:
+        """The output, or why this backend does not serve the call. plainly: computes it operator by operator.
+        why_not_better: why the backend before did not."""
+        names, device = ", ".join(entry.key.patches), call.latent.device
+        within = f"other extensions compute within the UNet: {names}"
+        reason = "; ".join(filter(None, (within, why_not_better)))
+        rewind, has_graphs = None, backends.has_graphs(entry.key.backend, device)
+        if entry.state is State.COLD:
+            output = computed_twice(entry, plainly, patches.functions())
+            if output is None:
+                return blame(entry, f"what another extension computes within the UNet differs each time ({names})")
+        elif not has_graphs:
+            output = entry.own.time(device, plainly, PLAIN)
+        else:
+            replayed = self._replayed(managed, entry, call, conditioning)
+            if replayed is not None:
+                return CallResult(replayed, entry, GRAPH, reason, conditioning, call, None)
+            if entry.no_graph and entry.key.backend in backends.OUR_KERNELS:
+                # Operator by operator, PyTorch launches its own faster.
+                return entry.no_graph
+            reason = "; ".join(filter(None, (reason, entry.no_graph or entry.waits)))
+            rewind = None if entry.no_graph else state_of(device, patches.functions())
+            output = entry.own.time(device, lambda: self._graphs.measured(entry, plainly), PLAIN)
+        return CallResult(output, entry, PLAIN, reason, conditioning, call, None, rewind)
+
+    def _replayed(
+        self, managed: ManagedUNet, entry: Entry, call: UNetCall, conditioning: Conditioning | None
+    ) -> Tensor | None:
+        """The output by graphs; None where there are none for this call."""
+        runner = managed.runner(entry.key, conditioning)
+        if runner is None:
+            return None
+        self.is_between_graphs = True
+        try:
+            return entry.own.time(call.latent.device, lambda: runner.run(call), GRAPH)
+        except DoesNotFit as misfit:
+            log.debug("%s (%s)", misfit, entry.key, exc_info=True)
+            entry.misfits += 1
+            if entry.misfits >= MOST_MISFITS:
+                entry.no_graph = str(misfit)
+            self._graphs.drop({entry.key})
+            return None
+        finally:
+            self.is_between_graphs = False
+
+    def capture(
+        self, managed: ManagedUNet, result: CallResult, rewind: Callable[[], None], capture: Callable[[], None]
+    ) -> None:
+        """Make the graphs of a call that was just served without them, by capture(): the functions are called again,
+        set back to what they were (rewind), and what comes of that must be what the call was answered with."""
+        entry, call = result.entry, result.call
+        go_on = state_of(entry.key.device, () if call.patches is None else call.patches.functions())
+        rewind()
+        self.is_between_graphs = True
+        try:
+            capture()
+        finally:
+            self.is_between_graphs = False
+            go_on()
+        runner = managed.runner(entry.key, result.conditioning)
+        if not isinstance(runner, SegmentsRunner):
+            return
+        error = relative_error(runner.segments.output.nan_to_num(), result.output.nan_to_num())
+        if error > rounding_limit(entry.key.dtype, entry.key.device, entry.key.precision):
+            entry.no_graph = f"functions of other extensions do something else between graphs ({error:.1e})"
+            self._graphs.drop({entry.key})
