@@ -30,8 +30,9 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--model", metavar="FILE_OR_FOLDER",
         help="a .safetensors or .ckpt checkpoint, or a folder in diffusers' layout, of Stable Diffusion 1.x, 2.x or "
-        "XL; without it a small random model that needs no download",
+        "XL; without it the small emoji-sd where it is installed, else random weights",
     )
+    parser.add_argument("--random", action="store_true", help="without --model: a small model of random weights")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     parser.add_argument("--port", type=int, help="port to listen on (default: the first free one from 7860)")
     parser.add_argument("--data-dir", default=str(DEFAULT_DATA_DIR), help="where settings and images are kept")
@@ -94,7 +95,10 @@ def main(words: list[str] | None = None) -> int:
                 return 1
             with listener:
                 return run(arguments, listener, lambda: end_in_time(cache), stop)
-        except KeyboardInterrupt:
+        except BaseException:
+            # An interrupt while pydantic is imported comes out of Rust as something else.
+            if not stop.came:
+                raise
             return 0
 
 
@@ -135,7 +139,7 @@ def run(
 
     print("Loading the model ...", flush=True)
     try:
-        model = load_model(arguments.model)
+        model = load_model(arguments.model, arguments.random)
     except ModelProblem as problem:
         print(problem, file=sys.stderr)
         return 1

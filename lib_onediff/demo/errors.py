@@ -1,20 +1,11 @@
-"""What went wrong: as a sentence for the user, and on the console."""
+"""A model that cannot be loaded, and what goes wrong on the console."""
 from __future__ import annotations
 
 import sys
 import textwrap
 import traceback
 
-from fastapi import HTTPException
-
 from ..logs import debug_wanted
-
-
-class Refusal(HTTPException):
-    """The host does not do what was asked; the detail is a sentence for the user."""
-
-    def __init__(self, sentence: str, status: int = 422) -> None:
-        super().__init__(status, sentence)
 
 
 class ModelProblem(Exception):

@@ -8,7 +8,7 @@ from typing import Any
 
 from PIL import Image, ImageFilter, ImageOps, PngImagePlugin, UnidentifiedImageError
 
-from .errors import Refusal
+from .refusal import Refusal
 
 INFOTEXT_CHUNK = "parameters"
 FORMATS = ("PNG", "JPEG", "WEBP")

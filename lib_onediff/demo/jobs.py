@@ -15,13 +15,13 @@ import torch
 from fastapi import Request
 
 from . import errors, limits
-from .errors import Refusal
 from .images import png_bytes
 from .modules import paths, shared
 from .modules.call_queue import queue_lock
 from .modules.devices import NansException, torch_gc
 from .modules.processing import Processed, process_images
 from .modules.shared import STOP
+from .refusal import Refusal
 
 MOST_WAITING = 64
 SECONDS_BETWEEN_LOOKS = 0.2

@@ -4,8 +4,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .errors import Refusal
 from .modules import sd_samplers
+from .refusal import Refusal
 
 SIZE_STEP = 8
 SMALLEST_SIDE, LARGEST_SIDE = 64, 2048

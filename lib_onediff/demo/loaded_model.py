@@ -6,8 +6,8 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
-from .errors import Refusal
 from .prompts import is_sdxl
+from .refusal import Refusal
 
 LATENT_CHANNELS = 4
 

@@ -1,4 +1,4 @@
-"""Loading a model: a diffusers folder, a single checkpoint file, or the small random one that ships as code."""
+"""Loading a model: a diffusers folder, a single checkpoint file, the one that ships with us, or a random one."""
 from __future__ import annotations
 
 import textwrap
@@ -17,17 +17,20 @@ from .single_file import load_checkpoint, safetensors_shapes
 from .tiny_model import tiny_sd15_pipeline
 
 DEMO_NAME = "random-tiny-sd15"
+# Trained by lib_onediff.demo.train. Installed as an extension, OneDiff may come without it.
+SHIPPED = Path(__file__).with_name("emoji-sd")
 CHECKPOINT_ENDINGS = (".safetensors", ".ckpt")
 
 
-def load_model(path: str | None) -> LoadedModel:
-    """The model at path, on the host's device; without a path the random demo model.
+def load_model(path: str | None, random: bool = False) -> LoadedModel:
+    """The model at path, on the host's device; without a path the one that ships with us, or, where that is missing or
+    random weights are asked for, the random demo model.
 
     Raises ModelProblem with a sentence for the user when there is no such model or it cannot be loaded.
     """
-    if path is None:
+    if path is None and (random or not SHIPPED.is_dir()):
         return place(tiny_sd15_pipeline(), DEMO_NAME)
-    location = Path(path).expanduser()
+    location = SHIPPED if path is None else Path(path).expanduser()
     if location.is_dir():
         return place(load_folder(location), location.resolve().name)
     if not location.exists():

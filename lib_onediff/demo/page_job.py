@@ -10,9 +10,9 @@ from typing import Any
 import gradio as gr
 
 from . import rest
-from .errors import Refusal
 from .jobs import make_images
 from .modules.processing import Processed
+from .refusal import Refusal
 
 SECONDS_BETWEEN_LOOKS = 0.2
 UNCHANGED = gr.update()

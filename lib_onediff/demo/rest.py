@@ -10,11 +10,11 @@ from fastapi import APIRouter, Request, Response
 
 from ..api.answers import BoundedRequest, SentenceRoute, json_answer
 from ..api.routes import PROBLEMS, described
-from .errors import Refusal
 from .gate import LARGEST_BODY
 from .images import to_base64
 from .jobs import Client, WaitingRoom, make_images
 from .modules import processing, scripts, sd_samplers, shared
+from .refusal import Refusal
 from .rest_models import GenerationRequest, GenerationResponse, Img2ImgRequest, Txt2ImgRequest
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from .errors import Refusal
 from .images import from_base64
+from .refusal import Refusal
 
 NOT_SERVED = {
     "enable_hr": "hires fix",

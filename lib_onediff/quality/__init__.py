@@ -1,8 +1,7 @@
 """How two images differ: in numbers, in words, and as an image. Pure functions of pixels."""
 from __future__ import annotations
 
-from .comparison import ImageComparison, compare
-from .difference import Difference, difference_map
+from .comparison import Difference, ImageComparison, compare, difference_map
 from .measures import require_scikit_image
 from .pixels import pixels_of
 

@@ -1,9 +1,11 @@
-"""Two images compared: the numbers, and a sentence."""
+"""Two images compared: the numbers, a sentence, and where they differ as an image."""
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from .measures import psnr, require_scikit_image, ssim
 from .pixels import WHITE, pair_of
@@ -15,6 +17,8 @@ CLOSE_SSIM = 0.98
 # Below so many decibels two images share no more than two of other prompts do, which are at 10 to 13 dB. Noise that
 # nobody overlooks, of 32 in 255, is at 18 dB.
 DIFFERENT = 14.0
+# Of a difference that is shown.
+MOST_GAIN = 64
 
 
 @dataclass(frozen=True)
@@ -43,16 +47,16 @@ class ImageComparison:
             return "Identical: every pixel is the same."
         if self.washed_out:
             return (
-                f"Washed out: saturation {percent(self.shift.saturation)}, contrast {percent(self.shift.contrast)}, "
-                f"lightness {signed(self.shift.lightness)}."
+                f"The second image is paler: saturation {percent(self.shift.saturation)}, "
+                f"contrast {percent(self.shift.contrast)}, lightness {signed(self.shift.lightness)}."
             )
         if self.psnr >= INVISIBLE:
-            return f"Not to be seen: the largest difference is {self.largest:.0f} of {WHITE}."
+            return f"No difference can be seen: colours differ by at most {self.largest:.0f} of {WHITE}."
         if self.ssim >= CLOSE_SSIM:
-            return "The same image, with fine differences."
+            return "The same image; only fine details differ."
         if self.psnr < DIFFERENT:
-            return f"Different images: a channel differs by {self.mean:.0f} of {WHITE} on average."
-        return "The images differ in detail."
+            return "Two different images."
+        return "The same scene, but details differ clearly."
 
     def as_dict(self) -> dict[str, Any]:
         """The numbers under plain names, for JSON; an infinite PSNR is None."""
@@ -91,3 +95,35 @@ def rounded(value: float, digits: int) -> str:
     """With its sign, but for what is nothing after rounding."""
     text = f"{value:+.{digits}f}"
     return text[1:] if float(text) == 0 else text
+
+
+@dataclass(frozen=True)
+class Difference:
+    """image: a PIL image of the absolute difference of each channel times gain, black where the images agree."""
+
+    image: Any
+    gain: int
+
+
+def difference_map(first: Any, second: Any, gain: int | None = None) -> Difference:
+    """The difference of two images of one size (see pixels.pixels_of), as an image.
+
+    gain: how much it is amplified; by default the highest power of two, up to 64, at which nothing is cut off.
+    """
+    from PIL import Image
+
+    one, other = pair_of(first, second)
+    difference = (one - other).abs()
+    if gain is None:
+        gain = gain_for(difference.max().item())
+    values = (difference * (gain * WHITE)).round().clamp(0, WHITE).to(torch.uint8).contiguous()
+    data = bytes(values.flatten().tolist())
+    return Difference(Image.frombytes("RGB", (values.shape[1], values.shape[0]), data), gain)
+
+
+def gain_for(largest: float) -> int:
+    """The highest power of two up to MOST_GAIN that keeps largest times it at 1 or below."""
+    gain = 1
+    while gain < MOST_GAIN and 2 * gain * largest <= 1:
+        gain *= 2
+    return gain

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 from ...hosts.diffusers import schedule as diffusers_schedule
 from ...hosts.diffusers import unet as diffusers_host
 from ...hosts.diffusers import vae as diffusers_decoder
-from ...hosts.webui import PROMPT_NOISE, CannotWarm, Result, network_name
+from ...hosts.webui import PROMPT_NOISE, CannotWarm, Result, WebUI, network_name
 from ...model.layout import UNetLayout, UnsupportedUNet
 from ...runtime.runtime import runtime
 
@@ -24,7 +23,7 @@ MIDDLE_OF_THE_SCHEDULE = 500
 NUMBERS_OF_A_LABEL = {False: 6, True: 5}
 
 
-class Standalone:
+class Standalone(WebUI):
     """The adapter; see hosts.webui.WebUI."""
 
     name, release = "standalone", "OneDiff's own WebUI"
@@ -67,19 +66,11 @@ class Standalone:
         # diffusers calls the UNet's own forward, which nobody bypasses here.
         runtime.vae.end_run()
 
-    def data_folder(self) -> Path:
-        from modules import paths
-
-        return Path(paths.data_path)
-
     def why_not_served(self) -> str | None:
         model = loaded_model()
         if model is None or unet_of(model) is not None:
             return None
         return f"{type(model).__name__} has no UNet2DConditionModel"
-
-    def notes(self) -> list[str]:
-        return []
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
         unet = unet_of(loaded_model())

@@ -186,6 +186,8 @@ def process_images_inner(p: StableDiffusionProcessing) -> Processed:
             images.append(image)
         shared.state.nextjob()
 
+    if images and shared.state.interrupted:
+        p.comment("Interrupted: the last image is unfinished.")
     processed = Processed(p, images, infotexts)
     if p.scripts is not None:
         p.scripts.postprocess(p, processed)

@@ -5,7 +5,7 @@ import importlib.util
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import Refusal
+from ..refusal import Refusal
 
 AUTOMATIC, UNIFORM, KARRAS = "Automatic", "Uniform", "Karras"
 SCHEDULES = (AUTOMATIC, UNIFORM, KARRAS)

@@ -1,0 +1,116 @@
+"""A judge of emoji: which are in an image, on which background, and how far two images are apart in its eyes.
+
+It is a small classifier. Its features make a distance like LPIPS (Zhang et al. 2018): normalised in each place over
+the channels, compared, averaged over places, added over depths; without weights learned from people.
+"""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+SIDE = 128
+WIDTHS = (32, 64, 128, 192)
+BLOCKS = (1, 1, 2, 1)
+LARGEST_BYTE, SCALE = 127, ".scale"
+
+
+class Residual(nn.Module):
+    """A depthwise convolution and a perceptron per place, added to the input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(width, width, 5, padding=2, groups=width, bias=False), nn.BatchNorm2d(width),
+            nn.Conv2d(width, 3 * width, 1), nn.GELU(), nn.Conv2d(3 * width, width, 1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values + self.layers(values)
+
+
+class Judge(nn.Module):
+    """names: of the emoji that it knows; backgrounds: of those it knows."""
+
+    def __init__(self, names: list[str], backgrounds: list[str]) -> None:
+        super().__init__()
+        self.names, self.backgrounds = names, backgrounds
+        before = 3
+        stages = []
+        for width, blocks in zip(WIDTHS, BLOCKS, strict=True):
+            shrink = nn.Conv2d(before, width, 3, stride=2, padding=1, bias=False)
+            stages.append(nn.Sequential(
+                shrink, nn.BatchNorm2d(width), nn.GELU(), *(Residual(width) for _ in range(blocks))
+            ))
+            before = width
+        self.stages = nn.ModuleList(stages)
+        self.emoji = nn.Linear(before, len(names))
+        self.ground = nn.Linear(before, len(backgrounds))
+
+    def features(self, images: Tensor) -> list[Tensor]:
+        """images: (n, 3, height, width) from -1 to 1."""
+        found = []
+        for stage in self.stages:
+            images = stage(images)
+            found.append(images)
+        return found
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of the emoji and of the background. images: of any size, from -1 to 1."""
+        last = self.features(at_its_size(images))[-1]
+        return self.emoji(last.amax((2, 3))), self.ground(last.mean((2, 3)))
+
+    def distance(self, first: Tensor, second: Tensor) -> Tensor:
+        """(n,): 0 for equal images. Both of one size, from -1 to 1."""
+        pairs = zip(self.features(first), self.features(second), strict=True)
+        return torch.stack([
+            (unit(one.float()) - unit(other.float())).square().sum(1).mean((1, 2)) for one, other in pairs
+        ]).sum(0)
+
+    def save(self, file: Path) -> None:
+        """A byte a weight, scaled for each row, and float32 for what has no rows."""
+        from safetensors.torch import save_file
+
+        stored: dict[str, Tensor] = {}
+        for name, value in self.state_dict().items():
+            if value.ndim > 1:
+                rows = value.flatten(1)
+                scale = rows.abs().amax(1, keepdim=True).clamp_min(1e-8) / LARGEST_BYTE
+                stored[name] = (rows / scale).round().to(torch.int8).view_as(value)
+                stored[name + SCALE] = scale[:, 0].contiguous()
+            else:
+                stored[name] = value.float() if value.is_floating_point() else value
+        save_file(stored, file, {"names": "\n".join(self.names), "backgrounds": "\n".join(self.backgrounds)})
+
+
+def load_judge(file: Path, device: Any = "cpu") -> Judge:
+    """A judge that was saved, in float32."""
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as read:
+        lists = read.metadata()
+        stored = {name: read.get_tensor(name) for name in read.keys()}
+    judge = Judge(lists["names"].split("\n"), lists["backgrounds"].split("\n"))
+    weights = {}
+    for name in judge.state_dict():
+        value = stored[name]
+        if name + SCALE in stored:
+            value = value.float() * stored[name + SCALE].view(-1, *[1] * (value.ndim - 1))
+        weights[name] = value
+    judge.load_state_dict(weights)
+    return judge.to(device).eval().requires_grad_(False)
+
+
+def at_its_size(images: Tensor) -> Tensor:
+    """The size that it was trained at, without aliasing."""
+    if images.shape[-2:] == (SIDE, SIDE):
+        return images
+    return functional.interpolate(images, (SIDE, SIDE), mode="bilinear", antialias=True, align_corners=False)
+
+
+def unit(values: Tensor) -> Tensor:
+    return values / (values.norm(dim=1, keepdim=True) + 1e-6)
