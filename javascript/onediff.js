@@ -28,6 +28,13 @@ window.onediff = (() => {
         for (const box of boxes) box.checked = selectedKeys.has(box.value);
         const shown = new Set(boxes.map((box) => box.value));
         if (boxes.length) for (const key of selectedKeys) if (!shown.has(key)) selectedKeys.delete(key);
+        for (const [name, waits] of Object.entries(waiting([...shown]))) {
+            const button = find(`#onediff_${name}`);
+            if (!button || button.disabled === waits) continue;
+            const hadFocus = button === document.activeElement;
+            button.disabled = waits;
+            if (hadFocus) nearest().focus();
+        }
         const every = find("input[data-onediff-every]");
         if (every) every.checked = boxes.length > 0 && selectedKeys.size === boxes.length;
         for (const details of all("details[data-onediff-key]")) details.open = openKeys.has(details.dataset.onediffKey);
@@ -40,8 +47,22 @@ window.onediff = (() => {
         moveFocus();
     }
 
+    // Name of a button to whether there is nothing that it could be for.
+    function waiting(keys) {
+        const none = selectedKeys.size === 0, empty = keys.length === 0;
+        const models = new Set(keys.map((key) => key.slice(key.indexOf(" "))));
+        return {
+            pin: none, unpin: none, purge: none, purge_all: empty, release: empty,
+            // Of which model: the list above the table says it, or there is one alone.
+            purge_model: models.size !== 1,
+        };
+    }
+
     // The browser takes the focus from what was hidden or removed only later.
     const isLost = () => document.activeElement === null || document.activeElement.offsetParent === null;
+
+    // Where the keyboard goes on from a button that is disabled now.
+    const nearest = () => find(".onediff-table") || find("#onediff_prewarm");
 
     function moveFocus() {
         const question = find("#onediff_purge_keep");
@@ -51,7 +72,7 @@ window.onediff = (() => {
                 question.focus();
             }
         } else if (asking !== null) {
-            if (isLost()) asking.focus();
+            if (isLost()) (asking.disabled ? nearest() : asking).focus();
             asking = null;
         }
         if (focused && isLost()) {

@@ -1,15 +1,20 @@
-/* The accordion: its controls write into the text box of changed options, which is what a run reads; that box completes
-   the names of options; and the page is asked for what has changed elsewhere when somebody comes to the accordion.
-   The server's half is lib_onediff/ui/accordion.py and controls.py. */
+/* The accordion, and the sides of a comparison: their controls write into the text box of changed options, which is what
+   a run reads; that box completes the names of options; and the page is asked for what has changed elsewhere when
+   somebody comes to the accordion. The server's half is lib_onediff/ui/accordion.py and controls.py. */
 "use strict";
 
 window.onediffAccordion = (() => {
-    // Name of an option to its value without the text box, the words that it takes, and whether presets set it.
-    function options(tab) {
-        const told = document.querySelector(`#onediff_${tab}_told [data-onediff-options]`);
-        return told ? JSON.parse(told.dataset.onediffOptions) : {};
+    // run: the preset and the text that stand under the controls. options: name of an option to its value without the
+    // text box, the words that it takes, and whether presets set it.
+    const answer = (tab) => document.querySelector(`#onediff_${tab}_told [data-onediff-run]`);
+    function known(tab) {
+        const told = answer(tab);
+        return told ? JSON.parse(told.dataset.onediffRun) : {};
     }
 
+    const options = (tab) => known(tab).options || {};
+
+    const TABS = ["txt2img", "img2img", "compare_left", "compare_right"];
     const partsOf = (text) => text.split(/[;\n]/).map((part) => part.trim()).filter((part) => part);
     const nameOf = (part) => part.split(/[\s=]/)[0];
 
@@ -20,8 +25,8 @@ window.onediffAccordion = (() => {
     }
 
     function presetChosen(tab, text) {
-        const known = options(tab);
-        return partsOf(text).filter((part) => !(known[nameOf(part)] || {}).of_presets).join("; ");
+        const named = options(tab);
+        return partsOf(text).filter((part) => !(named[nameOf(part)] || {}).of_presets).join("; ");
     }
 
     // --- completing names and values ---
@@ -45,8 +50,8 @@ window.onediffAccordion = (() => {
 
     for (const coming of ["focusin", "input"]) document.addEventListener(coming, (event) => {
         const box = event.target.closest && event.target.closest("[id^=onediff_][id$=_changes]");
-        const tab = box && box.id.match(/^onediff_(txt2img|img2img)_changes$/);
-        if (tab && event.target.matches("input")) complete(event.target, tab[1]);
+        const tab = box && TABS.find((name) => box.id === `onediff_${name}_changes`);
+        if (tab && event.target.matches("input")) complete(event.target, tab);
     });
 
     // --- what has changed elsewhere ---
@@ -56,13 +61,56 @@ window.onediffAccordion = (() => {
         const accordion = event.target.closest && event.target.closest(".onediff-accordion");
         // A click opens it: the pointer may have come before the page could ask.
         if (accordion && (accordion !== visited || event.target.closest(".label-wrap") && event.type === "click")) {
-            const ask = accordion.querySelector("[id$=_preset_ask]");
+            const ask = accordion.querySelector("[id$=_ask]");
             if (ask) ask.click();
         }
         visited = accordion;
     }
 
     for (const coming of ["pointerover", "focusin", "click"]) document.addEventListener(coming, visit);
+
+    // --- answers that overtook one another ---
+
+    // By place: the answer that did not fit and what the fields were, so that nothing is asked for twice.
+    const asked = {};
+    const field = (id) => document.querySelector(`#${id} input`);
+    function askAgain(tab) {
+        const told = answer(tab), run = known(tab).run;
+        const fields = [field(`onediff_${tab}_preset`) || field(`onediff_${tab}`), field(`onediff_${tab}_changes`)];
+        // Nobody is corrected while typing.
+        if (!run || !fields.every(Boolean) || fields[1] === document.activeElement) return;
+        const now = JSON.stringify(fields.map((each) => each.value)), last = asked[tab] || {};
+        if (JSON.stringify(run) === now || last.told === told && last.now === now) return;
+        asked[tab] = {told, now};
+        document.getElementById(`onediff_${tab}_ask`).click();
+    }
+
+    setInterval(() => TABS.forEach(askAgain), 1000);
+
+    // --- for the keyboard and for screen readers ---
+
+    // gradio 3 makes an accordion's title of what no key reaches.
+    document.addEventListener("keydown", (event) => {
+        if (["Enter", " "].includes(event.key) && event.target.matches(".onediff-accordion div.label-wrap")) {
+            event.preventDefault();
+            event.target.click();
+        }
+    });
+
+    // Nor does it name a slider's number field; parts of the page come later.
+    setInterval(() => {
+        for (const title of document.querySelectorAll(".onediff-accordion div.label-wrap")) {
+            title.tabIndex = 0;
+            title.role = "button";
+            title.ariaExpanded = title.classList.contains("open");
+        }
+        const ours = ".onediff-accordion, #tab_onediff, #settings_onediff";
+        for (const field of document.querySelectorAll(`:is(${ours}) input[type=number]`)) {
+            if (field.ariaLabel || field.labels.length) continue;
+            const label = field.parentElement.querySelector("label");
+            if (label) field.ariaLabel = label.innerText.trim();
+        }
+    }, 1000);
 
     return {changed, presetChosen};
 })();

@@ -14,6 +14,7 @@ from lib_onediff.options.presets import all_presets
 from lib_onediff.options.settings import Settings
 from lib_onediff.prewarm.idle import IdleWarmUp
 from lib_onediff.prewarm.presets import Wanted, most_used
+from lib_onediff.prewarm.readiness import Readiness
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.freed_memory import give_back_freed_memory
 from lib_onediff.runtime.runtime import runtime
@@ -32,6 +33,7 @@ guard = runtime.guard
 guard.forget()
 webui = this_webui()
 warmup = WarmUp(webui, runtime)
+readiness = Readiness(webui, warmup, runtime)
 
 
 def most_used_now() -> list[Wanted]:
@@ -57,14 +59,22 @@ def follow_settings() -> None:
 
 @guard.hook("looking at a loaded checkpoint")
 def model_loaded(sd_model: Any) -> None:
-    if runtime.settings.enabled:
-        webui.model_loaded(sd_model)
-        give_back_freed_memory()
-        idle.disturb()
-        warmup.add(parse_sizes(runtime.settings.prewarm), "settings")
-        wanted = most_used(runtime.history.used(), webui.model_name(sd_model), runtime.settings.prewarm_most_used)
-        for size, tokens in wanted:
-            warmup.add([size], "most used", tokens=tokens)
+    try:
+        if runtime.settings.enabled:
+            prepare(sd_model)
+    finally:
+        readiness.checkpoint_loaded()
+
+
+def prepare(sd_model: Any) -> None:
+    """Serve a checkpoint, and queue what it wants ready."""
+    webui.model_loaded(sd_model)
+    give_back_freed_memory()
+    idle.disturb()
+    warmup.add(parse_sizes(runtime.settings.prewarm), "settings")
+    wanted = most_used(runtime.history.used(), webui.model_name(sd_model), runtime.settings.prewarm_most_used)
+    for size, tokens in wanted:
+        warmup.add([size], "most used", tokens=tokens)
 
 
 def stop() -> None:
@@ -136,7 +146,7 @@ class OneDiffScript(scripts.Script):
         except ValueError as problem:
             settings, why_off = Settings(enabled=False), f"{problem} OneDiff is off for this run."
             run_settings.tell(p, why_off)
-        p.extra_generation_params[infotext.KEY] = infotext.describe(settings)
+        run_settings.describe(p, settings)
         run_settings.use_for_sampling(p, settings, why_off)
 
     @guard.hook("the beginning of a sampling", in_generation=True)
@@ -176,7 +186,7 @@ def tabs() -> list[tuple[Any, str, str]]:
 def add_routes(app: Any) -> None:
     from lib_onediff import api
 
-    api.add_routes(app, shared.cmd_opts, runtime, warmup, webui, current_status)
+    api.add_routes(app, shared.cmd_opts, runtime, warmup, webui, current_status, readiness.why_not)
 
 
 @guard.hook("keeping other sites' pages from the events of the page")
@@ -196,11 +206,13 @@ def start(page: Any, app: Any) -> None:
 def open_cache() -> None:
     runtime.open_cache(chosen_folder() or webui.data_folder() / CACHE_FOLDER)
     settings_tab.tell_of_stored_folder(shared.opts)
+    settings_tab.tell_of_trouble()
 
 
 # The page comes later, and with --nowebui never; a model may be loaded before it.
 guard.attempt("reading the settings", lambda: runtime.configure(settings_tab.stored_settings(shared.opts)))
 open_cache()
+guard.attempt("looking for a checkpoint", readiness.look_around)
 follow_settings()
 register((
     (script_callbacks.on_model_loaded, model_loaded), (script_callbacks.on_script_unloaded, stop),

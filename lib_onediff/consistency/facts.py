@@ -15,7 +15,7 @@ import torch
 from ..ops.inductor.artifact import IN_STORE
 from ..options.settings import Settings
 from ..store.machine import Fingerprint
-from .report import Facts, as_fact
+from .report import Facts, as_fact, as_words
 
 UNKNOWN = "not known to this torch"
 UNREADABLE = "not to be read"
@@ -122,7 +122,7 @@ def onediff_facts(settings: Settings, status: Mapping[str, Any], tuned: Mapping[
             "Tuned choices": digest(tuned),
         },
         "OneDiff settings": {
-            option.name: as_fact(getattr(settings, option.name)) for option in fields(Settings)
+            option.name: as_words(getattr(settings, option.name)) for option in fields(Settings)
         },
     }
 

@@ -9,6 +9,7 @@ The first line never changes its form; a section or a fact that a reader does no
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 # Section to name to value, in the order in which they are shown.
@@ -21,6 +22,18 @@ SECTION = re.compile(r"\[([^\[\]]+)\]")
 LONGEST_VALUE, MOST_LINES = 160, 2000
 NOTHING = "none"
 SWITCHES = {True: "on", False: "off"}
+CHANGES_IMAGES, CHANGES_DIGITS, CHANGES_NOTHING = range(3)
+# Another model, other options of the WebUI, and OneDiff's lossy options.
+SECTIONS_OF_IMAGES = {"Model", "WebUI options"}
+NAMES_OF_IMAGES = {
+    "deepcache_interval", "deepcache_depth", "deepcache_start", "deepcache_end", "deepcache_schedule",
+    "deepcache_center", "deepcache_power", "deepcache_hires", "fp8", "matmul_accumulation", "convolution_accumulation",
+}
+# What says how much there is, or when it is made.
+NAMES_OF_NOTHING = {
+    "System", "GPU memory", "Python", "verify", "own_presets", "memory_budget", "prewarm",
+    "prewarm_most_used", "idle_prewarm",
+}
 PATH_SEPARATORS = re.compile(r"[/\\]")
 
 
@@ -58,27 +71,53 @@ def parse(text: str) -> Facts:
     return facts
 
 
-def differences(mine: Facts, theirs: Facts) -> list[str]:
-    """One line for every fact that is not the same in both, in the order of mine; empty where nothing differs."""
+@dataclass(frozen=True)
+class Line:
+    """A fact that differs. rank: CHANGES_IMAGES, CHANGES_DIGITS or CHANGES_NOTHING."""
+
+    text: str
+    rank: int
+
+
+def rank_of(section: str, name: str) -> int:
+    """What a fact does to an image where it differs. What is not known may change digits."""
+    if section in SECTIONS_OF_IMAGES or name in NAMES_OF_IMAGES:
+        return CHANGES_IMAGES
+    return CHANGES_NOTHING if name in NAMES_OF_NOTHING else CHANGES_DIGITS
+
+
+def differences(mine: Facts, theirs: Facts) -> list[Line]:
+    """One line for every fact that is not the same in both, those that change images first and then in the order of
+    mine; empty where nothing differs."""
     lines = []
     for section in {**mine, **theirs}:
         here, there = mine.get(section, {}), theirs.get(section, {})
         for name in {**here, **there}:
             if here.get(name) != there.get(name):
                 values = f"here {here.get(name, 'not told')}, there {there.get(name, 'not told')}"
-                lines.append(f"{section}, {name}: {values}")
-    return lines
+                lines.append(Line(f"{section}, {name}: {values}", rank_of(section, name)))
+    return sorted(lines, key=lambda line: line.rank)
 
 
 def as_fact(value: Any) -> str:
     """A value as a report shows it: one short line, and of a path only the last part."""
+    return shortened(PATH_SEPARATORS.split(line_of(value))[-1])
+
+
+def as_words(value: Any) -> str:
+    """A value that is no path, such as a user's own text, as a report shows it: one short line."""
+    return shortened(line_of(value))
+
+
+def line_of(value: Any) -> str:
     if isinstance(value, bool):
         return SWITCHES[value]
-    if value is None or value == "" or value == []:
-        return NOTHING
     if isinstance(value, (list, tuple)):
         return ", ".join(map(as_fact, value))
     if isinstance(value, float):
         return f"{value:g}"
-    line = " ".join(str(value).split())
-    return PATH_SEPARATORS.split(line)[-1][:LONGEST_VALUE].strip() or NOTHING
+    return "" if value is None else " ".join(str(value).split())
+
+
+def shortened(line: str) -> str:
+    return line[:LONGEST_VALUE].strip() or NOTHING

@@ -8,7 +8,7 @@ but not the sums.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,6 +188,12 @@ def remark(option: str, value: str | bool, machine: Machine | None = None) -> st
     return None
 
 
+def without_effect(values: Mapping[str, str | bool]) -> list[str]:
+    """The options in values that change nothing on this machine."""
+    machine = Machine.now()
+    return [option for option, value in values.items() if why_no_effect(option, value, machine)]
+
+
 def described(
     values: Mapping[str, str | bool], machine: Machine | None = None, dtype: torch.dtype | None = None
 ) -> dict[str, str]:
@@ -200,17 +206,3 @@ def described(
         if said:
             found[option] = said
     return found
-
-
-def note(option: str, choices: Sequence[str], machine: Machine | None = None) -> str:
-    """What the settings tab adds to an option's explanation: which of its choices change nothing here, and why."""
-    machine = machine or Machine.now()
-    reasons: dict[str, list[str]] = {}
-    for choice in choices:
-        reason = why_no_effect(option, choice, machine)
-        if reason:
-            reasons.setdefault(reason, []).append(choice)
-    return " ".join(
-        f"Here {' and '.join(same)} {'change' if len(same) > 1 else 'changes'} nothing: {reason}"
-        for reason, same in reasons.items()
-    )

@@ -1,7 +1,7 @@
 """What an option is: a field of settings.Settings with what an interface needs to show it, its values, its words."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, field
 from difflib import get_close_matches
 from typing import Any
@@ -12,19 +12,20 @@ TYPE_NAMES = {bool: "True or False", int: "a whole number", float: "a number", s
 
 
 def option(
-    default: Any, label: str, explanation: str, choices: tuple[str, ...] = (), *,
-    bounds: tuple[float, float] | None = None, step: float | None = None,
-    per_run: bool = False, check: Callable[[Any], object] | None = None,
+    default: Any, label: str, explanation: str, choices: tuple[str, ...] = (), *, group: str = "",
+    bounds: tuple[float, float] | None = None, step: float | None = None, per_run: bool = False,
+    check: Callable[[Any], object] | None = None, no_effect_when: Mapping[str, tuple[Any, ...]] | None = None,
 ) -> Any:
     """A dataclass field that carries what a user interface needs to show it.
 
+    explanation: at most 90 characters; what is more stands in .readme. group: where it stands on the settings page.
     bounds: the least and the most that a number may be. step: what a slider between them moves by; 1 by default.
     per_run: one generation may be given another value. check: raises ValueError with a sentence for a value that is of
-    the right kind but makes no sense.
+    the right kind but makes no sense. no_effect_when: other options, and their values with which this one does nothing.
     """
     return field(default=default, metadata={
         "label": label, "explanation": explanation, "choices": choices, "bounds": bounds, "step": step or 1,
-        "per_run": per_run, "check": check,
+        "per_run": per_run, "check": check, "group": group, "no_effect_when": no_effect_when or {},
     })
 
 

@@ -35,13 +35,12 @@ PRESETS = (
     Preset(QUALITY, "Everything exact: images differ from the WebUI's own by rounding alone."),
     Preset(
         BALANCED,
-        "Every second step computes a small part of the UNet only: about twice as fast, and details may move.",
+        "Every second step computes a small part of the UNet: about twice as fast; details move.",
         {"deepcache_interval": 2},
     ),
     Preset(
         SPEED,
-        "Two of three steps compute a small part of the UNet only, matrix products are in FP8 where the GPU has it and "
-        "summed in half precision, and the VAE is decoded in fp16: fast drafts. Images lose detail.",
+        "Fast drafts: two of three steps compute a small part of the UNet. Images lose detail.",
         {
             "deepcache_interval": 3, "matmul_accumulation": "half", "convolution_accumulation": "half",
             "reduced_precision_reduction": "on", "tf32": "on", "vae_precision": "fp16", "fp8": True,

@@ -2,25 +2,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from typing import Any
 
 import gradio as gr
 
-from ..options.effects import described
-from ..options.infotext import describe
 from ..options.presets import AS_IN_SETTINGS
 from ..options.settings import Settings
 from ..prewarm.job import CANCELLED, DONE, FAILED, Job
 from ..prewarm.worker import WarmUp
-from ..runtime.runtime import runtime
 from ..shapes.sizes import Size
 from . import texts
-from .controls import HIRES, ROWS, a_control, connect_control, connect_preset, for_the_browser, shown_values
-from .events import HIDDEN, LIVE, QUIET, UNCHANGED, in_the_browser, kept_out_of_defaults, show_stream
+from .controls import HIRES, ROWS, a_control, a_text_of_changes, connect_controls
+from .events import LIVE, QUIET, UNCHANGED, in_the_browser, kept_out_of_defaults, show_stream
 from .progress import job_sentence, sentence, watch
-from .run_settings import AS_AT_FIRST, EXAMPLE
-from .settings_tab import label_of
+from .run_settings import AS_AT_FIRST
 
 SOURCE = "accordion"
 # A hidden text box of A1111 and Forge that gets the description of every generation. The visible line under the
@@ -66,17 +61,16 @@ def build_accordion(
             with gr.Row(visible=False, elem_id=HIRES_ROW.format(tab=tab)):
                 hires = a_control(tab, HIRES)
             with gr.Accordion(texts.ADVANCED, open=False, elem_id=f"onediff_{tab}_advanced"):
-                changes = gr.Textbox(
-                    changes_at_first, label=texts.CHANGES, placeholder=EXAMPLE, lines=1, max_lines=1,
-                    elem_id=f"onediff_{tab}_changes",
-                )
-            told = gr.HTML(elem_id=f"onediff_{tab}_told", elem_classes=LIVE)
-            gr.HTML(lambda: status_lines()[1], elem_id=STATUS.format(tab=tab), elem_classes=LIVE)
+                changes = a_text_of_changes(tab, texts.CHANGES, changes_at_first)
             with gr.Row(elem_classes="onediff-controls"):
                 kept_out_of_defaults(gr.Button(
                     texts.PREWARM, size="sm", scale=0, min_width=190, elem_id=PREWARM.format(tab=tab),
                 ))
                 gr.HTML(elem_id=PREWARM_RESULT.format(tab=tab), elem_classes=["onediff-beside", LIVE])
+            # What changes by itself stands last, in a place of its own (style.css): no control moves away.
+            with gr.Column(elem_classes="onediff-told"):
+                told = gr.HTML(elem_id=f"onediff_{tab}_told", elem_classes=LIVE)
+                gr.HTML(lambda: status_lines()[1], elem_id=STATUS.format(tab=tab), elem_classes=LIVE)
         arguments, controls = [enabled, preset, changes], [*by_words, *by_numbers, hires]
         connect_choices(tab, arguments, controls, told, presets, settings_of)
     return arguments
@@ -88,56 +82,18 @@ def connect_choices(
 ) -> None:
     """Say what the run will be and have the controls show it, and keep the list of presets as it is now: the user's own
     come and go, and OneDiff may be switched off in the settings meanwhile."""
-    enabled, preset, changes = arguments
-    names = [control.elem_id.removeprefix(f"onediff_{tab}_") for control in controls]
+    preset = arguments[1]
     shown = gr.State([AS_IN_SETTINGS, *presets()])
-    # javascript/onediff_accordion.js clicks it when somebody comes to the accordion.
-    ask = kept_out_of_defaults(gr.Button("", elem_id=f"{preset.elem_id}_ask", elem_classes=HIDDEN))
 
     def offer(shown: list[str]) -> tuple[Any, Any]:
         now = [AS_IN_SETTINGS, *presets()]
         # An update closes an open list.
         return (UNCHANGED, shown) if now == shown else (gr.update(choices=now), now)
 
-    def tell(*values: Any) -> list[Any]:
-        """What the run will be, and what the controls show of it."""
-        run, now = values[:len(arguments)], values[len(arguments):]
-        try:
-            base = settings_of(*run[:2], "")
-            settings = settings_of(*run)
-        except ValueError as problem:
-            return [sentence(texts.off_for_this_run(problem), wrong=True), *[UNCHANGED] * len(now)]
-        return [what_it_will_be(settings) + for_the_browser(base), *shown_values(names, settings, now)]
-
-    def tell_if_readable(*values: Any) -> list[Any]:
-        """While somebody types, what is not finished is no mistake yet."""
-        try:
-            settings_of(*values[:len(arguments)])
-        except ValueError:
-            return [UNCHANGED] * (1 + len(controls))
-        return tell(*values)
-
+    ask = connect_controls(tab, arguments, controls, told, settings_of, texts.off_for_this_run)
     # Pasting can set the list to a preset that is younger than the page.
     for event in (ask.click, preset.change):
         event(offer, inputs=[shown], outputs=[preset, shown], queue=False, **QUIET)
-    everything = {"inputs": [*arguments, *controls], "outputs": [told, *controls], "queue": False, **QUIET}
-    for event in (ask.click, enabled.change, preset.change, changes.submit, changes.blur):
-        event(tell, **everything)
-    changes.change(tell_if_readable, **everything)
-    connect_preset(tab, preset, changes)
-    for control in controls:
-        connect_control(tab, control, changes)
-
-
-def what_it_will_be(settings: Settings) -> str:
-    if not runtime.settings.enabled:
-        return sentence(texts.NOTHING_HERE_COUNTS, wrong=True)
-    without_effect = described({
-        name: getattr(settings, name) for name in [option.name for option in fields(settings)]
-        if getattr(settings, name) != getattr(Settings(), name)
-    })
-    notes = [f"{label_of(name)}: {said}" for name, said in without_effect.items()]
-    return sentence(" ".join([texts.this_run(describe(settings)), *notes]))
 
 
 def connect(component: Any, tab: str, status_lines: StatusLines, warmup: WarmUp) -> None:
@@ -157,7 +113,7 @@ def connect(component: Any, tab: str, status_lines: StatusLines, warmup: WarmUp)
 
 def connect_hires(tab: str) -> None:
     """Show what is of the hires pass only where there is one."""
-    row, ask = (find_component(name.format(tab=tab)) for name in (HIRES_ROW, "onediff_{tab}_preset_ask"))
+    row, ask = (find_component(name.format(tab=tab)) for name in (HIRES_ROW, "onediff_{tab}_ask"))
     checkbox = next(filter(None, (find_component(name.format(tab=tab)) for name in HIRES_CHECKBOXES)), None)
     if checkbox is None or row is None or ask is None:
         return
@@ -210,7 +166,7 @@ def size_of(width: Any, height: Any, batch: Any) -> Size:
     """The size that three sliders show. Raises ValueError with a sentence."""
     numbers = (width, height, batch)
     if any(number is None or number != int(number) for number in numbers):
-        raise ValueError("Width, height and batch size must be whole numbers.")
+        raise ValueError(texts.WHOLE_SIZES)
     return Size(*map(int, numbers))
 
 

@@ -1,5 +1,6 @@
-"""The accordion's sliders and lists. They hold nothing themselves: what a user moves is written into the text box of
-changed options, by javascript/onediff_accordion.js, and each shows what the run will be by that text.
+"""Sliders and lists of a run, in the accordion and for each side of a comparison. They hold nothing themselves: what a
+user moves is written into the text box of changed options, by javascript/onediff_accordion.js, and each shows what the
+run will be by that text.
 
 So a run has one source: the settings tab, then the preset, then the text, then what a client of the API gives.
 """
@@ -7,16 +8,23 @@ from __future__ import annotations
 
 import html
 import json
-from dataclasses import Field
+from collections.abc import Callable
+from dataclasses import Field, fields
 from typing import Any
 
 import gradio as gr
 
-from ..options.infotext import SWITCH, options_of_a_run
+from ..options.effects import described
+from ..options.infotext import SWITCH, describe, options_of_a_run
 from ..options.option import WORD_OF_BOOL, format_value
 from ..options.presets import preset_options
 from ..options.settings import Settings
-from .events import UNCHANGED, in_the_browser, kept_out_of_defaults
+from ..runtime.runtime import runtime
+from . import texts
+from .events import HIDDEN, QUIET, UNCHANGED, in_the_browser, kept_out_of_defaults
+from .progress import sentence
+from .run_settings import EXAMPLE
+from .settings_tab import label_of
 
 # Rows of options that have a control.
 ROWS = (("vae_precision", "fp8"), ("deepcache_interval", "deepcache_depth"))
@@ -38,19 +46,72 @@ def words_of(option: Field[Any]) -> list[str]:
     return [*WORD_OF_BOOL.values()] if isinstance(option.default, bool) else list(option.metadata["choices"])
 
 
-def connect_control(tab: str, control: Any, changes: Any) -> None:
-    """Write what the user chooses into the text box, at once: the next click may be on Generate."""
-    name = control.elem_id.removeprefix(f"onediff_{tab}_")
-    control.input(None, inputs=[changes, control], outputs=[changes], api_name=False, **in_the_browser(
-        f'(text, value) => onediffAccordion.changed("{tab}", "{name}", text, value)'
-    ))
+def a_text_of_changes(tab: str, label: str, value: str = "") -> Any:
+    """The text box that the controls write into."""
+    return gr.Textbox(
+        value, label=label, placeholder=EXAMPLE, lines=1, max_lines=1, elem_id=f"onediff_{tab}_changes",
+    )
 
 
-def connect_preset(tab: str, preset: Any, changes: Any) -> None:
-    """A preset sets all of its options: what was changed of them before goes."""
-    preset.input(None, inputs=[changes], outputs=[changes], api_name=False, **in_the_browser(
+def connect_controls(
+    tab: str, run: list[Any], controls: list[Any], told: Any, settings_of: Callable[..., Settings],
+    refused: Callable[[Exception], str], *asked: Callable[..., Any],
+) -> Any:
+    """Have the controls write the text box and show what the run will be, and told say it. Returns the hidden button
+    that asks for it, which javascript/onediff_accordion.js clicks.
+
+    run: the components that settings_of takes; the last two are the list of presets and the text box. refused: what to
+    say of a run that makes no sense. asked: further events at which to look.
+    """
+    *choices, changes = run
+    names = [control.elem_id.removeprefix(f"onediff_{tab}_") for control in controls]
+
+    def tell(*values: Any) -> list[Any]:
+        """What the run will be, and what the controls show of it."""
+        wanted, now = values[:len(run)], values[len(run):]
+        try:
+            base = settings_of(*wanted[:-1], "")
+            settings = settings_of(*wanted)
+        except ValueError as problem:
+            said = sentence(refused(problem), wrong=True) + for_the_browser({"run": wanted[-2:]})
+            return [said, *[UNCHANGED] * len(now)]
+        known = {"run": wanted[-2:], "options": known_options(base)}
+        return [what_it_will_be(settings) + for_the_browser(known), *shown_values(names, settings, now)]
+
+    def tell_if_readable(*values: Any) -> list[Any]:
+        """While somebody types, what is not finished is no mistake yet."""
+        try:
+            settings_of(*values[:len(run)])
+        except ValueError:
+            return [UNCHANGED] * (1 + len(controls))
+        return tell(*values)
+
+    ask = kept_out_of_defaults(gr.Button("", elem_id=f"onediff_{tab}_ask", elem_classes=HIDDEN))
+    everything = {"inputs": [*run, *controls], "outputs": [told, *controls], "queue": False, **QUIET}
+    for event in (ask.click, *asked, *(choice.change for choice in choices), changes.submit, changes.blur):
+        event(tell, **everything)
+    changes.change(tell_if_readable, **everything)
+    # A preset sets all of its options: what was changed of them before goes.
+    choices[-1].input(None, inputs=[changes], outputs=[changes], api_name=False, **in_the_browser(
         f'text => onediffAccordion.presetChosen("{tab}", text)'
     ))
+    for name, control in zip(names, controls, strict=True):
+        # At once: the next click may be on Generate.
+        control.input(None, inputs=[changes, control], outputs=[changes], api_name=False, **in_the_browser(
+            f'(text, value) => onediffAccordion.changed("{tab}", "{name}", text, value)'
+        ))
+    return ask
+
+
+def what_it_will_be(settings: Settings) -> str:
+    if not runtime.settings.enabled:
+        return sentence(texts.NOTHING_HERE_COUNTS, wrong=True)
+    without_effect = described({
+        name: getattr(settings, name) for name in [option.name for option in fields(settings)]
+        if getattr(settings, name) != getattr(Settings(), name)
+    })
+    notes = [f"{label_of(name)}: {said}" for name, said in without_effect.items()]
+    return sentence(" ".join([texts.this_run(describe(settings)), *notes]))
 
 
 def shown_values(names: list[str], settings: Settings, shown: tuple[Any, ...]) -> list[Any]:
@@ -60,11 +121,15 @@ def shown_values(names: list[str], settings: Settings, shown: tuple[Any, ...]) -
     return [UNCHANGED if word == now else word for word, now in zip(words, shown, strict=True)]
 
 
-def for_the_browser(base: Settings) -> str:
-    """What javascript/onediff_accordion.js needs to know. base: the run without the text box."""
+def known_options(base: Settings) -> dict[str, Any]:
+    """Every option of a run by name. base: the run without the text box."""
     in_presets = preset_options(base)
-    known = {
+    return {
         name: {"base": format_value(getattr(base, name)), "words": words_of(option), "of_presets": name in in_presets}
         for name, option in options_of_a_run().items() if name != SWITCH
     }
-    return f'<span hidden data-onediff-options="{html.escape(json.dumps(known))}"></span>'
+
+
+def for_the_browser(known: dict[str, Any]) -> str:
+    """What javascript/onediff_accordion.js needs: the preset and the text that are told of, and the options."""
+    return f'<span hidden data-onediff-run="{html.escape(json.dumps(known))}"></span>'

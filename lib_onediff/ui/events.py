@@ -15,6 +15,8 @@ import gradio as gr
 LIVE = "onediff-live"
 # In the page, but not to be seen.
 HIDDEN = "onediff-hidden"
+# A button that throws something away.
+DANGER = "onediff-danger"
 CONTROLS, ACTIONS = ["onediff-controls"], ["onediff-controls", "onediff-actions"]
 # No spinner over what is being renewed, and no entry in the page's API.
 QUIET: dict[str, Any] = {"show_progress": "hidden", "api_name": False}
@@ -59,6 +61,12 @@ def markup(name: str, *classes: str) -> gr.HTML:
 def nothing_seen() -> gr.Textbox:
     """What only stands for a value that JavaScript fills in."""
     return kept_out_of_defaults(gr.Textbox("", visible=False))
+
+
+def forget_when_changed(fields: list[Any], told: Any) -> None:
+    """What was said of these fields is over as soon as somebody changes one of them."""
+    for field in fields:
+        field.input(None, inputs=[], outputs=[told], api_name=False, **in_the_browser("() => ''"))
 
 
 class SharedGenerator:

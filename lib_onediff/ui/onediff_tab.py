@@ -18,6 +18,7 @@ from .compare.handlers import ComparePanel
 from .compare.tab import build_compare_page, build_facts_page
 from .compare.text_to_image import TextToImage, output_folder
 from .presets import PresetsPanel, Store, build_presets_page
+from .settings_form import build_settings_form
 
 TITLE, ELEM_ID = "OneDiff", "onediff"
 CACHE, PRESETS, COMPARE, CONSISTENCY = "Cache", "Presets", "Compare", "Consistency"
@@ -53,4 +54,6 @@ def build_onediff_tab(
             build_compare_page(panel, page.select)
         with gr.Tab(CONSISTENCY, elem_id="onediff_page_consistency") as page:
             build_facts_page(panel, page.select)
+    with tab:
+        build_settings_form()
     return tab

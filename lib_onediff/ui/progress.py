@@ -46,11 +46,12 @@ def jobs_html(jobs: list[Job], controls: bool = False) -> str:
 
 
 def job_html(job: Job, controls: str = "") -> str:
-    """One job: its size, how far it is, and what came of it. controls: markup."""
+    """One job: its size, how far it is, and what came of it; a bar only while it is pending. controls: markup."""
     name = html.escape(job_name(job))
+    bar = bar_html(int(100 * job.share), f"Pre-warming {name}") if job.pending else ""
     return (
         f'<div class="onediff-job onediff-job-{job.state}" role="listitem"><b>{name}</b>'
-        f"{bar_html(int(100 * job.share), f'Pre-warming {name}')}<span>{html.escape(job_sentence(job))}</span>"
+        f"{bar}<span>{html.escape(job_sentence(job))}</span>"
         f"{controls}</div>"
     )
 

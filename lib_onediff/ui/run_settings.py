@@ -6,16 +6,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..options import infotext
 from ..options.changes import read_changes
-from ..options.infotext import PROBLEM
+from ..options.effects import without_effect
+from ..options.infotext import KEY, PROBLEM, SWITCH, options_of_a_run
 from ..options.presets import AS_IN_SETTINGS, with_preset
 from ..options.settings import OFF_IN_SETTINGS, Settings
 from ..runtime.runtime import runtime
+from .texts import no_effect_here
 
 log = logging.getLogger("onediff")
 # What of a generation runs the model: init encodes the image that img2img begins with.
 STEPS_OF_A_RUN = ("init", "sample")
-EXAMPLE = "deepcache_interval 3; vae_precision fp16"
+EXAMPLE = "fp8 on; vae_precision fp16"
 # What the accordion's checkbox, preset and changes are.
 AS_AT_FIRST = (True, AS_IN_SETTINGS, "")
 
@@ -71,6 +74,15 @@ def tell(p: Any, problem: str) -> None:
     log.warning("%s", problem)
     p.comment(problem)
     p.extra_generation_params[PROBLEM] = problem
+
+
+def describe(p: Any, settings: Settings) -> None:
+    """Put a run's settings into the infotext, and which of them cannot have counted on this machine."""
+    p.extra_generation_params[KEY] = infotext.describe(settings)
+    changed = {name: getattr(settings, name) for name in options_of_a_run() if name != SWITCH}
+    unused = without_effect({name: value for name, value in changed.items() if value != getattr(Settings(), name)})
+    if unused and settings.enabled:
+        p.extra_generation_params[PROBLEM] = no_effect_here(unused)
 
 
 def filled(arguments: Sequence[Any]) -> tuple[Any, Any, Any]:

@@ -11,18 +11,15 @@ from typing import Any
 import gradio as gr
 
 from ..engines import ONEFLOW
-from ..options.effects import Machine, described, note
+from ..options.effects import Machine, described
 from ..options.option import format_value
 from ..options.presets import migrate_values
-from ..options.settings import HOST_KEY_PREFIX, Settings, host_key
+from ..options.settings import CACHE, GROUPS, HOST_KEY_PREFIX, Settings, host_key
 from ..runtime.runtime import runtime
 from ..store.history import CACHE_VARIABLE
 
 SECTION = ("onediff", "OneDiff")
-FOLDER_IS_SET_BY = (
-    "Where OneDiff remembers what it has measured, and keeps compiled kernels. Only the environment variable "
-    f"{CACHE_VARIABLE} sets it, at the start of the WebUI."
-)
+FOLDER_IS_SET_BY = f"Only the environment variable {CACHE_VARIABLE} sets it, when the WebUI starts."
 # A slider cannot tell more.
 MOST_STEPS_OF_A_SLIDER = 1000
 log = logging.getLogger("onediff")
@@ -53,7 +50,7 @@ def add_options(opts: Any, option_info: Callable[..., Any], changed: Callable[[]
         else:
             tell_effects(before)
 
-    for option in fields(Settings):
+    for option in in_groups():
         info = option_info(
             option.default,
             option.metadata["label"],
@@ -61,17 +58,15 @@ def add_options(opts: Any, option_info: Callable[..., Any], changed: Callable[[]
             section=SECTION,
             onchange=apply,
         )
-        said = f'{option.metadata["explanation"]} {effect_of(option)}'
-        opts.add_option(host_key(option.name), info.info(said.strip()))
-    show_folder(opts, option_info)
+        opts.add_option(host_key(option.name), info.info(option.metadata["explanation"]))
+        if option.metadata["group"] == CACHE:
+            show_folder(opts, option_info)
     apply()
 
 
-def effect_of(option: Field) -> str:
-    """What of an option changes nothing on this machine, and why."""
-    if isinstance(option.default, bool):
-        return described({option.name: True}).get(option.name, "")
-    return note(option.name, option.metadata["choices"])
+def in_groups() -> list[Field]:
+    """All options in the order of the page."""
+    return sorted(fields(Settings), key=lambda option: GROUPS.index(option.metadata["group"]))
 
 
 def tell_effects(before: Settings) -> None:
@@ -99,6 +94,15 @@ def tell_of_stored_folder(opts: Any) -> None:
     stored = opts.data.get(host_key("cache_folder"))
     if stored and stored != str(runtime.history.folder):
         log.warning("The stored setting %s is ignored: %s", host_key("cache_folder"), FOLDER_IS_SET_BY)
+
+
+def tell_of_trouble() -> None:
+    """Say at the start that the cache folder cannot be used, not when something is lost."""
+    if runtime.history.trouble:
+        log.warning(
+            "%s Set the environment variable %s to a folder that can be written.", runtime.history.trouble,
+            CACHE_VARIABLE,
+        )
 
 
 def tell(text: str) -> None:

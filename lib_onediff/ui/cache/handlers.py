@@ -2,8 +2,11 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import tempfile
 import threading
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -14,7 +17,8 @@ from ...prewarm.worker import WarmUp
 from ...runtime.rows import ResolutionRow
 from ...runtime.runtime import Runtime
 from ...shapes.sizes import Size, parse_sizes
-from ..amounts import counted, memory
+from ...store.pack import export
+from .. import texts
 from ..events import UNCHANGED
 from ..progress import jobs_html, outcome_of, sentence
 from . import purge as cache_purge
@@ -23,11 +27,12 @@ from .purge import Chore, Purge
 from .table import ALL_MODELS, ROWS_AT_FIRST, models_of, resolution_and_model, selected, table_html
 from .totals import chart_html, totals_html
 
+log = logging.getLogger("onediff")
 SOURCE = "panel"
 # How long a request waits for what it has begun; what takes longer is told later.
 SECONDS_FOR_A_CHORE = 1.0
 # The components that show what is so, in the order of the tab's outputs; the rows of presets follow.
-PARTS = ("totals", "jobs", "models", "table", "more", "question", "confirm", "chart")
+PARTS = ("totals", "jobs", "families", "models", "table", "more", "question", "confirm", "chart")
 Shown = tuple[Any, ...]
 Exclusively = Callable[[Callable[[], str]], str]
 
@@ -64,19 +69,23 @@ class Panel:
         try:
             sizes, batch_size = asked(), whole_number(1 if batch is None else batch, "The batch size")
             if not sizes:
-                raise ValueError("Type at least one size, for example 512x512.")
+                raise ValueError(texts.TYPE_A_SIZE)
             wanted = [Size(size.width, size.height, batch_size) if size.batch == 1 else size for size in sizes]
             page.follow(self.warmup.add(wanted, SOURCE, tokens=whole_number(tokens or TOKENS, "The number of tokens")))
-            told = sentence(f"{counted(len(wanted), 'size')} in the queue.")
+            told = sentence(texts.in_queue(len(wanted)))
         except ValueError as problem:
             told = sentence(str(problem), wrong=True)
         return self._answer(page, told)
 
+    def other_families(self, page: Page) -> Shown:
+        """Show the usual sizes of other models too, or no longer."""
+        page.all_families = not page.all_families
+        return self._answer(page)
+
     def cancel_all(self, page: Page) -> Shown:
         cancelled = self.warmup.stop()
         page.busy = False
-        told = f"{counted(cancelled, 'size')} cancelled." if cancelled else "Nothing is being pre-warmed."
-        return self._answer(page, sentence(told))
+        return self._answer(page, sentence(texts.cancelled(cancelled)))
 
     def _change_job(self, action: str, job_id: int) -> None:
         waiting = [job.id for job in self.warmup.jobs() if job.state == QUEUED]
@@ -84,6 +93,21 @@ class Panel:
             self.warmup.cancel(job_id)
         elif job_id in waiting and action in ("earlier", "later"):
             self.warmup.move(job_id, waiting.index(job_id) + (-1 if action == "earlier" else 1))
+
+    # --- for other machines ---------------------------------------------------------------------------------------
+
+    def export(self) -> tuple[str, Any]:
+        """What to tell, and the pack; see store.pack."""
+        if self.runtime.history.folder is None:
+            return sentence(texts.NOTHING_TO_EXPORT, wrong=True), gr.update(visible=False)
+        path = Path(tempfile.mkdtemp(prefix="onediff-"), "onediff.pack")
+        try:
+            with path.open("w+b") as target:
+                digest = export(self.runtime.history, target)
+        except OSError:
+            log.exception("The pack could not be made")
+            return sentence(texts.NOT_EXPORTED, wrong=True), gr.update(visible=False)
+        return sentence(texts.exported(digest)), gr.update(value=str(path), visible=True)
 
     # --- the table ------------------------------------------------------------------------------------------------
 
@@ -102,8 +126,7 @@ class Panel:
             if not rows:
                 return self._answer(page, below=choose_first())
             known = sum(self.runtime.pin(*row, pinned) for row in rows)
-            done = f"{counted(known, 'resolution')} {'pinned' if pinned else 'not pinned any more'}."
-            return self._answer(page, below=sentence(done))
+            return self._answer(page, below=sentence(texts.pinned(known, pinned)))
 
         return set_pins
 
@@ -117,13 +140,13 @@ class Panel:
         known = models_of(self.runtime.rows())[1:]
         model = page.model if page.model in known else known[0] if len(known) == 1 else None
         if model is None:
-            told = "Choose a model in the list above the table first." if known else "There is nothing to purge."
+            told = texts.CHOOSE_MODEL if known else texts.NOTHING_TO_PURGE
             return self._answer(page, below=sentence(told, wrong=True))
         return self._ask(cache_purge.purge_of_model(self.runtime, model), page)
 
     def ask_all(self, page: Page) -> Shown:
         if not self.runtime.rows():
-            return self._answer(page, below=sentence("There is nothing to purge."))
+            return self._answer(page, below=sentence(texts.NOTHING_TO_PURGE))
         return self._ask(cache_purge.purge_of_all(self.runtime), page)
 
     def ask_disk(self, page: Page) -> Shown:
@@ -141,17 +164,15 @@ class Panel:
 
     def keep(self, page: Page) -> Shown:
         page.purge = None
-        return self._answer(page, below=sentence("Nothing was purged."))
+        return self._answer(page, below=sentence(texts.NOTHING_PURGED))
 
     def release(self, page: Page) -> Shown:
-        def work() -> str:
-            return f"Released {memory(self.runtime.release_memory())} of VRAM; each size is recorded anew when needed."
-
+        work = lambda: texts.released(self.runtime.release_memory())  # noqa: E731
         return self._begin(Chore("Releasing memory", self.exclusively, work), page)
 
     def _begin(self, chore: Chore, page: Page) -> Shown:
         page.chore = chore
-        waiting = sentence(f"{chore.name} waits until no image is being made.")
+        waiting = sentence(texts.waits(chore.name))
         return self._answer(page, below=UNCHANGED if chore.told(SECONDS_FOR_A_CHORE) else waiting)
 
     # --- the answer -----------------------------------------------------------------------------------------------
@@ -170,6 +191,11 @@ class Panel:
 
     def _answer(self, page: Page, told: Any = UNCHANGED, below: Any = UNCHANGED) -> Shown:
         """told, below: the sentences under the pre-warm controls and under the table."""
+        # What was said of a click before this one is over.
+        if told is not UNCHANGED and below is UNCHANGED:
+            below = ""
+        elif below is not UNCHANGED and told is UNCHANGED and not page.busy:
+            told = ""
         jobs = page.jobs(self.warmup.jobs())
         pending, something_else = any(job.pending for job in jobs), told is not UNCHANGED
         if page.busy and jobs and not pending and not something_else:
@@ -192,10 +218,13 @@ class Panel:
         models = models_of(rows)
         model = page.model if page.model in models else ALL_MODELS
         shown = selected(rows, model, page.order)
-        families = families_for(self.warmup.model)
+        own = families_for(self.warmup.model)
+        families = FAMILIES if page.all_families else own
+        word = texts.FEWER_FAMILIES if page.all_families else texts.MORE_FAMILIES
         return {
             "totals": totals_html(self.runtime.totals(), known, jobs),
             "jobs": jobs_html(jobs, controls=True),
+            "families": gr.update(value=word, visible=own != FAMILIES),
             "models": gr.update(choices=models, value=model),
             "table": table_html(shown, page.limit),
             "more": more_button(shown, page.limit),
@@ -227,11 +256,11 @@ def whole_number(value: Any, name: str) -> int:
             return int(number)
     except (TypeError, ValueError, OverflowError):
         pass
-    raise ValueError(f"{name} must be a whole number.")
+    raise ValueError(texts.wrong_number(name, value, "a whole number"))
 
 
 def choose_first() -> str:
-    return sentence("Select at least one resolution in the table first.", wrong=True)
+    return sentence(texts.SELECT_FIRST, wrong=True)
 
 
 def more_button(rows: list[ResolutionRow], limit: int) -> Any:

@@ -16,7 +16,7 @@ class Page:
     """All that the server keeps of a page. shown: a digest of each part as it was sent last. limit: rows of the table;
     model, order: what the lists above it show. purge: what waits for the user's word. chore: what is being done for the
     page. followed: the ids of the jobs that it shows. busy: whether it has to be told what came of them. answered: the
-    number of the last message. turn: the last answer's.
+    number of the last message. turn: the last answer's. all_families: whether it shows other models' usual sizes too.
     """
 
     shown: dict[str, int] = field(default_factory=dict)
@@ -29,6 +29,7 @@ class Page:
     busy: bool = False
     answered: int = 0
     turn: int = 0
+    all_families: bool = False
 
     def changes(self, parts: dict[str, Any]) -> list[Any]:
         """The values of the parts that the page does not show yet; UNCHANGED for the others."""

@@ -14,14 +14,17 @@ from ...prewarm.job import TOKEN_CHOICES
 from ...prewarm.presets import FAMILIES
 from ...prewarm.worker import WarmUp
 from ...runtime.runtime import Runtime
+from .. import texts
 from ..events import (
     ACTIONS,
     CONTROLS,
+    DANGER,
     HIDDEN,
     QUIET,
     a_button,
     a_list,
     a_text,
+    forget_when_changed,
     in_the_browser,
     kept_out_of_defaults,
     markup,
@@ -62,6 +65,11 @@ class CachePage:
         table = markup("cache_table")
         more = a_button("Show more", "more", visible=False, size="sm")
         connect_actions, below, question, confirm = self.build_actions()
+        with gr.Row(elem_classes=ACTIONS):
+            export = a_button(texts.EXPORT, "export")
+        exported = markup("cache_exported")
+        pack = gr.File(label=texts.PACK, visible=False, interactive=False, elem_id="onediff_cache_pack")
+        export.click(self.panel.export, inputs=[], outputs=[exported, pack], queue=False, **QUIET)
         gr.HTML(legend_html())
 
         self.parts.update(
@@ -96,6 +104,7 @@ class CachePage:
                     button = a_button(preset.label, f"preset_{family.model}_{number}", size="sm", min_width=20)
                     presets.append((button, preset))
             self.parts[family.name] = row
+        more = self.parts["families"] = a_button(texts.MORE_FAMILIES, "families", visible=False, size="sm")
         with gr.Row(elem_classes=CONTROLS):
             sizes = a_text("Own sizes", "prewarm_sizes", placeholder=PLACEHOLDER, scale=4, min_width=200)
             batch = kept_out_of_defaults(gr.Number(
@@ -106,6 +115,7 @@ class CachePage:
             prewarm = a_button("Pre-warm", "prewarm", variant="primary")
             cancel = a_button("Cancel all", "prewarm_cancel")
         told = markup("cache_result")
+        forget_when_changed([sizes, batch], told)
         self.parts["jobs"] = markup("cache_jobs")
 
         def connect(on: Callable[..., None]) -> None:
@@ -114,20 +124,23 @@ class CachePage:
             for button, preset in presets:
                 on(button.click, self.panel.preset(preset), batch, tokens)
             on(cancel.click, self.panel.cancel_all)
+            on(more.click, self.panel.other_families)
 
         return told, connect
 
     def build_actions(self) -> tuple[Callable[..., None], Any, Any, Any]:
         """What can be done with rows; what connects it, the sentence below, the question and the row that asks it."""
         with gr.Row(elem_classes=ACTIONS):
+            # javascript/onediff.js disables those of rows while none is selected.
             pin, unpin = a_button("Pin selected", "pin"), a_button("Unpin selected", "unpin")
-            purges = [
-                (a_button("Purge selected", "purge"), self.panel.ask_selected, True),
-                (a_button("Purge model", "purge_model"), self.panel.ask_model, False),
-                (a_button("Purge all", "purge_all"), self.panel.ask_all, False),
-                (a_button("Purge disk", "purge_disk"), self.panel.ask_disk, False),
-            ]
             release = a_button("Release memory", "release")
+        with gr.Row(elem_classes=[*ACTIONS, "onediff-dangers"]):
+            purges = [
+                (a_button("Purge selected", "purge", elem_classes=DANGER), self.panel.ask_selected, True),
+                (a_button("Purge model", "purge_model", elem_classes=DANGER), self.panel.ask_model, False),
+                (a_button("Purge all", "purge_all", elem_classes=DANGER), self.panel.ask_all, False),
+                (a_button("Purge disk", "purge_disk", elem_classes=DANGER), self.panel.ask_disk, False),
+            ]
         with gr.Row(elem_classes=[*ACTIONS, "onediff-confirm"], elem_id="onediff_confirm", visible=False) as row:
             question = markup("cache_question")
             confirm, keep = a_button("Confirm", "purge_confirm", variant="stop"), a_button("Keep", "purge_keep")

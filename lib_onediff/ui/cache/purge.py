@@ -10,7 +10,8 @@ from typing import Any
 from ...guard import first_line, outcome_of
 from ...runtime.rows import ResolutionRow
 from ...runtime.runtime import Runtime
-from ..amounts import counted, memory
+from .. import texts
+from ..amounts import counted
 from .table import key_of, resolution_and_model
 
 log = logging.getLogger("onediff")
@@ -52,7 +53,7 @@ class Chore:
         except Exception as error:
             log.exception("%s failed", self.name)
             self.failed = True
-            self._told = f"{self.name} failed: {first_line(error)}."
+            self._told = texts.failed(self.name, first_line(error))
         finally:
             self._over.set()
 
@@ -88,16 +89,13 @@ def purge_of_all(runtime: Runtime) -> Purge:
 
 def purge_of(runtime: Runtime, what: str, affected: list[ResolutionRow], free: Callable[[], int]) -> Purge:
     """free: purges these rows and returns the bytes of GPU memory that were given back."""
-    return Purge(question(what, would_free(runtime, affected)), "Purging", lambda: purged(affected, free()))
+    question = texts.purge_question(what, would_free(runtime, affected))
+    return Purge(question, "Purging", lambda: purged(affected, free()))
 
 
 def purge_of_disk(runtime: Runtime) -> Purge:
-    held = runtime.totals().disk
-    return Purge(
-        f"Delete history, verdicts, measured choices and compiled kernels? This frees about {memory(held)} of disk; "
-        "what is ready stays ready until the WebUI ends.",
-        "Deleting", lambda: f"Freed {memory(runtime.purge_disk())} of disk.",
-    )
+    question = texts.disk_question(runtime.totals().disk)
+    return Purge(question, "Deleting", lambda: texts.deleted(runtime.purge_disk()))
 
 
 def purge_decodes(runtime: Runtime, gone: list[ResolutionRow]) -> int:
@@ -117,18 +115,8 @@ def would_free(runtime: Runtime, affected: list[ResolutionRow]) -> int:
     return least if len(affected) == 1 else max(least, runtime.totals().vram - largest_that_stays)
 
 
-def question(what: str, freed: int) -> str:
-    frees = f"This frees about {memory(freed)} of VRAM" if freed else "No VRAM comes back by that"
-    return f"Purge {what}? {frees}; the history on disk goes too."
-
-
 def purged(affected: list[ResolutionRow], freed: int) -> str:
     """What a purge has done."""
     if not affected:
-        return "There was nothing to purge."
-    forgotten = f"{counted(len({key_of(row) for row in affected}), 'resolution')} forgotten"
-    if freed:
-        return f"{forgotten}, freed {memory(freed)}."
-    if any(row.needs for row in affected):
-        return f"{forgotten}; larger graphs share their memory, so none came back."
-    return f"{forgotten}; no graph memory was held."
+        return texts.PURGED_NOTHING
+    return texts.purged(len({key_of(row) for row in affected}), freed, any(row.needs for row in affected))

@@ -7,32 +7,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ...runtime.rows import ResolutionRow, ShapeRow
-from ...shapes.table import ENOUGH
 from ..amounts import NOTHING, ago, counted, memory, milliseconds, times
+from ..texts import NO_ROWS, STATES, WORDS
 
 ROWS_AT_FIRST = 40
 COLUMNS = ("Resolution", "State", "Model", "Step", "WebUI's own", "Ratio", "Memory", "Uses", "Last used")
 SHAPE_COLUMNS = (
     "Batch", "Tokens", "Type", "Computed by", "State", "Step", "WebUI's own", "Ratio", "Memory", "Uses", "Error",
 )
-STATES = {
-    "cold": "seen, not checked yet",
-    "proved": "agrees with the WebUI's own; runs with plain launches",
-    "ready": "the next call replays a graph",
-    "failed": "the WebUI's own serves it",
-    "on disk": "used by an earlier process on this machine",
-    "queued": "waits in the pre-warm queue",
-    "warming": "is being made ready now",
-}
-WORDS = {
-    "Computed by": "the backend and, with DeepCache, the pass: full, or cached between two full ones",
-    "pinned": "its graph stays when memory runs short",
-    "Ratio": f"how many times as fast as the WebUI's own, once {ENOUGH} calls of each were timed, and below that "
-             "between what the spread of the times puts it",
-    "Memory": "what its graphs need, and below that what comes back when this row alone is purged, if anything does: "
-              "all graphs share one pool, which shrinks only when the largest of them goes",
-    "Error": "the distance from the WebUI's own output when it was checked, relative to its size",
-}
 
 
 # The label of the list to choose from -> what to sort by. What is in the queue for the first time has not been used,
@@ -77,7 +59,7 @@ def resolution_and_model(key: str) -> tuple[str, str]:
 def table_html(rows: list[ResolutionRow], limit: int = ROWS_AT_FIRST) -> str:
     """The first of the rows, each with its shapes below it in an element that opens."""
     if not rows:
-        return '<p class="onediff-reason">Nothing yet: make an image, or pre-warm a size.</p>'
+        return f'<p class="onediff-reason">{NO_ROWS}</p>'
     head = "".join(heading(column) for column in COLUMNS)
     body = "".join(map(resolution_html, rows[:limit]))
     every = '<input type="checkbox" data-onediff-every aria-label="Select all rows that are shown">'

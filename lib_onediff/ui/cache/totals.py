@@ -9,18 +9,9 @@ from ...prewarm.job import Job
 from ...runtime.rows import ResolutionRow, Totals
 from ..amounts import NOTHING, counted, memory, milliseconds, seconds, times
 from ..status import ROUTES, fact_html
+from ..texts import TOTALS
 
 MOST_BARS = 8
-MEANINGS = {
-    "Graph memory": "GPU memory that the graphs of all resolutions and their prompts hold, of what they may hold",
-    "FP8 weights": "GPU memory of the weights in FP8, which lie beside the WebUI's own while FP8 is on",
-    "Inductor": "graphs that PyTorch's compiler has made, each for all sizes; a shape that they do not fit says why",
-    "OneFlow": "graphs that OneFlow has compiled in this process, one for every size, of those that it may",
-    "Disk": "history, verdicts, measured choices and compiled kernels in the cache folder",
-    "Served by a graph": "share of the UNet calls of this process that replayed a graph",
-    "Queue": "sizes that are being pre-warmed, or wait for it",
-    "Calls": "UNet calls of this process by route",
-}
 
 
 def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job]) -> str:
@@ -37,7 +28,7 @@ def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job]) 
         "Resolutions": f"{len(rows)}{f' ({kinds})' if kinds else ''}", "Calls": calls or "none yet",
     }
     cells = "".join(
-        fact_html(label, value, meter_html(totals) if label == "Graph memory" else "", MEANINGS.get(label, ""))
+        fact_html(label, value, meter_html(totals) if label == "Graph memory" else "", TOTALS.get(label, ""))
         for label, value in facts.items() if value
     )
     return f'<div class="onediff-status onediff-totals"><div class="onediff-facts">{cells}</div></div>'

@@ -12,15 +12,17 @@ import gradio as gr
 from ...consistency import Facts, differences, parse, report
 from ...options.settings import Settings
 from ...quality import require_scikit_image
+from .. import texts
 from ..events import UNCHANGED
 from ..progress import bar_html, sentence
 from .job import CANCELLED, FAILED, Comparison, Exclusively, Request, request_of
 from .markup import images_html, numbers_html, summary_html
 from .report import save
-from .sides import Presets, choices, side_of
+from .sides import Presets, Side, choices, side_of
 from .text_to_image import TextToImage
 
 SECONDS_BETWEEN_LOOKS = 0.5
+NO_FILES = gr.update(value=None, visible=False)
 # The components that show what came of it, in the order of what follow yields; the job itself is the last.
 Shown = tuple[Any, ...]
 log = logging.getLogger("onediff")
@@ -55,10 +57,10 @@ class ComparePanel:
         try:
             request = self._request(*values)
         except ValueError as problem:
-            yield sentence(str(problem), wrong=True), *[UNCHANGED] * 6
+            yield sentence(str(problem), wrong=True), *[UNCHANGED] * 8
             return
         job = Comparison(request, self.maker, self.exclusively)
-        yield progress_html(job), "", nothing_to_choose(), "", "", gr.update(visible=False), job
+        yield progress_html(job), "", nothing_to_choose(), "", "", gr.update(visible=False), "", NO_FILES, job
         shown = 0
         while True:
             over = job.wait(SECONDS_BETWEEN_LOOKS)
@@ -71,7 +73,7 @@ class ComparePanel:
                 # Megabytes: once, and not again when another seed is ready.
                 images_html(pairs[0], request.sides) if pairs and not shown else UNCHANGED,
                 numbers_html(pairs) if fresh else UNCHANGED,
-                gr.update(visible=bool(pairs)) if over else UNCHANGED, job,
+                gr.update(visible=bool(pairs)) if over else UNCHANGED, UNCHANGED, UNCHANGED, job,
             )
             shown = len(pairs)
             if over:
@@ -80,20 +82,23 @@ class ComparePanel:
     def _request(
         self, left: Any, left_changes: Any, right: Any, right_changes: Any, *order: Any
     ) -> Request:
-        standing = self.standing()
-        if not standing.enabled:
-            raise ValueError("OneDiff is switched off in the settings tab, so it cannot make an image on either side.")
+        if not self.standing().enabled:
+            raise ValueError(texts.SWITCHED_OFF)
         require_scikit_image()
-        sides = (
-            side_of(left, left_changes, standing, self.presets), side_of(right, right_changes, standing, self.presets),
-        )
-        return request_of(sides, *order)
+        return request_of((self._side(left, left_changes), self._side(right, right_changes)), *order)
+
+    def _side(self, choice: Any, changes: Any) -> Side:
+        return side_of(choice, changes, self.standing(), self.presets)
+
+    def settings_of(self, choice: Any, changes: Any) -> Settings:
+        """What a side will be. Raises ValueError with a sentence."""
+        return self._side(choice, changes).settings
 
     def cancel(self, job: Comparison | None) -> Any:
         if job is None or job.over:
-            return sentence("Nothing is being compared.")
+            return sentence(texts.NOTHING_COMPARED)
         job.cancel()
-        return sentence("Stopping.")
+        return sentence(texts.STOPPING)
 
     def choose(self, seed: str, job: Comparison | None) -> Any:
         """Show the images of another seed."""
@@ -103,17 +108,17 @@ class ComparePanel:
                     return images_html(pair, job.request.sides)
         return UNCHANGED
 
-    def save(self, job: Comparison | None) -> str:
-        """Write the report."""
+    def save(self, job: Comparison | None) -> tuple[str, Any]:
+        """Write the report, and offer what was written."""
         if job is None or not job.pairs:
-            return sentence("There is nothing to save yet.", wrong=True)
+            return sentence(texts.NOTHING_TO_SAVE, wrong=True), NO_FILES
         try:
             page, *images = save(job.request, job.pairs, report(self.facts()), self.folder())
         except OSError as error:
             log.warning("The comparison could not be saved: %s", error)
-            return sentence(f"The report could not be saved: {error.strerror or 'the folder cannot be used'}.", True)
-        beside = "a PNG" if len(images) == 1 else f"{len(images)} PNGs"
-        return sentence(f"Saved {page.parent.name}/{page.name}, and {beside}, in the WebUI's output folder.")
+            return sentence(texts.not_saved(error.strerror), wrong=True), NO_FILES
+        told = sentence(texts.saved(f"{page.parent.name}/{page.name}", len(images)))
+        return told, gr.update(value=[str(page), *map(str, images)], visible=True)
 
     # --- the consistency report -----------------------------------------------------------------------------------
 
@@ -130,10 +135,15 @@ class ComparePanel:
             return sentence(str(problem), wrong=True)
         found = differences(self.facts(), theirs)
         if not found:
-            return sentence("Nothing differs: both machines should make the same image.")
-        lines = "".join(f"<li>{html.escape(line)}</li>" for line in found)
-        told = "1 fact differs." if len(found) == 1 else f"{len(found)} facts differ."
-        return f'{sentence(told)}<ul class="onediff-differing">{lines}</ul>'
+            return sentence(texts.NOTHING_DIFFERS)
+        return sentence(texts.facts_differ(len(found))) + "".join(
+            f'<h4 class="onediff-rank">{title}</h4><ul class="onediff-differing">{lines_html(lines)}</ul>'
+            for rank, title in enumerate(texts.RANKS) if (lines := [line.text for line in found if line.rank == rank])
+        )
+
+
+def lines_html(lines: list[str]) -> str:
+    return "".join(f"<li>{html.escape(line)}</li>" for line in lines)
 
 
 def seed_label(seed: int) -> str:
@@ -164,5 +174,5 @@ def outcome_html(job: Comparison) -> str:
     if job.state == FAILED:
         return sentence(job.problem, wrong=True)
     if job.state == CANCELLED:
-        return sentence("Stopped before all images were made." if job.pairs else "Stopped.")
+        return sentence(texts.STOPPED_EARLY if job.pairs else texts.STOPPED)
     return ""

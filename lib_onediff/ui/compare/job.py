@@ -11,6 +11,7 @@ from typing import Any
 from ...guard import first_line, outcome_of
 from ...quality import Difference, ImageComparison, compare, difference_map
 from ...shapes.sizes import Size
+from .. import texts
 from ..cache.handlers import whole_number
 from .sides import Side
 from .text_to_image import GeneratedImage, ImageRequest, TextToImage
@@ -63,13 +64,13 @@ def number(value: Any, name: str) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"{name} must be a number.") from None
+        raise ValueError(texts.wrong_number(name, value, "a number")) from None
 
 
 def within(name: str, value: Any, least: Any, most: Any) -> Any:
     """value, if it is between these. Raises ValueError with a sentence."""
     if not least <= value <= most:
-        raise ValueError(f"{name} is from {least:g} to {most:g}, not {value:g}.")
+        raise ValueError(texts.out_of_range(name, value, least, most))
     return value
 
 
@@ -125,7 +126,7 @@ class Comparison:
             self.state = DONE if self._make_all() else CANCELLED
         except Exception as error:
             log.exception("A comparison failed")
-            self.state, self.problem = FAILED, f"The image could not be made: {first_line(error)}"
+            self.state, self.problem = FAILED, texts.not_made(first_line(error))
         finally:
             self._over.set()
 

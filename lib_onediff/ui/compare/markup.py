@@ -15,7 +15,8 @@ from ...options.effects import Machine, described
 from ...options.infotext import options_of_a_run
 from ...quality.comparison import percent, signed
 from ...shapes.table import ENOUGH, Timing
-from ..amounts import NOTHING, counted, milliseconds, seconds
+from .. import texts
+from ..amounts import NOTHING, milliseconds, seconds
 from ..status import ROUTES
 from .job import GeneratedImage, Pair
 from .sides import Side
@@ -25,15 +26,6 @@ VIEWS = {"slide": "Slider", "beside": "Side by side", "difference": "Difference"
 # An image that is smaller than so many pixels is shown enlarged.
 LEAST_WIDTH = 512
 COLUMNS = ("Seed", "Verdict", "PSNR", "SSIM", "Largest", "Lightness", "Contrast", "Saturation", "Left", "Right")
-MEANINGS = {
-    "PSNR": "peak signal-to-noise ratio: above 48 dB no difference is seen",
-    "SSIM": "structural similarity: 1 is the same image",
-    "Largest": "the largest difference of a pixel's channel, of 255",
-    "Lightness": "change of the mean lightness L*, from 0 to 100",
-    "Contrast": "change of the standard deviation of L*",
-    "Saturation": "change of the root mean square of the chroma C*ab",
-    "Left": "how long the left image took", "Right": "how long the right image took",
-}
 SLIDE = "this.parentElement.style.setProperty('--onediff-at', this.value + '%')"
 
 
@@ -90,10 +82,8 @@ def data_address(image: Any) -> str:
 
 def numbers_html(pairs: Sequence[Pair]) -> str:
     """How the images of each seed differ."""
-    headings = "".join(
-        f'<th scope="col" title="{MEANINGS[name]}">{name}</th>' if name in MEANINGS else f'<th scope="col">{name}</th>'
-        for name in COLUMNS
-    )
+    titles = {name: f' title="{meaning}"' for name, meaning in texts.MEANINGS.items()}
+    headings = "".join(f'<th scope="col"{titles.get(name, "")}>{name}</th>' for name in COLUMNS)
     rows = "".join(row_html(pair) for pair in pairs)
     return (
         '<div class="onediff-numbers" tabindex="0" role="region" aria-label="How the images differ">'
@@ -137,15 +127,20 @@ def verdict(pairs: Sequence[Pair], warmed_up: bool) -> str:
     """One sentence on all seeds, and how the times compare."""
     pale = sum(pair.comparison.washed_out for pair in pairs)
     if len(pairs) == 1:
-        words = pairs[0].comparison.sentence()
+        words = sentence_of(pairs[0])
     elif pale:
-        words = f"The right side is washed out in {pale} of {counted(len(pairs), 'image')}."
+        words = texts.paler(pale, len(pairs))
     elif all(pair.comparison.identical for pair in pairs):
-        words = "Identical: every pixel of every image is the same."
+        words = texts.IDENTICAL
     else:
         worst = min(pairs, key=lambda pair: pair.comparison.psnr)
-        words = f"Seed {worst.seed} differs most: {worst.comparison.sentence()}"
+        words = texts.differs_most(worst.seed, sentence_of(worst))
     return f"{words} {speeds(pairs, warmed_up)}"
+
+
+def sentence_of(pair: Pair) -> str:
+    """What the numbers mean, in the words of the page."""
+    return pair.comparison.sentence().replace("The second image", "The right image")
 
 
 def speeds(pairs: Sequence[Pair], warmed_up: bool) -> str:
@@ -153,17 +148,13 @@ def speeds(pairs: Sequence[Pair], warmed_up: bool) -> str:
     warm = pairs if warmed_up else pairs[1:]
     found = Timing.of(pair.first.seconds / max(pair.second.seconds, 1e-9) for pair in warm)
     if found is None or found.low is None or found.high is None:
-        cold = "" if warmed_up else ", the first of each not counted"
-        return f"Times are compared from {ENOUGH} images of each side on{cold}."
+        return texts.more_images(ENOUGH if warmed_up else ENOUGH + 1)
     middle, low, high = found.median, found.low, found.high
     if low <= 1 <= high:
-        return "The times of both sides differ no more than those of one side do."
+        return texts.EQUALLY_FAST
     slower, faster = ("right", "left") if middle < 1 else ("left", "right")
     low, middle, high = (1 / high, 1 / middle, 1 / low) if middle < 1 else (low, middle, high)
-    return (
-        f"The {faster} side is {middle:.2f} times as fast as the {slower} ({low:.2f} to {high:.2f}, "
-        f"{counted(len(warm), 'image')} of each)."
-    )
+    return texts.faster(faster, slower, (middle, low, high), len(warm))
 
 
 def row_html(pair: Pair) -> str:
@@ -175,7 +166,7 @@ def row_html(pair: Pair) -> str:
     )
     kind = ' class="onediff-pale"' if found.washed_out else ""
     return (
-        f'<tr{kind}><th scope="row">{pair.seed}</th><td class="onediff-words">{html.escape(found.sentence())}</td>'
+        f'<tr{kind}><th scope="row">{pair.seed}</th><td class="onediff-words">{html.escape(sentence_of(pair))}</td>'
         + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
     )
 

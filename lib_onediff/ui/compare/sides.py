@@ -7,7 +7,9 @@ from typing import Any
 
 from ...options import infotext
 from ...options.changes import read_changes
+from ...options.option import did_you_mean
 from ...options.settings import Settings
+from ..texts import no_settings
 
 CURRENT, OFF = "Current settings", "Off: the WebUI's own"
 # Name of a preset to the options that it sets.
@@ -45,7 +47,8 @@ def side_of(choice: Any, changes: Any, standing: Settings, presets: Presets) -> 
     elif choice in (known := presets()):
         settings = standing.for_run(dict(known[choice]))
     else:
-        raise ValueError(f"There are no settings called {choice!r}; choose from the list.")
-    changed = read_changes(str(changes or ""))
+        raise ValueError(no_settings(choice, did_you_mean(str(choice), [CURRENT, OFF, *known])))
+    # Nothing else counts where OneDiff is off.
+    changed = {} if choice == OFF else read_changes(str(changes or ""))
     name = choice if not changed else f"{choice} + {str(changes).strip()}"
     return Side(name, settings.for_run(changed))
