@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from .children import Task
 from .clock import give_back_memory
 from .measure import HEADINGS, Plan, measure
 from .options import DTYPES, parse, sizes_for
+from .patches import PATCHES
 
 JOBS = {"cold": cold.child, "first calls": first_calls.child}
 
@@ -45,25 +47,24 @@ class Report:
             print(f"\n{name}: {str(problem).splitlines()[0]}", flush=True)
 
     def finish(self) -> int:
-        """Write the file and the plot. Returns the command's exit status."""
+        """Write the file. Returns the command's exit status."""
         report.write_json(self._options.json, self._facts, self.sections)
-        if self.sections["rows"]:
-            self._plot()
-        else:
-            print(f"\nwritten: {self._options.json}")
+        print(f"\nwritten: {self._options.json}")
         return 0 if self.complete else 1
-
-    def _plot(self) -> None:
-        try:
-            report.write_plot(self._options.plot, self.sections["rows"], self._facts)
-            print(f"\nwritten: {self._options.json}, {self._options.plot}")
-        except ImportError:
-            print(f"\nwritten: {self._options.json}; no plot, because matplotlib is not installed")
 
 
 def plan_for(name: str, options: argparse.Namespace) -> Plan:
     return Plan(name, sizes_for(name, options.sizes), options.variants, options.batch, options.tokens,
                 DTYPES[options.dtype], options.runs)
+
+
+def measure_patches(unet: Any, name: str, options: argparse.Namespace, done: Report) -> None:
+    """UNet calls with each patch that was asked for, at the first size."""
+    kind = "sdxl" if unet.config.addition_embed_type == "text_time" else "sd15"
+    for patch in options.patches:
+        with done.part(f"{name}, {patch}"), PATCHES[patch](unet, kind, options.batch) as patched:
+            plan = replace(plan_for(name, options), model=f"{name}, {patch}", patched=patched)
+            done.add("rows", HEADINGS, measure(unet, replace(plan, sizes=plan.sizes[:1])))
 
 
 def unet_for(name: str, options: argparse.Namespace, device: torch.device) -> nn.Module:
@@ -74,7 +75,10 @@ def measure_model(name: str, options: argparse.Namespace, device: torch.device, 
     """Every section that was asked for, for one model. Raises ValueError with a sentence if it cannot be loaded."""
     if options.runs:
         with done.part(f"{name}, UNet calls"):
-            done.add("rows", HEADINGS, measure(unet_for(name, options, device), plan_for(name, options)))
+            unet = unet_for(name, options, device)
+            done.add("rows", HEADINGS, measure(unet, plan_for(name, options)))
+            measure_patches(unet, name, options, done)
+            del unet
     if options.images:
         with done.part(f"{name}, images"):
             done.add("images", images.HEADINGS, images.images(name, options, device))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..public import compile_pipe, uncompile_pipe
 from ..runtime.runtime import runtime
@@ -76,7 +76,7 @@ class Images:
         times = [seconds(lambda: drawn.append(self.draw(size)), self.device) for _ in range(runs)]
         return times, drawn[-1]
 
-    def _random_prompt(self, unet: nn.Module) -> dict[str, Tensor]:
+    def _random_prompt(self, unet: Any) -> dict[str, Tensor]:
         noise = lambda *shape: PROMPT_NOISE * torch.randn(shape, device=self.device, dtype=self.dtype)  # noqa: E731
         names = ("prompt_embeds", "negative_prompt_embeds")
         prompt = {name: noise(1, 77, unet.config.cross_attention_dim) for name in names}
@@ -87,7 +87,7 @@ class Images:
         return prompt
 
 
-def pipeline(unet: nn.Module, vae: nn.Module) -> Any:
+def pipeline(unet: Any, vae: Any) -> Any:
     """A text-to-image pipeline of these, which takes embeddings in place of a prompt."""
     from diffusers import EulerDiscreteScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline
 
@@ -97,7 +97,7 @@ def pipeline(unet: nn.Module, vae: nn.Module) -> Any:
     parts: dict[str, Any] = {"unet": unet, "vae": vae, "scheduler": scheduler, "text_encoder": None, "tokenizer": None}
     if unet.config.addition_embed_type == "text_time":
         vae.config.force_upcast = False
-        pipe = StableDiffusionXLPipeline(**parts, text_encoder_2=None, tokenizer_2=None, add_watermarker=False)
+        pipe: Any = StableDiffusionXLPipeline(**parts, text_encoder_2=None, tokenizer_2=None, add_watermarker=False)
     else:
         pipe = StableDiffusionPipeline(
             **parts, safety_checker=None, feature_extractor=None, requires_safety_checker=False

@@ -44,7 +44,6 @@ class Row:
     size: str
     variant: str
     median_ms: float | None = None
-    fastest_ms: float | None = None
     ratio: float | None = None
     compiled_ratio: float | None = None
     relative_error: float | None = None
@@ -69,7 +68,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure: sizes are (width, height) in pixels; batch counts latents (2 with guidance)."""
+    """What to measure: sizes are (width, height) in pixels; batch counts latents (2 with guidance).
+
+    patched: what a call brings for what is put on the UNet.
+    """
 
     model: str
     sizes: Sequence[Size]
@@ -78,9 +80,13 @@ class Plan:
     tokens: int
     dtype: torch.dtype
     runs: int
+    patched: Arguments = field(default_factory=dict)
 
     def inputs(self, unet: nn.Module, size: Size) -> Arguments:
-        return inputs(unet, *size, self.batch, self.tokens, self.dtype)
+        arguments = inputs(unet, *size, self.batch, self.tokens, self.dtype)
+        for name, given in as_type(self.patched, self.dtype).items():
+            arguments[name] = {**arguments.get(name, {}), **given}
+        return arguments
 
 
 def measure(unet: nn.Module, plan: Plan) -> list[Row]:
@@ -121,15 +127,16 @@ def exact_outputs(unet: nn.Module, calls: Mapping[Size, Arguments]) -> dict[Size
     dtype = next(unet.parameters()).dtype
     with without_tf32():
         run = VARIANTS[BASELINE].make(unet.float())
-        outputs = {size: run(widen(arguments)).cpu() for size, arguments in calls.items()}
+        outputs = {size: run(as_type(arguments, torch.float32)).cpu() for size, arguments in calls.items()}
     unet.to(dtype)
     return outputs
 
 
-def widen(value: Any) -> Any:
+def as_type(value: Any, dtype: torch.dtype) -> Any:
+    """The same arguments with every tensor in a dtype."""
     if isinstance(value, dict):
-        return {name: widen(item) for name, item in value.items()}
-    return value.float()
+        return {name: as_type(item, dtype) for name, item in value.items()}
+    return [as_type(item, dtype) for item in value] if isinstance(value, list) else value.to(dtype)
 
 
 def modules_in_turn(unet: nn.Module, variants: Sequence[str]) -> Iterator[dict[str, nn.Module]]:
@@ -217,7 +224,7 @@ def time_in_turn(
             run.served.clear()
     calls = [lambda run=running[row.variant]: run(arguments) for row in rows]
     for row, times in zip(rows, in_turn(calls, runs, device), strict=True):
-        row.times_ms, row.median_ms, row.fastest_ms = times, statistics.median(times), min(times)
+        row.times_ms, row.median_ms = times, statistics.median(times)
         run = running[row.variant]
         if isinstance(run, Own):
             row.routes, row.problem = run.routes(), run.not_ours()

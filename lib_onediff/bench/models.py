@@ -44,7 +44,7 @@ def random_unet(name: str, device: torch.device) -> nn.Module:
 
     torch.manual_seed(0)
     with torch.device(device):
-        unet = UNet2DConditionModel(**CONFIGURATIONS[name])
+        unet: Any = UNet2DConditionModel(**CONFIGURATIONS[name])
     return unet.eval().requires_grad_(False)
 
 
@@ -54,7 +54,7 @@ def random_vae(tiny: bool, device: torch.device) -> nn.Module:
 
     torch.manual_seed(0)
     with torch.device(device):
-        vae = AutoencoderKL(**(TINY_VAE if tiny else SDXL_VAE))
+        vae: Any = AutoencoderKL(**(TINY_VAE if tiny else SDXL_VAE))
     return vae.eval().requires_grad_(False)
 
 
@@ -81,7 +81,7 @@ def inputs(unet: nn.Module, width: int, height: int, batch: int, tokens: int, dt
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    config = unet.config
+    config: Any = unet.config
     arguments: dict[str, Any] = {
         "sample": random(batch, config.in_channels, height // 8, width // 8),
         "timestep": torch.tensor(601.0, device=device),

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from . import models
+from .patches import PATCHES
 from .variants import VARIANTS, WITHOUT_GPU
 
 Size = tuple[int, int]
@@ -66,10 +67,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
                           help="each variant's first calls in a fresh process with empty caches, and in the next one")
     sections.add_argument("--new-sizes", nargs="*", type=size_of, metavar="WxH",
                           help="first calls at sizes never seen, the host's and ours; without sizes: twelve")
+    sections.add_argument("--patches", nargs="+", choices=list(PATCHES), metavar="NAME", default=[],
+                          help=f"UNet calls with each of these on the UNet as well: {', '.join(PATCHES)}")
     sections.add_argument("--images", action="store_true",
                           help="whole images of the first size through a pipeline, with --steps steps")
     parser.add_argument("--json", type=Path, default=Path("onediff-bench.json"))
-    parser.add_argument("--plot", type=Path, default=Path("onediff-bench.png"))
     parser.add_argument("--webui", metavar="URL", help="time the images of a running WebUI instead")
     parser.add_argument("--steps", type=int, default=20, help="steps of an image with --webui or --images")
     parser.add_argument("--child", help=argparse.SUPPRESS)
