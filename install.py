@@ -3,13 +3,20 @@
     python install.py
         Run by the WebUI at its start: installs nothing, prints one line about this Python and its GPU.
 
-    python install.py --demo [--model FILE_OR_FOLDER] [--host 127.0.0.1] [--port N] [--allowed-hosts NAME]
+    python install.py --demo [--model FILE_OR_FOLDER | --random] [--host 127.0.0.1] [--port N] [--allowed-hosts NAME]
         Makes .venv beside this file, installs what is missing and starts a small WebUI with OneDiff in it.
 
     python install.py --test [pytest arguments]
         The same for the tests, in several processes at once; -n 0 runs them in one.
 """
-from __future__ import annotations
+# No "from __future__ import annotations": Python 3.6 could not even read the sentence for it.
+import sys
+
+if sys.version_info < (3, 10):  # noqa: UP036
+    told = "OneDiff needs Python 3.10 or newer, and this is {}.{}.{}: run it with a newer one, such as python3.11."
+    print(told.format(*sys.version_info[:3]))
+    # The WebUI must start whatever we find.
+    sys.exit(1 if sys.argv[1:] else 0)
 
 import argparse
 import ast
@@ -20,20 +27,18 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import traceback
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
-OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 1, 2)
 OLDEST_TRITON = (3, 0)
 CUDA_ERROR_NO_DEVICE = 100
 COMPUTE_CAPABILITY = (75, 76)  # what cuDeviceGetAttribute calls its two numbers
 FULL_DISK_BYTES = 64 << 20
 # How many processes "auto" is, tests/conftest.py says. What the user gives comes behind it and counts.
-SIDE_BY_SIDE = ("-n", "auto", "--dist", "worksteal")
+SIDE_BY_SIDE = ("-n", "auto", "--dist", "loadfile")
 
 REPOSITORY = Path(__file__).resolve().parent
 REQUIREMENTS = REPOSITORY / "lib_onediff" / "ops" / "requirements.py"
@@ -184,8 +189,8 @@ def prepare_venv(extra: str) -> None:
         if LOCK.read_text():
             print("The last installation into .venv was cut short: starting it afresh.", flush=True)
             empty_venv()
-        LOCK.write_text("unfinished")
         if not any(found.startswith("pip ") for found in installed_distributions()):
+            LOCK.write_text("unfinished")
             make_venv()
         print(f"Installing what --{extra} needs into .venv. The first time takes minutes and a few GB.", flush=True)
         run_pip(usual)
@@ -273,7 +278,8 @@ def run_pip(requirements: list[str], *options: str) -> None:
         with subprocess.Popen(command, env=own_environment(), stderr=subprocess.PIPE, text=True) as pip:
             for line in pip.stderr:
                 complaints += line
-                if line.startswith("WARNING:"):
+                # Offline it says so five times; why_failed says it once.
+                if line.startswith("WARNING:") and "Retrying" not in line:
                     print(line, end="", file=sys.stderr, flush=True)
     finally:
         if installed_distributions() == before:  # Stopped before it changed anything: nothing to make afresh.
@@ -305,13 +311,16 @@ def why_failed(output: str) -> str | None:
 def demo_command(arguments: list[str]) -> list[str]:
     """What starts the standalone host. Ends the process with a sentence where an argument makes no sense."""
     parser = argparse.ArgumentParser(prog="install.py --demo", allow_abbrev=False)
-    parser.add_argument("--model", type=model_path, metavar="FILE_OR_FOLDER", help="default: a small random model")
+    parser.add_argument("--model", type=model_path, metavar="FILE_OR_FOLDER", help="default: the one that comes along")
+    parser.add_argument("--random", action="store_true", help="without --model: a small model of random weights")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: this machine only)")
-    parser.add_argument("--port", type=port_number, metavar="N", help="the TCP port to listen on")
+    parser.add_argument(
+        "--port", type=port_number, metavar="N", help="the port to listen on (default: the first free one from 7860)"
+    )
     parser.add_argument("--allowed-hosts", metavar="NAME[,...]", help="by which names browsers reach it, as a proxy's")
     chosen = vars(parser.parse_args(arguments))
+    command = [str(VENV_PYTHON), "-m", "lib_onediff.demo", *["--random"] * chosen.pop("random")]
     given = {name.replace("_", "-"): str(value) for name, value in chosen.items() if value is not None}
-    command = [str(VENV_PYTHON), "-m", "lib_onediff.demo"]
     return command + [word for name, value in given.items() for word in (f"--{name}", value)]
 
 
@@ -359,9 +368,6 @@ def install_and_run(extra: str, command: list[str]) -> int:
 
 def main(arguments: list[str]) -> int:
     """The exit code. Without arguments always 0: the WebUI must start whatever we find."""
-    if sys.version_info < OLDEST_PYTHON:
-        print(f"OneDiff: needs Python {written(OLDEST_PYTHON)} or newer; this is {written(sys.version_info[:3])}.")
-        return 1 if arguments else 0
     if not arguments:
         try:
             print(describe_machine())

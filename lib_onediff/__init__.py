@@ -4,8 +4,27 @@ compile_pipe(pipe) and compile_unet(unet) for users of diffusers; the WebUI exte
 """
 from __future__ import annotations
 
-from .options.settings import Settings
-from .public import compile_pipe, compile_unet, status, uncompile_pipe, uncompile_unet
+from typing import TYPE_CHECKING, Any
+
 from .version import __version__
 
+if TYPE_CHECKING:
+    from .options.settings import Settings
+    from .public import compile_pipe, compile_unet, status, uncompile_pipe, uncompile_unet
+
 __all__ = ["Settings", "__version__", "compile_pipe", "compile_unet", "status", "uncompile_pipe", "uncompile_unet"]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch is imported when it is asked for: `python -m lib_onediff.demo` must first tell of a wrong
+    argument or a port in use, and be ready for Ctrl-C."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import public
+    from .options.settings import Settings
+
+    return Settings if name == "Settings" else getattr(public, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
