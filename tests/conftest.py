@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
@@ -26,9 +27,15 @@ def one_thread_for_each_worker() -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
 
 
+def take_the_processors_word() -> None:
+    """Let Inductor believe what the processor says of itself: trying that out takes half a minute in each process."""
+    os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
+
+
 # Now, and not in a hook: the conftest.py files below this one are imported before any hook is called.
 one_thread_for_each_worker()
 interpret_kernels_without_a_gpu()
+take_the_processors_word()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -47,10 +54,31 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     return min(cores + 1, MOST_WORKERS)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hand out files as sharing.py says, unless the command line says another way than "loadfile"."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from sharing import Sharing
+
+    # In the order in which they were collected, and not the files with many tests first.
+    config.option.loadscopereorder = False
+    return Sharing(config, log)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--pictures", action="store_true", help="draw the pictures of the documentation anew, and no more")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have one process wait for a browser while the others compute, and skip what needs an NVIDIA GPU without one."""
-    items.sort(key=lambda item: item.path.parent.name != "webui")
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the tests into the order in which processes take them, and skip what needs an NVIDIA GPU without one."""
+    if config.getoption("--pictures"):
+        items[:] = [item for item in items if item.path.name == "test_screenshots.py"]
+    if find_spec("xdist") is not None:
+        from sharing import turn
+
+        items.sort(key=lambda item: turn(item.nodeid.partition("::")[0]))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return

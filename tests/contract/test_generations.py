@@ -170,6 +170,39 @@ def test_a_function_that_keeps_a_state_is_the_hosts(host: Host) -> None:
     assert calls_of(host.generate)[1] == OURS
 
 
+class Counter:
+    """As ControlLLLite's modules: does nothing from a step on, and begins anew after the last."""
+
+    def __init__(self, steps: int, last: int) -> None:
+        self.step, self.steps, self.last = 0, steps, last
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        counted, self.step = self.step, (self.step + 1) % self.steps
+        return hidden_states * (1.5 if counted < self.last else 1.0)
+
+
+class CountsSteps:
+    def __init__(self) -> None:
+        self.modules = {"only": Counter(3, 1)}
+
+    def __call__(self, hidden_states: Tensor, skip: Tensor, options: Any) -> tuple[Tensor, Tensor]:
+        return self.modules["only"](hidden_states), skip
+
+
+@pytest.mark.parametrize("host", FAMILY, indirect=True)
+def test_a_function_that_counts_steps_counts_each_once(host: Host) -> None:
+    def generate() -> tuple[Made, int]:
+        counts = CountsSteps()
+        made = host.generate(lambda patcher: patcher.set_model_output_block_patch(counts))
+        return made, counts.modules["only"].step
+
+    expected, step = generate()
+    host.start()
+    for _ in range(2):
+        (made, counted), calls = calls_of(generate)
+        assert calls == OURS and close(made, expected) and counted == step
+
+
 @pytest.mark.parametrize("host", FAMILY, indirect=True)
 def test_a_generation_that_failed_in_the_host_is_not_told_of_the_next(host: Host) -> None:
     def fails(patcher: Any) -> None:

@@ -209,6 +209,19 @@ def test_arguments_that_are_not_followed_are_told(
     assert runtime.guard.faults == []
 
 
+@pytest.mark.parametrize(("options", "problem"), [
+    ({}, None), ({"vae_precision": "fp32"}, None), ({"fp8": True, "enabled": False}, None),
+    ({"fp8": True, "tf32": "on"}, "No effect on this machine: tf32, fp8."),
+], ids=str)
+def test_the_infotext_says_which_options_cannot_count_on_a_cpu(
+    options: dict[str, Any], problem: str | None, standalone: Standalone
+) -> None:
+    p = Generation()
+    standalone.page.process(p, options)
+    standalone.page.postprocess(p, SimpleNamespace())
+    assert p.extra_generation_params.get("OneDiff problem") == problem
+
+
 def test_settings_that_cannot_be_looked_at_are_not_taken(standalone: Standalone) -> None:
     before = runtime.settings
     with pytest.MonkeyPatch.context() as patch:

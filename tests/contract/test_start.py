@@ -11,6 +11,11 @@ import pytest
 
 pytest.importorskip("gradio")
 
+from contract_hosts import running
+from runtime_fixtures import fresh_runtime  # noqa: F401
+
+from lib_onediff.hosts import this_webui
+
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "scripts" / "onediff.py"
 # What serves a model, compiles for one or describes one to programs. No page needs it.
@@ -39,6 +44,20 @@ with modules_importable():
     print(json.dumps(sorted(set(sys.modules) - before)))
     module.stop()
 """
+
+
+@pytest.mark.parametrize(("name", "itself"), [
+    ("a1111", True), ("forge", False), ("neo", False), ("reforge", True), ("classic", False),
+])
+def test_which_webui_loads_a_checkpoint_by_itself(
+    name: str, itself: bool, fresh_runtime: None, monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+) -> None:
+    with running(name) as host:
+        adapter = this_webui()
+        assert adapter.loads_at_start() is itself
+        if name == "a1111":
+            monkeypatch.setattr(host.module("modules.shared").cmd_opts, "skip_load_model_at_start", True, raising=False)
+            assert adapter.loads_at_start() is False
 
 
 def loaded_at_start(data: Path, before: str = "") -> list[str]:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,42 @@ from lib_onediff.runtime.runtime import runtime
 def wait_for_compile() -> Iterator[None]:
     with runtime.wait_for_compile():
         yield
+
+
+@pytest.fixture
+def fresh_runtime() -> Iterator[None]:
+    runtime.purge()
+    yield
+    runtime.free_graphs()
+
+
+@pytest.fixture
+def tiny() -> Any:
+    """A small SDXL UNet in float16."""
+    import torch
+
+    from lib_onediff.bench.models import random_unet
+
+    return random_unet("tiny-sdxl", torch.device("cuda")).half()
+
+
+@pytest.fixture
+def unet() -> Iterator[Any]:
+    """SD1.5's UNet in float16, served by the runtime's settings."""
+    import torch
+
+    from lib_onediff.bench.models import random_unet
+    from lib_onediff.hosts.diffusers.unet import attach
+    from lib_onediff.options.settings import Settings
+
+    runtime.purge()
+    unet = random_unet("sd15", torch.device("cuda")).half()
+    attach(unet)
+    yield unet
+    runtime.pins.replace(frozenset())
+    runtime.configure(Settings())
+    runtime.release_all()
+    runtime.purge()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

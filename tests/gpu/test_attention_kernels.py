@@ -11,10 +11,7 @@ from lib_onediff.ops.attention_tuning import random_inputs
 
 nn_attention = pytest.importorskip("torch.nn.attention", reason="needs torch 2.3 or newer")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 NAMES = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
 SHAPES = {
     "SDXL": ((2, 10, 4096, 64), (2, 10, 4096, 64)), "SDXL context": ((2, 10, 4096, 64), (2, 10, 77, 64)),

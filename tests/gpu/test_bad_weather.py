@@ -13,7 +13,8 @@ pytest.importorskip("triton", reason="needs Triton")
 
 import triton
 import triton.language as tl
-from weather import arguments, entry_of, geglu_that, gpu_is_usable, now, use, while_capturing
+from gpu_calls import arguments
+from weather import entry_of, geglu_that, gpu_is_usable, now, use, while_capturing
 
 from lib_onediff import compile_unet, status
 from lib_onediff.bench.models import random_unet
@@ -22,10 +23,7 @@ from lib_onediff.ops.triton import tokens as triton_tokens
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import State
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)

@@ -24,28 +24,13 @@ from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 MIB = 2**20
 CLOSE = 1e-2
 SMALL, MIDDLE, LARGE = (512, 512), (768, 512), (960, 720)
 NEEDS_A_LIMIT = pytest.mark.skipif(
     not hasattr(torch.cuda, "get_per_process_memory_fraction"), reason="this torch does not tell its own limit"
 )
-
-
-@pytest.fixture
-def unet() -> Iterator[nn.Module]:
-    runtime.purge()
-    unet = random_unet("sd15", torch.device("cuda")).half()
-    attach(unet)
-    yield unet
-    runtime.pins.replace(frozenset())
-    runtime.configure(Settings())
-    runtime.release_all()
-    runtime.purge()
 
 
 @torch.no_grad()

@@ -1,8 +1,7 @@
-"""The cudagraph backend on a real GPU, against the model's own forward."""
+"""Graphs on a real GPU, by the backend cudagraph or what auto takes here, against the model's own forward."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 pytest.importorskip("diffusers")
+
+from gpu_calls import arguments, host
 
 from lib_onediff import compile_unet, status, uncompile_unet
 from lib_onediff.bench.models import inputs, random_unet
@@ -19,33 +20,9 @@ from lib_onediff.model.call import UNetCall
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_runtime")]
 MIB = 2**20
 HALF = (torch.float16, torch.bfloat16)
-
-
-@pytest.fixture(autouse=True)
-def fresh_runtime() -> Iterator[None]:
-    runtime.purge()
-    yield
-    runtime.free_graphs()
-
-
-@pytest.fixture
-def tiny() -> nn.Module:
-    return random_unet("tiny-sdxl", torch.device("cuda")).half()
-
-
-def arguments(unet: nn.Module, width: int = 128, height: int = 128, batch: int = 2, tokens: int = 77) -> dict[str, Any]:
-    return inputs(unet, width, height, batch, tokens, next(unet.parameters()).dtype)
-
-
-def host(unet: nn.Module, given: dict[str, Any]) -> Tensor:
-    with torch.no_grad():
-        return type(unet).forward(unet, **given, return_dict=False)[0]
 
 
 def ours(unet: nn.Module, given: dict[str, Any], calls: int = 3) -> Tensor:
@@ -168,9 +145,23 @@ def change_by_loading(unet: nn.Module) -> None:
     unet.load_state_dict({name: value * 0.95 for name, value in unet.state_dict().items()})
 
 
-@pytest.mark.parametrize(
-    "change", [change_in_place, change_by_data, change_by_parameter, change_by_moving, change_by_loading]
-)
+def change_every_parameter(unet: nn.Module) -> None:
+    """As Forge puts a LoRA on: new parameters, in torch's usual memory format."""
+    for module in unet.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            weight = module.weight.detach().clone(memory_format=torch.contiguous_format)
+            module.weight = nn.Parameter(weight * 1.05, requires_grad=False)
+
+
+def change_one_convolution(unet: nn.Module) -> None:
+    convolution = unet.down_blocks[0].resnets[0].conv1
+    convolution.weight = nn.Parameter(convolution.weight.detach() * 2, requires_grad=False)
+
+
+@pytest.mark.parametrize("change", [
+    change_in_place, change_by_data, change_by_parameter, change_every_parameter, change_one_convolution,
+    change_by_moving, change_by_loading,
+])
 def test_changed_weights_are_never_replayed_stale(tiny: nn.Module, change: Any) -> None:
     compile_unet(tiny)
     given = arguments(tiny)

@@ -1,7 +1,6 @@
 """DeepCache on a real GPU: graphs of both halves around one deep feature."""
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,20 +16,10 @@ from lib_onediff.model.deepcache.sampling import Sampling
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import State
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_runtime")]
 NAMES = ["StableDiffusionPipeline", "StableDiffusionXLPipeline"]
 PICTURE = {"width": 256, "height": 256, "num_inference_steps": 10}
 DEEPCACHE = {"deepcache_interval": 3, "deepcache_depth": 2}
-
-
-@pytest.fixture(autouse=True)
-def fresh_runtime() -> Iterator[None]:
-    runtime.purge()
-    yield
-    runtime.free_graphs()
 
 
 @pytest.fixture(autouse=True)

@@ -12,18 +12,17 @@ from torch import Tensor, nn
 pytest.importorskip("diffusers")
 pytest.importorskip("triton", reason="needs Triton")
 
+from gpu_calls import arguments, host
+
 from lib_onediff import compile_unet, status, uncompile_unet
-from lib_onediff.bench.models import inputs, random_unet
+from lib_onediff.bench.models import random_unet
 from lib_onediff.model import float8
 from lib_onediff.ops.quantized.gains import WORTH_ROUNDING
 from lib_onediff.ops.quantized.scaled_mm import support
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 NEAR = 0.12
 
 
@@ -47,15 +46,6 @@ def unet() -> nn.Module:
     return random_unet("tiny-sdxl", torch.device("cuda")).half()
 
 
-def given_to(unet: nn.Module, width: int = 128, height: int = 128) -> dict[str, Any]:
-    return inputs(unet, width, height, 2, 77, torch.float16)
-
-
-@torch.no_grad()
-def host(unet: nn.Module, given: dict[str, Any]) -> Tensor:
-    return type(unet).forward(unet, **given, return_dict=False)[0]
-
-
 @torch.no_grad()
 def replayed(unet: nn.Module, given: dict[str, Any]) -> Tensor:
     for _ in range(3):
@@ -67,7 +57,7 @@ def replayed(unet: nn.Module, given: dict[str, Any]) -> Tensor:
 @pytest.mark.parametrize("size", [(128, 128), (120, 72)], ids=str)
 def test_a_replay_is_near_the_hosts(unet: nn.Module, size: tuple[int, int]) -> None:
     compile_unet(unet, fp8=True)
-    given = given_to(unet, *size)
+    given = arguments(unet, *size)
     expected = host(unet, given)
     error = relative_error(replayed(unet, given), expected)
     assert 1e-3 < error < NEAR
@@ -76,7 +66,7 @@ def test_a_replay_is_near_the_hosts(unet: nn.Module, size: tuple[int, int]) -> N
 
 def test_an_edit_reaches_the_graph(unet: nn.Module) -> None:
     compile_unet(unet, fp8=True)
-    given = given_to(unet)
+    given = arguments(unet)
     before = replayed(unet, given)
     with torch.no_grad():
         for name, parameter in unet.named_parameters():
@@ -92,7 +82,7 @@ def test_an_edit_reaches_the_graph(unet: nn.Module) -> None:
 
 def test_off_and_on_again(unet: nn.Module) -> None:
     compile_unet(unet, fp8=True)
-    given = given_to(unet)
+    given = arguments(unet)
     expected = host(unet, given)
     replayed(unet, given)
     with runtime.settings_for_run(Settings()), torch.no_grad():
@@ -106,7 +96,7 @@ def test_off_and_on_again(unet: nn.Module) -> None:
 def test_nothing_is_left_behind(unet: nn.Module) -> None:
     names = {name: parameter.clone() for name, parameter in unet.named_parameters()}
     compile_unet(unet, fp8=True)
-    replayed(unet, given_to(unet))
+    replayed(unet, arguments(unet))
     uncompile_unet(unet)
     assert runtime.totals().float8 == 0
     assert all(torch.equal(parameter, names[name]) for name, parameter in unet.named_parameters())
@@ -118,7 +108,7 @@ def test_what_gains_is_measured_before_the_capture(unet: nn.Module, monkeypatch:
     monkeypatch.setattr(runtime.operators, "_float8_looked_at", ())
     runtime.tuning_cache.clear()
     compile_unet(unet, fp8=True)
-    given = given_to(unet)
+    given = arguments(unet)
     expected = host(unet, given)
     with torch.no_grad():
         outputs = [unet(**given, return_dict=False)[0] for _ in range(4)]

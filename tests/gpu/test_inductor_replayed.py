@@ -1,38 +1,23 @@
 """The inductor backend on a real GPU, in graphs, against the model's own forward."""
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 pytest.importorskip("diffusers")
 
+from gpu_calls import host
+
 from lib_onediff import compile_unet, status, uncompile_unet
 from lib_onediff.bench.models import inputs, random_unet
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_runtime")]
 SIZES = [
     (1024, 1024), (832, 1216), (1216, 832), (896, 1152), (768, 1344), (1280, 1280), (960, 720), (720, 720), (640, 1536),
 ]
-
-
-@pytest.fixture(autouse=True)
-def fresh_runtime() -> Iterator[None]:
-    runtime.purge()
-    yield
-    runtime.free_graphs()
-
-
-def host(unet: nn.Module, given: dict) -> Tensor:
-    with torch.no_grad():
-        return type(unet).forward(unet, **given, return_dict=False)[0]
 
 
 def replayed(unet: nn.Module, given: dict) -> Tensor:

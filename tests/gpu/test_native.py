@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,41 +14,18 @@ pytest.importorskip("triton", reason="needs Triton")
 
 import triton
 import triton.language as tl
+from gpu_calls import arguments, host
 
 from lib_onediff import compile_unet, status, uncompile_unet
 from lib_onediff.bench.clock import count_compilations
-from lib_onediff.bench.models import inputs, random_unet
+from lib_onediff.bench.models import random_unet
 from lib_onediff.runtime.runtime import runtime
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_runtime")]
 SIZES = [(512, 512), (960, 720), (72, 88)]
 WORST_RATIO = 1.1
 CLOSE = 1e-2
 GIB = 2**30
-
-
-@pytest.fixture(autouse=True)
-def fresh_runtime() -> Iterator[None]:
-    runtime.purge()
-    yield
-    runtime.free_graphs()
-
-
-@pytest.fixture
-def tiny() -> nn.Module:
-    return random_unet("tiny-sdxl", torch.device("cuda")).half()
-
-
-def arguments(unet: nn.Module, width: int = 128, height: int = 128, batch: int = 2, tokens: int = 77) -> dict[str, Any]:
-    return inputs(unet, width, height, batch, tokens, next(unet.parameters()).dtype)
-
-
-@torch.no_grad()
-def host(unet: nn.Module, given: dict[str, Any]) -> Tensor:
-    return type(unet).forward(unet, **given, return_dict=False)[0]
 
 
 @torch.no_grad()
@@ -134,29 +110,6 @@ def test_no_kernel_is_compiled_again_for_another_size(name: str) -> None:
     assert counted.count == 1, "otherwise nothing would have been counted above either"
 
 
-def test_sizes_in_turn_share_a_pool_without_harm(tiny: nn.Module) -> None:
-    calls = [arguments(tiny, *size) for size in ((128, 128), (72, 88), (256, 128), (240, 184))]
-    expected = [host(tiny, given) for given in calls]
-    compile_unet(tiny, backend="native")
-    for given in calls:
-        ours(tiny, given)
-    for _ in range(3):
-        for given, reference in zip(calls, expected, strict=True):
-            assert relative_error(ours(tiny, given, 1), reference) < CLOSE
-
-
-def test_inputs_of_the_graph_change_between_calls(tiny: nn.Module) -> None:
-    compile_unet(tiny, backend="native")
-    given = arguments(tiny)
-    ours(tiny, given)
-    for step in (999.0, 500.5, 1.0):
-        given["timestep"] = torch.tensor(step, device="cuda")
-        given["sample"] = torch.randn_like(given["sample"])
-        given["encoder_hidden_states"] = torch.randn_like(given["encoder_hidden_states"])
-        ours(tiny, given, 2)
-        assert relative_error(ours(tiny, given, 1), host(tiny, given)) < CLOSE
-
-
 def test_released_weights_are_what_they_were(tiny: nn.Module) -> None:
     before = {name: value.clone() for name, value in tiny.state_dict().items()}
     compile_unet(tiny, backend="native")
@@ -186,57 +139,3 @@ def test_backends_take_turns_without_harm_or_leak(tiny: nn.Module) -> None:
         sizes.append(requested_bytes())
     # What the libraries allocate once for all is there after the first round.
     assert sizes[1:] == sizes[1:2] * 3
-
-
-def change_in_place(unet: nn.Module) -> None:
-    for parameter in unet.parameters():
-        parameter.mul_(1.05)
-
-
-def change_by_data(unet: nn.Module) -> None:
-    for parameter in unet.parameters():
-        parameter.data = parameter.data * 1.05
-
-
-def change_by_parameter(unet: nn.Module) -> None:
-    """As Forge puts a LoRA on: new parameters, in torch's usual memory format."""
-    for module in unet.modules():
-        if isinstance(module, nn.Conv2d | nn.Linear):
-            weight = module.weight.detach().clone(memory_format=torch.contiguous_format)
-            module.weight = nn.Parameter(weight * 1.05, requires_grad=False)
-
-
-def change_one_convolution(unet: nn.Module) -> None:
-    convolution = unet.down_blocks[0].resnets[0].conv1
-    convolution.weight = nn.Parameter(convolution.weight.detach() * 2, requires_grad=False)
-
-
-def change_by_moving(unet: nn.Module) -> None:
-    unet.cpu()
-    occupied = [torch.randn_like(parameter, device="cuda") for parameter in unet.parameters()]
-    unet.cuda()
-    del occupied
-
-
-def change_by_loading(unet: nn.Module) -> None:
-    unet.load_state_dict({name: value * 0.95 for name, value in unet.state_dict().items()})
-
-
-CHANGES = [
-    change_in_place, change_by_data, change_by_parameter, change_one_convolution, change_by_moving, change_by_loading,
-]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_changed_weights_are_never_replayed_stale(tiny: nn.Module, change: Callable[[nn.Module], None]) -> None:
-    compile_unet(tiny, backend="native")
-    given = arguments(tiny)
-    ours(tiny, given)
-    with torch.no_grad():
-        change(tiny)
-        # A pipeline makes a new context tensor for every picture.
-        given["encoder_hidden_states"] = given["encoder_hidden_states"].clone()
-        for _ in range(3):
-            output = tiny(**given, return_dict=False)[0]
-            assert relative_error(output, host(tiny, given)) < CLOSE
-    assert (status()["backend"], status()["route"]) == ("native", "graph"), status()["reason"]

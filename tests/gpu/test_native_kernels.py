@@ -16,10 +16,7 @@ from lib_onediff.ops.triton import images as triton_images
 from lib_onediff.ops.triton import partial_statistics as triton_strips
 from lib_onediff.ops.triton import tokens as triton_tokens
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 WORST_RATIO = 1.1
 # What float32 arithmetic in another order may cost beside torch's own error; half types round a thousand times more.

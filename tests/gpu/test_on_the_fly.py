@@ -21,10 +21,7 @@ from lib_onediff.model.patches import HostTraits
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 WORST_RATIO = 1.1
 MEBIBYTE = 2**20
 MOST_MORE = 64 * MEBIBYTE

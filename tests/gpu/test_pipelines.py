@@ -1,7 +1,6 @@
 """Whole pictures on a GPU in half precision, through pipelines of diffusers that are given embeddings."""
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,18 +13,8 @@ from lib_onediff.bench.models import random_unet
 from lib_onediff.demo.tiny_model import tiny_vae
 from lib_onediff.runtime.runtime import runtime
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_runtime")]
 CONTEXT_WIDTH, POOLED_WIDTH = 64, 64
-
-
-@pytest.fixture(autouse=True)
-def fresh_runtime() -> Iterator[None]:
-    runtime.purge()
-    yield
-    runtime.free_graphs()
 
 
 def pipeline(name: str, dtype: torch.dtype) -> Any:

@@ -23,10 +23,7 @@ from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.sizes import Size
 from lib_onediff.store.history import History
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 SIZES = [Size(512, 512), Size(768, 512), Size(512, 768, 2)]
 SECONDS = 300
 

@@ -3,24 +3,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from exact_operators import relative_error
-from torch import Tensor, nn
+from torch import nn
 
 pytest.importorskip("diffusers")
+
+from gpu_calls import host
 
 from lib_onediff import status
 from lib_onediff.bench.models import inputs, random_unet
 from lib_onediff.hosts.diffusers.unet import attach
 from lib_onediff.runtime.runtime import runtime
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 CLOSE = 1e-2
 CALLS, SECONDS = 40, 120
 
@@ -34,11 +32,6 @@ def unets() -> Iterator[list[nn.Module]]:
     yield made
     runtime.release_all()
     runtime.purge()
-
-
-@torch.no_grad()
-def host(unet: nn.Module, given: dict[str, Any]) -> Tensor:
-    return type(unet).forward(unet, **given, return_dict=False)[0]
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one UNet", "two UNets"])

@@ -6,24 +6,15 @@ from typing import Any
 
 import torch
 from exact_operators import relative_error
+from gpu_calls import host
 from torch import Tensor, nn
 
 from lib_onediff import status
-from lib_onediff.bench.models import inputs
 from lib_onediff.ops.triton import tokens as triton_tokens
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import Entry
 
 CLOSE = 1e-2
-
-
-def arguments(unet: nn.Module, width: int = 128, height: int = 128, batch: int = 2) -> dict[str, Any]:
-    return inputs(unet, width, height, batch, 77, torch.float16)
-
-
-@torch.no_grad()
-def host(unet: nn.Module, given: dict[str, Any]) -> Tensor:
-    return type(unet).forward(unet, **given, return_dict=False)[0]
 
 
 @torch.no_grad()

@@ -214,6 +214,18 @@ def ldm_output(unet: Any, call: UNetCall) -> Tensor:
         return unet(call.latent, call.timestep, context=call.context)
 
 
+def host_output(unet: Any, call: UNetCall) -> Tensor:
+    """What the host's own forward makes of a call, for a UNet of either kind."""
+    return diffusers_output(unet, call) if hasattr(unet, "config") else ldm_output(unet, call)
+
+
+def wrap_round(network: nn.Module) -> None:
+    """As A1111's tiling: beyond an edge lies the opposite one."""
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d):
+            module.padding_mode = "circular"
+
+
 @torch.no_grad()
 def our_output(unet: nn.Module, call: UNetCall, ops: Operators = torch_ops) -> Tensor:
     bound = BoundUNet(unet)

@@ -6,9 +6,13 @@ from typing import Any
 
 import half_on_cpu
 import pytest
+from builders import SMALL_XL
 from graph_builders import PretendedGraphs
-from ladder_builders import Weather, steps_of_a_gpu
+from inductor_fixtures import compilers_store  # noqa: F401
+from ladder_builders import Weather, attached, steps_of_a_gpu
 from runtime_fixtures import fresh_runtime, no_machine_is_too_slow  # noqa: F401
+from vae_builders import fresh_route  # noqa: F401
+from vae_precision_builders import nothing_known  # noqa: F401
 
 from lib_onediff import engines as backends
 from lib_onediff.runtime.runtime import runtime
@@ -47,9 +51,16 @@ def weather(monkeypatch: pytest.MonkeyPatch) -> Weather:
 
 
 @pytest.fixture
-def pretended(weather: Weather, monkeypatch: pytest.MonkeyPatch) -> PretendedGraphs:
+def pretended(weather: Weather, monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGraphs]:
     """Graphs, and the memory of a GPU, for the backends of weather."""
     graphs = PretendedGraphs()
     monkeypatch.setattr(runtime._graphs, "_graphs", graphs)
     monkeypatch.setattr(runtime._graphs, "card", graphs.card)
-    return graphs
+    yield graphs
+    runtime.pins.replace(frozenset())
+
+
+@pytest.fixture
+def unet(pretended: PretendedGraphs) -> Any:
+    """A UNet with graphs that follows the runtime's settings."""
+    return attached(**SMALL_XL)

@@ -3,15 +3,18 @@ from the graph's own inputs, and its memory is that of a simulated allocator, as
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from simulated_memory import MEBIBYTE, PrivatePool, requests_of
+from tape import TapeRecording
 from torch import Tensor
 
-from lib_onediff.engines.graphs.capture import CudaGraphs
+from lib_onediff.engines.graphs.capture import CudaGraphs, SegmentsRunner
 from lib_onediff.engines.graphs.device_memory import Card
 from lib_onediff.engines.graphs.inputs import bytes_of, copy_inputs, rehearsal_of
+from lib_onediff.engines.graphs.segments import Segments, record
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.deepcache.forward import compute
 from lib_onediff.model.forward import Conditioning
@@ -73,10 +76,20 @@ class PretendedGraphs(CudaGraphs):
             pool = self._pools[device, architecture] = PretendedPool(device)
             self._alive[pool] = None
         self.before_capture(inputs)
-        trace = requests_of(
-            # A recording computes nothing.
-            lambda: compute(binding.layout, weights, ops, rehearsal_of(inputs), conditioning), SCALE
-        )
+        segments: Segments | None = None
+
+        def work() -> Tensor:
+            nonlocal segments
+            if inputs.patches is None:
+                # A recording computes nothing.
+                return compute(binding.layout, weights, ops, rehearsal_of(inputs), conditioning)
+            segments = record(
+                TapeRecording(), inputs.patches,
+                lambda points: compute(binding.layout, weights, ops, replace(inputs, patches=points), conditioning),
+            )
+            return segments.output
+
+        trace = requests_of(work, SCALE)
         if pool.is_fresh and needs:
             pool.memory.release(pool.memory.allocate(needs))
         pool.memory.replay(trace)
@@ -87,6 +100,8 @@ class PretendedGraphs(CudaGraphs):
         height, width = inputs.latent.shape[2:]
         self.captured.append(f"{width * 8}x{height * 8}")
         self.most = max(self.most, self.bytes(device))
+        if segments is not None:
+            return SegmentsRunner(segments, replace(inputs, patches=None), conditioning, pool, bytes_of(inputs), 0.1)
         return PretendedGraph(self, again, inputs, pool)
 
     def rehearse(self, binding: Binding, ops: Operators, inputs: UNetCall, conditioning: Conditioning) -> None:
@@ -94,9 +109,14 @@ class PretendedGraphs(CudaGraphs):
         compute(binding.layout, binding.weights(), ops, rehearsal_of(inputs), conditioning)
 
     def peak(self, device: torch.device, work: Callable[[], Any]) -> tuple[Any, int]:
-        alone = PrivatePool()
-        alone.replay(requests_of(work, SCALE))
-        return work(), alone.peak
+        alone, results = PrivatePool(), []
+
+        def noted() -> Any:
+            results.append(work())
+            return results[0]
+
+        alone.replay(requests_of(noted, SCALE))
+        return results[0], alone.peak
 
 
 class PretendedCard(Card):

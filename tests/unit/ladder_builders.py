@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import lib_onediff
 from lib_onediff.engines import CUDAGRAPH, EAGER, NATIVE, Candidates
+from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.weights import Affine
 from lib_onediff.ops import torch_ops
@@ -52,6 +53,13 @@ def steps_of_a_gpu(
 def small_xl() -> nn.Module:
     """A UNet in our care."""
     return lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
+
+
+def attached(**config: Any) -> nn.Module:
+    """A UNet that follows the runtime's settings; config as in builders.LAYOUTS."""
+    unet = diffusers_unet(**config)
+    diffusers_host.attach(unet)
+    return unet
 
 
 def entry_of(backend: str) -> Entry:

@@ -13,7 +13,7 @@ from test_blocks import controlled_forward
 from torch import Tensor
 from torch.nn import functional
 
-from lib_onediff.hosts.a1111.controlnet_loop import HostLoop, patches_at_call
+from lib_onediff.hosts.a1111.controlnet_loop import HostLoop
 from lib_onediff.hosts.a1111.inert import does_nothing_now
 from lib_onediff.hosts.a1111.patches import ForeignModules, is_brought
 from lib_onediff.model.call import UNetCall
@@ -101,7 +101,7 @@ def unet() -> Iterator[Any]:
 
 def ours(unet: Any, foreign: ForeignModules, seed: int = 0) -> Tensor:
     call = a_call(unet, 16, 16, seed=seed)
-    patches = patches_at_call(foreign, unet)
+    patches = foreign.at_call(unet)
     with torch.no_grad():
         return runtime.run(
             unet, UNetCall(call.latent, call.timestep, call.context, patches=patches), lambda: ldm_output(unet, call)

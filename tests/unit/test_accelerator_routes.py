@@ -118,9 +118,9 @@ def test_status_tells_what_the_last_call_was(accelerator: Runtime, adopted: Any)
     run(accelerator, adopted, a_call(adopted, height=9, width=11))
     status = accelerator.status()
     assert (status["enabled"], status["backend"], status["route"]) == (True, "eager", "plain")
-    assert status["model"] == "UNet with context width 48"
+    assert status["model"] == "SD 1.x UNet, small (prompt width 48)"
     assert status["resolution"] == "88x72"
-    assert status["reason"] == "CUDA graphs need a GPU, and this UNet is on the cpu"
+    assert status["reason"] == "CUDA graphs need an NVIDIA GPU; this UNet is on the CPU"
     assert status["step_ms"] > 0 and status["host_ms"] > 0
     assert status["ratio"] == status["host_ms"] / status["step_ms"]
     low, high = status["ratio_range"]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from builders import a_call, diffusers_output, diffusers_unet, relative_error, served
+from inductor_fixtures import without_our_files
 from test_inductor import LACK, SMALL_SD1
 
 import lib_onediff
@@ -26,8 +27,8 @@ PLAIN = Candidates((EAGER,), "there is no GPU")
 
 
 @pytest.fixture
-def tuning_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TuningCache]:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+def tuning_cache(compilers_store: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TuningCache]:
+    without_our_files(compilers_store, monkeypatch)
     tuning_cache = TuningCache()
     monkeypatch.setattr(runtime.operators, "auto", AutoBackend(tuning_cache))
     monkeypatch.setattr(runtime.operators, "inductor", Inductor(runtime.operators.attention, helpers=0))

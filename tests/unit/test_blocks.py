@@ -4,6 +4,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import time
 import types
 import weakref
 from collections.abc import Iterator
@@ -107,6 +108,42 @@ def test_a_stage_that_differs_is_left_to_the_host(unet: Any, loop: HostLoop, mon
         assert torch.equal(controlled(unet), expected)
         assert runtime.status()["route"] == "host"
     assert "a stage differs from the model's own" in runtime.status()["reason"]
+
+
+@pytest.mark.parametrize("ours, theirs", [(2.0, 1.0), (1.0, 2.0)], ids=["slower", "faster"])
+def test_the_slower_blocks_are_not_used(
+    unet: Any, loop: HostLoop, monkeypatch: pytest.MonkeyPatch, ours: float, theirs: float
+) -> None:
+    """Where launches may cost more than the work, as on a GPU: a check, three passes of ours, three of the host's."""
+    from ldm.modules.attention import FeedForward
+
+    from lib_onediff.ops import torch_ops
+
+    own_loop(unet)
+    with runtime.settings_for_run(Settings(enabled=False)):
+        expected = controlled(unet)
+    monkeypatch.setattr(loop._route, "timed_on", ("cpu",))
+    clock = [0.0]
+
+    def taking(seconds: float, function: Any) -> Any:
+        def slowly(*args: Any) -> Any:
+            clock[0] += seconds
+            return function(*args)
+
+        return slowly
+
+    monkeypatch.setattr(torch_ops, "geglu", taking(ours, torch_ops.geglu))
+    monkeypatch.setattr(FeedForward, "forward", taking(theirs, FeedForward.forward))
+    runtime.managed_unet(unet).bound.host_traits = HostTraits(trusted={__name__}, by_content=True)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    routes, reasons = [], []
+    for _ in range(10):
+        assert relative_error(controlled(unet), expected) < CLOSE
+        routes.append(runtime.status()["route"])
+        reasons.append(runtime.status()["reason"])
+    assert routes == ["blocks"] * 4 + ["host"] * 3 + (["host"] if ours > theirs else ["blocks"]) * 3
+    assert reasons[4] == "the WebUI's own blocks are timed"
+    assert ("the WebUI's own blocks are faster here" in reasons[-1]) == (ours > theirs)
 
 
 @pytest.fixture

@@ -41,10 +41,11 @@ def test_sides_by_name() -> None:
     assert side_of(CURRENT, "", standing, presets).settings == standing
     assert side_of(OFF, "", standing, presets).settings == Settings(False, "cudagraph", memory_budget=5)
     assert side_of("Careful", None, standing, presets).settings == Settings(backend="eager", memory_budget=5)
+    assert side_of(OFF, "warp 9", standing, presets).name == OFF, "what cannot be seen there does not count"
     changed = side_of("Careful", " verify off ", standing, presets)
     assert changed.settings.verify is False and changed.name == "Careful + verify off"
-    with pytest.raises(ValueError, match="no settings called 'Fast'"):
-        side_of("Fast", "", standing, presets)
+    with pytest.raises(ValueError, match="no settings called 'careful'. Did you mean 'Careful'?"):
+        side_of("careful", "", standing, presets)
 
 
 @pytest.mark.parametrize("text, expected", [
@@ -79,7 +80,7 @@ def test_request_of_the_fields() -> None:
 
 
 @pytest.mark.parametrize("place, value, part", [
-    (2, 65, "multiple of 8"), (3, None, "The height must be a whole number"), (4, 0, "number of steps is from 1"),
+    (2, 65, "multiple of 8"), (3, None, "The height is empty; type a whole"), (4, 0, "number of steps is from 1"),
     (5, "x", "CFG scale must be a number"), (5, 99, "CFG scale is from 1 to 30, not 99"),
     (5, float("nan"), "CFG scale is from"), (7, -2, "The seed is from 0"), (8, 9, "number of images is from 1 to 8"),
 ])
@@ -135,18 +136,18 @@ def test_markup_has_images_numbers_and_no_markup_of_others() -> None:
     markup = images_html(pair, SIDES) + summary_html([pair], SIDES, True) + numbers_html([pair])
     assert markup.count('src="data:image/png;base64,') == 3
     assert 'type="range"' in markup and "aria-label" in markup
-    assert "Washed out: saturation -4" in markup and 'class="onediff-pale"' in markup
-    assert "Times are compared from 3 images of each side on." in markup and "times as fast" not in markup
+    assert "The right image is paler: saturation -4" in markup and 'class="onediff-pale"' in markup
+    assert "To compare times too, set Images to 3 or more." in markup and "times as fast" not in markup
     assert "Off: the WebUI&#x27;s own" in markup
 
 
 def test_verdict_over_several_seeds() -> None:
-    assert "washed out in 1 of 2 images" in verdict([a_pair(7), a_pair(8, 0.5)], True)
+    assert "The right images are paler, in 1 of 2 seeds." in verdict([a_pair(7), a_pair(8, 0.5)], True)
     assert verdict([a_pair(7), a_pair(8)], True).startswith("Identical: every pixel of every image")
-    assert verdict([a_pair(7, 0.995), a_pair(8)], True).startswith("Seed 7 differs most: ")
+    assert verdict([a_pair(7, 0.995), a_pair(8)], True).startswith("Seed 7 differs most. ")
 
 
-TOO_FEW = "Times are compared from 3 images of each side on"
+TOO_FEW, TOO_FEW_COLD = (f"To compare times too, set Images to {images} or more." for images in (3, 4))
 
 
 def timed(seconds: list[tuple[float, float]]) -> list[Any]:
@@ -157,13 +158,13 @@ def timed(seconds: list[tuple[float, float]]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("warmed_up", "seconds", "says"), [
-    (True, [(7.95, 1.0)], f"{TOO_FEW}."), (False, [(7.95, 1.0)], f"{TOO_FEW}, the first of each not counted."),
-    (False, [(9, 1), (2, 1), (2, 1)], f"{TOO_FEW}, the first of each not counted."),
+    (True, [(7.95, 1.0)], TOO_FEW), (False, [(7.95, 1.0)], TOO_FEW_COLD),
+    (False, [(9, 1), (2, 1), (2, 1)], TOO_FEW_COLD),
     (False, [(9, 1), (2, 1), (2.2, 1), (2.4, 1)],
      "The right side is 2.20 times as fast as the left (2.00 to 2.40, 3 images of each)."),
     (True, [(1, 2), (1, 2), (1, 2)],
      "The left side is 2.00 times as fast as the right (2.00 to 2.00, 3 images of each)."),
-    (True, [(5.6, 1), (0.84, 1), (1.2, 1)], "The times of both sides differ no more than those of one side do."),
+    (True, [(5.6, 1), (0.84, 1), (1.2, 1)], "Neither side is measurably faster."),
 ])
 def test_how_times_compare(warmed_up: bool, seconds: list[tuple[float, float]], says: str) -> None:
     assert verdict(timed(seconds), warmed_up).endswith(f" {says}")
@@ -210,14 +211,17 @@ def panel(tmp_path: Path) -> Iterator[ComparePanel]:
 
 
 def test_following_shows_all_of_it(panel: ComparePanel) -> None:
-    shown: list[Any] = [None] * 7
+    shown: list[Any] = [None] * 9
     for values in panel.follow(OFF, "", CURRENT, "", *FIELDS):
         shown = [old if new == gradio.update() else new for old, new in zip(shown, values, strict=True)]
-    told, summary, seeds, images, numbers, saving, job = shown
+    told, summary, seeds, images, numbers, saving, saved, files, job = shown
     assert told == "" and "Identical" in summary and images.count("<img") == 3 and numbers.count("<tr") == 3
     assert seeds["choices"] == ["Seed 7", "Seed 8"] and seeds["visible"] is True and saving["visible"] is True
     assert panel.choose("Seed 8", job) != images and panel.choose("Seed 9", job) == gradio.update()
-    assert "Saved out/" in panel.save(job) and "2 PNGs" in panel.save(job)
+    assert saved == "" and files["visible"] is False, "what was saved before is of another comparison"
+    told, files = panel.save(job)
+    assert "Saved out/" in told and "2 PNGs" in told
+    assert [Path(file).suffix for file in files["value"]] == [".html", ".png", ".png"] and files["visible"] is True
     assert "Nothing is being compared" in panel.cancel(job)
 
 
@@ -233,8 +237,8 @@ def test_wrong_input_is_said_at_once(panel: ComparePanel) -> None:
     assert "no option" in values[0] and all(value == gradio.update() for value in values[1:])
     panel.standing = lambda: Settings(enabled=False)
     (values,) = panel.follow(OFF, "", CURRENT, "", *FIELDS)
-    assert "switched off in the settings tab" in values[0]
-    assert "nothing to save" in panel.save(None)
+    assert "switched off in the settings. Switch it on" in values[0]
+    assert "nothing to save" in panel.save(None)[0]
 
 
 def test_without_scikit_image_no_image_is_made_and_a_sentence_says_why(
@@ -249,7 +253,7 @@ def test_without_scikit_image_no_image_is_made_and_a_sentence_says_why(
 def test_folder_that_cannot_be_used_gets_a_sentence(panel: ComparePanel, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("a file")
     *_, last = panel.follow(OFF, "", CURRENT, "", *FIELDS)
-    told = panel.save(last[-1])
+    told, _ = panel.save(last[-1])
     assert "could not be saved" in told and str(tmp_path) not in told
 
 
@@ -273,6 +277,6 @@ def test_pages_are_built_for_every_page_anew(panel: ComparePanel, monkeypatch: p
     saved = (gradio.Textbox, gradio.Dropdown, gradio.Button, gradio.Number, gradio.Checkbox, gradio.Radio)
     ours = [block for block in page.blocks.values() if isinstance(block, saved)]
     assert ours and all(block.do_not_save_to_config for block in ours)
-    assert len(handlers) == 2 * 11
+    assert len(handlers) == 2 * 48
     assert all(handler["api_name"] is False and handler["queue"] is False for handler in handlers)
     assert not any(handler["types"]["generator"] for handler in handlers)

@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from lib_onediff import __version__
 from lib_onediff.consistency import differences, machine_facts, onediff_facts, parse, report
 from lib_onediff.consistency.facts import read_switch
-from lib_onediff.consistency.report import LONGEST_VALUE, as_fact
+from lib_onediff.consistency.report import (
+    CHANGES_DIGITS,
+    CHANGES_IMAGES,
+    CHANGES_NOTHING,
+    LONGEST_VALUE,
+    NAMES_OF_IMAGES,
+    NAMES_OF_NOTHING,
+    as_fact,
+    as_words,
+)
 from lib_onediff.hosts.host_facts import host_facts
 from lib_onediff.options.settings import Settings
 from lib_onediff.store.machine import source_digest
@@ -53,8 +62,11 @@ def test_a_switch_that_cannot_be_read(error: Exception, said: str) -> None:
 @settings(max_examples=80, deadline=None)
 @given(st.dictionaries(NAMES, st.dictionaries(NAMES, VALUES, max_size=4), max_size=4))
 def test_any_facts_are_read_back(values: dict) -> None:
-    facts = {section: {name: as_fact(value) for name, value in named.items()} for section, named in values.items()}
-    assert parse(report(facts)) == facts
+    for written in (as_fact, as_words):
+        facts = {
+            section: {name: written(value) for name, value in named.items()} for section, named in values.items()
+        }
+        assert parse(report(facts)) == facts
 
 
 def test_the_first_lines_never_change() -> None:
@@ -110,6 +122,8 @@ def test_every_setting_is_told() -> None:
     told = onediff_facts(Settings(backend="eager", verify=False), STATUS, {})["OneDiff settings"]
     assert set(told) == {option.name for option in fields(Settings)}
     assert (told["backend"], told["verify"], told["prewarm"]) == ("eager", "off", "none")
+    own = "drafts 1/2: tf32 on, and/or: fp8 on"
+    assert onediff_facts(Settings(own_presets=own), STATUS, {})["OneDiff settings"]["own_presets"] == own
 
 
 def test_tuned_choices_have_a_digest() -> None:
@@ -126,11 +140,32 @@ def test_tuned_choices_have_a_digest() -> None:
 def test_differences_are_lines_for_people() -> None:
     mine = {"Machine": {"GPU": "A", "Driver": "1"}, "Extra": {"Only": "here"}}
     theirs = {"Machine": {"GPU": "B", "Driver": "1", "Fan": "off"}, "Other": {"Only": "there"}}
-    assert differences(mine, theirs) == [
+    assert [line.text for line in differences(mine, theirs)] == [
         "Machine, GPU: here A, there B", "Machine, Fan: here not told, there off",
         "Extra, Only: here here, there not told", "Other, Only: here not told, there there",
     ]
     assert differences(mine, mine) == []
+
+
+def test_differences_that_change_images_come_first() -> None:
+    mine = {
+        "Machine": {"System": "Linux", "GPU": "A"}, "Model": {"Checkpoint": "a"},
+        "OneDiff settings": {"deepcache_interval": "1", "prewarm": "none"},
+    }
+    theirs = {
+        "Machine": {"System": "Windows", "GPU": "B"}, "Model": {"Checkpoint": "b"},
+        "OneDiff settings": {"deepcache_interval": "2", "prewarm": "64x64"},
+    }
+    assert [(line.rank, line.text.partition(":")[0]) for line in differences(mine, theirs)] == [
+        (CHANGES_IMAGES, "Model, Checkpoint"), (CHANGES_IMAGES, "OneDiff settings, deepcache_interval"),
+        (CHANGES_DIGITS, "Machine, GPU"), (CHANGES_NOTHING, "Machine, System"),
+        (CHANGES_NOTHING, "OneDiff settings, prewarm"),
+    ]
+
+
+def test_every_option_has_a_rank() -> None:
+    known = {option.name for option in fields(Settings)}
+    assert {name for name in NAMES_OF_IMAGES | NAMES_OF_NOTHING if name.islower()} <= known
 
 
 @pytest.mark.parametrize("text, part", [

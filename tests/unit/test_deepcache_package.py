@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from builders import SD1, SDXL, relative_error
+from grid import grid
 from test_public_api_pipelines import inputs, pipeline, quiet
 from torch import Tensor
 
@@ -77,8 +78,7 @@ def passes() -> Iterator[Any]:
     yield lambda: (counted()["full"] - before["full"], counted()["cached"] - before["cached"])
 
 
-@pytest.mark.parametrize("scheduler", ["DDIMScheduler", "EulerDiscreteScheduler"])
-@pytest.mark.parametrize("interval", [2, 3])
+@grid(scheduler=["DDIMScheduler", "EulerDiscreteScheduler"], interval=[2, 3])
 @pytest.mark.parametrize("branch", [0, 1, 2, 3, 5])
 @pytest.mark.parametrize("name", ["SD1", "SDXL"])
 def test_the_same_picture_as_the_packages(

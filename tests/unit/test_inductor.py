@@ -24,7 +24,9 @@ from builders import (
     diffusers_unet,
     relative_error,
     served,
+    wrap_round,
 )
+from inductor_fixtures import without_our_files
 from torch import nn
 
 import lib_onediff
@@ -45,9 +47,10 @@ NEW_TORCH = "2.13.0"
 LACK = why_no_inductor(torch.device("cpu"))
 needs_inductor = pytest.mark.skipif(LACK is not None, reason=LACK or "")
 
+# As wide as the whole UNets of test_inductor_unets.py: what is compiled for these serves those.
 ONE_LEVEL = {
-    "block_out_channels": (16,), "layers_per_block": 1, "down_block_types": (ATTENTION_DOWN,),
-    "up_block_types": (ATTENTION_UP,), "attention_head_dim": 2,
+    "block_out_channels": (32,), "layers_per_block": 1, "down_block_types": (ATTENTION_DOWN,),
+    "up_block_types": (ATTENTION_UP,), "attention_head_dim": 4,
 }
 SMALL_SD1 = {**SD1, **ONE_LEVEL}
 SMALL_SDXL = {**SDXL, **ONE_LEVEL, "transformer_layers_per_block": 2}
@@ -56,20 +59,20 @@ LATER = [(8, 16, 2, 77), (45, 23, 2, 154), (8, 8, 3, 77), (23, 12, 1, 77), (9, 9
 
 
 @pytest.fixture(scope="module")
-def history(tmp_path_factory: pytest.TempPathFactory) -> History:
+def history(compilers_store: Path) -> History:
     """A store, as a WebUI has it."""
     history = History()
-    history.open(tmp_path_factory.mktemp("inductor"))
+    history.open(compilers_store)
     return history
 
 
 @pytest.fixture(scope="module")
 def cache(history: History) -> Iterator[Path]:
     """A cache folder, and a runtime whose Inductor has compiled nothing yet."""
-    folder, tuning_cache = history.folder / "compiled" / "inductor", TuningCache()
+    tuning_cache = TuningCache()
     tuning_cache.attach(history.tuned, history.tune)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        folder = without_our_files(history.folder, patch)
         inductor = Inductor(runtime.operators.attention, helpers=0, tuning_cache=tuning_cache)
         patch.setattr(runtime.operators, "inductor", inductor)
         yield folder
@@ -144,9 +147,7 @@ def test_no_call_is_the_hosts_where_another_network_has_left_nothing_to_do(graph
     unet = ours(SMALL_SD1)
     for batch in (2, 1):
         check(unet, a_call(unet, batch=batch))
-    for module in unet.modules():
-        if isinstance(module, nn.Conv2d):
-            module.padding_mode = "circular"
+    wrap_round(unet)
     call = a_call(unet)
     assert relative_error(served(unet, call), diffusers_output(unet, call)) < CLOSE
     status = lib_onediff.status()
@@ -211,12 +212,14 @@ def test_what_would_be_compiled_anew_is_counted_says_which_guard_and_is_served_o
 
 @needs_inductor
 def test_what_cannot_be_compiled_is_served_by_the_next_backend(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(region: CompiledRegion, shapes: Any, path: Path, digest: str | None = None) -> None:
         raise OSError("No space left on device\nand more")
 
     monkeypatch.setattr(CompiledRegion, "compile", broken)
+    # It would delete what the others have compiled, because its store knows nothing of that.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(runtime.operators, "inductor", Inductor(runtime.operators.attention, helpers=0))
     unet = ours(SMALL_SD1)
     for size in (8, 16):
@@ -234,12 +237,16 @@ sys.path[:0] = json.loads(sys.argv[1])
 import lib_onediff, torch
 assert "torch._dynamo" not in sys.modules, "importing OneDiff is slow"
 torch.set_num_threads(1)
+from lib_onediff.engines.inductor import compiler
 from lib_onediff.runtime.runtime import runtime
 from test_inductor import SMALL_SD1, a_call, check, ours
+missing = []
+compiler.compile_in_processes = lambda regions, most: missing.extend(regions)
 unet = ours(SMALL_SD1, seed=5)
 check(unet, a_call(unet, 10, 11))
 from torch._dynamo.utils import counters
 runtime.operators.inductor.finish()
+assert not missing, missing
 names = "frames", "inductor", "aot_autograd"
 print(json.dumps([runtime.operators.inductor.operators.graphs(), {name: counters[name] for name in names}]))
 """

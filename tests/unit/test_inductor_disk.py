@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from builders import a_call, relative_error, served
+from inductor_fixtures import without_our_files
 from test_inductor import CLOSE, LACK, SMALL_SD1, needs_inductor, ours
 
 import lib_onediff
@@ -42,9 +43,9 @@ def check_what_is_compiled(
 
 
 @pytest.fixture
-def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is on the disk yet."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+def empty(compilers_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of ours is on the disk yet."""
+    without_our_files(compilers_store, monkeypatch)
 
 
 @needs_inductor
@@ -168,7 +169,7 @@ def test_the_store_knows_what_was_compiled_and_nothing_else_is_run(
         wanted = Compilable("", torch.float32, torch.device("cpu"), False)
         assert inductor._read(wanted, planned, waits_for_compile=True)
         assert relative_error(compiled(*inputs), sum(inputs)) < CLOSE
-        history._store.close()
+        history.close()
         return len(reads) - before
 
     assert in_a_process() == helpers, "what a helper has just written"

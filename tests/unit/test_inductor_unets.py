@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,15 +13,15 @@ from builders import (
     GROUPS,
     SD1,
     SDXL,
-    a1111_sizes,
     a_call,
-    diffusers_output,
     diffusers_unet,
-    ldm_output,
+    host_output,
     ldm_unet,
     our_output,
     relative_error,
+    wrap_round,
 )
+from inductor_fixtures import without_our_files
 from test_unet_control import ldm_with_control, residuals, skip_shapes
 from torch import Tensor, nn
 
@@ -55,17 +56,10 @@ UNETS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.fixture(scope="module")
-def operators(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InductorOperators]:
+def operators(compilers_store: Path) -> Iterator[InductorOperators]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        without_our_files(compilers_store, patch)
         yield InductorOperators()
-
-
-def host_output(unet: nn.Module, call: UNetCall) -> Tensor:
-    if hasattr(unet, "config"):
-        return diffusers_output(unet, call)
-    with a1111_sizes():
-        return ldm_output(unet, call)
 
 
 def needed_regions(unet: nn.Module, single: bool) -> dict[Region, Shapes]:
@@ -113,9 +107,7 @@ def test_tiling_wraps_round_the_edges(operators: InductorOperators) -> None:
     unet = UNETS["SD1"]()
     call = a_call(unet, 8, 6)
     flat = host_output(unet, call)
-    for module in unet.modules():
-        if isinstance(module, nn.Conv2d):
-            module.padding_mode = "circular"
+    wrap_round(unet)
     assert error(unet, call, operators) < CLOSE
     assert relative_error(host_output(unet, call), flat) > 1e-3
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -194,8 +195,20 @@ def test_bad_arguments_are_refused_before_anything_is_made(tmp_path, arguments, 
     assert not (checkout / ".venv").exists()
 
 
-def test_old_pythons_can_read_their_refusal():
-    ast.parse(Path(install.__file__).read_text(encoding="utf-8"), feature_version=(3, 7))
+@pytest.mark.parametrize(("arguments", "code"), [([], 0), (["--demo"], 1)])
+def test_old_pythons_can_read_their_refusal(monkeypatch, capsys, arguments, code):
+    text = Path(install.__file__).read_text(encoding="utf-8")
+    tree = ast.parse(text, feature_version=(3, 6))
+    assert not any(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body)
+    # What stands before it has to be in every Python.
+    first, second, third = tree.body[:3]
+    assert isinstance(first, ast.Expr) and ast.unparse(second) == "import sys" and isinstance(third, ast.If)
+    monkeypatch.setattr(sys, "version_info", (3, 6, 15))
+    monkeypatch.setattr(sys, "argv", ["install.py", *arguments])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(install.__file__, run_name="__main__")
+    told = "OneDiff needs Python 3.10 or newer, and this is 3.6.15: run it with a newer one, such as python3.11.\n"
+    assert (left.value.code, capsys.readouterr().out) == (code, told)
 
 
 # Requirements
@@ -296,6 +309,30 @@ def test_offline_is_said_and_a_half_made_venv_is_repaired(tmp_path, wheels):
     online = run_install(checkout, "--demo", **{**EMPTY_PACKAGE_INDEX, "PIP_FIND_LINKS": str(wheels)})
     assert "Making .venv" not in online.stdout, "a venv that only lacks packages was thrown away"
     assert online.returncode == 7
+
+
+def test_pips_retries_are_not_shown(tmp_path):
+    checkout = make_checkout(tmp_path / "checkout")
+    nobody = {**EMPTY_PACKAGE_INDEX, "PIP_NO_INDEX": "", "PIP_INDEX_URL": "http://127.0.0.1:9/", "PIP_RETRIES": "1"}
+    answer = run_install(checkout, "--demo", **nobody)
+    assert answer.returncode == 1
+    assert answer.stderr.startswith("pip cannot reach its package index") and answer.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("interrupted", ["installed_distributions", "run_pip"])
+def test_ctrl_c_before_anything_was_changed_leaves_a_complete_venv_alone(tmp_path, monkeypatch, interrupted):
+    monkeypatch.setattr(install, "VENV", tmp_path)
+    monkeypatch.setattr(install, "LOCK", tmp_path / "lock")
+    monkeypatch.setattr(install, "is_installed", lambda extra, wanted: False)
+    monkeypatch.setattr(install, "installed_distributions", lambda: ["pip 1.0"])
+
+    def ctrl_c(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(install, interrupted, ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        install.prepare_venv("demo")
+    assert install.LOCK.read_text() == "", "the next start would empty it"
 
 
 def test_a_failed_addition_leaves_a_complete_venv_alone(installed):

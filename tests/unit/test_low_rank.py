@@ -1,11 +1,14 @@
 """LoRAs computed beside their layers, by every set of operators that takes them, against the merged weight."""
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from builders import relative_error
 from torch import Tensor
 
+from lib_onediff.hosts.forge.weight_functions import low_rank_update
 from lib_onediff.model.applied_functions import AppliedFunctions, AppliedWeights
 from lib_onediff.model.layout import Convolution
 from lib_onediff.model.operators import Operators, Stream
@@ -104,3 +107,25 @@ def test_the_sizes_of_up_and_down_do_not_count(dtype: torch.dtype, size: float) 
     output = torch_ops.linear(x, AppliedWeights({"a": affine}, applied, dtype)["a"])
     exact = x.double() @ (affine.weight.double() + 0.5 * up.double() @ down.double()).t()
     assert relative_error(output.float(), exact.float()) < (CLOSE if dtype == torch.float32 else 2e-3)
+
+
+WEIGHT, UP, DOWN = torch.zeros(8, 6, 3, 3), torch.ones(8, 2, 1, 1), torch.ones(2, 6, 3, 3)
+
+
+@pytest.mark.parametrize(("parts", "scale"), [((UP, DOWN, 4.0, None, None), 1.0), ((UP, DOWN, None), 0.5)])
+def test_a_plain_lora_of_the_forge_family_is_one(parts: tuple[Any, ...], scale: float) -> None:
+    update = low_rank_update([0.5, ("lora", parts), 1.0, None, None, True], WEIGHT)
+    assert update is not None and update.scale == scale
+    assert update.up.shape == (8, 2) and update.down.shape == DOWN.shape
+
+
+@pytest.mark.parametrize("patch", [
+    [0.5, ("lora", (UP, DOWN, 4.0, torch.ones(2, 2, 3, 3), None)), 1.0, None, None],
+    [0.5, ("lora", (UP, DOWN, 4.0, None, torch.ones(8, 1, 1, 1))), 1.0, None, None],
+    [0.5, ("lora", (UP[:4], DOWN, 4.0, None, None)), 1.0, None, None],
+    [0.5, ("loha", (UP, DOWN, 4.0, UP, DOWN, None, None)), 1.0, None, None], [0.5, (WEIGHT,), 1.0, None, None],
+    [0.5, ("lora", (UP, DOWN, 4.0)), 0.9, None, None], [0.5, ("lora", (UP, DOWN, 4.0)), 1.0, (0, 0, 4), None],
+    [0.5, ("lora", (UP, DOWN, 4.0)), 1.0, None, torch.neg],
+], ids=["with a middle", "DoRA", "of a part", "LoHa", "difference", "strength of the model", "offset", "function"])
+def test_what_changes_more_than_it_adds_is_the_hosts_own_function(patch: list[Any]) -> None:
+    assert low_rank_update(patch, WEIGHT) is None

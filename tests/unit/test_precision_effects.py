@@ -22,7 +22,7 @@ from lib_onediff.ops.precision import (
     flags_for,
     switch_of,
 )
-from lib_onediff.options.effects import Machine, described, note, remark, why_no_effect
+from lib_onediff.options.effects import Machine, described, remark, why_no_effect
 
 GPU = torch.device("cuda", 0)
 HALF = types.SimpleNamespace(matmul_accumulation="half")
@@ -143,16 +143,6 @@ def test_a_gain_that_is_not_to_be_had_is_said() -> None:
     assert described({"matmul_accumulation": "half"}, H200)["matmul_accumulation"].startswith("This GPU sums")
     said = described({"convolution_accumulation": "half"}, H200)
     assert said["convolution_accumulation"].startswith("No effect here")
-
-
-def test_what_the_settings_tab_adds() -> None:
-    assert note("tf32", ("auto", "on", "off"), H200) == "" and note("backend", ("auto", "native"), H200) == ""
-    none = replace(H200, capability=None, gpu="")
-    assert note("tf32", ("auto", "on", "off"), none) == (
-        "Here on and off change nothing: PyTorch looks at this on NVIDIA's GPUs alone, and can use none here."
-    )
-    said = note("convolution_accumulation", ("full", "half"), H200)
-    assert said.startswith("Here half changes nothing: PyTorch asks")
 
 
 def test_other_options_have_no_reason() -> None:

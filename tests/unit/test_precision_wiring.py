@@ -9,7 +9,7 @@ import pytest
 import torch
 from builders import a_call, diffusers_output, diffusers_unet, relative_error, served
 from torch import Tensor
-from vae_builders import a_latent, diffusers_vae, fresh_route, last, our_picture  # noqa: F401
+from vae_builders import a_latent, diffusers_vae, last, our_picture
 
 import lib_onediff
 from lib_onediff.model.weights import Affine

@@ -1,9 +1,11 @@
-"""The sizes that one click makes ready."""
+"""The sizes that one click makes ready, those that this machine has used the most, and sizes as users write them."""
 from __future__ import annotations
 
 import pytest
 
-from lib_onediff.prewarm.presets import FAMILIES, families_for
+from lib_onediff.prewarm.presets import FAMILIES, families_for, most_used
+from lib_onediff.shapes.sizes import LARGEST_BATCH, MOST_SIZES, Size, parse_size, parse_sizes
+from lib_onediff.store.rows import HistoryRow
 
 BUCKETS = "1024x1024 1152x896 896x1152 1216x832 832x1216 1344x768 768x1344 1536x640 640x1536"
 
@@ -31,8 +33,105 @@ def test_sdxl_was_trained_at_about_a_million_pixels() -> None:
 
 @pytest.mark.parametrize("model, names", [
     ("SD1", ["SD 1.5"]), ("SD1 inpainting", ["SD 1.5"]), ("SD2", ["SD 2"]), ("SDXL", ["SDXL"]),
-    ("SDXL refiner", ["SDXL"]), ("UNet with context width 64", ["SD 1.5", "SD 2", "SDXL"]),
+    ("SDXL refiner", ["SDXL"]), ("SD 1.x UNet, small (prompt width 64)", ["SD 1.5"]),
+    ("SDXL UNet, small (prompt width 64)", ["SDXL"]), ("another", ["SD 1.5", "SD 2", "SDXL"]),
     (None, ["SD 1.5", "SD 2", "SDXL"]), ("", ["SD 1.5", "SD 2", "SDXL"]),
 ])
 def test_those_of_the_loaded_model_are_shown(model: str | None, names: list[str]) -> None:
     assert [family.name for family in families_for(model)] == names
+
+
+def row(resolution: str, uses: int, batch: int = 2, tokens: int = 77, model: str = "SD1") -> HistoryRow:
+    return HistoryRow("architecture", model, resolution, batch, tokens, "float16", uses=uses)
+
+
+def test_the_most_used_come_first_each_once() -> None:
+    rows = [row("512x512", 40), row("512x768", 30), row("768x512", 90), row("512x512", 60, batch=4)]
+    assert most_used(rows, "SD1", 10) == [
+        (Size(512, 512, 2), 77), (Size(768, 512), 77), (Size(512, 768), 77),
+    ]
+    assert most_used(rows, "SD1", 1) == [(Size(512, 512, 2), 77)]
+    assert most_used(rows, "SD1", 0) == [] == most_used([], "SD1", 9)
+
+
+def test_only_the_loaded_model_counts() -> None:
+    rows = [row("1024x1024", 900, model="SDXL"), row("512x512", 1), row("512x512", 70, model="VAE decoder", tokens=0)]
+    assert most_used(rows, "SD1", 9) == [(Size(512, 512), 77)]
+    assert most_used(rows, None, 9) == []
+
+
+@pytest.mark.parametrize("batch, pictures", [(1, 1), (2, 1), (3, 3), (4, 2), (16, 8)])
+def test_pictures_of_a_batch(batch: int, pictures: int) -> None:
+    assert most_used([row("512x512", 5, batch=batch)], "SD1", 1) == [(Size(512, 512, pictures), 77)]
+
+
+@pytest.mark.parametrize("tokens, wanted", [(154, 154), (231, 231), (308, 77), (75, 77)])
+def test_the_usual_length_of_the_prompt(tokens: int, wanted: int) -> None:
+    assert most_used([row("512x512", 5, tokens=tokens), row("512x512", 4)], "SD1", 1)[0].tokens == wanted
+
+
+def test_a_size_made_ready_and_never_used_is_not_among_them() -> None:
+    assert most_used([row("512x512", 0), row("64x64", 1)], "SD1", 9) == [(Size(64, 64), 77)]
+
+
+def test_what_no_user_could_ask_for_is_left_out() -> None:
+    rows = [row("8192x64", 50), row("rubbish", 40), row("512x512", 30, batch=1000), row("64x64", 1)]
+    assert most_used(rows, "SD1", 2) == [(Size(64, 64), 77)]
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("", []),
+    (" , ,", []),
+    ("512x768", [Size(512, 768)]),
+    ("1024x1024, 832x1216 x2", [Size(1024, 1024), Size(832, 1216, 2)]),
+    ("64X64;4096×64\n72 x 88 X 3", [Size(64, 64), Size(4096, 64), Size(72, 88, 3)]),
+    ("512x512x2", [Size(512, 512, 2)]),
+    ("512x512, 768x512, 512x512, 512x512 x2", [Size(512, 512), Size(768, 512), Size(512, 512, 2)]),
+    (f"512x512 x{LARGEST_BATCH}", [Size(512, 512, LARGEST_BATCH)]),
+])
+def test_sizes_that_can_be(text: str, expected: list[Size]) -> None:
+    assert parse_sizes(text) == expected
+
+
+@pytest.mark.parametrize("text, part", [
+    ("wide", "'wide' is not a size"),
+    ("512", "'512' is not a size"),
+    ("512x", "is not a size"),
+    ("512x512x2x2", "is not a size"),
+    ("-512x512", "is not a size"),
+    ("512.0x512", "is not a size"),
+    ("٥١٢x٥١٢", "is not a size"),
+    ("512x512 512x512", "is not a size"),
+    ("1234567x512", "is not a size"),
+    ("500x512", "the width must be a multiple of 8 from 64 to 4096 pixels, for example 496 or 504."),
+    ("512x60", "the height must be a multiple of 8"),
+    ("512x0", "the height must be"),
+    ("4104x512", "the width must be a multiple of 8 from 64 to 4096 pixels."),
+    ("512x512 x0", "a batch has 1 to"),
+    (f"512x512 x{LARGEST_BATCH + 1}", "a batch has 1 to"),
+])
+def test_sizes_that_cannot_be(text: str, part: str) -> None:
+    for wrong in (text, f"512x512, {text}, 768x512"):
+        with pytest.raises(ValueError) as caught:
+            parse_sizes(wrong)
+        assert part in str(caught.value)
+        assert str(caught.value).endswith(".")
+
+
+def test_too_many_sizes() -> None:
+    assert len(parse_sizes(", ".join(f"512x512 x{batch}" for batch in range(1, 65)))) == 64
+    many = [f"{64 + 8 * step}x64" for step in range(MOST_SIZES + 1)]
+    assert len(parse_sizes(", ".join(many[:-1]))) == MOST_SIZES
+    with pytest.raises(ValueError, match=f"at most {MOST_SIZES}"):
+        parse_sizes(", ".join(many))
+
+
+def test_a_long_text_is_not_quoted_whole() -> None:
+    with pytest.raises(ValueError) as caught:
+        parse_size("9" * 10000)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("size", [Size(512, 768), Size(832, 1216, 2), Size(64, 4096, LARGEST_BATCH)])
+def test_a_size_is_written_as_it_is_read(size: Size) -> None:
+    assert parse_size(str(size)) == size

@@ -33,7 +33,7 @@ class Page:
 
     def after(self, shown: tuple[Any, ...]) -> tuple[str, dict[str, Any]]:
         """What is told, and what the settings tab has to show now."""
-        _, table, choices, told, to_show = shown
+        _, table, choices, told, to_show, *_ = shown
         assert choices["choices"] == self.panel.names()
         assert all(f'<th scope="row">{name}' in table for name in (QUALITY, BALANCED, SPEED))
         return told, json.loads(to_show or "{}")
@@ -66,7 +66,7 @@ def test_use_keeps_who_computes(page: Page) -> None:
     page.opts.set("onediff_backend", "eager")
     page.opts.set("onediff_enabled", False)
     told, _ = page.after(page.panel.use(SPEED))
-    assert "OneDiff itself is switched off in the settings tab." in told
+    assert "OneDiff is switched off in the settings (" in told
     assert runtime.settings.backend == "eager" and not runtime.settings.enabled
 
 
@@ -79,19 +79,42 @@ def test_save_use_and_delete_an_own_one(page: Page) -> None:
     page.opts.set("onediff_tf32", "on")
     assert "in place of the one before: tf32 on; deepcache_interval 4." in page.after(page.panel.save("my drafts"))[0]
     page.panel.use(QUALITY)
+    page.opts.set("onediff_deepcache_interval", 5)
     page.panel.save("plain")
     page.panel.use("my drafts")
     assert (runtime.settings.tf32, runtime.settings.deepcache_interval) == ("on", 4)
     told, to_show = page.after(page.panel.delete("my drafts"))
     assert "Deleted &#x27;my drafts&#x27;, which was: tf32 on; deepcache_interval 4." in told
-    assert to_show == {"onediff_own_presets": "plain:"} and page.panel.names()[3:] == ["plain"]
+    assert to_show == {"onediff_own_presets": "plain: deepcache_interval 5"} and page.panel.names()[3:] == ["plain"]
     assert runtime.settings.deepcache_interval == 4, "the settings stay"
 
 
+def test_deleting_asks_first(page: Page) -> None:
+    page.opts.set("onediff_deepcache_interval", 4)
+    page.panel.save("my drafts")
+    *_, question, row = page.panel.ask_delete("my drafts")
+    assert "Delete &#x27;my drafts&#x27;?" in question and "deepcache_interval 4" in question and row["visible"]
+    assert "my drafts" in page.panel.names(), "nothing is gone before the answer"
+    *_, question, row = page.panel.look()
+    assert question == "" and not row["visible"]
+    *_, told, _, question, row = page.panel.ask_delete(SPEED)
+    assert "only your own can be deleted" in told and not question and not row["visible"]
+
+
+@pytest.mark.parametrize("interval, equal", [(1, QUALITY), (2, BALANCED), (4, "mine")])
+def test_equal_presets_are_refused(page: Page, interval: int, equal: str) -> None:
+    page.opts.set("onediff_deepcache_interval", 4)
+    page.panel.save("mine")
+    page.opts.set("onediff_deepcache_interval", interval)
+    told, to_show = page.after(page.panel.save("again"))
+    assert f"&#x27;{equal}&#x27; has these settings already." in told and "onediff-wrong" in told and not to_show
+    assert "again" not in page.panel.names()
+
+
 @pytest.mark.parametrize(("button", "name", "says"), [
-    ("use", "Fastest", "no preset called"), ("use", None, "choose one from the list"),
+    ("use", "Fastest", "no preset called"), ("use", None, "Choose from Quality first, "),
     ("use", ["x"], "no preset called"),
-    ("delete", SPEED, "only your own can be deleted"), ("delete", "", "choose one from the list"),
+    ("delete", SPEED, "only your own can be deleted"), ("delete", "", "Choose from Quality first, "),
     ("save", " ", "needs a name"), ("save", "a:b", "none of , : ;"), ("save", SPEED, "a name of OneDiff"),
     ("save", "x" * 61, "up to 60 characters"),
 ])

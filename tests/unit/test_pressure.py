@@ -1,51 +1,36 @@
-"""A card that others fill: graphs are given up in time, a host that ran out is served, and nothing is thrown away in
-vain."""
+"""Room on the GPU before a sampling and around a capture, and the most memory that a capture has in use at a time."""
 from __future__ import annotations
 
+import os
+import sys
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, served
+from builders import a_call, diffusers_output, served
 from graph_builders import PretendedCard, PretendedGraphs
-from ladder_builders import Weather, error, now, reason
+from ladder_builders import Weather, attached, error, now, reason
 from torch import Tensor, nn
 
 from lib_onediff.engines.graphs import memory_pressure as pressure
+from lib_onediff.engines.graphs.allocations import PIECE, most_in_use
 from lib_onediff.engines.graphs.cache import CARD_IS_FULL
 from lib_onediff.engines.graphs.device_memory import LEAST, MOST, Card
-from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.model.call import UNetCall
 from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.freed_memory import give_back_freed_memory
 from lib_onediff.runtime.runtime import runtime
 
 CLOSE = 1e-5
 GIBIBYTE = 2**30
 
 
-@pytest.fixture(autouse=True)
-def no_pins() -> Iterator[None]:
-    yield
-    runtime.pins.replace(frozenset())
-
-
 @pytest.fixture
 def card(pretended: PretendedGraphs) -> PretendedCard:
     pretended.card.size = 24 * GIBIBYTE
     return pretended.card
-
-
-@pytest.fixture
-def unet(pretended: PretendedGraphs) -> nn.Module:
-    return attached(**SMALL_XL)
-
-
-def attached(**config: object) -> nn.Module:
-    unet = diffusers_unet(**config)
-    diffusers_host.attach(unet)
-    return unet
 
 
 def make_ready(unet: nn.Module, *sizes: tuple[int, int]) -> None:
@@ -234,3 +219,46 @@ def test_a_card_whose_cache_cannot_be_emptied_now(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", refuse)
     Card().empty_cache()
+
+
+def alloc(address: int, size: int) -> dict[str, Any]:
+    return {"action": "alloc", "addr": address, "size": size}
+
+
+def free(address: int) -> list[dict[str, Any]]:
+    return [{"action": name, "addr": address, "size": 0} for name in ("free_requested", "free_completed")]
+
+
+def test_the_most_at_a_time_and_not_the_sum() -> None:
+    events = [alloc(1, 4 * PIECE), alloc(2, PIECE), *free(1), alloc(1, 3 * PIECE), *free(2), *free(1)]
+    assert most_in_use(events) == 5 * PIECE
+
+
+def test_what_was_there_before_does_not_count_when_it_is_freed() -> None:
+    assert most_in_use([*free(7), alloc(1, PIECE), *free(8)]) == PIECE
+
+
+def test_in_the_pieces_that_torch_hands_out() -> None:
+    assert most_in_use([alloc(1, 1), alloc(2, PIECE + 1)]) == 3 * PIECE
+
+
+def test_other_events_are_nothing() -> None:
+    assert most_in_use([{"action": "segment_alloc", "addr": 1, "size": 10 * PIECE}, alloc(1, PIECE)]) == PIECE
+    assert most_in_use([]) == 0
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as numbers:
+        return int(numbers.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc_trim")
+def test_freed_blocks_between_others_go_back() -> None:
+    blocks = [torch.ones(16 * 1024) for _ in range(4096)]  # 64 KiB each: below what glibc maps one by one
+    kept = blocks[::16]
+    del blocks
+    before = resident_bytes()
+    if not give_back_freed_memory():
+        pytest.skip("this C library gives nothing back")
+    assert before - resident_bytes() > 50 * 2**20
+    assert all(float(block[0]) == 1.0 for block in kept)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from builders import a_call, diffusers_output, diffusers_unet, relative_error, served
-from torch import Tensor, nn
+from torch import nn
 
 import lib_onediff
 
@@ -69,41 +69,31 @@ def unet() -> Any:
     return diffusers_unet()
 
 
-def answer(unet: Any, seed: int = 0) -> tuple[float, Tensor]:
-    """(the output as a multiple of the host's, the output)"""
-    call = a_call(unet, seed=seed)
-    output, expected = served(unet, call), diffusers_output(unet, call)
-    factor = round(float(output.norm() / expected.norm()), 3)
-    assert relative_error(output, factor * expected) < 1e-5
-    return factor, output
-
-
 def calls_of_ours() -> int:
     return lib_onediff.status()["calls"]["plain"]
 
 
-def test_ours_goes_behind_a_hook_that_is_there(unet: Any, offloading: Offloading) -> None:
-    offloading.add(unet, Doubling())
+def answer(unet: Any) -> tuple[float, int]:
+    """(the output as a multiple of the host's, how many calls of ours it took)"""
+    before, call = calls_of_ours(), a_call(unet)
+    output, expected = served(unet, call), diffusers_output(unet, call)
+    factor = round(float(output.norm() / expected.norm()), 3)
+    assert relative_error(output, factor * expected) < 1e-5
+    return factor, calls_of_ours() - before
+
+
+@pytest.mark.parametrize("hook_first", [True, False])
+def test_ours_goes_behind_a_hook(unet: Any, offloading: Offloading, hook_first: bool) -> None:
+    if hook_first:
+        offloading.add(unet, Doubling())
     lib_onediff.compile_unet(unet)
-    before = calls_of_ours()
-    assert answer(unet)[0] == 2.0
-    assert calls_of_ours() == before + 1
+    if not hook_first:
+        offloading.add(unet, Doubling())
+    assert answer(unet) == (2.0, 1)
     lib_onediff.uncompile_unet(unet)
-    assert answer(unet)[0] == 2.0
-    assert calls_of_ours() == before + 1
+    assert answer(unet) == (2.0, 0)
     offloading.remove(unet)
-    assert answer(unet)[0] == 1.0
-
-
-def test_a_hook_added_later_goes_in_front_of_ours(unet: Any, offloading: Offloading) -> None:
-    lib_onediff.compile_unet(unet)
-    offloading.add(unet, Doubling())
-    before = calls_of_ours()
-    assert answer(unet)[0] == 2.0
-    assert calls_of_ours() == before + 1
-    lib_onediff.uncompile_unet(unet)
-    assert answer(unet)[0] == 2.0
-    assert calls_of_ours() == before + 1
+    assert answer(unet) == (1.0, 0)
 
 
 @pytest.mark.parametrize("hook_first", [True, False])
@@ -114,13 +104,10 @@ def test_ours_stays_when_the_hook_goes(unet: Any, offloading: Offloading, hook_f
     if not hook_first:
         offloading.add(unet, Doubling())
     offloading.remove(unet)
-    before = calls_of_ours()
-    assert answer(unet)[0] == 1.0
-    assert calls_of_ours() == before + 1
+    assert answer(unet) == (1.0, 1)
     lib_onediff.uncompile_unet(unet)
     assert "forward" not in unet.__dict__
-    assert answer(unet)[0] == 1.0
-    assert calls_of_ours() == before + 1
+    assert answer(unet) == (1.0, 0)
 
 
 def test_uncompiled_behind_a_hook_it_can_be_compiled_again(unet: Any, offloading: Offloading) -> None:
@@ -128,9 +115,7 @@ def test_uncompiled_behind_a_hook_it_can_be_compiled_again(unet: Any, offloading
     for _ in range(2):
         lib_onediff.compile_unet(unet)
         lib_onediff.compile_unet(unet)
-        before = calls_of_ours()
-        assert answer(unet)[0] == 2.0
-        assert calls_of_ours() == before + 1
+        assert answer(unet) == (2.0, 1)
         lib_onediff.uncompile_unet(unet)
 
 
@@ -138,9 +123,7 @@ def test_a_hook_that_is_exchanged_keeps_ours(unet: Any, offloading: Offloading) 
     lib_onediff.compile_unet(unet)
     offloading.add(unet, Doubling())
     offloading.add(unet, Doubling())
-    before = calls_of_ours()
-    assert answer(unet)[0] == 2.0
-    assert calls_of_ours() == before + 1
+    assert answer(unet) == (2.0, 1)
 
 
 def test_torchs_own_hooks_on_the_unet_run_around_ours(unet: Any) -> None:

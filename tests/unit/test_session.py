@@ -1,13 +1,15 @@
 """Later calls of a sampling replay what its first ones found out, and notice what has changed between two of them."""
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, relative_error
+from builders import SMALL_XL, a_call, diffusers_arguments, diffusers_output, diffusers_unet, relative_error
 from graph_builders import PretendedGraphs
 from torch import Tensor, nn
 
@@ -209,11 +211,14 @@ class Louder(PatchPoints):
 
     structure = ("middle by somebody",)
 
+    def stands(self, point: str, *arguments: Any) -> bool:
+        return point == "after_stage" and arguments[0] == MIDDLE
+
     def after_stage(self, part: str, index: int, hidden_states: Tensor) -> Tensor:
         return hidden_states * 1.5 if part == MIDDLE else hidden_states
 
 
-def test_a_call_with_a_function_in_it_is_not_replayed(unet: Any, found_out: list[UNetCall]) -> None:
+def test_a_call_with_a_function_in_it_is_not_taken_for_another(unet: Any, found_out: list[UNetCall]) -> None:
     """Perturbed attention guidance has both kinds of calls in each step."""
     call = a_call(unet)
     ready(unet, call)
@@ -221,11 +226,50 @@ def test_a_call_with_a_function_in_it_is_not_replayed(unet: Any, found_out: list
     bound = runtime.managed_unet(unet).bound
     with torch.no_grad():
         expected = compute(bound.layout, bound.binding.weights(), torch_ops, patched, None)
-    for _ in range(3):
+    for route in ("plain", "plain", "graph", "graph"):
         assert run(unet, call, 3)[0] == "graph"
         with torch.no_grad():
             output = runtime.run(unet, patched, lambda: expected)
-        assert runtime.status()["route"] == "plain", runtime.status()["reason"]
+        assert runtime.status()["route"] == route, runtime.status()["reason"]
         assert relative_error(output, expected) < CLOSE
         assert relative_error(output, diffusers_output(unet, call)) > 1e-3
-    assert len(found_out) == 6
+    assert len(found_out) == 7
+
+
+def moves_between_files(work: Callable[[], object]) -> list[str]:
+    """The files of ours that are entered from another one of ours, or from outside, while work() runs; without what a
+    graph would replay."""
+    package = str(Path(lib_onediff.__file__).parent)
+    entered: list[str] = []
+    is_replaying = False
+
+    def watch(frame: Any, event: str, argument: Any) -> None:
+        nonlocal is_replaying
+        if frame.f_code is compute.__code__:
+            is_replaying = event == "call"
+        if is_replaying or event != "call" or not frame.f_code.co_filename.startswith(package):
+            return
+        caller = frame.f_back
+        while caller is not None and not caller.f_code.co_filename.startswith(package):
+            caller = caller.f_back
+        if caller is None or caller.f_code.co_filename != frame.f_code.co_filename:
+            entered.append(f"{frame.f_code.co_filename.removeprefix(package)} {frame.f_code.co_name}")
+
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return entered
+
+
+def test_the_way_of_a_later_call_is_short(unet: Any, found_out: list[UNetCall]) -> None:
+    arguments = diffusers_arguments(a_call(unet))
+    work = lambda: unet(**arguments)  # noqa: E731
+    with torch.no_grad():
+        for _ in range(4):
+            work()
+        entered = moves_between_files(work)
+    assert runtime.status()["route"] == "graph" and len(found_out) == 3
+    assert len(entered) <= 15, entered

@@ -1,6 +1,8 @@
 """OneDiff's section in the WebUI's settings, with the standalone host's options."""
 from __future__ import annotations
 
+import html
+import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,10 @@ pytest.importorskip("gradio")
 import gradio
 
 from lib_onediff.demo.modules.options import OptionInfo, Options
-from lib_onediff.options.settings import Settings, host_key
+from lib_onediff.options.option import check_value
+from lib_onediff.options.settings import GROUPS, Settings, host_key
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.ui import settings_tab
+from lib_onediff.ui import settings_form, settings_tab
 
 
 def the_options() -> tuple[Options, list[Settings]]:
@@ -45,6 +48,55 @@ def test_every_option_can_be_shown() -> None:
             assert info.component(value=getattr(opts, key), label=info.label, **info.arguments()).value == info.default
 
 
+def test_the_page_has_its_options_in_groups() -> None:
+    opts, _ = the_options()
+    groups = {host_key(option.name): option.metadata["group"] for option in fields(Settings)}
+    shown = [groups[key] for key in opts.data_labels if key in groups]
+    assert list(dict.fromkeys(shown)) == list(GROUPS) and shown == sorted(shown, key=GROUPS.index)
+    keys = list(opts.data_labels)
+    assert groups[keys[keys.index("onediff_folder_in_use") - 1]] == "Cache"
+
+
+def test_a_row_depends_on_values_that_the_other_option_takes() -> None:
+    known = Settings.__dataclass_fields__
+    dependent = {name: option for name, option in known.items() if option.metadata["no_effect_when"]}
+    assert {"deepcache_depth", "deepcache_center", "fp8", "convolution_accumulation"} <= set(dependent)
+    for option in dependent.values():
+        for other, values in option.metadata["no_effect_when"].items():
+            for value in values:
+                check_value(known[other], value)
+
+
+def told_of(**values: Any) -> tuple[dict[str, str], dict[str, str]]:
+    """What the page is told of typed values: what is wrong, and what does nothing here."""
+    message = json.dumps({"number": 4, "values": {host_key(name): value for name, value in values.items()}})
+    text = html.unescape(settings_form.answer(message))
+    found = json.loads(text[text.index("{"):text.rindex("}") + 1])
+    assert found["number"] == 4
+    return found["wrong"], found["notes"]
+
+
+@pytest.mark.parametrize("name, value, part", [
+    ("prewarm", "512x512, wide", "'wide' is not a size"), ("memory_budget", "-1", "from 0 to 1048576, not -1"),
+    ("memory_budget", "", "takes a number, not ''"), ("prewarm_most_used", "2.5", "takes a whole number, not 2.5"),
+    ("own_presets", "drafts", "drafts"), ("deepcache_interval", "21", "from 1 to 20, not 21"),
+])
+def test_the_page_is_told_what_is_wrong_before_it_is_applied(name: str, value: str, part: str) -> None:
+    wrong, _ = told_of(**{name: value, "enabled": True, "deepcache_end": "0.5", "vae_precision": "auto"})
+    assert list(wrong) == [host_key(name)] and part in wrong[host_key(name)]
+
+
+def test_the_page_is_told_what_does_nothing_on_this_machine() -> None:
+    _, notes = told_of(convolution_accumulation="half", tf32="auto", backend="auto")
+    assert list(notes) == ["onediff_convolution_accumulation"]
+    assert notes["onediff_convolution_accumulation"].startswith("No effect here: PyTorch asks cuDNN")
+
+
+@pytest.mark.parametrize("message", [None, "", "[]", "{}", '{"number": 1, "values": 3}'])
+def test_what_is_no_message_gets_no_answer(message: Any) -> None:
+    assert settings_form.answer(message) == ""
+
+
 def test_the_folder_is_shown_and_nobody_can_set_it(tmp_path: Path) -> None:
     runtime.history.open(tmp_path / "<cache>")
     opts, told = the_options()
@@ -71,6 +123,21 @@ def test_a_folder_that_an_earlier_version_has_stored_is_ignored_with_a_sentence(
     sentence = "The stored setting onediff_cache_folder is ignored:"
     assert (sentence in caplog.text and "environment variable ONEDIFF_CACHE" in caplog.text) is said
     assert opts.onediff_folder_in_use == str(tmp_path) and runtime.settings == Settings()
+
+
+def test_a_folder_that_cannot_be_written_is_told_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings_tab.log, "propagate", True)
+    runtime.history.open(tmp_path)
+    settings_tab.tell_of_trouble()
+    assert not caplog.records
+    (tmp_path / "file").touch()
+    runtime.history.open(tmp_path / "file" / "cache")
+    settings_tab.tell_of_trouble()
+    (record,) = caplog.records
+    assert "is forgotten when this WebUI is closed" in record.message
+    assert record.message.endswith("Set the environment variable ONEDIFF_CACHE to a folder that can be written.")
 
 
 @pytest.mark.parametrize("own, hires", [
@@ -112,6 +179,15 @@ def test_invalid_values_give_a_sentence_and_the_old_value_stays(
     assert (opts.data, runtime.settings) == (before, standing)
     (record,) = [record for record in caplog.records if record.name == settings_tab.log.name]
     assert part in record.message and record.message.endswith("The setting stays as it was.")
+
+
+def test_a_whole_number_as_a_client_of_the_api_reads_it() -> None:
+    """A1111 tells 1 as 1.0, and takes what it has told."""
+    opts, _ = the_options()
+    opts.set("onediff_deepcache_depth", 3)
+    opts.set("onediff_deepcache_depth", 1.0)
+    assert opts.onediff_deepcache_depth == runtime.settings.deepcache_depth == 1
+    assert type(runtime.settings.deepcache_depth) is int
 
 
 def test_the_sentence_is_shown_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:

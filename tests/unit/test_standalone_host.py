@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
 import threading
 import time
@@ -22,7 +23,6 @@ from diffusers import DDIMScheduler
 from tiny_sdxl import tiny_sdxl_pipeline
 
 from lib_onediff.demo import images, listening, offline
-from lib_onediff.demo.errors import Refusal
 from lib_onediff.demo.loaded_model import LoadedModel
 from lib_onediff.demo.modules import (
     call_queue,
@@ -36,6 +36,7 @@ from lib_onediff.demo.modules import (
     shared,
 )
 from lib_onediff.demo.modules.scripts import ScriptRunner
+from lib_onediff.demo.refusal import Refusal
 from lib_onediff.demo.tiny_model import tiny_sd15_pipeline
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -318,3 +319,13 @@ def test_page_loses_references_to_other_hosts() -> None:
     assert body == b'<script src="./own.js"></script><p>https://text.example</p>'
     assert headers[b"content-length"] == str(len(body)).encode()
     assert b"default-src 'self'" in headers[b"content-security-policy"]
+
+
+def test_the_command_line_is_read_before_torch_is_imported() -> None:
+    """A wrong argument and a port in use are told at once, and Ctrl-C finds its handler."""
+    code = (
+        "import sys, lib_onediff.demo.__main__, lib_onediff.demo.listening; assert 'torch' not in sys.modules;"
+        "import lib_onediff; assert not set(lib_onediff.__all__) - set(dir(lib_onediff))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("PIL")
 
 from lib_onediff.demo import images
-from lib_onediff.demo.errors import Refusal
+from lib_onediff.demo.refusal import Refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -14,6 +14,7 @@ pytest.importorskip("diffusers")
 
 from tiny_sdxl import tiny_sdxl_pipeline
 
+from lib_onediff.demo import models
 from lib_onediff.demo.errors import ModelProblem
 from lib_onediff.demo.models import load_model
 from lib_onediff.demo.tiny_model import tiny_sd15_pipeline
@@ -104,8 +105,18 @@ def test_every_layer_of_the_tiny_unet_matters() -> None:
             weight.copy_(kept)
 
 
-def test_demo_model_is_the_default() -> None:
-    model = load_model(None)
+@pytest.mark.parametrize("shipped, random, name", [
+    (True, False, "small-model"), (True, True, "random-tiny-sd15"), (False, False, "random-tiny-sd15"),
+])
+def test_the_shipped_model_is_the_default(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, shipped: bool, random: bool, name: str
+) -> None:
+    monkeypatch.setattr(models, "SHIPPED", model_folder if shipped else model_folder / "nothing")
+    assert load_model(None, random).name == name
+
+
+def test_demo_model() -> None:
+    model = load_model(None, random=True)
     assert model.name == "random-tiny-sd15"
     assert model.unet is model.pipeline.unet
     assert not model.is_sdxl and not model.takes_mask and not model.is_refiner

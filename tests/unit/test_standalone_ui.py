@@ -16,9 +16,9 @@ import gradio
 
 from lib_onediff.demo import page as page_of_host
 from lib_onediff.demo import rest
-from lib_onediff.demo.errors import Refusal
 from lib_onediff.demo.modules import shared
 from lib_onediff.demo.modules.options import OptionInfo, Options
+from lib_onediff.demo.refusal import Refusal
 from lib_onediff.hosts.unknown import UnknownHost
 from lib_onediff.options.settings import OFF_IN_SETTINGS, Settings
 from lib_onediff.prewarm.worker import WarmUp
@@ -61,7 +61,7 @@ def test_settings_become_options() -> None:
     assert opts.onediff_backend == "auto" and opts.data_labels["onediff_memory_budget"].default == 0
     backend = opts.data_labels["onediff_backend"]
     assert backend.component is gradio.Radio and "eager" in backend.component_args["choices"]
-    assert backend.section == ("onediff", "OneDiff") and "graph" in backend.comment_after
+    assert backend.section == ("onediff", "OneDiff") and "auto: the fastest" in backend.comment_after
     assert opts.set("onediff_backend", "eager")
     assert runtime.settings == Settings(backend="eager")
     opts.set("onediff_backend", "warp")
@@ -198,7 +198,7 @@ def test_the_accordion_says_where_onediff_is_switched_off() -> None:
     tells = {function.fn for function in page.fns.values() if function.fn and function.fn.__name__ == "tell"}
     for tell in tells:
         said, *_ = tell(True, "As in the settings", "", *SHOWN)
-        assert f"{html.escape(OFF_IN_SETTINGS)}: nothing here has an effect." in said
+        assert f"{html.escape(OFF_IN_SETTINGS)}." in said
     told = status.current_status(UnknownHost("SomeUI 3", ""))
     assert (told["route"], told["reason"], told["enabled"]) == ("host", f"{OFF_IN_SETTINGS}.", False)
     runtime.configure(Settings())

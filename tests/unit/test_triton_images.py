@@ -1,4 +1,4 @@
-"""The image kernels against torch: on a GPU compiled, without one under Triton's interpreter."""
+"""The kernels for images and for rows of tokens against torch: on a GPU compiled, without one interpreted."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -6,15 +6,19 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as functional
+from exact_operators import geglu as exact_geglu
+from exact_operators import layer_norm as exact_layer_norm
 from exact_operators import worst_error
 from grid import ends, grid, name_of
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
+from lib_onediff.model.operators import Stream
 from lib_onediff.ops.triton.images import add, resize
-from lib_onediff.ops.triton.launch_config import ADDITION, MEASURED_ADDITION, LaunchConfig
+from lib_onediff.ops.triton.launch_config import ADDITION, GEGLU, LAYER_NORM, MEASURED_ADDITION, LaunchConfig
 from lib_onediff.ops.triton.partial_statistics import add_and_measure
+from lib_onediff.ops.triton.tokens import geglu, layer_norm, materialize
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # In units of a half type's rounding: to the nearest. Triton's interpreter cuts bfloat16 off instead.
@@ -110,3 +114,103 @@ def test_resize_copies_values_of_any_precision(dtype: torch.dtype) -> None:
     image = random_image(1, 33, 3, 5, dtype=dtype)
     expected = functional.interpolate(image.float(), size=(5, 9), mode="nearest").to(dtype)
     assert torch.equal(resize(image, 5, 9), expected)
+
+
+# In units of float32's rounding, for values of about 1.
+CLOSE = 20
+# In units of a half type's rounding: to the nearest. Triton's interpreter cuts bfloat16 off instead.
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape).to(DEVICE, dtype)
+
+
+def owing(tokens: Tensor, deferred_bias: bool, addend: bool) -> tuple[Stream, Tensor]:
+    """A stream that is owed up to two vectors, and what it comes to."""
+    width = tokens.shape[-1]
+    first, second = random(width) if deferred_bias else None, random(width, dtype=tokens.dtype) if addend else None
+    total = tokens.double() + sum((vector.double() for vector in (first, second) if vector is not None), 0.0)
+    return Stream(tokens, first, second), total
+
+
+@grid(
+    shape=[(2, 7, 320), (3, 5, 96), (1, 77, 33), (2, 1280), (1, 1, 1)],
+    owed=[(False, False), (False, True), (True, True), (True, False)],
+    biased=[True, False],
+)
+def test_layer_norm_of_a_stream(shape: tuple[int, ...], owed: tuple[bool, bool], biased: bool) -> None:
+    tokens = random(*shape)
+    stream, total = owing(tokens, *owed)
+    weight, bias = 1 + 0.3 * random(shape[-1]), random(shape[-1]) if biased else None
+    before = tokens.clone()
+    settled, output = layer_norm(stream, weight, bias, 1e-5)
+    assert torch.equal(tokens, before), "an input is not written to"
+    assert settled.tokens is tokens and settled.bias is None and settled.deferred_bias.dtype == torch.float32
+    assert worst_error(settled.tokens + settled.deferred_bias, total) < CLOSE
+    assert worst_error(output, exact_layer_norm(total, weight, bias, 1e-5)) < CLOSE
+    assert worst_error(materialize(stream), total) < CLOSE
+    # What the norm has added up is owed from then on, and another bias beside it.
+    further = settled._replace(bias=random(shape[-1]))
+    assert worst_error(materialize(further), total + further.bias.double()) < CLOSE
+
+
+@pytest.mark.parametrize("config", ends(LAYER_NORM.candidates), ids=str)
+def test_every_cut_of_layer_norm_gives_the_same(config: tuple[int, int]) -> None:
+    stream, total = owing(random(7, 96), True, True)
+    weight, bias = random(96), random(96)
+    _, output = layer_norm(stream, weight, bias, 1e-5, config)
+    assert worst_error(output, exact_layer_norm(total, weight, bias, 1e-5)) < CLOSE
+    assert worst_error(materialize(stream, config), total) < CLOSE
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1e-2])
+def test_eps_counts_where_tokens_hardly_vary(eps: float) -> None:
+    tokens, weight, bias = 1e-2 * random(5, 96), random(96), random(96)
+    _, output = layer_norm(Stream(tokens), weight, bias, eps)
+    assert worst_error(output, exact_layer_norm(tokens, weight, bias, eps)) < CLOSE
+
+
+@pytest.mark.parametrize("mean", [50.0, -50.0])
+def test_a_mean_of_500_deviations_costs_no_more_than_its_rounding(mean: float) -> None:
+    tokens, deferred_bias = 0.1 * random(5, 320) + 0.5 * mean, 0.1 * random(320) + 0.5 * mean
+    weight, bias = random(320), random(320)
+    _, output = layer_norm(Stream(tokens, deferred_bias), weight, bias, 1e-5)
+    # The mean itself is rounded: to 2**-19, which is 3e-5 of a deviation.
+    assert worst_error(output, exact_layer_norm(tokens + deferred_bias, weight, bias, 1e-5)) < 1000
+
+
+@pytest.mark.parametrize("dtype", NEAREST, ids=str)
+def test_a_stream_in_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
+    stream, total = owing(random(9, 96, dtype=dtype), True, True)
+    weight, bias = random(96, dtype=dtype), random(96, dtype=dtype)
+    _, output = layer_norm(stream, weight, bias, 1e-5)
+    assert worst_error(materialize(stream), total) <= NEAREST[dtype]
+    assert worst_error(output, exact_layer_norm(total, weight, bias, 1e-5)) <= NEAREST[dtype]
+
+
+@pytest.mark.parametrize("shape", [(2, 7, 640), (1, 3, 2560), (5, 96), (2, 10), (1, 2, 2 * 513), (1, 2)], ids=str)
+def test_geglu_of_every_width(shape: tuple[int, ...]) -> None:
+    tokens = 3 * random(*shape)
+    output = geglu(tokens)
+    assert output.shape == (*shape[:-1], shape[-1] // 2)
+    assert worst_error(output, exact_geglu(tokens)) < CLOSE
+
+
+@pytest.mark.parametrize("config", ends(GEGLU.candidates), ids=str)
+def test_every_cut_of_geglu_gives_the_same(config: tuple[int, int]) -> None:
+    tokens = 3 * random(3, 2 * 1111)
+    assert worst_error(geglu(tokens, config), exact_geglu(tokens)) < CLOSE
+
+
+def test_geglu_of_large_gates_is_the_identity_or_nothing() -> None:
+    gates = torch.tensor([0.0, 1e-4, -1e-4, 5.0, -5.0, 9.0, -9.0, 100.0, -100.0, 6e4, -6e4], device=DEVICE)
+    tokens = torch.cat([torch.full_like(gates, 2.0), gates])[None]
+    output = geglu(tokens)
+    assert worst_error(output, exact_geglu(tokens)) < CLOSE
+    assert output[0, 7:].tolist() == [200.0, 0.0, 120000.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", NEAREST, ids=str)
+def test_geglu_in_half_precision_rounds_only_the_result(dtype: torch.dtype) -> None:
+    tokens = 3 * random(4, 192, dtype=dtype)
+    assert worst_error(geglu(tokens), exact_geglu(tokens)) <= NEAREST[dtype]

@@ -4,7 +4,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -12,16 +11,16 @@ from builders import (
     SMALL,
     SMALL_XL,
     a_call,
-    diffusers_arguments,
-    diffusers_output,
     diffusers_unet,
-    ldm_output,
+    host_output,
     ldm_unet,
     our_output,
     relative_error,
+    wrap_round,
 )
 from grid import first
-from torch import Tensor, nn
+from test_unet_control import ldm_with_control, residuals, skip_shapes
+from torch import nn
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -62,10 +61,6 @@ def call_of(unet: nn.Module, height: int, width: int, batch: int, tokens: int = 
     return moved(a_call(unet, height, width, batch, tokens))
 
 
-def host_output(unet: nn.Module, call: UNetCall) -> Tensor:
-    return diffusers_output(unet, call) if hasattr(unet, "config") else ldm_output(unet, call)
-
-
 def error(unet: nn.Module, call: UNetCall) -> float:
     return relative_error(our_output(unet, call, TritonOperators()), host_output(unet, call))
 
@@ -100,45 +95,19 @@ def test_tiling_wraps_round_the_edges() -> None:
     unet = UNETS["SD1"]().to(DEVICE)
     call = call_of(unet, 4, 3, 1)
     flat = host_output(unet, call)
-    for module in unet.modules():
-        if isinstance(module, nn.Conv2d):
-            module.padding_mode = "circular"
+    wrap_round(unet)
     assert error(unet, call) < CLOSE
     assert relative_error(host_output(unet, call), flat) > 1e-3
 
 
-def diffusers_residuals(unet: Any, call: UNetCall) -> tuple[list[Tensor], Tensor]:
-    """Random residuals for every skip and for the middle, as a diffusers ControlNet makes them."""
-    shapes: list[torch.Size] = []
-    hooks = [unet.conv_in.register_forward_hook(lambda *seen: shapes.append(seen[-1].shape))]
-    for block in unet.down_blocks:
-        hooks.append(block.register_forward_hook(lambda *seen: shapes.extend(skip.shape for skip in seen[-1][1])))
-    hooks.append(unet.mid_block.register_forward_hook(lambda *seen: shapes.append(seen[-1].shape)))
-    host_output(unet, call)
-    for hook in hooks:
-        hook.remove()
-    residuals = [torch.randn(shape, device=DEVICE) for shape in shapes]
-    return residuals[:-1], residuals[-1]
-
-
 def test_control_residuals_are_added() -> None:
-    unet = shared("SD1")
-    call = call_of(unet, 3, 3, 1)
-    skips, middle = diffusers_residuals(unet, call)
-    with torch.no_grad():
-        expected = type(unet).forward(
-            unet, **diffusers_arguments(call), down_block_additional_residuals=tuple(skips),
-            mid_block_additional_residual=middle,
-        ).sample
-    # diffusers adds to the skips that the way up takes: the last of them first.
-    controlled = replace(call, control=Control(middle=(middle,), output=tuple(reversed(skips))))
+    """On the way down, in the middle and on the way up."""
+    unet = shared("ldm SD1")
+    call = call_of(unet, 4, 2, 1)
+    shapes = skip_shapes(unet, call)
+    everywhere = set(range(len(shapes)))
+    parts = residuals(shapes, everywhere), residuals(shapes[-1:], {0}), residuals(shapes[::-1], everywhere)
+    controlled = replace(call, control=Control(*(tuple(one.to(DEVICE) for one in part) for part in parts)))
+    expected = ldm_with_control(unet, controlled)
     assert relative_error(our_output(unet, controlled, TritonOperators()), expected) < CLOSE
-
-
-def test_residuals_are_added_on_the_way_down_too() -> None:
-    unet = shared("SD1")
-    call = call_of(unet, 3, 3, 1)
-    skips, _ = diffusers_residuals(unet, call)
-    # As ldm's T2I adapters do; torch's operators are held to ldm elsewhere.
-    adapted = replace(call, control=Control(input=(None, skips[1])))
-    assert relative_error(our_output(unet, adapted, TritonOperators()), our_output(unet, adapted)) < CLOSE
+    assert relative_error(expected, host_output(unet, call)) > 1e-2

@@ -1,20 +1,27 @@
-"""Our forward against diffusers' UNet2DConditionModel, in float32."""
+"""Our forward against diffusers' UNet2DConditionModel and the real ldm UNetModel, as A1111 resizes it, in float32."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from builders import (
     LAYOUTS,
+    LDM_LAYOUTS,
     SD1,
     SDXL,
+    a1111_sizes,
     a_call,
     diffusers_arguments,
     diffusers_output,
     diffusers_unet,
+    host_output,
+    ldm_output,
+    ldm_unet,
     our_output,
     relative_error,
+    shared_ldm_unet,
     shared_unet,
 )
 from grid import first, grid
@@ -22,46 +29,68 @@ from grid import first, grid
 CLOSE = 1e-5
 # For large pictures, where the number of heads is what attention costs.
 FEW_HEADS = {"attention_head_dim": 2}
+LDM = "ldm "
+EVERY_LAYOUT = [*LAYOUTS, *(LDM + name for name in LDM_LAYOUTS)]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+def shared(name: str) -> Any:
+    return shared_ldm_unet(name.removeprefix(LDM)) if name.startswith(LDM) else shared_unet(name)
+
+
+@pytest.mark.parametrize("name", EVERY_LAYOUT)
 def test_every_parameter_of_the_oracle_shows_in_its_output(name: str) -> None:
-    unet = diffusers_unet(**LAYOUTS[name])
+    is_ldm = name.startswith(LDM)
+    unet = ldm_unet(**LDM_LAYOUTS[name.removeprefix(LDM)]) if is_ldm else diffusers_unet(**LAYOUTS[name])
     call = a_call(unet, 16, 16)  # smaller, and the deepest attention would see one pixel only
-    output = unet(**diffusers_arguments(call))
-    output.sample.square().sum().backward()
+    if is_ldm:
+        output = unet(call.latent, call.timestep, context=call.context)
+    else:
+        output = unet(**diffusers_arguments(call)).sample
+    output.square().sum().backward()
     silent = [name for name, parameter in unet.named_parameters() if not parameter.grad.abs().max() > 1e-4]
     assert silent == []
 
 
-@grid(name=list(LAYOUTS), size=[(9, 11), (8, 8), (12, 16)])
+@grid(name=EVERY_LAYOUT, size=[(9, 11), (8, 8), (12, 16)])
 def test_ours_is_the_hosts_for_every_layout_and_size(name: str, size: tuple[int, int]) -> None:
-    unet = shared_unet(name)
+    unet = shared(name)
     call = a_call(unet, *size)
-    assert relative_error(our_output(unet, call), diffusers_output(unet, call)) < CLOSE
+    assert relative_error(our_output(unet, call), host_output(unet, call)) < CLOSE
 
 
-@grid(batch=[1, 2, 3, 4], tokens=[77, 154, 231], name=["SD1", "SDXL"])
+@grid(batch=[1, 2, 3, 4], tokens=[77, 154, 231], name=["SD1", "SDXL", "ldm SD1"])
 def test_ours_is_the_hosts_for_every_batch_and_context(name: str, batch: int, tokens: int) -> None:
-    unet = shared_unet(name)
+    unet = shared(name)
     call = a_call(unet, 8, 12, batch, tokens)
-    assert relative_error(our_output(unet, call), diffusers_output(unet, call)) < CLOSE
+    assert relative_error(our_output(unet, call), host_output(unet, call)) < CLOSE
+
+
+def real_size(unet: Any, pixels: str) -> float:
+    """How far our output is from the host's at a size such as 960x720."""
+    width, height = (int(side) // 8 for side in pixels.split("x"))
+    call = a_call(unet, height, width, batch=1)
+    return relative_error(our_output(unet, call), host_output(unet, call))
 
 
 @pytest.mark.parametrize("pixels", first(1, ["960x720", "512x512", "720x960", "896x768", "720x720", "1280x1280"]))
 def test_ours_is_the_hosts_at_real_sdxl_sizes(pixels: str) -> None:
-    unet = diffusers_unet(**{**SDXL, **FEW_HEADS})
-    width, height = (int(side) // 8 for side in pixels.split("x"))
-    call = a_call(unet, height, width, batch=1)
-    assert relative_error(our_output(unet, call), diffusers_output(unet, call)) < CLOSE
+    assert real_size(diffusers_unet(**{**SDXL, **FEW_HEADS}), pixels) < CLOSE
 
 
 @pytest.mark.parametrize("pixels", first(2, ["72x88", "512x512", "960x720"]))
 def test_ours_is_the_hosts_at_real_sd1_sizes(pixels: str) -> None:
-    unet = diffusers_unet(**{**SD1, **FEW_HEADS})
-    width, height = (int(side) // 8 for side in pixels.split("x"))
-    call = a_call(unet, height, width, batch=1)
-    assert relative_error(our_output(unet, call), diffusers_output(unet, call)) < CLOSE
+    assert real_size(diffusers_unet(**{**SD1, **FEW_HEADS}), pixels) < CLOSE
+
+
+@pytest.mark.parametrize("pixels", first(1, ["720x720", "960x720", "512x512"]))
+def test_ours_is_ldms_at_real_sizes(pixels: str) -> None:
+    # ldm writes its attention scores out: at the first level they would take gigabytes.
+    assert real_size(ldm_unet(attention_resolutions=[4, 2], num_heads=2), pixels) < CLOSE
+
+
+@pytest.mark.parametrize("pixels", first(1, ["240x184", "480x360"]))
+def test_ours_is_ldms_at_a_part_of_960x720_with_all_its_attention(pixels: str) -> None:
+    assert real_size(shared_ldm_unet(), pixels) < CLOSE
 
 
 def test_a_larger_batch_changes_no_picture_in_it() -> None:
@@ -120,3 +149,45 @@ def test_a_unet_in_channels_last_gives_the_same() -> None:
     expected = diffusers_output(unet, call)
     unet.to(memory_format=torch.channels_last)
     assert relative_error(our_output(unet, call), expected) < CLOSE
+
+
+def test_an_odd_size_is_resized_after_the_convolution_and_not_before() -> None:
+    """A1111 and diffusers differ there; if this test's oracle did not, the odd sizes above would prove nothing."""
+    from lib_onediff.ops import torch_ops
+
+    class ResizeBefore:
+        """Cuts 10 x 12 to 9 x 11 before the convolution, as diffusers does."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(torch_ops, name)
+
+        @staticmethod
+        def resize(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
+            return torch_ops.resize(image, min(height, 9), min(width, 11))
+
+    unet = shared_ldm_unet()
+    call = a_call(unet, 9, 11)
+    assert relative_error(our_output(unet, call, ResizeBefore()), ldm_output(unet, call)) > 1e-3
+
+
+def test_the_hosts_own_forward_would_fail_at_an_odd_size_without_a1111() -> None:
+    unet = shared_ldm_unet()
+    call = a_call(unet, 9, 11)
+    with pytest.raises(RuntimeError, match="[Ss]izes of tensors must match"), torch.no_grad():
+        unet(call.latent, call.timestep, context=call.context)
+    with a1111_sizes(), torch.no_grad():
+        assert unet(call.latent, call.timestep, context=call.context).shape == call.latent.shape
+
+
+@pytest.mark.parametrize("channels", [32, 320, 1280])
+def test_sinusoids_are_the_hosts_to_the_bit(channels: int) -> None:
+    """What is rounded otherwise here is a thousand times as much in the output of some models."""
+    from ldm.modules.diffusionmodules.util import timestep_embedding
+
+    from lib_onediff.model.layout import Linear, TimeEmbedding
+    from lib_onediff.ops import torch_ops
+
+    layer = Linear("", channels, channels)
+    time = TimeEmbedding(channels, True, 0.0, 1.0, None, layer, layer)
+    timestep = torch.tensor([999.0, 500.25, 1.0, 0.0])
+    assert torch.equal(torch_ops.sinusoids(timestep, time), timestep_embedding(timestep, channels))

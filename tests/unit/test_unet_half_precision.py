@@ -23,6 +23,7 @@ from builders import (
     our_output,
     relative_error,
 )
+from grid import grid
 from torch import Tensor, nn
 
 from lib_onediff.model.call import UNetCall
@@ -57,9 +58,9 @@ def error_ratio(
     return statistics.geometric_mean(ratios)
 
 
-@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
-@pytest.mark.parametrize("layout", [{**SD1, **WIDER}, {**SDXL, **WIDER_SDXL}], ids=["SD1", "SDXL"])
-def test_our_error_is_not_above_diffusers_own(layout: dict, dtype: torch.dtype) -> None:
+@grid(name=["SD1", "SDXL"], dtype=HALF_TYPES)
+def test_our_error_is_not_above_diffusers_own(name: str, dtype: torch.dtype) -> None:
+    layout = {"SD1": {**SD1, **WIDER}, "SDXL": {**SDXL, **WIDER_SDXL}}[name]
     ratio = error_ratio(lambda seed: diffusers_unet(seed, **layout), dtype, diffusers_output, diffusers_output)
     assert ratio <= WORST_RATIO
 
@@ -124,8 +125,7 @@ def autocast_as_on_a_gpu(dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
-@pytest.mark.parametrize("name", ["SD1", "SD2"])
+@grid(name=["SD2", "SD1"], dtype=HALF_TYPES)
 def test_our_error_is_not_above_that_of_ldm_under_autocast(name: str, dtype: torch.dtype) -> None:
     def host(unet: nn.Module, call: UNetCall) -> Tensor:
         unet.dtype = dtype

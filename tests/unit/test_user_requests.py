@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from builders import SMALL_XL, a_call, diffusers_unet, served
+from builders import a_call, served
 from count_calls import count_calls
-from graph_builders import PretendedGraphs
 from torch import nn
 
-from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.ops.tuning_cache import TuningCache
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import State
@@ -33,13 +31,6 @@ def store(tmp_path: Path) -> Path:
     runtime.history.open(tmp_path)
     runtime.tuning_cache.attach(runtime.history.tuned, runtime.history.tune)
     return tmp_path
-
-
-@pytest.fixture
-def unet(pretended: PretendedGraphs) -> nn.Module:
-    unet = diffusers_unet(**SMALL_XL)
-    diffusers_host.attach(unet)
-    return unet
 
 
 def another_process(folder: Path) -> tuple[History, TuningCache]:

@@ -6,13 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from vae_builders import (
-    SD,
-    a_latent,
-    diffusers_vae,
-    fresh_route,  # noqa: F401
-    last,
-)
+from vae_builders import SD, a_latent, diffusers_vae, last
 from vae_precision_builders import (
     LIMIT,
     STEP,
@@ -21,7 +15,6 @@ from vae_precision_builders import (
     count_decodes,
     decode,
     in_float32,
-    nothing_known,  # noqa: F401
     parameters_of,
     relative_error,
     scaled,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from builders import randomise, relative_error, without_initial_values
-from grid import grid
+from grid import WHOLE, grid
 from torch import Tensor, nn
 from vae_builders import (
     GROUPS,
@@ -17,7 +17,6 @@ from vae_builders import (
     SD,
     decodes,
     diffusers_vae,
-    fresh_route,  # noqa: F401
     host_picture,
     last,
     ldm_module,
@@ -228,7 +227,8 @@ def test_the_kernels_themselves_watched(part: str, dtype: torch.dtype) -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     module = getattr(diffusers_vae(**SD), part).to(device, dtype)
-    given = torch.rand((1, 3, 40, 24) if part == "encoder" else (1, 4, 3, 2)).to(device, dtype)
+    picture = (40, 24) if WHOLE else (24, 16)
+    given = torch.rand((1, 3, *picture) if part == "encoder" else (1, 4, 3, 2)).to(device, dtype)
     bound = BoundDecoder(module, None, HostTraits())
     bound.look()
     made = {}

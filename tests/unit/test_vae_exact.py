@@ -7,18 +7,7 @@ import pytest
 import torch
 from builders import relative_error
 from torch import nn
-from vae_builders import (
-    LAYOUTS,
-    LDM_LAYOUTS,
-    SD,
-    a_latent,
-    diffusers_vae,
-    fresh_route,  # noqa: F401
-    host_picture,
-    last,
-    ldm_decoder,
-    our_picture,
-)
+from vae_builders import LAYOUTS, LDM_LAYOUTS, SD, a_latent, diffusers_vae, host_picture, last, ldm_decoder, our_picture
 
 from lib_onediff.model.layout import Convolution
 from lib_onediff.model.patches import HostTraits

@@ -8,22 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from vae_builders import (
-    a_latent,
-    decodes,
-    diffusers_vae,
-    fresh_route,  # noqa: F401
-    host_picture,
-    last,
-)
-from vae_precision_builders import (
-    STEP,
-    Host,
-    decode,
-    in_float32,
-    nothing_known,  # noqa: F401
-    shown,
-)
+from vae_builders import a_latent, decodes, diffusers_vae, host_picture, last
+from vae_precision_builders import STEP, Host, decode, in_float32, shown
 
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime

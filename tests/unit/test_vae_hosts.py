@@ -12,16 +12,7 @@ import torch
 from builders import diffusers_unet, relative_error
 from test_public_api_hooks import add_as_accelerate, remove_as_accelerate
 from torch import Tensor
-from vae_builders import (
-    a_latent,
-    decodes,
-    diffusers_vae,
-    fresh_route,  # noqa: F401
-    host_picture,
-    last,
-    ldm_decoder,
-    ldm_module,
-)
+from vae_builders import a_latent, decodes, diffusers_vae, host_picture, last, ldm_decoder, ldm_module
 
 import lib_onediff
 from lib_onediff.hosts.diffusers import vae as diffusers_decoder
@@ -157,7 +148,7 @@ def test_what_a_decoder_of_this_class_may_also_be_given() -> None:
 
 
 @pytest.fixture
-def decoder(fresh_route: Any) -> Any:  # noqa: F811
+def decoder(fresh_route: Any) -> Any:
     return ldm_decoder()
 
 

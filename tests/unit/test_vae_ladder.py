@@ -8,17 +8,7 @@ import pytest
 import torch
 from builders import relative_error
 from grid import grid
-from vae_builders import (
-    SD,
-    a_latent,
-    decodes,
-    diffusers_vae,
-    fresh_route,  # noqa: F401
-    host_picture,
-    last,
-    ldm_decoder,
-    our_picture,
-)
+from vae_builders import SD, a_latent, decodes, diffusers_vae, host_picture, last, ldm_decoder, our_picture
 
 from lib_onediff.engines import EAGER, NATIVE, Candidates
 from lib_onediff.model.patches import HostTraits

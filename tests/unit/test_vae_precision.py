@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from vae_builders import (
-    SD,
-    a_latent,
-    diffusers_vae,
-    fresh_route,  # noqa: F401
-    host_picture,
-    last,
-    ldm_decoder,
-)
+from vae_builders import SD, a_latent, diffusers_vae, host_picture, last, ldm_decoder
 from vae_precision_builders import (
     KNOWN,
     OVERFLOWED,
@@ -26,7 +18,6 @@ from vae_precision_builders import (
     count_decodes,
     decode,
     in_float32,
-    nothing_known,  # noqa: F401
     parameters_of,
     relative_error,
     scaled,

@@ -17,16 +17,8 @@ import pytest
 import torch
 from builders import relative_error, without_initial_values
 from test_real_host_unets import SGM, needs_forge, needs_sgm
-from vae_builders import (
-    LDM,
-    a_latent,
-    fresh_route,  # noqa: F401
-    host_picture,
-    last,
-    ldm_decoder,
-    our_picture,
-    with_small_groups,
-)
+from torch import nn
+from vae_builders import LDM, a_latent, host_picture, last, ldm_decoder, our_picture, with_small_groups
 
 from lib_onediff.hosts.forge.checks import replaced_vae_helper
 from lib_onediff.hosts.forge.traits import FORGE as FORGE_TRAITS
@@ -66,10 +58,19 @@ def forge_decoder(module: Any, forge_layers: bool, kind: str = "Decoder", **conf
     with without_initial_values(), contextlib.redirect_stdout(io.StringIO()):
         decoder = getattr(module, kind)(**{**LDM, **config})
     if forge_layers:
-        from forge_builders import in_forge_layers
-
         in_forge_layers(decoder)
     return with_small_groups(decoder)
+
+
+def in_forge_layers(decoder: nn.Module) -> None:
+    """Give every layer the class that Forge's loader builds it with, the parameters staying."""
+    from backend.operations import ForgeOperations
+
+    for module in decoder.modules():
+        kind = getattr(ForgeOperations, type(module).__name__, None)
+        if kind is not None:
+            module.__class__ = kind
+            module.parameters_manual_cast = False
 
 
 @needs_sgm

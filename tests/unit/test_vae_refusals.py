@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from vae_builders import (
-    a_latent,
-    diffusers_vae,
-    fresh_route,  # noqa: F401
-    last,
-    ldm_decoder,
-    ldm_module,
-    our_picture,
-)
+from vae_builders import a_latent, diffusers_vae, last, ldm_decoder, ldm_module, our_picture
 
 from lib_onediff.model.layout import UnsupportedUNet
 from lib_onediff.model.patches import HostTraits

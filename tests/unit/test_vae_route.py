@@ -4,21 +4,13 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from vae_builders import (
-    a_latent,
-    decodes,
-    diffusers_vae,
-    fresh_route,  # noqa: F401
-    host_picture,
-    last,
-    our_picture,
-)
+from vae_builders import a_latent, decodes, diffusers_vae, host_picture, last, our_picture
+from vae_precision_builders import Host, decode
 
 from lib_onediff.model.call import UNetCall
 from lib_onediff.ops import torch_ops
@@ -33,24 +25,6 @@ from lib_onediff.ui.cache.table import table_html
 from lib_onediff.ui.status import status_html
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
-
-
-class Host:
-    """A host's own decode, which counts how often it is asked."""
-
-    def __init__(self, decoder: Any, change: Callable[[Tensor], Tensor] = lambda picture: picture) -> None:
-        self.decoder, self.change, self.calls = decoder, change, 0
-
-    def __call__(self, latent: Tensor) -> Tensor:
-        self.calls += 1
-        return self.change(host_picture(self.decoder, latent))
-
-
-@torch.no_grad()
-def decode(host: Host, latent: Tensor) -> Tensor:
-    route = runtime.vae
-    route.adopt(host.decoder)
-    return route.decode(host.decoder, latent, lambda: host(latent))
 
 
 @pytest.fixture
@@ -213,7 +187,7 @@ def test_switched_off(host: Host) -> None:
 
 
 def test_settings_of_a_generation_hold_for_the_decode_that_follows_its_sampling(
-    host: Host, fresh_route: DecoderRoute  # noqa: F811
+    host: Host, fresh_route: DecoderRoute
 ) -> None:
     latent = a_latent(host.decoder)
     with runtime.settings_for_run(Settings(enabled=False), "Not today."):
@@ -238,14 +212,14 @@ def test_settings_of_one_decoder() -> None:
     assert last() == ("ours", "")
 
 
-def test_a_decoder_that_was_not_handed_over(host: Host, fresh_route: DecoderRoute) -> None:  # noqa: F811
+def test_a_decoder_that_was_not_handed_over(host: Host, fresh_route: DecoderRoute) -> None:
     latent = a_latent(host.decoder)
     with torch.no_grad():
         fresh_route.decode(host.decoder, latent, lambda: host(latent))
     assert last() == ("host", "this VAE was not handed to OneDiff")
 
 
-def test_nothing_of_ours_keeps_a_decoder_alive(host: Host, fresh_route: DecoderRoute) -> None:  # noqa: F811
+def test_nothing_of_ours_keeps_a_decoder_alive(host: Host, fresh_route: DecoderRoute) -> None:
     decode(host, a_latent(host.decoder))
     gone = weakref.ref(host.decoder)
     host.decoder = None
@@ -283,7 +257,7 @@ def test_status(host: Host) -> None:
     vae = status["vae"]
     assert (vae["route"], vae["reason"], vae["resolution"], vae["backend"]) == ("ours", "", "48x32", "eager")
     assert vae["decode_ms"] > 0 and vae["host_ms"] > 0 and vae["relative_error"] < 1e-5
-    assert "VAE: ours" in status_html(status)
+    assert "VAE: OneDiff" in status_html(status)
     runtime.configure(Settings(enabled=False))
     decode(host, latent)
     assert "VAE: the WebUI&#x27;s own, because OneDiff is switched off" in status_html(runtime.status())

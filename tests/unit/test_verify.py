@@ -59,6 +59,10 @@ def patched_entry() -> Entry:
     return Entry(replace(key, patches=("patches[attn2_patch] by somebody",)))
 
 
+# As HyperTile has one.
+OWN = random.Random()
+
+
 def next_numbers() -> tuple[float, ...]:
     return float(torch.rand(())), random.random(), float(numpy.random.rand())
 
@@ -80,13 +84,14 @@ def test_what_is_computed_twice_leaves_the_host_its_random_numbers() -> None:
 
 
 def test_a_function_is_compared_even_unasked_and_a_miss_leaves_the_host_its_random_numbers() -> None:
-    own = random.Random(1)
+    own = OWN
+    own.seed(1)
 
     def host() -> Tensor:
-        return torch.randn(8) + own.random()
+        return torch.randn(8) + OWN.random()
 
     torch.manual_seed(5)
-    refusal = prove(patched_entry(), torch.zeros(8), False, History(), host, None, False, (own,))
+    refusal = prove(patched_entry(), torch.zeros(8), False, History(), host, None, False, (host,))
     assert refusal is not None and "it differs from the model's own forward" in refusal
     after_a_miss = torch.rand(3), own.random()
     torch.manual_seed(5)

@@ -76,18 +76,14 @@ def test_a_bias_edited_in_place_is_seen(name: str) -> None:
 
 
 @EVERY_LAYER
-def test_a_replaced_parameter_is_bound_again(path: str) -> None:
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_parameter_that_is_replaced_or_pointed_elsewhere_is_bound_again(path: str, replaced: bool) -> None:
     compiled = Compiled()
-    layer = compiled.layer(path)
-    layer.weight = nn.Parameter(torch.randn_like(layer.weight))
-    compiled.answers_with_the_changed_weights(moved=True)
-
-
-@EVERY_LAYER
-def test_a_parameter_pointed_elsewhere_is_bound_again(path: str) -> None:
-    compiled = Compiled()
-    layer = compiled.layer(path)
-    layer.weight.data = torch.randn_like(layer.weight)
+    layer, other = compiled.layer(path), torch.randn_like(compiled.layer(path).weight)
+    if replaced:
+        layer.weight = nn.Parameter(other)
+    else:
+        layer.weight.data = other
     compiled.answers_with_the_changed_weights(moved=True)
 
 
@@ -162,16 +158,11 @@ def test_an_edit_of_parameters_made_in_inference_mode_is_seen_at_the_next_prompt
         compiled.answers_with_the_changed_weights(moved=False)
 
 
-def test_a_state_dict_loaded_in_place_moves_nothing() -> None:
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_dict_is_bound_again_where_it_is_assigned(assign: bool) -> None:
     compiled = Compiled()
-    compiled.unet.load_state_dict(diffusers_unet(1, **SMALL_XL).state_dict())
-    compiled.answers_with_the_changed_weights(moved=False)
-
-
-def test_a_state_dict_assigned_is_bound_again() -> None:
-    compiled = Compiled()
-    compiled.unet.load_state_dict(diffusers_unet(1, **SMALL_XL).state_dict(), assign=True)
-    compiled.answers_with_the_changed_weights(moved=True)
+    compiled.unet.load_state_dict(diffusers_unet(1, **SMALL_XL).state_dict(), assign=assign)
+    compiled.answers_with_the_changed_weights(moved=assign)
 
 
 def test_a_round_trip_through_another_type_ends_in_ours() -> None:

@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from vae_builders import (
-    a_latent,
-    diffusers_vae,
-    fresh_route,  # noqa: F401
-    host_picture,
-)
+from vae_builders import a_latent, diffusers_vae, host_picture
 
 from lib_onediff.model.vae.forward import Decoding
 from lib_onediff.ops import torch_ops

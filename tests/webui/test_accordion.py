@@ -1,9 +1,11 @@
 """The accordion of the txt2img tab: what a user sees of it closed, and its controls, which all write one text."""
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
+from grid import grid
 from selenium.webdriver.common.keys import Keys
 from webui_client import WebUI
 from webui_models import Models
@@ -23,21 +25,6 @@ from webui_page import (
 
 TAB = "txt2img"
 SUMMARY, WHOLE = f"onediff_{TAB}_summary", f"onediff_{TAB}"
-# Elements with text of their own whose contrast with what lies behind them is under 4.5, by WCAG's formula.
-TOO_PALE = """
-const numbers = color => (color.match(/[\\d.]+/g) || [0, 0, 0, 0]).map(Number);
-const light = color => { const [r, g, b] = color.map(v => v / 255).map(
-    v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
-const behind = element => { for (let at = element; at; at = at.parentElement) {
-    const found = numbers(getComputedStyle(at).backgroundColor);
-    if (found.length === 3 || found[3] === 1) return found.slice(0, 3); } return [255, 255, 255]; };
-return [...document.getElementById(arguments[0]).querySelectorAll("*")].filter(element => {
-    if (![...element.childNodes].some(node => node.nodeType === 3 && node.textContent.trim())) return false;
-    if (!element.checkVisibility() || !element.closest(".onediff-live")) return false;
-    const [a, b] = [light(numbers(getComputedStyle(element).color).slice(0, 3)), light(behind(element))];
-    return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05) < 4.5;
-}).map(element => element.outerHTML.slice(0, 100));
-"""
 
 
 @pytest.fixture
@@ -103,6 +90,35 @@ def test_the_controls_show_the_settings_the_preset_and_the_text(page, webui: Web
         assert text(page) == "verify off"
 
 
+# The first answer about this text comes at once; later ones come when they are let go, as from a busy server.
+LATE = """
+const held = [];
+window.onediffLetGo = () => held.map((go) => go()).length;
+let answers = 0;
+window.beforeAnswer = async (answer) => {
+    const said = await answer.clone().text();
+    if (said.includes("data-onediff-run") && said.includes("fp8 on") && answers++) {
+        await new Promise((go) => held.push(go));
+    }
+};
+"""
+
+
+def test_an_answer_that_comes_late_does_not_stay(page) -> None:
+    open_advanced(page, TAB)
+    page.wait_for_text(told(TAB), "This run: on", 20)
+    page.run(LATE)
+    page.find(changed_options(TAB)).send_keys("verify off; fp8 on", Keys.TAB)
+    page.wait(lambda: shown(page, "fp8") == "on", "the text", 20)
+    choose(page, preset_list(TAB), "Balanced")
+    page.wait_for_text(told(TAB), "verify off; deepcache_interval 2.", 20)
+    assert page.run("return window.onediffLetGo()"), "there was an answer to be late"
+    # As long as the page needs to show it and to ask again.
+    time.sleep(3)
+    page.wait_for_text(told(TAB), "verify off; deepcache_interval 2.", 20)
+    assert text(page) == "verify off" and shown(page, "fp8") == "off"
+
+
 def test_a_typo_is_asked_about_and_names_are_completed(page) -> None:
     open_advanced(page, TAB)
     page.wait_for_text(told(TAB), "This run: on", 20)
@@ -131,6 +147,12 @@ def test_rows_are_in_line(page) -> None:
     top = "return document.getElementById(`onediff_txt2img_${arguments[0]}`).getBoundingClientRect().top"
     for row in (("preset", "vae_precision", "fp8"), ("deepcache_interval", "deepcache_depth")):
         assert len({round(page.run(top, name), 1) for name in row}) == 1
+    middles = page.run("""
+        const parts = [".onediff-title input", ".onediff-summary", ".label-wrap > span", ".label-wrap .icon"];
+        return parts.map(part => document.querySelector(`.onediff-accordion ${part}`).getBoundingClientRect())
+          .map(({top, height}) => top + height / 2);
+    """)
+    assert max(middles) - min(middles) < 1, "checkbox, status, name and arrow stand on one line"
 
 
 def test_the_hires_row_is_there_with_the_hires_pass_alone(page, webui: WebUI) -> None:
@@ -143,9 +165,8 @@ def test_the_hires_row_is_there_with_the_hires_pass_alone(page, webui: WebUI) ->
     page.wait(lambda: page.driver.find_element("id", f"onediff_{TAB}_deepcache_hires").is_displayed(), "the row", 20)
 
 
-@pytest.mark.parametrize("width", [1400, 400])
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_it_can_be_read(browser, webui: WebUI, width: int, theme: str, tmp_path: Any) -> None:
+@grid(width=[1400, 400], theme=["light", "dark"])
+def test_nothing_of_it_sticks_out(browser, webui: WebUI, width: int, theme: str, tmp_path: Any) -> None:
     webui.txt2img()
     browser.size_page(width)
     try:
@@ -155,6 +176,6 @@ def test_it_can_be_read(browser, webui: WebUI, width: int, theme: str, tmp_path:
         browser.find(changed_options(TAB)).send_keys(Keys.TAB)
         browser.wait_for_text(told(TAB), "it takes 1 to 20", 20)
         browser.driver.save_screenshot(str(tmp_path / "accordion.png"))
-        assert browser.run(TOO_PALE, WHOLE) == [] and browser.sticking_out(WHOLE) == []
+        assert browser.sticking_out(WHOLE) == []
     finally:
         browser.forget_size()

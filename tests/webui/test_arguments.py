@@ -148,7 +148,7 @@ def test_status_describes_the_last_picture(webui: WebUI, sd15: Models) -> None:
     assert status["hooks"] == 1
     assert status["enabled"] is True
     assert status["resolution"] == "128x64"
-    assert status["model"] == ("SD1" if status["host"] != "standalone" else "UNet with context width 64")
+    assert status["model"] == ("SD1" if status["host"] != "standalone" else "SD 1.x UNet, small (prompt width 64)")
     assert status["step_ms"] > 0 and status["host_ms"] > 0
     # A slow WebUI is timed once and no more while somebody waits, and one time says nothing.
     assert status["ratio"] in (None, pytest.approx(status["host_ms"] / status["step_ms"]))

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy
 import pytest
+import requests
+from grid import grid
 from PIL import Image
 from webui_client import WebUI
 from webui_compare_tab import (
@@ -27,6 +29,7 @@ from webui_compare_tab import (
     OFF,
     OTHER_FACTS,
     RIGHT,
+    SAMPLER,
     SAVE,
     SAVED,
     START,
@@ -67,7 +70,7 @@ def test_off_against_current(compare: Compare, webui: WebUI) -> None:
     assert calls["host"] - before["host"] >= 6 and calls["graph"] + calls["plain"] > before["graph"] + before["plain"]
     assert f"Left: {OFF}" in told and f"Right: {CURRENT}" in told and "the WebUI's own UNet" in told
     ((seed, verdict, psnr, ssim, largest, *_, left_time, right_time),) = compare.rows()
-    assert seed == "21" and "Washed out" not in verdict
+    assert seed == "21" and "paler" not in verdict
     assert float(ssim) > 0.99 and (psnr == "equal" or float(psnr.split()[0]) > 40)
     assert left_time.endswith(" s") and right_time.endswith(" s")
     left, right, difference = map(pixels, compare.images())
@@ -120,16 +123,21 @@ def test_several_seeds_and_changed_options(compare: Compare) -> None:
     compare.page.wait(lambda: compare.images() != first and len(compare.images()) == 3, "another image", 20)
 
 
-@pytest.mark.parametrize("values, part", [
-    ({"width": 65}, "multiple of 8"), ({"left_changes": "speed 9"}, "no option 'speed'"),
-    ({"right_changes": "backend <b>warp</b>"}, "backend does not take '<b>warp</b>'"),
-])
-def test_wrong_input_gets_a_sentence(compare: Compare, webui: WebUI, values: dict[str, Any], part: str) -> None:
-    before = webui.calls()
-    compare.start(**values)
-    compare.told(part, TOLD)
-    assert webui.calls() == before and not compare.images()
-    assert not compare.page.driver.find_elements("css selector", f"#{TOLD} p b")
+def test_wrong_input_gets_a_sentence(compare: Compare, webui: WebUI) -> None:
+    compare.choose(LEFT, CURRENT)
+    right: dict[str, Any] = {"width": 64, "steps": 2, "left_changes": "", "right_changes": ""}
+    for wrong, part in (
+        ({"width": 65}, "multiple of 8"), ({"steps": 0}, "The number of steps is from 1 to 150, not 0."),
+        ({"left_changes": "speed 9"}, "no option 'speed'"),
+        ({"right_changes": "backend <b>warp</b>"}, "backend does not take '<b>warp</b>'"),
+    ):
+        before = webui.calls()
+        compare.start(**{**right, **wrong})
+        compare.told(part, TOLD)
+        assert webui.calls() == before and not compare.images()
+        assert not compare.page.driver.find_elements("css selector", f"#{TOLD} p b")
+        compare.page.find("#onediff_compare_prompt textarea").send_keys("!")
+        compare.page.wait(lambda: not compare.page.text(TOLD), "the end of what was said of other values", 10)
 
 
 def test_cancel(compare: Compare, webui: WebUI) -> None:
@@ -156,10 +164,50 @@ def test_values_come_from_txt2img(compare: Compare) -> None:
     assert page.run(value % ("height", "height")) == "64" and page.run(value % ("seed", "seed")) == "11"
 
 
-def test_report_is_saved(compare: Compare) -> None:
+def test_each_side_has_the_accordions_controls(compare: Compare) -> None:
+    page = compare.page
+    assert not page.find("#onediff_compare_left_deepcache_interval").is_displayed(), "nothing of it counts"
+    compare.choose(LEFT, "Balanced")
+    value = "return document.querySelector(arguments[0]).value"
+    interval = "#onediff_compare_%s_deepcache_interval input[type=number]"
+    page.wait(lambda: page.run(value, interval % "left") == "2", "the preset's interval", 20)
+    page.type(interval % "left", 4)
+    page.wait_for_text("onediff_compare_left_told", "This run: on; deepcache_interval 4.", 20)
+    page.type(interval % "right", 3)
+    page.wait_for_text("onediff_compare_right_told", "This run: on; deepcache_interval 3.", 20)
+    compare.choose("onediff_compare_right_vae_precision", "fp32")
+    compare.choose("onediff_compare_right_fp8", "on")
+    page.wait_for_text("onediff_compare_right_told", "on; vae_precision fp32; fp8 on; deepcache_interval 3.", 20)
+    told = compare.made()
+    assert "on; deepcache_interval 4\n" in told and "on; vae_precision fp32; fp8 on; deepcache_interval 3\n" in told
+    compare.choose(LEFT, OFF)
+    page.wait(lambda: not page.find(interval % "left").is_displayed(), "the end of what counts", 20)
+
+
+def test_fields_are_in_line(compare: Compare) -> None:
+    fields = [f"#onediff_compare_{name} input" for name in ("width", "seed")] + [f"#{SAMPLER} .wrap-inner"]
+    boxes = [compare.page.find(field).rect for field in fields]
+    assert max(abs(box["y"] - boxes[0]["y"]) for box in boxes) <= 1
+    assert max(abs(box["height"] - boxes[0]["height"]) for box in boxes) <= 2
+    names = ("left", "prompt", "right", "negative")
+    left, prompt, right, negative = (compare.page.find(f"#onediff_compare_{name}").rect["x"] for name in names)
+    assert abs(left - prompt) < 1 and abs(right - negative) < 1
+
+
+def test_report_is_saved_and_linked(compare: Compare) -> None:
     compare.made(images=2)
     compare.click(SAVE)
     assert "2 PNGs" in compare.told("Saved onediff-compare/", SAVED)
+    links = (
+        "return [...document.querySelectorAll('#onediff_compare_files a')].filter(link => link.checkVisibility())"
+        ".map(link => link.href)"
+    )
+    report, *images = compare.page.wait(lambda: compare.page.run(links), "the links", 20)
+    answer = requests.get(report, timeout=30)
+    assert answer.status_code == 200 and "<h1>OneDiff comparison</h1>" in answer.text
+    assert [requests.get(image, timeout=30).content[1:4] for image in images] == [b"PNG", b"PNG"]
+    compare.made()
+    assert compare.page.text(SAVED) == "" and not compare.page.run(links), "that was another comparison's"
 
 
 def test_report_needs_nothing_else(compare: Compare, data_folder: Path) -> None:
@@ -199,14 +247,14 @@ def test_consistency_report(compare: Compare) -> None:
     compare.told("no consistency report", DIFFERENCES)
 
 
-@pytest.mark.parametrize("width", [1500, 400])
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@grid(width=[1500, 400], theme=["light", "dark"])
 def test_nothing_of_ours_sticks_out(
-    browser, webui: WebUI, compare: Compare, width: int, theme: str, tmp_path: Path
+    browser, webui: WebUI, sd15: Models, width: int, theme: str, tmp_path: Path
 ) -> None:
+    webui.txt2img()
     browser.size_page(width)
     try:
-        open_page(browser, f"{webui.url}/?__theme={theme}")
+        compare = Compare(open_page(browser, f"{webui.url}/?__theme={theme}"))
         compare.show()
         compare.made(images=2)
         assert browser.sticking_out("onediff_compare") == []

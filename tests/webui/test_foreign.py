@@ -3,15 +3,29 @@ host's own UNet, with a reason, and what does not touch the UNet changes nothing
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from webui_client import OPTION_DEFAULTS, WebUI, largest_difference
-from webui_compare import WHOLE_UNET, Run, assert_different, assert_same, on_and_off, run_off, run_on
+from webui_client import OPTION_DEFAULTS, WebUI, encode, gradient, start_from
+from webui_compare import (
+    WHOLE_UNET,
+    Run,
+    assert_between_graphs,
+    assert_different,
+    assert_same,
+    assert_within,
+    graphs_on_a_cpu,
+    on_and_off,
+    run_off,
+    run_on,
+)
 from webui_models import Models
 
 PROMPT = "a red fox in the snow"
+# How a reason names what others have put on the UNet.
+PATCHES = "patches"
 
 
 # FreeU divides by the range of a feature map: at 64x64 the deepest is one pixel, and with Kohya HRFix at 128x128.
@@ -22,11 +36,23 @@ def script(title: str, *args: Any) -> dict[str, Any]:
     return {"alwayson_scripts": {title: {"args": list(args)}}}
 
 
+def reference(preprocessor: str) -> dict[str, Any]:
+    return script("ControlNet", {
+        "enabled": True, "module": preprocessor, "model": "None", "weight": 1.0, "image": encode(gradient(64, 64)),
+        "resize_mode": "Just Resize", "processor_res": 64, "threshold_a": 0.5,
+    })
+
+
 FREEU = script("FreeU Integrated (SD 1.x, SD 2.x, SDXL)", True, 1.3, 1.4, 0.9, 0.2, 0.0, 1.0)
 SAG = script("SelfAttentionGuidance Integrated (SD 1.x, SD 2.x, SDXL)", True, 0.5, 2.0, 1.0)
 KOHYA_HRFIX = script("Kohya HRFix Integrated", True, 3, 2.0, 0.0, 1.0, True, "bicubic", "bicubic")
 PERTURBED_ATTENTION = script("PerturbedAttentionGuidance Integrated", True, 15.0, 0.0, 0.0, 1.0)
-MULTIDIFFUSION = script("MultiDiffusion Integrated", True, "MultiDiffusion", 64, 64, 32, 1)
+# Forge Neo has it for img2img only.
+TILED = [
+    {**script("MultiDiffusion Integrated", True, method, 64, 64, 32, at_once), **start_from(gradient(128, 96)),
+     "width": 128, "height": 96, "denoising_strength": 1.0}
+    for method, at_once in (("MultiDiffusion", 1), ("Mixture of Diffusers", 4))
+]
 DYNAMIC_THRESHOLDING = script(
     "DynamicThresholding (CFG-Fix) Integrated", True, 5.0, 0.9, "Constant", 0.0, "Constant", 0.0, 1.0, "enable",
     "MEAN", "AD", 1.0,
@@ -49,37 +75,60 @@ class Foreign:
 
 
 WITHIN = [
-    Foreign("FreeU", "forge", r"patches\[output_block_patch\] by .*freeu", {**FREEU, **LARGER}),
     Foreign("self-attention guidance", "forge", r"patches_replace\[attn1\]", SAG, doubles_calls=True),
-    Foreign(
-        "perturbed attention", "forge", r"patches_replace\[attn1\].*perturbed_attention", PERTURBED_ATTENTION,
-        doubles_calls=True,
-    ),
-    Foreign("Kohya HRFix", "forge", r"input_block_patch_after_skip", KOHYA_HRFIX),
     Foreign("token merging on Forge", "forge", r"patches\[attn1_patch\]", options={"token_merging_ratio": 0.5}),
-    Foreign("FreeU of reForge", "ldm_patched", r"patches\[output_block_patch\] by .*freelunch", {
-        **LARGER, **script("FreeU Integrated", True, 1.3, 1.4, 0.9, 0.2),
+    Foreign("StyleAlign", "forge", r"patches_replace\[attn1\].*stylealign", {
+        **script("StyleAlign Integrated", True, 0.7), "batch_size": 2,
     }),
+    # They record what they see in one call for the next.
+    *(
+        Foreign(name, "forge", r"patches_replace\[attn1\].*reference", reference(name), doubles_calls=True)
+        for name in ("reference_only", "reference_adain+attn")
+    ),
     Foreign("self-attention guidance of reForge", "ldm_patched", r"patches_replace\[attn1\]", {
         # At 64x64 it fails in reForge itself.
         **LARGER, **script("SelfAttentionGuidance Integrated", True, 0.5, 2.0),
     }, doubles_calls=True),
-    Foreign("Kohya HRFix of reForge", "ldm_patched", "input_block_patch_after_skip", {
-        **script("Kohya HRFix Integrated", True, 3, 2.0, 0.0, 1.0, True, "bicubic", "bicubic"),
-    }),
-    Foreign("FreeU and Kohya HRFix", "forge", "freeu", {
-        **LARGEST, "alwayson_scripts": {**FREEU["alwayson_scripts"], **KOHYA_HRFIX["alwayson_scripts"]},
-    }),
+    Foreign("SAG and Kohya HRFix", "forge", "input_block_patch", {
+        **LARGER, "alwayson_scripts": {**SAG["alwayson_scripts"], **KOHYA_HRFIX["alwayson_scripts"]},
+    }, doubles_calls=True),
     Foreign("token merging", "a1111", r"block by tomesd", options={"token_merging_ratio": 0.5}),
     Foreign(
         "HyperTile", "a1111", "attn1 by hypertile", LARGEST,
         {"hypertile_enable_unet": True, "hypertile_swap_size_unet": 3, "hypertile_max_tile_unet": 128},
     ),
 ]
+OURS = [
+    Foreign("FreeU", "forge", "", {**FREEU, **LARGER}),
+    Foreign("FreeU in half of the steps", "forge", "", {
+        **LARGER, **script("FreeU Integrated (SD 1.x, SD 2.x, SDXL)", True, 1.3, 1.4, 0.9, 0.2, 0.0, 0.5),
+    }),
+    Foreign("perturbed attention", "forge", "", PERTURBED_ATTENTION, doubles_calls=True),
+    Foreign("Kohya HRFix", "forge", "", KOHYA_HRFIX),
+    Foreign("Kohya HRFix in half of the steps, its skip too", "forge", "", {
+        **LARGER, **script("Kohya HRFix Integrated", True, 4, 1.7, 0.0, 0.5, False, "area", "bilinear"),
+    }),
+    Foreign("FreeU and Kohya HRFix", "forge", "", {
+        **LARGEST, "alwayson_scripts": {**FREEU["alwayson_scripts"], **KOHYA_HRFIX["alwayson_scripts"]},
+    }),
+    Foreign("FreeU of reForge", "ldm_patched", "", {
+        **LARGER, **script("FreeU Integrated", True, 1.3, 1.4, 0.9, 0.2),
+    }),
+    Foreign("Kohya HRFix of reForge", "ldm_patched", "", {
+        **script("Kohya HRFix Integrated", True, 3, 2.0, 0.0, 1.0, True, "bicubic", "bicubic"),
+    }),
+]
 UNTOUCHED = [
     Foreign("dynamic thresholding", "forge", "", DYNAMIC_THRESHOLDING),
-    Foreign("MultiDiffusion", "forge", "", {**MULTIDIFFUSION, "width": 128}),
+    Foreign("MultiDiffusion", "forge", "", TILED[0]),
+    Foreign("Mixture of Diffusers, four tiles at once", "forge", "", TILED[1]),
 ]
+
+
+@pytest.fixture
+def graphs(webui: WebUI) -> Iterator[None]:
+    with graphs_on_a_cpu(webui):
+        yield
 
 
 def only_on(webui: WebUI, host: str) -> None:
@@ -101,6 +150,10 @@ def prepared(webui: WebUI, foreign: Foreign) -> tuple[dict[str, Any], dict[str, 
     """The request with what is foreign, and the same without."""
     only_on(webui, foreign.host)
     request = dict(foreign.request)
+    present = webui.get("/sdapi/v1/scripts")["img2img" if "init_images" in request else "txt2img"]
+    missing = [title for title in request.get("alwayson_scripts", {}) if title.lower() not in present]
+    if missing:
+        pytest.skip(f"this WebUI has no {', '.join(missing)}")
     plain = {name: value for name, value in request.items() if name != "alwayson_scripts"}
     if foreign.options:
         # A1111 does not put an option back that was overridden and had never been saved: so they are saved first.
@@ -112,25 +165,52 @@ def prepared(webui: WebUI, foreign: Foreign) -> tuple[dict[str, Any], dict[str, 
 @pytest.mark.parametrize("foreign", WITHIN, ids=lambda foreign: foreign.name)
 def test_functions_of_the_hosts_protocol_run_within_ours(webui: WebUI, sd15: Models, foreign: Foreign) -> None:
     request, plain_request = prepared(webui, foreign)
-    plain, _ = on_and_off(webui, plain_request)
-    off = run_off(webui, request)
-    calls = off.calls["host"]
-    on = run_on(webui, request, calls)
-    assert on.served(WHOLE_UNET) == calls and re.search(foreign.reason, on.reason, re.IGNORECASE), on.reason
-    assert_same(on, off)
+    plain, on = assert_within(webui, request, plain_request, foreign.reason)
     if foreign.doubles_calls:
-        assert calls == 2 * plain.served(WHOLE_UNET)
+        assert on.served(WHOLE_UNET) == 2 * plain.served(WHOLE_UNET)
     else:
         assert_different(plain, on, foreign.name)
-    assert largest_difference(run_on(webui, plain_request).pictures, plain.pictures) == 0
+
+
+@pytest.mark.parametrize("foreign", WITHIN, ids=lambda foreign: foreign.name)
+def test_between_graphs_they_do_the_same(webui: WebUI, sd15: Models, foreign: Foreign, graphs: None) -> None:
+    plain, on = assert_between_graphs(webui, *prepared(webui, foreign), foreign.reason)
+    if not foreign.doubles_calls:
+        assert_different(plain, on, foreign.name)
+
+
+@pytest.mark.parametrize("foreign", OURS, ids=lambda foreign: foreign.name)
+def test_what_is_known_is_computed_by_ours(webui: WebUI, sd15: Models, foreign: Foreign) -> None:
+    request, plain_request = prepared(webui, foreign)
+    plain, on = assert_within(webui, request, plain_request, foreign.reason)
+    assert PATCHES not in on.reason
+    if foreign.doubles_calls:
+        assert on.served(WHOLE_UNET) == 2 * plain.served(WHOLE_UNET)
+    else:
+        assert_different(plain, on, foreign.name)
+
+
+@pytest.mark.parametrize("foreign", OURS, ids=lambda foreign: foreign.name)
+def test_what_is_known_is_part_of_the_graph(webui: WebUI, sd15: Models, foreign: Foreign, graphs: None) -> None:
+    plain, on = assert_between_graphs(webui, *prepared(webui, foreign), foreign.reason)
+    assert PATCHES not in on.reason
+    if not foreign.doubles_calls:
+        assert_different(plain, on, foreign.name)
 
 
 @pytest.mark.parametrize("foreign", UNTOUCHED, ids=lambda foreign: foreign.name)
 def test_what_leaves_the_unet_alone_stays_ours(webui: WebUI, sd15: Models, foreign: Foreign) -> None:
-    only_on(webui, foreign.host)
-    plain_request = {name: value for name, value in foreign.request.items() if name != "alwayson_scripts"}
-    made, _ = on_and_off(webui, foreign.request)
+    request, plain_request = prepared(webui, foreign)
+    made, _ = on_and_off(webui, request)
     assert_different(run_on(webui, plain_request), made, foreign.name)
+
+
+@pytest.mark.parametrize("foreign", UNTOUCHED, ids=lambda foreign: foreign.name)
+def test_what_leaves_the_unet_alone_runs_as_a_graph(
+    webui: WebUI, sd15: Models, foreign: Foreign, graphs: None
+) -> None:
+    plain, on = assert_between_graphs(webui, *prepared(webui, foreign))
+    assert_different(plain, on, foreign.name)
 
 
 def test_hypernetwork(webui: WebUI, sd15: Models) -> None:

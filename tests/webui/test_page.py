@@ -105,6 +105,55 @@ def test_settings_refuse_nonsense(page, webui: WebUI) -> None:
     assert make.image.size == (64, 64)
 
 
+def seen_settings(page) -> dict[str, bool]:
+    """Of every row of OneDiff's settings, by the option's name, whether it can be seen."""
+    return page.run("""
+        const rows = [...document.querySelectorAll("#settings_onediff [id^=setting_onediff_]")];
+        const seen = row => [row.id.slice("setting_onediff_".length), row.offsetParent !== null];
+        return Object.fromEntries(rows.map(seen));
+    """)
+
+
+def test_settings_have_groups_and_rows_that_apply(page) -> None:
+    show_settings(page)
+    groups = "return [...document.querySelectorAll('#settings_onediff .onediff-group')].map(at => at.textContent)"
+    page.wait(lambda: page.run(groups), "the groups", 10)
+    assert page.run(groups) == ["General", "Speed", "Quality", "Cache", "Pre-warm", "Advanced"]
+    page.wait(lambda: not seen_settings(page)["deepcache_depth"], "rows that are hidden", 10)
+    hidden = {name for name, seen in seen_settings(page).items() if not seen}
+    assert hidden == {
+        "convolution_accumulation", "deepcache_depth", "deepcache_start", "deepcache_end", "deepcache_schedule",
+        "deepcache_center", "deepcache_power", "deepcache_hires",
+    }
+    page.type("#setting_onediff_deepcache_interval input[type=number]", 3)
+    page.wait(lambda: seen_settings(page)["deepcache_depth"], "DeepCache's depth", 10)
+    assert not seen_settings(page)["deepcache_power"]
+    page.find("#setting_onediff_deepcache_schedule input[value=uneven]").click()
+    page.wait(lambda: seen_settings(page)["deepcache_power"], "the power of the uneven schedule", 10)
+
+
+def test_settings_mark_what_is_changed_and_reset_it(page, webui: WebUI) -> None:
+    with webui.options(onediff_tf32="on"):
+        page.driver.refresh()
+        page.wait(lambda: page.there("txt2img_generate"), "the page", 60)
+        section = show_settings(page)
+        page.wait_for_text(section, "1 setting differs from its default.", 20)
+        page.type("#setting_onediff_prewarm textarea, #setting_onediff_prewarm input", "huge")
+        page.wait_for_text(section, "2 settings differ from their defaults.", 10)
+        page.wait_for_text("setting_onediff_prewarm", "'huge' is not a size", 10)
+        assert "Default: auto" in page.text("setting_onediff_tf32")
+        page.find("#setting_onediff_prewarm .onediff-small").click()
+        page.wait(lambda: "'huge'" not in page.text("setting_onediff_prewarm"), "the reason to go", 10)
+        page.find("#settings_onediff .onediff-settings-head button").click()
+        page.wait_for_text(section, "All settings are at their defaults.", 10)
+        page.find("#settings_submit").click()
+        # Some WebUIs' API names no option of an extension.
+        page.wait(lambda: webui.get("/sdapi/v1/options").get("onediff_tf32", "auto") == "auto", "the default", 20)
+        page.driver.refresh()
+        page.wait(lambda: page.there("txt2img_generate"), "the page", 60)
+        page.wait_for_text(show_settings(page), "All settings are at their defaults.", 20)
+
+
 def test_preset_and_changes_hold_for_the_run(page, webui: WebUI) -> None:
     open_advanced(page, "txt2img")
     choose_preset(page, "txt2img", "Balanced")

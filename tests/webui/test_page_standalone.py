@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from grid import grid
 from PIL import Image
 from webui_client import WebUI
 from webui_page import make_picture, open_page, show_settings
@@ -47,6 +48,9 @@ def test_progress_and_interrupt(page, standalone: WebUI) -> None:
     page.click("txt2img_interrupt")
     page.wait_for_text("html_info_txt2img", "Time taken", 30)
     assert "of 150" not in page.text("txt2img_results")
+    assert "Interrupted: the last image is unfinished." in page.text("html_info_txt2img")
+    blur = "return getComputedStyle(document.querySelector('#txt2img_gallery .preview')).backdropFilter"
+    assert page.run(blur) == "none", "a blurred copy of the image would show through"
 
 
 def test_prompt_is_shown_as_text(page, standalone: WebUI) -> None:
@@ -55,8 +59,7 @@ def test_prompt_is_shown_as_text(page, standalone: WebUI) -> None:
     assert page.driver.title == "OneDiff"
 
 
-@pytest.mark.parametrize("width", [1500, 400])
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@grid(width=[1500, 400], theme=["light", "dark"])
 def test_nothing_sticks_out(browser, standalone: WebUI, width: int, theme: str, tmp_path) -> None:
     browser.size_page(width)
     try:

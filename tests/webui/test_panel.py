@@ -1,6 +1,11 @@
 """The OneDiff tab, used as a user does: making sizes ready, and looking."""
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
 import pytest
 from webui_client import WebUI
 from webui_models import Models
@@ -12,11 +17,25 @@ from webui_panel import BATCH, CANCEL, CHART, JOBS, MODEL, ORDER, RESULT, SIZES,
 def panel(browser, webui: WebUI, sd15: Models) -> Panel:
     """The OneDiff tab, with no resolution in it."""
     webui.txt2img()  # Some hosts load the checkpoint with the first picture.
+    assert webui.post("/onediff/v1/purge", {"all": True}).status_code == 200
     shown = Panel(open_page(browser, webui.url))
     shown.show()
-    shown.page.wait(shown.rows, "a row for the picture", 30)
-    shown.purge_all()
+    shown.wait_for_rows()
     return shown
+
+
+@contextlib.contextmanager
+def while_an_image_is_made(webui: WebUI) -> Iterator[None]:
+    """What is queued meanwhile does not begin: a call at a large size goes on for a minute after it was cancelled."""
+    worker = threading.Thread(target=lambda: webui.txt2img(steps=150, width=128, height=128))
+    worker.start()
+    deadline = time.monotonic() + 60
+    while not webui.get("/sdapi/v1/progress")["state"]["sampling_step"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    yield
+    webui.post("/sdapi/v1/interrupt")
+    worker.join(60)
 
 
 def test_prewarm(panel: Panel, webui: WebUI) -> None:
@@ -42,7 +61,7 @@ def test_progress_is_seen_while_it_goes_on(panel: Panel) -> None:
                       if word in row)
         return "warmed up" in panel.page.text(RESULT)
 
-    panel.prewarm("256x256, 320x256, 256x320")
+    panel.prewarm("192x192, 256x192, 192x256")
     panel.told("in the queue", RESULT)
     panel.page.wait(over, "the end of the queue", 300)
     assert any("%" in line for line in seen) and any(line.startswith("queued") for line in seen), seen
@@ -52,14 +71,15 @@ def test_progress_is_seen_while_it_goes_on(panel: Panel) -> None:
 
 
 def test_order_and_cancel(panel: Panel, webui: WebUI) -> None:
-    panel.prewarm("384x384, 72x64, 80x64, 88x64")
-    panel.page.wait(lambda: len(panel.jobs()) == 4, "four jobs", 30)
-    panel.press("Later", "72x64")
-    panel.press("Cancel", "88x64")
-    panel.page.wait(lambda: [line.split(" ")[0] for line in panel.jobs()] == ["88x64", "384x384", "80x64", "72x64"]
-                    or "done in" in panel.page.text(JOBS), "the new order", 30)
-    assert "cancelled" in panel.page.text(JOBS)
-    panel.click(CANCEL)
+    with while_an_image_is_made(webui):
+        panel.prewarm("384x384, 72x64, 80x64, 88x64")
+        panel.page.wait(lambda: len(panel.jobs()) == 4, "four jobs", 30)
+        panel.press("Later", "72x64")
+        panel.press("Cancel", "88x64")
+        panel.page.wait(lambda: [line.split(" ")[0] for line in panel.jobs()] == ["88x64", "384x384", "80x64", "72x64"]
+                        or "done in" in panel.page.text(JOBS), "the new order", 30)
+        assert "cancelled" in panel.page.text(JOBS)
+        panel.click(CANCEL)
     panel.page.wait(lambda: {"cancelled", "cancelled.", "warmed"} & set(panel.page.text(RESULT).split()), "word", 60)
     assert "88x64" not in panel.rows()
     panel.click(CANCEL)
@@ -68,13 +88,20 @@ def test_order_and_cancel(panel: Panel, webui: WebUI) -> None:
 
 def test_presets_of_the_loaded_model(panel: Panel, webui: WebUI) -> None:
     """One click queues a preset; it is taken out again, because the models of some hosts are large."""
-    shown = [family for family in ("SD1", "SD2", "SDXL")
-             if panel.page.driver.find_element("id", f"onediff_presets_{family}").is_displayed()]
-    assert shown == (["SD1"] if webui.status()["model"] == "SD1" else ["SD1", "SD2", "SDXL"])
-    panel.click("onediff_preset_SD1_4")
-    panel.told("4 sizes in the queue.", RESULT)
-    panel.click(CANCEL)
-    panel.told("cancelled", RESULT)
+    def shown() -> list[str]:
+        return [family for family in ("SD1", "SD2", "SDXL")
+                if panel.page.driver.find_element("id", f"onediff_presets_{family}").is_displayed()]
+
+    assert webui.status()["model"].startswith(("SD1", "SD 1.x")) and shown() == ["SD1"]
+    panel.click("onediff_families")
+    panel.page.wait(lambda: shown() == ["SD1", "SD2", "SDXL"], "the other models' sizes", 20)
+    panel.click("onediff_families")
+    panel.page.wait(lambda: shown() == ["SD1"], "the loaded model's sizes alone", 20)
+    with while_an_image_is_made(webui):
+        panel.click("onediff_preset_SD1_4")
+        panel.told("4 sizes in the queue.", RESULT)
+        panel.click(CANCEL)
+        panel.told("cancelled", RESULT)
     panel.page.wait(lambda: len(panel.jobs()) == 4, "four jobs", 30)
     assert sorted(line.split(" ")[0] for line in panel.jobs()) == ["512x512", "512x768", "768x512", "768x768"]
     panel.page.wait(lambda: "queued" not in panel.page.text(JOBS), "an empty queue", 120)
@@ -127,20 +154,17 @@ def test_sorting_and_filtering(panel: Panel, webui: WebUI, models: Models) -> No
     panel.page.wait(lambda: len(panel.rows()) == 3, "all rows of the only model", 20)
 
 
-@pytest.mark.parametrize("sizes, part", [
-    ("65x64", "multiple of 8"),
-    ("big", "is not a size"),
-    ("", "Type at least one size"),
-    ("8192x8192", "4096"),
-    ("<b>64x64</b>", "is not a size"),
-])
-def test_wrong_size_gets_a_sentence(panel: Panel, webui: WebUI, sizes: str, part: str) -> None:
+def test_wrong_size_gets_a_sentence(panel: Panel, webui: WebUI) -> None:
     before = webui.calls()
-    panel.prewarm(sizes)
-    panel.told(part, RESULT)
-    assert panel.rows() == {}
-    assert webui.calls() == before
-    assert not panel.page.driver.find_elements("css selector", f"#{RESULT} p b")
+    for sizes, part in (
+        ("65x64", "multiple of 8"), ("big", "'big' is not a size"), ("", "Type at least one size"),
+        ("8192x8192", "4096"), ("<b>64x64</b>", "64x64</b>' is not a size"),
+    ):
+        panel.prewarm(sizes)
+        panel.told(part, RESULT)
+        assert panel.rows() == {}
+        assert webui.calls() == before
+        assert not panel.page.driver.find_elements("css selector", f"#{RESULT} p b")
 
 
 def test_the_return_key_orders(panel: Panel) -> None:

@@ -1,7 +1,13 @@
 """The OneDiff tab: pinning, and throwing away, which asks first."""
 from __future__ import annotations
 
+import hashlib
+import io
+import json
+import zipfile
+
 import pytest
+import requests
 from test_panel import panel  # noqa: F401
 from webui_client import WebUI
 from webui_panel import (
@@ -71,7 +77,7 @@ def test_purge_all(filled: Panel, webui: WebUI) -> None:
 
 
 def test_purge_of_the_disk_leaves_what_is_ready(filled: Panel, webui: WebUI) -> None:
-    filled.purge(PURGE_DISK, "of disk; what is ready stays ready", "of disk.")
+    filled.purge(PURGE_DISK, "of disk; what is ready stays ready", "Deleted ")
     assert set(filled.rows()) == {"64x64", "72x64", "80x64"}
     host_before = webui.calls()["host"]
     webui.txt2img(width=72, height=64)
@@ -80,19 +86,30 @@ def test_purge_of_the_disk_leaves_what_is_ready(filled: Panel, webui: WebUI) -> 
 
 def test_release_memory(filled: Panel, webui: WebUI) -> None:
     filled.click(RELEASE)
-    filled.told("Released")
+    filled.told("eleased")  # "Released 12 MiB ...", or that no graph held memory
     assert set(filled.rows()) == {"64x64", "72x64", "80x64"}
     host_before = webui.calls()["host"]
     webui.txt2img(width=72, height=64)
     assert webui.calls()["host"] == host_before, "what was proved stays so"
 
 
-@pytest.mark.parametrize("button", [PURGE, PIN, UNPIN])
-def test_nothing_selected_gets_a_sentence(filled: Panel, button: str) -> None:
+def test_what_is_for_selected_rows_waits_for_a_selection(filled: Panel) -> None:
+    def enabled() -> list[bool]:
+        return [filled.page.find(f"#{button}").is_enabled() for button in (PURGE, PIN, UNPIN)]
+
     filled.select()
-    filled.click(button)
-    filled.told("Select at least one resolution")
-    assert len(filled.rows()) == 3
+    filled.page.wait(lambda: enabled() == [False] * 3, "disabled buttons", 10)
+    filled.select("64x64")
+    filled.page.wait(lambda: enabled() == [True] * 3, "enabled buttons", 10)
+
+
+def test_an_empty_table_leaves_nothing_to_purge_or_release(filled: Panel) -> None:
+    def enabled() -> list[bool]:
+        return [filled.page.find(f"#{button}").is_enabled() for button in (PURGE_MODEL, PURGE_ALL, RELEASE)]
+
+    filled.page.wait(lambda: enabled() == [True] * 3, "enabled buttons", 10)
+    filled.purge(PURGE_ALL, "Purge all 3 resolutions?", "3 resolutions forgotten")
+    filled.page.wait(lambda: enabled() == [False] * 3, "disabled buttons", 10)
 
 
 def test_release_memory_waits_for_the_picture(filled: Panel) -> None:
@@ -103,6 +120,19 @@ def test_release_memory_waits_for_the_picture(filled: Panel) -> None:
     page.click("txt2img_generate")
     filled.show()
     filled.click(RELEASE)
-    filled.told("Released", OUTCOME, 240)
+    filled.told("eleased", OUTCOME, 240)
     page.choose_tab("txt2img")
     assert "Steps: 60" in page.wait_for_text("html_info_txt2img", "Seed: 11,")
+
+
+def test_what_was_learned_is_exported_for_other_machines(filled: Panel) -> None:
+    """Downloaded over the page as it is by the API."""
+    page = filled.page
+    filled.click("onediff_export")
+    told = page.wait_for_text("onediff_cache_exported", "only with this digest: ", 60)
+    link = page.wait(lambda: page.run("return document.querySelector('#onediff_cache_pack a')?.href"), "a link", 20)
+    pack = requests.get(link, timeout=60).content
+    assert hashlib.sha256(pack).hexdigest() == told.split()[-1]
+    with zipfile.ZipFile(io.BytesIO(pack)) as files:
+        used = {row["resolution"] for row in json.loads(files.read("pack.json"))["used"]}
+    assert {"64x64", "72x64", "80x64"} <= used

@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from grid import grid
 from selenium.webdriver.common.keys import Keys
 from webui_client import WebUI
 from webui_models import Models
 from webui_page import (
-    TAB,
-    TAB_TITLE,
     accordion,
     accordion_values,
     changed_options,
@@ -18,6 +17,7 @@ from webui_page import (
     make_picture,
     open_advanced,
     open_page,
+    show_inner_page,
     show_settings,
     told,
 )
@@ -33,10 +33,7 @@ class Presets(Panel):
     """The Presets page of an open page."""
 
     def show(self) -> None:
-        self.page.choose_tab(TAB_TITLE)
-        self.page.wait(lambda: self.page.driver.find_element("id", TAB).is_displayed(), "the OneDiff tab", 20)
-        tabs = self.page.driver.find_elements("css selector", "#onediff_pages button")
-        next(tab for tab in tabs if tab.text.strip() == "Presets").click()
+        show_inner_page(self.page, "Presets")
         self.page.wait(lambda: self.rows(), "the presets", 20)
 
     def rows(self) -> dict[str, str]:
@@ -133,6 +130,9 @@ def test_own_preset_is_saved_used_and_deleted(presets: Presets, webui: WebUI) ->
     assert run_says(webui) == "on; deepcache_interval 4"
     presets.choose(LIST, OWN)
     presets.click(DELETE)
+    presets.told("Delete 'my drafts'?", "onediff_preset_question")
+    assert OWN in presets.rows()
+    presets.click("onediff_preset_delete_confirm")
     presets.told("Deleted 'my drafts', which was: deepcache_interval 4.", TOLD)
     assert OWN not in presets.rows()
     page.choose_tab("txt2img")
@@ -175,13 +175,15 @@ def test_with_the_keyboard(presets: Presets, webui: WebUI) -> None:
     presets.told("Changed: DeepCache interval.", TOLD)
     field = page.find(f"#{NAME} textarea, #{NAME} input")
     field.send_keys("by keys", Keys.ENTER)
-    presets.told("Saved 'by keys': deepcache_interval 2.", TOLD)
+    presets.told("'Balanced' has these settings already.", TOLD)
+    webui.set_options(onediff_tf32="on")
+    field.send_keys(Keys.ENTER)
+    presets.told("Saved 'by keys': tf32 on; deepcache_interval 2.", TOLD)
     page.find(f"#{TABLE} .onediff-table").send_keys(Keys.END)
     assert page.driver.switch_to.active_element.get_attribute("aria-label") == "Presets"
 
 
-@pytest.mark.parametrize("width", [1500, 400])
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@grid(width=[1500, 400], theme=["light", "dark"])
 def test_nothing_sticks_out_of_what_is_new(presets: Presets, webui: WebUI, width: int, theme: str, tmp_path) -> None:
     browser = presets.page
     webui.set_options(onediff_own_presets=f"{'w' * 60}: deepcache_interval 4; deepcache_hires off; tf32 on")

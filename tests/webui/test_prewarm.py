@@ -202,3 +202,35 @@ def test_the_most_used_sizes_of_earlier_processes(tmp_path: Path) -> None:
     finally:
         host.stop()
     assert "Traceback" not in host.output
+
+
+def test_ready_for_a_load_balancer_when_nothing_waits(prewarm: Prewarm) -> None:
+    """As a balancer asks: by the status of the answer, again and again."""
+    webui, resolutions = prewarm.webui, ("104x64", "64x104")
+    probe = lambda: requests.get(f"{webui.url}/onediff/v1/status?probe=true", timeout=30)  # noqa: E731
+    assert webui.get("/onediff/v1/status")["ready"] is True and probe().status_code == 200
+    prewarm.forget(*resolutions)
+    asked = prewarm.ask(", ".join(resolutions))
+    seen = []
+    while not seen or seen[-1].status_code != 200:
+        pending = any(job["state"] in PENDING for job in prewarm.jobs(asked))
+        seen.append(probe())
+        # It is looked at after the jobs: what was over then still is.
+        assert pending or seen[-1].status_code == 200, seen[-1].text
+    assert seen[0].status_code == 503 and "being made ready" in seen[0].json()["detail"]
+    assert not any(job["state"] in PENDING for job in prewarm.jobs(asked))
+    picture_by_ready_entries(prewarm, width=104, height=64)
+
+
+def test_a_webui_is_ready_only_when_its_pre_warm_list_is(tmp_path: Path) -> None:
+    """From the first answer of a fresh process on."""
+    (tmp_path / "config.json").write_text('{"onediff_prewarm": "96x64, 64x96"}')
+    with HostProcess.running("--port", "0", "--data-dir", str(tmp_path)) as host:
+        webui, seen = WebUI(host.url()), []
+        while not seen or not seen[-1]["ready"]:
+            seen.append(webui.get("/onediff/v1/status"))
+            time.sleep(0.02)
+        prewarm = Prewarm(webui)
+        assert [(job["size"], job["state"]) for job in prewarm.jobs()] == [("96x64", "done"), ("64x96", "done")]
+        assert seen[0]["ready"] is False and seen[0]["ready_reason"]
+        picture_by_ready_entries(prewarm, width=96, height=64)

@@ -16,10 +16,9 @@ from test_exact_txt2img import WORDS_110
 from test_neighbours import ROUTE as NEIGHBOURS
 from test_neighbours import planned
 from webui_client import WebUI
-from webui_compare import Run, assert_different, assert_same, need, run_off, run_on
+from webui_compare import GRAPHS, Run, assert_different, assert_same, graphs_on_a_cpu, need, run_off, run_on
 from webui_models import Models
 
-ROUTE = "/onediff-graphs/v1"
 STEPS = 8
 FOX = "a red fox in the snow"
 # Of a LoRA of random numbers; at its whole weight, eight steps make more of rounding than a pixel's step.
@@ -28,11 +27,8 @@ WEIGHT = 0.3
 
 @pytest.fixture(autouse=True, scope="module")
 def graphs(webui: WebUI) -> Iterator[None]:
-    if not webui.has(ROUTE):
-        pytest.skip("link tests/webui/extensions/onediff-graphs into the WebUI's extensions folder")
-    assert webui.post(ROUTE, {"on": True}).json()["on"]
-    yield
-    webui.post(ROUTE, {"on": False})
+    with graphs_on_a_cpu(webui):
+        yield
 
 
 def neighbours(webui: WebUI) -> None:
@@ -41,7 +37,7 @@ def neighbours(webui: WebUI) -> None:
 
 
 def found_out(webui: WebUI) -> int:
-    return int(webui.get(ROUTE)["found_out"])
+    return int(webui.get(GRAPHS)["found_out"])
 
 
 def replayed_and_off(

@@ -1,7 +1,6 @@
 """Starting the standalone host: models that are not there or not usable, ports that are taken."""
 from __future__ import annotations
 
-import json
 import shutil
 import socket
 from pathlib import Path
@@ -25,12 +24,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def damaged_folder(model_folder: Path, tmp_path: Path) -> Path:
-    """A copy to be damaged."""
-    return Path(shutil.copytree(model_folder, tmp_path / "damaged-model"))
-
-
 def assert_one_sentence(ended: Ended, *parts: str) -> None:
     assert ended.returncode == 1, ended.output
     lines = [line for line in ended.output.splitlines() if line != "Loading the model ..."]
@@ -39,29 +32,10 @@ def assert_one_sentence(ended: Ended, *parts: str) -> None:
         assert part in lines[0]
 
 
-def assert_model_refused(model: Path, *parts: str) -> None:
-    assert_one_sentence(run_to_end("--port", "0", "--model", str(model)), *parts)
-
-
-def test_model_that_is_not_there(tmp_path: Path) -> None:
-    assert_model_refused(tmp_path / "nothing.safetensors", "nothing.safetensors")
-
-
-def test_corrupt_checkpoint(tmp_path: Path) -> None:
-    file = tmp_path / "broken.safetensors"
-    file.write_bytes(b"\xff" * 4096)
-    assert_model_refused(file, "broken.safetensors")
-
-
-def test_folder_of_another_architecture(tmp_path: Path) -> None:
-    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
-    assert_model_refused(tmp_path, "FluxPipeline")
-
-
-def test_folder_with_a_cut_off_file(damaged_folder: Path) -> None:
-    weights = damaged_folder / UNET_WEIGHTS
-    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
-    assert_model_refused(damaged_folder, "diffusion_pytorch_model.safetensors")
+def test_model_that_cannot_be_loaded(tmp_path: Path) -> None:
+    """Which there are: test_standalone_models.py."""
+    model = tmp_path / "nothing.safetensors"
+    assert_one_sentence(run_to_end("--port", "0", "--model", str(model)), "nothing.safetensors")
 
 
 def test_port_that_is_taken() -> None:
@@ -96,7 +70,8 @@ def test_name_of_a_model_is_shown_as_text(browser: Any, model_folder: Path, tmp_
         assert browser.driver.title == "OneDiff"
 
 
-def test_nan_weights_give_a_sentence_and_the_host_lives_on(damaged_folder: Path, tmp_path: Path) -> None:
+def test_nan_weights_give_a_sentence_and_the_host_lives_on(model_folder: Path, tmp_path: Path) -> None:
+    damaged_folder = Path(shutil.copytree(model_folder, tmp_path / "damaged-model"))
     tensors = load_file(damaged_folder / UNET_WEIGHTS)
     tensors["mid_block.resnets.0.conv1.weight"].fill_(float("nan"))
     save_file(tensors, damaged_folder / UNET_WEIGHTS)

@@ -16,6 +16,23 @@ FLAGS = (
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", "--window-size=1500,1200",
 )
 SECONDS_FOR_A_PICTURE = 300
+# A machine that does other work too takes so many times as long as one that does not.
+PATIENCE = 3
+# Counts what the page has asked the server for and has no answer to. beforeAnswer may hold an answer back: gradio keeps
+# the fetch that it finds when it loads.
+WATCH_REQUESTS = """
+const fetched = window.fetch;
+window.requestsInProgress = 0;
+window.beforeAnswer = async () => {};
+window.fetch = async (...request) => {
+    window.requestsInProgress++;
+    try {
+        const answer = await fetched(...request);
+        await window.beforeAnswer(answer);
+        return answer;
+    } finally { window.requestsInProgress--; }
+};
+"""
 STICKING_OUT = """
 const root = document.getElementById(arguments[0]);
 const frame = root.getBoundingClientRect();
@@ -47,12 +64,22 @@ class Browser:
             options.add_argument(flag)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         self.driver = webdriver.Chrome(options=options, service=Service(chromedriver))
+        self.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": WATCH_REQUESTS})
 
     def open(self, url: str) -> None:
         self.driver.get(url)
         self.wait(lambda: self.driver.find_elements(By.ID, "txt2img_generate"), "the Generate button", 60)
         # A1111's and Forge's scripts still move parts of the page about then.
         time.sleep(1 if self.driver.title == "OneDiff" else 4)
+        self.wait_for_answers()
+
+    def wait_for_answers(self) -> None:
+        """Wait until the page has been without an open request for half a second: it fills fields when it loads, and
+        what is clicked before is overwritten. Not for ever: something may be asked for again and again."""
+        quiet, deadline = 0, time.monotonic() + 30
+        while quiet < 5 and time.monotonic() < deadline:
+            quiet = 0 if self.run("return window.requestsInProgress") else quiet + 1
+            time.sleep(0.1)
 
     def run(self, script: str, *arguments: Any) -> Any:
         return self.driver.execute_script(script, *arguments)
@@ -104,8 +131,11 @@ class Browser:
         )
 
     def wait(self, condition: Callable[[], Any], what: str, seconds: float = SECONDS_FOR_A_PICTURE) -> Any:
-        """Wait until condition() is true and return its value. AssertionError naming what was awaited otherwise."""
-        deadline = time.monotonic() + seconds
+        """Wait until condition() is true and return its value. AssertionError naming what was awaited otherwise.
+
+        seconds: on a machine with nothing else to do.
+        """
+        deadline = time.monotonic() + seconds * PATIENCE
         while time.monotonic() < deadline:
             value = condition()
             if value:

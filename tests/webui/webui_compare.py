@@ -1,6 +1,9 @@
 """The same pictures with the extension on and off: what each run made, and which routes its UNet calls took."""
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +14,7 @@ from webui_client import PICTURE, Pictures, WebUI, largest_difference, one_run
 LARGEST_DIFFERENCE = 1  # of 255
 ROUTES = ("graph", "plain", "blocks", "host")
 WHOLE_UNET = ("graph", "plain")
+GRAPHS = "/onediff-graphs/v1"
 # What a host cannot do at all.
 NOT_SERVED = {
     "standalone": {
@@ -75,6 +79,18 @@ def run_off(webui: WebUI, request: dict[str, Any], least_calls: int | None = Non
     return made
 
 
+@contextlib.contextmanager
+def graphs_on_a_cpu(webui: WebUI) -> Iterator[None]:
+    """What stands for CUDA graphs on a CPU, by the extension onediff-graphs; skips the test without it."""
+    if not webui.has(GRAPHS):
+        pytest.skip("link tests/webui/extensions/onediff-graphs into the WebUI's extensions folder")
+    assert webui.post(GRAPHS, {"on": True}).json()["on"]
+    try:
+        yield
+    finally:
+        webui.post(GRAPHS, {"on": False})
+
+
 def steps_of(request: dict[str, Any]) -> int:
     whole = {**PICTURE, **request}
     return whole["steps"] * whole.get("n_iter", 1)
@@ -87,6 +103,39 @@ def on_and_off(webui: WebUI, request: dict[str, Any], least_calls: int | None = 
     assert on.served(WHOLE_UNET) == off.served(("host",)), f"on {on.calls}, off {off.calls}"
     assert_same(on, off)
     return on, off
+
+
+def assert_within(
+    webui: WebUI, request: dict[str, Any], plain_request: dict[str, Any], reason: str, routes: Any = WHOLE_UNET
+) -> tuple[Run, Run]:
+    """What others put on the UNet runs within ours, by one of the routes and with a reason of this pattern: the image
+    is the host's, and once switched off the one from before, bit for bit. Returns the runs without and with it.
+    """
+    plain, _ = on_and_off(webui, plain_request)
+    off = run(webui, request, enabled=False)
+    calls = off.calls["host"]
+    # The host counts no call whose blocks A1111's ControlNet runs itself.
+    assert off.served(("graph", "plain", "blocks")) == 0 and (calls >= steps_of(request) or "blocks" in routes)
+    on = run_on(webui, request, calls, routes)
+    assert calls in (0, on.served(routes)) and re.search(reason, on.reason, re.IGNORECASE), (on.calls, on.reason)
+    assert_same(on, off)
+    assert largest_difference(run_on(webui, plain_request).pictures, plain.pictures) == 0
+    return plain, on
+
+
+def assert_between_graphs(
+    webui: WebUI, request: dict[str, Any], plain_request: dict[str, Any], reason: str = ""
+) -> tuple[Run, Run]:
+    """The same with graphs (see graphs_on_a_cpu) of what lies between the functions of others."""
+    plain = run_on(webui, plain_request)
+    for _ in range(2):
+        # The first use of each shape is proved, the second is recorded.
+        run_on(webui, request)
+    on = run_on(webui, request, routes=("graph",))
+    assert re.search(reason, on.reason, re.IGNORECASE), on.reason
+    assert_same(on, run_off(webui, request))
+    assert largest_difference(run_on(webui, plain_request).pictures, plain.pictures) == 0
+    return plain, on
 
 
 def assert_same(one: Run, other: Run) -> None:

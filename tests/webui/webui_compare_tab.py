@@ -3,10 +3,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from webui_page import TAB, TAB_TITLE
+from webui_page import show_inner_page
 from webui_panel import Panel
 
-LEFT, RIGHT = "onediff_compare_left", "onediff_compare_right"
+LEFT, RIGHT, SAMPLER = (f"onediff_compare_{name}" for name in ("left", "right", "sampler"))
 START, CANCEL, SAVE, COPY = (f"onediff_compare_{name}" for name in ("start", "cancel", "save", "copy"))
 TOLD, SUMMARY, IMAGES, NUMBERS, SEEDS, SAVED = (
     f"onediff_compare_{name}" for name in ("told", "summary", "images", "numbers", "seeds", "saved")
@@ -25,10 +25,7 @@ class Compare(Panel):
     """The Compare page of an open page."""
 
     def show(self, inner: str = "Compare") -> None:
-        self.page.choose_tab(TAB_TITLE)
-        self.page.wait(lambda: self.page.driver.find_element("id", TAB).is_displayed(), "the OneDiff tab", 20)
-        tabs = self.page.driver.find_elements("css selector", "#onediff_pages button")
-        next(tab for tab in tabs if tab.text.strip() == inner).click()
+        show_inner_page(self.page, inner)
         elem_id = {"Compare": START, "Consistency": FACTS_COPY}[inner]
         self.page.wait(lambda: self.page.driver.find_element("id", elem_id).is_displayed(), f"the page {inner}", 20)
 

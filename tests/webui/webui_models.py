@@ -35,6 +35,12 @@ ROLES = {
     "controlnet": (CONTROLNETS, r"(tiny|rand)[-_]control(net)?[-_]sd15"),
     "controlnet-sdxl": (CONTROLNETS, r"(tiny|rand)[-_]control(net)?[-_]sdxl"),
     "t2i-adapter": (CONTROLNETS, r"(tiny|rand)[-_]t2i[-_]?adapter[-_]sd15"),
+    "ip-adapter": (CONTROLNETS, r"ip[-_]adapter[-_]sd15"),
+    "ip-adapter-plus": (CONTROLNETS, r"ip[-_]adapter[-_]plus[-_]sd15"),
+    "ip-adapter-sdxl": (CONTROLNETS, r"ip[-_]adapter[-_]sdxl"),
+    "ip-adapter-plus-sdxl": (CONTROLNETS, r"ip[-_]adapter[-_]plus[-_]sdxl"),
+    "lllite": (CONTROLNETS, r".*lllite[-_]sd15"),
+    "lllite-sdxl": (CONTROLNETS, r".*lllite[-_]sdxl"),
     "hypernetwork": (HYPERNETWORKS, r"(tiny|rand).*"),
 }
 

@@ -89,6 +89,14 @@ def make_picture(page: Any, tab: str = "txt2img", seed: int = SMALL["seed"]) -> 
     return page.wait_for_text(f"html_info_{tab}", f"Seed: {seed},")
 
 
+def show_inner_page(page: Any, name: str) -> None:
+    """Show one of the pages in the OneDiff tab: Cache, Presets, Compare or Consistency."""
+    page.choose_tab(TAB_TITLE)
+    page.wait(lambda: page.driver.find_element("id", TAB).is_displayed(), "the OneDiff tab", 20)
+    tabs = page.driver.find_elements("css selector", "#onediff_pages button")
+    next(tab for tab in tabs if tab.text.strip() == name).click()
+
+
 def show_settings(page: Any) -> str:
     """Show OneDiff's section of the settings and return its id."""
     page.choose_tab("Settings")

@@ -153,10 +153,6 @@ class Panel:
         self.click(CONFIRM)
         self.told(told)
 
-    def purge_all(self, told: str = "forgotten") -> None:
-        self.purge(PURGE_ALL, "Purge", told)
-        self.wait_for_rows()
-
 
 def served(webui: WebUI) -> int:
     """How many calls we have served so far."""

@@ -129,9 +129,6 @@ class ModelPatcher:
     def set_model_output_block_patch(self, patch: Any) -> None:
         self.model_options["transformer_options"].setdefault("patches", {})["output_block_patch"] = [patch]
 
-    def set_model_unet_function_wrapper(self, wrapper: Any) -> None:
-        self.model_options["model_function_wrapper"] = wrapper
-
     def patch_model(self) -> None:
         """Make the model's weights those of this patcher."""
         for key in list(self._originals):

@@ -4,10 +4,14 @@ Link this folder into the WebUI's extensions folder beside OneDiff. POST /onedif
 {"on": false} ends it. GET tells how many UNet calls looked for who serves them; later calls of a sampling do not.
 
 All is real but the recording. What a graph would replay is computed anew from the graph's own inputs and, as a graph
-would, from the memory where the weights lay when it was made: what moves them unnoticed shows in the image.
+would, from the memory where the weights lay when it was made: what moves them unnoticed shows in the image. Where
+functions of other extensions run within the UNet, what lies between them is really recorded, and launched again.
 """
 from __future__ import annotations
 
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +31,9 @@ class SharedMemory:
 
 def replaying_graphs() -> Any:
     """What stands in for CudaGraphs."""
-    from lib_onediff.engines.graphs.capture import CudaGraphs
+    from lib_onediff.engines.graphs.capture import CudaGraphs, SegmentsRunner
     from lib_onediff.engines.graphs.inputs import bytes_of, copy_inputs
+    from lib_onediff.engines.graphs.segments import record
     from lib_onediff.model.deepcache.forward import compute
 
     class Replayed:
@@ -46,13 +51,22 @@ def replaying_graphs() -> Any:
     class Graphs(CudaGraphs):
         def prepare(
             self, architecture: str, binding: Any, ops: Any, inputs: Any, conditioning: Any, needs: int = 0
-        ) -> Replayed:
+        ) -> Any:
             place = (inputs.latent.device, architecture)
             memory = self._pools.get(place)
             if memory is None:
                 memory = self._pools[place] = SharedMemory(inputs.latent.device)
                 self._alive[memory] = None
-            return Replayed(binding, ops, inputs, conditioning, memory)
+            if inputs.patches is None:
+                return Replayed(binding, ops, inputs, conditioning, memory)
+            weights = {name: lying_still(layer) for name, layer in binding.weights().items()}
+            segments = record(
+                tape().TapeRecording(), inputs.patches,
+                lambda points: compute(binding.layout, weights, ops, replace(inputs, patches=points), conditioning),
+            )
+            return SegmentsRunner(
+                segments, replace(inputs, patches=None), conditioning, memory, bytes_of(inputs), 0.0
+            )
 
         def rehearse(self, binding: Any, ops: Any, inputs: Any, conditioning: Any) -> None:
             pass
@@ -61,6 +75,15 @@ def replaying_graphs() -> Any:
             return work(), 0
 
     return Graphs()
+
+
+def tape() -> Any:
+    """tests/unit/tape.py, of the repository that this folder is linked from."""
+    path = Path(__file__).resolve().parents[4] / "unit" / "tape.py"
+    spec = importlib.util.spec_from_file_location("onediff_tape", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def lying_still(layer: Any) -> Any:

@@ -1,0 +1,166 @@
+"""What the Forge family does to a UNet that we serve: loads and unloads it, sets other forwards on it, warms it up."""
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from builders import CONTEXT_WIDTH, relative_error
+from contract_hosts import FAMILY, Host, Sampler, calls_of, random
+from test_generations import OURS, close
+from torch import nn
+
+from lib_onediff.hosts.webui import CannotWarm
+from lib_onediff.model.layout import UnsupportedUNet
+from lib_onediff.model.weights import shares_storage
+from lib_onediff.runtime.runtime import runtime
+
+family = pytest.mark.parametrize("host", FAMILY, indirect=True)
+forges = pytest.mark.parametrize("host", ["forge", "neo"], indirect=True)
+
+
+def load(host: Host, checkpoint: Any) -> None:
+    """The host throws its checkpoint away and loads another."""
+    data, memory = host.module("modules.sd_models").model_data, host.module(host.adapter.traits.memory)
+    data.sd_model = host.checkpoint = None
+    memory.current_loaded_models.clear()
+    gc.collect()
+    data.sd_model = host.checkpoint = checkpoint
+    host.announce()
+
+
+@family
+def test_a_refiner_that_is_loaded_within_a_sampling_is_served(host: Host) -> None:
+    host.start()
+    host.generate()
+    load(host, host.make())
+    with host.no_gradients():
+        assert calls_of(lambda: host.sample(None, None))[1] == OURS
+
+
+@family
+def test_a_copied_unet_is_served_for_itself(host: Host) -> None:
+    host.start()
+    host.generate()
+    x, t, context = random(2, 4, 8, 8), torch.ones(2), random(2, 77, CONTEXT_WIDTH)
+    with torch.inference_mode():
+        copied = copy.deepcopy(host.unet)
+        copied.out[2].bias += 1.0
+        output, calls = calls_of(lambda: copied(x, t, context=context, transformer_options={}))
+        expected = host.unet(x, t, context=context, transformer_options={}) + 1
+    assert calls == {"plain": 1} and relative_error(output, expected) < 1e-5
+
+
+@family
+def test_another_network_after_a_unet_leaves_nothing_of_it(host: Host) -> None:
+    adapter = host.start()
+    host.generate()
+    unet, weight = weakref.ref(host.unet), weakref.ref(next(host.unet.parameters()))
+    other = host.make()
+    other.forge_objects.unet.model.diffusion_model = nn.Linear(1, 1)
+    load(host, other)
+    assert unet() is None and weight() is None
+    assert "Linear" in adapter.why_not_served() and "forward" not in vars(host.unet)
+    with pytest.raises(CannotWarm, match="Linear"):
+        adapter.warm(64, 64, 2, 77)
+    load(host, host.make())
+    assert adapter.why_not_served() is None and calls_of(host.generate)[1] == OURS
+
+
+@family
+def test_a_forward_in_place_of_ours_is_noticed(host: Host) -> None:
+    host.start()
+    host.unet.forward = lambda x, timesteps=None, **others: x * 0.25
+    assert calls_of(host.generate)[1] == {"host": 1}
+    assert runtime.status()["reason"] == f"another extension has replaced the UNet's forward ({__name__})"
+    del host.unet.forward
+    assert calls_of(host.generate)[1] == OURS
+
+
+@family
+def test_a_model_that_is_computed_in_another_type_than_we_know_is_the_hosts(host: Host) -> None:
+    host.start()
+    host.unet.computation_dtype = torch.float64
+    assert calls_of(host.generate)[1] == {"host": 2}
+    assert "stored as float32 and computed in float64" in runtime.status()["reason"]
+
+
+@family
+def test_hires_is_announced_twice_and_an_interrupted_run_is_no_bypass(host: Host) -> None:
+    adapter = host.start()
+    p = SimpleNamespace(sd_model=host.checkpoint, sampler=Sampler(), is_hr_pass=True)
+    host.generate()
+    with host.no_gradients():
+        _, calls = calls_of(lambda: (adapter.before_sampling(p), adapter.before_sampling(p), host.sample(None, None)))
+    assert calls == OURS
+    adapter.before_sampling(p)
+    host.module("modules.shared").state.interrupted = True
+    assert calls_of(lambda: adapter.after_run(p))[1] == {}
+
+
+@family
+def test_switched_off_within_a_sampling_the_host_goes_on(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, adapter = host.generate(), host.start()
+    model, switch = host.checkpoint.forge_objects.unet.model, [adapter.stop, adapter.serve]
+    apply = model.apply_model
+
+    def then_switch(*args: Any, **kwargs: Any) -> Any:
+        output = apply(*args, **kwargs)
+        if switch:
+            switch.pop(0)()
+        return output
+
+    monkeypatch.setattr(model, "apply_model", then_switch)
+    made, calls = calls_of(host.generate)
+    assert calls == {"plain": 1} and close(made, expected)
+    assert not switch, "stopped after the first call, and served again after the second"
+    assert not any(shares_storage(parameter) for parameter in host.unet.parameters())
+    assert calls_of(host.generate)[1] == OURS and adapter.hooks() == 1
+
+
+@forges
+def test_warming_what_the_host_must_run_says_why(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter, sd_models = host.start(), host.module("modules.sd_models")
+    hook = host.unet.input_blocks[0][0].register_forward_hook(lambda *given: None)
+    with pytest.raises(UnsupportedUNet, match="forward hook"):
+        adapter.warm(64, 64, 2, 77)
+    hook.remove()
+    reload = sd_models.forge_model_reload
+    monkeypatch.setattr(sd_models, "forge_model_reload", lambda: int("no model"))
+    with pytest.raises(CannotWarm, match="the checkpoint cannot be loaded"):
+        adapter.warm(64, 64, 2, 77)
+    monkeypatch.setattr(sd_models, "forge_model_reload", lambda: (adapter.stop(), reload())[1])
+    with pytest.raises(CannotWarm, match="not in use"):
+        adapter.warm(64, 64, 2, 77)
+    assert adapter.hooks() == 0
+
+
+@forges
+def test_exclusive_work_runs_on_the_hosts_main_thread_with_its_lock(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter, lock = host.start(), host.module("modules.call_queue").queue_lock
+    handed_over: list[Any] = []
+    main_thread = host.module("modules_forge.main_thread")
+    monkeypatch.setattr(main_thread, "run_and_wait_result", lambda work: (handed_over.append(work), work())[:0])
+    answers: list[Any] = []
+
+    def ask() -> None:
+        answers.append(adapter.exclusively(lambda: lock.acquire(blocking=False)))
+        try:
+            adapter.exclusively(lambda: [][1])
+        except IndexError as error:
+            answers.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    asking.join(20)
+    assert answers[0] is False and isinstance(answers[1], IndexError) and len(handed_over) == 2
+    with lock, pytest.raises(CannotWarm, match="making an image"):
+        adapter.exclusively(lambda: None)
+    assert adapter.exclusively(threading.current_thread) is threading.main_thread() and len(handed_over) == 2

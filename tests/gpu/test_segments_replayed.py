@@ -1,0 +1,158 @@
+"""Graphs between functions of other extensions, on a real GPU: the memory of their parts lies over each other."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("diffusers")
+
+from lib_onediff import compile_unet, status
+from lib_onediff.bench.models import inputs, random_unet
+from lib_onediff.bench.patches import PATCHES, cross_attentions
+from lib_onediff.engines.graphs.capture import SegmentsRunner
+from lib_onediff.runtime.runtime import runtime
+from lib_onediff.runtime.verify import relative_error
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_runtime")]
+MIB = 2**20
+ROUTES = ("plain", "plain", "graph", "graph")
+
+
+@pytest.fixture
+def unet() -> Any:
+    unet = random_unet("tiny-sdxl", torch.device("cuda")).half()
+    return compile_unet(unet)
+
+
+def call(unet: Any, width: int = 256, height: int = 256, seed: int = 0, **wanted: str) -> float:
+    """How far our output of a call is from the host's, which has the same random numbers to draw."""
+    given = inputs(unet, width, height, 2, 77, torch.float16)
+    torch.manual_seed(seed)
+    given["sample"] = torch.randn_like(given["sample"])
+    given["encoder_hidden_states"] = torch.randn_like(given["encoder_hidden_states"])
+    with torch.no_grad():
+        torch.manual_seed(seed)
+        output = unet(**given, return_dict=False)[0]
+        assert {name: status()[name] for name in wanted} == wanted, status()["reason"]
+        torch.manual_seed(seed)
+        return relative_error(output, type(unet).forward(unet, **given, return_dict=False)[0])
+
+
+def put(unet: Any, make: Any, names: Any = None) -> None:
+    processors = unet.attn_processors
+    chosen = [f"{name}.processor" for name in cross_attentions(unet) if names is None or name in names]
+    unet.set_attn_processor({**processors, **{name: make(processors[name]) for name in chosen}})
+
+
+class Keeping:
+    """Keeps what it is given, draws random numbers on the GPU, and writes to its input."""
+
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+
+    def __call__(self, attn: nn.Module, hidden_states: Tensor, *rest: Any, **more: Any) -> Tensor:
+        noise = torch.rand(hidden_states.shape[1], 1, device=hidden_states.device, dtype=hidden_states.dtype)
+        output = self._own(attn, hidden_states * (1 + noise), *rest, **more)
+        self.kept.append((hidden_states, hidden_states.clone()))
+        return output
+
+
+@pytest.mark.parametrize("backend", ["native", "cudagraph"])
+def test_every_replay_is_the_hosts(backend: str) -> None:
+    unet = compile_unet(random_unet("tiny-sdxl", torch.device("cuda")).half(), backend=backend)
+    with PATCHES["processor"](unet, "sdxl", 2):
+        for seed, route in enumerate(ROUTES):
+            assert call(unet, seed=seed, backend=backend, route=route) < 5e-3
+    assert call(unet, seed=9) < 5e-3 and not runtime.call_stats.entry.key.patches
+
+
+def test_functions_may_keep_and_draw(unet: Any) -> None:
+    Keeping.kept.clear()
+    put(unet, Keeping)
+    for seed in range(8):
+        assert call(unet, seed=seed, route=ROUTES[min(seed, 3)]) < 5e-3
+    assert len(Keeping.kept) > 8 and all(torch.equal(tensor, then) for tensor, then in Keeping.kept)
+
+
+def test_sizes_with_functions_and_without_share_a_pool(unet: Any) -> None:
+    sizes = [(256, 256), (128, 192), (192, 136)]
+    for size in sizes:
+        for seed in range(3):
+            call(unet, *size, seed=seed)
+    with PATCHES["processor"](unet, "sdxl", 2):
+        for size in sizes:
+            for seed in range(3):
+                call(unet, *size, seed=seed)
+        for seed in range(3):
+            for size in sizes:
+                assert call(unet, *size, seed=seed, route="graph") < 5e-3
+    for size in sizes:
+        # Its processors are others: what was recorded before is of no use.
+        call(unet, *size)
+        assert call(unet, *size, route="graph") < 5e-3
+
+
+def test_they_take_about_as_much_memory_as_one_graph() -> None:
+    unet = compile_unet(random_unet("sd15", torch.device("cuda")).half())
+    for seed in range(3):
+        call(unet, 512, 512, seed=seed)
+    before, device = runtime.totals().vram, next(unet.parameters()).device
+    with PATCHES["processor"](unet, "sd15", 2):
+        for seed, route in enumerate(ROUTES):
+            assert call(unet, 512, 512, seed=seed, route=route) < 5e-3
+        [runner] = [
+            kept.runner for key, kept in runtime.managed_unet(unet).kept() if key.patches and key.device == device
+        ]
+        assert isinstance(runner, SegmentsRunner) and len(runner.segments.steps) > 30
+        assert runtime.totals().vram <= 1.5 * before + 32 * MIB
+        reserved = torch.cuda.memory_reserved()
+        del runner
+        runtime.free_graphs()
+        assert torch.cuda.memory_reserved() < reserved
+        for seed, route in enumerate(ROUTES[1:]):
+            assert call(unet, 512, 512, seed=seed, route=route) < 5e-3
+
+
+class Failing(Keeping):
+    after = 0
+
+    def __call__(self, attn: nn.Module, hidden_states: Tensor, *rest: Any, **more: Any) -> Tensor:
+        Failing.after -= 1
+        if not Failing.after:
+            raise ValueError("a function that fails")
+        return self._own(attn, hidden_states, *rest, **more)
+
+
+def test_a_function_that_fails_while_it_is_recorded_harms_nobody(unet: Any) -> None:
+    call(unet, 128, 128)
+    put(unet, Failing)
+    count = len(cross_attentions(unet))
+    # Twice by us and once by the host at the first use, once each at the second, and then while it is recorded.
+    Failing.after = 0
+    call(unet, seed=0)
+    Failing.after = count + count // 2
+    call(unet, seed=1)
+    assert "a function that fails" in runtime.call_stats.entry.no_graph
+    put(unet, lambda processor: getattr(processor, "_own", processor))
+    for seed, route in enumerate(ROUTES):
+        assert call(unet, seed=seed, route=route) < 5e-3
+    assert torch.randn(4, device="cuda").isfinite().all()
+
+
+def test_a_host_in_inference_mode(unet: Any) -> None:
+    put(unet, Keeping)
+    with torch.inference_mode():
+        for seed in range(6):
+            assert call(unet, seed=seed, route=ROUTES[min(seed, 3)]) < 5e-3
+
+
+def test_full_size_within_the_hosts_error(unet: Any) -> None:
+    unet = compile_unet(random_unet("sdxl", torch.device("cuda")).half())
+    with PATCHES["processor"](unet, "sdxl", 2):
+        for seed, route in enumerate(ROUTES):
+            assert call(unet, 1024, 1024, seed=seed, route=route) < 5e-3

@@ -1,0 +1,52 @@
+"""Who runs which tests when there are several processes: files, so that what a file prepares is prepared once."""
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+from xdist.scheduler import LoadScopeScheduling
+
+ROOT = Path(__file__).parents[1]
+# These open the OneDiff tab. Other files open a page too, and as many minutes of them.
+IN_THE_TAB = ("test_panel", "test_presets_tab", "test_compare_tab", "test_accessibility")
+# These share what was compiled, which takes minutes.
+COMPILED = ("test_inductor", "test_auto_choice")
+TOGETHER = ("webui with a browser", "webui, its tab", "webui", "compiled")
+# Each takes half a minute or more: none of them is to be begun when nothing is left for the other processes.
+LONG = (
+    "test_bench", "test_vae", "test_unet", "test_triton", "test_api", "test_deepcache", "test_standalone", "test_graph",
+    "test_warmup",
+)
+
+
+class Sharing(LoadScopeScheduling):
+    """Hands out files: first those in a browser, which mostly wait, those of the OneDiff tab and the others; then all
+    others of a WebUI, and all that compile. Each of these go to one process, and share a WebUI or what was compiled.
+    Then what is long, and then the rest."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return unit_of(nodeid.partition("::")[0])
+
+
+@cache
+def unit_of(file: str) -> str:
+    """What is handed out as one."""
+    name = file.rpartition("/")[2]
+    if "/webui/" in f"/{file}":
+        if name.startswith(IN_THE_TAB):
+            return "webui, its tab"
+        return "webui with a browser" if opens_a_page(ROOT / file) else "webui"
+    return "compiled" if name.startswith(COMPILED) else file
+
+
+def turn(file: str) -> int:
+    """When a file's tests are handed out, lowest first."""
+    unit = unit_of(file)
+    if unit in TOGETHER:
+        return TOGETHER.index(unit)
+    return len(TOGETHER) if file.rpartition("/")[2].startswith(LONG) else len(TOGETHER) + 1
+
+
+def opens_a_page(file: Path) -> bool:
+    return re.search(r"\b(browser|panel)\b", file.read_text(encoding="utf-8")) is not None

@@ -1,0 +1,167 @@
+"""IP-Adapters of the Forge family are image prompts of our forward, where their source is known."""
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from builders import CONTEXT_WIDTH, a_call, our_output, relative_error, shared_ldm_unet
+from comfy_unet import attended, patched_output
+from test_patch_points import CLOSE, READ, free_u
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lib_onediff.hosts.forge import image_prompts
+from lib_onediff.hosts.forge.additions import Additions
+from lib_onediff.hosts.forge.call import unet_call
+from lib_onediff.hosts.forge.image_prompts import ImagePrompts, is_known, source_digest
+from lib_onediff.hosts.forge.patches import PATCHES, REPLACED
+from lib_onediff.model.call import UNetCall
+
+SIZE, TOKENS = (16, 32), 4
+ALWAYS = (999999999.9, 0.0)
+
+
+class Adapter:
+    """In the place of one cross attention, as the host's built-in extension has it; written anew."""
+
+    def __init__(self, number: int) -> None:
+        self.k_key, self.v_key = f"{2 * number + 1}_to_k_ip", f"{2 * number + 1}_to_v_ip"
+        self.weights, self.conds, self.unconds, self.masks, self.ipadapters = [], [], [], [], []
+        self.weight_type, self.sigma_start, self.sigma_end, self.unfold_batch = [], [], [], []
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, extra: dict[str, Any]) -> Tensor:
+        result, order = attended(query, key, value, extra), extra["cond_or_uncond"]
+        sigma, rows, queries = extra["sigmas"][0].item(), len(query) // len(order), query.shape[1]
+        height, width = extra["original_shape"][2:]
+        for index, weight in enumerate(self.weights):
+            if not self.sigma_end[index] <= sigma <= self.sigma_start[index]:
+                continue
+            tokens = [(self.conds[index], self.unconds[index])[kind].repeat(rows, 1, 1) for kind in order]
+            layers = self.ipadapters[index].ip_layers.to_kvs
+            keys, values = (layers[name](torch.cat(tokens)) for name in (self.k_key, self.v_key))
+            added = attended(query, keys, values, extra) * weight
+            if self.masks[index] is not None:
+                high = int(height / math.sqrt(height * width / queries))
+                small = functional.interpolate(self.masks[index][:, None], (high, queries // high), mode="bicubic")
+                added = added * small[:, 0].flatten(1)[..., None]
+            result = result + added
+        return result
+
+
+class Stranger(Adapter):
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, extra: dict[str, Any]) -> Tensor:
+        return super().__call__(query, key, value, extra) * 2
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_prompts, "KNOWN", {source_digest(Adapter.__call__)})
+    is_known.cache_clear()
+
+
+def adapters(count: int = 1, kind: type[Adapter] = Adapter, mask: Tensor | None = None, **changed: Any) -> dict:
+    """options with so many adapters in some of ldm's cross attentions."""
+    torch.manual_seed(1)
+    unet, functions = shared_ldm_unet(), {}
+    for number, key in enumerate([("input", 1), ("output", 5), ("middle", 0)]):
+        stage = unet.middle_block if key[0] == "middle" else getattr(unet, f"{key[0]}_blocks")[key[1]]
+        width = next(part.to_q.out_features for path, part in stage.named_modules() if path.endswith("attn2"))
+        functions[key] = kind(number)
+        functions[key].width = width
+    for index in range(count):
+        layers = nn.ModuleDict({
+            name: nn.Linear(CONTEXT_WIDTH, one.width, bias=False)
+            for one in functions.values() for name in (one.k_key, one.v_key)
+        })
+        cond, uncond = torch.randn(1, TOKENS, CONTEXT_WIDTH), torch.randn(1, TOKENS, CONTEXT_WIDTH)
+        values = {
+            "weights": 0.7 - 0.2 * index, "conds": cond, "unconds": uncond, "masks": mask,
+            "ipadapters": SimpleNamespace(ip_layers=SimpleNamespace(to_kvs=layers)), "weight_type": "original",
+            "sigma_start": ALWAYS[0], "sigma_end": ALWAYS[1], "unfold_batch": False, **changed,
+        }
+        for one in functions.values():
+            for name, value in values.items():
+                getattr(one, name).append(value)
+    return {REPLACED: {"attn2": functions}, "cond_or_uncond": [1, 0], "sigmas": torch.tensor([5.0])}
+
+
+def made(options: dict[str, Any], reader: ImagePrompts, **changes: Any) -> UNetCall:
+    call = a_call(shared_ldm_unet(), *SIZE, **changes)
+    with torch.no_grad():
+        found = reader.read(shared_ldm_unet(), options, call.latent)
+        added = Additions() if found is None else Additions(found, stand_for=frozenset({"attn2"}))
+        given = call.latent, call.timestep, call.context, None, None, dict(options), False, READ, {}, added
+        ours = unet_call(shared_ldm_unet(), *given)
+    assert isinstance(ours, UNetCall)
+    return ours
+
+
+def error(options: dict[str, Any], reader: ImagePrompts | None = None, **changes: Any) -> float:
+    """How far our forward is from the host's with the functions in it."""
+    ours = made(options, reader or ImagePrompts(), **changes)
+    with torch.no_grad():
+        expected = patched_output(shared_ldm_unet(), a_call(shared_ldm_unet(), *SIZE, **changes), dict(options))
+        return relative_error(our_output(shared_ldm_unet(), ours), expected)
+
+
+@pytest.mark.parametrize("options", [
+    lambda: adapters(), lambda: adapters(2), lambda: adapters(mask=torch.rand(1, 40, 60)),
+    lambda: adapters(sigma_start=9.0, sigma_end=5.0), lambda: adapters(sigma_start=4.0, sigma_end=0.0),
+    lambda: {**adapters(), "cond_or_uncond": [0]},
+], ids=["one", "two", "with a mask", "in its steps", "past its steps", "one prompt"])
+def test_they_are_part_of_our_forward(options: Any) -> None:
+    options = options()
+    ours = made(options, ImagePrompts())
+    assert ours.patches is None and ours.image_prompts
+    assert error(options) < CLOSE
+    plain = relative_error(
+        our_output(shared_ldm_unet(), ours), our_output(shared_ldm_unet(), a_call(shared_ldm_unet(), *SIZE))
+    )
+    past_its_steps = options["sigmas"][0] > options[REPLACED]["attn2"]["middle", 0].sigma_start[0]
+    assert (plain < CLOSE) == bool(past_its_steps)
+
+
+def test_beside_other_functions() -> None:
+    options = {**adapters(), PATCHES: {"output_block_patch": [free_u]}}
+    ours = made(options, ImagePrompts())
+    assert ours.patches.structure and not any("attn2" in name for name in ours.patches.structure)
+    assert error(options) < CLOSE
+
+
+def test_what_is_known_of_a_prompt_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[int] = []
+    parts_of = image_prompts.parts_of
+    monkeypatch.setattr(image_prompts, "parts_of", lambda *given: computed.append(1) or parts_of(*given))
+    reader, options = ImagePrompts(), adapters(sigma_start=9.0, sigma_end=1.0)
+    for sigma in (20.0, 5.0, 0.5):
+        assert error({**options, "sigmas": torch.tensor([sigma])}, reader) < CLOSE
+    assert len(computed) == 1
+    for order in ([0], [1], [0], [1]):
+        assert error({**options, "cond_or_uncond": order}, reader) < CLOSE
+    assert len(computed) == 3
+    assert error(adapters(weights=0.1), reader) < CLOSE and len(computed) == 4
+
+
+@pytest.mark.parametrize("options", [
+    lambda: adapters(kind=Stranger), lambda: adapters(weight_type="linear"), lambda: adapters(unfold_batch=True),
+    lambda: {**adapters(), "ad_params": {"sub_idxs": None}},
+    lambda: {**adapters(), "cond_or_uncond": [1, 0, 0]},
+    lambda: {**adapters(), REPLACED: {"attn2": {("input", 1): attended}}},
+], ids=["another source", "another way", "frames", "AnimateDiff", "no such batch", "a function"])
+def test_what_is_used_otherwise_runs_as_the_function_that_it_is(options: Any) -> None:
+    latent = a_call(shared_ldm_unet(), *SIZE).latent
+    assert ImagePrompts().read(shared_ldm_unet(), options(), latent) is None
+    assert made(options(), ImagePrompts()).patches is not None
+
+
+def test_a_mask_that_does_not_cover_the_image_is_the_hosts() -> None:
+    latent = a_call(shared_ldm_unet(), 28, 9).latent
+    options = adapters(mask=torch.rand(1, 40, 60))
+    assert ImagePrompts().read(shared_ldm_unet(), options, latent) is None
+
+
+def test_the_releases_that_are_known() -> None:
+    assert all(len(digest) == 16 for digest in image_prompts.KNOWN) and source_digest(len) is None

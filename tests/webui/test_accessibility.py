@@ -1,0 +1,208 @@
+"""OneDiff can be read and used by everybody: by axe-core's rules in either theme, by keyboard, on a narrow page, and
+without anything that moves away while it changes."""
+from __future__ import annotations
+
+from typing import Any
+
+from grid import grid
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.keys import Keys
+from webui_axe import violations
+from webui_client import WebUI
+from webui_compare_tab import Compare
+from webui_models import Models
+from webui_page import (
+    TAB,
+    changed_options,
+    make_picture,
+    open_advanced,
+    open_page,
+    show_inner_page,
+    show_settings,
+    status_line,
+    told,
+)
+
+ACCORDION, PAGES = ".onediff-accordion", ("Cache", "Presets", "Compare", "Consistency")
+MOST_TABS = 120
+# What Tab has to reach: of radio buttons, those that are chosen.
+STOPS = """
+window.onediffReached = new Set();
+addEventListener('focusin', event => onediffReached.add(event.target));
+const stops = 'input, textarea, button, summary, a[href], [tabindex="0"]';
+window.onediffStops = [...document.querySelectorAll(arguments[0])].flatMap(root => [...root.querySelectorAll(stops)])
+  .filter(at => at.checkVisibility({visibilityProperty: true}) && !at.disabled && (at.type !== 'radio' || at.checked));
+return onediffStops.length;
+"""
+MISSED = """
+return onediffStops.filter(at => at.isConnected && !at.disabled && !onediffReached.has(at))
+  .map(at => at.outerHTML.slice(0, 160));
+"""
+# Elements with text of their own that do not show all of it. A table scrolls in its box, and so may a long text field.
+CUT = """
+const pen = document.createElement('canvas').getContext('2d');
+const longPlaceholder = at => {
+  if (!at.matches('input') || !at.placeholder || at.value) return false;
+  const {font, paddingLeft, paddingRight} = getComputedStyle(at);
+  pen.font = font;
+  return pen.measureText(at.placeholder).width > at.clientWidth - parseFloat(paddingLeft) - parseFloat(paddingRight);
+};
+return [...document.querySelectorAll(`:is(${arguments[0]}) *`)].filter(at => {
+  const own = [...at.childNodes].some(node => node.nodeType === 3 && node.textContent.trim());
+  if (!at.checkVisibility({visibilityProperty: true})) return false;
+  if (longPlaceholder(at)) return true;
+  if (!own && !at.matches('input[role=listbox]') || at.closest('textarea, .onediff-table, .onediff-numbers'))
+    return false;
+  let box = at;
+  while (getComputedStyle(box).display === 'inline') box = box.parentElement;
+  return box.clientWidth > 1 && (box.scrollWidth > box.clientWidth || box.scrollHeight > box.clientHeight + 3
+    && getComputedStyle(box).overflowY !== 'visible');
+}).map(at => at.outerHTML.slice(0, 160));
+"""
+BOXES = """
+const neighbours = '.onediff-accordion, .onediff-accordion :is(input, button), #txt2img_settings > *';
+return [...document.querySelectorAll(neighbours)].filter(at => at.checkVisibility()).map(at => {
+  const {left, top, width, height} = at.getBoundingClientRect();
+  return [at.id || at.getAttribute('aria-label') || at.className, left, top + scrollY, width, height];
+});
+"""
+
+
+@grid(theme=["light", "dark"], width=[1400, 400])
+def test_axe_finds_nothing_and_no_word_is_cut(
+    browser: Any, webui: WebUI, sd15: Models, theme: str, width: int
+) -> None:
+    webui.txt2img()
+    found: dict[str, list[str]] = {}
+
+    def look(view: str, selector: str, least: int) -> None:
+        wrong = violations(browser, selector, least) + browser.run(CUT, selector)
+        if wrong:
+            found[view] = wrong
+
+    with webui.options(onediff_own_presets="my drafts: tf32 on"):
+        browser.size_page(width)
+        try:
+            open_page(browser, f"{webui.url}/?__theme={theme}")
+            open_advanced(browser, "txt2img")
+            look("accordion", ACCORDION, 15)
+            browser.type(changed_options("txt2img"), "deepcache_interval 99")
+            browser.find(changed_options("txt2img")).send_keys(Keys.TAB)
+            browser.wait_for_text(told("txt2img"), "it takes 1 to 20", 20)
+            look("accordion with an error", ACCORDION, 15)
+            compare = Compare(browser)
+            compare.show()
+            compare.choose("onediff_compare_left", "Balanced")
+            browser.wait_for_text("onediff_compare_left_told", "deepcache_interval 2", 20)
+            look("Compare", f"#{TAB}", 25)
+            compare.made(images=2)
+            browser.click("onediff_compare_save")
+            browser.wait(lambda: "PNG" in browser.text("onediff_compare_saved"), "the report", 20)
+            look("Compare, made", f"#{TAB}", 40)
+            show_inner_page(browser, "Consistency")
+            browser.type("#onediff_other_facts textarea", "OneDiff consistency report, format 1\n[Model]\nName: other")
+            browser.wait_for_text("onediff_compare_differences", "differ", 20)
+            look("Consistency", f"#{TAB}", 10)
+            show_inner_page(browser, "Presets")
+            compare.choose("onediff_preset_chosen", "my drafts")
+            browser.click("onediff_preset_delete")
+            browser.wait_for_text("onediff_preset_question", "Delete 'my drafts'?", 20)
+            look("Presets", f"#{TAB}", 15)
+            show_inner_page(browser, "Cache")
+            browser.wait_for_text("onediff_cache_table", "64x64", 20)
+            browser.run("for (const at of document.querySelectorAll('#onediff_cache details')) at.open = true")
+            browser.click("onediff_purge_all")
+            browser.wait_for_text("onediff_cache_question", "Purge", 20)
+            look("Cache", f"#{TAB}", 40)
+            browser.click("onediff_purge_keep")
+            section = show_settings(browser)
+            browser.type("#setting_onediff_prewarm textarea, #setting_onediff_prewarm input", "huge")
+            browser.wait_for_text(section, "'huge' is not a size", 20)
+            look("settings", f"#{section}", 40)
+        finally:
+            browser.forget_size()
+    assert not found
+
+
+def press(browser: Any, *keys: str) -> None:
+    ActionChains(browser.driver).send_keys(*keys).perform()
+
+
+def test_tab_reaches_every_control(browser: Any, webui: WebUI, sd15: Models) -> None:
+    webui.txt2img()
+    open_page(browser, webui.url)
+
+    def tab_through(selector: str, before: str, least: int) -> None:
+        browser.run("document.querySelector(arguments[0]).focus()", before)
+        assert browser.run(STOPS, selector) >= least, selector
+        for _ in range(MOST_TABS):
+            press(browser, Keys.TAB)
+            if not browser.run(MISSED):
+                return
+        raise AssertionError(f"Tab does not reach {browser.run(MISSED)}")
+
+    open_advanced(browser, "txt2img")
+    tab_through(ACCORDION, "#txt2img_seed input", 12)
+    show_inner_page(browser, "Cache")
+    browser.wait_for_text("onediff_cache_table", "64x64", 20)
+    for page, least in zip(PAGES, (28, 8, 20, 5), strict=True):
+        show_inner_page(browser, page)
+        tab_through(f"#{TAB}", "#onediff_pages button", least)
+    section = show_settings(browser)
+    browser.wait(lambda: browser.run("return document.querySelector('.onediff-settings-head')"), "the groups", 20)
+    tab_through(f"#{section}", "#settings_submit", 15)
+
+
+def test_enter_and_space_press_the_buttons_of_the_settings(browser: Any, webui: WebUI, sd15: Models) -> None:
+    open_page(browser, webui.url)
+    section = show_settings(browser)
+    field = "#setting_onediff_deepcache_interval input[type=number]"
+    value = "return document.querySelector(arguments[0]).value"
+    one, all_of_them = (f"#{section} [aria-label='{name}']" for name in (
+        "Reset: DeepCache interval", "Reset all to defaults",
+    ))
+    for key in (Keys.ENTER, Keys.SPACE):
+        for button in (one, all_of_them):
+            browser.type(field, 4)
+            browser.wait(lambda: browser.run("return document.querySelector(arguments[0])", one), "the button", 10)
+            browser.run("document.querySelector(arguments[0]).focus()", button)
+            press(browser, key)
+            browser.wait(lambda: browser.run(value, field) == "1", "the default", 10)
+
+
+def test_enter_and_space_press_the_buttons_of_the_queue(browser: Any, webui: WebUI, sd15: Models) -> None:
+    open_page(browser, webui.url)
+    show_inner_page(browser, "Cache")
+    for key, size in ((Keys.ENTER, "96x72"), (Keys.SPACE, "96x80")):
+        browser.type("#onediff_prewarm_sizes textarea, #onediff_prewarm_sizes input", f"512x512, {size}")
+        browser.click("onediff_prewarm")
+        button = f"return document.querySelector('[aria-label=\"Cancel: {size}\"]')"
+        browser.wait(lambda: browser.run(button), "the button", 20)  # noqa: B023
+        browser.run(f"{button}.focus()")
+        press(browser, key)
+        browser.wait_for_text("onediff_cache_jobs", f"{size}\ncancelled", 20)
+        browser.click("onediff_prewarm_cancel")
+        browser.wait_for_text("onediff_cache_result", "cancelled", 60)
+
+
+def test_a_new_status_moves_nothing(browser: Any, standalone: WebUI, sd15: Models) -> None:
+    """Neither the title of the accordion nor a control in it or behind it, whatever the status and the error say."""
+    with standalone.options(onediff_enabled=False):
+        standalone.txt2img()
+        open_page(browser, standalone.url)
+        open_advanced(browser, "txt2img")
+        browser.wait_for_text(told("txt2img"), "switched off", 20)
+        before = browser.run(BOXES)
+    browser.type(changed_options("txt2img"), "verify maybe")
+    browser.find(changed_options("txt2img")).send_keys(Keys.TAB)
+    browser.wait_for_text(told("txt2img"), "OneDiff would be off", 20)
+    assert browser.run(BOXES) == before
+    browser.type(changed_options("txt2img"), "")
+    make_picture(browser)
+    browser.wait_for_text(status_line("txt2img"), "plain launches", 20)
+    assert browser.run(BOXES) == before
+    browser.run("""
+        const at = document.querySelector(".onediff-accordion .onediff-summary");
+        at.textContent = "1234 ms/step, 12.34 x, WebUI's UNet, and words that are too long for one line ".repeat(3);
+    """)
+    assert browser.run(BOXES) == before

@@ -1,0 +1,176 @@
+"""IP-Adapters and ControlLLLite, at every attention: operators of ours and functions within our forward on the Forge
+family; on A1111, attentions within the loop of its ControlNet extension."""
+from __future__ import annotations
+
+import base64
+import io
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from test_controlnet import NO_PREPROCESSOR, ROUTES, controlled
+from webui_client import WebUI, encode, gradient
+from webui_compare import (
+    assert_between_graphs,
+    assert_different,
+    assert_within,
+    graphs_on_a_cpu,
+    need,
+    run_on,
+)
+from webui_models import Models
+
+# Forge encodes the image itself: it must have models/ControlNetPreprocessor/CLIP-ViT-H-14.safetensors, or downloads it.
+ENCODER = {"forge": "CLIP-ViT-H (IPAdapter)", "ldm_patched": "CLIP-ViT-H (IPAdapter)", "a1111": "ip-adapter_clip_h"}
+# What the reason says of who runs; on Forge and Neo ours computes IP-Adapters, and names no function at attentions.
+BY_IP_ADAPTER = {
+    "forge": r"^(?!.*patches_replace)", "ldm_patched": r"patches_replace\[attn2\]", "a1111": "attn2 by",
+}
+BY_LLLITE = r"^(?!.*patches_replace).*patches\[attn1_patch\].*lllite"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """role: its model's; seed: which image it is given; masked: it works on the left half; changes: its settings."""
+
+    role: str
+    seed: int = 1
+    masked: bool = False
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    units: tuple[Unit, ...]
+    request: dict[str, Any] = field(default_factory=dict)
+    lora: bool = False
+    checkpoint: str = "sd15"
+
+
+PLAIN, PLUS = Unit("ip-adapter", changes={"weight": 0.8}), Unit("ip-adapter-plus", changes={"weight": 0.8})
+SECOND = Unit("ip-adapter", 2, changes={"weight": 0.5})
+MASKED = Unit("ip-adapter", masked=True)
+HALF_THE_STEPS = {"guidance_end": 0.5}
+IP_ADAPTERS = [
+    Case("IP-Adapter", (PLAIN,)),
+    Case("Plus", (PLUS,)),
+    Case("two", (PLAIN, SECOND)),
+    Case("two, one of them Plus", (PLUS, SECOND)),
+    Case("with a mask", (MASKED,)),
+    Case("with a mask, another size", (MASKED,), {"width": 128, "height": 64, "batch_size": 2}),
+    Case("with a mask, an odd size", (MASKED,), {"width": 72, "height": 120, "batch_size": 2}),
+    Case("two, one with a mask", (MASKED, Unit("ip-adapter-plus", 2))),
+    Case("for half the steps", (Unit("ip-adapter", changes=HALF_THE_STEPS),), {"steps": 4}),
+    Case("with a long prompt", (PLAIN,), {"prompt": "a " * 110}),
+    Case("with a ControlNet and a LoRA", (PLAIN, Unit("controlnet")), lora=True),
+    Case("Plus, with a ControlNet and a LoRA", (PLUS, Unit("controlnet")), lora=True),
+    Case("SDXL", (Unit("ip-adapter-sdxl", changes={"weight": 0.5}),), checkpoint="sdxl"),
+    Case("SDXL, Plus", (Unit("ip-adapter-plus-sdxl", changes={"weight": 0.5}),), checkpoint="sdxl"),
+    Case("SDXL, two, one with a mask", (
+        Unit("ip-adapter-sdxl", masked=True), Unit("ip-adapter-plus-sdxl", 2, changes={"weight": 0.3}),
+    ), checkpoint="sdxl"),
+]
+LLLITES = [
+    Case("ControlLLLite", (Unit("lllite"),)),
+    # Its modules count their calls.
+    Case("for half the steps", (Unit("lllite", changes=HALF_THE_STEPS),), {"steps": 4}),
+    Case("from the middle on", (Unit("lllite", changes={"guidance_start": 0.5}),), {"steps": 4}),
+    Case("two", (Unit("lllite"), Unit("lllite", 2, changes={**HALF_THE_STEPS, "weight": 0.5})), {"steps": 4}),
+    Case("with an IP-Adapter, a ControlNet and a LoRA", (Unit("lllite"), PLAIN, Unit("controlnet")), lora=True),
+    Case("SDXL", (Unit("lllite-sdxl"),), checkpoint="sdxl"),
+    Case("SDXL, for half the steps", (Unit("lllite-sdxl", changes=HALF_THE_STEPS),), {"steps": 4}, checkpoint="sdxl"),
+]
+
+
+def image_embedding(role: str, seed: int) -> str:
+    """What the image encoder of an IP-Adapter would give, as the API of A1111's extension takes it."""
+    random, file = torch.Generator().manual_seed(seed), io.BytesIO()
+    if "plus" in role:
+        # The adapter takes the last but one.
+        torch.save({"hidden_states": [torch.randn(1, 257, 1280, generator=random)] * 2}, file)
+    else:
+        torch.save({"image_embeds": torch.randn(1, 1024, generator=random)}, file)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def unit_of(webui: WebUI, models: Models, unit: Unit) -> dict[str, Any]:
+    image = gradient(64, 64).rotate(90 * unit.seed)
+    changes: dict[str, Any] = {**unit.changes, "image": encode(image), "module": NO_PREPROCESSOR[webui.kind]}
+    if unit.role.startswith("ip-adapter"):
+        changes["module"] = ENCODER[webui.kind]
+        if webui.kind == "a1111":
+            changes["ipadapter_input"] = [image_embedding(unit.role, unit.seed)]
+    if unit.masked:
+        half = image.point(lambda value: 0)
+        half.paste((255, 255, 255), (0, 0, 32, 64))
+        changes["effective_region_mask" if webui.kind == "a1111" else "mask_image"] = encode(half)
+    made: dict[str, Any] = controlled(webui, models.need(unit.role), **changes)
+    only: dict[str, Any] = made["alwayson_scripts"]["ControlNet"]["args"][0]
+    if "ipadapter_input" in only:
+        del only["image"]
+    return only
+
+
+def prepared(webui: WebUI, models: Models, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The request of a case, whose checkpoint is loaded, and the same without its units."""
+    need(webui, "ControlNet")
+    if webui.kind == "a1111" and case.name.endswith("odd size"):
+        pytest.skip("sd-webui-controlnet rounds such a mask's size down and fails, without OneDiff too")
+    units = [unit_of(webui, models, unit) for unit in case.units]
+    plain = {**case.request, **({"prompt": f"a fox <lora:{models.need('lora-a')}:0.3>"} if case.lora else {})}
+    models.use(case.checkpoint)
+    return {**plain, "alwayson_scripts": {"ControlNet": {"args": units}}}, plain
+
+
+def only_forge(webui: WebUI) -> None:
+    if webui.kind != "forge":
+        pytest.skip("Forge's and Forge Neo's: give the address of one with --webui URL")
+
+
+@pytest.mark.parametrize("case", IP_ADAPTERS, ids=lambda case: case.name)
+def test_ip_adapter(webui: WebUI, sd15: Models, case: Case) -> None:
+    request, without = prepared(webui, sd15, case)
+    plain, on = assert_within(webui, request, without, BY_IP_ADAPTER[webui.kind], ROUTES[webui.kind])
+    assert_different(plain, on, case.name)
+
+
+@pytest.mark.parametrize("case", IP_ADAPTERS, ids=lambda case: case.name)
+def test_ip_adapter_between_graphs(webui: WebUI, sd15: Models, case: Case) -> None:
+    only_forge(webui)
+    request, without = prepared(webui, sd15, case)
+    with graphs_on_a_cpu(webui):
+        plain, on = assert_between_graphs(webui, request, without, BY_IP_ADAPTER[webui.kind])
+    assert_different(plain, on, case.name)
+
+
+@pytest.mark.parametrize("case", LLLITES, ids=lambda case: case.name)
+def test_control_lllite(webui: WebUI, sd15: Models, case: Case) -> None:
+    only_forge(webui)
+    request, without = prepared(webui, sd15, case)
+    plain, on = assert_within(webui, request, without, BY_LLLITE)
+    assert_different(plain, on, case.name)
+
+
+@pytest.mark.parametrize("case", LLLITES, ids=lambda case: case.name)
+def test_control_lllite_between_graphs(webui: WebUI, sd15: Models, case: Case) -> None:
+    only_forge(webui)
+    request, without = prepared(webui, sd15, case)
+    with graphs_on_a_cpu(webui):
+        plain, on = assert_between_graphs(webui, request, without, BY_LLLITE)
+    assert_different(plain, on, case.name)
+
+
+@pytest.mark.parametrize("case", [*IP_ADAPTERS, *LLLITES], ids=lambda case: case.name)
+def test_every_unit_and_setting_counts(webui: WebUI, sd15: Models, case: Case) -> None:
+    """The last unit, or the settings of the only one, change the image: or the cases above could not fail for them."""
+    if case in LLLITES:
+        only_forge(webui)
+    fewer = case.units[:-1] or (Unit(case.units[0].role),)
+    if fewer == case.units:
+        pytest.skip("one unit as it is by default")
+    request, _ = prepared(webui, sd15, case)
+    less, _ = prepared(webui, sd15, replace(case, units=fewer))
+    routes = ROUTES[webui.kind]
+    assert_different(run_on(webui, less, routes=routes), run_on(webui, request, routes=routes), case.name)

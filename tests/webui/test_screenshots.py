@@ -1,0 +1,60 @@
+"""The pictures of the page in .readme: `install.py --test --pictures` draws them, and nothing else does.
+
+On the standalone host, so with random weights: what an image shows says nothing.
+"""
+from __future__ import annotations
+
+import base64
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from webui_client import WebUI
+from webui_page import TAB, accordion, choose_preset, make_picture, open_page, show_settings
+
+FOLDER = Path(__file__).parents[2] / ".readme"
+WIDTH = 1100
+MARGIN = 8
+SIZES = ((256, 256), (256, 320))
+
+
+@pytest.fixture
+def page(request: pytest.FixtureRequest, browser: Any, standalone: WebUI) -> Any:
+    if not request.config.getoption("--pictures"):
+        pytest.skip("drawn with --pictures")
+    for width, height in SIZES:
+        for _ in range(2):
+            standalone.txt2img(width=width, height=height, steps=8)
+    browser.size_page(WIDTH, 2400)
+    yield open_page(browser, f"{standalone.url}/?__theme=light", width=256, height=256, steps=8)
+    browser.forget_size()
+
+
+def draw(page: Any, selector: str, name: str) -> None:
+    """Write what an element shows to the documentation's folder."""
+    page.find(selector)
+    time.sleep(1)
+    box = page.run("""
+        const box = document.querySelector(arguments[0]).getBoundingClientRect();
+        return [box.left + scrollX, box.top + scrollY, box.width, box.height];
+    """, selector)
+    left, top, width, height = box
+    drawn = page.driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True, "clip": {
+        "x": max(0, left - MARGIN), "y": max(0, top - MARGIN), "width": width + 2 * MARGIN,
+        "height": height + 2 * MARGIN, "scale": 1,
+    }})
+    (FOLDER / f"{name}.png").write_bytes(base64.b64decode(drawn["data"]))
+
+
+def test_screenshots(page: Any) -> None:
+    make_picture(page)
+    page.open_accordion(accordion("txt2img"))
+    choose_preset(page, "txt2img", "Balanced")
+    page.type("#txt2img_prompt textarea", "a castle at night")
+    draw(page, ".onediff-accordion", "accordion")
+    page.choose_tab("OneDiff")
+    page.wait_for_text(TAB, "256x320", 20)
+    draw(page, f"#{TAB}", "cache")
+    draw(page, f"#{show_settings(page)}", "settings")
+    assert all((FOLDER / f"{name}.png").stat().st_size > 10_000 for name in ("accordion", "cache", "settings"))

@@ -1,0 +1,51 @@
+"""What axe-core finds wrong with a part of a page, by WCAG's levels A and AA."""
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Any
+
+LEVELS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]
+# axe measures no placeholder, no text on a gradient or an image, and none below something: a field is given its
+# placeholder's colour, a gradient one of its ends, and what lies over text is there with one of these ends only.
+PREPARE = """
+const [root, end] = arguments;
+for (const at of root.querySelectorAll('*')) {
+  const ends = at.dataset.ends || (getComputedStyle(at).backgroundImage.match(/rgba?\\([^)]*\\)/g) || []).join(';');
+  if (ends) { at.dataset.ends = ends; at.style.background = ends.split(';').at(end); }
+  if (at.placeholder && !at.value) at.style.color = getComputedStyle(at, '::placeholder').color;
+  if (at.matches('.onediff-handle, .onediff-frame img')) at.style.visibility = 'hidden';
+  if (at.matches('.onediff-title, .onediff-right')) at.style.visibility = end ? 'hidden' : '';
+}
+"""
+RUN = """
+const [root, levels, done] = arguments;
+const told = (rules) => rules.flatMap(rule => rule.nodes.map(({html, any, all, none}) =>
+  `${rule.id}: ${html.slice(0, 120)} ${[...any, ...all, ...none].map(check => check.message).join('; ')}`));
+// What a box that scrolls cuts is measured where the page has room for all of it.
+const cut = ({target}) => {
+  const box = document.querySelector(target[0])?.closest('.onediff-table, .onediff-numbers');
+  return box && box.scrollWidth > box.clientWidth;
+};
+const isContrast = ({id}) => id === 'color-contrast';
+const undecided = (rule) => ({...rule, nodes: isContrast(rule) ? rule.nodes.filter(node => !cut(node)) : []});
+axe.run(root, {runOnly: levels}).then(({violations, incomplete, passes}) => done({
+  violations: told(violations),
+  // An arrow that is drawn as a letter is no text.
+  undecided: told(incomplete.map(undecided)).filter(text => !text.includes('non-text')),
+  texts: passes.filter(rule => rule.id === 'color-contrast').flatMap(rule => rule.nodes).length,
+})).catch(error => done({violations: [String(error)], undecided: [], texts: 0}));
+"""
+
+
+def violations(page: Any, selector: str, least: int) -> list[str]:
+    """What is wrong inside an element, and the texts whose contrast axe cannot tell. least: so many texts must be
+    there, or nothing was looked at."""
+    page.run(files("axe_playwright_python").joinpath("axe.min.js").read_text(encoding="utf-8") + "\n;return null;")
+    root, answers = page.driver.find_element("css selector", selector), []
+    for end in (0, -1):
+        page.run(PREPARE, root, end)
+        answers.append(page.driver.execute_async_script(RUN, root, LEVELS))
+    undecided = set.intersection(*(set(answer["undecided"]) for answer in answers))
+    wrong = sorted({*answers[0]["violations"], *answers[1]["violations"], *undecided})
+    texts = min(answer["texts"] for answer in answers)
+    return wrong if wrong or texts >= least else [f"axe found {texts} texts"]
