@@ -11,7 +11,7 @@ import torch
 
 from .errors import ModelProblem
 from .loaded_model import LoadedModel
-from .model_folder import LEFT_OUT, read_index, variant_of
+from .model_folder import INDEX, LEFT_OUT, read_index, variant_of
 from .modules import devices
 from .single_file import load_checkpoint, safetensors_shapes
 from .tiny_model import tiny_sd15_pipeline
@@ -28,7 +28,7 @@ def load_model(path: str | None, random: bool = False) -> LoadedModel:
 
     Raises ModelProblem with a sentence for the user when there is no such model or it cannot be loaded.
     """
-    if path is None and (random or not SHIPPED.is_dir()):
+    if path is None and (random or not (SHIPPED / INDEX).is_file()):
         return place(tiny_sd15_pipeline(), DEMO_NAME)
     location = SHIPPED if path is None else Path(path).expanduser()
     if location.is_dir():

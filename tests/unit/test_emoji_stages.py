@@ -10,7 +10,7 @@ from emoji_builders import setup_of
 
 from lib_onediff.demo.model_folder import read_index
 from lib_onediff.demo.models import load_folder
-from lib_onediff.demo.train.denoiser_stage import train_denoiser
+from lib_onediff.demo.train.denoiser_stage import MAIN_SIZE, draw_scenes, make_banks, train_denoiser
 from lib_onediff.demo.train.judge_stage import train_judge
 from lib_onediff.demo.train.learner import read_progress
 from lib_onediff.demo.train.scoring import said, verdicts
@@ -53,6 +53,17 @@ def test_the_model_is_a_folder_that_the_demo_loads_and_draws_with(trained: Setup
         output_type="pt", generator=torch.Generator().manual_seed(0),
     ).images
     assert images.shape == (1, 3, 64, 128) and images.isfinite().all()
+
+
+def test_a_second_call_reads_the_latents_of_the_first(trained: Setup) -> None:
+    assert trained.cache
+    file, = trained.cache.glob("latents_*.pt")
+    again = make_banks(trained, {}, file)
+    fresh = make_banks(trained, draw_scenes(trained), None)
+    assert set(again) == set(fresh) and MAIN_SIZE in again
+    for size, bank in again.items():
+        torch.testing.assert_close(bank.latents, fresh[size].latents)
+        assert torch.equal(bank.tokens, fresh[size].tokens)
 
 
 def test_its_files_are_halves_and_small(trained: Setup) -> None:

@@ -113,7 +113,9 @@ def test_axe_finds_nothing_and_no_word_is_cut(
             browser.run("for (const at of document.querySelectorAll('#onediff_cache details')) at.open = true")
             browser.click("onediff_purge_all")
             browser.wait_for_text("onediff_cache_question", "Purge", 20)
-            look("Cache", f"#{TAB}", 40)
+            for under_pointer in ("onediff_purge_all", "onediff_purge_confirm", "onediff_release"):
+                browser.point_at(under_pointer)
+                look(f"Cache, {under_pointer}", f"#{TAB}", 40)
             browser.click("onediff_purge_keep")
             section = show_settings(browser)
             browser.type("#setting_onediff_prewarm textarea, #setting_onediff_prewarm input", "huge")

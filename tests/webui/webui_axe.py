@@ -17,6 +17,9 @@ for (const at of root.querySelectorAll('*')) {
   if (at.matches('.onediff-title, .onediff-right')) at.style.visibility = end ? 'hidden' : '';
 }
 """
+RESTORE = """
+for (const at of arguments[0].querySelectorAll('[data-ends]')) { at.style.background = ''; delete at.dataset.ends; }
+"""
 RUN = """
 const [root, levels, done] = arguments;
 const told = (rules) => rules.flatMap(rule => rule.nodes.map(({html, any, all, none}) =>
@@ -45,6 +48,7 @@ def violations(page: Any, selector: str, least: int) -> list[str]:
     for end in (0, -1):
         page.run(PREPARE, root, end)
         answers.append(page.driver.execute_async_script(RUN, root, LEVELS))
+    page.run(RESTORE, root)
     undecided = set.intersection(*(set(answer["undecided"]) for answer in answers))
     wrong = sorted({*answers[0]["violations"], *answers[1]["violations"], *undecided})
     texts = min(answer["texts"] for answer in answers)

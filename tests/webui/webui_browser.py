@@ -8,6 +8,7 @@ from typing import Any
 from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 
 FLAGS = (
@@ -117,6 +118,11 @@ class Browser:
 
     def click(self, elem_id: str) -> None:
         self.driver.find_element(By.ID, elem_id).click()
+
+    def point_at(self, elem_id: str) -> None:
+        """Put the pointer on an element, and wait until its colours have changed."""
+        ActionChains(self.driver).move_to_element(self.driver.find_element(By.ID, elem_id)).perform()
+        time.sleep(0.3)
 
     def choose_tab(self, title: str) -> None:
         tabs = self.driver.find_elements(By.CSS_SELECTOR, "#tabs > .tab-nav button, #tabs button[role=tab]")

@@ -37,8 +37,11 @@ class Clock:
         self._first_step, self._start = self.steps, time.monotonic()
 
     def start(self) -> None:
-        """Count from now on: what came before was preparation."""
+        """Count from now on: what came before was preparation. The stage's last call ends at `until` at the latest, and
+        the learning rate with it."""
         self._start = time.monotonic()
+        if self._until is not None and self._before + self._seconds >= self._total:
+            self._total = min(self._total, self._before + max(1.0, self._until - time.time()))
 
     @property
     def elapsed(self) -> float:
@@ -101,21 +104,44 @@ class Learner:
         }
         self._values = list(self._parameters.values())
         self._average = [value.detach().clone() for value in self._values]
-        fused = self._values[0].is_cuda
-        self._optimizer = torch.optim.AdamW(self._values, lr=0.0, betas=(0.9, 0.99), weight_decay=decay, fused=fused)
+        device, fused = self._values[0].device, self._values[0].is_cuda
+        # Tensors on a GPU, so that update can be part of a CUDA graph.
+        self._rate, self._share = torch.zeros((), device=device), torch.zeros((), device=device)
+        self._optimizer = torch.optim.AdamW(
+            self._values, lr=self._rate if fused else 0.0, betas=(0.9, 0.99), weight_decay=decay, fused=fused,
+            capturable=fused,
+        )
         self._steps = 0
 
     def step(self, loss: Tensor, rate: float) -> None:
+        self.schedule(rate)
+        self.update(loss)
+
+    def schedule(self, rate: float) -> None:
+        """What the next update does: its learning rate, and how much of the average it renews."""
+        self._steps += 1
+        self._set(rate, 1 - min(LONGEST_AVERAGE, (1 + self._steps) / (10 + self._steps)))
+
+    def hold(self) -> None:
+        """Updates until the next schedule change no weights: they only warm up."""
+        self._set(0.0, 0.0)
+
+    def _set(self, rate: float, share: float) -> None:
+        self._rate.fill_(rate)
+        self._share.fill_(share)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._rate if self._rate.is_cuda else rate
+
+    def update(self, loss: Tensor) -> None:
+        """One step of the optimizer. It waits for nothing on a GPU, and reads no number from Python."""
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self._values, 1.0)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
         self._optimizer.step()
-        self._steps += 1
         with torch.no_grad():
-            kept = min(LONGEST_AVERAGE, (1 + self._steps) / (10 + self._steps))
-            torch._foreach_lerp_(self._average, [value.detach() for value in self._values], 1 - kept)
+            change = torch._foreach_sub([value.detach() for value in self._values], self._average)
+            torch._foreach_mul_(change, self._share)
+            torch._foreach_add_(self._average, change)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
