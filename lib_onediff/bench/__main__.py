@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import cold, first_calls, images, models, report, webui
+from . import cold, first_calls, images, models, quality, report, webui
 from .children import Task
 from .clock import give_back_memory
 from .measure import HEADINGS, Plan, measure
@@ -29,7 +29,7 @@ class Report:
     def __init__(self, options: argparse.Namespace, facts: dict[str, Any]) -> None:
         self._options = options
         self._facts = facts
-        self.sections: dict[str, list[Any]] = {name: [] for name in ("rows", "cold", "new_sizes", "images")}
+        self.sections: dict[str, list[Any]] = {name: [] for name in ("rows", "cold", "new_sizes", "images", "quality")}
         self.complete = True
 
     def add(self, section: str, headings: Sequence[str], rows: list[Any]) -> None:
@@ -91,6 +91,21 @@ def measure_model(name: str, options: argparse.Namespace, device: torch.device, 
         done.add("cold", cold.HEADINGS, starts)
 
 
+def judge_images(options: argparse.Namespace, device: torch.device, done: Report) -> int:
+    """The table of --quality, printed whole when it is done, and a line for each setting on the way."""
+    print(f"{options.quality} images of {options.steps} steps a setting", flush=True)
+    rows = []
+    try:
+        for row in quality.quality(options, device):
+            print(", ".join(cell for cell in row.cells() if cell), flush=True)
+            rows.append(row)
+    except ValueError as problem:
+        print(f"OneDiff bench: {problem}")
+        return 1
+    done.add("quality", quality.HEADINGS, rows)
+    return done.finish()
+
+
 def images_of_webui(options: argparse.Namespace) -> int:
     """Print how long images take in a running WebUI, with OneDiff on and off."""
     running, rows = webui.RunningWebUI(options.webui), []
@@ -130,6 +145,8 @@ def main() -> int:
     print("OneDiff bench: " + ", ".join(f"{name} {value}" for name, value in facts.items())
           + f"; {options.dtype}, batch {options.batch}, {options.tokens} tokens", flush=True)
     done = Report(options, facts)
+    if options.quality:
+        return judge_images(options, device, done)
     for name in [options.model.name] if options.model else options.models:
         try:
             measure_model(name, options, device, done)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..public import compile_pipe, uncompile_pipe
 from ..runtime.runtime import runtime
 from .clock import give_back_memory, seconds
+from .image_settings import IMAGE_SETTINGS, TIMED
 from .models import random_unet, random_vae
 from .options import DTYPES, Size, kind_of, name_of, sizes_for
 
@@ -19,14 +20,6 @@ HOST = "host eager"
 # Compiling, checking and capturing are over after so many images that wait for kernels, and so many that do not.
 WAITING_IMAGES, SETTLING_IMAGES = 2, 1
 MOST_RUNS = 5
-VARIANTS: dict[str, dict[str, Any]] = {
-    "onediff": {},
-    "onediff + DeepCache 3, depth 1": {"deepcache_interval": 3, "deepcache_depth": 1},
-    "onediff + DeepCache 3, depth 3": {"deepcache_interval": 3, "deepcache_depth": 3},
-    "onediff, half sums": {"matmul_accumulation": "half"},
-    "onediff + fp8": {"fp8": True},
-    "onediff + fp8 + DeepCache 3, depth 1": {"fp8": True, "deepcache_interval": 3, "deepcache_depth": 1},
-}
 HEADINGS = ("model", "size", "pipeline", "s an image", "x host", "mean difference", "largest", "route")
 # A prompt's embedding is quieter than an image's noise.
 PROMPT_NOISE = 0.1
@@ -115,8 +108,8 @@ def images(model: str, options: argparse.Namespace, device: torch.device) -> lis
     times, expected = drawing.timed(size, runs)
     host = statistics.median(times)
     rows = [ImageRow(model, name_of(size), HOST, host, 1.0, times=times)]
-    for name, choices in VARIANTS.items():
-        compile_pipe(drawing.pipe, **choices)
+    for name in options.settings or TIMED:
+        compile_pipe(drawing.pipe, **IMAGE_SETTINGS[name])
         with runtime.wait_for_compile():
             for _ in range(WAITING_IMAGES):
                 drawing.draw(size)

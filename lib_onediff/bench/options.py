@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from . import models
+from .image_settings import IMAGE_SETTINGS
 from .patches import PATCHES
 from .variants import VARIANTS, WITHOUT_GPU
 
@@ -71,9 +72,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
                           help=f"UNet calls with each of these on the UNet as well: {', '.join(PATCHES)}")
     sections.add_argument("--images", action="store_true",
                           help="whole images of the first size through a pipeline, with --steps steps")
+    sections.add_argument("--quality", type=int, nargs="?", const=200, metavar="IMAGES",
+                          help="how far each setting's images are from the host's, on trained weights")
+    sections.add_argument("--sheet", type=Path, help="with --quality: write images side by side into this PNG file")
+    sections.add_argument("--judge", type=Path, help="with --quality: another classifier than the one of ours")
+    sections.add_argument("--settings", nargs="+", choices=list(IMAGE_SETTINGS), metavar="NAME",
+                          help=f"of --images and --quality, of: {'; '.join(IMAGE_SETTINGS)}")
     parser.add_argument("--json", type=Path, default=Path("onediff-bench.json"))
     parser.add_argument("--webui", metavar="URL", help="time the images of a running WebUI instead")
-    parser.add_argument("--steps", type=int, default=20, help="steps of an image with --webui or --images")
+    parser.add_argument("--steps", type=int, default=20, help="steps of an image with --webui, --images or --quality")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 

@@ -16,6 +16,7 @@ from lib_onediff.bench import __main__ as bench
 from lib_onediff.bench import children, cold, first_calls, images, report
 from lib_onediff.bench.children import Task, ask
 from lib_onediff.bench.clock import count_compilations, hook_place
+from lib_onediff.bench.image_settings import TIMED
 from lib_onediff.bench.options import parse
 from lib_onediff.bench.variants import BASELINE
 
@@ -36,7 +37,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Compl
     target = folder / "bench.json"
     command = [
         sys.executable, "-m", "lib_onediff.bench", "--models", "tiny-sd15", "--sizes", "64x64", "--runs", "1",
-        "--variants", EAGER, "--dtype", "fp32", "--cold", "--images", "--steps", "2",
+        "--variants", EAGER, "--dtype", "fp32", "--cold", "--images", "--steps", "2", "--settings", "onediff",
         "--json", str(target),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -165,7 +166,7 @@ def test_a_section_that_fails_is_one_line_and_the_others_are_measured(
     target = tmp_path / "bench.json"
     monkeypatch.setattr(sys, "argv", [
         "bench", "--models", "tiny-sd15", "--sizes", "64x64", "--runs", "1", "--dtype", "fp32", "--images",
-        "--steps", "2", "--json", str(target),
+        "--steps", "2", "--settings", "onediff", "--json", str(target),
     ])
     assert bench.main() == 1
     printed = capsys.readouterr().out
@@ -178,7 +179,7 @@ def test_a_section_that_fails_is_one_line_and_the_others_are_measured(
 def test_every_pipeline_draws_the_hosts_image(model: str) -> None:
     options = parse(["--images", "--sizes", "64x64", "--steps", "4", "--runs", "1", "--dtype", "fp32"])
     host, *ours = images.images(model, options, torch.device("cpu"))
-    assert host.pipeline == images.HOST and [row.pipeline for row in ours] == list(images.VARIANTS)
+    assert host.pipeline == images.HOST and [row.pipeline for row in ours] == list(TIMED)
     for row in ours:
         assert row.route == "plain" and row.seconds > 0 and len(row.cells()) == len(images.HEADINGS)
         lossy = "DeepCache" in row.pipeline

@@ -3,11 +3,16 @@ from __future__ import annotations
 
 import csv
 import json
+import math
+from pathlib import Path
 
 import pytest
 import torch
 from emoji_builders import setup_of
+from PIL import Image
 
+from lib_onediff.bench import __main__ as bench
+from lib_onediff.bench.quality import median_and_low
 from lib_onediff.demo.model_folder import read_index
 from lib_onediff.demo.models import load_folder
 from lib_onediff.demo.train.denoiser_stage import MAIN_SIZE, draw_scenes, make_banks, train_denoiser
@@ -94,3 +99,35 @@ def test_the_judge_s_verdict_needs_every_emoji_of_the_caption(trained: Setup) ->
     assert not said((five, "blue"), (five[1],), "red")["recognised"]
     assert said((five, "white"), (five[1], five[0]), "white")["recognised"]
     assert not said((five, "white"), (five[0], five[2]), "white")["recognised"]
+
+
+def test_bench_quality_compares_every_setting_with_the_host_and_writes_a_sheet(
+    trained: Setup, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sheet, written = trained.folder / "sheet_of_settings.png", trained.folder / "bench.json"
+    monkeypatch.setattr("sys.argv", [
+        "bench", "--quality", "3", "--steps", "4", "--dtype", "fp32", "--model", str(trained.model), "--judge",
+        str(trained.judge), "--settings", "onediff", "onediff + DeepCache 3, depth 1", "--sheet", str(sheet),
+        "--json", str(written),
+    ])
+    assert bench.main() == 0
+    true, host, exact, deepcache = json.loads(written.read_text(encoding="utf-8"))["quality"]
+    assert true["setting"] == "host, float32" and host["psnr"] == math.inf and host["distance"] == 0
+    assert exact["psnr_low"] > 48 and exact["ssim"] > 0.999 and exact["distance"] < 1e-3 and not exact["paler"]
+    assert deepcache["psnr"] < exact["psnr"] and deepcache["distance"] > exact["distance"]
+    assert {row["images"] for row in (true, host, exact, deepcache)} == {3}
+    assert "| onediff + DeepCache 3, depth 1 | " in capsys.readouterr().out
+    with Image.open(sheet) as image:
+        assert image.width > 3 * 128 and image.height > 3 * 128
+
+
+def test_bench_quality_says_which_file_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["bench", "--quality", "--model", str(tmp_path)])
+    assert bench.main() == 1
+    assert "model_index.json is not there" in capsys.readouterr().out
+
+
+def test_a_low_psnr_is_that_of_the_worst_images() -> None:
+    assert median_and_low([math.inf] * 10 + [40.0 - one for one in range(10)]) == (math.inf, 32.0)

@@ -1,0 +1,39 @@
+"""The options that whole images are timed and judged with, by the names in the tables."""
+from __future__ import annotations
+
+from typing import Any
+
+from ..options.preset_data import PRESETS
+
+ONEDIFF = "onediff"
+INTERVALS, DEPTHS = (2, 3, 5), (1, 2, 3)
+
+
+def deepcache(interval: int, depth: int, **others: Any) -> dict[str, Any]:
+    return {"deepcache_interval": interval, "deepcache_depth": depth, **others}
+
+
+IMAGE_SETTINGS: dict[str, dict[str, Any]] = {
+    ONEDIFF: {},
+    **{f"onediff, VAE {name}": {"vae_precision": name} for name in ("fp16", "bf16", "fp32")},
+    "onediff, half sums": {"matmul_accumulation": "half"},
+    "onediff, TF32": {"tf32": "on"},
+    "onediff + fp8": {"fp8": True},
+    **{
+        f"onediff + DeepCache {interval}, depth {depth}": deepcache(interval, depth)
+        for interval in INTERVALS for depth in DEPTHS
+    },
+    **{
+        f"onediff + DeepCache 3, depth 1, uneven, center {center}, power {power}": deepcache(
+            3, 1, deepcache_schedule="uneven", deepcache_center=center, deepcache_power=power
+        )
+        for center in (0.3, 0.5) for power in (1.2, 1.4)
+    },
+    "onediff + fp8 + DeepCache 3, depth 1": {"fp8": True, **deepcache(3, 1)},
+    **{f"preset {preset.name}": dict(preset.values) for preset in PRESETS if preset.values},
+}
+# What --images times unless --settings says otherwise.
+TIMED = (
+    ONEDIFF, "onediff + DeepCache 3, depth 1", "onediff + DeepCache 3, depth 3", "onediff, half sums",
+    "onediff + fp8", "onediff + fp8 + DeepCache 3, depth 1",
+)

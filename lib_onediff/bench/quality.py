@@ -1,0 +1,212 @@
+"""How far the images of each setting are from the host's in float32, and whether they still show their prompt.
+
+A small model with trained weights draws them (lib_onediff/demo/train), and the judge that was trained beside it looks.
+"""
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..demo.models import SHIPPED
+from ..demo.train.captions import HeldOut
+from ..demo.train.scoring import said, verdicts
+from ..options.effects import why_no_effect
+from ..public import compile_pipe, uncompile_pipe
+from ..quality import compare
+from ..quality.judge import Judge, load_judge
+from ..runtime.runtime import runtime
+from .clock import give_back_memory
+from .image_settings import IMAGE_SETTINGS
+from .options import DTYPES
+
+JUDGE = SHIPPED.with_name("emoji-judge.safetensors")
+HOST32, HOST = "host, float32", "host"
+SIDE, GUIDANCE = 256, 4.0
+AT_ONCE = 8
+# A fault shows in the worst images, and one image is an accident.
+LOW = 0.05
+SHEET_ROWS, SHEET_SIDE = 8, 128
+HEADINGS = (
+    "setting", "PSNR, dB", "lowest 5 %", "SSIM", "distance", "recognised", "lightness", "contrast", "saturation",
+    "paler", "note",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One image to draw, and what it has to show."""
+
+    prompt: str
+    seed: int
+    names: tuple[str, ...]
+    background: str
+
+
+@dataclass
+class QualityRow:
+    """A setting's images against those of the host in float32.
+
+    psnr, psnr_low: the median and what 5 % are below, in decibels. ssim, distance: means; the distance is the judge's.
+    recognised: the share of images whose emoji the judge names. lightness in L*, contrast and saturation relative, each
+    the mean change. paler: the share of images that lost colour or contrast beyond noise.
+    """
+
+    setting: str
+    images: int
+    recognised: float
+    psnr: float = math.inf
+    psnr_low: float = math.inf
+    ssim: float = 1.0
+    distance: float = 0.0
+    lightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+    paler: float = 0.0
+    note: str = ""
+
+    def cells(self) -> list[str]:
+        recognised = f"{100 * self.recognised:.1f} %"
+        if self.setting == HOST32:
+            return [self.setting, "", "", "", "", recognised, "", "", "", "", self.note]
+        return [
+            self.setting, f"{self.psnr:.1f}", f"{self.psnr_low:.1f}", f"{self.ssim:.4f}", f"{self.distance:.4f}",
+            recognised, f"{self.lightness:+.2f}", f"{100 * self.contrast:+.1f} %",
+            f"{100 * self.saturation:+.1f} %", f"{100 * self.paler:.1f} %", self.note,
+        ]
+
+
+def cases(number: int) -> list[Case]:
+    """Held-out captions with seed 0, then with seed 1, and so on: the same in every run."""
+    held_out = HeldOut.read()
+    captions, shown = held_out.captions(), held_out.names()
+    return [Case(captions[at % len(captions)], at // len(captions), *shown[at % len(captions)]) for at in range(number)]
+
+
+def quality(options: argparse.Namespace, device: torch.device) -> Iterator[QualityRow]:
+    """A row for the host in float32, the host in --dtype, and every setting of --settings; then the sheet is written.
+
+    Raises ValueError with a sentence if the model or the judge is missing.
+    """
+    folder = options.model or SHIPPED
+    for needed in (folder / "model_index.json", options.judge or JUDGE):
+        if not needed.is_file():
+            raise ValueError(f"{needed} is not there; lib_onediff/demo/train/README.md says how it is made")
+    judge = load_judge(options.judge or JUDGE, device)
+    wanted, steps = cases(options.quality), options.steps
+    true = drawn(load(folder, torch.float32, device), wanted, steps)
+    yield row(HOST32, true, true, wanted, judge, device)
+    pipe = load(folder, DTYPES[options.dtype], device)
+    columns = [true[:SHEET_ROWS]]
+    images = drawn(pipe, wanted, steps)
+    yield row(HOST, images, true, wanted, judge, device)
+    for name in options.settings or IMAGE_SETTINGS:
+        choices = IMAGE_SETTINGS[name]
+        compile_pipe(pipe, **choices)
+        with runtime.wait_for_compile():
+            drawn(pipe, wanted[:AT_ONCE], steps)
+        images = drawn(pipe, wanted, steps)
+        found = row(name, images, true, wanted, judge, device)
+        found.note = note_of(choices, DTYPES[options.dtype])
+        uncompile_pipe(pipe)
+        columns.append(images[:SHEET_ROWS])
+        yield found
+    give_back_memory()
+    if options.sheet:
+        write_sheet(options.sheet, columns, [HOST32, *(options.settings or IMAGE_SETTINGS)], wanted)
+
+
+def load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    from diffusers import EulerDiscreteScheduler, StableDiffusionPipeline
+
+    pipe: Any = StableDiffusionPipeline.from_pretrained(
+        str(folder), local_files_only=True, torch_dtype=dtype, safety_checker=None, requires_safety_checker=False
+    )
+    pipe.scheduler = EulerDiscreteScheduler.from_config(pipe.scheduler.config)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe.to(device)
+
+
+def drawn(pipe: Any, wanted: list[Case], steps: int) -> Tensor:
+    """(n, 3, SIDE, SIDE) of uint8, as a file would keep them. The last part is filled up, so that all are of one
+    shape."""
+    found = []
+    at_once = min(AT_ONCE, len(wanted))
+    for start in range(0, len(wanted), at_once):
+        part = wanted[start : start + at_once]
+        filled = part + part[:1] * (at_once - len(part))
+        images = pipe(
+            [case.prompt for case in filled], num_inference_steps=steps, guidance_scale=GUIDANCE, height=SIDE,
+            width=SIDE, output_type="pt", generator=[torch.Generator().manual_seed(case.seed) for case in filled],
+        ).images
+        found.append((images[: len(part)].float().clamp(0, 1) * 255).round().to(torch.uint8).cpu())
+    return torch.cat(found)
+
+
+def row(
+    setting: str, images: Tensor, true: Tensor, wanted: list[Case], judge: Judge, device: torch.device
+) -> QualityRow:
+    """A setting's numbers. images, true: (n, 3, SIDE, SIDE) of uint8, the setting's and the float32 host's."""
+    floats, expected = (tensor.to(device).float() / 127.5 - 1 for tensor in (images, true))
+    names = [said(verdict, case.names, case.background)["recognised"]
+             for verdict, case in zip(verdicts(judge, floats), wanted, strict=True)]
+    found = QualityRow(setting, len(images), statistics.fmean(names))
+    if images is true:
+        return found
+    compared = [compare(one, other) for one, other in zip(true, images, strict=True)]
+    found.psnr, found.psnr_low = median_and_low([each.psnr for each in compared])
+    found.ssim = statistics.fmean(each.ssim for each in compared)
+    with torch.no_grad():
+        parts = zip(expected.split(64), floats.split(64), strict=True)
+        found.distance = torch.cat([judge.distance(*pair) for pair in parts]).mean().item()
+    found.lightness = statistics.fmean(each.shift.lightness for each in compared)
+    found.contrast = statistics.fmean(each.shift.contrast for each in compared)
+    found.saturation = statistics.fmean(each.shift.saturation for each in compared)
+    found.paler = statistics.fmean(each.washed_out for each in compared)
+    return found
+
+
+def median_and_low(values: list[float]) -> tuple[float, float]:
+    """The middle one, and the one that a share LOW of them is below; infinite ones too."""
+    values = sorted(values)
+    return values[len(values) // 2], values[int(LOW * len(values))]
+
+
+def note_of(choices: dict[str, Any], dtype: torch.dtype) -> str:
+    """Which choices change nothing here, and the route of the last call."""
+    without = [name for name, value in choices.items() if why_no_effect(name, value, dtype=dtype)]
+    idle = f"no effect here: {', '.join(without)}" if without else ""
+    return "; ".join(part for part in (runtime.status()["route"] or "", idle) if part)
+
+
+def write_sheet(file: Path, columns: list[Tensor], names: list[str], wanted: list[Case]) -> None:
+    """A column a setting, a row a prompt, with what they are."""
+    from PIL import Image, ImageDraw
+
+    side, head, left = SHEET_SIDE, 56, 150
+    rows = len(columns[0])
+    sheet = Image.new("RGB", (left + side * len(columns), head + side * rows), "white")
+    draw = ImageDraw.Draw(sheet)
+    for at, (name, images) in enumerate(zip(names, columns, strict=True)):
+        words = name.removeprefix("onediff").strip(" ,+") or name
+        draw.multiline_text((left + at * side + 4, 4), wrapped(words, 20), fill="black")
+        for place, image in enumerate(images):
+            tile = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()).resize((side, side))
+            sheet.paste(tile, (left + at * side, head + place * side))
+    for place, case in enumerate(wanted[:rows]):
+        words = wrapped(f"{case.prompt} (seed {case.seed})", 23)
+        draw.multiline_text((4, head + place * side + 4), words, fill="black")
+    sheet.save(file)
+
+
+def wrapped(words: str, width: int) -> str:
+    import textwrap
+
+    return "\n".join(textwrap.wrap(words, width))
