@@ -53,6 +53,7 @@ window.onediff = (() => {
         const models = new Set(keys.map((key) => key.slice(key.indexOf(" "))));
         return {
             pin: none, unpin: none, purge: none, purge_all: empty, release: empty,
+            prewarm_cancel: !find('[data-onediff^="cancel "]'),
             // Of which model: the list above the table says it, or there is one alone.
             purge_model: models.size !== 1,
         };

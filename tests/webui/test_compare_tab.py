@@ -141,11 +141,15 @@ def test_wrong_input_gets_a_sentence(compare: Compare, webui: WebUI) -> None:
 
 
 def test_cancel(compare: Compare, webui: WebUI) -> None:
+    cancel = compare.page.find(f"#{CANCEL}")
+    assert not cancel.is_enabled()
     compare.start(width=256, height=256, steps=100)
+    compare.page.wait(cancel.is_enabled, "something to cancel", 30)
     compare.page.wait(lambda: "%" in compare.page.text(TOLD), "word of the progress", 30)
     compare.click(CANCEL)
     compare.told("Stopped", TOLD, 60)
     assert not compare.images()
+    compare.page.wait(lambda: not cancel.is_enabled(), "nothing to cancel", 10)
     time.sleep(1)
     webui.txt2img()
     assert compare.made()

@@ -40,7 +40,11 @@ class Panel:
         self.page.wait(lambda: self.page.text(TOTALS), "what is so now", 20)
 
     def click(self, elem_id: str) -> None:
+        self.page.wait(lambda: self.enabled(elem_id), f"a {elem_id} that can be clicked", 20)
         self.click_at(f"#{elem_id}")
+
+    def enabled(self, *elem_ids: str) -> bool:
+        return all(self.page.find(f"#{elem_id}").is_enabled() for elem_id in elem_ids)
 
     def click_at(self, selector: str) -> None:
         """Click something that may be drawn anew at any moment."""

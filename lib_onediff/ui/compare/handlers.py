@@ -25,6 +25,8 @@ SECONDS_BETWEEN_LOOKS = 0.5
 NO_FILES = gr.update(value=None, visible=False)
 # The components that show what came of it, in the order of what follow yields; the job itself is the last.
 Shown = tuple[Any, ...]
+# What the button Cancel is.
+USABLE, IDLE = gr.update(interactive=True), gr.update(interactive=False)
 log = logging.getLogger("onediff")
 
 
@@ -57,10 +59,10 @@ class ComparePanel:
         try:
             request = self._request(*values)
         except ValueError as problem:
-            yield sentence(str(problem), wrong=True), *[UNCHANGED] * 8
+            yield sentence(str(problem), wrong=True), *[UNCHANGED] * 9
             return
         job = Comparison(request, self.maker, self.exclusively)
-        yield progress_html(job), "", nothing_to_choose(), "", "", gr.update(visible=False), "", NO_FILES, job
+        yield progress_html(job), "", nothing_to_choose(), "", "", gr.update(visible=False), "", NO_FILES, job, USABLE
         shown = 0
         while True:
             over = job.wait(SECONDS_BETWEEN_LOOKS)
@@ -74,6 +76,7 @@ class ComparePanel:
                 images_html(pairs[0], request.sides) if pairs and not shown else UNCHANGED,
                 numbers_html(pairs) if fresh else UNCHANGED,
                 gr.update(visible=bool(pairs)) if over else UNCHANGED, UNCHANGED, UNCHANGED, job,
+                IDLE if over else UNCHANGED,
             )
             shown = len(pairs)
             if over:

@@ -73,7 +73,7 @@ class ComparePage:
         order = self.build_order()
         with gr.Row(elem_classes=ACTIONS):
             compare = a_button("Compare", "compare_start", variant="primary")
-            cancel = a_button("Cancel", "compare_cancel")
+            cancel = a_button("Cancel", "compare_cancel", interactive=False)
             copy = a_button("Take from txt2img", "compare_copy")
             warm_up = kept_out_of_defaults(gr.Checkbox(
                 True, label="Warm up first, so that times can be compared", elem_id="onediff_compare_warm", scale=0,
@@ -97,7 +97,7 @@ class ComparePage:
         self.opened(self.panel.refresh, inputs=[], outputs=[sides[0], sides[2]], queue=False, **QUIET)
         copy.click(None, inputs=order[:8], outputs=order[:8], api_name=False, **in_the_browser(COPY_FROM_TXT2IMG))
         show_stream([compare.click], self.panel.follow, [*sides, *order, warm_up],
-                    [told, summary, seeds, images, numbers, saving, saved, files, self.job])
+                    [told, summary, seeds, images, numbers, saving, saved, files, self.job, cancel])
         cancel.click(self.panel.cancel, inputs=[self.job], outputs=[told], queue=False, **QUIET)
         forget_when_changed([*sides, *order], told)
         seeds.input(self.panel.choose, inputs=[seeds, self.job], outputs=[images], queue=False, **QUIET)
