@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from ..shapes.table import Entry, State
 from ..weak_dictionary import WeakDictionary
 from .call_stats import GRAPH, HOST, PLAIN, CallResult
 from .fallback import FallbackChain
+from .guidance import Guidance, GuidanceRoute
 from .patched_route import WITHIN_FUNCTION
 from .services import Services
 from .session import Session
@@ -48,6 +50,7 @@ class Accelerator(Services):
         super().__init__()
         self.attention_overflows = AttentionOverflows(self.tuning_cache)
         self._sessions: WeakDictionary[nn.Module, Session] = WeakDictionary()
+        self._guidance = GuidanceRoute(self.guard, self.call_stats)
         # What the host says of the sampling in progress.
         self._sampling = Sampling()
         self._fallback = FallbackChain(
@@ -92,6 +95,7 @@ class Accelerator(Services):
         with self._lock:
             managed = self._managed.pop(unet, None)
             self._sessions.pop(unet, None)
+            self._guidance.forget(unet)
             if managed is not None:
                 managed.drop_runners()
                 managed.bound.release()
@@ -124,21 +128,43 @@ class Accelerator(Services):
     # --- one call -------------------------------------------------------------------------------------------------
 
     def run(
-        self, unet: nn.Module, call: UNetCall, host: HostForward, host_traits: HostTraits | None = None
+        self, unet: nn.Module, call: UNetCall, host: HostForward, host_traits: HostTraits | None = None,
+        guidance: Guidance | None = None,
     ) -> Tensor:
         """The UNet's output for a call, by the fastest exact route; host() is the host's own forward of the same call.
         host_traits: of the host that hands over a UNet with its calls; None where it must have been handed over.
+        guidance: says which rows are the prompt's, or why that is not known; None where nobody can say.
 
         Never raises for a reason of ours: what we cannot serve, the host serves, and status() says why.
         """
         try:
             if host_traits is not None and unet not in self._managed:
                 self.adopt(unet, host_traits=host_traits)
+            end = self._guidance_end(unet)
+            if end < 1.0:
+                sampling, compute = self._sampling_of(unet), partial(self._run, unet)
+                return self._guidance.run(unet, end, sampling, call, host, guidance, compute)
             return self._run(unet, call, host)
         finally:
             managed = self._managed.get(unet)
             if managed is not None:
                 managed.bound.last_call_ended = time.perf_counter()
+
+    def _guidance_end(self, unet: nn.Module) -> float:
+        """From which fraction of a sampling's steps on the negative prompt is left out; 1 where it is not."""
+        known = self.run_settings
+        if known is None:
+            managed = self._managed.get(unet)
+            known = managed.settings if managed is not None and managed.settings else self.settings, ""
+        settings = known[0]
+        # A call that makes a shape ready belongs to no image.
+        is_on = settings.guidance_end < 1.0 and settings.enabled and not self.waits_for_compile
+        return settings.guidance_end if is_on and not torch.is_grad_enabled() else 1.0
+
+    def _sampling_of(self, unet: nn.Module) -> Sampling:
+        """What a host has said of the sampling that a UNet is in."""
+        managed = self._managed.get(unet)
+        return managed.sampling if managed is not None and managed.sampling else self._sampling
 
     def _run(self, unet: nn.Module, call: UNetCall, host: HostForward) -> Tensor:
         try:
