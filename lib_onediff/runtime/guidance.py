@@ -95,16 +95,16 @@ class GuidanceRun:
     def _why_whole(self, end: float, sampling: Sampling, call: UNetCall, guidance: Guidance | None) -> PromptCall | str:
         if sampling.why_not:
             return sampling.why_not
-        time = sampling.read(call.timestep)
-        if time is None:
-            return UNEQUAL_TIMES
         if sampling is not self._sampling or self._timeline is None:
             self._sampling, self._timeline = sampling, timeline_of(sampling.times(), sampling.count())
             self._begin_again()
+        found = NOBODY_SAYS if guidance is None else guidance()
+        time = sampling.read(call.timestep)
+        if time is None:
+            return found if isinstance(found, str) else UNEQUAL_TIMES
         step, jumped = self._timeline.step(time)
         if jumped:
             self._begin_again()
-        found = NOBODY_SAYS if guidance is None else guidance()
         self._look_for_others(time, isinstance(found, PromptRows))
         if step.is_of_few:
             return FEW_STEPS
