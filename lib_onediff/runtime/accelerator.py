@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -140,35 +139,24 @@ class Accelerator(Services):
         try:
             if host_traits is not None and unet not in self._managed:
                 self.adopt(unet, host_traits=host_traits)
-            end = self._guidance_end(unet)
-            if end < 1.0:
-                sampling, compute = self._sampling_of(unet), partial(self._run, unet)
-                return self._guidance.run(unet, end, sampling, call, host, guidance, compute)
-            return self._run(unet, call, host)
+            known = self.managed_and_settings(unet)
+            # A call that makes a shape ready belongs to no image.
+            if isinstance(known, str) or known[1].guidance_end >= 1.0 or self.waits_for_compile:
+                return self._run(unet, call, host, known)
+            return self._guidance.run(
+                unet, known[1].guidance_end, known[0].sampling or self._sampling, call, host, guidance,
+                lambda call, host: self._run(unet, call, host, known),
+            )
         finally:
             managed = self._managed.get(unet)
             if managed is not None:
                 managed.bound.last_call_ended = time.perf_counter()
 
-    def _guidance_end(self, unet: nn.Module) -> float:
-        """From which fraction of a sampling's steps on the negative prompt is left out; 1 where it is not."""
-        known = self.run_settings
-        if known is None:
-            managed = self._managed.get(unet)
-            known = managed.settings if managed is not None and managed.settings else self.settings, ""
-        settings = known[0]
-        # A call that makes a shape ready belongs to no image.
-        is_on = settings.guidance_end < 1.0 and settings.enabled and not self.waits_for_compile
-        return settings.guidance_end if is_on and not torch.is_grad_enabled() else 1.0
-
-    def _sampling_of(self, unet: nn.Module) -> Sampling:
-        """What a host has said of the sampling that a UNet is in."""
-        managed = self._managed.get(unet)
-        return managed.sampling if managed is not None and managed.sampling else self._sampling
-
-    def _run(self, unet: nn.Module, call: UNetCall, host: HostForward) -> Tensor:
+    def _run(
+        self, unet: nn.Module, call: UNetCall, host: HostForward, known: tuple[ManagedUNet, Settings] | str
+    ) -> Tensor:
         try:
-            replayed = self._replay(unet, call)
+            replayed = self._replay(unet, call, known)
             if replayed is not None:
                 return replayed
             self.call_stats.begin()
@@ -222,16 +210,15 @@ class Accelerator(Services):
         self._note_session(unet, managed, settings, call, result)
         return result
 
-    def _replay(self, unet: nn.Module, call: UNetCall) -> Tensor | None:
+    def _replay(self, unet: nn.Module, call: UNetCall, known: tuple[ManagedUNet, Settings] | str) -> Tensor | None:
         """The output of a call like an earlier one of its sampling; None where something has to be found out first."""
         session = self._sessions.get(unet)
-        if session is None or call.patches is not None or torch.is_grad_enabled():
+        if session is None or isinstance(known, str) or call.patches is not None or torch.is_grad_enabled():
             return None
         with self._lock, self._order.after_the_last(call.latent.device):
             if self._fallback.patched.is_between_graphs or getattr(self._waiting, "is_on", False):
                 return None
-            known = self.managed_and_settings(unet)
-            result = None if isinstance(known, str) else session.replay(call, known[1])
+            result = session.replay(call, known[1])
             if result is None:
                 return None
             self.call_stats.note_replay(result.entry, result.reason)
