@@ -38,9 +38,14 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "deepcache_center": (0.6, {**CACHED, "deepcache_schedule": "uneven"}, {}),
     "deepcache_power": (2.0, {**CACHED, "deepcache_schedule": "uneven"}, {}),
     "deepcache_hires": ("off", CACHED, HIRES),
+    # Below 10 steps it rests.
+    "guidance_end": (0.5, {}, {"steps": 12, "negative_prompt": "snow"}),
 }
 # Those that change the picture of a small model on any machine.
-SEEN = ("vae_precision", "deepcache_interval", "deepcache_depth", "deepcache_start", "deepcache_end", "deepcache_hires")
+SEEN = (
+    "vae_precision", "deepcache_interval", "deepcache_depth", "deepcache_start", "deepcache_end", "deepcache_hires",
+    "guidance_end",
+)
 
 
 def table() -> dict[str, tuple[str, str]]:

@@ -32,7 +32,7 @@ def prompt_rows(pipe: Any, latent: Tensor) -> slice | str:
     if kind.__name__ not in TWO_HALVES or kind.__module__.partition(".")[0] != "diffusers":
         return f"{kind.__name__} may order its rows in another way"
     # A pipeline has it from its first image on.
-    if not hasattr(pipe, "_guidance_scale") or not pipe.do_classifier_free_guidance:
+    if not hasattr(pipe, "_guidance_scale") or not getattr(pipe, "do_classifier_free_guidance", False):
         return NO_GUIDANCE
     batch = latent.shape[0]
     return ODD_BATCH if batch % 2 else half_of(batch, is_first=False)
