@@ -54,7 +54,9 @@ class Guided:
         self.host.start()
         runtime.configure(Settings(**{"guidance_end": 0.5, **options}))
 
-    def apply_model(self, latent: Tensor, sigma: float, context: Tensor, options: dict[str, Any], control: Any) -> Tensor:
+    def apply_model(
+        self, latent: Tensor, sigma: float, context: Tensor, options: dict[str, Any], control: Any
+    ) -> Tensor:
         times = torch.full((len(latent),), sigma)
         if self.host.name == "a1111":
             return self.host.checkpoint.apply_model(latent, 100 * times, {"c_crossattn": [context]})

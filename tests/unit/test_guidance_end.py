@@ -1,4 +1,4 @@
-"""Guidance that ends early: which calls are computed by the prompt's rows alone, what they answer, and why not others."""
+"""Guidance that ends early: which calls are computed by the prompt's rows alone, what they answer, why not others."""
 from __future__ import annotations
 
 import logging
