@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from builders import SMALL, SMALL_XL, diffusers_output, diffusers_unet, relative_error
-from deepcache_builders import STEPS, WEBUI, call_of
+from deepcache_builders import STEPS, WEBUI, Rig, call_of
 from torch import Tensor
 
 from lib_onediff.model.additions import PerturbedAttention
@@ -272,6 +272,16 @@ def test_a_host_without_memory_is_not_asked_for_more() -> None:
     with pytest.raises(torch.cuda.OutOfMemoryError):
         ours.run(ours.call(STEPS[10]), lambda: PromptRows(half_of(2, False), full))
     assert ours.host_rows == []
+
+
+@pytest.mark.parametrize(("total", "cached"), [(9, 0), (10, 6)])
+def test_deepcache_rests_below_as_many_steps(total: int, cached: int) -> None:
+    rig = Rig.of()
+    for _ in range(2):
+        rig.begin(STEPS[:total])
+        assert rig.sample(STEPS[:total]).count("cached") == cached
+        assert (rig.reason == "DeepCache rests: the sampling has fewer than 10 steps") is (cached == 0)
+        assert rig.log.count("whole") == (0 if cached else total)
 
 
 # --- beside DeepCache -----------------------------------------------------------------------------------------------
