@@ -68,50 +68,55 @@ class GuidanceRun:
     """The samplings of one UNet, as far as the negative prompt goes."""
 
     def __init__(self) -> None:
-        self._sampling: Sampling | None = None
         self._timeline: Timeline | None = None
         self._same = SameRows()
         self._begin_again()
 
     def _begin_again(self) -> None:
+        self._first_time: float | None = None
         self._time: float | None = None
         self._kinds: set[bool] = set()
         self._refusal = ""
         self._is_confirmed = False
 
     def prompt_call(
-        self, end: float, sampling: Sampling, call: UNetCall, guidance: Guidance | None
+        self, end: float, sampling: Sampling, timeline: Timeline, call: UNetCall, guidance: Guidance | None
     ) -> PromptCall | str:
         """The call to make in the place of this one, or why this one is computed whole, in one line for the user; ""
-        before this fraction of the sampling's steps (end). The first step is whole, always: it shows what calls a step
-        is made of."""
-        reason = self._why_whole(end, sampling, call, guidance)
+        before this fraction of the sampling's steps (end). A UNet's first step in a sampling is whole, always: it shows
+        what calls a step is made of."""
+        reason = self._prompt_call(end, sampling, timeline, call, guidance)
         return RESTS + reason if isinstance(reason, str) and reason else reason
 
     def give_up(self) -> None:
         """Something went wrong: the rest of this sampling is computed whole."""
         self._refusal = FAILED
 
-    def _why_whole(self, end: float, sampling: Sampling, call: UNetCall, guidance: Guidance | None) -> PromptCall | str:
+    def _prompt_call(
+        self, end: float, sampling: Sampling, timeline: Timeline, call: UNetCall, guidance: Guidance | None
+    ) -> PromptCall | str:
         if sampling.why_not:
             return sampling.why_not
-        if sampling is not self._sampling or self._timeline is None:
-            self._sampling, self._timeline = sampling, timeline_of(sampling.times(), sampling.count())
+        if timeline is not self._timeline:
+            self._timeline = timeline
             self._begin_again()
         found = NOBODY_SAYS if guidance is None else guidance()
         time = sampling.read(call.timestep)
         if time is None:
             return found if isinstance(found, str) else UNEQUAL_TIMES
-        step, jumped = self._timeline.step(time)
+        step, jumped = timeline.step(time)
         if jumped:
             self._begin_again()
+        if self._first_time is None:
+            self._first_time = time
         self._look_for_others(time, isinstance(found, PromptRows))
         if step.is_of_few:
             return FEW_STEPS
         if isinstance(found, str):
             return found
         reason = self._refusal or why_not_taken(call)
-        if reason or step.index == 0 or step.fraction < end - ROUNDING:
+        is_first = step.index == 0 or time == self._first_time
+        if reason or is_first or step.fraction < end - ROUNDING:
             return reason
         if not self._is_confirmed:
             # Once a sampling: it waits for a GPU.
@@ -137,6 +142,8 @@ class GuidanceRoute:
     def __init__(self, guard: Guard, call_stats: CallStats) -> None:
         self._guard, self._call_stats = guard, call_stats
         self._runs: WeakDictionary[nn.Module, GuidanceRun] = WeakDictionary()
+        # A refiner goes on where the first UNet of its sampling was.
+        self._timelines: WeakDictionary[Sampling, Timeline] = WeakDictionary()
 
     def run(
         self, unet: nn.Module, end: float, sampling: Sampling, call: UNetCall, host: Callable[[], Tensor],
@@ -147,7 +154,7 @@ class GuidanceRoute:
         if run is None:
             run = self._runs[unet] = GuidanceRun()
         try:
-            alone = run.prompt_call(end, sampling, call, guidance)
+            alone = run.prompt_call(end, sampling, self._timeline_of(sampling), call, guidance)
             if not isinstance(alone, str):
                 output = for_all_rows(compute(alone.call, alone.host), call.latent.shape[0])
                 self._call_stats.note_guidance("", without_negative=True)
@@ -163,6 +170,12 @@ class GuidanceRoute:
         output = compute(call, host)
         self._call_stats.note_guidance(reason)
         return output
+
+    def _timeline_of(self, sampling: Sampling) -> Timeline:
+        found = self._timelines.get(sampling)
+        if found is None:
+            found = self._timelines[sampling] = timeline_of(sampling.times(), sampling.count())
+        return found
 
     def forget(self, unet: nn.Module) -> None:
         """The UNet is given back."""

@@ -129,6 +129,19 @@ def test_a_sampler_that_calls_twice_a_step() -> None:
     assert ours.sample(times).index(EARLY) == 19
 
 
+def test_a_refiner_goes_on_where_the_first_unet_was() -> None:
+    ours, refiner = Samplings.of(), Samplings.of()
+    refiner.runtime = ours.runtime
+    refiner.runtime.adopt(refiner.unet, host_traits=WEBUI)
+    sampling = Sampling(times=lambda: STEPS)
+    for samplings in (ours, refiner):
+        samplings.runtime.begin_sampling(samplings.unet, sampling)
+        ours.runtime.managed_unet(samplings.unet).sampling = sampling
+    assert ours.sample(STEPS[:14]) == steps(10, 14)
+    # Its first step shows what calls there are.
+    assert refiner.sample(STEPS[14:]) == steps(1, 6)
+
+
 @pytest.mark.parametrize(("total", "rests"), [(9, True), (10, False)])
 def test_few_steps_are_whole(total: int, rests: bool) -> None:
     ours = Samplings.of()
