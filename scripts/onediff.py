@@ -77,6 +77,12 @@ def prepare(sd_model: Any) -> None:
         warmup.add([size], "most used", tokens=tokens)
 
 
+@guard.hook("the beginning of a step")
+def before_step(params: Any) -> None:
+    if runtime.settings.enabled:
+        webui.before_step(params)
+
+
 def stop() -> None:
     last = (lambda: xyz.remove_axes(scripts.scripts_data), idle.stop, lambda: warmup.stop(SECONDS_FOR_THE_LAST_CALL))
     for step in (webui.stop, *last):
@@ -218,4 +224,5 @@ register((
     (script_callbacks.on_model_loaded, model_loaded), (script_callbacks.on_script_unloaded, stop),
     (script_callbacks.on_before_ui, add_axes), (script_callbacks.on_ui_settings, add_options),
     (script_callbacks.on_ui_tabs, tabs), (script_callbacks.on_app_started, start),
+    (script_callbacks.on_cfg_denoiser, before_step),
 ))

@@ -54,7 +54,7 @@ def run(
 ) -> Tensor:
     """Call a diffusers pipeline and return its latents; progress and interrupt go through shared.state."""
     pipeline.scheduler = make_scheduler(p.sampler_name, p.scheduler, p.sd_model.scheduler_config, p.seeds)
-    p.sampler = pipeline.scheduler
+    p.pipeline, p.sampler = pipeline, pipeline.scheduler
     pipeline.set_progress_bar_config(disable=True)
     shared.state.sampling_step, shared.state.sampling_steps = 0, p.steps
     if is_sdxl(pipeline):

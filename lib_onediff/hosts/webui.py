@@ -48,6 +48,10 @@ class WebUI(Protocol):
     def before_sampling(self, p: Any) -> None:
         """A sampling of the generation p is about to begin."""
 
+    def before_step(self, params: Any) -> None:
+        """The host's denoiser begins a step, and says what it will call with."""
+        return None
+
     def after_run(self, p: Any) -> None:
         """The generation p is done."""
 

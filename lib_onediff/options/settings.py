@@ -135,6 +135,12 @@ class Settings:
         group=SPEED, choices=deepcache.HIRES, per_run=True, no_effect_when=WITHOUT_DEEPCACHE,
     )
 
+    guidance_end: float = option(
+        1.0, "Guidance end",
+        "From this fraction of an image's steps on, no negative prompt is computed. 1: off. Lossy.",
+        group=SPEED, per_run=True, bounds=(0.0, 1.0), step=0.01,
+    )
+
     def __post_init__(self) -> None:
         for option_field in fields(self):
             value, kind = getattr(self, option_field.name), type(option_field.default)

@@ -27,6 +27,7 @@ from ..shapes.table import Entry, State
 from ..weak_dictionary import WeakDictionary
 from .call_stats import GRAPH, HOST, PLAIN, CallResult
 from .fallback import FallbackChain
+from .guidance import Guidance, GuidanceRoute
 from .patched_route import WITHIN_FUNCTION
 from .services import Services
 from .session import Session
@@ -48,6 +49,7 @@ class Accelerator(Services):
         super().__init__()
         self.attention_overflows = AttentionOverflows(self.tuning_cache)
         self._sessions: WeakDictionary[nn.Module, Session] = WeakDictionary()
+        self._guidance = GuidanceRoute(self.guard, self.call_stats)
         # What the host says of the sampling in progress.
         self._sampling = Sampling()
         self._fallback = FallbackChain(
@@ -92,6 +94,7 @@ class Accelerator(Services):
         with self._lock:
             managed = self._managed.pop(unet, None)
             self._sessions.pop(unet, None)
+            self._guidance.forget(unet)
             if managed is not None:
                 managed.drop_runners()
                 managed.bound.release()
@@ -124,25 +127,36 @@ class Accelerator(Services):
     # --- one call -------------------------------------------------------------------------------------------------
 
     def run(
-        self, unet: nn.Module, call: UNetCall, host: HostForward, host_traits: HostTraits | None = None
+        self, unet: nn.Module, call: UNetCall, host: HostForward, host_traits: HostTraits | None = None,
+        guidance: Guidance | None = None,
     ) -> Tensor:
         """The UNet's output for a call, by the fastest exact route; host() is the host's own forward of the same call.
         host_traits: of the host that hands over a UNet with its calls; None where it must have been handed over.
+        guidance: says which rows are the prompt's, or why that is not known; None where nobody can say.
 
         Never raises for a reason of ours: what we cannot serve, the host serves, and status() says why.
         """
         try:
             if host_traits is not None and unet not in self._managed:
                 self.adopt(unet, host_traits=host_traits)
-            return self._run(unet, call, host)
+            known = self.managed_and_settings(unet)
+            # A call that makes a shape ready belongs to no image.
+            if isinstance(known, str) or known[1].guidance_end >= 1.0 or self.waits_for_compile:
+                return self._run(unet, call, host, known)
+            return self._guidance.run(
+                unet, known[1].guidance_end, known[0].sampling or self._sampling, call, host, guidance,
+                lambda call, host: self._run(unet, call, host, known),
+            )
         finally:
             managed = self._managed.get(unet)
             if managed is not None:
                 managed.bound.last_call_ended = time.perf_counter()
 
-    def _run(self, unet: nn.Module, call: UNetCall, host: HostForward) -> Tensor:
+    def _run(
+        self, unet: nn.Module, call: UNetCall, host: HostForward, known: tuple[ManagedUNet, Settings] | str
+    ) -> Tensor:
         try:
-            replayed = self._replay(unet, call)
+            replayed = self._replay(unet, call, known)
             if replayed is not None:
                 return replayed
             self.call_stats.begin()
@@ -196,16 +210,15 @@ class Accelerator(Services):
         self._note_session(unet, managed, settings, call, result)
         return result
 
-    def _replay(self, unet: nn.Module, call: UNetCall) -> Tensor | None:
+    def _replay(self, unet: nn.Module, call: UNetCall, known: tuple[ManagedUNet, Settings] | str) -> Tensor | None:
         """The output of a call like an earlier one of its sampling; None where something has to be found out first."""
         session = self._sessions.get(unet)
-        if session is None or call.patches is not None or torch.is_grad_enabled():
+        if session is None or isinstance(known, str) or call.patches is not None or torch.is_grad_enabled():
             return None
         with self._lock, self._order.after_the_last(call.latent.device):
             if self._fallback.patched.is_between_graphs or getattr(self._waiting, "is_on", False):
                 return None
-            known = self.managed_and_settings(unet)
-            result = None if isinstance(known, str) else session.replay(call, known[1])
+            result = session.replay(call, known[1])
             if result is None:
                 return None
             self.call_stats.note_replay(result.entry, result.reason)

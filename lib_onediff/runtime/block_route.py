@@ -28,6 +28,7 @@ from ..shapes.table import Entry, State, Stopwatch
 from .accelerator import OUT_OF_MEMORY, Accelerator
 from .call_stats import BLOCKS
 from .fallback import COMPILING, network_of
+from .guidance import RESTS
 from .verify import blame, computed_twice, relative_error, rounding_limit, state_of
 
 log = logging.getLogger("onediff")
@@ -169,6 +170,8 @@ class BlockRoute:
             f"other extensions compute within the UNet: {', '.join(entry.key.patches)}"
         )
         no_float8 = "FP8 is for the whole UNet alone" if settings.fp8 else ""
+        if settings.guidance_end < 1.0:
+            call_stats.note_guidance(f"{RESTS}{owner} runs the UNet's loop itself")
         call_stats.note(
             BLOCKS, "; ".join(filter(None, (f"{owner} runs the UNet's loop itself", within, why_not_faster, no_float8)))
         )

@@ -48,6 +48,9 @@ class CallStats:
         self.calls: Counter[str] = Counter()
         self.passes: Counter[str] = Counter()
         self.why_not_cached = ""
+        # Calls without the negative prompt's rows; why the last one had them though the option is on.
+        self.without_negative = 0
+        self.why_guided = ""
         self._told: dict[tuple[str, str], float] = {}
 
     @property
@@ -58,7 +61,7 @@ class CallStats:
     def begin(self) -> None:
         """A call begins, of which nothing is known yet."""
         self.entry = self.model = None
-        self.why_not_cached = ""
+        self.why_not_cached = self.why_guided = ""
 
     def note(self, route: str, reason: str) -> None:
         """The call went by this route; reason: why not by a faster one."""
@@ -78,6 +81,7 @@ class CallStats:
     def note_replay(self, entry: Entry, reason: str) -> None:
         """The call was one more of its sampling: this entry's graph replayed it."""
         self.entry, self.model, self.backend, self.why_not_cached = entry, entry.model, entry.key.backend, ""
+        self.why_guided = ""
         self.note(GRAPH, reason)
 
     def note_pass(self, part: str, why_not_cached: str) -> None:
@@ -85,6 +89,11 @@ class CallStats:
         self.why_not_cached = why_not_cached
         if part:
             self.passes[part] += 1
+
+    def note_guidance(self, why_guided: str, without_negative: bool = False) -> None:
+        """The call was computed without the negative prompt's rows, or whole for this reason."""
+        self.why_guided = why_guided
+        self.without_negative += without_negative
 
     def status(self) -> dict[str, Any]:
         """As plain values. step_ms and host_ms are medians at the last call's shape. ratio, host_ms / step_ms, and
@@ -102,4 +111,5 @@ class CallStats:
             "relative_error": entry.relative_error if entry else None,
             "calls": {route: self.calls[route] for route in ROUTES},
             "deepcache": {**{name: self.passes[name] for name in (FULL, CACHED)}, "reason": self.why_not_cached},
+            "guidance": {"without_negative": self.without_negative, "reason": self.why_guided},
         }

@@ -43,10 +43,10 @@ def summary_html(status: dict[str, Any]) -> str:
 
 def status_html(status: dict[str, Any]) -> str:
     """The status line: what was made last, by which route and why, and how fast."""
-    decode = status.get("vae") or {}
+    decode, guidance = status.get("vae") or {}, status.get("guidance") or {}
     lines = dict.fromkeys((
-        status.get("reason"), *status.get("notes", ()), *status.get("faults", ()), status.get("hint"),
-        status.get("auto"), decode_described(decode.get("route"), decode.get("reason", "")),
+        status.get("reason"), guidance.get("reason"), *status.get("notes", ()), *status.get("faults", ()),
+        status.get("hint"), status.get("auto"), decode_described(decode.get("route"), decode.get("reason", "")),
     ))
     reason = "".join(f'<p class="onediff-reason">{html.escape(line)}</p>' for line in lines if line)
     route = status["route"] or "none"

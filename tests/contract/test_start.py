@@ -101,7 +101,7 @@ def test_the_webui_takes_our_functions_from_a_stack_of_modules(
     monkeypatch.setattr(paths, "data_path", str(tmp_path))
     with modules_importable():
         scripts.load_module(str(SCRIPT)).stop()
-    moments = ["app_started", "before_ui", "model_loaded", "script_unloaded", "ui_settings", "ui_tabs"]
+    moments = ["app_started", "before_ui", "cfg_denoiser", "model_loaded", "script_unloaded", "ui_settings", "ui_tabs"]
     assert sorted(taken) == moments and runtime.guard.faults == []
     known = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     assert set(files) <= known

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from builders import CONTEXT_WIDTH, SMALL, diffusers_output, diffusers_unet, relative_error
 from torch import Tensor
@@ -13,6 +14,7 @@ from lib_onediff.model import forward
 from lib_onediff.model.bound import BoundUNet
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.deepcache import forward as deepcache
+from lib_onediff.model.deepcache import timeline
 from lib_onediff.model.deepcache.sampling import Sampling
 from lib_onediff.model.patches import HostTraits
 from lib_onediff.ops import torch_ops
@@ -21,6 +23,12 @@ from lib_onediff.runtime.runtime import Runtime
 
 WEBUI = HostTraits(by_content=True)
 STEPS = [float(time) for time in range(951, 0, -50)]
+
+
+@pytest.fixture(autouse=True)
+def few_steps_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For files that import it: samplings of a few steps are as long ones are."""
+    monkeypatch.setattr(timeline, "FEWEST_STEPS", 0)
 
 
 def prompt(name: str, tokens: int = 77) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 import torch
 from builders import SMALL, SMALL_XL
-from deepcache_builders import STEPS, Rig, call_of, passes
+from deepcache_builders import STEPS, Rig, call_of, few_steps_suffice, passes  # noqa: F401
 from graph_builders import PretendedGraphs
 
 from lib_onediff.engines.graphs.recapture import Wanted

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from builders import SD1, SDXL, relative_error
+from deepcache_builders import few_steps_suffice
 from grid import grid
 from test_public_api_pipelines import inputs, pipeline, quiet
 from torch import Tensor
@@ -14,7 +15,7 @@ import lib_onediff
 from lib_onediff.model.deepcache.schedule import uneven
 
 package = pytest.importorskip("DeepCache", reason="the package DeepCache is not installed")
-__all__ = ["quiet"]
+__all__ = ["few_steps_suffice", "quiet"]
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "DeprecationWarning")]
 PIPELINES = {
     "SD1": ("StableDiffusionPipeline", SD1), "SDXL": ("StableDiffusionXLPipeline", SDXL),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from builders import ONE_LAYER_A_BLOCK, SD1, a_call, diffusers_unet, served
+from deepcache_builders import few_steps_suffice
 from test_public_api_pipelines import inputs, pipeline, quiet
 
 import lib_onediff
@@ -15,7 +16,7 @@ from lib_onediff.model.deepcache.sampling import Sampling, time_of
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 
-__all__ = ["quiet"]
+__all__ = ["few_steps_suffice", "quiet"]
 NAME = "StableDiffusionPipeline"
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "DeprecationWarning")]
 

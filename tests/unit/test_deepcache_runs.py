@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from builders import SD1, SDXL, SMALL, SMALL_XL, diffusers_output, diffusers_unet, relative_error
-from deepcache_builders import STEPS, Rig, call_of, passes
+from deepcache_builders import STEPS, Rig, call_of, few_steps_suffice, passes  # noqa: F401
 
 from lib_onediff.model.call import Control
 from lib_onediff.model.deepcache.prompts import PromptNumbers

@@ -101,6 +101,7 @@ def per_run(settings: Settings) -> dict[str, Any]:
 
 TABS = [
     Settings(), Settings(backend="eager", verify=False, deepcache_interval=5, deepcache_hires="off", tf32="on"),
+    Settings(guidance_end=0.55),
     with_preset(Settings(), SPEED), Settings(own_presets="mine: tf32 on; deepcache_interval 4", vae_precision="bf16"),
 ]
 

@@ -41,6 +41,11 @@ def test_status_line_says_everything_and_escapes_it() -> None:
     assert "<b>SD1" not in line
 
 
+def test_status_line_says_why_guidance_does_not_end() -> None:
+    line = status.status_html({**STATUS, "guidance": {"without_negative": 0, "reason": "Guidance end rests: <AND>"}})
+    assert "Guidance end rests: &lt;AND&gt;" in line
+
+
 def test_status_line_before_the_first_picture() -> None:
     line = status.status_html(runtime.status())
     assert "None" not in line

@@ -9,7 +9,8 @@ from webui_models import Models
 
 pytestmark = pytest.mark.usefixtures("sd15")
 EVERY_THIRD = {"deepcache_interval": 3}
-SEVEN = {"steps": 7, "sampler_name": "Euler", "negative_prompt": "snow"}
+# Below 10 steps it rests.
+THIRTEEN = {"steps": 13, "sampler_name": "Euler", "negative_prompt": "snow"}
 LONG = "a red fox in the snow and " * 20
 
 
@@ -21,11 +22,13 @@ def passes(webui: WebUI) -> tuple[int, int]:
 def made(webui: WebUI, options: dict[str, Any], **request: Any) -> tuple[Pictures, tuple[int, int]]:
     """Pictures, and how many full and cached passes they took."""
     before = passes(webui)
-    pictures = webui.make({**PICTURE, **SEVEN, **request, **one_run(**options)})
+    pictures = webui.make({**PICTURE, **THIRTEEN, **request, **one_run(**options)})
     return pictures, tuple(after - then for after, then in zip(passes(webui), before, strict=True))
 
 
-@pytest.mark.parametrize(("interval", "expected"), [(1, (0, 0)), (2, (4, 3)), (3, (3, 4)), (5, (3, 4)), (20, (2, 5))])
+@pytest.mark.parametrize(("interval", "expected"), [
+    (1, (0, 0)), (2, (7, 6)), (3, (5, 8)), (5, (4, 9)), (20, (2, 11)),
+])
 def test_the_deep_part_is_computed_as_scheduled(webui: WebUI, interval: int, expected: tuple[int, int]) -> None:
     exact, _ = made(webui, {})
     pictures, counted = made(webui, {"deepcache_interval": interval})
@@ -43,7 +46,7 @@ def test_the_deep_part_is_computed_as_scheduled(webui: WebUI, interval: int, exp
 def test_every_sampler_keeps_to_the_schedule(webui: WebUI, sampler: str, twice: bool) -> None:
     _, (full, shallow) = made(webui, EVERY_THIRD, sampler_name=sampler)
     steps = (full + shallow + 1) // 2 if twice else full + shallow
-    assert steps in (6, 7, 8)
+    assert steps in (12, 13, 14)
     whole = len({*range(0, steps, 3), steps - 1})
     assert full == (2 * whole - 1 if twice else whole)
 
@@ -55,15 +58,23 @@ def test_every_sampler_keeps_to_the_schedule(webui: WebUI, sampler: str, twice: 
 def test_batches_and_prompts_of_every_kind(webui: WebUI, request_of: dict[str, Any]) -> None:
     _, (full, shallow) = made(webui, EVERY_THIRD, **request_of)
     # A host may call once for the prompt and once for the negative prompt.
-    assert (full, shallow) in ((3, 4), (6, 8))
+    assert (full, shallow) in ((5, 8), (10, 16))
 
 
 def test_img2img_counts_its_own_steps(webui: WebUI) -> None:
     start = webui.img2img(gradient(64, 64)).image
-    _, (full, shallow) = made(webui, EVERY_THIRD, **{**start_from(start), "steps": 12})
+    _, (full, shallow) = made(webui, EVERY_THIRD, **{**start_from(start), "steps": 24})
     steps = full + shallow
-    assert 6 <= steps <= 9
+    assert 12 <= steps <= 18
     assert full == len({*range(0, steps, 3), steps - 1})
+
+
+def test_few_steps_are_whole(webui: WebUI) -> None:
+    few = {"steps": 7}
+    exact, _ = made(webui, {}, **few)
+    pictures, counted = made(webui, EVERY_THIRD, **few)
+    assert counted == (0, 0) and largest_difference(pictures, exact) == 0
+    assert "fewer than 10 steps" in webui.status()["deepcache"]["reason"]
 
 
 def test_nothing_stays_behind(webui: WebUI, models: Models) -> None:

@@ -12,9 +12,10 @@ from webui_client import PICTURE, Pictures, WebUI, largest_difference, one_run
 from webui_models import Models
 
 OPTIONS_PAGE = Path(__file__).parents[2] / ".readme" / "options.md"
-SIX_STEPS = {"steps": 6, "sampler_name": "Euler"}
+# Below 10 steps, DeepCache and the end of guidance rest.
+TWELVE_STEPS = {"steps": 12, "sampler_name": "Euler"}
 HIRES = {
-    "enable_hr": True, "hr_scale": 2, "hr_upscaler": "Latent", "denoising_strength": 0.7, "hr_second_pass_steps": 4,
+    "enable_hr": True, "hr_scale": 2, "hr_upscaler": "Latent", "denoising_strength": 0.7, "hr_second_pass_steps": 12,
     "hr_sampler_name": "Euler",
 }
 CACHED = {"deepcache_interval": 3}
@@ -38,9 +39,13 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "deepcache_center": (0.6, {**CACHED, "deepcache_schedule": "uneven"}, {}),
     "deepcache_power": (2.0, {**CACHED, "deepcache_schedule": "uneven"}, {}),
     "deepcache_hires": ("off", CACHED, HIRES),
+    "guidance_end": (0.5, {}, {"negative_prompt": "snow"}),
 }
 # Those that change the picture of a small model on any machine.
-SEEN = ("vae_precision", "deepcache_interval", "deepcache_depth", "deepcache_start", "deepcache_end", "deepcache_hires")
+SEEN = (
+    "vae_precision", "deepcache_interval", "deepcache_depth", "deepcache_start", "deepcache_end", "deepcache_hires",
+    "guidance_end",
+)
 
 
 def table() -> dict[str, tuple[str, str]]:
@@ -112,7 +117,7 @@ def test_every_way_makes_the_same_picture_and_leaves_nothing(webui: WebUI, sd15:
     value, others, changes = OPTIONS[name]
     if changes is HIRES and webui.is_standalone:
         pytest.skip("the standalone host has no hires pass: give the address of another WebUI with --webui URL")
-    request, options = {**SIX_STEPS, **changes}, {**others, name: value}
+    request, options = {**TWELVE_STEPS, **changes}, {**others, name: value}
     if changes is HIRES and webui.kind == "forge":
         request["hr_additional_modules"] = ["Use same choices"]  # Without it the answer is an error 500.
     before = by_argument(webui, {}, request)

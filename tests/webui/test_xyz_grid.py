@@ -25,7 +25,7 @@ SEEN_ANYWHERE = {
     USE: {"on": {}, "off": {"enabled": False}},
 }
 Axis = tuple[str, str]
-SAMPLING = {"sampler_name": "Euler", "steps": 4}
+SAMPLING = {"sampler_name": "Euler", "steps": 10}
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ OneDiff finds the adapter of this host here, as it finds those of others by the 
 """
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -59,6 +60,9 @@ class Standalone(WebUI):
     def before_sampling(self, p: Any) -> None:
         self.model_loaded(loaded_model())
         runtime.announce(diffusers_schedule.sampling_to_come(p))
+        unet, generation = unet_of(loaded_model()), weakref.ref(p)
+        if unet is not None:
+            diffusers_host.note_pipeline(unet, lambda: getattr(generation(), "pipeline", None))
         runtime.pressure.before_sampling(None, runtime.settings.memory_budget)
         runtime.vae.begin_run()
 

@@ -64,6 +64,8 @@ class StableDiffusionProcessing:
     is_hr_pass: bool = field(default=False, init=False)
     # The diffusers scheduler, once the pipeline runs.
     sampler: Any = field(default=None, init=False)
+    # The diffusers pipeline, likewise.
+    pipeline: Any = field(default=None, init=False)
 
     def comment(self, text: str) -> None:
         """A remark that is shown under the images."""

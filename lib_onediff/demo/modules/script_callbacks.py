@@ -56,6 +56,8 @@ on_model_loaded = registrar("model_loaded")
 on_ui_tabs = registrar("ui_tabs")
 # callback() adds its options to shared.opts.
 on_ui_settings = registrar("ui_settings")
+# callback(params): a denoiser begins a step. This host has none: a pipeline calls its UNet itself.
+on_cfg_denoiser = registrar("cfg_denoiser")
 # callback(): the page is about to be built.
 on_before_ui = registrar("before_ui")
 # callback() undoes what the script changed in the host.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ...model.call import UNetCall
 from ...model.patches import HostTraits
+from ...model.rows import PromptRows
 from ...prewarm.job import TOKENS
 from ...runtime.runtime import runtime
 from .. import sampler_schedule
@@ -25,6 +26,7 @@ from ..contract import Need, first_missing
 from ..ldm_decoder import DecoderPatches
 from ..webui import PROMPT_NOISE, CannotWarm, Result, WebUI, network_name
 from .controlnet_loop import HostLoop
+from .guidance import DenoiserStep
 from .inert import does_nothing_now, foreign_forward
 from .lora import apply_wanted_networks, wanted_networks, why_functional
 from .patches import ForeignModules, is_brought
@@ -85,6 +87,7 @@ class A1111(WebUI):
         modules = [importlib.import_module(name) for name in VAE_MODULES]
         parts = [part for module in modules for part in (module.Decoder, module.Encoder)]
         self._vae = DecoderPatches(parts, HostTraits(TRUSTED_IN_VAE), upcasts=upcasts_attention)
+        self._step = DenoiserStep()
         self._calls_before: int | None = None
         self._unmet: str | None = None
 
@@ -134,6 +137,9 @@ class A1111(WebUI):
         self._foreign.forget(unet)
         runtime.begin_sampling(unet, sampler_schedule.sampling_of(p))
         self._loop.watch(unet)
+
+    def before_step(self, params: Any) -> None:
+        self._step.note(params)
 
     def after_run(self, p: Any) -> None:
         from modules import shared
@@ -215,7 +221,15 @@ class A1111(WebUI):
             return runtime.pressure.run_host(host)
         y, patches = args[0] if args else kwargs.get("y"), self._foreign.at_call(unet)
         call = UNetCall(x, timesteps, context, y, upcast_attention=upcasts_attention(), patches=patches)
-        return runtime.run(unet, call, host, self._host_traits)
+
+        def prompt_rows() -> PromptRows | str:
+            rows = self._step.prompt_rows(call.context)
+            if isinstance(rows, str):
+                return rows
+            label = None if y is None else y[rows]
+            return PromptRows(rows, lambda: original(unet, x[rows], timesteps[rows], context[rows], y=label))
+
+        return runtime.run(unet, call, host, self._host_traits, prompt_rows)
 
     def _why_host(
         self, unet: nn.Module, timesteps: Any, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

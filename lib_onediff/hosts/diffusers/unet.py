@@ -22,11 +22,13 @@ from ...model.read_diffusers import (
     has_ip_adapter,
     is_diffusers_unet,
 )
+from ...model.rows import PromptRows
 from ...options.settings import Settings
 from ...runtime.runtime import runtime
 from .additions import Additions, AdditionsReader
+from .guidance import arguments_of_prompt, prompt_rows
 from .patches import UNetPatches
-from .schedule import PipelineSchedule
+from .schedule import PipelineSchedule, reference_to
 
 log = logging.getLogger("onediff")
 
@@ -52,6 +54,8 @@ class DiffusersForward:
         self._projection: Callable[[], Any] = returns_none
         self._image_tokens: list[Tensor] | None = None
         self.schedule: PipelineSchedule | None = None
+        # The pipeline that calls, where that is known.
+        self.pipeline: Callable[[], Any] = returns_none
         self.__wrapped__ = type(unet).forward
         self.__signature__ = inspect.signature(own_forward(unet))
         self._names = tuple(self.__signature__.parameters)
@@ -66,10 +70,15 @@ class DiffusersForward:
         return_dict = given.pop("return_dict", True)
 
         def host() -> Tensor:
-            # The host consumes this list; it must find it whole however often it runs.
-            again = {name: list(value) if name == "down_intrablock_additional_residuals" and value else value
-                     for name, value in given.items()}
-            return type(unet).forward(unet, **again, return_dict=False)[0]
+            return host_of(unet, given)
+
+        def guidance() -> PromptRows | str:
+            batch = given["sample"].shape[0]
+            rows = prompt_rows(self.pipeline(), given["sample"])
+            if isinstance(rows, str):
+                return rows
+            alone = arguments_of_prompt(given, rows, batch)
+            return PromptRows(rows, lambda: host_of(unet, alone))
 
         try:
             call = self._call(unet, **given)
@@ -83,7 +92,7 @@ class DiffusersForward:
         else:
             if self.schedule is not None:
                 runtime.announce(self.schedule.sampling(), unet)
-            sample = runtime.run(unet, call, host)
+            sample = runtime.run(unet, call, host, guidance=guidance)
         if not return_dict:
             return (sample,)
         from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
@@ -200,6 +209,15 @@ class DiffusersForward:
         return label
 
 
+def host_of(unet: Any, given: dict[str, Any]) -> Tensor:
+    """What the UNet's own forward makes of these arguments."""
+    # The host consumes this list; it must find it whole however often it runs.
+    again = {name: list(value) if name == "down_intrablock_additional_residuals" and value else value
+             for name, value in given.items()}
+    sample: Tensor = type(unet).forward(unet, **again, return_dict=False)[0]
+    return sample
+
+
 def upcasts_attention(attentions: list[Any]) -> bool:
     """Whether the host computes attention scores in float32: only its older attention processor does."""
     first: Any = attentions[0] if attentions else None
@@ -286,10 +304,18 @@ def attach(unet: nn.Module, settings: Settings | None = None) -> None:
 
 
 def follow(unet: nn.Module, pipe: Any) -> None:
-    """Let an attached UNet know which steps the pipeline that uses it will make, for DeepCache."""
+    """Let an attached UNet know which pipeline uses it: its steps, for DeepCache, and its guidance."""
     for slot in ("forward", BEHIND_A_HOOK):
         if isinstance(unet.__dict__.get(slot), DiffusersForward):
             unet.__dict__[slot].schedule = PipelineSchedule(pipe)
+            unet.__dict__[slot].pipeline = reference_to(pipe)
+
+
+def note_pipeline(unet: nn.Module, pipeline: Callable[[], Any]) -> None:
+    """Let an attached UNet know which pipeline calls it, for what depends on its guidance."""
+    for slot in ("forward", BEHIND_A_HOOK):
+        if isinstance(unet.__dict__.get(slot), DiffusersForward):
+            unet.__dict__[slot].pipeline = pipeline
 
 
 def detach(unet: nn.Module) -> None:

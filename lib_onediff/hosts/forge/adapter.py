@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ...model.deepcache.sampling import Sampling
 from ...model.patches import HostTraits, origin
+from ...model.rows import PromptRows
 from ...model.weights import shares_storage
 from ...runtime.call_stats import HOST
 from ...runtime.runtime import runtime
@@ -28,6 +29,7 @@ from ..webui import CannotWarm, Result, WebUI, network_name
 from . import checks, warm
 from .additions import AdditionsReader
 from .call import copied_lists, unet_call
+from .guidance import control_of_prompt, options_of_prompt, prompt_rows
 from .traits import ENGINE_PATHS, FORGE, Traits
 from .weight_functions import LayerFunctions
 
@@ -164,6 +166,17 @@ class Forge(WebUI):
                 **others,
             )
 
+        def guidance() -> PromptRows | str:
+            rows, batch = prompt_rows(x, options), x.shape[0]
+            if isinstance(rows, str):
+                return rows
+            return PromptRows(rows, lambda: original(
+                unet, x[rows], timesteps[rows], context=context[rows], y=None if y is None else y[rows],
+                control=control_of_prompt(control, rows, batch), transformer_options=options_of_prompt(
+                    options, rows, batch
+                ), **others,
+            ))
+
         self._calls += 1
         call = self._look(unet) or self._helpers.replaced() or unet_call(
             unet, x, timesteps, context, y, control, options, checks.upcasts_attention(self.traits, x.dtype),
@@ -172,7 +185,7 @@ class Forge(WebUI):
         if isinstance(call, str):
             runtime.note_host(call, unet)
             return runtime.pressure.run_host(host)
-        return runtime.run(unet, call, host)
+        return runtime.run(unet, call, host, guidance=guidance)
 
     def _additions_of(self, unet: nn.Module) -> AdditionsReader:
         found = self._additions.get(unet)

@@ -13,7 +13,7 @@ from .options import DeepCacheOptions
 from .prompts import PromptNumbers
 from .sampling import Sampling
 from .schedule import is_whole, last_whole
-from .timeline import Step, Timeline, timeline_of
+from .timeline import FEW_STEPS, Step, Timeline, timeline_of
 
 UNEQUAL_TIMES = "DeepCache rests: the images of this batch are at different steps"
 TILES = "DeepCache rests: an extension calls the UNet several times a step with the same prompt (tiles?)"
@@ -91,6 +91,9 @@ class CacheRun:
         step, jumped = self._timeline.step(time)
         if jumped:
             self._begin_again(held())
+        if step.is_of_few:
+            self.rest(held, FEW_STEPS)
+            return None
         depth = min(choice.depth, deepest(layout))
         prompt = self._prompts.number(call.context, call.y, by_content)
         place = self._features.place((shape, depth))

@@ -10,6 +10,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+# With fewer steps, each of them changes the whole image.
+FEWEST_STEPS = 10
+FEW_STEPS = f"the sampling has fewer than {FEWEST_STEPS} steps"
 # Of the distance to the next step: so far may a timestep be from where its step begins.
 NEAR = 0.05
 # Where a sampling ends, in training steps.
@@ -28,6 +31,11 @@ class Step:
     total: int | None
     fraction: float
     is_last: bool
+
+    @property
+    def is_of_few(self) -> bool:
+        """Whether its sampling is known to have too few steps to leave anything out."""
+        return self.total is not None and self.total < FEWEST_STEPS
 
 
 class KnownTimeline:

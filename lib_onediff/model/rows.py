@@ -1,0 +1,100 @@
+"""Rows of a call: a UNet computes each row of its batch by itself, so some of them can be computed alone."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .call import Control, UNetCall
+
+PATCHED = "other extensions compute within the UNet"
+PERTURBED = "perturbed attention tells the rows apart by their places"
+
+
+class PromptRows(NamedTuple):
+    """Which rows of a call are the prompt's, half of them; the others are the negative prompt's, in the same order.
+
+    host: the host's own forward of a call of the prompt's rows alone.
+    """
+
+    rows: slice
+    host: Callable[[], Tensor]
+
+
+def halves(call: UNetCall, rows: slice) -> tuple[Tensor, Tensor]:
+    """The latents of these rows, one half of the batch, and those of the other half."""
+    first, second = call.latent.chunk(2)
+    return (first, second) if not rows.start else (second, first)
+
+
+def half_of(batch: int, is_first: bool) -> slice:
+    """The first or the second half of a batch."""
+    return slice(0, batch // 2) if is_first else slice(batch // 2, batch)
+
+
+def why_not_taken(call: UNetCall) -> str:
+    """Why rows of this call cannot be computed alone, in words for the user; "" where they can."""
+    if call.patches is not None:
+        return PATCHED
+    return PERTURBED if call.perturbed is not None else ""
+
+
+def take_rows(call: UNetCall, rows: slice, same: Callable[[Tensor, slice], Tensor] | None = None) -> UNetCall:
+    """The call of these rows alone. same: gives the rows of what a host hands over at every call, and the same tensor
+    for the same one. Raises ValueError for an input that has neither the batch's rows nor one for all."""
+    batch, same = call.latent.shape[0], same or cut
+
+    def take(tensor: Tensor) -> Tensor:
+        return rows_of(tensor, rows, batch)
+
+    y, condition = (
+        None if tensor is None else rows_of(tensor, rows, batch, same) for tensor in (call.y, call.timestep_condition)
+    )
+    return replace(
+        call, latent=take(call.latent), timestep=take(call.timestep),
+        context=rows_of(call.context, rows, batch, same), y=y, timestep_condition=condition,
+        control=rows_of_control(call.control, rows, batch),
+        image_prompts=tuple(prompt.map(take) for prompt in call.image_prompts),
+    )
+
+
+def cut(tensor: Tensor, rows: slice) -> Tensor:
+    return tensor[rows]
+
+
+def rows_of(tensor: Tensor, rows: slice, batch: int, take: Callable[[Tensor, slice], Tensor] = cut) -> Tensor:
+    """These rows of an input, (batch, ...); one of a single row is for all of them. Raises ValueError for others."""
+    if tensor.shape[0] == batch:
+        return take(tensor, rows)
+    if tensor.shape[0] != 1:
+        raise ValueError(f"an input has {tensor.shape[0]} rows in a batch of {batch}")
+    return tensor
+
+
+def rows_within(value: Any, rows: slice, batch: int) -> Any:
+    """As rows_of for what a host holds in lists and dictionaries; what is no tensor, or is for all rows, stays."""
+    if isinstance(value, dict):
+        return {name: rows_within(inside, rows, batch) for name, inside in value.items()}
+    if isinstance(value, (list, tuple)):
+        inside = [rows_within(part, rows, batch) for part in value]
+        return inside if isinstance(value, list) else tuple(inside)
+    return rows_of(value, rows, batch) if isinstance(value, Tensor) and value.dim() else value
+
+
+def rows_of_control(control: Control | None, rows: slice, batch: int) -> Control | None:
+    if control is None:
+        return None
+    parts = (
+        tuple(None if residual is None else rows_of(residual, rows, batch) for residual in part)
+        for part in (control.input, control.middle, control.output)
+    )
+    return Control(*parts)
+
+
+def for_all_rows(output: Tensor, batch: int) -> Tensor:
+    """What was computed for some rows as the output of a whole batch: the other rows get the same, in the same
+    order."""
+    return torch.cat([output] * (batch // output.shape[0]))

@@ -1,0 +1,242 @@
+"""Guidance that ends early in every WebUI: each says in its own way which rows are the prompt's."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from builders import CONTEXT_WIDTH, relative_error
+from contract_hosts import FAMILY, Host, Sampler, random
+from torch import Tensor
+
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.runtime import runtime
+
+family = pytest.mark.parametrize("host", FAMILY, indirect=True)
+a1111 = pytest.mark.parametrize("host", ["a1111"], indirect=True)
+SIGMAS = [12.0 - step for step in range(12)]
+NEGATIVE_FIRST, PROMPT_FIRST = [1, 0], [0, 1]
+
+
+class Sampler12(Sampler):
+    def get_sigmas(self) -> Tensor:
+        return torch.tensor([*SIGMAS, 0.0])
+
+
+class Step(NamedTuple):
+    """A UNet call within a sampling: what the host gave to its apply_model, and got."""
+
+    latent: Tensor
+    sigma: float
+    context: Tensor
+    options: dict[str, Any]
+    control: dict[str, list[Tensor]] | None
+    prediction: Tensor
+    is_early: bool
+
+
+class Guided:
+    """Samplings with guidance, as each host's own code makes them. marks: the order of the rows."""
+
+    def __init__(self, host: Host, images: int = 1, marks: list[int] = PROMPT_FIRST) -> None:
+        self.host, self.images, self.marks = host, images, marks
+        self.prompt, self.negative = (random(images, 77, CONTEXT_WIDTH, seed=seed) for seed in (2, 3))
+        self.control: dict[str, list[Tensor]] | None = None
+        self.options: dict[str, Any] = {}
+
+    @property
+    def rows(self) -> slice:
+        return slice(0, self.images) if self.marks[0] == 0 else slice(self.images, None)
+
+    def start(self, **options: Any) -> None:
+        self.host.start()
+        runtime.configure(Settings(**{"guidance_end": 0.5, **options}))
+
+    def apply_model(
+        self, latent: Tensor, sigma: float, context: Tensor, options: dict[str, Any], control: Any
+    ) -> Tensor:
+        times = torch.full((len(latent),), sigma)
+        if self.host.name == "a1111":
+            return self.host.checkpoint.apply_model(latent, 100 * times, {"c_crossattn": [context]})
+        lists = control and {part: list(values) for part, values in control.items()}
+        return self.host.checkpoint.forge_objects.unet.model.apply_model(
+            latent, times, c_crossattn=context, control=lists, transformer_options=options
+        )
+
+    def options_of(self, sigma: float) -> dict[str, Any]:
+        """transformer_options as the Forge family writes them."""
+        marks = torch.tensor(self.marks).repeat_interleave(self.images)
+        return {
+            "cond_or_uncond": list(self.marks), "sigmas": torch.full((self.images,), sigma), "cond_mark": marks.float(),
+            "cond_indices": marks.eq(0).nonzero().flatten().tolist(),
+            "uncond_indices": marks.eq(1).nonzero().flatten().tolist(), **self.host.options_of_a_call(), **self.options,
+        }
+
+    def said(self) -> Any:
+        """A1111's CFGDenoiserParams."""
+        return SimpleParams(self.prompt, self.negative)
+
+    def steps(self) -> Iterator[Step]:
+        """One sampling."""
+        host, adapter = self.host, self.host.adapter
+        runtime.guard.resume()
+        p = SimpleNamespace(sd_model=host.checkpoint, sampler=Sampler12(), is_hr_pass=False)
+        adapter.before_sampling(p)
+        p.sampler.get_sigmas()
+        image, parts = random(self.images, 4, 8, 8, seed=1), [self.prompt, self.negative]
+        context = torch.cat([parts[mark] for mark in self.marks])
+        for sigma in SIGMAS:
+            said, before = self.said(), runtime.call_stats.without_negative
+            adapter.before_step(said)
+            latent = image.repeat(len(context) // self.images, 1, 1, 1)
+            options = {} if host.name == "a1111" else self.options_of(sigma)
+            with host.no_gradients():
+                prediction = self.apply_model(latent, sigma, context.clone(), options, self.control).clone()
+            yield Step(
+                latent, sigma, context, options, self.control, prediction,
+                runtime.call_stats.without_negative > before,
+            )
+            with host.no_gradients():
+                image = 0.9 * image + 0.1 * prediction[:self.images]
+        adapter.after_run(p)
+
+    def by_host(self, step: Step) -> Tensor:
+        """What the host's own UNet answers to a call, of the prompt's rows alone where ours left the others out."""
+        rows, options, control = slice(None), step.options, step.control
+        if step.is_early:
+            rows = self.rows
+            if options:
+                options = {**options, "cond_or_uncond": [0]}
+            control = control and {part: [value[rows] for value in values] for part, values in control.items()}
+        with self.host.no_gradients():
+            found = self.apply_model(step.latent[rows], step.sigma, step.context[rows].clone(), options, control)
+        return found.repeat(2, 1, 1, 1) if step.is_early else found
+
+
+class SimpleParams:
+    def __init__(self, text_cond: Any, text_uncond: Any) -> None:
+        self.text_cond, self.text_uncond = text_cond, text_uncond
+
+
+def agrees(guided: Guided) -> None:
+    """Half of the steps are computed by the prompt's rows, and each as the host computes them."""
+    steps = list(guided.steps())
+    assert [step.is_early for step in steps] == [False] * 6 + [True] * 6, runtime.status()["guidance"]["reason"]
+    assert runtime.status()["guidance"]["reason"] == "" and runtime.guard.faults == []
+    assert runtime.status()["route"] == "plain"
+    batches = {entry.key.batch for entry in runtime.table.entries() if "vae decode" not in entry.key.inputs}
+    assert batches == {guided.images, 2 * guided.images}
+    guided.host.switch(False)
+    for step in steps:
+        assert relative_error(step.prediction, guided.by_host(step)) < 1e-5
+
+
+def rests(guided: Guided) -> str:
+    assert not any(step.is_early for step in guided.steps())
+    reason = str(runtime.status()["guidance"]["reason"])
+    assert reason.startswith("Guidance end rests: ") and runtime.guard.faults == []
+    return reason.removeprefix("Guidance end rests: ")
+
+
+@pytest.mark.parametrize("images", [1, 2])
+def test_half_of_the_steps(host: Host, images: int) -> None:
+    guided = Guided(host, images)
+    guided.start()
+    agrees(guided)
+
+
+@family
+def test_the_negative_prompts_rows_first(host: Host) -> None:
+    guided = Guided(host, 2, NEGATIVE_FIRST)
+    guided.start()
+    agrees(guided)
+
+
+@family
+def test_residuals_of_controlnets(host: Host) -> None:
+    guided = Guided(host, 1, NEGATIVE_FIRST)
+    guided.control = {"input": [], "middle": [random(2, 64, 4, 4, seed=5)], "output": [random(2, 64, 4, 4, seed=6)]}
+    guided.start()
+    agrees(guided)
+
+
+def test_off_changes_nothing(host: Host) -> None:
+    guided = Guided(host)
+    guided.start(guidance_end=1.0)
+    steps = list(guided.steps())
+    assert not any(step.is_early for step in steps) and runtime.status()["guidance"]["reason"] == ""
+    assert {entry.key.batch for entry in runtime.table.entries() if "vae decode" not in entry.key.inputs} == {2}
+
+
+@family
+@pytest.mark.parametrize(("marks", "options", "reason"), [
+    ([1, 0, 0], {}, "several prompts, areas"), ([0], {}, "calls of their own"), ([1], {}, "calls of their own"),
+    ([1, 0], {"sigmas": None}, "does not say"), ([1, 0], {"cond_or_uncond": None}, "does not say"),
+    ([1, 0, 1, 0], {"cond_or_uncond": [1, 0]}, "other rows"),
+])
+def test_what_the_family_does_not_say(host: Host, marks: list[int], options: dict[str, Any], reason: str) -> None:
+    guided = Guided(host, 1, marks)
+    guided.options = options
+    guided.start()
+    assert reason in rests(guided)
+
+
+@family
+def test_functions_within_the_unet_are_computed_whole(host: Host) -> None:
+    guided = Guided(host)
+    guided.options = {"patches": {"output_block_patch": [lambda h, skip, options: (1.1 * h, skip)]}}
+    guided.start()
+    assert rests(guided) == "other extensions compute within the UNet"
+
+
+@a1111
+def test_sdxls_conditions_are_a_dictionary(host: Host) -> None:
+    guided = Guided(host)
+    guided.start()
+    prompt, negative = guided.prompt, guided.negative
+    guided.said = lambda: SimpleParams({"crossattn": prompt}, {"crossattn": negative})
+    agrees(guided)
+
+
+@a1111
+def test_a_negative_prompt_that_a1111_makes_longer(host: Host) -> None:
+    guided = Guided(host)
+    guided.start()
+    said = SimpleParams(guided.prompt, guided.negative[:, :40])
+    guided.said = lambda: said
+    agrees(guided)
+
+
+@a1111
+@pytest.mark.parametrize(("conds", "negatives", "batch", "reason"), [
+    (2, 1, 3, "AND joins several prompts"), (1, 1, 1, "calls of their own"), (1, 1, 3, "other rows"),
+    (2, 1, 2, "AND joins several prompts"),
+])
+def test_other_layouts_of_a1111(host: Host, conds: int, negatives: int, batch: int, reason: str) -> None:
+    guided = Guided(host, 1, [0] * batch)
+    guided.start()
+    prompts, negative = random(conds, 77, CONTEXT_WIDTH, seed=2), random(negatives, 77, CONTEXT_WIDTH, seed=3)
+    said = SimpleParams(prompts, negative)
+    guided.said = lambda: said
+    assert reason in rests(guided)
+
+
+@a1111
+def test_calls_with_other_prompts_than_a1111s(host: Host) -> None:
+    guided = Guided(host)
+    guided.start()
+    said = SimpleParams(guided.negative, guided.prompt)
+    guided.said = lambda: said
+    assert "other prompts" in rests(guided)
+
+
+@a1111
+def test_what_a_step_said_ends_with_it(host: Host) -> None:
+    guided = Guided(host)
+    guided.start()
+    said = guided.said
+    guided.said = lambda: None
+    guided.host.adapter.before_step = lambda params: type(guided.host.adapter).before_step(guided.host.adapter, said())
+    assert "does not make this call" in rests(guided)

@@ -1,0 +1,202 @@
+"""Guidance that ends early in whole diffusers pipelines, which call with the negative prompt's rows first."""
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import diffusers
+import pytest
+import torch
+from builders import LCM, SD1, SMALL, SMALL_XL, a_call, diffusers_unet, randomise, relative_error, served
+from test_diffusers_patches import images, load_ip_adapters
+from test_public_api_pipelines import inputs, picture, pipeline, quiet
+from torch import Tensor
+
+import lib_onediff
+from lib_onediff.hosts.diffusers.guidance import NO_GUIDANCE, NO_PIPELINE, TWO_HALVES, arguments_of_prompt
+from lib_onediff.hosts.diffusers.unet import DiffusersForward
+from lib_onediff.model.deepcache.sampling import Sampling
+from lib_onediff.model.rows import half_of
+from lib_onediff.runtime.runtime import runtime
+
+__all__ = ["quiet"]
+pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "DeprecationWarning")]
+STEPS = 12
+
+
+@pytest.fixture(autouse=True)
+def nothing_announced() -> None:
+    # Of what a WebUI in another test has announced, these know nothing.
+    runtime.announce(Sampling())
+
+
+class Called(NamedTuple):
+    """A UNet call of a pipeline, and what it was answered."""
+
+    given: dict[str, Any]
+    output: Tensor
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[Called]:
+    found: list[Called] = []
+    original = DiffusersForward.__call__
+
+    def noted(self: DiffusersForward, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, *args, **kwargs)
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        given.pop("return_dict", None)
+        found.append(Called(given, answer[0]))
+        return answer
+
+    monkeypatch.setattr(DiffusersForward, "__call__", noted)
+    return found
+
+
+def generate(pipe: Any, steps: int = STEPS, **more: Any) -> Tensor:
+    given = inputs(type(pipe).__name__, 64, 64)
+    images: Tensor = pipe(**{**given, "num_inference_steps": steps, "output_type": "latent", **more})[0]
+    return images
+
+
+def told() -> tuple[int, str]:
+    now = lib_onediff.status()["guidance"]
+    return now["without_negative"], now["reason"]
+
+
+def compiled(name: str, layout: dict[str, Any], **options: Any) -> Any:
+    runtime.call_stats.without_negative = 0
+    return lib_onediff.compile_pipe(pipeline(name, layout), ignores=("vae",), **{"guidance_end": 0.5, **options})
+
+
+@pytest.mark.parametrize(("name", "layout", "more", "early"), [
+    ("StableDiffusionPipeline", SMALL, {}, 6), ("StableDiffusionXLPipeline", SMALL_XL, {}, 6),
+    ("StableDiffusionXLImg2ImgPipeline", SMALL_XL, {"steps": 16}, 6),
+    ("StableDiffusionInpaintPipeline", SMALL, {"steps": 16}, 6),
+    ("StableDiffusionPipeline", SMALL, {"num_images_per_prompt": 2}, 6),
+])
+def test_each_call_is_the_hosts_own_on_the_prompts_rows(
+    name: str, layout: dict[str, Any], more: dict[str, Any], early: int, called: list[Called]
+) -> None:
+    oracle = diffusers_unet(**layout, sample_size=8)
+    found = generate(compiled(name, layout), **more)
+    assert told() == (early, "") and len(called) == 12
+    for index, (given, output) in enumerate(called):
+        batch = given["sample"].shape[0]
+        rows = half_of(batch, is_first=False)
+        with torch.no_grad():
+            if index < 12 - early:
+                expected = oracle(**given, return_dict=False)[0]
+            else:
+                expected = oracle(**arguments_of_prompt(given, rows, batch), return_dict=False)[0].repeat(2, 1, 1, 1)
+        assert relative_error(output, expected) < 1e-5, index
+    exact = generate(compiled(name, layout, guidance_end=1.0), **more)
+    assert told() == (0, "") and relative_error(found, exact) > 1e-3
+
+
+def test_an_ip_adapters_rows_and_masks(called: list[Called]) -> None:
+    pipe, oracle = compiled("StableDiffusionPipeline", SMALL), diffusers_unet(**SMALL, sample_size=8)
+    load_ip_adapters(pipe.unet, "plain")
+    load_ip_adapters(oracle, "plain")
+    (embedding,) = images("plain")
+    generate(
+        pipe, ip_adapter_image_embeds=[torch.cat([torch.zeros_like(embedding[:1]), embedding[:1]])],
+        cross_attention_kwargs={"ip_adapter_masks": [torch.ones(1, 1, 64, 64)]},
+    )
+    assert told() == (6, "")
+    for index, (given, output) in enumerate(called):
+        batch = given["sample"].shape[0]
+        alone = arguments_of_prompt(given, half_of(batch, is_first=False), batch)
+        with torch.no_grad():
+            expected = oracle(**(given if index < 6 else alone), return_dict=False)[0]
+        assert relative_error(output[-len(expected):], expected) < 1e-5, index
+
+
+def test_a_controlnets_residuals(called: list[Called]) -> None:
+    from diffusers import ControlNetModel
+
+    pipe, oracle = pipeline("StableDiffusionPipeline", SD1), diffusers_unet(**SD1, sample_size=8)
+    controlnet = randomise(ControlNetModel.from_unet(pipe.unet, conditioning_embedding_out_channels=(4,) * 4))
+    with_control = diffusers.StableDiffusionControlNetPipeline(
+        **pipe.components, controlnet=controlnet, requires_safety_checker=False
+    )
+    with_control.set_progress_bar_config(disable=True)
+    runtime.call_stats.without_negative = 0
+    lib_onediff.compile_pipe(with_control, ignores=("vae",), guidance_end=0.5)
+    given = inputs("StableDiffusionPipeline", 64, 64)
+    with_control(**{
+        **given, "image": picture(64, 64), "num_inference_steps": STEPS, "output_type": "latent",
+        "control_guidance_end": 0.8,
+    })
+    assert told() == (6, "")
+    for index, (given, output) in enumerate(called):
+        alone = arguments_of_prompt(given, half_of(2, is_first=False), 2)
+        with torch.no_grad():
+            expected = oracle(**(given if index < 6 else alone), return_dict=False)[0]
+        assert relative_error(output[-len(expected):], expected) < 1e-5, index
+
+
+def test_before_the_fraction_calls_are_exactly_those_without_it(called: list[Called]) -> None:
+    generate(compiled("StableDiffusionPipeline", SMALL))
+    generate(compiled("StableDiffusionPipeline", SMALL, guidance_end=1.0))
+    for ours, exact in zip(called[:6], called[12:18], strict=True):
+        assert torch.equal(ours.output, exact.output)
+
+
+def test_the_prompt_is_computed_once_for_all_calls_without_the_negative_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = compiled("StableDiffusionXLPipeline", SMALL_XL, verify=False)
+    generate(pipe)
+    before = runtime.managed_unet(pipe.unet).bound.prompts.changes
+    generate(pipe)
+    # With the negative prompt, and without it.
+    assert runtime.managed_unet(pipe.unet).bound.prompts.changes - before <= 4
+
+
+@pytest.mark.parametrize(("guidance", "reason"), [(1.0, NO_GUIDANCE), (0.0, NO_GUIDANCE)])
+def test_without_guidance_there_is_nothing_to_leave_out(guidance: float, reason: str) -> None:
+    generate(compiled("StableDiffusionPipeline", SMALL), guidance_scale=guidance)
+    assert told() == (0, f"Guidance end rests: {reason}")
+
+
+def test_guidance_that_is_distilled_into_the_model() -> None:
+    generate(compiled("StableDiffusionPipeline", LCM))
+    assert told() == (0, f"Guidance end rests: {NO_GUIDANCE}")
+
+
+def test_few_steps() -> None:
+    generate(compiled("StableDiffusionPipeline", SMALL), steps=8)
+    assert told()[0] == 0 and "fewer than 10 steps" in told()[1]
+
+
+def test_another_kind_of_pipeline_is_not_guessed_at() -> None:
+    pipe = pipeline("StableDiffusionPipeline", SMALL)
+
+    class OwnPipeline(type(pipe)):
+        pass
+
+    pipe.__class__ = OwnPipeline
+    lib_onediff.compile_pipe(pipe, ignores=("vae",), guidance_end=0.5)
+    generate(pipe)
+    assert told()[1] == "Guidance end rests: OwnPipeline may order its rows in another way"
+
+
+def test_a_unet_without_its_pipeline() -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL), guidance_end=0.5)
+    served(unet, a_call(unet))
+    assert told()[1] == f"Guidance end rests: {NO_PIPELINE}"
+
+
+def test_calling_the_unet_by_oneself_after_an_image() -> None:
+    """The pipeline still knows the guidance of its last image, but these are no halves of one call."""
+    pipe = compiled("StableDiffusionPipeline", SD1)
+    generate(pipe)
+    count = told()[0]
+    for step in range(900, 0, -50):
+        call = a_call(pipe.unet, batch=2)
+        with torch.no_grad():
+            pipe.unet(torch.randn_like(call.latent), step, call.context)
+    assert told()[0] == count
+
+
+def test_the_pipelines_are_diffusers_own() -> None:
+    for name in TWO_HALVES:
+        assert isinstance(getattr(diffusers, name).do_classifier_free_guidance, property), name
