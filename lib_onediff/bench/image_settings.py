@@ -6,7 +6,8 @@ from typing import Any
 from ..options.preset_data import PRESETS
 
 ONEDIFF = "onediff"
-INTERVALS, DEPTHS = (2, 3, 5), (1, 2, 3)
+INTERVALS, DEPTHS = (2, 3, 4, 5), (1, 2, 3)
+CENTERS, POWERS, GUIDANCE_ENDS = (0.0, 0.3), (1.4, 2.0), (0.3, 0.5, 0.75)
 
 
 def deepcache(interval: int, depth: int, **others: Any) -> dict[str, Any]:
@@ -24,10 +25,17 @@ IMAGE_SETTINGS: dict[str, dict[str, Any]] = {
         for interval in INTERVALS for depth in DEPTHS
     },
     **{
-        f"onediff + DeepCache 3, depth 1, uneven, center {center}, power {power}": deepcache(
-            3, 1, deepcache_schedule="uneven", deepcache_center=center, deepcache_power=power
+        f"onediff + DeepCache {interval}, depth 1, uneven, center {center}, power {power}": deepcache(
+            interval, 1, deepcache_schedule="uneven", deepcache_center=center, deepcache_power=power
         )
-        for center in (0.3, 0.5) for power in (1.2, 1.4)
+        for interval in INTERVALS for center in CENTERS for power in POWERS
+    },
+    **{f"onediff, guidance end {end}": {"guidance_end": end} for end in GUIDANCE_ENDS},
+    **{
+        f"onediff + DeepCache {interval}, depth 1, uneven, center 0.0, power 1.4, guidance end 0.75": deepcache(
+            interval, 1, deepcache_schedule="uneven", deepcache_center=0.0, deepcache_power=1.4, guidance_end=0.75
+        )
+        for interval in INTERVALS
     },
     "onediff + fp8 + DeepCache 3, depth 1": {"fp8": True, **deepcache(3, 1)},
     **{f"preset {preset.name}": dict(preset.values) for preset in PRESETS if preset.values},

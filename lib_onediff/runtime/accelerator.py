@@ -218,6 +218,9 @@ class Accelerator(Services):
         with self._lock, self._order.after_the_last(call.latent.device):
             if self._fallback.patched.is_between_graphs or getattr(self._waiting, "is_on", False):
                 return None
+            if self._sessions.get(unet) is not session:
+                # Given back since.
+                return None
             result = session.replay(call, known[1])
             if result is None:
                 return None
