@@ -12,6 +12,8 @@ import torch
 
 pytest.importorskip("diffusers")
 
+from deepcache_builders import few_steps_suffice  # noqa: F401
+
 from lib_onediff.bench import __main__ as bench
 from lib_onediff.bench import children, cold, first_calls, images, report
 from lib_onediff.bench.children import Task, ask
