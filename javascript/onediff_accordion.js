@@ -71,7 +71,9 @@ window.onediffAccordion = (() => {
 
     // --- answers that overtook one another ---
 
-    // By place: the answer that did not fit and what the fields were, so that nothing is asked for twice.
+    // By place: the answer that did not fit, what the fields were, and how often and when that was asked for. gradio
+    // drops a click while it waits for an answer to an earlier one, so one alone may not be heard.
+    const MOST_TIMES = 3, BETWEEN_TIMES = 5000;
     const asked = {};
     const field = (id) => document.querySelector(`#${id} input`);
     function askAgain(tab) {
@@ -80,8 +82,9 @@ window.onediffAccordion = (() => {
         // Nobody is corrected while typing.
         if (!run || !fields.every(Boolean) || fields[1] === document.activeElement) return;
         const now = JSON.stringify(fields.map((each) => each.value)), last = asked[tab] || {};
-        if (JSON.stringify(run) === now || last.told === told && last.now === now) return;
-        asked[tab] = {told, now};
+        const times = last.told === told && last.now === now ? last.times : 0;
+        if (JSON.stringify(run) === now || times >= MOST_TIMES || times && Date.now() - last.at < BETWEEN_TIMES) return;
+        asked[tab] = {told, now, times: times + 1, at: Date.now()};
         document.getElementById(`onediff_${tab}_ask`).click();
     }
 
