@@ -188,13 +188,22 @@ def test_each_side_has_the_accordions_controls(compare: Compare) -> None:
     page.wait(lambda: not page.find(interval % "left").is_displayed(), "the end of what counts", 20)
 
 
+# All at once: a line that comes above them moves them together.
+PLACES = """
+return arguments[0].map(selector => {
+  const {left, top, height} = document.querySelector(selector).getBoundingClientRect();
+  return [left, top, height];
+});
+"""
+
+
 def test_fields_are_in_line(compare: Compare) -> None:
     fields = [f"#onediff_compare_{name} input" for name in ("width", "seed")] + [f"#{SAMPLER} .wrap-inner"]
-    boxes = [compare.page.find(field).rect for field in fields]
-    assert max(abs(box["y"] - boxes[0]["y"]) for box in boxes) <= 1
-    assert max(abs(box["height"] - boxes[0]["height"]) for box in boxes) <= 2
+    _, tops, heights = zip(*compare.page.run(PLACES, fields), strict=True)
+    assert max(tops) - min(tops) <= 1 and max(heights) - min(heights) <= 2
     names = ("left", "prompt", "right", "negative")
-    left, prompt, right, negative = (compare.page.find(f"#onediff_compare_{name}").rect["x"] for name in names)
+    places = compare.page.run(PLACES, [f"#onediff_compare_{name}" for name in names])
+    left, prompt, right, negative = (place[0] for place in places)
     assert abs(left - prompt) < 1 and abs(right - negative) < 1
 
 
