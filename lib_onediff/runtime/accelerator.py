@@ -137,9 +137,7 @@ class Accelerator(Services):
         Never raises for a reason of ours: what we cannot serve, the host serves, and status() says why.
         """
         try:
-            if host_traits is not None and unet not in self._managed:
-                self.adopt(unet, host_traits=host_traits)
-            known = self.managed_and_settings(unet)
+            known = self._known(unet, host_traits)
             # A call that makes a shape ready belongs to no image.
             if isinstance(known, str) or known[1].guidance_end >= 1.0 or self.waits_for_compile:
                 return self._run(unet, call, host, known)
@@ -152,6 +150,15 @@ class Accelerator(Services):
             if managed is not None:
                 managed.bound.last_call_ended = time.perf_counter()
 
+    def _known(self, unet: nn.Module, host_traits: HostTraits | None) -> tuple[ManagedUNet, Settings] | str:
+        """As managed_and_settings, for a UNet that its host may hand over only now. Never raises."""
+        try:
+            if host_traits is not None and unet not in self._managed:
+                self.adopt(unet, host_traits=host_traits)
+            return self.managed_and_settings(unet)
+        except Exception as error:
+            return self.guard.give_up("looking a UNet up", error)
+
     def _run(
         self, unet: nn.Module, call: UNetCall, host: HostForward, known: tuple[ManagedUNet, Settings] | str
     ) -> Tensor:
@@ -161,7 +168,7 @@ class Accelerator(Services):
                 return replayed
             self.call_stats.begin()
             host = HostFunction(host)
-            result = self._serve(unet, call, host)
+            result = known if isinstance(known, str) else self._serve(unet, call, host)
         except UnsupportedUNet as refusal:
             result = str(refusal)
         except torch.cuda.OutOfMemoryError:

@@ -10,6 +10,7 @@ from builders import a_call, diffusers_output, diffusers_unet, relative_error
 from torch import Tensor
 
 from lib_onediff.model.call import UNetCall
+from lib_onediff.model.patches import HostTraits
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import Runtime
 
@@ -165,3 +166,20 @@ def test_settings_for_a_run_nest_and_end_even_by_an_error(accelerator: Runtime, 
             raise KeyError
         assert now() == "host"
     assert now() == "plain"
+
+
+@pytest.mark.parametrize("at", ["managed_and_settings", "adopt"])
+def test_a_fault_before_the_call_is_known_costs_a_reason_and_no_image(
+    accelerator: Runtime, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    unet = diffusers_unet()
+    host = Host(unet, a_call(unet))
+
+    def fails(*arguments: Any, **named: Any) -> None:
+        raise KeyError("no such thing")
+
+    monkeypatch.setattr(accelerator, at, fails)
+    with torch.no_grad():
+        output = accelerator.run(unet, host.call, host, HostTraits())
+    assert torch.equal(output, diffusers_output(unet, host.call)) and host.runs == 1
+    assert "a fault of OneDiff in looking a UNet up" in accelerator.status()["reason"]
