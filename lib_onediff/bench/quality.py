@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,9 +156,9 @@ def row(
 ) -> QualityRow:
     """A setting's numbers. images, true: (n, 3, SIDE, SIDE) of uint8, the setting's and the float32 host's."""
     floats, expected = (tensor.to(device).float() / 127.5 - 1 for tensor in (images, true))
-    names = [said(verdict, case.names, case.background)["recognised"]
-             for verdict, case in zip(verdicts(judge, floats), wanted, strict=True)]
-    found = QualityRow(setting, len(images), statistics.fmean(names))
+    hits = [said(verdict, case.names, case.background)["recognised"]
+            for verdict, case in zip(verdicts(judge, floats), wanted, strict=True)]
+    found = QualityRow(setting, len(images), statistics.fmean(hits))
     if images is true:
         return found
     compared = [compare(one, other) for one, other in zip(true, images, strict=True)]
@@ -207,6 +208,4 @@ def write_sheet(file: Path, columns: list[Tensor], names: list[str], wanted: lis
 
 
 def wrapped(words: str, width: int) -> str:
-    import textwrap
-
     return "\n".join(textwrap.wrap(words, width))

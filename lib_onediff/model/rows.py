@@ -10,6 +10,10 @@ from torch import Tensor
 
 from .call import Control, UNetCall
 
+# Why the prompt's rows of a call are not known, in words for the user, whatever the host.
+APART = "prompt and negative prompt come in calls of their own, or without the negative one"
+OTHER_ROWS = "the call has other rows than those of prompt and negative prompt (tiles?)"
+# Why they cannot be computed alone.
 PATCHED = "other extensions compute within the UNet"
 PERTURBED = "perturbed attention tells the rows apart by their places"
 

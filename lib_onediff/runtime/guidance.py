@@ -26,7 +26,7 @@ Guidance = Callable[[], "PromptRows | str"]
 # Computes a call, or has the host's own forward of the same do it.
 Compute = Callable[[UNetCall, Callable[[], Tensor]], Tensor]
 RESTS = "Guidance end rests: "
-NOBODY_SAYS = "nobody says which rows are the negative prompt's"
+NOBODY_SAYS = "the caller does not say which rows are the negative prompt's"
 SEVERAL_CALLS = "a step has calls of prompt and negative prompt, and others"
 UNLIKE_HALVES = "prompt and negative prompt are not computed for the same latents"
 UNEQUAL_TIMES = "the images of this batch are at different steps"

@@ -185,7 +185,7 @@ def test_a_host_that_cannot_tell_the_rows() -> None:
     with torch.no_grad():
         call = ours.call(1.0)
         ours.runtime.run(ours.unet, call, lambda: ours.host(call))
-    assert ours.reason.endswith("nobody says which rows are the negative prompt's")
+    assert ours.reason.endswith("the caller does not say which rows are the negative prompt's")
 
 
 def test_what_the_sampler_says_counts() -> None:

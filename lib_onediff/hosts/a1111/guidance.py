@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...model.rows import half_of
+from ...model.rows import APART, OTHER_ROWS, half_of
 
 NOT_TOLD = "the WebUI's denoiser does not make this call"
 SEVERAL_PROMPTS = "AND joins several prompts"
-APART = "prompt and negative prompt come in calls of their own, or without the negative one"
-OTHER_ROWS = "the call has other rows than those of prompt and negative prompt"
 OTHER_PROMPTS = "an extension calls with other prompts than the WebUI's denoiser"
 
 

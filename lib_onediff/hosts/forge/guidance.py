@@ -6,13 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ...model.rows import half_of, rows_within
+from ...model.rows import APART, OTHER_ROWS, half_of, rows_within
 
 COND, UNCOND = 0, 1
 NOT_TOLD = "the call does not say which rows are the negative prompt's"
-ALONE = "prompt and negative prompt come in calls of their own, or without the negative one"
 SEVERAL_PROMPTS = "several prompts, areas or other predictions share the call"
-OTHER_ROWS = "the call has other rows than those of prompt and negative prompt (tiles?)"
 
 
 def prompt_rows(latent: Tensor, options: Mapping[str, Any]) -> slice | str:
@@ -22,7 +20,7 @@ def prompt_rows(latent: Tensor, options: Mapping[str, Any]) -> slice | str:
     if not isinstance(marks, (list, tuple)) or not isinstance(levels, Tensor) or levels.dim() != 1:
         return NOT_TOLD
     if sorted(marks) != [COND, UNCOND]:
-        return ALONE if len(marks) == 1 else SEVERAL_PROMPTS
+        return APART if len(marks) == 1 else SEVERAL_PROMPTS
     if latent.shape[0] != 2 * levels.shape[0]:
         return OTHER_ROWS
     return half_of(latent.shape[0], is_first=marks[0] == COND)
