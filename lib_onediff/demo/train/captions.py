@@ -15,7 +15,7 @@ BACKGROUNDS: dict[str, tuple[int, int, int]] = {
 }
 WHITE = "white"
 HELD_OUT = Path(__file__).with_name("held_out.json")
-FLUENT_SHARE, PAIR_SHARE, FLIPPED_SHARE, WHITE_SHARE = 0.15, 0.22, 0.15, 0.35
+FLUENT_SHARE, PAIR_SHARE, FLIPPED_SHARE, WHITE_SHARE = 0.15, 0.35, 0.15, 0.35
 PLACES = {
     "on the left": (-1, 0), "on the right": (1, 0), "at the top": (0, -1), "at the bottom": (0, 1),
 }

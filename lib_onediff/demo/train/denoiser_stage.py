@@ -82,7 +82,8 @@ def scene_counts(scenes: int) -> Iterator[tuple[Size, int]]:
 
 
 def make_banks(setup: Setup, drawn: dict[Size, Any], file: Path | None) -> dict[Size, Bank]:
-    """Latents of all scenes; kept in a file for the next call, and read from it where no scenes are given."""
+    """Latents of all scenes; kept in a file for the next call, and read from it where no scenes are given: a
+    cache folder belongs to one VAE."""
     if file and not drawn:
         return {size: Bank(*pair) for size, pair in torch.load(file, map_location=setup.device).items()}
     from diffusers import AutoencoderKL
