@@ -147,7 +147,8 @@ def test_several_processes_find_no_store_or_a_damaged_one_at_once(tmp_path: Path
         results = [receiver.recv() for _ in processes]
         assert all(written for _, written, _ in results), results
         assert any(noticed for noticed, _, _ in results) == damaged
-        assert len(list(folder.iterdir())) == 1 + damaged, "all of them go on in the same store"
+        # SQLite leaves its log where two connections close at the same moment; the next one to close takes it away.
+        assert len(list(folder.glob("*.sqlite3"))) == 1 + damaged, "all of them go on in the same store"
         assert [found.uses for found in Store.open(folder, MACHINE).history()] == [4]
 
 
