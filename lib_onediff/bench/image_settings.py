@@ -3,11 +3,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..model.deepcache.options import UNIFORM
 from ..options.preset_data import PRESETS
 
 ONEDIFF = "onediff"
 INTERVALS, DEPTHS = (2, 3, 4, 5), (1, 2, 3)
-CENTERS, POWERS, GUIDANCE_ENDS = (0.0, 0.3), (1.4, 2.0), (0.3, 0.5, 0.75)
+GUIDANCE_ENDS = 0.3, 0.5, 0.75
 
 
 def deepcache(interval: int, depth: int, **others: Any) -> dict[str, Any]:
@@ -25,16 +26,12 @@ IMAGE_SETTINGS: dict[str, dict[str, Any]] = {
         for interval in INTERVALS for depth in DEPTHS
     },
     **{
-        f"onediff + DeepCache {interval}, depth 1, uneven, center {center}, power {power}": deepcache(
-            interval, 1, deepcache_schedule="uneven", deepcache_center=center, deepcache_power=power
-        )
-        for interval in INTERVALS for center in CENTERS for power in POWERS
+        f"onediff + DeepCache {interval}, depth 1, uniform": deepcache(interval, 1, deepcache_schedule=UNIFORM)
+        for interval in INTERVALS
     },
     **{f"onediff, guidance end {end}": {"guidance_end": end} for end in GUIDANCE_ENDS},
     **{
-        f"onediff + DeepCache {interval}, depth 1, uneven, center 0.0, power 1.4, guidance end 0.75": deepcache(
-            interval, 1, deepcache_schedule="uneven", deepcache_center=0.0, deepcache_power=1.4, guidance_end=0.75
-        )
+        f"onediff + DeepCache {interval}, depth 1, guidance end 0.75": deepcache(interval, 1, guidance_end=0.75)
         for interval in INTERVALS
     },
     "onediff + fp8 + DeepCache 3, depth 1": {"fp8": True, **deepcache(3, 1)},

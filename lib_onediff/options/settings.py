@@ -23,7 +23,6 @@ GENERAL, SPEED, QUALITY, CACHE, PREWARM, ADVANCED = GROUPS = (
     "General", "Speed", "Quality", "Cache", "Pre-warm", "Advanced",
 )
 WITHOUT_DEEPCACHE = {"deepcache_interval": (1,)}
-WITHOUT_UNEVEN_STEPS = {**WITHOUT_DEEPCACHE, "deepcache_schedule": (deepcache.UNIFORM,)}
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class Settings:
     )
 
     deepcache_interval: int = option(
-        1, "DeepCache interval", "Only every n-th sampling step computes the whole UNet. 1: off. Lossy.",
+        1, "DeepCache interval", "Of so many sampling steps one computes the whole UNet. 1: off. Lossy.",
         group=SPEED, per_run=True, bounds=(1, deepcache.MOST_INTERVAL),
     )
     deepcache_depth: int = option(
@@ -115,19 +114,9 @@ class Settings:
         group=SPEED, per_run=True, bounds=(0.0, 1.0), step=0.01, no_effect_when=WITHOUT_DEEPCACHE,
     )
     deepcache_schedule: str = option(
-        deepcache.UNIFORM, "DeepCache schedule",
-        "uniform: equal distances. uneven: as many whole steps, closer around the center.",
+        deepcache.EARLY, "DeepCache schedule",
+        "early: whole steps are close together where an image takes shape, and rarer later. uniform: equal distances.",
         group=SPEED, choices=deepcache.SCHEDULES, per_run=True, no_effect_when=WITHOUT_DEEPCACHE,
-    )
-    deepcache_center: float = option(
-        deepcache.CENTER, "DeepCache center",
-        "Where whole steps are close together, as a fraction of an image's steps.",
-        group=SPEED, per_run=True, bounds=(0.0, 1.0), step=0.01, no_effect_when=WITHOUT_UNEVEN_STEPS,
-    )
-    deepcache_power: float = option(
-        deepcache.POWER, "DeepCache power",
-        "How much rarer the whole steps of the uneven schedule become away from the center.",
-        group=SPEED, per_run=True, bounds=deepcache.POWERS, step=0.05, no_effect_when=WITHOUT_UNEVEN_STEPS,
     )
     deepcache_hires: str = option(
         deepcache.AS_FIRST, "DeepCache in the hires pass",

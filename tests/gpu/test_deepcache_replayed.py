@@ -19,7 +19,7 @@ from lib_onediff.shapes.table import State
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_runtime")]
 NAMES = ["StableDiffusionPipeline", "StableDiffusionXLPipeline"]
 PICTURE = {"width": 256, "height": 256, "num_inference_steps": 10}
-DEEPCACHE = {"deepcache_interval": 3, "deepcache_depth": 2}
+DEEPCACHE = {"deepcache_interval": 3, "deepcache_depth": 2, "deepcache_schedule": "uniform"}
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,7 @@ from lib_onediff.runtime.runtime import Runtime
 
 WEBUI = HostTraits(by_content=True)
 STEPS = [float(time) for time in range(951, 0, -50)]
+EVERY_THIRD: dict[str, Any] = {"deepcache_interval": 3, "deepcache_schedule": "uniform"}
 
 
 @pytest.fixture(autouse=True)
@@ -87,10 +88,10 @@ class Rig:
     @classmethod
     def of(cls, config: dict[str, Any] = SMALL, host_traits: HostTraits = WEBUI, seed: int = 0, runtime: Any = None,
            **options: Any) -> Rig:
-        """options: those of Settings; by default DeepCache with an interval of 3."""
+        """options: those of Settings; by default DeepCache at every third step."""
         unet = diffusers_unet(seed, **config)
         runtime = runtime or Runtime()
-        settings = Settings(**{"deepcache_interval": 3, **options})
+        settings = Settings(**{**EVERY_THIRD, **options})
         runtime.configure(settings)
         runtime.adopt(unet, host_traits=host_traits)
         return cls(runtime, unet, Oracle(diffusers_unet(seed, **config), settings.deepcache_depth), [], {})

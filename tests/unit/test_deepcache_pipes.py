@@ -18,6 +18,7 @@ from lib_onediff.runtime.runtime import runtime
 
 __all__ = ["few_steps_suffice", "quiet"]
 NAME = "StableDiffusionPipeline"
+UNIFORM = {"deepcache_schedule": "uniform"}
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "DeprecationWarning")]
 
 
@@ -48,7 +49,7 @@ def depths() -> set[int]:
     (ONE_LAYER_A_BLOCK, {"cache_layer_id": 1}, 4),
 ])
 def test_onediffs_arguments(config: dict[str, Any], arguments: dict[str, int], depth: int) -> None:
-    pipe = lib_onediff.compile_pipe(pipeline(NAME, config), ignores=("vae",), cache_interval=3, **arguments)
+    pipe = lib_onediff.compile_pipe(pipeline(NAME, config), ignores=("vae",), cache_interval=3, **UNIFORM, **arguments)
     picture(pipe)
     assert counted() == (3, 4) and depths() == {depth}
 
@@ -62,7 +63,7 @@ def test_without_them_nothing_is_cached() -> None:
 
 @pytest.mark.parametrize("wrong", [
     {"cache_interval": 0}, {"cache_interval": 3, "cache_block_id": 3}, {"cache_interval": 3, "cache_layer_id": -1},
-    {"deepcache_depth": 0}, {"deepcache_start": 1.5}, {"deepcache_end": -0.1}, {"deepcache_power": 1.0},
+    {"deepcache_depth": 0}, {"deepcache_start": 1.5}, {"deepcache_end": -0.1}, {"deepcache_depth": 12},
     {"deepcache_schedule": "odd"}, {"deepcache_hires": "own values"}, {"cache_interval": 2.5},
 ], ids=str)
 def test_wrong_arguments_are_refused_with_a_sentence(wrong: dict[str, Any]) -> None:
@@ -78,7 +79,7 @@ def test_whole_numbers_are_fractions_too() -> None:
 
 def test_every_picture_of_a_pipeline_begins_with_a_whole_step() -> None:
     """An interrupted one, and then one that begins where that one stopped."""
-    pipe = lib_onediff.compile_pipe(pipeline(NAME, SD1), ignores=("vae",), cache_interval=4)
+    pipe = lib_onediff.compile_pipe(pipeline(NAME, SD1), ignores=("vae",), cache_interval=4, **UNIFORM)
 
     def stop(pipe: Any, step: int, time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         pipe._interrupt = step >= 1
@@ -94,7 +95,7 @@ def test_every_picture_of_a_pipeline_begins_with_a_whole_step() -> None:
 def test_a_scheduler_that_is_exchanged_is_followed() -> None:
     from diffusers import LCMScheduler
 
-    pipe = lib_onediff.compile_pipe(pipeline(NAME, SD1), ignores=("vae",), cache_interval=4)
+    pipe = lib_onediff.compile_pipe(pipeline(NAME, SD1), ignores=("vae",), cache_interval=4, **UNIFORM)
     pipe.scheduler = LCMScheduler.from_config(pipe.scheduler.config)
     # Its last timestep is far from zero: who does not know the schedule takes no step for the last one.
     picture(pipe, 4)

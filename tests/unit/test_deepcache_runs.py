@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from builders import SD1, SDXL, SMALL, SMALL_XL, diffusers_output, diffusers_unet, relative_error
-from deepcache_builders import STEPS, Rig, call_of, few_steps_suffice, passes  # noqa: F401
+from deepcache_builders import EVERY_THIRD, STEPS, Rig, call_of, few_steps_suffice, passes  # noqa: F401
 
 from lib_onediff.model.call import Control
 from lib_onediff.model.deepcache.prompts import PromptNumbers
@@ -57,13 +57,13 @@ def test_without_a_hosts_help_the_last_step_is_whole_too() -> None:
     assert rig.sample(STEPS) == passes([0, 3, 6, 9, 12, 15, 18, 19], 20)
 
 
-def test_start_end_and_the_uneven_schedule_reach_the_steps() -> None:
+def test_start_end_and_the_early_schedule_reach_the_steps() -> None:
     rig = Rig.of(deepcache_start=0.5, deepcache_end=0.8)
     rig.begin()
     assert rig.sample(STEPS) == passes([*range(10), 12, 15, *range(16, 20)], 20)
-    rig.runtime.configure(Settings(deepcache_interval=3, deepcache_schedule="uneven"))
+    rig.runtime.configure(Settings(deepcache_interval=3))
     rig.begin()
-    assert rig.sample(STEPS) == passes([0, 3, 5, 7, 10, 13, 16, 19], 20)
+    assert rig.sample(STEPS) == passes([0, 1, 3, 6, 9, 12, 16, 19], 20)
 
 
 # --- prompts and batches ------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_settings_that_change_begin_anew() -> None:
     rig = Rig.of()
     rig.begin()
     rig.sample(STEPS[:2])
-    rig.runtime.configure(Settings(deepcache_interval=3, deepcache_depth=2))
+    rig.runtime.configure(Settings(**EVERY_THIRD, deepcache_depth=2))
     rig.oracle.depth = 2
     rig.check(call_of(rig.unet, STEPS[2]), "a", "full")
     rig.runtime.configure(Settings())
@@ -212,7 +212,7 @@ def test_the_hires_pass_does_as_the_first_or_without() -> None:
     assert rig.sample(STEPS[:6]) == passes([0, 3], 6)
     rig.begin(second_pass=True)
     assert set(rig.sample(STEPS[10:])) == {"whole"}
-    rig.runtime.configure(Settings(deepcache_interval=3))
+    rig.runtime.configure(Settings(**EVERY_THIRD))
     rig.begin(second_pass=True)
     assert rig.sample(STEPS[10:]) == passes([0, 3, 6, 9], 10)
 

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from lib_onediff.model.deepcache.options import UNEVEN, DeepCacheOptions, depth_of
-from lib_onediff.model.deepcache.schedule import is_whole, last_whole, uneven
+from lib_onediff.model.deepcache.options import UNIFORM, DeepCacheOptions, depth_of
+from lib_onediff.model.deepcache.schedule import early, is_whole, last_whole
 from lib_onediff.model.deepcache.timeline import Step, timeline_of
 
 KARRAS = (14.6, 9.5, 6.0, 3.6, 2.1, 1.1, 0.55, 0.24, 0.09, 0.03)
@@ -26,7 +26,7 @@ def whole(choice: DeepCacheOptions, total: int) -> list[int]:
 @pytest.mark.parametrize("total", [1, 2, 3, 4, 7, 10, 20, 25, 30, 50])
 @pytest.mark.parametrize("interval", [1, 2, 3, 5, 10, 20])
 def test_every_nth_step_and_the_last_is_whole(interval: int, total: int) -> None:
-    found = whole(DeepCacheOptions(interval), total)
+    found = whole(DeepCacheOptions(interval, schedule=UNIFORM), total)
     assert found == sorted({*range(0, total, interval), total - 1})
     assert len(found) == math.ceil(total / interval) + bool((total - 1) % interval)
 
@@ -37,43 +37,41 @@ def test_every_nth_step_and_the_last_is_whole(interval: int, total: int) -> None
     (0.0, 0.0, list(range(10))),
 ])
 def test_outside_of_start_and_end_every_step_is_whole(start: float, end: float, expected: list[int]) -> None:
-    assert whole(DeepCacheOptions(3, start=start, end=end), 10) == expected
+    assert whole(DeepCacheOptions(3, start=start, end=end, schedule=UNIFORM), 10) == expected
 
 
-# What the authors' sample_from_quad_center gives for these (steps, interval, center, power).
+# What the authors' sample_from_quad_center gives for these (steps, interval) with center 0 and power 1.4.
 PUBLISHED = {
-    (50, 5, 15, 1.4): [0, 5, 9, 13, 17, 21, 26, 31, 37, 43], (50, 10, 15, 1.2): [0, 10, 18, 27, 38],
-    (30, 3, 9, 1.4): [0, 3, 6, 8, 10, 12, 15, 19, 22, 26], (20, 3, 6, 1.4): [0, 3, 5, 7, 10, 13, 16],
-    (50, 5, 0, 1.4): [0, 1, 5, 9, 13, 18, 24, 30, 36, 43], (50, 5, 50, 1.4): [0, 7, 14, 20, 26, 32, 37, 41, 45, 49],
+    (50, 5): [0, 1, 5, 9, 13, 18, 24, 30, 36, 43], (30, 3): [0, 1, 3, 5, 8, 11, 14, 18, 21, 25],
+    (20, 3): [0, 1, 3, 6, 9, 12, 16],
 }
 
 
 @pytest.mark.parametrize("case", PUBLISHED)
-def test_the_uneven_schedule_is_the_authors(case: tuple[int, int, int, float]) -> None:
-    total, interval, center, power = case
-    assert sorted(uneven(total, interval, center / total, power)) == PUBLISHED[case]
-    found = whole(DeepCacheOptions(interval, schedule=UNEVEN, center=center / total, power=power), total)
-    assert found == sorted({*PUBLISHED[case], total - 1})
+def test_the_early_schedule_is_the_authors_with_its_center_at_the_first_step(case: tuple[int, int]) -> None:
+    total, interval = case
+    assert sorted(early(total, interval)) == PUBLISHED[case]
+    assert whole(DeepCacheOptions(interval), total) == sorted({*PUBLISHED[case], total - 1})
 
 
-def test_an_uneven_schedule_always_has_a_first_step_and_no_more_than_the_even_one() -> None:
+def test_an_early_schedule_has_as_many_steps_as_the_uniform_one_and_each_gap_is_as_long_as_the_one_before() -> None:
     for total in range(1, 61):
         for interval in range(2, 21):
-            for center in (0.0, 0.3, 0.5, 1.0):
-                for power in (1.01, 1.4, 3.0):
-                    chosen = uneven(total, interval, center, power)
-                    assert 0 in chosen and min(chosen) >= 0 and max(chosen) < total
-                    assert len(chosen) <= math.ceil(total / interval)
+            chosen = sorted(early(total, interval))
+            assert chosen[0] == 0 and chosen[-1] < total and len(chosen) == math.ceil(total / interval)
+            gaps = [after - before for before, after in zip(chosen, chosen[1:], strict=False)]
+            # Whole numbers of steps: a gap may be one shorter than the one before.
+            assert all(after >= before - 1 for before, after in zip(gaps, gaps[1:], strict=False)), chosen
 
 
-def test_where_the_number_of_steps_is_unknown_uneven_is_uniform() -> None:
+def test_where_the_number_of_steps_is_unknown_early_is_uniform() -> None:
     found = [step.index for step in steps_of([1000 - 50 * index for index in range(19)])
-             if is_whole(DeepCacheOptions(4, schedule=UNEVEN), step)]
+             if is_whole(DeepCacheOptions(4), step)]
     assert found[:5] == [0, 4, 8, 12, 16]
 
 
 def test_a_feature_is_too_old_when_a_whole_step_has_come_between() -> None:
-    choice = DeepCacheOptions(3)
+    choice = DeepCacheOptions(3, schedule=UNIFORM)
     steps = steps_of(list(range(10, 0, -1)), list(range(10, 0, -1)))
     assert [last_whole(choice, step) for step in steps] == [0, 0, 0, 3, 3, 3, 6, 6, 6, 9]
 

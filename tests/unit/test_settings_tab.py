@@ -37,8 +37,8 @@ def test_kinds_of_components() -> None:
     for option in fields(Settings):
         number = type(option.default) in (int, float) and option.name != "memory_budget"
         assert (kinds[host_key(option.name)] is gradio.Slider) == number, "a range that is known is a slider's"
-    power = opts.data_labels["onediff_deepcache_power"].component_args
-    assert power == {"minimum": 1.05, "maximum": 3.0, "step": 0.05}
+    end = opts.data_labels["onediff_deepcache_end"].component_args
+    assert end == {"minimum": 0.0, "maximum": 1.0, "step": 0.01}
 
 
 def test_every_option_can_be_shown() -> None:
@@ -60,7 +60,7 @@ def test_the_page_has_its_options_in_groups() -> None:
 def test_a_row_depends_on_values_that_the_other_option_takes() -> None:
     known = Settings.__dataclass_fields__
     dependent = {name: option for name, option in known.items() if option.metadata["no_effect_when"]}
-    assert {"deepcache_depth", "deepcache_center", "fp8", "convolution_accumulation"} <= set(dependent)
+    assert {"deepcache_depth", "deepcache_schedule", "fp8", "convolution_accumulation"} <= set(dependent)
     for option in dependent.values():
         for other, values in option.metadata["no_effect_when"].items():
             for value in values:
@@ -164,7 +164,7 @@ def test_what_an_earlier_version_has_stored_of_the_hires_pass_is_replaced(own: d
     ("onediff_deepcache_interval", 21, "from 1 to 20, not 21"),
     ("onediff_deepcache_depth", 12, "from 1 to 11"),
     ("onediff_deepcache_end", 1.01, "from 0 to 1"),
-    ("onediff_deepcache_power", 1, "from 1.05 to 3"),
+    ("onediff_deepcache_schedule", "sometimes", "is one of"),
     ("onediff_idle_prewarm", 1, "takes True or False"),
     ("onediff_backend", "warp", "is one of"),
 ])

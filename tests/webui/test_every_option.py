@@ -35,16 +35,14 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "deepcache_depth": (2, CACHED, {}),
     "deepcache_start": (0.4, CACHED, {}),
     "deepcache_end": (0.5, CACHED, {}),
-    "deepcache_schedule": ("uneven", CACHED, {}),
-    "deepcache_center": (0.6, {**CACHED, "deepcache_schedule": "uneven"}, {}),
-    "deepcache_power": (2.0, {**CACHED, "deepcache_schedule": "uneven"}, {}),
+    "deepcache_schedule": ("uniform", CACHED, {}),
     "deepcache_hires": ("off", CACHED, HIRES),
     "guidance_end": (0.5, {}, {"negative_prompt": "snow"}),
 }
 # Those that change the picture of a small model on any machine.
 SEEN = (
-    "vae_precision", "deepcache_interval", "deepcache_depth", "deepcache_start", "deepcache_end", "deepcache_hires",
-    "guidance_end",
+    "vae_precision", "deepcache_interval", "deepcache_depth", "deepcache_start", "deepcache_end", "deepcache_schedule",
+    "deepcache_hires", "guidance_end",
 )
 
 

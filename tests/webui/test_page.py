@@ -123,13 +123,10 @@ def test_settings_have_groups_and_rows_that_apply(page) -> None:
     hidden = {name for name, seen in seen_settings(page).items() if not seen}
     assert hidden == {
         "convolution_accumulation", "deepcache_depth", "deepcache_start", "deepcache_end", "deepcache_schedule",
-        "deepcache_center", "deepcache_power", "deepcache_hires",
+        "deepcache_hires",
     }
     page.type("#setting_onediff_deepcache_interval input[type=number]", 3)
     page.wait(lambda: seen_settings(page)["deepcache_depth"], "DeepCache's depth", 10)
-    assert not seen_settings(page)["deepcache_power"]
-    page.find("#setting_onediff_deepcache_schedule input[value=uneven]").click()
-    page.wait(lambda: seen_settings(page)["deepcache_power"], "the power of the uneven schedule", 10)
 
 
 def test_settings_mark_what_is_changed_and_reset_it(page, webui: WebUI) -> None:

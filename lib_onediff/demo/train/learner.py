@@ -198,6 +198,7 @@ class Learner:
                 # Kept by so many steps: the correction of the second moments' bias is over.
                 self._optimizer.state[value] = {
                     "step": torch.tensor(float(max(self._steps, 1)), device=value.device if value.is_cuda else None),
-                    "exp_avg": torch.zeros_like(value), "exp_avg_sq": square.to(value.device, value.dtype),
+                    # With the value's strides: the fused step asks for them.
+                    "exp_avg": torch.zeros_like(value), "exp_avg_sq": torch.empty_like(value).copy_(square),
                 }
         return True

@@ -4,13 +4,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-UNIFORM, UNEVEN = SCHEDULES = ("uniform", "uneven")
+EARLY, UNIFORM = SCHEDULES = ("early", "uniform")
 AS_FIRST, OFF = HIRES = ("as the first pass", "off")
 MOST_INTERVAL, MOST_DEPTH = 20, 11
-# The values of the DeepCache authors' examples: 15 of 50 steps, and 1.4.
-CENTER, POWER = 0.3, 1.4
-# At 1 the distances would be those of the uniform schedule.
-POWERS = (1.05, 3.0)
 
 
 @dataclass(frozen=True)
@@ -18,17 +14,15 @@ class DeepCacheOptions:
     """interval: every so many steps the whole UNet is computed; 1: at every step, which is exact.
 
     depth: how many input stages, and as many output stages, run at every step. start, end: outside of these fractions
-    of a sampling's steps every step is whole. schedule: UNIFORM, or UNEVEN: as many whole steps, but close together
-    around center (a fraction of the steps) and rarer away from it, the more the larger power is.
+    of a sampling's steps every step is whole. schedule: UNIFORM, or EARLY: as many whole steps, close together at the
+    beginning and ever rarer.
     """
 
     interval: int = 1
     depth: int = 1
     start: float = 0.0
     end: float = 1.0
-    schedule: str = UNIFORM
-    center: float = CENTER
-    power: float = POWER
+    schedule: str = EARLY
 
     @classmethod
     def of(cls, settings: Any, second_pass: bool) -> DeepCacheOptions:
