@@ -14,10 +14,14 @@ LATENT_CHANNELS = 4
 
 @dataclass(eq=False)
 class LoadedModel:
-    """A diffusers pipeline and its name. Pipelines for the other kinds of generation share its parts."""
+    """A diffusers pipeline and its name. Pipelines for the other kinds of generation share its parts.
+
+    about: what the user should know of the model, in a sentence or two; empty for one that the user has chosen.
+    """
 
     pipeline: Any
     name: str
+    about: str = ""
     _pipelines: dict[str, Any] = field(default_factory=dict, init=False)
 
     @property

@@ -19,6 +19,8 @@ from .tiny_model import tiny_sd15_pipeline
 DEMO_NAME = "random-tiny-sd15"
 # Trained by lib_onediff.demo.train. Installed as an extension, OneDiff may come without it.
 SHIPPED = Path(__file__).with_name("emoji-sd")
+ABOUT_SHIPPED = "Draws emoji: try “a red apple on a blue background” or “an owl and a rocket”."
+OWN_MODEL = "Start with --model FILE_OR_FOLDER for your own."
 CHECKPOINT_ENDINGS = (".safetensors", ".ckpt")
 
 
@@ -29,8 +31,10 @@ def load_model(path: str | None, random: bool = False) -> LoadedModel:
     Raises ModelProblem with a sentence for the user when there is no such model or it cannot be loaded.
     """
     if path is None and (random or not (SHIPPED / INDEX).is_file()):
-        return place(tiny_sd15_pipeline(), DEMO_NAME)
-    location = SHIPPED if path is None else Path(path).expanduser()
+        return place(tiny_sd15_pipeline(), DEMO_NAME, f"Random weights: its images show nothing. {OWN_MODEL}")
+    if path is None:
+        return place(load_folder(SHIPPED), SHIPPED.name, f"{ABOUT_SHIPPED} {OWN_MODEL}")
+    location = Path(path).expanduser()
     if location.is_dir():
         return place(load_folder(location), location.resolve().name)
     if not location.exists():
@@ -45,12 +49,12 @@ def load_model(path: str | None, random: bool = False) -> LoadedModel:
     return place(pipeline, location.stem)
 
 
-def place(pipeline: Any, name: str) -> LoadedModel:
+def place(pipeline: Any, name: str, about: str = "") -> LoadedModel:
     """Move a pipeline to the host's device; SDXL's VAE stays in float32, because it overflows in float16."""
     pipeline.to(devices.device, devices.dtype)
     if pipeline.vae.config.force_upcast:
         pipeline.vae.to(dtype=torch.float32)
-    return LoadedModel(pipeline, name)
+    return LoadedModel(pipeline, name, about)
 
 
 def load_folder(folder: Path) -> Any:

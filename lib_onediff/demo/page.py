@@ -31,7 +31,8 @@ def build_page() -> gr.Blocks:
     # Outside of the page, as in a WebUI: what is built inside stands there already.
     tabs = [tab for tabs in script_callbacks.call_all("ui_tabs") for tab in tabs or ()]
     with gr.Blocks(title="OneDiff", theme=theme, css=own, head=head, analytics_enabled=False) as page:
-        gr.HTML(f"<h1>OneDiff</h1><span>{html.escape(shared.sd_model.name)}</span>", elem_id="onediff_header")
+        model = " · ".join(filter(None, (shared.sd_model.name, shared.sd_model.about)))
+        gr.HTML(f"<h1>OneDiff</h1><span>{html.escape(model)}</span>", elem_id="onediff_header")
         with gr.Tabs(elem_id="tabs"):
             with gr.Tab("txt2img", id="txt2img", elem_id="tab_txt2img"):
                 build_generation_tab(scripts.scripts_txt2img, "txt2img")

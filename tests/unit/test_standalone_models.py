@@ -112,7 +112,9 @@ def test_the_shipped_model_is_the_default(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch, shipped: bool, random: bool, name: str
 ) -> None:
     monkeypatch.setattr(models, "SHIPPED", model_folder if shipped else model_folder / "nothing")
-    assert load_model(None, random).name == name
+    model = load_model(None, random)
+    assert model.name == name and "--model" in model.about
+    assert model.about.startswith("Random weights") is (random or not shipped)
 
 
 def test_demo_model() -> None:

@@ -1,0 +1,63 @@
+"""emoji-sd as it ships: it draws what its prompts say, at every size and from an image, and its judge recognises it."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from test_standalone_host import generate
+
+from lib_onediff.demo import models
+from lib_onediff.demo.loaded_model import LoadedModel
+from lib_onediff.demo.modules.processing import StableDiffusionProcessingImg2Img
+from lib_onediff.demo.train.scoring import verdicts
+from lib_onediff.quality.judge import Judge, load_judge
+from lib_onediff.quality.pixels import pixels_of
+
+JUDGE = Path(models.__file__).with_name("emoji-judge.safetensors")
+MOST_BYTES, MOST_PARAMETERS = 20 << 20, 10_000_000
+HOW = {"steps": 20, "cfg_scale": 4.0}
+SQUARE = {"width": 256, "height": 256, **HOW}
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return models.load_model(None)
+
+
+@pytest.fixture(scope="module")
+def judge() -> Judge:
+    return load_judge(JUDGE)
+
+
+def seen(judge: Judge, images: list[Image.Image]) -> list[tuple[str, str]]:
+    """Of each image, the judge's first name and the background."""
+    values = torch.stack([pixels_of(image).permute(2, 0, 1).float() * 2 - 1 for image in images])
+    return [(names[0], ground) for names, ground in verdicts(judge, values)]
+
+
+def test_it_is_as_small_as_it_must_be(model: LoadedModel) -> None:
+    assert sum(file.stat().st_size for file in models.SHIPPED.rglob("*") if file.is_file()) <= MOST_BYTES
+    parts = (model.unet, model.pipeline.vae, model.pipeline.text_encoder)
+    assert sum(value.numel() for part in parts for value in part.parameters()) <= MOST_PARAMETERS
+
+
+@pytest.mark.parametrize("sampler", ["DPM++ 2M", "Euler", "DDIM"])
+def test_it_draws_what_the_prompt_says(model: LoadedModel, judge: Judge, sampler: str) -> None:
+    made = generate(model, prompt="a red apple on a blue background", sampler_name=sampler, seed=1, **SQUARE)
+    assert seen(judge, made.images) == [("red apple", "blue")]
+
+
+def test_it_changes_an_image_by_a_prompt(model: LoadedModel, judge: Judge) -> None:
+    start = generate(model, prompt="a rocket on a yellow background", seed=2, **SQUARE).images
+    made = generate(model, StableDiffusionProcessingImg2Img, prompt="an owl on a yellow background", seed=2,
+                    init_images=start, denoising_strength=0.9, **SQUARE).images
+    assert seen(judge, start + made) == [("rocket", "yellow"), ("owl", "yellow")]
+
+
+@pytest.mark.parametrize("size", [(192, 128), (384, 256)])
+def test_other_sizes_work(model: LoadedModel, judge: Judge, size: tuple[int, int]) -> None:
+    width, height = size
+    made = generate(model, prompt="a sunflower on a grey background", seed=3, width=width, height=height, **HOW)
+    assert made.images[0].size == size and seen(judge, made.images) == [("sunflower", "grey")]
