@@ -28,7 +28,10 @@ HALF_RATE = {(7, 5), (8, 6), (8, 9), (12, 0)}
 
 @dataclass(frozen=True)
 class Machine:
-    """capability: of the GPU that torch uses, or None where it can use none. switches: those that this torch has."""
+    """capability: of the GPU that torch uses, or None where it can use none. switches: those that this torch has.
+
+    cpu_alone: whether there is no GPU of any kind.
+    """
 
     torch: str
     gpu: str
@@ -36,6 +39,7 @@ class Machine:
     amd: bool
     switches: frozenset[str]
     oneflow: bool = False
+    cpu_alone: bool = False
 
     @classmethod
     def now(cls, oneflow: bool = False) -> Machine:
@@ -48,7 +52,9 @@ class Machine:
                 # A GPU that does not start.
                 capability = None
         switches = frozenset(name for name, switch in SWITCHES.items() if switch.read() is not None)
-        return cls(torch.__version__, gpu, capability, torch.version.hip is not None, switches, oneflow)
+        others = (torch.backends.mps, getattr(torch, "xpu", None))
+        cpu_alone = not any(kind is not None and kind.is_available() for kind in (torch.cuda, *others))
+        return cls(torch.__version__, gpu, capability, torch.version.hip is not None, switches, oneflow, cpu_alone)
 
 
 def why_no_effect(
@@ -126,6 +132,8 @@ def of_upcast(value: str, machine: Machine, dtype: torch.dtype | None) -> str | 
 
 
 def of_vae(value: str, machine: Machine, dtype: torch.dtype | None) -> str | None:
+    if value == "fp16" and machine.cpu_alone:
+        return "CPUs decode float16 many times slower, so the VAE stays in the WebUI's type."
     if value != "bf16" or machine.capability is None or machine.amd:
         return None
     return too_old(machine, BF16_FROM, "bfloat16 exists")

@@ -59,6 +59,15 @@ def test_without_an_nvidia_gpu(option: str) -> None:
     assert "AMD" in why_no_effect(option, CHOSEN[option], replace(H200, amd=True))
 
 
+def test_float16_of_the_vae_on_a_cpu() -> None:
+    without = replace(H200, capability=None, gpu="")
+    assert why_no_effect("vae_precision", "fp16", without) is None, "a GPU that is not NVIDIA's"
+    alone = replace(without, cpu_alone=True)
+    assert "slower" in why_no_effect("vae_precision", "fp16", alone)
+    assert why_no_effect("vae_precision", "bf16", alone) is None
+    assert Machine.now().cpu_alone is not torch.cuda.is_available()
+
+
 @pytest.mark.parametrize(("option", "capability"), [
     ("matmul_accumulation", (6, 1)), ("tf32", (7, 5)), ("vae_precision", (7, 5)),
 ])

@@ -26,6 +26,7 @@ from lib_onediff.model.vae.forward import Decoding
 from lib_onediff.model.weights import Affine
 from lib_onediff.ops import torch_ops
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.runtime.vae import fallback, precision
 from lib_onediff.runtime.vae.bound import BoundDecoder, HostTraits
 from lib_onediff.runtime.vae.fallback import UNCOMPARED
 from lib_onediff.runtime.vae.overflow import NOT_FINITE, ONE_COLOUR, SATURATED, WatchedOperators, look_at
@@ -57,6 +58,17 @@ def test_a_type_of_choice(choice: str, stored: torch.dtype, monkeypatch: pytest.
     assert untouched(decoder, before)
     (entry,) = runtime.table.entries()
     assert (entry.key.dtype, entry.key.latent_dtype, entry.state) == (TYPES[choice], stored, State.PROVED)
+
+
+def test_on_a_cpu_nobody_waits_for_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a CPU many times as long."""
+    monkeypatch.setattr(fallback, "SLOW_ON_CPU", precision.SLOW_ON_CPU)
+    types = count_decodes(monkeypatch)
+    runtime.configure(chosen("fp16"))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        host = Host(diffusers_vae().decoder.to(dtype))
+        decode(host, a_latent(host.decoder))
+    assert types == [torch.float32, torch.bfloat16, torch.float16]
 
 
 def test_auto_keeps_to_the_hosts_type(monkeypatch: pytest.MonkeyPatch) -> None:

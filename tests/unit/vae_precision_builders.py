@@ -14,6 +14,7 @@ from lib_onediff.model.vae.forward import Decoding
 from lib_onediff.ops import torch_ops
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.runtime.vae import fallback
 from lib_onediff.runtime.vae.bound import BoundDecoder, HostTraits
 from lib_onediff.runtime.vae.overflow import WatchedOperators
 
@@ -24,7 +25,9 @@ KNOWN = "decoded in float32, because this VAE overflows in float16"
 
 
 @pytest.fixture
-def nothing_known() -> Iterator[None]:
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No verdict on any VAE; and float16 where it is asked for, as on a GPU."""
+    monkeypatch.setattr(fallback, "SLOW_ON_CPU", ())
     runtime.tuning_cache.clear()
     yield
     runtime.tuning_cache.clear()

@@ -1,6 +1,6 @@
 """The pictures of the page in .readme: `install.py --test --pictures` draws them, and nothing else does.
 
-On the standalone host, so with random weights: what an image shows says nothing.
+On the demo, so with emoji-sd on a CPU.
 """
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 from webui_client import WebUI
+from webui_compare_tab import RIGHT, Compare
 from webui_page import TAB, accordion, choose_preset, make_picture, open_page, show_settings
 
 FOLDER = Path(__file__).parents[2] / ".readme"
 WIDTH = 1100
 MARGIN = 8
 SIZES = ((256, 256), (256, 320))
+DRAWN = "demo", "accordion", "cache", "compare", "settings"
 
 
 @pytest.fixture
@@ -25,9 +27,9 @@ def page(request: pytest.FixtureRequest, browser: Any, standalone: WebUI) -> Any
         pytest.skip("drawn with --pictures")
     for width, height in SIZES:
         for _ in range(2):
-            standalone.txt2img(width=width, height=height, steps=8)
+            standalone.txt2img(width=width, height=height, steps=20)
     browser.size_page(WIDTH, 2400)
-    yield open_page(browser, f"{standalone.url}/?__theme=light", width=256, height=256, steps=8)
+    yield open_page(browser, f"{standalone.url}/?__theme=light", width=256, height=256, steps=20)
     browser.forget_size()
 
 
@@ -48,13 +50,19 @@ def draw(page: Any, selector: str, name: str) -> None:
 
 
 def test_screenshots(page: Any) -> None:
-    make_picture(page)
+    page.type("#txt2img_prompt textarea", "an owl and a rocket on a blue background")
     page.open_accordion(accordion("txt2img"))
     choose_preset(page, "txt2img", "Balanced")
-    page.type("#txt2img_prompt textarea", "a castle at night")
+    make_picture(page)
+    draw(page, "#tabs", "demo")
     draw(page, ".onediff-accordion", "accordion")
     page.choose_tab("OneDiff")
     page.wait_for_text(TAB, "256x320", 20)
     draw(page, f"#{TAB}", "cache")
+    compare = Compare(page)
+    compare.show()
+    compare.choose(RIGHT, "Speed first")
+    compare.made(prompt="an owl and a rocket on a blue background", width=256, height=256, steps=20, seed=7)
+    draw(page, "#onediff_compare", "compare")
     draw(page, f"#{show_settings(page)}", "settings")
-    assert all((FOLDER / f"{name}.png").stat().st_size > 10_000 for name in ("accordion", "cache", "settings"))
+    assert all((FOLDER / f"{name}.png").stat().st_size > 10_000 for name in DRAWN)

@@ -29,7 +29,7 @@ from ..verify import blame, recall
 from .call_stats import HOST, OURS
 from .checks import HostDecode, Outcome, check, short_name
 from .overflow import ONE_COLOUR, SATURATED, Finding, WatchedOperators, described, look_at
-from .precision import AUTO, BY_THE_HOST, NAMED, CastWeights, KnownVaes, digest_of
+from .precision import AUTO, BY_THE_HOST, NAMED, SLOW_ON_CPU, CastWeights, KnownVaes, digest_of
 
 log = logging.getLogger("onediff")
 
@@ -117,7 +117,8 @@ class Job:
     @property
     def wanted(self) -> torch.dtype:
         """The type to decode in. Auto keeps to the type of the host's own VAE: its options have decided that."""
-        return self.latent.dtype if self.choice == AUTO else NAMED[self.choice]
+        kept = self.choice == AUTO or (self.choice in SLOW_ON_CPU and self.latent.device.type == "cpu")
+        return self.latent.dtype if kept else NAMED[self.choice]
 
     @cached_property
     def digest(self) -> str:
