@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from webui_client import WebUI
-from webui_compare_tab import RIGHT, Compare
+from webui_compare_tab import IMAGES, NUMBERS, RIGHT, Compare
 from webui_page import TAB, accordion, choose_preset, make_picture, open_page, show_settings
 
 FOLDER = Path(__file__).parents[2] / ".readme"
@@ -28,19 +28,21 @@ def page(request: pytest.FixtureRequest, browser: Any, standalone: WebUI) -> Any
     for width, height in SIZES:
         for _ in range(2):
             standalone.txt2img(width=width, height=height, steps=20)
-    browser.size_page(WIDTH, 2400)
+    # Higher than any page: a scroll bar would be measured, and then not be there.
+    browser.size_page(WIDTH, 4000)
     yield open_page(browser, f"{standalone.url}/?__theme=light", width=256, height=256, steps=20)
     browser.forget_size()
 
 
-def draw(page: Any, selector: str, name: str) -> None:
-    """Write what an element shows to the documentation's folder."""
+def draw(page: Any, selector: str, name: str, last: str = "") -> None:
+    """Write what an element shows, or all from it to the last one, to the documentation's folder."""
     page.find(selector)
     time.sleep(1)
     box = page.run("""
-        const box = document.querySelector(arguments[0]).getBoundingClientRect();
-        return [box.left + scrollX, box.top + scrollY, box.width, box.height];
-    """, selector)
+        const [first, last] = [...arguments].map(at => document.querySelector(at).getBoundingClientRect());
+        const left = Math.min(first.left, last.left), right = Math.max(first.right, last.right);
+        return [left + scrollX, first.top + scrollY, right - left, last.bottom - first.top];
+    """, selector, last or selector)
     left, top, width, height = box
     drawn = page.driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True, "clip": {
         "x": max(0, left - MARGIN), "y": max(0, top - MARGIN), "width": width + 2 * MARGIN,
@@ -63,6 +65,10 @@ def test_screenshots(page: Any) -> None:
     compare.show()
     compare.choose(RIGHT, "Speed first")
     compare.made(prompt="an owl and a rocket on a blue background", width=256, height=256, steps=20, seed=7)
-    draw(page, "#onediff_compare", "compare")
+    page.run("""
+        const labels = [...document.querySelectorAll("#onediff_compare label, #onediff_compare button")];
+        labels.find(label => label.textContent.trim() === "Side by side").click();
+    """)
+    draw(page, f"#{IMAGES}", "compare", last=f"#{NUMBERS}")
     draw(page, f"#{show_settings(page)}", "settings")
     assert all((FOLDER / f"{name}.png").stat().st_size > 10_000 for name in DRAWN)
