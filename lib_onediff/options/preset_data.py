@@ -13,7 +13,10 @@ QUALITY, BALANCED, SPEED = "Quality first", "Balanced", "Speed first"
 
 @dataclass(frozen=True)
 class Preset:
-    """values: what differs from the options' defaults."""
+    """values: what differs from the options' defaults.
+
+    explanation: names the distance of its DeepCache, as bench --quality 16 measured it on emoji-sd in float32.
+    """
 
     name: str
     explanation: str
@@ -35,14 +38,14 @@ PRESETS = (
     Preset(QUALITY, "Everything exact: images differ from the WebUI's own by rounding alone."),
     Preset(
         BALANCED,
-        "Every second step computes a small part of the UNet: about twice as fast; details move.",
+        "Half of the steps compute a small part of the UNet: about twice as fast. Distance 0.03.",
         {"deepcache_interval": 2},
     ),
     Preset(
         SPEED,
-        "Fast drafts: two of three steps compute a small part of the UNet. Images lose detail.",
+        "Fast drafts: three of four steps compute a small part of the UNet. Distance 0.24.",
         {
-            "deepcache_interval": 3, "matmul_accumulation": "half", "convolution_accumulation": "half",
+            "deepcache_interval": 4, "matmul_accumulation": "half", "convolution_accumulation": "half",
             "reduced_precision_reduction": "on", "tf32": "on", "vae_precision": "fp16", "fp8": True,
         },
     ),

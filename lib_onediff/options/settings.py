@@ -115,7 +115,7 @@ class Settings:
     )
     deepcache_schedule: str = option(
         deepcache.EARLY, "DeepCache schedule",
-        "early: whole steps are close together where an image takes shape, and rarer later. uniform: equal distances.",
+        "early: whole steps lie close together at first, rarer later. uniform: equal distances.",
         group=SPEED, choices=deepcache.SCHEDULES, per_run=True, no_effect_when=WITHOUT_DEEPCACHE,
     )
     deepcache_hires: str = option(
