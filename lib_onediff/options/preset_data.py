@@ -15,7 +15,7 @@ QUALITY, BALANCED, SPEED = "Quality first", "Balanced", "Speed first"
 class Preset:
     """values: what differs from the options' defaults.
 
-    explanation: names the distance of its DeepCache, as bench --quality 16 measured it on emoji-sd in float32 with Euler.
+    explanation: names the distance of its DeepCache, as bench --quality 16 measured it on emoji-sd (float32, Euler).
     """
 
     name: str
