@@ -302,7 +302,7 @@ def test_deepcache_rests_below_as_many_steps(total: int, cached: int) -> None:
 
 @pytest.mark.parametrize("interval", [2, 3])
 def test_deepcache_begins_with_a_whole_call_where_the_batch_changes(interval: int) -> None:
-    ours = Samplings.of(deepcache_interval=interval)
+    ours = Samplings.of(deepcache_interval=interval, deepcache_schedule="uniform")
     ours.begin()
     passes = []
     for time in STEPS:
