@@ -38,12 +38,12 @@ PRESETS = (
     Preset(QUALITY, "Everything exact: images differ from the WebUI's own by rounding alone."),
     Preset(
         BALANCED,
-        "Half of the steps compute a small part of the UNet: about twice as fast. Distance 0.03.",
+        "Half of the steps compute a small part of the UNet (distance 0.03): about twice as fast.",
         {"deepcache_interval": 2},
     ),
     Preset(
         SPEED,
-        "Fast drafts: two of three steps compute a small part of the UNet. Distance 0.15.",
+        "Fast drafts: two of three steps compute a small part of the UNet (distance 0.15).",
         {
             "deepcache_interval": 3, "matmul_accumulation": "half", "convolution_accumulation": "half",
             "reduced_precision_reduction": "on", "tf32": "on", "vae_precision": "fp16", "fp8": True,

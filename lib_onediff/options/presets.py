@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import Field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..model.deepcache.options import AS_FIRST, OFF
+from ..model.deepcache.options import AS_FIRST, EARLY, OFF
 from .option import check_value, did_you_mean, format_value, parse_value
 from .preset_data import PRESETS, PROFILES, Preset, Profile
 
@@ -72,8 +72,12 @@ def parse_values(words: Mapping[str, str], options: Mapping[str, Field[Any]]) ->
 
 def migrate_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Options by name, with values or words, as an earlier OneDiff wrote them, in today's."""
+    values = dict(values)
+    if values.get("deepcache_schedule") == "uneven":
+        # Its center and power are gone.
+        values["deepcache_schedule"] = EARLY
     if values.get("deepcache_hires") != "own values":
-        return dict(values)
+        return values
     # The hires pass had options of its own. An interval of 1, the default, means that every step is whole.
     own_interval = str(values.get("deepcache_hires_interval", 1))
     return {**values, "deepcache_hires": OFF if own_interval == "1" else AS_FIRST}

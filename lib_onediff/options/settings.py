@@ -98,7 +98,7 @@ class Settings:
     )
 
     deepcache_interval: int = option(
-        1, "DeepCache interval", "Of so many sampling steps one computes the whole UNet. 1: off. Lossy.",
+        1, "DeepCache interval", "One in this many sampling steps computes the whole UNet. 1: off. Lossy.",
         group=SPEED, per_run=True, bounds=(1, deepcache.MOST_INTERVAL),
     )
     deepcache_depth: int = option(

@@ -153,6 +153,13 @@ def test_what_an_earlier_version_has_stored_of_the_hires_pass_is_replaced(own: d
     assert opts.onediff_deepcache_hires == hires and runtime.settings == wanted
 
 
+def test_a_schedule_of_an_earlier_version_is_replaced() -> None:
+    opts = Options({})
+    opts.data.update({"onediff_deepcache_schedule": "uneven", "onediff_deepcache_center": 0.2})
+    settings_tab.add_options(opts, OptionInfo, lambda: None)
+    assert opts.onediff_deepcache_schedule == "early" and runtime.settings == Settings()
+
+
 @pytest.mark.parametrize("key, value, part", [
     ("onediff_prewarm", "512x512, wide", "'wide' is not a size"),
     ("onediff_prewarm", "65x64", "multiple of 8"),

@@ -20,6 +20,7 @@ from ...model.vae.forward import Decoding
 from ...model.vae.layout import DecoderLayout
 from ...model.weights import Weights
 from ...ops.precision import applied, flags_for, our_modes
+from ...options.effects import FP16_ON_CPU
 from ...options.settings import Settings
 from ...shapes.key import ShapeKey
 from ...shapes.table import Entry, State, Stopwatch
@@ -116,9 +117,16 @@ class Job:
 
     @property
     def wanted(self) -> torch.dtype:
-        """The type to decode in. Auto keeps to the type of the host's own VAE: its options have decided that."""
-        kept = self.choice == AUTO or (self.choice in SLOW_ON_CPU and self.latent.device.type == "cpu")
-        return self.latent.dtype if kept else NAMED[self.choice]
+        """The type to decode in. Auto keeps to the type of the host's own VAE: its options have decided that. So does
+        a choice that a CPU is too slow for."""
+        return self.latent.dtype if self.choice == AUTO or self.why_not_chosen else NAMED[self.choice]
+
+    @property
+    def why_not_chosen(self) -> str:
+        """Why the chosen type is not taken; empty if it is."""
+        if self.choice in SLOW_ON_CPU and self.latent.device.type == "cpu" and self.latent.dtype != NAMED[self.choice]:
+            return f"{self.done} in {short_name(self.latent.dtype)}, because {FP16_ON_CPU}"
+        return ""
 
     @cached_property
     def digest(self) -> str:
@@ -273,7 +281,7 @@ class DecodeFallbackChain:
     def _compared(self, job: Job, attempt: Attempt) -> Outcome:
         """Our image if, the first time at a shape, it is like the host's own."""
         entry = attempt.entry
-        ours = Outcome(attempt.image, OURS, attempt.reason, entry)
+        ours = Outcome(attempt.image, OURS, attempt.reason or job.why_not_chosen, entry)
         if entry.state is not State.COLD:
             return ours
         history = self._services.history

@@ -14,8 +14,7 @@ from .overflow import NOT_FINITE, ONE_COLOUR, SATURATED
 
 AUTO = "auto"
 NAMED: Mapping[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-# Few CPUs compute in it: emoji-sd's VAE took 80 times as long as in float32.
-SLOW_ON_CPU = {"fp16"}
+SLOW_ON_CPU = frozenset({"fp16"})
 # Where a VAE overflows: in a type, or
 BY_THE_HOST = "as the host decodes it"
 
