@@ -110,6 +110,22 @@ def test_learning_goes_on_from_its_files(tmp_path: Path) -> None:
         assert taught(again, other, 20) < late < first
 
 
+def test_second_moments_come_back_with_the_strides_of_their_weights(tmp_path: Path) -> None:
+    """AdamW's fused step, on a GPU, refuses others."""
+    def channels_last() -> tuple[nn.Conv2d, Learner]:
+        network = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+        return network, Learner({"net": network})
+
+    network, learner = channels_last()
+    learner.step(network(torch.ones(1, 4, 5, 5)).sum(), 0.01)
+    learner.save(tmp_path, "stage")
+    other, again = channels_last()
+    assert again.load(tmp_path, "stage")
+    state = again._optimizer.state[other.weight]
+    assert state["exp_avg_sq"].stride() == state["exp_avg"].stride() == other.weight.stride()
+    assert other.weight.stride() != other.weight.contiguous().stride()
+
+
 def test_the_average_is_there_within_and_gone_after() -> None:
     network = nn.Linear(2, 1)
     learner = Learner({"net": network})
