@@ -9,6 +9,7 @@ from ..options.preset_data import PRESETS
 ONEDIFF = "onediff"
 INTERVALS, DEPTHS = (2, 3, 4, 5), (1, 2, 3)
 GUIDANCE_ENDS = 0.3, 0.5, 0.75
+FORECASTS = (2, 3, 4)
 
 
 def deepcache(interval: int, depth: int, **others: Any) -> dict[str, Any]:
@@ -33,6 +34,11 @@ IMAGE_SETTINGS: dict[str, dict[str, Any]] = {
     **{
         f"onediff + DeepCache {interval}, depth 1, guidance end 0.75": deepcache(interval, 1, guidance_end=0.75)
         for interval in INTERVALS
+    },
+    **{f"onediff, forecast {interval}": {"forecast_interval": interval} for interval in FORECASTS},
+    **{
+        f"onediff, forecast {interval}, guidance end 0.75": {"forecast_interval": interval, "guidance_end": 0.75}
+        for interval in FORECASTS
     },
     "onediff + fp8 + DeepCache 3, depth 1": {"fp8": True, **deepcache(3, 1)},
     **{f"preset {preset.name}": dict(preset.values) for preset in PRESETS if preset.values},

@@ -22,6 +22,8 @@ MOST_GRAPH_MEMORY_MIB = 1 << 20
 GENERAL, SPEED, QUALITY, CACHE, PREWARM, ADVANCED = GROUPS = (
     "General", "Speed", "Quality", "Cache", "Pre-warm", "Advanced",
 )
+# Beyond it, a line through two outputs misses the image.
+MOST_FORECAST = 4
 WITHOUT_DEEPCACHE = {"deepcache_interval": (1,)}
 
 
@@ -128,6 +130,11 @@ class Settings:
         1.0, "Guidance end",
         "From this fraction of an image's steps on, no negative prompt is computed. 1: off. Lossy.",
         group=SPEED, per_run=True, bounds=(0.0, 1.0), step=0.01,
+    )
+    forecast_interval: int = option(
+        1, "Forecast interval",
+        "One in this many steps runs the UNet, a line forecasts the others. 1: off. Lossy.",
+        group=SPEED, per_run=True, bounds=(1, MOST_FORECAST),
     )
 
     def __post_init__(self) -> None:

@@ -27,6 +27,7 @@ from ..shapes.table import Entry, State
 from ..weak_dictionary import WeakDictionary
 from .call_stats import GRAPH, HOST, PLAIN, CallResult
 from .fallback import FallbackChain
+from .forecast import ForecastRoute
 from .guidance import Guidance, GuidanceRoute
 from .patched_route import WITHIN_FUNCTION
 from .services import Services
@@ -50,6 +51,7 @@ class Accelerator(Services):
         self.attention_overflows = AttentionOverflows(self.tuning_cache)
         self._sessions: WeakDictionary[nn.Module, Session] = WeakDictionary()
         self._guidance = GuidanceRoute(self.guard, self.call_stats)
+        self._forecast = ForecastRoute(self.guard, self.call_stats)
         # What the host says of the sampling in progress.
         self._sampling = Sampling()
         self._fallback = FallbackChain(
@@ -95,6 +97,7 @@ class Accelerator(Services):
             managed = self._managed.pop(unet, None)
             self._sessions.pop(unet, None)
             self._guidance.forget(unet)
+            self._forecast.forget(unet)
             if managed is not None:
                 managed.drop_runners()
                 managed.bound.release()
@@ -139,12 +142,22 @@ class Accelerator(Services):
         try:
             known = self._known(unet, host_traits)
             # A call that makes a shape ready belongs to no image.
-            if isinstance(known, str) or known[1].guidance_end >= 1.0 or self.waits_for_compile:
+            if isinstance(known, str) or self.waits_for_compile:
                 return self._run(unet, call, host, known)
-            return self._guidance.run(
-                unet, known[1].guidance_end, known[0].sampling or self._sampling, call, host, guidance,
-                lambda call, host: self._run(unet, call, host, known),
-            )
+            managed, settings = known
+            sampling = managed.sampling or self._sampling
+
+            def compute(call: UNetCall, host: HostForward) -> Tensor:
+                if settings.forecast_interval <= 1:
+                    return self._run(unet, call, host, known)
+                return self._forecast.run(
+                    unet, settings.forecast_interval, sampling, call, lambda: self._run(unet, call, host, known),
+                    managed.by_content, managed.bound.weights_now,
+                )
+
+            if settings.guidance_end >= 1.0:
+                return compute(call, host)
+            return self._guidance.run(unet, settings.guidance_end, sampling, call, host, guidance, compute)
         finally:
             managed = self._managed.get(unet)
             if managed is not None:

@@ -25,10 +25,10 @@ from ..ops.precision import Flags, flags_for, our_modes
 from ..options.settings import Settings
 from ..shapes.key import ShapeKey
 from ..shapes.table import Entry, State, Stopwatch
+from . import forecast, guidance
 from .accelerator import OUT_OF_MEMORY, Accelerator
 from .call_stats import BLOCKS
 from .fallback import COMPILING, network_of
-from .guidance import RESTS
 from .verify import blame, computed_twice, relative_error, rounding_limit, state_of
 
 log = logging.getLogger("onediff")
@@ -171,7 +171,9 @@ class BlockRoute:
         )
         no_float8 = "FP8 is for the whole UNet alone" if settings.fp8 else ""
         if settings.guidance_end < 1.0:
-            call_stats.note_guidance(f"{RESTS}{owner} runs the UNet's loop itself")
+            call_stats.note_guidance(f"{guidance.RESTS}{owner} runs the UNet's loop itself")
+        if settings.forecast_interval > 1:
+            call_stats.note_forecast(f"{forecast.RESTS}{owner} runs the UNet's loop itself")
         call_stats.note(
             BLOCKS, "; ".join(filter(None, (f"{owner} runs the UNet's loop itself", within, why_not_faster, no_float8)))
         )

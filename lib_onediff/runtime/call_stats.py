@@ -51,6 +51,9 @@ class CallStats:
         # Calls without the negative prompt's rows; why the last one had them though the option is on.
         self.without_negative = 0
         self.why_guided = ""
+        # Calls that a forecast answered; why the last one was computed though the option is on.
+        self.forecasts = 0
+        self.why_no_forecast = ""
         self._told: dict[tuple[str, str], float] = {}
 
     @property
@@ -61,7 +64,7 @@ class CallStats:
     def begin(self) -> None:
         """A call begins, of which nothing is known yet."""
         self.entry = self.model = None
-        self.why_not_cached = self.why_guided = ""
+        self.why_not_cached = self.why_guided = self.why_no_forecast = ""
 
     def note(self, route: str, reason: str) -> None:
         """The call went by this route; reason: why not by a faster one."""
@@ -81,7 +84,7 @@ class CallStats:
     def note_replay(self, entry: Entry, reason: str) -> None:
         """The call was one more of its sampling: this entry's graph replayed it."""
         self.entry, self.model, self.backend, self.why_not_cached = entry, entry.model, entry.key.backend, ""
-        self.why_guided = ""
+        self.why_guided = self.why_no_forecast = ""
         self.note(GRAPH, reason)
 
     def note_pass(self, part: str, why_not_cached: str) -> None:
@@ -94,6 +97,11 @@ class CallStats:
         """The call was computed without the negative prompt's rows, or whole for this reason."""
         self.why_guided = why_guided
         self.without_negative += without_negative
+
+    def note_forecast(self, why_not: str, is_forecast: bool = False) -> None:
+        """The call was answered by a forecast, or computed, for this reason if it is not the schedule."""
+        self.why_no_forecast = why_not
+        self.forecasts += is_forecast
 
     def status(self) -> dict[str, Any]:
         """As plain values. step_ms and host_ms are medians at the last call's shape. ratio, host_ms / step_ms, and
@@ -112,4 +120,5 @@ class CallStats:
             "calls": {route: self.calls[route] for route in ROUTES},
             "deepcache": {**{name: self.passes[name] for name in (FULL, CACHED)}, "reason": self.why_not_cached},
             "guidance": {"without_negative": self.without_negative, "reason": self.why_guided},
+            "forecast": {"calls": self.forecasts, "reason": self.why_no_forecast},
         }

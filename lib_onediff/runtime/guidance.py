@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..guard import Guard
 from ..model.call import UNetCall
-from ..model.deepcache.sampling import Sampling
-from ..model.deepcache.timeline import FEW_STEPS, Timeline, timeline_of
+from ..model.deepcache.sampling import Sampling, Timelines
+from ..model.deepcache.timeline import FEW_STEPS, Timeline
 from ..model.rows import PromptRows, for_all_rows, halves, take_rows, why_not_taken
 from ..weak_dictionary import WeakDictionary
 from .call_stats import CallStats
@@ -142,8 +142,7 @@ class GuidanceRoute:
     def __init__(self, guard: Guard, call_stats: CallStats) -> None:
         self._guard, self._call_stats = guard, call_stats
         self._runs: WeakDictionary[nn.Module, GuidanceRun] = WeakDictionary()
-        # A refiner goes on where the first UNet of its sampling was.
-        self._timelines: WeakDictionary[Sampling, Timeline] = WeakDictionary()
+        self._timelines = Timelines()
 
     def run(
         self, unet: nn.Module, end: float, sampling: Sampling, call: UNetCall, host: Callable[[], Tensor],
@@ -154,7 +153,7 @@ class GuidanceRoute:
         if run is None:
             run = self._runs[unet] = GuidanceRun()
         try:
-            alone = run.prompt_call(end, sampling, self._timeline_of(sampling), call, guidance)
+            alone = run.prompt_call(end, sampling, self._timelines.of(sampling), call, guidance)
             if not isinstance(alone, str):
                 output = for_all_rows(compute(alone.call, alone.host), call.latent.shape[0])
                 self._call_stats.note_guidance("", without_negative=True)
@@ -170,12 +169,6 @@ class GuidanceRoute:
         output = compute(call, host)
         self._call_stats.note_guidance(reason)
         return output
-
-    def _timeline_of(self, sampling: Sampling) -> Timeline:
-        found = self._timelines.get(sampling)
-        if found is None:
-            found = self._timelines[sampling] = timeline_of(sampling.times(), sampling.count())
-        return found
 
     def forget(self, unet: nn.Module) -> None:
         """The UNet is given back."""

@@ -43,10 +43,11 @@ def summary_html(status: dict[str, Any]) -> str:
 
 def status_html(status: dict[str, Any]) -> str:
     """The status line: what was made last, by which route and why, and how fast."""
-    decode, guidance = status.get("vae") or {}, status.get("guidance") or {}
+    decode, guidance, forecast = (status.get(part) or {} for part in ("vae", "guidance", "forecast"))
     lines = dict.fromkeys((
-        status.get("reason"), guidance.get("reason"), *status.get("notes", ()), *status.get("faults", ()),
-        status.get("hint"), status.get("auto"), decode_described(decode.get("route"), decode.get("reason", "")),
+        status.get("reason"), guidance.get("reason"), forecast.get("reason"), *status.get("notes", ()),
+        *status.get("faults", ()), status.get("hint"), status.get("auto"),
+        decode_described(decode.get("route"), decode.get("reason", "")),
     ))
     reason = "".join(f'<p class="onediff-reason">{html.escape(line)}</p>' for line in lines if line)
     route = status["route"] or "none"

@@ -7,7 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
-from ...model.deepcache.sampling import Sampling, time_of
+from ...model.deepcache.sampling import NOISE, Sampling, time_of
+
+# These add no noise between their steps, as the pipelines call them (eta 0), with a deterministic solver.
+WITHOUT_NOISE = frozenset({
+    "EulerDiscreteScheduler", "HeunDiscreteScheduler", "LMSDiscreteScheduler", "KDPM2DiscreteScheduler",
+    "DDIMScheduler", "PNDMScheduler", "DPMSolverMultistepScheduler", "DPMSolverSinglestepScheduler",
+    "DEISMultistepScheduler", "UniPCMultistepScheduler",
+})
+# An algorithm_type that draws noise begins with it.
+STOCHASTIC = "sde-"
 
 
 class PipelineSchedule:
@@ -38,8 +47,8 @@ def reference_to(pipe: Any) -> Callable[[], Any]:
 
 def sampling_of(scheduler: Any) -> Sampling:
     """The sampling that a diffusers scheduler's timesteps are for."""
-    clock = Clock(scheduler.timesteps, getattr(scheduler, "order", 1))
-    return Sampling(times=clock.times, read=clock.read)
+    clock, noise = Clock(scheduler.timesteps, getattr(scheduler, "order", 1)), noise_of(scheduler)
+    return Sampling(times=clock.times, read=clock.read, why_no_forecast=lambda: noise)
 
 
 def sampling_to_come(p: Any) -> Sampling:
@@ -50,7 +59,16 @@ def sampling_to_come(p: Any) -> Sampling:
         scheduler = getattr(generation(), "sampler", None)
         return None if scheduler is None else Clock(scheduler.timesteps, scheduler.order).times()
 
-    return Sampling(bool(p.is_hr_pass), times)
+    def why_no_forecast() -> str:
+        return noise_of(getattr(generation(), "sampler", None))
+
+    return Sampling(bool(p.is_hr_pass), times, why_no_forecast=why_no_forecast)
+
+
+def noise_of(scheduler: Any) -> str:
+    """Why outputs do not follow from those before with this scheduler, in one line for the user; or ""."""
+    stochastic = str(getattr(getattr(scheduler, "config", None), "algorithm_type", "")).startswith(STOCHASTIC)
+    return NOISE if stochastic or type(scheduler).__name__ not in WITHOUT_NOISE else ""
 
 
 class Clock:

@@ -5,9 +5,19 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from ...weak_dictionary import WeakDictionary
+from .timeline import Timeline, timeline_of
+
+NOISE = "this sampler may add noise between its steps (Euler, DPM++ 2M and DDIM do not)"
+UNKNOWN_SAMPLER = "the caller does not say which sampler it uses"
+
 
 def nothing_known() -> None:
     return None
+
+
+def unknown_sampler() -> str:
+    return UNKNOWN_SAMPLER
 
 
 def time_of(timestep: Tensor) -> float | None:
@@ -24,16 +34,32 @@ class Sampling:
     second_pass: whether it is the second pass of hires fix. times: asked at the first UNet call for the timesteps, as
     the UNet gets them, at which the steps begin, in any order; None where nobody knows. count: asked likewise for the
     number of different timesteps that will come, where times are not known and each step has one. why_not: why no step
-    of it may be cut short, in one line for the user. read: as time_of, by somebody who need not ask the GPU.
+    of it may be cut short, in one line for the user. why_no_forecast: asked at UNet calls, likewise, for why an output
+    does not follow from the ones before it; "" where the sampler adds no noise between steps. read: as time_of, by
+    somebody who need not ask the GPU.
     """
 
     def __init__(
         self, second_pass: bool = False, times: Callable[[], Sequence[float] | None] = nothing_known,
         count: Callable[[], int | None] = nothing_known, why_not: str = "",
-        read: Callable[[Tensor], float | None] = time_of,
+        read: Callable[[Tensor], float | None] = time_of, why_no_forecast: Callable[[], str] = unknown_sampler,
     ) -> None:
         self.second_pass = second_pass
         self.times = times
         self.count = count
         self.why_not = why_not
         self.read = read
+        self.why_no_forecast = why_no_forecast
+
+
+class Timelines:
+    """A timeline for each sampling, which goes with it. A refiner goes on where the first UNet of its sampling was."""
+
+    def __init__(self) -> None:
+        self._known: WeakDictionary[Sampling, Timeline] = WeakDictionary()
+
+    def of(self, sampling: Sampling) -> Timeline:
+        found = self._known.get(sampling)
+        if found is None:
+            found = self._known[sampling] = timeline_of(sampling.times(), sampling.count())
+        return found

@@ -1,0 +1,156 @@
+"""Sampling steps that do not run the UNet: a line through its last two outputs forecasts this one.
+
+Where a sampler adds no noise of its own, the output changes smoothly from step to step: Liu et al. 2025, "From Reusing
+to Forecasting" (TaylorSeer, arXiv 2503.06923); Han et al. 2026, "Spectrum" (arXiv 2603.01623). With 20 steps a line was
+nearer to the exact image than a parabola or Chebyshev polynomials (.readme/deepcache.md).
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..guard import Guard
+from ..model.call import UNetCall
+from ..model.deepcache.options import DeepCacheOptions
+from ..model.deepcache.prompts import PromptNumbers
+from ..model.deepcache.sampling import Sampling, Timelines
+from ..model.deepcache.schedule import is_whole
+from ..model.deepcache.timeline import FEW_STEPS, Step, Timeline
+from ..weak_dictionary import WeakDictionary
+from .call_stats import HOST, CallStats
+from .session import signature
+
+RESTS = "Output forecast rests: "
+UNEQUAL_TIMES = "the images of this batch are at different steps"
+TILES = "an extension calls the UNet several times a step with the same prompt (tiles?)"
+PATCHES = "other extensions compute within the UNet"
+FAILED = "a fault of OneDiff"
+# The first steps change direction: they are computed.
+FIRST_COMPUTED = 3
+
+
+@dataclass
+class OutputHistory:
+    """The last two outputs that the same weights computed of one prompt at one shape. before, last: each a timestep and
+    an output, (batch, channels, height, width)."""
+
+    before: tuple[float, Tensor] | None = None
+    last: tuple[float, Tensor] | None = None
+    weights: Any = None
+
+    def note(self, time: float, output: Tensor, weights: Any) -> None:
+        """The UNet was computed at this timestep. Of two outputs at one timestep (Heun) the later counts."""
+        if weights != self.weights:
+            self.before = self.last = None
+            self.weights = weights
+        if self.last is not None and self.last[0] != time:
+            self.before = self.last
+        # The host may go on computing in its own.
+        self.last = time, output.detach().clone()
+
+    def forecast(self, time: float, weights: Callable[[], Any]) -> Tensor | None:
+        """The output at another timestep, on the line through both; None before these weights have made two. Computed
+        in float32."""
+        if self.before is None or self.last is None or self.weights != weights():
+            return None
+        (time_before, output_before), (time_last, output_last) = self.before, self.last
+        weight = (time - time_before) / (time_last - time_before)
+        return torch.lerp(output_before.float(), output_last.float(), weight).to(output_last.dtype)
+
+
+class ForecastRun:
+    """The samplings of one UNet, as far as forecasts go."""
+
+    def __init__(self) -> None:
+        self._timeline: Timeline | None = None
+        self._begin_again()
+
+    def _begin_again(self) -> None:
+        self._histories: dict[Hashable, OutputHistory] = {}
+        self._prompts = PromptNumbers()
+        self._first_time: float | None = None
+        self._at_first: set[Hashable] = set()
+        self.refusal = ""
+
+    def look(
+        self, interval: int, sampling: Sampling, timeline: Timeline, call: UNetCall, by_content: bool
+    ) -> tuple[OutputHistory, float, bool] | str:
+        """The history of a call, its timestep, and whether the schedule wants it computed; or why it is computed in any
+        case, in one line for the user."""
+        reason = sampling.why_not or sampling.why_no_forecast()
+        if reason:
+            return reason
+        time = sampling.read(call.timestep)
+        if time is None:
+            return UNEQUAL_TIMES
+        step, jumped = timeline.step(time)
+        if jumped or timeline is not self._timeline:
+            self._timeline = timeline
+            self._begin_again()
+        if step.is_of_few:
+            return FEW_STEPS
+        which = signature(call), self._prompts.number(call.context, call.y, by_content)
+        self._look_for_tiles(time, which)
+        if self.refusal:
+            return self.refusal
+        return self._histories.setdefault(which, OutputHistory()), time, is_computed(interval, step)
+
+    def _look_for_tiles(self, time: float, which: Hashable) -> None:
+        """At a sampling's first timestep, the same prompt comes once."""
+        if self._first_time is None:
+            self._first_time = time
+        if time == self._first_time:
+            if which in self._at_first:
+                self.refusal = TILES
+            self._at_first.add(which)
+
+
+def is_computed(interval: int, step: Step) -> bool:
+    """Whether this step runs the UNet: as DeepCache's whole steps, and the first ones."""
+    return step.index < FIRST_COMPUTED or is_whole(DeepCacheOptions(interval), step)
+
+
+class ForecastRoute:
+    """Answers calls by forecasts, where that is chosen."""
+
+    def __init__(self, guard: Guard, call_stats: CallStats) -> None:
+        self._guard, self._call_stats = guard, call_stats
+        self._runs: WeakDictionary[nn.Module, ForecastRun] = WeakDictionary()
+        self._timelines = Timelines()
+
+    def run(
+        self, unet: nn.Module, interval: int, sampling: Sampling, call: UNetCall, compute: Callable[[], Tensor],
+        by_content: bool, weights: Callable[[], Any],
+    ) -> Tensor:
+        """The output of a call: computed, or a forecast between computed ones. Only outputs that we have computed
+        ourselves are continued, never the host's."""
+        run = self._runs.get(unet)
+        if run is None:
+            run = self._runs[unet] = ForecastRun()
+        history, time, reason = None, 0.0, PATCHES if call.patches is not None else ""
+        try:
+            found = reason or run.look(interval, sampling, self._timelines.of(sampling), call, by_content)
+            if isinstance(found, str):
+                reason = found
+            else:
+                history, time, must_compute = found
+                output = None if must_compute else history.forecast(time, weights)
+                if output is not None:
+                    self._call_stats.note_forecast("", is_forecast=True)
+                    return output
+        except Exception as error:
+            run.refusal = FAILED
+            history, reason = None, self._guard.note("forecasting an output", error)
+        output = compute()
+        if history is not None and self._call_stats.route != HOST:
+            self._guard.attempt("noting an output", lambda: history.note(time, output, weights()))
+        self._call_stats.note_forecast(reason and RESTS + reason)
+        return output
+
+    def forget(self, unet: nn.Module) -> None:
+        """The UNet is given back."""
+        self._runs.pop(unet, None)
