@@ -21,7 +21,9 @@ window.onediffAccordion = (() => {
     function changed(tab, name, text, value) {
         const others = partsOf(text).filter((part) => nameOf(part) !== name);
         const base = (options(tab)[name] || {}).base;
-        return [...others, ...(String(value) === base ? [] : [`${name} ${value}`])].join("; ");
+        // A slider's 1 is the server's 1.0.
+        const same = String(value) === base || Number(value) === Number(base);
+        return [...others, ...(same ? [] : [`${name} ${value}`])].join("; ");
     }
 
     function presetChosen(tab, text) {

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..demo.models import SHIPPED
+from ..demo import SHIPPED
 from ..demo.train.captions import HeldOut
 from ..demo.train.scoring import said, verdicts
 from ..options.effects import why_no_effect

@@ -2,3 +2,9 @@
 
 Run it with `python -m lib_onediff.demo`. It loads the same scripts/onediff.py as A1111 and Forge do.
 """
+from __future__ import annotations
+
+from pathlib import Path
+
+# The model that lib_onediff.demo.train has made. Installed as an extension, OneDiff may come without it.
+SHIPPED = Path(__file__).with_name("emoji-sd")

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from . import SHIPPED
 from .errors import ModelProblem
 from .loaded_model import LoadedModel
 from .model_folder import INDEX, LEFT_OUT, read_index, variant_of
@@ -17,8 +18,6 @@ from .single_file import load_checkpoint, safetensors_shapes
 from .tiny_model import tiny_sd15_pipeline
 
 DEMO_NAME = "random-tiny-sd15"
-# Trained by lib_onediff.demo.train. Installed as an extension, OneDiff may come without it.
-SHIPPED = Path(__file__).with_name("emoji-sd")
 ABOUT_SHIPPED = "Draws emoji: try “a red apple on a blue background” or “an owl and a rocket”."
 OWN_MODEL = "Start with --model FILE_OR_FOLDER for your own."
 CHECKPOINT_ENDINGS = (".safetensors", ".ckpt")

@@ -12,16 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..model.deepcache.sampling import NOISE, UNKNOWN_SAMPLER, Sampling
+from ..model.deepcache.sampling import OTHER_SAMPLER, UNKNOWN_SAMPLER, Sampling
 from ..runtime.runtime import runtime
 
 # These call the UNet at every timestep but the lowest.
 ALL_BUT_THE_LOWEST = ("ddim", "ddim_cfgpp", "plms")
-# These add no noise between their steps, at eta 0 where they take one.
-WITHOUT_NOISE = frozenset({
-    "sample_euler", "sample_heun", "sample_heunpp2", "sample_lms", "sample_dpm_2", "sample_dpmpp_2m", "sample_ipndm",
-    "sample_ipndm_v", "sample_deis", "ddim", "plms", "unipc",
-})
+# These go on from one output, and add no noise between their steps, at eta 0 where they take one.
+FIRST_ORDER = ("sample_euler", "ddim")
 # This one chooses timesteps of its own, as many as it is given.
 OWN_TIMESTEPS = "unipc"
 
@@ -55,21 +52,21 @@ def sampling_of(p: Any) -> Sampling:
     sampler, second_pass = getattr(p, "sampler", None), bool(getattr(p, "is_hr_pass", False))
     takes = parameters_of(getattr(sampler, "func", None))
     name = getattr(getattr(sampler, "func", None), "__name__", "")
-    noise = noise_of(name, "eta" in takes, p)
+    no_line = why_no_line(name, "eta" in takes, p)
     if "sigmas" in takes and hasattr(sampler, "get_sigmas"):
         if "s_churn" in takes and churn_of(p):
             return Sampling(second_pass, why_not="the sampler's churn moves its steps")
         sigmas, speaker = Listener(sampler, "get_sigmas").heard, weakref.ref(sampler)
         return Sampling(
-                second_pass, lambda: timesteps_of(speaker(), sigmas[:-1]), why_no_forecast=lambda: noise
+                second_pass, lambda: timesteps_of(speaker(), sigmas[:-1]), why_no_forecast=lambda: no_line
             )
     if "timesteps" in takes and hasattr(sampler, "get_timesteps"):
         timesteps, speaker = Listener(sampler, "get_timesteps").heard, weakref.ref(sampler)
         if name in ALL_BUT_THE_LOWEST:
-            return Sampling(second_pass, lambda: sorted(timesteps)[1:] or None, why_no_forecast=lambda: noise)
+            return Sampling(second_pass, lambda: sorted(timesteps)[1:] or None, why_no_forecast=lambda: no_line)
         if name == OWN_TIMESTEPS:
             count = lambda: own_count(speaker(), len(timesteps))  # noqa: E731
-            return Sampling(second_pass, count=count, why_no_forecast=lambda: noise)
+            return Sampling(second_pass, count=count, why_no_forecast=lambda: no_line)
     return Sampling(second_pass, why_not="this sampler chooses its steps while it runs" if sampler is not None else "")
 
 
@@ -77,11 +74,11 @@ def parameters_of(function: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters) if callable(function) else ()
 
 
-def noise_of(name: str, takes_eta: bool, p: Any) -> str:
+def why_no_line(name: str, takes_eta: bool, p: Any) -> str:
     """Why outputs of this sampling function do not follow from those before, in one line for the user; or ""."""
-    if name not in WITHOUT_NOISE:
-        return NOISE if name else UNKNOWN_SAMPLER
-    return NOISE if takes_eta and eta_of(p) else ""
+    if name not in FIRST_ORDER:
+        return OTHER_SAMPLER if name else UNKNOWN_SAMPLER
+    return OTHER_SAMPLER if takes_eta and eta_of(p) else ""
 
 
 def eta_of(p: Any) -> float:

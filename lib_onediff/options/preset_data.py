@@ -43,10 +43,11 @@ PRESETS = (
     ),
     Preset(
         SPEED,
-        "Fast drafts: two of three steps compute a small part of the UNet (distance 0.15).",
+        "Fast drafts: two of three steps are forecast or computed in small part (distance 0.15).",
         {
-            "deepcache_interval": 3, "matmul_accumulation": "half", "convolution_accumulation": "half",
-            "reduced_precision_reduction": "on", "tf32": "on", "vae_precision": "fp16", "fp8": True,
+            "forecast_interval": 3, "deepcache_interval": 3, "matmul_accumulation": "half",
+            "convolution_accumulation": "half", "reduced_precision_reduction": "on", "tf32": "on",
+            "vae_precision": "fp16", "fp8": True,
         },
     ),
 )
@@ -55,13 +56,14 @@ PROFILES = (
         "few-step checkpoints", ("turbo", "lightning", "lcm", "hypersd"),
         "They take 1 to 8 steps, each of which changes the whole image: there is nothing to take over from the step "
         "before.",
-        {BALANCED: {"deepcache_interval": 1}, SPEED: {"deepcache_interval": 1}},
+        {BALANCED: {"deepcache_interval": 1}, SPEED: {"forecast_interval": 1, "deepcache_interval": 1}},
     ),
     Profile(
         "SDXL base", ("sdxlbase", "stablediffusionxlbase"),
         "It is known to be sensitive: errors in its UNet show as paler colours, and its own VAE overflows in fp16.",
         {SPEED: {
-            "deepcache_interval": 2, "matmul_accumulation": "full", "fp8": False, "vae_precision": "auto",
+            "forecast_interval": 2, "deepcache_interval": 2, "matmul_accumulation": "full", "fp8": False,
+            "vae_precision": "auto",
         }},
     ),
     Profile(

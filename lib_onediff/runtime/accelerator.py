@@ -141,27 +141,36 @@ class Accelerator(Services):
         """
         try:
             known = self._known(unet, host_traits)
-            # A call that makes a shape ready belongs to no image.
-            if isinstance(known, str) or self.waits_for_compile:
+            if isinstance(known, str) or (known[1].guidance_end >= 1.0 and known[1].forecast_interval <= 1):
                 return self._run(unet, call, host, known)
-            managed, settings = known
-            sampling = managed.sampling or self._sampling
-
-            def compute(call: UNetCall, host: HostForward) -> Tensor:
-                if settings.forecast_interval <= 1:
-                    return self._run(unet, call, host, known)
-                return self._forecast.run(
-                    unet, settings.forecast_interval, sampling, call, lambda: self._run(unet, call, host, known),
-                    managed.by_content, managed.bound.weights_now,
-                )
-
-            if settings.guidance_end >= 1.0:
-                return compute(call, host)
-            return self._guidance.run(unet, settings.guidance_end, sampling, call, host, guidance, compute)
+            # A call that makes a shape ready belongs to no image.
+            if self.waits_for_compile:
+                return self._run(unet, call, host, known)
+            return self._run_by_step(unet, call, host, known, guidance)
         finally:
             managed = self._managed.get(unet)
             if managed is not None:
                 managed.bound.last_call_ended = time.perf_counter()
+
+    def _run_by_step(
+        self, unet: nn.Module, call: UNetCall, host: HostForward, known: tuple[ManagedUNet, Settings],
+        guidance: Guidance | None,
+    ) -> Tensor:
+        """As run, for samplings whose steps are not all computed whole: guidance end, output forecast."""
+        managed, settings = known
+        sampling = managed.sampling or self._sampling
+
+        def compute(call: UNetCall, host: HostForward) -> Tensor:
+            if settings.forecast_interval <= 1:
+                return self._run(unet, call, host, known)
+            return self._forecast.run(
+                unet, settings.forecast_interval, sampling, call, lambda: self._run(unet, call, host, known),
+                managed.by_content, managed.bound.weights_now,
+            )
+
+        if settings.guidance_end >= 1.0:
+            return compute(call, host)
+        return self._guidance.run(unet, settings.guidance_end, sampling, call, host, guidance, compute)
 
     def _known(self, unet: nn.Module, host_traits: HostTraits | None) -> tuple[ManagedUNet, Settings] | str:
         """As managed_and_settings, for a UNet that its host may hand over only now. Never raises."""

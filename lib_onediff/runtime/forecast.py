@@ -1,8 +1,9 @@
 """Sampling steps that do not run the UNet: a line through its last two outputs forecasts this one.
 
-Where a sampler adds no noise of its own, the output changes smoothly from step to step: Liu et al. 2025, "From Reusing
-to Forecasting" (TaylorSeer, arXiv 2503.06923); Han et al. 2026, "Spectrum" (arXiv 2603.01623). With 20 steps a line was
-nearer to the exact image than a parabola or Chebyshev polynomials (.readme/deepcache.md).
+With samplers of the first order that add no noise, the output changes smoothly from step to step: Liu et al. 2025,
+"From Reusing to Forecasting" (TaylorSeer, arXiv 2503.06923); Han et al. 2026, "Spectrum" (arXiv 2603.01623). A line
+over the steps' numbers was nearer to the exact image than one over timesteps, a parabola, or Chebyshev polynomials.
+Samplers of higher orders go on from differences of outputs, and magnify the line's errors (.readme/forecast.md).
 """
 from __future__ import annotations
 
@@ -35,30 +36,30 @@ FIRST_COMPUTED = 3
 
 @dataclass
 class OutputHistory:
-    """The last two outputs that the same weights computed of one prompt at one shape. before, last: each a timestep and
-    an output, (batch, channels, height, width)."""
+    """The last two outputs that the same weights computed of one prompt at one shape. before, last: each a step's index
+    and an output, (batch, channels, height, width)."""
 
-    before: tuple[float, Tensor] | None = None
-    last: tuple[float, Tensor] | None = None
+    before: tuple[int, Tensor] | None = None
+    last: tuple[int, Tensor] | None = None
     weights: Any = None
 
-    def note(self, time: float, output: Tensor, weights: Any) -> None:
-        """The UNet was computed at this timestep. Of two outputs at one timestep (Heun) the later counts."""
+    def note(self, step: int, output: Tensor, weights: Any) -> None:
+        """The UNet was computed at this step. Of two outputs at one step the later counts."""
         if weights != self.weights:
             self.before = self.last = None
             self.weights = weights
-        if self.last is not None and self.last[0] != time:
+        if self.last is not None and self.last[0] != step:
             self.before = self.last
         # The host may go on computing in its own.
-        self.last = time, output.detach().clone()
+        self.last = step, output.detach().clone()
 
-    def forecast(self, time: float, weights: Callable[[], Any]) -> Tensor | None:
-        """The output at another timestep, on the line through both; None before these weights have made two. Computed
+    def forecast(self, step: int, weights: Callable[[], Any]) -> Tensor | None:
+        """The output at another step, on the line through both; None before these weights have made two. Computed
         in float32."""
         if self.before is None or self.last is None or self.weights != weights():
             return None
-        (time_before, output_before), (time_last, output_last) = self.before, self.last
-        weight = (time - time_before) / (time_last - time_before)
+        (step_before, output_before), (step_last, output_last) = self.before, self.last
+        weight = (step - step_before) / (step_last - step_before)
         return torch.lerp(output_before.float(), output_last.float(), weight).to(output_last.dtype)
 
 
@@ -78,9 +79,9 @@ class ForecastRun:
 
     def look(
         self, interval: int, sampling: Sampling, timeline: Timeline, call: UNetCall, by_content: bool
-    ) -> tuple[OutputHistory, float, bool] | str:
-        """The history of a call, its timestep, and whether the schedule wants it computed; or why it is computed in any
-        case, in one line for the user."""
+    ) -> tuple[OutputHistory, int, bool] | str:
+        """The history of a call, its step's index, and whether the schedule wants it computed; or why it is computed in
+        any case, in one line for the user."""
         reason = sampling.why_not or sampling.why_no_forecast()
         if reason:
             return reason
@@ -97,7 +98,7 @@ class ForecastRun:
         self._look_for_tiles(time, which)
         if self.refusal:
             return self.refusal
-        return self._histories.setdefault(which, OutputHistory()), time, is_computed(interval, step)
+        return self._histories.setdefault(which, OutputHistory()), step.index, is_computed(interval, step)
 
     def _look_for_tiles(self, time: float, which: Hashable) -> None:
         """At a sampling's first timestep, the same prompt comes once."""
@@ -131,14 +132,14 @@ class ForecastRoute:
         run = self._runs.get(unet)
         if run is None:
             run = self._runs[unet] = ForecastRun()
-        history, time, reason = None, 0.0, PATCHES if call.patches is not None else ""
+        history, step, reason = None, 0, PATCHES if call.patches is not None else ""
         try:
             found = reason or run.look(interval, sampling, self._timelines.of(sampling), call, by_content)
             if isinstance(found, str):
                 reason = found
             else:
-                history, time, must_compute = found
-                output = None if must_compute else history.forecast(time, weights)
+                history, step, must_compute = found
+                output = None if must_compute else history.forecast(step, weights)
                 if output is not None:
                     self._call_stats.note_forecast("", is_forecast=True)
                     return output
@@ -147,7 +148,7 @@ class ForecastRoute:
             history, reason = None, self._guard.note("forecasting an output", error)
         output = compute()
         if history is not None and self._call_stats.route != HOST:
-            self._guard.attempt("noting an output", lambda: history.note(time, output, weights()))
+            self._guard.attempt("noting an output", lambda: history.note(step, output, weights()))
         self._call_stats.note_forecast(reason and RESTS + reason)
         return output
 

@@ -56,8 +56,10 @@ def build_accordion(
                     elem_id=f"onediff_{tab}_preset",
                 )
                 by_words = [a_control(tab, name) for name in ROWS[0]]
-            with gr.Row(elem_classes="onediff-run"):
-                by_numbers = [a_control(tab, name) for name in ROWS[1]]
+            by_numbers = []
+            for names in ROWS[1:]:
+                with gr.Row(elem_classes="onediff-run"):
+                    by_numbers += [a_control(tab, name) for name in names]
             with gr.Row(visible=False, elem_id=HIRES_ROW.format(tab=tab)):
                 hires = a_control(tab, HIRES)
             with gr.Accordion(texts.ADVANCED, open=False, elem_id=f"onediff_{tab}_advanced"):

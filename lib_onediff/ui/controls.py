@@ -27,7 +27,9 @@ from .run_settings import EXAMPLE
 from .settings_tab import label_of
 
 # Rows of options that have a control.
-ROWS = (("vae_precision", "fp8"), ("deepcache_interval", "deepcache_depth"))
+ROWS = (
+    ("vae_precision", "fp8"), ("deepcache_interval", "deepcache_depth"), ("forecast_interval", "guidance_end"),
+)
 HIRES = "deepcache_hires"
 
 
@@ -35,9 +37,10 @@ def a_control(tab: str, name: str) -> Any:
     """The slider or the list of an option, with its value in the settings tab's defaults."""
     option = options_of_a_run()[name]
     about = {"label": option.metadata["label"], "elem_id": f"onediff_{tab}_{name}", "min_width": 160}
-    if type(option.default) is int:
+    if option.metadata["bounds"] is not None:
         least, most = option.metadata["bounds"]
-        return kept_out_of_defaults(gr.Slider(least, most, value=option.default, step=1, **about))
+        slider = gr.Slider(least, most, value=option.default, step=option.metadata["step"], **about)
+        return kept_out_of_defaults(slider)
     return kept_out_of_defaults(gr.Dropdown(words_of(option), value=format_value(option.default), **about))
 
 
@@ -117,7 +120,7 @@ def what_it_will_be(settings: Settings) -> str:
 def shown_values(names: list[str], settings: Settings, shown: tuple[Any, ...]) -> list[Any]:
     """What the controls of these options change to, from what they show."""
     values = [getattr(settings, name) for name in names]
-    words = [value if type(value) is int else format_value(value) for value in values]
+    words = [value if type(value) in (int, float) else format_value(value) for value in values]
     return [UNCHANGED if word == now else word for word, now in zip(words, shown, strict=True)]
 
 

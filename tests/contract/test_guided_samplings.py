@@ -40,6 +40,8 @@ class Step(NamedTuple):
 class Guided:
     """Samplings with guidance, as each host's own code makes them. marks: the order of the rows."""
 
+    sampler: type[Sampler12] = Sampler12
+
     def __init__(self, host: Host, images: int = 1, marks: list[int] = PROMPT_FIRST) -> None:
         self.host, self.images, self.marks = host, images, marks
         self.prompt, self.negative = (random(images, 77, CONTEXT_WIDTH, seed=seed) for seed in (2, 3))
@@ -82,7 +84,7 @@ class Guided:
         """One sampling."""
         host, adapter = self.host, self.host.adapter
         runtime.guard.resume()
-        p = SimpleNamespace(sd_model=host.checkpoint, sampler=Sampler12(), is_hr_pass=False)
+        p = SimpleNamespace(sd_model=host.checkpoint, sampler=self.sampler(), is_hr_pass=False)
         adapter.before_sampling(p)
         p.sampler.get_sigmas()
         image, parts = random(self.images, 4, 8, 8, seed=1), [self.prompt, self.negative]

@@ -280,6 +280,6 @@ def test_pages_are_built_for_every_page_anew(panel: ComparePanel, monkeypatch: p
     saved = (gradio.Textbox, gradio.Dropdown, gradio.Button, gradio.Number, gradio.Checkbox, gradio.Radio)
     ours = [block for block in page.blocks.values() if isinstance(block, saved)]
     assert ours and all(block.do_not_save_to_config for block in ours)
-    assert len(handlers) == 2 * 48
+    assert len(handlers) == 2 * 52
     assert all(handler["api_name"] is False and handler["queue"] is False for handler in handlers)
     assert not any(handler["types"]["generator"] for handler in handlers)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lib_onediff.hosts.sampler_schedule import sampling_of
+from lib_onediff.model.deepcache.sampling import OTHER_SAMPLER, UNKNOWN_SAMPLER
 from lib_onediff.model.deepcache.timeline import timeline_of
 
 
@@ -48,6 +49,15 @@ def unipc(model: Any, x: Any, timesteps: Any, is_img2img: bool = False) -> None:
     """A sampler's signature."""
 
 
+def with_eta(model: Any, x: Any, timesteps: Any, eta: float = 0.0) -> None:
+    """A sampler's signature."""
+
+
+def named(name: str, like: Any) -> Any:
+    """A sampling function as the host calls it."""
+    found = types.FunctionType(like.__code__, like.__globals__, name, like.__defaults__)
+    assert found.__name__ == name
+    return found
 
 
 class BySigmas:
@@ -142,3 +152,29 @@ def test_samplers_that_choose_their_steps_as_they_go_are_named() -> None:
 def test_churn_moves_the_steps(webui: types.SimpleNamespace) -> None:
     webui.s_churn = 5.0
     assert "churn" in sampling_of(Generation(BySigmas(euler))).why_not
+
+
+@pytest.mark.parametrize(("name", "why"), [
+    ("sample_euler", ""), ("sample_heun", OTHER_SAMPLER), ("sample_dpmpp_2m", OTHER_SAMPLER),
+    ("sample_euler_ancestral", OTHER_SAMPLER), ("sample_lcm", OTHER_SAMPLER), ("somebody_elses", OTHER_SAMPLER),
+])
+def test_whose_outputs_follow_a_line(name: str, why: str) -> None:
+    assert sampling_of(Generation(BySigmas(named(name, euler)))).why_no_forecast() == why
+
+
+def test_nothing_is_known_without_a_sampler() -> None:
+    assert sampling_of(Generation(None)).why_no_forecast() == UNKNOWN_SAMPLER
+
+
+@pytest.mark.parametrize(("of_image", "of_settings", "why"), [
+    (None, None, ""), (0.0, 1.0, ""), (None, 0.5, OTHER_SAMPLER), (0.5, 0.0, OTHER_SAMPLER),
+])
+def test_ddim_adds_noise_by_its_eta(
+    webui: types.SimpleNamespace, of_image: float | None, of_settings: float | None, why: str
+) -> None:
+    if of_settings is not None:
+        webui.eta_ddim = of_settings
+    generation: Any = Generation(ByTimesteps(named("ddim", with_eta)))
+    generation.eta = of_image
+    assert sampling_of(generation).why_no_forecast() == why
+    assert sampling_of(Generation(ByTimesteps(unipc))).why_no_forecast() == OTHER_SAMPLER

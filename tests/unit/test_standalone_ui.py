@@ -26,7 +26,7 @@ from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui import accordion, run_settings, settings_tab, status
 
 # What the controls of the accordion show at first.
-SHOWN = ("auto", "off", 1, 1, "as the first pass")
+SHOWN = ("auto", "off", 1, 1, 1, 1.0, "as the first pass")
 STATUS = {
     "enabled": True, "model": "<b>SD1</b>", "backend": "eager", "resolution": "64x72", "route": "plain",
     "reason": "a & b", "step_ms": 12.345, "host_ms": 24.69, "ratio": 2.0, "relative_error": None,

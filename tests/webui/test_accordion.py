@@ -145,7 +145,10 @@ def test_the_first_quick_click_opens_the_list_of_presets(page) -> None:
 def test_rows_are_in_line(page) -> None:
     page.open_accordion(accordion(TAB))
     top = "return document.getElementById(`onediff_txt2img_${arguments[0]}`).getBoundingClientRect().top"
-    for row in (("preset", "vae_precision", "fp8"), ("deepcache_interval", "deepcache_depth")):
+    for row in (
+        ("preset", "vae_precision", "fp8"), ("deepcache_interval", "deepcache_depth"),
+        ("forecast_interval", "guidance_end"),
+    ):
         assert len({round(page.run(top, name), 1) for name in row}) == 1
     middles = page.run("""
         const parts = [".onediff-title input", ".onediff-summary", ".label-wrap > span", ".label-wrap .icon"];

@@ -38,11 +38,12 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "deepcache_schedule": ("uniform", CACHED, {}),
     "deepcache_hires": ("off", CACHED, HIRES),
     "guidance_end": (0.5, {}, {"negative_prompt": "snow"}),
+    "forecast_interval": (3, {}, {}),
 }
 # Those that change the picture of a small model on any machine.
 SEEN = (
     "vae_precision", "deepcache_interval", "deepcache_depth", "deepcache_start", "deepcache_end", "deepcache_schedule",
-    "deepcache_hires", "guidance_end",
+    "deepcache_hires", "guidance_end", "forecast_interval",
 )
 
 

@@ -7,16 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ...model.deepcache.sampling import NOISE, Sampling, time_of
+from ...model.deepcache.sampling import OTHER_SAMPLER, Sampling, time_of
 
-# These add no noise between their steps, as the pipelines call them (eta 0), with a deterministic solver.
-WITHOUT_NOISE = frozenset({
-    "EulerDiscreteScheduler", "HeunDiscreteScheduler", "LMSDiscreteScheduler", "KDPM2DiscreteScheduler",
-    "DDIMScheduler", "PNDMScheduler", "DPMSolverMultistepScheduler", "DPMSolverSinglestepScheduler",
-    "DEISMultistepScheduler", "UniPCMultistepScheduler",
-})
-# An algorithm_type that draws noise begins with it.
-STOCHASTIC = "sde-"
+# These go on from one output, and add no noise between their steps as the pipelines call them (eta 0).
+FIRST_ORDER = ("EulerDiscreteScheduler", "DDIMScheduler")
 
 
 class PipelineSchedule:
@@ -47,8 +41,8 @@ def reference_to(pipe: Any) -> Callable[[], Any]:
 
 def sampling_of(scheduler: Any) -> Sampling:
     """The sampling that a diffusers scheduler's timesteps are for."""
-    clock, noise = Clock(scheduler.timesteps, getattr(scheduler, "order", 1)), noise_of(scheduler)
-    return Sampling(times=clock.times, read=clock.read, why_no_forecast=lambda: noise)
+    clock, no_line = Clock(scheduler.timesteps, getattr(scheduler, "order", 1)), why_no_line(scheduler)
+    return Sampling(times=clock.times, read=clock.read, why_no_forecast=lambda: no_line)
 
 
 def sampling_to_come(p: Any) -> Sampling:
@@ -60,15 +54,14 @@ def sampling_to_come(p: Any) -> Sampling:
         return None if scheduler is None else Clock(scheduler.timesteps, scheduler.order).times()
 
     def why_no_forecast() -> str:
-        return noise_of(getattr(generation(), "sampler", None))
+        return why_no_line(getattr(generation(), "sampler", None))
 
     return Sampling(bool(p.is_hr_pass), times, why_no_forecast=why_no_forecast)
 
 
-def noise_of(scheduler: Any) -> str:
+def why_no_line(scheduler: Any) -> str:
     """Why outputs do not follow from those before with this scheduler, in one line for the user; or ""."""
-    stochastic = str(getattr(getattr(scheduler, "config", None), "algorithm_type", "")).startswith(STOCHASTIC)
-    return NOISE if stochastic or type(scheduler).__name__ not in WITHOUT_NOISE else ""
+    return "" if type(scheduler).__name__ in FIRST_ORDER else OTHER_SAMPLER
 
 
 class Clock:

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...weak_dictionary import WeakDictionary
 from .timeline import Timeline, timeline_of
 
-NOISE = "this sampler may add noise between its steps (Euler, DPM++ 2M and DDIM do not)"
+OTHER_SAMPLER = "it is for the samplers Euler and DDIM (without added noise)"
 UNKNOWN_SAMPLER = "the caller does not say which sampler it uses"
 
 
@@ -35,8 +35,8 @@ class Sampling:
     the UNet gets them, at which the steps begin, in any order; None where nobody knows. count: asked likewise for the
     number of different timesteps that will come, where times are not known and each step has one. why_not: why no step
     of it may be cut short, in one line for the user. why_no_forecast: asked at UNet calls, likewise, for why an output
-    does not follow from the ones before it; "" where the sampler adds no noise between steps. read: as time_of, by
-    somebody who need not ask the GPU.
+    does not follow from the ones before it; "" for samplers of the first order without added noise. read: as time_of,
+    by somebody who need not ask the GPU.
     """
 
     def __init__(
