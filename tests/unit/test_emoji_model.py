@@ -17,7 +17,7 @@ from lib_onediff.quality.pixels import pixels_of
 
 JUDGE = Path(models.__file__).with_name("emoji-judge.safetensors")
 MOST_BYTES, MOST_PARAMETERS = 20 << 20, 10_000_000
-HOW = {"steps": 20, "cfg_scale": 4.0}
+HOW = {"steps": 10, "cfg_scale": 4.0}
 SQUARE = {"width": 256, "height": 256, **HOW}
 
 

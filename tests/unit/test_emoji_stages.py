@@ -13,7 +13,7 @@ from emoji_builders import setup_of
 from PIL import Image
 
 from lib_onediff.bench import __main__ as bench
-from lib_onediff.bench.quality import median_and_low
+from lib_onediff.bench import quality
 from lib_onediff.demo.model_folder import read_index
 from lib_onediff.demo.models import load_folder
 from lib_onediff.demo.train.denoiser_stage import MAIN_SIZE, draw_scenes, make_banks, train_denoiser
@@ -106,6 +106,7 @@ def test_bench_quality_compares_every_setting_with_the_host_and_writes_a_sheet(
     trained: Setup, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sheet, written = trained.folder / "sheet_of_settings.png", trained.folder / "bench.json"
+    monkeypatch.setattr(quality, "SIDE", 64)
     monkeypatch.setattr("sys.argv", [
         "bench", "--quality", "3", "--steps", "4", "--dtype", "fp32", "--model", str(trained.model), "--judge",
         str(trained.judge), "--settings", "onediff", "onediff + DeepCache 3, depth 1", "--sheet", str(sheet),
@@ -131,4 +132,4 @@ def test_bench_quality_says_which_file_is_missing(
 
 
 def test_a_low_psnr_is_that_of_the_worst_images() -> None:
-    assert median_and_low([math.inf] * 10 + [40.0 - one for one in range(10)]) == (math.inf, 32.0)
+    assert quality.median_and_low([math.inf] * 10 + [40.0 - one for one in range(10)]) == (math.inf, 32.0)
