@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -81,7 +81,7 @@ def measure_model(name: str, options: argparse.Namespace, device: torch.device, 
             del unet
     if options.images:
         with done.part(f"{name}, images"):
-            done.add("images", images.HEADINGS, images.images(name, options, device))
+            done.add("images", images.HEADINGS, told(images.images(name, options, device)))
     # From here on other processes measure, and they need the GPU's memory.
     give_back_memory()
     if options.new_sizes is not None:
@@ -91,14 +91,20 @@ def measure_model(name: str, options: argparse.Namespace, device: torch.device, 
         done.add("cold", cold.HEADINGS, starts)
 
 
+def told(rows: Iterable[Any]) -> list[Any]:
+    """All rows, each printed in a line as soon as it is there: a run that is stopped has told what it measured."""
+    found = []
+    for row in rows:
+        print(", ".join(cell for cell in row.cells() if cell), flush=True)
+        found.append(row)
+    return found
+
+
 def judge_images(options: argparse.Namespace, device: torch.device, done: Report) -> int:
     """The table of --quality, printed whole when it is done, and a line for each setting on the way."""
     print(f"{options.quality} images of {options.steps} steps a setting", flush=True)
-    rows = []
     try:
-        for row in quality.quality(options, device):
-            print(", ".join(cell for cell in row.cells() if cell), flush=True)
-            rows.append(row)
+        rows = told(quality.quality(options, device))
     except ValueError as problem:
         print(f"OneDiff bench: {problem}")
         return 1

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,7 +100,7 @@ def pipeline(unet: Any, vae: Any) -> Any:
     return pipe
 
 
-def images(model: str, options: argparse.Namespace, device: torch.device) -> list[ImageRow]:
+def images(model: str, options: argparse.Namespace, device: torch.device) -> Iterator[ImageRow]:
     """Medians of up to MOST_RUNS images at the first size, one pipeline after the other on the same weights."""
     size = sizes_for(model, options.sizes)[0]
     runs = max(1, min(options.runs or MOST_RUNS, MOST_RUNS))
@@ -107,7 +108,7 @@ def images(model: str, options: argparse.Namespace, device: torch.device) -> lis
     drawing.draw(size)
     times, expected = drawing.timed(size, runs)
     host = statistics.median(times)
-    rows = [ImageRow(model, name_of(size), HOST, host, 1.0, times=times)]
+    yield ImageRow(model, name_of(size), HOST, host, 1.0, times=times)
     for name in options.settings or TIMED:
         compile_pipe(drawing.pipe, **IMAGE_SETTINGS[name])
         with runtime.wait_for_compile():
@@ -117,10 +118,10 @@ def images(model: str, options: argparse.Namespace, device: torch.device) -> lis
             drawing.draw(size)
         times, output = drawing.timed(size, runs)
         difference = (output - expected).abs().float()
-        rows.append(ImageRow(
-            model, name_of(size), name, statistics.median(times), host / statistics.median(times),
-            float(difference.mean()), float(difference.max()), runtime.status()["route"] or "", times,
-        ))
+        route = runtime.status()["route"] or ""
         uncompile_pipe(drawing.pipe)
+        yield ImageRow(
+            model, name_of(size), name, statistics.median(times), host / statistics.median(times),
+            float(difference.mean()), float(difference.max()), route, times,
+        )
     give_back_memory()
-    return rows

@@ -123,6 +123,13 @@ def test_bench_quality_compares_every_setting_with_the_host_and_writes_a_sheet(
         assert image.width > 3 * 128 and image.height > 3 * 128
 
 
+def test_every_dtype_begins_with_the_same_noise(trained: Setup) -> None:
+    whole, half = (quality.load(trained.model, dtype, torch.device("cpu")) for dtype in (torch.float32, torch.float16))
+    noise = quality.first_latents(whole, [3, 4])
+    assert noise.shape == (2, 4, quality.SIDE // 8, quality.SIDE // 8) and not torch.equal(noise[0], noise[1])
+    assert torch.equal(quality.first_latents(half, [3, 4]), noise.half())
+
+
 def test_bench_quality_says_which_file_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

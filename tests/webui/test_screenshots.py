@@ -106,7 +106,7 @@ def test_pair(request: pytest.FixtureRequest, standalone: WebUI) -> None:
     ours, our_seconds = images_and_seconds(standalone, deepcache_interval=2)
     rows = (
         (alone, f"Without OneDiff: {alone_seconds:.1f} s an image (the demo, {os.cpu_count()} CPU cores)"),
-        (ours, f"With OneDiff, DeepCache interval 2: {our_seconds:.1f} s, {alone_seconds / our_seconds:.1f}x; same seeds"),
+        (ours, f"With OneDiff, DeepCache 2: {our_seconds:.1f} s, {alone_seconds / our_seconds:.1f}x; same seeds"),
     )
     sheet = Image.new("RGB", (SIDE * len(PROMPTS), (SIDE + CAPTION) * len(rows)), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(TEXT)
