@@ -6,28 +6,32 @@ and count as if they had been called once.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from .patches import origin, package
+from .patches import origin, package, underlying
 
 # How many objects of an extension are looked at.
 MOST = 4096
 
 
 class FunctionState:
-    """The state of functions that can be set back: random.Random objects in their modules, and bool, int and float
-    attributes of the objects of their own packages that they can reach."""
+    """The state of functions that can be set back: random.Random objects in their modules, bool, int and float
+    attributes of the objects of their own packages that they can reach, and lists that are attributes of what they are
+    methods of (ControlNet's reference records in such)."""
 
     def __init__(self, functions: Iterable[Any]) -> None:
         functions = list(functions)
-        globals_of = (getattr(getattr(one, "__func__", one), "__globals__", {}) for one in functions)
+        globals_of = (getattr(underlying(one), "__globals__", {}) for one in functions)
         found = (value for space in {id(space): space for space in globals_of}.values() for value in space.values())
         self._generators = list({id(value): value for value in found if isinstance(value, random.Random)}.values())
         packages = {package(origin(function)) for function in functions}
         self._attributes = [vars(one) for one in objects_of(functions, packages)]
+        bound = {id(one.__self__): one.__self__ for one in functions if isinstance(one, types.MethodType)}
+        self._recorders = [vars(one) for one in bound.values() if hasattr(one, "__dict__")]
 
     def save(self) -> Callable[[], None]:
         """A function that sets everything back to what it is now."""
@@ -37,11 +41,19 @@ class FunctionState:
             for space in self._attributes
         ]
 
+        recorded = [
+            (space, name, value, list(value))
+            for space in self._recorders for name, value in space.items() if type(value) is list
+        ]
+
         def rewind() -> None:
             for generator, state in drawn:
                 generator.setstate(state)
             for space, numbers in counted:
                 space.update(numbers)
+            for space, name, value, members in recorded:
+                value[:] = members
+                space[name] = value
 
         return rewind
 
@@ -57,6 +69,8 @@ def objects_of(functions: Iterable[Any], packages: set[str]) -> Iterator[Any]:
         seen.add(id(one))
         if isinstance(one, types.MethodType):
             waiting += [one.__self__, one.__func__]
+        elif isinstance(one, functools.partial):
+            waiting += [one.func, *one.args, *one.keywords.values()]
         elif isinstance(one, types.FunctionType):
             for cell in one.__closure__ or ():
                 # One that nothing has been put into yet.

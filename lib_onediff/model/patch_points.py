@@ -65,6 +65,11 @@ class PatchPoints:
         """What an output stage joins: hidden states and skip."""
         return hidden_states, skip
 
+    def concatenate(self, index: int, hidden_states: Tensor, skip: Tensor) -> Tensor | None:
+        """What an output stage takes: hidden states, resized to the skip's size, and skip: (batch, all channels,
+        height, width); None where ours concatenates them."""
+        return None
+
     def begin_block(self, place: Block, block: TransformerBlock) -> bool:
         """A transformer block begins. Returns whether anything stands in it."""
         return False

@@ -12,7 +12,7 @@ from .call import UNetCall
 from .forward import Conditioning, Pass, add_residual
 from .layers import Layers, join_heads, split_heads
 from .layout import CrossAttention, ResidualBlock, SelfAttention, SpatialTransformer, TransformerBlock, UNetLayout
-from .operators import Operators, Stream
+from .operators import Image, Operators, Stream
 from .patch_points import CROSS_ATTENTION, INPUT, LAST, MIDDLE, OUTPUT, SELF_ATTENTION, PatchPoints
 from .weights import Weights
 
@@ -76,17 +76,21 @@ class PatchedPass(Pass):
             if self.call.shrink is not None:
                 hidden_states = self.call.shrink.join(hidden_states, skip)
             hidden_states, skip = self.patches.join(index, hidden_states, skip)
-            if hidden_states.shape[-2:] != skip.shape[-2:]:
-                hidden_states = self.ops.resize(hidden_states, *skip.shape[-2:])
-            if self.patches.sees_stages:
-                joined = torch.cat([hidden_states, skip], dim=1)
-                joined = self.patches.before_stage(OUTPUT, index, joined)
-            else:
-                joined = self.ops.concatenate(hidden_states, skip)
+            joined = self._concatenated(index, hidden_states, skip)
             following = skips[-1] if skips else remaining
             hidden_states = self.patched.at(OUTPUT, index).stage(self.layout.output_stages[index], joined, following)
             hidden_states = self.patches.after_stage(OUTPUT, index, hidden_states)
         return hidden_states
+
+    def _concatenated(self, index: int, hidden_states: Tensor, skip: Tensor) -> Image:
+        joined = self.patches.concatenate(index, hidden_states, skip)
+        if joined is None:
+            if hidden_states.shape[-2:] != skip.shape[-2:]:
+                hidden_states = self.ops.resize(hidden_states, *skip.shape[-2:])
+            if not self.patches.sees_stages:
+                return self.ops.concatenate(hidden_states, skip)
+            joined = torch.cat([hidden_states, skip], dim=1)
+        return self.patches.before_stage(OUTPUT, index, joined)
 
     def finish(self, hidden_states: Tensor) -> Tensor:
         hidden_states = self.patches.before_stage(LAST, 0, hidden_states)

@@ -1,9 +1,11 @@
 """Notice that somebody else has changed how a UNet computes."""
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -131,7 +133,7 @@ def origin(function: object) -> str:
     Not function.__module__, which functools.wraps copies from the function that is being replaced. A decorator of
     torch's (inference_mode, compiler.disable) runs what it decorates.
     """
-    inner = getattr(function, "__func__", function)
+    inner = underlying(function)
     module_globals = getattr(inner, "__globals__", None)
     while module_globals is not None and package(module_globals.get("__name__", "")) == "torch" and (
         hasattr(inner, "__wrapped__")
@@ -139,6 +141,13 @@ def origin(function: object) -> str:
         inner = inner.__wrapped__
         module_globals = getattr(inner, "__globals__", None)
     return type(inner).__module__ if module_globals is None else module_globals.get("__name__", "?")
+
+
+def underlying(function: Any) -> Any:
+    """The function of a bound method, and of a functools.partial."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__func__", function)
 
 
 def package(module: str) -> str:

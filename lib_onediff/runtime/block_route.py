@@ -69,10 +69,14 @@ class BlockRoute:
     """Serves the calls of single stages of the UNets that it watches."""
 
     def __init__(
-        self, accelerator: Accelerator, patches_of: Callable[[nn.Module], PatchPoints | None] = lambda unet: None
+        self, accelerator: Accelerator, patches_of: Callable[[nn.Module], PatchPoints | None] = lambda unet: None,
+        why_host: Callable[[nn.Module], str | None] = lambda unet: None,
+        upcasts_attention: Callable[[], bool] = lambda: False,
     ) -> None:
-        """patches_of: what other extensions have put within a UNet's stages."""
-        self._accelerator, self._patches_of = accelerator, patches_of
+        """patches_of: what other extensions have put within a UNet's stages. why_host: why a UNet's stages are the
+        host's now, or None. upcasts_attention: see UNetCall."""
+        self._accelerator, self._patches_of, self._why_host = accelerator, patches_of, why_host
+        self._upcasts_attention = upcasts_attention
         # Where launches may cost more than what is launched. Elsewhere ours are taken to be the faster ones.
         self.timed_on = ("cuda",)
         self._places: weakref.WeakKeyDictionary[nn.Module, tuple[WatchedLoop, int]] = weakref.WeakKeyDictionary()
@@ -139,13 +143,16 @@ class BlockRoute:
         loop.running, loop.stop, call_stats = None, None, self._accelerator.call_stats
         call_stats.begin()
         unet: Any = loop.unet()  # its blocks are called: it is there
-        known = self._accelerator.managed_and_settings(unet)
+        known = self._why_host(unet) or self._accelerator.managed_and_settings(unet)
         if isinstance(known, str):
             return known
         managed, settings = known
         # The owner of the loop has embedded timestep and y already.
         patches = self._patches_of(managed.bound.module)
-        call = UNetCall(latent=hidden_states, timestep=embedding[:, 0], context=context, patches=patches)
+        call = UNetCall(
+            latent=hidden_states, timestep=embedding[:, 0], context=context, patches=patches,
+            upcast_attention=self._upcasts_attention(),
+        )
         device = hidden_states.device
         seen = self._seen_before(managed, settings, call) if device.type in self.timed_on else None
         slower = "" if seen is None else why_the_hosts(seen)

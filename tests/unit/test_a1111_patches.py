@@ -1,23 +1,31 @@
 """What extensions set on the modules of A1111's UNet runs within our forward as it does within ldm's own."""
 from __future__ import annotations
 
+import functools
 import random
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
+import builders
 import pytest
 import torch
-from builders import a_call, ldm_output, ldm_unet, relative_error
+from builders import a_call, ldm_output, ldm_unet, our_output, relative_error
+from tape import TapeRecording
 from test_blocks import controlled_forward
 from torch import Tensor
 from torch.nn import functional
 
+from lib_onediff.engines.graphs.segments import record
 from lib_onediff.hosts.a1111.controlnet_loop import HostLoop
 from lib_onediff.hosts.a1111.inert import does_nothing_now
 from lib_onediff.hosts.a1111.patches import ForeignModules, is_brought
+from lib_onediff.model.bound import BoundUNet
 from lib_onediff.model.call import UNetCall
+from lib_onediff.model.deepcache.forward import compute
 from lib_onediff.model.patches import HostTraits
+from lib_onediff.ops import torch_ops
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 
@@ -167,3 +175,152 @@ def test_what_keeps_a_state_between_calls_is_the_hosts(unet: Any) -> None:
     set_forwards(unet, "attn2", counting)
     ours(unet, ForeignModules())
     assert route() == "host" and "differs each time" in runtime.status()["reason"]
+
+
+def boosted(tensors: list[Tensor], dim: int, original_function: Callable[..., Tensor]) -> Tensor:
+    """As FreeU: writes to half of the channels in place, and joins another skip."""
+    hidden_states, skip = tensors
+    hidden_states[:, : hidden_states.shape[1] // 2] *= 1.3
+    return original_function([hidden_states, 0.8 * skip], dim=dim)
+
+
+FREEU = functools.partial(boosted, original_function=builders.ResizingTorch().cat)
+
+
+@pytest.fixture
+def boosting(monkeypatch: pytest.MonkeyPatch) -> ForeignModules:
+    """The host's concatenation is replaced, and ours is told so."""
+    monkeypatch.setattr(builders.ResizingTorch, "cat", staticmethod(FREEU))
+    return ForeignModules(lambda: FREEU)
+
+
+@pytest.mark.parametrize(("size", "triton"), [((16, 16), False), ((12, 21), False), ((4, 5), True)])
+def test_what_joins_skips_is_called_as_the_host_calls_it(
+    boosting: ForeignModules, size: tuple[int, int], triton: bool
+) -> None:
+    """Sides that cannot be halved have skips of another size."""
+    ops: Any = torch_ops
+    unet = ldm_unet(model_channels=32, num_res_blocks=1, channel_mult=[1, 2], num_heads=2, attention_resolutions=[2])
+    if triton:
+        pytest.importorskip("triton", reason="needs Triton")
+        from lib_onediff.ops.triton.operators import TritonOperators
+
+        ops = TritonOperators()
+    call = a_call(unet, *size, batch=1, tokens=5)
+    patches = boosting.at_call(unet)
+    assert patches is not None and patches.structure == ("skips by test_a1111_patches",)
+    with torch.no_grad():
+        output, expected = our_output(unet, replace(call, patches=patches), ops), ldm_output(unet, call)
+        assert relative_error(output, expected) < CLOSE
+        assert relative_error(output, our_output(unet, call)) > 100 * CLOSE
+
+
+def test_what_joins_skips_is_called_between_recorded_parts(unet: Any, boosting: ForeignModules) -> None:
+    bound = BoundUNet(unet)
+    first, second = (replace(a_call(unet, seed=seed), patches=boosting.at_call(unet)) for seed in (0, 1))
+    inputs = replace(first, patches=None, latent=first.latent.clone(), context=first.context.clone())
+    with torch.no_grad():
+        bound.refresh(first, by_content=False)
+        weights = bound.binding.weights()
+        segments = record(
+            TapeRecording(), first.patches,
+            lambda points: compute(bound.layout, weights, torch_ops, replace(inputs, patches=points), None),
+        )
+        output, expected = segments.run(second, inputs), ldm_output(unet, second)
+    assert relative_error(output, expected) < CLOSE
+
+
+def test_a_loop_joins_its_skips_itself(unet: Any, boosting: ForeignModules) -> None:
+    assert boosting.in_stages(unet) is None
+
+
+class Reference:
+    """As sd-webui-controlnet's: a first pass records tokens and norms, a second uses and forgets them."""
+
+    def __init__(self, unet: Any) -> None:
+        self.writes = False
+        outer = self
+
+        def hacked_basic_transformer_inner_forward(self: Any, x: Tensor, context: Tensor | None = None) -> Tensor:
+            normed = self.norm1(x)
+            if outer.writes:
+                self.bank.append(normed.detach().clone())
+                attended = self.attn1(normed)
+            else:
+                attended = self.attn1(normed, context=torch.cat([normed, *self.bank], dim=1))
+                self.bank = []
+            x = attended + x
+            x = self.attn2(self.norm2(x), context=context) + x
+            return self.ff(self.norm3(x)) + x
+
+        def hacked_group_norm_forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+            x = self.original_forward_cn_hijack(*args, **kwargs)
+            if outer.writes:
+                self.mean_bank.append(x.mean(dim=(2, 3), keepdim=True))
+                return x
+            x = x + 0.5 * sum(self.mean_bank)
+            self.mean_bank = []
+            return x
+
+        def forward(self: Any, x: Tensor, timesteps: Tensor, context: Tensor) -> Tensor:
+            outer.writes = True
+            original(0.5 * x.flip(-1), timesteps, context)
+            outer.writes = False
+            return controlled_forward(self, x, timesteps, context)
+
+        original = unet.forward
+        for block in blocks_of(unet):
+            block._forward, block.bank = types.MethodType(hacked_basic_transformer_inner_forward, block), []
+        for stage in (unet.middle_block, unet.output_blocks[0]):
+            stage.original_forward_cn_hijack, stage.mean_bank = stage.forward, []
+            stage.forward = types.MethodType(hacked_group_norm_forward, stage)
+        unet.forward = types.MethodType(forward, unet)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_reference_records_around_our_blocks_what_it_records_around_the_hosts(unet: Any, verify: bool) -> None:
+    from ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequential
+
+    call, foreign = a_call(unet, 16, 16), ForeignModules()
+    plain = ours(unet, foreign)
+    loop = HostLoop([TimestepEmbedSequential])
+    loop.serve()
+    loop.watch(unet)
+    Reference(unet)
+    try:
+        with torch.no_grad():
+            with runtime.settings_for_run(Settings(enabled=False)):
+                expected = unet.forward(call.latent, call.timestep, call.context)
+            for _ in range(3):
+                before = runtime.status()["calls"]["blocks"]
+                with runtime.settings_for_run(Settings(verify=verify)):
+                    output = unet.forward(call.latent, call.timestep, call.context)
+                assert relative_error(output, expected) < CLOSE
+                assert route() == "blocks", runtime.status()["reason"]
+                assert runtime.status()["calls"]["blocks"] == before + 2
+                assert "block by test_a1111_patches" in runtime.status()["reason"]
+        # ControlNet takes its forward away after use, and nothing else.
+        del unet.forward
+        assert torch.equal(ours(unet, foreign), plain) and route() == "plain", runtime.status()["reason"]
+    finally:
+        loop.stop()
+
+
+def test_the_loops_stages_ask_what_the_whole_unet_asks(unet: Any) -> None:
+    from ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequential
+
+    call = a_call(unet)
+    why: list[str | None] = ["a hypernetwork changes the attention"]
+    loop = HostLoop([TimestepEmbedSequential], None, lambda unet: why[0])
+    loop.serve()
+    loop.watch(unet)
+    unet.forward = types.MethodType(controlled_forward, unet)
+    try:
+        with torch.no_grad():
+            unet.forward(call.latent, call.timestep, call.context)
+            assert route() == "host" and runtime.status()["reason"] == why[0]
+            why[0] = None
+            unet.forward(call.latent, call.timestep, call.context)
+            assert route() == "blocks"
+    finally:
+        loop.stop()

@@ -44,6 +44,10 @@ def reference(preprocessor: str) -> dict[str, Any]:
 
 
 FREEU = script("FreeU Integrated (SD 1.x, SD 2.x, SDXL)", True, 1.3, 1.4, 0.9, 0.2, 0.0, 1.0)
+# sd-webui-freeu: from, until, smoothness, version, and three stages of backbone, skip, offset, width, cutoff, high end.
+STAGES_OF_FREEU = (1.3, 0.9, 0.0, 0.5, 0.0, 1.0, 1.4, 0.2, 0.0, 0.5, 0.0, 1.0, 1.2, 0.7, 0.25, 1.0, 0.5, 1.1)
+FREEU_OF_A1111 = script("FreeU", True, 0.0, 1.0, 0.0, "Version 2", *STAGES_OF_FREEU)
+HALF_OF_FREEU = script("FreeU", True, 0.0, 0.5, 0.0, "Version 1", *STAGES_OF_FREEU)
 SAG = script("SelfAttentionGuidance Integrated (SD 1.x, SD 2.x, SDXL)", True, 0.5, 2.0, 1.0)
 KOHYA_HRFIX = script("Kohya HRFix Integrated", True, 3, 2.0, 0.0, 1.0, True, "bicubic", "bicubic")
 PERTURBED_ATTENTION = script("PerturbedAttentionGuidance Integrated", True, 15.0, 0.0, 0.0, 1.0)
@@ -92,11 +96,31 @@ WITHIN = [
     Foreign("SAG and Kohya HRFix", "forge", "input_block_patch", {
         **LARGER, "alwayson_scripts": {**SAG["alwayson_scripts"], **KOHYA_HRFIX["alwayson_scripts"]},
     }, doubles_calls=True),
+    Foreign("FreeU of A1111", "a1111", "skips by lib_free_u", {**LARGER, **FREEU_OF_A1111}),
+    Foreign("FreeU of A1111 in half of the steps, an odd size, two images", "a1111", "skips by lib_free_u", {
+        **HALF_OF_FREEU, "width": 136, "height": 88, "batch_size": 2, "steps": 4,
+    }),
+    Foreign(
+        "FreeU and token merging on A1111", "a1111", "block by tomesd.*skips by lib_free_u",
+        {**LARGER, **FREEU_OF_A1111}, {"token_merging_ratio": 0.5},
+    ),
     Foreign("token merging", "a1111", r"block by tomesd", options={"token_merging_ratio": 0.5}),
     Foreign(
         "HyperTile", "a1111", "attn1 by hypertile", LARGEST,
         {"hypertile_enable_unet": True, "hypertile_swap_size_unet": 3, "hypertile_max_tile_unet": 128},
     ),
+]
+# Of sd-webui-controlnet, which calls the UNet twice a step: once to record, once to make the image.
+REFERENCES = [
+    Foreign("reference_only", "a1111", "block by scripts.hook", reference("reference_only")),
+    Foreign("reference_adain", "a1111", "block by scripts.hook", reference("reference_adain")),
+    Foreign("reference_adain+attn, two images, a long prompt", "a1111", "block by scripts.hook", {
+        **reference("reference_adain+attn"), **LARGER, "batch_size": 2, "prompt": "a " * 110,
+    }),
+    Foreign("reference_only and FreeU", "a1111", "block by scripts.hook", {
+        **LARGER,
+        "alwayson_scripts": {**reference("reference_only")["alwayson_scripts"], **FREEU_OF_A1111["alwayson_scripts"]},
+    }),
 ]
 OURS = [
     Foreign("FreeU", "forge", "", {**FREEU, **LARGER}),
@@ -211,6 +235,22 @@ def test_what_leaves_the_unet_alone_runs_as_a_graph(
 ) -> None:
     plain, on = assert_between_graphs(webui, *prepared(webui, foreign))
     assert_different(plain, on, foreign.name)
+
+
+@pytest.mark.parametrize("checkpoint", ["sd15", "sdxl"])
+@pytest.mark.parametrize("foreign", REFERENCES, ids=lambda foreign: foreign.name)
+def test_references_run_around_our_blocks(webui: WebUI, sd15: Models, foreign: Foreign, checkpoint: str) -> None:
+    request, plain_request = prepared(webui, foreign)
+    sd15.use(checkpoint)
+    plain, on = assert_within(webui, request, plain_request, foreign.reason, ("blocks",))
+    assert on.served(("blocks",)) == 2 * plain.served(WHOLE_UNET)
+    assert_different(plain, on, foreign.name)
+
+
+def test_what_freeu_leaves_costs_nothing(webui: WebUI, sd15: Models) -> None:
+    request, plain_request = prepared(webui, next(one for one in WITHIN if one.name == "FreeU of A1111"))
+    run_on(webui, request)
+    assert "skips by" not in run_on(webui, plain_request).reason
 
 
 def test_hypernetwork(webui: WebUI, sd15: Models) -> None:

@@ -140,6 +140,9 @@ class RecordedPoints(PatchPoints):
     def join(self, index: int, hidden_states: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
         return self._noted("join", index, hidden_states, skip)
 
+    def concatenate(self, index: int, hidden_states: Tensor, skip: Tensor) -> Tensor | None:
+        return self._at("concatenate", index, hidden_states, skip)
+
     def begin_block(self, place: Block, block: TransformerBlock) -> bool:
         return self._noted("begin_block", place, block)
 

@@ -25,6 +25,7 @@ from ..class_patch import ClassPatch, active_patches
 from ..contract import Need, first_missing
 from ..ldm_decoder import DecoderPatches
 from ..webui import PROMPT_NOISE, CannotWarm, Result, WebUI, network_name
+from .concatenation import replaced_concatenation
 from .controlnet_loop import HostLoop
 from .guidance import DenoiserStep
 from .inert import does_nothing_now, foreign_forward
@@ -79,8 +80,11 @@ class A1111(WebUI):
             )
             for module in self._unet_modules
         ]
-        self._foreign = ForeignModules()
-        self._loop = HostLoop([module.TimestepEmbedSequential for module in self._unet_modules], self._foreign)
+        self._foreign = ForeignModules(replaced_concatenation)
+        self._loop = HostLoop(
+            [module.TimestepEmbedSequential for module in self._unet_modules], self._foreign, self._why_host,
+            upcasts_attention,
+        )
         self._host_traits = HostTraits(
             TRUSTED, does_nothing_now, apply_wanted_networks, wanted_networks, by_content=True, brought=is_brought
         )
@@ -215,7 +219,14 @@ class A1111(WebUI):
     ) -> Tensor:
         """Stands in for UNetModel.forward(self, x, timesteps=None, context=None, y=None, **kwargs)."""
         host = lambda: original(unet, x, timesteps, context, *args, **kwargs)  # noqa: E731
-        reason = self._why_host(unet, timesteps, context, args, kwargs)
+        owner = foreign_forward(unet)
+        if owner is not None and self._loop.watches(unet):
+            # The owner calls this from its own forward, as ControlNet's reference does: the host's walk through the
+            # stages, each of which is ours, and is counted.
+            return runtime.pressure.run_host(host)
+        reason = why_not_this_call(timesteps, context, args, kwargs) or self._why_host(unet)
+        if reason is None and owner is not None:
+            reason = f"{owner} calls the UNet from a forward of its own"
         if reason is not None:
             runtime.note_host(reason, unet)
             return runtime.pressure.run_host(host)
@@ -231,31 +242,32 @@ class A1111(WebUI):
 
         return runtime.run(unet, call, host, self._host_traits, prompt_rows)
 
-    def _why_host(
-        self, unet: nn.Module, timesteps: Any, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> str | None:
-        """Why this call is not ours, in one line; None where nothing is known against it. Microseconds."""
+    def _why_host(self, unet: nn.Module) -> str | None:
+        """Why the calls of this UNet and its stages are not ours now, in one line; None where nothing is known against
+        it. Microseconds."""
         from modules import sd_hijack_unet, sd_unet, shared
 
         if self._unmet is not None:
             return self._unmet
-        if not isinstance(timesteps, Tensor) or not isinstance(context, Tensor):
-            return "the UNet is called without a timestep or a context"
-        if len(args) > 1 or any(value is not None for name, value in kwargs.items() if name != "y"):
-            return f"the UNet is called with more than we know ({', '.join(sorted(kwargs)) or 'by position'})"
-        if "forward" in unet.__dict__ and (owner := foreign_forward(unet)) is not None:
-            return f"{owner} calls the UNet from a forward of its own (a ControlNet reference?)"
         if sd_unet.current_unet is not None:
             return "another extension's UNet is active (Settings, SD Unet)"
         if shared.loaded_hypernetworks:
             return "a hypernetwork changes the attention"
         if getattr(sys.modules[type(unet).__module__], "th", None) is not sd_hijack_unet.th:
-            return "an extension has replaced the UNet's torch functions (FreeU?)"
+            return "an extension has replaced the UNet's torch functions"
         if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
             return "a forward hook is set on all modules"
         if shared.cmd_opts.lowvram and getattr(shared.sd_model, "lowvram", False):
             return "--lowvram moves the UNet's layers one at a time"
         return why_functional() if getattr(shared.opts, "lora_functional", False) else None
+
+
+def why_not_this_call(timesteps: Any, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    if not isinstance(timesteps, Tensor) or not isinstance(context, Tensor):
+        return "the UNet is called without a timestep or a context"
+    if len(args) > 1 or any(value is not None for name, value in kwargs.items() if name != "y"):
+        return f"the UNet is called with more than we know ({', '.join(sorted(kwargs)) or 'by position'})"
+    return None
 
 
 def unet_of(sd_model: Any) -> nn.Module | None:

@@ -16,8 +16,13 @@ from .patches import ForeignModules
 class HostLoop:
     """Class-level patches of TimestepEmbedSequential.forward that only act inside a foreign loop."""
 
-    def __init__(self, stage_classes: list[type], foreign: ForeignModules | None = None) -> None:
-        self._route = BlockRoute(runtime, (foreign or ForeignModules()).at_call)
+    def __init__(
+        self, stage_classes: list[type], foreign: ForeignModules | None = None,
+        why_host: Callable[[nn.Module], str | None] = lambda unet: None,
+        upcasts_attention: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """why_host, upcasts_attention: see BlockRoute."""
+        self._route = BlockRoute(runtime, (foreign or ForeignModules()).in_stages, why_host, upcasts_attention)
         self._patches = [
             ClassPatch(
                 stage_class, "forward", self._forward, runtime.guard, "the UNet's blocks", self._declined,
@@ -37,6 +42,9 @@ class HostLoop:
     def watch(self, unet: Any) -> None:
         """Look after the stages of this UNet from now on."""
         self._route.watch(unet, [*unet.input_blocks, unet.middle_block, *unet.output_blocks])
+
+    def watches(self, unet: Any) -> bool:
+        return self._route.unet_of(unet.input_blocks[0]) is unet
 
     def _declined(self, block: Any, reason: str) -> None:
         """Count a walk through the stages that is the host's once; the UNet's own forward has counted its own."""

@@ -1,13 +1,15 @@
 """What extensions put on the modules of A1111's UNets, as the points of our forward.
 
 There is no protocol: an extension sets a forward on the instance of an attention (IP-Adapter in sd-webui-controlnet,
-HyperTile, regional prompts) or gives a transformer block another class (token merging). Each is called as it stands,
-with what the host's own block hands it.
+HyperTile, regional prompts) or of a transformer block (ControlNet's reference), gives the block another class (token
+merging), or replaces what concatenates hidden states and skips (FreeU). Each is called as it stands, with what the
+host's own module hands it.
 """
 from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -17,9 +19,13 @@ from ...model.patch_points import CROSS_ATTENTION, SELF_ATTENTION, Block, PatchP
 from ...model.patches import origin, own_method
 from ...model.read_ldm import is_block, is_derived_block
 from ...runtime.runtime import runtime
-from .inert import REFERENCE_HACKS, does_nothing_now
+from .concatenation import Concatenation
+from .inert import does_nothing_now, foreign_forward
 
 METHODS = ("forward", "_forward")
+# What an attention has, and what the class of a stage is called.
+PROJECTIONS = ("to_q", "to_k", "to_v", "to_out")
+STAGE = "TimestepEmbedSequential"
 ATTENTIONS = (SELF_ATTENTION, CROSS_ATTENTION)
 # The last part of the path of a block's first norm, below its block.
 SELF_NORM = ".norm1"
@@ -27,27 +33,39 @@ SELF_NORM = ".norm1"
 
 class ModulePatches(PatchPoints):
     """The changed modules of a UNet, as they are at one call. changed: by the paths of their blocks, the name that each
-    has there ("" for the block itself)."""
+    has there ("" for the block itself). concatenation: what stands for torch.cat, where that is not the host's own."""
 
-    def __init__(self, changed: dict[str, dict[str, Any]]) -> None:
-        self._changed = changed
+    def __init__(self, changed: dict[str, dict[str, Any]], concatenation: Concatenation | None = None) -> None:
+        self.changed, self._concatenation = changed, concatenation
         self._here: dict[str, Any] = {}
         found = [
             (name or "block", foreign_function(module)) for names in changed.values() for name, module in names.items()
         ]
-        self.places = {path: tuple(names) for path, names in changed.items()}
+        self.places = ({path: tuple(names) for path, names in changed.items()}, concatenation is not None)
         kinds = Counter(f"{name} by {origin(function)}" for name, function in found)
-        self.structure = tuple(sorted(f"{kind} in {count} blocks" for kind, count in kinds.items()))
+        structure = sorted(f"{kind} in {count} blocks" for kind, count in kinds.items())
         self._functions = [function for _, function in found]
+        if concatenation is not None:
+            structure.append(f"skips by {origin(concatenation)}")
+            self._functions.append(concatenation)
+        self.structure = tuple(structure)
 
     def functions(self) -> list[Any]:
         return self._functions
 
     def stands(self, point: str, *arguments: Any) -> bool:
+        if point == "concatenate":
+            return self._concatenation is not None
         return point == "whole_block" and "" in self._here or point == "whole_attention" and arguments[0] in self._here
 
+    def concatenate(self, index: int, hidden_states: Tensor, skip: Tensor) -> Tensor | None:
+        if self._concatenation is None:
+            return None
+        joined = self._concatenation([hidden_states.contiguous(), skip.contiguous()], dim=1)
+        return joined.to(hidden_states.dtype).detach()
+
     def begin_block(self, place: Block, block: TransformerBlock) -> bool:
-        self._here = self._changed.get(block.self_norm.path.removesuffix(SELF_NORM), {})
+        self._here = self.changed.get(block.self_norm.path.removesuffix(SELF_NORM), {})
         return bool(self._here)
 
     def whole_block(self, block: TransformerBlock, tokens: Tensor, context: Tensor) -> Tensor | None:
@@ -87,9 +105,13 @@ class Places(NamedTuple):
 
 
 class ForeignModules:
-    """Finds what stands on the modules of UNets: asked at every call, 0.04 ms for SDXL where there is nothing."""
+    """Finds what stands on the modules of UNets: asked at every call, 0.04 ms for SDXL where there is nothing.
 
-    def __init__(self) -> None:
+    concatenation: tells what stands for torch.cat in their forwards, where that is not the host's own.
+    """
+
+    def __init__(self, concatenation: Callable[[], Concatenation | None] = lambda: None) -> None:
+        self._concatenation = concatenation
         self._places: weakref.WeakKeyDictionary[nn.Module, Places] = weakref.WeakKeyDictionary()
         self._last: weakref.WeakKeyDictionary[nn.Module, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
@@ -98,6 +120,13 @@ class ForeignModules:
         self._places.pop(unet, None)
 
     def at_call(self, unet: nn.Module) -> ModulePatches | None:
+        """What stands on its modules and between them now, or None."""
+        within, concatenation = self.in_stages(unet), self._concatenation()
+        if concatenation is None:
+            return within
+        return ModulePatches({} if within is None else within.changed, concatenation)
+
+    def in_stages(self, unet: nn.Module) -> ModulePatches | None:
         """What stands on its modules now, or None. Where that is something else than at the last call, the UNet is
         looked at again, as when a sampling begins."""
         patches = self._find(unet)
@@ -139,8 +168,8 @@ def is_foreign(unet: nn.Module, module: Any) -> bool:
 
 
 def is_brought(unet: nn.Module, module: nn.Module) -> bool:
-    """Whether calls bring what is set on a module's instance as patches. What ControlNet's reference sets keeps what
-    it has recorded from one pass for the next: that is the host's."""
-    if is_block(type(module)):
-        return getattr(module.__dict__.get("_forward"), "__name__", "") not in REFERENCE_HACKS
-    return all(hasattr(module, name) for name in ("to_q", "to_k", "to_v", "to_out"))
+    """Whether calls bring what is set on a module's instance as patches. A stage's own runs around our hook where an
+    extension walks through the stages: ControlNet's reference records norms there."""
+    if is_block(type(module)) or all(hasattr(module, name) for name in PROJECTIONS):
+        return True
+    return type(module).__name__ == STAGE and foreign_forward(unet) is not None
