@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from test_foreign import assert_host_served
 from test_neighbours import ROUTE
 from webui_client import PICTURE, WebUI, encode, one_run, start_from
 from webui_client import gradient as gradient_image
-from webui_compare import assert_different, assert_same, on_and_off, run_off, run_on
+from webui_compare import assert_different, assert_same, assert_within, on_and_off, run_off, run_on
 from webui_models import Models
 
 
@@ -93,7 +92,7 @@ def test_regional_prompter(webui: WebUI, sd15: Models, mode: str) -> None:
     if errors:
         assert len(errors) == 2 and errors[0] == errors[1], errors
     elif mode == "Attention":
-        made = assert_host_served(webui, request, "forward|attention")
+        _, made = assert_within(webui, request, prompt, "attn2 by scripts")
         assert_different(plain, made, "the regions")
     else:
         on_and_off(webui, request)

@@ -6,39 +6,26 @@ with what the host's own block hands it.
 """
 from __future__ import annotations
 
-import weakref
-from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
 from ...model.layout import TransformerBlock
-from ...model.patch_points import CROSS_ATTENTION, SELF_ATTENTION, Block, PatchPoints
-from ...model.patches import origin, own_method
-from ...model.read_ldm import is_block, is_derived_block
-from ...runtime.runtime import runtime
+from ...model.patch_points import CROSS_ATTENTION, Block, PatchPoints
+from ...model.read_ldm import is_block
+from ..changed_modules import SELF_NORM, Changed, ChangedModules, functions_of, is_block_or_attention, kinds_of
 from .inert import REFERENCE_HACKS, does_nothing_now
-
-METHODS = ("forward", "_forward")
-ATTENTIONS = (SELF_ATTENTION, CROSS_ATTENTION)
-# The last part of the path of a block's first norm, below its block.
-SELF_NORM = ".norm1"
 
 
 class ModulePatches(PatchPoints):
-    """The changed modules of a UNet, as they are at one call. changed: by the paths of their blocks, the name that each
-    has there ("" for the block itself)."""
+    """The changed modules of a UNet, as they are at one call."""
 
-    def __init__(self, changed: dict[str, dict[str, Any]]) -> None:
+    def __init__(self, changed: Changed) -> None:
         self._changed = changed
         self._here: dict[str, Any] = {}
-        found = [
-            (name or "block", foreign_function(module)) for names in changed.values() for name, module in names.items()
-        ]
         self.places = {path: tuple(names) for path, names in changed.items()}
-        kinds = Counter(f"{name} by {origin(function)}" for name, function in found)
-        self.structure = tuple(sorted(f"{kind} in {count} blocks" for kind, count in kinds.items()))
-        self._functions = [function for _, function in found]
+        self.structure = kinds_of(changed)
+        self._functions = functions_of(changed)
 
     def functions(self) -> list[Any]:
         return self._functions
@@ -65,77 +52,9 @@ class ModulePatches(PatchPoints):
         return added
 
 
-class Places(NamedTuple):
-    """The transformer blocks and attentions of a UNet: path of the block, name within it, and module of each."""
-
-    names: list[tuple[str, str]]
-    modules: list[weakref.ref[Any]]
-
-    @classmethod
-    def of(cls, unet: nn.Module) -> Places:
-        blocks = [(path, module) for path, module in unet.named_modules() if is_block(type(module))]
-        found = [
-            ((path, name), part) for path, block in blocks
-            for name, part in (("", block), *((name, getattr(block, name)) for name in ATTENTIONS)) if part is not None
-        ]
-        return cls([name for name, _ in found], [weakref.ref(part) for _, part in found])
-
-    def present(self) -> list[Any] | None:
-        """The modules; None where one is gone."""
-        modules = [reference() for reference in self.modules]
-        return None if None in modules else modules
-
-
-class ForeignModules:
-    """Finds what stands on the modules of UNets: asked at every call, 0.04 ms for SDXL where there is nothing."""
-
+class ForeignModules(ChangedModules[ModulePatches]):
     def __init__(self) -> None:
-        self._places: weakref.WeakKeyDictionary[nn.Module, Places] = weakref.WeakKeyDictionary()
-        self._last: weakref.WeakKeyDictionary[nn.Module, tuple[str, ...]] = weakref.WeakKeyDictionary()
-
-    def forget(self, unet: nn.Module) -> None:
-        """A sampling begins: somebody may have put other modules into the UNet."""
-        self._places.pop(unet, None)
-
-    def at_call(self, unet: nn.Module) -> ModulePatches | None:
-        """What stands on its modules now, or None. Where that is something else than at the last call, the UNet is
-        looked at again, as when a sampling begins."""
-        patches = self._find(unet)
-        structure = () if patches is None else patches.structure
-        before, self._last[unet] = self._last.get(unet, ()), structure
-        if structure != before and (managed := runtime.managed_unet(unet)) is not None:
-            managed.bound.begin_sampling()
-        return patches
-
-    def _find(self, unet: nn.Module) -> ModulePatches | None:
-        places = self._places.get(unet)
-        modules = None if places is None else places.present()
-        if places is None or modules is None:
-            places = self._places[unet] = Places.of(unet)
-            modules = [reference() for reference in places.modules]
-        derived = set(filter(is_derived_block, set(map(type, modules))))
-        changed: dict[str, dict[str, Any]] = {}
-        for index, module in enumerate(modules):
-            state = module.__dict__
-            if ("forward" in state or "_forward" in state or type(module) in derived) and is_foreign(unet, module):
-                path, name = places.names[index]
-                changed.setdefault(path, {})[name] = module
-        return ModulePatches(changed) if changed else None
-
-
-def foreign_function(module: Any) -> Any:
-    """What runs in the place of a module's own code."""
-    for method in METHODS:
-        own = own_method(module, method)
-        if own is not None:
-            return own
-    return type(module)._forward
-
-
-def is_foreign(unet: nn.Module, module: Any) -> bool:
-    if all(own_method(module, method) is None for method in METHODS):
-        return is_derived_block(module.__class__)
-    return not does_nothing_now(unet, module)
+        super().__init__(ModulePatches, does_nothing_now)
 
 
 def is_brought(unet: nn.Module, module: nn.Module) -> bool:
@@ -143,4 +62,4 @@ def is_brought(unet: nn.Module, module: nn.Module) -> bool:
     it has recorded from one pass for the next: that is the host's."""
     if is_block(type(module)):
         return getattr(module.__dict__.get("_forward"), "__name__", "") not in REFERENCE_HACKS
-    return all(hasattr(module, name) for name in ("to_q", "to_k", "to_v", "to_out"))
+    return is_block_or_attention(module)
