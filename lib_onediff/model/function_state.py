@@ -16,12 +16,13 @@ from .patches import origin, package, underlying
 
 # How many objects of an extension are looked at.
 MOST = 4096
+SCRIPT = ".py"
 
 
 class FunctionState:
     """The state of functions that can be set back: random.Random objects in their modules, bool, int and float
-    attributes of the objects of their own packages that they can reach, and lists that are attributes of what they are
-    methods of (ControlNet's reference records in such)."""
+    attributes of the objects of their own packages and of WebUIs' scripts that they can reach, and lists that are
+    attributes of what they are methods of (ControlNet's reference records in such)."""
 
     def __init__(self, functions: Iterable[Any]) -> None:
         functions = list(functions)
@@ -80,6 +81,11 @@ def objects_of(functions: Iterable[Any], packages: set[str]) -> Iterator[Any]:
             waiting += one.values()
         elif isinstance(one, (list, tuple)):
             waiting += one
-        elif package(type(one).__module__) in packages and isinstance(getattr(one, "__dict__", None), dict):
+        elif is_of(type(one).__module__, packages) and isinstance(getattr(one, "__dict__", None), dict):
             yield one
             waiting += vars(one).values()
+
+
+def is_of(module: str, packages: set[str]) -> bool:
+    """Whether a class's module is of these packages, or a script: WebUIs name those by their files."""
+    return package(module) in packages or module.endswith(SCRIPT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+import types
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -80,6 +81,42 @@ def test_a_forward_in_place_of_ours_is_noticed(host: Host) -> None:
     assert runtime.status()["reason"] == f"another extension has replaced the UNet's forward ({__name__})"
     del host.unet.forward
     assert calls_of(host.generate)[1] == OURS
+
+
+def by_regions(attention: Any, x: Any, context: Any = None, **told: Any) -> Any:
+    """As Regional Prompter: the prompt's halves, each for half of the image; asked with what the host's blocks give."""
+    assert told.get("value") is None and told.get("mask") is None
+    halves = context.chunk(2, dim=1)
+    left, right = (type(attention).forward(attention, x, half) for half in halves)
+    return torch.cat([left[:, : x.shape[1] // 2], right[:, x.shape[1] // 2 :]], dim=1)
+
+
+def tripled(block: Any, x: Any, context: Any = None, **told: Any) -> Any:
+    return 3 * type(block).forward(block, x, context)
+
+
+@family
+@pytest.mark.parametrize(("name", "forward"), [("attn2", by_regions), ("", tripled)], ids=["attention", "block"])
+def test_a_forward_on_a_module_is_called_within_ours(host: Host, name: str, forward: Any) -> None:
+    blocks = [block for block in host.unet.modules() if hasattr(block, "attn2")]
+    changed = [getattr(block, name) if name else block for block in blocks]
+    for module in changed:
+        module.forward = types.MethodType(forward, module)
+    expected = host.generate()
+    for module in changed:
+        del module.forward
+    plain = host.generate()
+    host.start()
+    host.generate()
+    for module in changed:
+        module.forward = types.MethodType(forward, module)
+    made, calls = calls_of(host.generate)
+    assert calls == OURS and close(made, expected) and not close(made, plain)
+    assert f"{name or 'block'} by {__name__} in {len(blocks)} blocks" in runtime.status()["reason"]
+    for module in changed:
+        del module.forward
+    made, calls = calls_of(host.generate)
+    assert calls == OURS and close(made, plain) and __name__ not in runtime.status()["reason"]
 
 
 @family

@@ -57,6 +57,10 @@ TILED = [
      "width": 128, "height": 96, "denoising_strength": 1.0}
     for method, at_once in (("MultiDiffusion", 1), ("Mixture of Diffusers", 4))
 ]
+# Two regions side by side, one line of the prompt each.
+COUPLE = {"prompt": "a red fox in the snow\na castle at night", **script(
+    "Forge Couple", True, True, "Basic", "", "Horizontal", "None", 0.5,
+)}
 DYNAMIC_THRESHOLDING = script(
     "DynamicThresholding (CFG-Fix) Integrated", True, 5.0, 0.9, "Constant", 0.0, "Constant", 0.0, 1.0, "enable",
     "MEAN", "AD", 1.0,
@@ -96,6 +100,12 @@ WITHIN = [
     Foreign("SAG and Kohya HRFix", "forge", "input_block_patch", {
         **LARGER, "alwayson_scripts": {**SAG["alwayson_scripts"], **KOHYA_HRFIX["alwayson_scripts"]},
     }, doubles_calls=True),
+    Foreign("forge-couple", "forge", r"patches\[attn2_patch\] by lib_couple", COUPLE),
+    Foreign("forge-couple beside token merging", "forge", "lib_couple", COUPLE, {"token_merging_ratio": 0.5}),
+    Foreign("forge-couple, batch of 2, three lines and a background", "forge", "lib_couple", {
+        **LARGER, **script("Forge Couple", True, True, "Basic", "", "Vertical", "First Line", 0.5), "batch_size": 2,
+        "prompt": "the sea\na red fox in the snow\na castle at night", "negative_prompt": "rain",
+    }),
     Foreign("FreeU of A1111", "a1111", "skips by lib_free_u", {**LARGER, **FREEU_OF_A1111}),
     Foreign("FreeU of A1111 in half of the steps, an odd size, two images", "a1111", "skips by lib_free_u", {
         **HALF_OF_FREEU, "width": 136, "height": 88, "batch_size": 2, "steps": 4,

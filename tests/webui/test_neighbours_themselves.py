@@ -10,11 +10,19 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from test_foreign import assert_host_served
 from test_neighbours import ROUTE
 from webui_client import PICTURE, WebUI, encode, one_run, start_from
 from webui_client import gradient as gradient_image
-from webui_compare import assert_different, assert_same, on_and_off, run_off, run_on
+from webui_compare import (
+    assert_between_graphs,
+    assert_different,
+    assert_same,
+    assert_within,
+    graphs_on_a_cpu,
+    on_and_off,
+    run_off,
+    run_on,
+)
 from webui_models import Models
 
 
@@ -72,34 +80,67 @@ def test_ultimate_sd_upscale(webui: WebUI, sd15: Models) -> None:
     assert made.pictures.image.size == (128, 64)
 
 
-@pytest.mark.parametrize("mode", ["Attention", "Latent"])
-def test_regional_prompter(webui: WebUI, sd15: Models, mode: str) -> None:
-    """By its own forward in every cross attention, or by what it does with each step's latents."""
-    need_script(webui, "Regional Prompter")
+REGIONS = "Regional Prompter"
+REGIONS_PROMPT = {"prompt": "a red fox in the snow BREAK a castle at night"}
+
+
+def in_regions(webui: WebUI, mode: str) -> dict[str, Any]:
+    """Two regions side by side. mode: "Attention" or "Latent"."""
+    need_script(webui, REGIONS)
+    of_neo = [True, mode, *masked_regions()]
+    found = next(info for info in webui.get("/sdapi/v1/script-info") if info["name"] == REGIONS.lower())
+    if len(found["args"]) == len(of_neo):
+        return {**REGIONS_PROMPT, **always(REGIONS, of_neo)}
+    columns = ["Matrix", "Columns", "Mask", "Prompt", "1,1", "0.2", False, False, False]
+    return {**REGIONS_PROMPT, **always(REGIONS, [True, False, *columns, mode, [], "0", "0", "0.4"])}
+
+
+def masked_regions() -> tuple[str, str]:
+    """As the copy for Neo has them: a picture, and the prompts of its colours, which come behind the request's."""
     mask = Image.new("RGB", (64, 64), (255, 255, 255))
     mask.paste((255, 0, 0), (0, 0, 32, 64))
     mask.paste((0, 255, 0), (32, 0, 64, 64))
     regions = [{"color": [255, 0, 0], "prompt": "a fox"}, {"color": [0, 255, 0], "prompt": "a castle at night"}]
-    script = {"Regional Prompter": {"args": [True, mode, encode(mask), json.dumps(regions)]}}
-    prompt = {"prompt": "a red fox in the snow BREAK"}  # The regions' own come behind.
-    request = {**prompt, "alwayson_scripts": script}
-    plain = run_on(webui, prompt)
+    return encode(mask), json.dumps(regions)
+
+
+def always(title: str, args: list[Any]) -> dict[str, Any]:
+    return {"alwayson_scripts": {title: {"args": args}}}
+
+
+def skip_where_it_fails_by_itself(webui: WebUI, request: dict[str, Any]) -> None:
     answers = [
         webui.post("/sdapi/v1/txt2img", {
-            **PICTURE, **prompt, "alwayson_scripts": {**script, **one_run(enabled=enabled)["alwayson_scripts"]},
-        }) for enabled in (False, True)
+            **PICTURE, **request, "alwayson_scripts": {**request["alwayson_scripts"], **own["alwayson_scripts"]},
+        }) for own in (one_run(enabled=False), one_run(enabled=True))
     ]
     errors = [answer.text for answer in answers if answer.status_code != 200]
     if errors:
         assert len(errors) == 2 and errors[0] == errors[1], errors
-    elif mode == "Attention":
-        made = assert_host_served(webui, request, "forward|attention")
+        run_on(webui, REGIONS_PROMPT)
+        pytest.skip(f"this Regional Prompter fails without OneDiff too: {errors[0][:200]}")
+
+
+@pytest.mark.parametrize("mode", ["Attention", "Latent"])
+def test_regional_prompter(webui: WebUI, sd15: Models, mode: str) -> None:
+    """By its own forward in every cross attention, or by what it does with each step's latents."""
+    request = in_regions(webui, mode)
+    skip_where_it_fails_by_itself(webui, request)
+    if mode == "Attention":
+        plain, made = assert_within(webui, request, REGIONS_PROMPT, "attn2 by scripts")
         assert_different(plain, made, "the regions")
     else:
+        plain = run_on(webui, REGIONS_PROMPT)
         on_and_off(webui, request)
-    assert_same(run_on(webui, prompt), plain)
-    if errors:
-        pytest.skip(f"this Regional Prompter fails without OneDiff too: {errors[0][:200]}")
+        assert_same(run_on(webui, REGIONS_PROMPT), plain)
+
+
+def test_regional_prompter_between_graphs(webui: WebUI, sd15: Models) -> None:
+    request = in_regions(webui, "Attention")
+    skip_where_it_fails_by_itself(webui, request)
+    with graphs_on_a_cpu(webui):
+        plain, made = assert_between_graphs(webui, request, REGIONS_PROMPT, "attn2 by scripts")
+    assert_different(plain, made, "the regions")
 
 
 def test_supermerger(webui: WebUI, sd15: Models) -> None:

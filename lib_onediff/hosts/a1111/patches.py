@@ -7,48 +7,35 @@ host's own module hands it.
 """
 from __future__ import annotations
 
-import weakref
-from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
 from ...model.layout import TransformerBlock
-from ...model.patch_points import CROSS_ATTENTION, SELF_ATTENTION, Block, PatchPoints
-from ...model.patches import origin, own_method
-from ...model.read_ldm import is_block, is_derived_block
-from ...runtime.runtime import runtime
+from ...model.patch_points import CROSS_ATTENTION, Block, PatchPoints
+from ...model.patches import origin
+from ..changed_modules import SELF_NORM, Changed, ChangedModules, functions_of, is_block_or_attention, kinds_of
 from .concatenation import Concatenation
 from .inert import does_nothing_now, foreign_forward
 
-METHODS = ("forward", "_forward")
-# What an attention has, and what the class of a stage is called.
-PROJECTIONS = ("to_q", "to_k", "to_v", "to_out")
+# What the class of a stage is called.
 STAGE = "TimestepEmbedSequential"
-ATTENTIONS = (SELF_ATTENTION, CROSS_ATTENTION)
-# The last part of the path of a block's first norm, below its block.
-SELF_NORM = ".norm1"
 
 
 class ModulePatches(PatchPoints):
-    """The changed modules of a UNet, as they are at one call. changed: by the paths of their blocks, the name that each
-    has there ("" for the block itself). concatenation: what stands for torch.cat, where that is not the host's own."""
+    """The changed modules of a UNet, as they are at one call. concatenation: what stands for torch.cat, where that is
+    not the host's own."""
 
-    def __init__(self, changed: dict[str, dict[str, Any]], concatenation: Concatenation | None = None) -> None:
+    def __init__(self, changed: Changed, concatenation: Concatenation | None = None) -> None:
         self.changed, self._concatenation = changed, concatenation
         self._here: dict[str, Any] = {}
-        found = [
-            (name or "block", foreign_function(module)) for names in changed.values() for name, module in names.items()
-        ]
         self.places = ({path: tuple(names) for path, names in changed.items()}, concatenation is not None)
-        kinds = Counter(f"{name} by {origin(function)}" for name, function in found)
-        structure = sorted(f"{kind} in {count} blocks" for kind, count in kinds.items())
-        self._functions = [function for _, function in found]
+        self.structure = kinds_of(changed)
+        self._functions = functions_of(changed)
         if concatenation is not None:
-            structure.append(f"skips by {origin(concatenation)}")
+            self.structure += (f"skips by {origin(concatenation)}",)
             self._functions.append(concatenation)
-        self.structure = tuple(structure)
 
     def functions(self) -> list[Any]:
         return self._functions
@@ -83,41 +70,12 @@ class ModulePatches(PatchPoints):
         return added
 
 
-class Places(NamedTuple):
-    """The transformer blocks and attentions of a UNet: path of the block, name within it, and module of each."""
-
-    names: list[tuple[str, str]]
-    modules: list[weakref.ref[Any]]
-
-    @classmethod
-    def of(cls, unet: nn.Module) -> Places:
-        blocks = [(path, module) for path, module in unet.named_modules() if is_block(type(module))]
-        found = [
-            ((path, name), part) for path, block in blocks
-            for name, part in (("", block), *((name, getattr(block, name)) for name in ATTENTIONS)) if part is not None
-        ]
-        return cls([name for name, _ in found], [weakref.ref(part) for _, part in found])
-
-    def present(self) -> list[Any] | None:
-        """The modules; None where one is gone."""
-        modules = [reference() for reference in self.modules]
-        return None if None in modules else modules
-
-
-class ForeignModules:
-    """Finds what stands on the modules of UNets: asked at every call, 0.04 ms for SDXL where there is nothing.
-
-    concatenation: tells what stands for torch.cat in their forwards, where that is not the host's own.
-    """
+class ForeignModules(ChangedModules[ModulePatches]):
+    """concatenation: tells what stands for torch.cat in the forwards of UNets, where that is not the host's own."""
 
     def __init__(self, concatenation: Callable[[], Concatenation | None] = lambda: None) -> None:
+        super().__init__(ModulePatches, does_nothing_now)
         self._concatenation = concatenation
-        self._places: weakref.WeakKeyDictionary[nn.Module, Places] = weakref.WeakKeyDictionary()
-        self._last: weakref.WeakKeyDictionary[nn.Module, tuple[str, ...]] = weakref.WeakKeyDictionary()
-
-    def forget(self, unet: nn.Module) -> None:
-        """A sampling begins: somebody may have put other modules into the UNet."""
-        self._places.pop(unet, None)
 
     def at_call(self, unet: nn.Module) -> ModulePatches | None:
         """What stands on its modules and between them now, or None."""
@@ -127,49 +85,13 @@ class ForeignModules:
         return ModulePatches({} if within is None else within.changed, concatenation)
 
     def in_stages(self, unet: nn.Module) -> ModulePatches | None:
-        """What stands on its modules now, or None. Where that is something else than at the last call, the UNet is
-        looked at again, as when a sampling begins."""
-        patches = self._find(unet)
-        structure = () if patches is None else patches.structure
-        before, self._last[unet] = self._last.get(unet, ()), structure
-        if structure != before and (managed := runtime.managed_unet(unet)) is not None:
-            managed.bound.begin_sampling()
-        return patches
-
-    def _find(self, unet: nn.Module) -> ModulePatches | None:
-        places = self._places.get(unet)
-        modules = None if places is None else places.present()
-        if places is None or modules is None:
-            places = self._places[unet] = Places.of(unet)
-            modules = [reference() for reference in places.modules]
-        derived = set(filter(is_derived_block, set(map(type, modules))))
-        changed: dict[str, dict[str, Any]] = {}
-        for index, module in enumerate(modules):
-            state = module.__dict__
-            if ("forward" in state or "_forward" in state or type(module) in derived) and is_foreign(unet, module):
-                path, name = places.names[index]
-                changed.setdefault(path, {})[name] = module
-        return ModulePatches(changed) if changed else None
-
-
-def foreign_function(module: Any) -> Any:
-    """What runs in the place of a module's own code."""
-    for method in METHODS:
-        own = own_method(module, method)
-        if own is not None:
-            return own
-    return type(module)._forward
-
-
-def is_foreign(unet: nn.Module, module: Any) -> bool:
-    if all(own_method(module, method) is None for method in METHODS):
-        return is_derived_block(module.__class__)
-    return not does_nothing_now(unet, module)
+        """What stands on its modules alone, or None."""
+        return super().at_call(unet)
 
 
 def is_brought(unet: nn.Module, module: nn.Module) -> bool:
     """Whether calls bring what is set on a module's instance as patches. A stage's own runs around our hook where an
     extension walks through the stages: ControlNet's reference records norms there."""
-    if is_block(type(module)) or all(hasattr(module, name) for name in PROJECTIONS):
+    if is_block_or_attention(module):
         return True
     return type(module).__name__ == STAGE and foreign_forward(unet) is not None

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...model.call import UNetCall
 from ...model.deepcache.sampling import Sampling
 from ...model.patches import HostTraits, origin
 from ...model.rows import PromptRows
@@ -22,14 +23,16 @@ from ...runtime.call_stats import HOST
 from ...runtime.runtime import runtime
 from ...weak_dictionary import WeakDictionary
 from .. import sampler_schedule
+from ..changed_modules import ChangedModules, is_block_or_attention
 from ..class_patch import ClassPatch, active_patches
 from ..contract import first_missing
 from ..ldm_decoder import DecoderPatches
 from ..webui import CannotWarm, Result, WebUI, network_name
 from . import checks, warm
-from .additions import AdditionsReader
+from .additions import Additions, AdditionsReader
 from .call import copied_lists, unet_call
 from .guidance import control_of_prompt, options_of_prompt, prompt_rows
+from .patches import OwnForwards
 from .traits import ENGINE_PATHS, FORGE, Traits
 from .weight_functions import LayerFunctions
 
@@ -71,8 +74,9 @@ class Forge(WebUI):
         )
         self._host_traits = HostTraits(
             by_content=True, yardstick=lambda host: checks.with_exact_attention(traits, host),
-            functions=LayerFunctions(),
+            functions=LayerFunctions(), brought=lambda unet, module: is_block_or_attention(module),
         )
+        self._own_forwards = ChangedModules(OwnForwards.of)
         self._helpers = checks.Helpers(traits)
         self._additions: WeakDictionary[nn.Module, AdditionsReader] = WeakDictionary()
         self._names_read = checks.names_read_by(traits.module(traits.unet), traits.module(traits.attention))
@@ -178,10 +182,15 @@ class Forge(WebUI):
             ))
 
         self._calls += 1
-        call = self._look(unet) or self._helpers.replaced() or unet_call(
-            unet, x, timesteps, context, y, control, options, checks.upcasts_attention(self.traits, x.dtype),
-            self._names_read, others, self._additions_of(unet).read(unet, options, x),
-        )
+        call: UNetCall | str | None = self._look(unet) or self._helpers.replaced()
+        if call is None:
+            own = self._own_forwards.at_call(unet)
+            # The host calls a module with a forward of its own in another way than our additions would.
+            additions = Additions() if own is not None else self._additions_of(unet).read(unet, options, x)
+            call = unet_call(
+                unet, x, timesteps, context, y, control, options, checks.upcasts_attention(self.traits, x.dtype),
+                self._names_read, others, additions, own,
+            )
         if isinstance(call, str):
             runtime.note_host(call, unet)
             return runtime.pressure.run_host(host)
@@ -199,6 +208,7 @@ class Forge(WebUI):
         if look is None or look.sampling != self._samplings:
             refusal = self._unmet or checks.why_not_unet(unet, self._patch.original)
             look = self._looks[unet] = Look(self._samplings, refusal)
+            self._own_forwards.forget(unet)
             runtime.adopt(unet, host_traits=self._host_traits)
             runtime.begin_sampling(unet, self._sampling)
         return look.refusal

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ...model.call import Control, UNetCall
 from ...model.patches import origin
 from .additions import Additions
-from .patches import OptionPatches, points_of
+from .patches import OptionPatches, OwnForwards, points_of
 
 # What the UNet itself writes there while it runs, and what is for ControlNets alone.
 HARMLESS_OPTIONS = frozenset({
@@ -22,12 +22,13 @@ def unet_call(
     unet: nn.Module, x: Tensor, timesteps: Tensor, context: Tensor, y: Tensor | None, control: Mapping[str, Any] | None,
     transformer_options: dict[str, Any], upcast_attention: bool, names_read: Collection[str],
     others: Mapping[str, Any], additions: Additions = Additions(),  # noqa: B008
+    own: OwnForwards | None = None,
 ) -> UNetCall | str:
     """The call as ours, or what in it a UNetCall cannot say, in one line for the user. The arguments are those of the
     host's forward, others what it takes besides by name.
 
     names_read: every name by which the host's UNet may ask for an option or another argument. additions: what our
-    forward computes in the place of functions.
+    forward computes in the place of functions. own: the forwards that stand on the UNet's modules.
     """
     points = points_of(transformer_options, names_read)
     unknown_parts = {name: value for name, value in transformer_options.items() if name not in points}
@@ -41,8 +42,9 @@ def unet_call(
     if isinstance(residuals, str):
         return residuals
     patches: OptionPatches | None = None
-    if not all(is_empty(transformer_options.get(name)) for name in points):
-        patches = OptionPatches(unet, transformer_options, names_read, additions.stand_for)
+    if own is not None or not all(is_empty(transformer_options.get(name)) for name in points):
+        own = own or OwnForwards()
+        patches = OptionPatches(unet, transformer_options, names_read, additions.stand_for, own)
     return UNetCall(
         latent=x, timestep=timesteps, context=context, y=y, control=residuals, upcast_attention=upcast_attention,
         patches=patches if patches is not None and patches.structure else None, image_prompts=additions.image_prompts,

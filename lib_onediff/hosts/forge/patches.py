@@ -3,21 +3,26 @@
 The protocol is ComfyUI's: transformer_options holds lists of functions under "patches" and "block_modifiers", one for
 each attention under "patches_replace", and one norm under "group_norm_wrapper". Every function is also handed the
 options, where the UNet notes which block is running. A host without some of these never looks for them: those are not
-points there.
+points there. Beside the protocol, an extension may set a forward on the instance of an attention (regional prompts) or
+of a transformer block: that is called as the host's block calls it.
 """
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ...model.layout import TransformerBlock
-from ...model.patch_points import INPUT, Block, PatchPoints
+from ...model.patch_points import CROSS_ATTENTION, INPUT, Block, PatchPoints
 from ...model.patches import origin
+from ..changed_modules import SELF_NORM, Changed, functions_of, kinds_of
 
 PATCHES, REPLACED, MODIFIERS, NORM = "patches", "patches_replace", "block_modifiers", "group_norm_wrapper"
+TOLD = "transformer_options"
 LISTS = frozenset({
     "emb_patch", "input_block_patch", "input_block_patch_after_skip", "output_block_patch", "attn1_patch",
     "attn1_output_patch", "middle_patch", "attn2_patch", "attn2_output_patch",
@@ -37,14 +42,28 @@ PRECISION = "attn_precision"
 QUERY = ".attn2.to_q"
 
 
+class OwnForwards(NamedTuple):
+    """The forwards that stand on modules of a UNet's instance at one call. structure: as in PatchPoints."""
+
+    changed: Changed = {}
+    structure: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, changed: Changed) -> OwnForwards:
+        return cls(changed, kinds_of(changed))
+
+
 class OptionPatches(PatchPoints):
-    """The functions in one call's transformer_options; see model.patch_points.PatchPoints."""
+    """The functions in one call's transformer_options and on the UNet's modules; see model.patch_points.PatchPoints."""
 
     def __init__(
-        self, unet: nn.Module, options: dict[str, Any], names_read: Collection[str], known: Collection[str] = ()
+        self, unet: nn.Module, options: dict[str, Any], names_read: Collection[str], known: Collection[str] = (),
+        own: OwnForwards = OwnForwards(),  # noqa: B008
     ) -> None:
         """known: the lists and the attentions for whose functions our forward stands."""
         self._unet = weakref.ref(unet)
+        self._own: Changed = own.changed
+        self._here: dict[str, Any] = {}
         self._options = options
         self._lists: dict[str, list[Callable[..., Any]]] = {
             name: list(functions) for name, functions in (options.get(PATCHES) or {}).items()
@@ -62,9 +81,10 @@ class OptionPatches(PatchPoints):
         self.sees_stages = bool(self._modifiers) or self._norm is not None
         self.places = (
             sorted(self._lists), {name: set(blocks) for name, blocks in self._replaced.items()}, bool(self._modifiers),
-            self._norm is not None,
+            self._norm is not None, {path: tuple(names) for path, names in own.changed.items()},
         )
-        self.structure = tuple(sorted(f"{name} by {origin(function)}" for name, function in self._named()))
+        said = (f"{name} by {origin(function)}" for name, function in self._named())
+        self.structure = tuple(sorted((*said, *own.structure)))
 
     def _named(self) -> Iterator[tuple[str, Callable[..., Any]]]:
         for name, functions in self._lists.items():
@@ -79,13 +99,18 @@ class OptionPatches(PatchPoints):
 
     def functions(self) -> list[Any]:
         lists = (*self._lists.values(), self._modifiers, *(blocks.values() for blocks in self._replaced.values()))
-        return [*(function for functions in lists for function in functions), *filter(None, [self._norm])]
+        listed = (function for functions in lists for function in functions)
+        return [*listed, *filter(None, [self._norm]), *functions_of(self._own)]
 
     def stands(self, point: str, *arguments: Any) -> bool:
         if point == "after_stage":
             return bool(self._modifiers) or arguments[0] == INPUT and POINTS[point] in self._lists
         if point == "attend":
             return self._replacement(arguments[0]) is not None
+        if point == "whole_block":
+            return "" in self._here
+        if point == "whole_attention":
+            return self._module_of(arguments[0]) is not None
         if point == "attention_output":
             return OUTPUT_OF.format(arguments[0]) in self._lists
         if point == "before_stage":
@@ -133,7 +158,9 @@ class OptionPatches(PatchPoints):
     def begin_block(self, place: Block, block: TransformerBlock) -> bool:
         self._block = place
         self._options["block_index"] = place[2]
-        if not any(name in self._lists for name in IN_BLOCKS) and not any(map(self._replacement, ATTENTIONS)):
+        self._here = self._own.get(block.self_norm.path.removesuffix(SELF_NORM), {}) if self._own else {}
+        stands = any(name in self._lists for name in IN_BLOCKS) or any(map(self._replacement, ATTENTIONS))
+        if not stands and not self._here:
             return False
         attention = block.cross_attention
         self._extra = {name: value for name, value in self._options.items() if name not in (PATCHES, REPLACED)}
@@ -144,6 +171,31 @@ class OptionPatches(PatchPoints):
 
     def end_transformer(self) -> None:
         self._options["transformer_index"] += 1
+
+    def whole_block(self, block: TransformerBlock, tokens: Tensor, context: Tensor) -> Tensor | None:
+        module = self._here.get("")
+        if module is None:
+            return None
+        return module(tokens.contiguous(), context=context, transformer_options=self._options).to(tokens.dtype)
+
+    def whole_attention(
+        self, attention: str, block: TransformerBlock, normed: Tensor, context: Tensor
+    ) -> Tensor | None:
+        module = self._module_of(attention)
+        if module is None:
+            return None
+        is_cross = attention == CROSS_ATTENTION
+        query, key, value = normed.contiguous(), context if is_cross else None, None
+        if f"{attention}_patch" in self._lists:
+            given = context if is_cross else query
+            query, key, value = self._attention_inputs(f"{attention}_patch", query, given)
+        told = {TOLD: self._extra} if takes_options(type(module).forward) else {}
+        added = module(query, context=key, value=value, **told).to(normed.dtype)
+        return self.attention_output(attention, added)
+
+    def _module_of(self, attention: str) -> Any:
+        """The attention of the block that runs, where a forward of its own stands on it and the host calls it."""
+        return None if self._replacement(attention) is not None else self._here.get(attention)
 
     def self_attention_inputs(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self._attention_inputs("attn1_patch", normed, normed)
@@ -187,6 +239,12 @@ class OptionPatches(PatchPoints):
         for function in functions:
             tensor = function(tensor.contiguous(), *others)
         return tensor.detach() if functions else tensor
+
+
+@lru_cache(maxsize=16)
+def takes_options(forward: Any) -> bool:
+    """Whether the host's blocks hand transformer_options to attentions whose class has this forward."""
+    return TOLD in inspect.signature(forward).parameters
 
 
 def points_of(options: Mapping[str, Any], names_read: Collection[str]) -> frozenset[str]:

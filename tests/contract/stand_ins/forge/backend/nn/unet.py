@@ -23,7 +23,9 @@ def timestep_embedding(timesteps: Tensor, dim: int) -> Tensor:
 
 
 class CrossAttention(attention.CrossAttention):
-    def forward(self, x: Any, context: Any = None, mask: Any = None, transformer_options: Any = None) -> Tensor:
+    def forward(
+        self, x: Any, context: Any = None, value: Any = None, mask: Any = None, transformer_options: Any = None
+    ) -> Tensor:
         context = x if context is None else context
         found = attention_function(self.to_q(x), self.to_k(context), self.to_v(context), self.heads, mask)
         return self.to_out(found)

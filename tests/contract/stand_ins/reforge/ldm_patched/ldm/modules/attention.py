@@ -20,6 +20,8 @@ optimized_attention = attention_pytorch
 
 
 class CrossAttention(attention.CrossAttention):
-    def forward(self, x: Any, context: Any = None, mask: Any = None, transformer_options: Any = None) -> Tensor:
+    def forward(
+        self, x: Any, context: Any = None, value: Any = None, mask: Any = None, transformer_options: Any = None
+    ) -> Tensor:
         context = x if context is None else context
         return self.to_out(optimized_attention(self.to_q(x), self.to_k(context), self.to_v(context), self.heads))

@@ -1,0 +1,128 @@
+"""Which transformer blocks and attentions of a host's UNet extensions have changed: by a forward set on the instance
+(regional prompts, HyperTile, IP-Adapter on A1111), or by another class (token merging)."""
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from torch import nn
+
+from ..model.patch_points import CROSS_ATTENTION, SELF_ATTENTION
+from ..model.patches import origin, own_method
+from ..model.read_ldm import is_block, is_derived_block
+from ..runtime.runtime import runtime
+
+METHODS = ("forward", "_forward")
+ATTENTIONS = (SELF_ATTENTION, CROSS_ATTENTION)
+PROJECTIONS = ("to_q", "to_k", "to_v", "to_out")
+# The last part of the path of a block's first norm, below its block.
+SELF_NORM = ".norm1"
+# The changed modules: by the paths of their blocks, the name that each has there ("" for the block itself).
+Changed = dict[str, dict[str, Any]]
+
+
+class Structured(Protocol):
+    @property
+    def structure(self) -> tuple[str, ...]:
+        """As in model.patch_points.PatchPoints."""
+
+
+Found = TypeVar("Found", bound=Structured)
+
+
+class Places(NamedTuple):
+    """The transformer blocks and attentions of a UNet: path of the block, name within it, and module of each."""
+
+    names: list[tuple[str, str]]
+    modules: list[weakref.ref[Any]]
+
+    @classmethod
+    def of(cls, unet: nn.Module) -> Places:
+        blocks = [(path, module) for path, module in unet.named_modules() if is_block(type(module))]
+        found = [
+            ((path, name), part) for path, block in blocks
+            for name, part in (("", block), *((name, getattr(block, name)) for name in ATTENTIONS)) if part is not None
+        ]
+        return cls([name for name, _ in found], [weakref.ref(part) for _, part in found])
+
+    def present(self) -> list[Any] | None:
+        """The modules; None where one is gone."""
+        modules = [reference() for reference in self.modules]
+        return None if None in modules else modules
+
+
+class ChangedModules(Generic[Found]):
+    """Finds what stands on the modules of UNets: asked at every call, 0.04 ms for SDXL where there is nothing.
+
+    made_of: what the changed modules are handed out as. inert: whether what is set on a module's instance (unet,
+    module) does nothing now.
+    """
+
+    def __init__(
+        self, made_of: Callable[[Changed], Found], inert: Callable[[nn.Module, Any], bool] = lambda unet, module: False
+    ) -> None:
+        self._made_of, self._inert = made_of, inert
+        self._places: weakref.WeakKeyDictionary[nn.Module, Places] = weakref.WeakKeyDictionary()
+        self._last: weakref.WeakKeyDictionary[nn.Module, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+    def forget(self, unet: nn.Module) -> None:
+        """A sampling begins: somebody may have put other modules into the UNet."""
+        self._places.pop(unet, None)
+
+    def at_call(self, unet: nn.Module) -> Found | None:
+        """What stands on its modules now, or None. Where that is something else than at the last call, the UNet is
+        looked at again, as when a sampling begins."""
+        changed = self._find(unet)
+        found = self._made_of(changed) if changed else None
+        structure = () if found is None else found.structure
+        before, self._last[unet] = self._last.get(unet, ()), structure
+        if structure != before and (managed := runtime.managed_unet(unet)) is not None:
+            managed.bound.begin_sampling()
+        return found
+
+    def _find(self, unet: nn.Module) -> Changed:
+        places = self._places.get(unet)
+        modules = None if places is None else places.present()
+        if places is None or modules is None:
+            places = self._places[unet] = Places.of(unet)
+            modules = [reference() for reference in places.modules]
+        derived = set(filter(is_derived_block, set(map(type, modules))))
+        changed: Changed = {}
+        for index, module in enumerate(modules):
+            state = module.__dict__
+            touched = "forward" in state or "_forward" in state or type(module) in derived
+            if touched and self._is_foreign(unet, module):
+                path, name = places.names[index]
+                changed.setdefault(path, {})[name] = module
+        return changed
+
+    def _is_foreign(self, unet: nn.Module, module: Any) -> bool:
+        if all(own_method(module, method) is None for method in METHODS):
+            return is_derived_block(module.__class__)
+        return not self._inert(unet, module)
+
+
+def kinds_of(changed: Changed) -> tuple[str, ...]:
+    """Who has changed what, for users and for the structure of a call."""
+    found = [(name or "block", module) for names in changed.values() for name, module in names.items()]
+    kinds = Counter(f"{name} by {origin(foreign_function(module))}" for name, module in found)
+    return tuple(sorted(f"{kind} in {count} blocks" for kind, count in kinds.items()))
+
+
+def functions_of(changed: Changed) -> list[Any]:
+    return [foreign_function(module) for names in changed.values() for module in names.values()]
+
+
+def foreign_function(module: Any) -> Any:
+    """What runs in the place of a module's own code."""
+    for method in METHODS:
+        own = own_method(module, method)
+        if own is not None:
+            return own
+    return type(module)._forward
+
+
+def is_block_or_attention(module: nn.Module) -> bool:
+    return is_block(type(module)) or all(hasattr(module, name) for name in PROJECTIONS)
