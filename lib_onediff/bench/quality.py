@@ -106,7 +106,7 @@ def quality(options: argparse.Namespace, device: torch.device) -> Iterator[Quali
     true = drawn(load(folder, torch.float32, device), wanted, steps)
     yield row(HOST32, true, true, wanted, judge, device)
     pipe = load(folder, DTYPES[options.dtype], device)
-    columns = [true[:SHEET_ROWS]]
+    columns, names = [true[:SHEET_ROWS]], [HOST32]
     images = drawn(pipe, wanted, steps)
     yield row(HOST, images, true, wanted, judge, device)
     for name in options.settings or IMAGE_SETTINGS:
@@ -119,10 +119,11 @@ def quality(options: argparse.Namespace, device: torch.device) -> Iterator[Quali
         found.note = note_of(choices, DTYPES[options.dtype])
         uncompile_pipe(pipe)
         columns.append(images[:SHEET_ROWS])
+        names.append(f"{name}: {found.distance:.2f}")
         yield found
     give_back_memory()
     if options.sheet:
-        write_sheet(options.sheet, columns, [HOST32, *(options.settings or IMAGE_SETTINGS)], wanted)
+        write_sheet(options.sheet, columns, names, wanted)
 
 
 def load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
@@ -191,7 +192,7 @@ def note_of(choices: dict[str, Any], dtype: torch.dtype) -> str:
 
 
 def write_sheet(file: Path, columns: list[Tensor], names: list[str], wanted: list[Case]) -> None:
-    """A column a setting, a row a prompt, with what they are."""
+    """A column a setting, a row a prompt, with what they are. names: of the columns, each with its distance."""
     from PIL import Image, ImageDraw
 
     side, head, left = SHEET_SIDE, 56, 150

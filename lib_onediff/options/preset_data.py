@@ -11,8 +11,8 @@ from typing import Any
 QUALITY, BALANCED, SPEED = "Quality first", "Balanced", "Speed first"
 # How far a preset's images are from the host's in float32, by the judge (.readme/quality.md): the rows "preset ..." of
 #   python -m lib_onediff.bench --quality 200 --steps 30 --settings "preset Balanced" "preset Speed first"
-# on a GPU in float16. Until that has run, the rows "onediff + DeepCache 2, depth 1" and "onediff + DeepCache 3, depth 1"
-# of --quality 16 --steps 20 --dtype fp32 on a CPU.
+# on a GPU in float16. Until that has run, the rows "onediff + DeepCache 2, depth 1" and the same with 3 of
+# --quality 16 --steps 20 --dtype fp32 on a CPU.
 DISTANCES = {BALANCED: 0.03, SPEED: 0.15}
 
 

@@ -17,8 +17,8 @@ FEW_STEPS = f"the sampling has fewer than {FEWEST_STEPS} steps"
 # (LCM 1 to 2; Lightning, Turbo, Hyper-SD and DMD2 0 to 1). People give them more steps, and they stay what they are.
 FEWEST_UNGUIDED_STEPS, LITTLE_GUIDANCE = 16, 2.0
 FEW_STEP_MODEL = (
-    f"the sampling has fewer than {FEWEST_UNGUIDED_STEPS} steps at a CFG scale of {LITTLE_GUIDANCE:g} or less, as those "
-    "of few-step models have (LCM, Lightning, Turbo, Hyper, DMD2)"
+    f"the sampling has fewer than {FEWEST_UNGUIDED_STEPS} steps at a CFG scale of {LITTLE_GUIDANCE:g} or less, "
+    "as few-step models have (LCM, Lightning, Turbo, Hyper, DMD2)"
 )
 # Of the distance to the next step: so far may a timestep be from where its step begins.
 NEAR = 0.05
@@ -40,8 +40,8 @@ class Step:
     is_last: bool
 
     def why_too_few(self, guidance_scale: float | None) -> str:
-        """Why its sampling has too few steps to leave anything out, in one line for the user; "" where it has enough, or
-        their number is unknown. guidance_scale: the sampling's CFG scale, or None where that is unknown."""
+        """Why its sampling has too few steps to leave anything out, in one line for the user; "" where it has enough,
+        or their number is unknown. guidance_scale: the sampling's CFG scale, or None where that is unknown."""
         if self.total is None or self.total >= FEWEST_UNGUIDED_STEPS:
             return ""
         if self.total < FEWEST_STEPS:
