@@ -10,6 +10,8 @@ ONEDIFF = "onediff"
 INTERVALS, DEPTHS = (2, 3, 4, 5), (1, 2, 3)
 GUIDANCE_ENDS = 0.3, 0.5, 0.75
 FORECASTS = (2, 3, 4)
+# Of the steps that are computed, DeepCache makes some shallow: fewer whole ones than either alone leaves.
+FORECASTS_WITH_DEEPCACHE, INTERVALS_WITH_FORECAST = (2, 3), (2, 3, 4)
 
 
 def deepcache(interval: int, depth: int, **others: Any) -> dict[str, Any]:
@@ -39,6 +41,18 @@ IMAGE_SETTINGS: dict[str, dict[str, Any]] = {
     **{
         f"onediff, forecast {interval}, guidance end 0.75": {"forecast_interval": interval, "guidance_end": 0.75}
         for interval in FORECASTS
+    },
+    **{
+        f"onediff, forecast {forecast} + DeepCache {interval}, depth 1": {
+            "forecast_interval": forecast, **deepcache(interval, 1)
+        }
+        for forecast in FORECASTS_WITH_DEEPCACHE for interval in INTERVALS_WITH_FORECAST
+    },
+    **{
+        f"onediff, forecast {forecast} + DeepCache {interval}, depth 1, guidance end 0.75": {
+            "forecast_interval": forecast, **deepcache(interval, 1, guidance_end=0.75)
+        }
+        for forecast, interval in ((2, 3), (3, 2))
     },
     "onediff + fp8 + DeepCache 3, depth 1": {"fp8": True, **deepcache(3, 1)},
     **{f"preset {preset.name}": dict(preset.values) for preset in PRESETS if preset.values},

@@ -8,8 +8,10 @@ import argparse
 import math
 import statistics
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ from .options import DTYPES
 
 JUDGE = SHIPPED.with_name("emoji-judge.safetensors")
 HOST32, HOST = "host, float32", "host"
+# What no setting may come near: every image beside the one of the next prompt.
+ANOTHER = "another prompt's image"
 SIDE, GUIDANCE = 256, 4.0
 AT_ONCE = 8
 # A fault shows in the worst images, and one image is an accident.
@@ -55,7 +59,8 @@ class Case:
 class QualityRow:
     """A setting's images against those of the host in float32.
 
-    psnr, psnr_low: the median and what 5 % are below, in decibels. ssim, distance: means; the distance is the judge's.
+    psnr, psnr_low, psnr_high: the median, and what 5 % are below and above, in decibels. ssim, distance: means; the
+    distance is the judge's. verdicts: how many images Compare says what of.
     recognised: the share of images whose emoji the judge names. lightness in L*, contrast and saturation relative, each
     the mean change. paler: the share of images that lost colour or contrast beyond noise.
     """
@@ -65,12 +70,14 @@ class QualityRow:
     recognised: float
     psnr: float = math.inf
     psnr_low: float = math.inf
+    psnr_high: float = math.inf
     ssim: float = 1.0
     distance: float = 0.0
     lightness: float = 0.0
     contrast: float = 0.0
     saturation: float = 0.0
     paler: float = 0.0
+    verdicts: dict[str, int] = field(default_factory=dict)
     note: str = ""
 
     def cells(self) -> list[str]:
@@ -104,8 +111,10 @@ def quality(options: argparse.Namespace, device: torch.device) -> Iterator[Quali
     wanted, steps = cases(options.quality), options.steps
     true = drawn(load(folder, torch.float32, device), wanted, steps)
     yield row(HOST32, true, true, wanted, judge, device)
+    if len(true) > 1:
+        yield row(ANOTHER, true.roll(1, 0), true, wanted, judge, device)
     pipe = load(folder, DTYPES[options.dtype], device)
-    columns = [true[:SHEET_ROWS]]
+    columns, names = [true[:SHEET_ROWS]], [HOST32]
     images = drawn(pipe, wanted, steps)
     yield row(HOST, images, true, wanted, judge, device)
     for name in options.settings or IMAGE_SETTINGS:
@@ -118,10 +127,11 @@ def quality(options: argparse.Namespace, device: torch.device) -> Iterator[Quali
         found.note = note_of(choices, DTYPES[options.dtype])
         uncompile_pipe(pipe)
         columns.append(images[:SHEET_ROWS])
+        names.append(f"{name}: {found.distance:.2f}")
         yield found
     give_back_memory()
     if options.sheet:
-        write_sheet(options.sheet, columns, [HOST32, *(options.settings or IMAGE_SETTINGS)], wanted)
+        write_sheet(options.sheet, columns, names, wanted)
 
 
 def load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
@@ -169,8 +179,11 @@ def row(
     found = QualityRow(setting, len(images), statistics.fmean(hits))
     if images is true:
         return found
-    compared = [compare(one, other) for one, other in zip(true, images, strict=True)]
-    found.psnr, found.psnr_low = median_and_low([each.psnr for each in compared])
+    # scikit-image takes 50 ms a pair, most of it outside Python: cores share it.
+    with ThreadPoolExecutor() as pool:
+        compared = list(pool.map(compare, true, images))
+    found.psnr_low, found.psnr, found.psnr_high = low_median_high([each.psnr for each in compared])
+    found.verdicts = dict(Counter(each.verdict for each in compared))
     found.ssim = statistics.fmean(each.ssim for each in compared)
     with torch.no_grad():
         parts = zip(expected.split(64), floats.split(64), strict=True)
@@ -182,10 +195,11 @@ def row(
     return found
 
 
-def median_and_low(values: list[float]) -> tuple[float, float]:
-    """The middle one, and the one that a share LOW of them is below; infinite ones too."""
-    values = sorted(values)
-    return values[len(values) // 2], values[int(LOW * len(values))]
+def low_median_high(values: list[float]) -> tuple[float, float, float]:
+    """The one that a share LOW of them is below, the middle one, and the one that as many are above; infinite ones
+    too."""
+    values, aside = sorted(values), int(LOW * len(values))
+    return values[aside], values[len(values) // 2], values[-1 - aside]
 
 
 def note_of(choices: dict[str, Any], dtype: torch.dtype) -> str:
@@ -196,7 +210,7 @@ def note_of(choices: dict[str, Any], dtype: torch.dtype) -> str:
 
 
 def write_sheet(file: Path, columns: list[Tensor], names: list[str], wanted: list[Case]) -> None:
-    """A column a setting, a row a prompt, with what they are."""
+    """A column a setting, a row a prompt, with what they are. names: of the columns, each with its distance."""
     from PIL import Image, ImageDraw
 
     side, head, left = SHEET_SIDE, 56, 150

@@ -53,20 +53,19 @@ def sampling_of(p: Any) -> Sampling:
     takes = parameters_of(getattr(sampler, "func", None))
     name = getattr(getattr(sampler, "func", None), "__name__", "")
     no_line = why_no_line(name, "eta" in takes, p)
+    known: dict[str, Any] = {"why_no_forecast": lambda: no_line, "guidance_scale": guidance_scale_of(p, second_pass)}
     if "sigmas" in takes and hasattr(sampler, "get_sigmas"):
         if "s_churn" in takes and churn_of(p):
             return Sampling(second_pass, why_not="the sampler's churn moves its steps")
         sigmas, speaker = Listener(sampler, "get_sigmas").heard, weakref.ref(sampler)
-        return Sampling(
-                second_pass, lambda: timesteps_of(speaker(), sigmas[:-1]), why_no_forecast=lambda: no_line
-            )
+        return Sampling(second_pass, lambda: timesteps_of(speaker(), sigmas[:-1]), **known)
     if "timesteps" in takes and hasattr(sampler, "get_timesteps"):
         timesteps, speaker = Listener(sampler, "get_timesteps").heard, weakref.ref(sampler)
         if name in ALL_BUT_THE_LOWEST:
-            return Sampling(second_pass, lambda: sorted(timesteps)[1:] or None, why_no_forecast=lambda: no_line)
+            return Sampling(second_pass, lambda: sorted(timesteps)[1:] or None, **known)
         if name == OWN_TIMESTEPS:
             count = lambda: own_count(speaker(), len(timesteps))  # noqa: E731
-            return Sampling(second_pass, count=count, why_no_forecast=lambda: no_line)
+            return Sampling(second_pass, count=count, **known)
     return Sampling(second_pass, why_not="this sampler chooses its steps while it runs" if sampler is not None else "")
 
 
@@ -87,6 +86,15 @@ def eta_of(p: Any) -> float:
 
     own = getattr(p, "eta", None)
     return float(getattr(shared.opts, "eta_ddim", 0.0) if own is None else own)
+
+
+def guidance_scale_of(p: Any, second_pass: bool) -> float | None:
+    """The CFG scale that the checkpoint is used with. The Forge family's second pass has one of its own, which tells of
+    the checkpoint only where the pass has one of its own too: it is 1 unless somebody sets it."""
+    own = second_pass and getattr(p, "hr_checkpoint_info", None) is not None
+    scale = getattr(p, "hr_cfg", None) if own else None
+    scale = getattr(p, "cfg_scale", None) if scale is None else scale
+    return None if scale is None else float(scale)
 
 
 def churn_of(p: Any) -> float:

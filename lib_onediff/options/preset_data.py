@@ -9,13 +9,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 QUALITY, BALANCED, SPEED = "Quality first", "Balanced", "Speed first"
+# How far a preset's images are from the host's in float32, by the judge (.readme/quality.md): the rows "preset ..." of
+#   python -m lib_onediff.bench --quality 200 --steps 30 --settings "preset Balanced" "preset Speed first"
+# on a GPU in float16. Until that has run, the rows "onediff + DeepCache 2, depth 1" and the same with 3 of
+# --quality 16 --steps 20 --dtype fp32 on a CPU.
+DISTANCES = {BALANCED: 0.03, SPEED: 0.15}
 
 
 @dataclass(frozen=True)
 class Preset:
     """values: what differs from the options' defaults.
 
-    explanation: names the distance of its DeepCache, as bench --quality 16 measured it on emoji-sd (float32, Euler).
+    explanation: names its measured distance.
     """
 
     name: str
@@ -38,12 +43,12 @@ PRESETS = (
     Preset(QUALITY, "Everything exact: images differ from the WebUI's own by rounding alone."),
     Preset(
         BALANCED,
-        "Half of the steps compute a small part of the UNet (distance 0.03): about twice as fast.",
+        f"Half of the steps compute a small part of the UNet (distance {DISTANCES[BALANCED]}): about twice as fast.",
         {"deepcache_interval": 2},
     ),
     Preset(
         SPEED,
-        "Fast drafts: two of three steps are forecast or computed in small part (distance 0.15).",
+        f"Fast drafts: two of three steps are forecast or computed in small part (distance {DISTANCES[SPEED]}).",
         {
             "forecast_interval": 3, "deepcache_interval": 3, "matmul_accumulation": "half",
             "convolution_accumulation": "half", "reduced_precision_reduction": "on", "tf32": "on",
@@ -53,7 +58,7 @@ PRESETS = (
 )
 PROFILES = (
     Profile(
-        "few-step checkpoints", ("turbo", "lightning", "lcm", "hypersd"),
+        "few-step checkpoints", ("turbo", "lightning", "lcm", "hypersd", "dmd2"),
         "They take 1 to 8 steps, each of which changes the whole image: there is nothing to take over from the step "
         "before.",
         {BALANCED: {"deepcache_interval": 1}, SPEED: {"forecast_interval": 1, "deepcache_interval": 1}},

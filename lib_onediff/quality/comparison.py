@@ -17,6 +17,17 @@ CLOSE_SSIM = 0.98
 # Below so many decibels two images share no more than two of other prompts do, which are at 10 to 13 dB. Noise that
 # nobody overlooks, of 32 in 255, is at 18 dB.
 DIFFERENT = 14.0
+VERDICTS = IDENTICAL, PALER, UNSEEN, FINE_DETAILS, DETAILS, UNLIKE = (
+    "identical", "paler", "unseen", "fine details", "details", "unlike",
+)
+SENTENCES = {
+    IDENTICAL: "Identical: every pixel is the same.",
+    PALER: "The second image is paler: saturation {saturation}, contrast {contrast}, lightness {lightness}.",
+    UNSEEN: "No difference can be seen: colours differ by at most {largest} of {white}.",
+    FINE_DETAILS: "The same image; only fine details differ.",
+    DETAILS: "The same scene, but details differ clearly.",
+    UNLIKE: "Two different images.",
+}
 # Of a difference that is shown.
 MOST_GAIN = 64
 
@@ -41,22 +52,25 @@ class ImageComparison:
         """Whether the second image is paler than the first, beyond noise; see tone.Shift.washed_out."""
         return self.shift.washed_out
 
+    @property
+    def verdict(self) -> str:
+        """One of VERDICTS."""
+        if self.identical:
+            return IDENTICAL
+        if self.washed_out:
+            return PALER
+        if self.psnr >= INVISIBLE:
+            return UNSEEN
+        if self.ssim >= CLOSE_SSIM:
+            return FINE_DETAILS
+        return UNLIKE if self.psnr < DIFFERENT else DETAILS
+
     def sentence(self) -> str:
         """What the numbers mean, for people."""
-        if self.identical:
-            return "Identical: every pixel is the same."
-        if self.washed_out:
-            return (
-                f"The second image is paler: saturation {percent(self.shift.saturation)}, "
-                f"contrast {percent(self.shift.contrast)}, lightness {signed(self.shift.lightness)}."
-            )
-        if self.psnr >= INVISIBLE:
-            return f"No difference can be seen: colours differ by at most {self.largest:.0f} of {WHITE}."
-        if self.ssim >= CLOSE_SSIM:
-            return "The same image; only fine details differ."
-        if self.psnr < DIFFERENT:
-            return "Two different images."
-        return "The same scene, but details differ clearly."
+        return SENTENCES[self.verdict].format(
+            saturation=percent(self.shift.saturation), contrast=percent(self.shift.contrast),
+            lightness=signed(self.shift.lightness), largest=f"{self.largest:.0f}", white=WHITE,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """The numbers under plain names, for JSON; an infinite PSNR is None."""

@@ -20,7 +20,7 @@ from ..model.deepcache.options import DeepCacheOptions
 from ..model.deepcache.prompts import PromptNumbers
 from ..model.deepcache.sampling import Sampling, Timelines
 from ..model.deepcache.schedule import is_whole
-from ..model.deepcache.timeline import FEW_STEPS, Step, Timeline
+from ..model.deepcache.timeline import Step, Timeline
 from ..weak_dictionary import WeakDictionary
 from .call_stats import HOST, CallStats
 from .session import signature
@@ -92,8 +92,8 @@ class ForecastRun:
         if jumped or timeline is not self._timeline:
             self._timeline = timeline
             self._begin_again()
-        if step.is_of_few:
-            return FEW_STEPS
+        if too_few := step.why_too_few(sampling.guidance_scale):
+            return too_few
         which = signature(call), self._prompts.number(call.context, call.y, by_content)
         self._look_for_tiles(time, which)
         if self.refusal:

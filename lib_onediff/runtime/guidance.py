@@ -2,7 +2,8 @@
 stands for the negative prompt's too, so whatever the host makes of both is the prompt's prediction.
 
 Kynkäänniemi et al. 2024, "Applying Guidance in a Limited Interval Improves Sample and Distribution Quality in Diffusion
-Models" (arXiv 2404.07724); Zhang et al. 2024, "T-GATE" (arXiv 2404.02747).
+Models" (arXiv 2404.07724); Zhang et al. 2024, "T-GATE" (arXiv 2404.02747). The latter keeps the cross attentions'
+outputs too, which did not pay (.readme/guidance-end.md).
 """
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from ..guard import Guard
 from ..model.call import UNetCall
 from ..model.deepcache.sampling import Sampling, Timelines
-from ..model.deepcache.timeline import FEW_STEPS, Timeline
+from ..model.deepcache.timeline import Timeline
 from ..model.rows import PromptRows, for_all_rows, halves, take_rows, why_not_taken
 from ..weak_dictionary import WeakDictionary
 from .call_stats import CallStats
@@ -110,11 +111,9 @@ class GuidanceRun:
         if self._first_time is None:
             self._first_time = time
         self._look_for_others(time, isinstance(found, PromptRows))
-        if step.is_of_few:
-            return FEW_STEPS
         if isinstance(found, str):
             return found
-        reason = self._refusal or why_not_taken(call)
+        reason = step.why_too_few(sampling.guidance_scale) or self._refusal or why_not_taken(call)
         is_first = step.index == 0 or time == self._first_time
         if reason or is_first or step.fraction < end - ROUNDING:
             return reason

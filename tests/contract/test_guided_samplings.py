@@ -47,6 +47,8 @@ class Guided:
         self.prompt, self.negative = (random(images, 77, CONTEXT_WIDTH, seed=seed) for seed in (2, 3))
         self.control: dict[str, list[Tensor]] | None = None
         self.options: dict[str, Any] = {}
+        # What else the host's p says.
+        self.generation: dict[str, Any] = {}
 
     @property
     def rows(self) -> slice:
@@ -84,7 +86,8 @@ class Guided:
         """One sampling."""
         host, adapter = self.host, self.host.adapter
         runtime.guard.resume()
-        p = SimpleNamespace(sd_model=host.checkpoint, sampler=self.sampler(), is_hr_pass=False)
+        known: dict[str, Any] = {"sd_model": host.checkpoint, "is_hr_pass": False, "cfg_scale": 7.0, **self.generation}
+        p = SimpleNamespace(sampler=self.sampler(), **known)
         adapter.before_sampling(p)
         p.sampler.get_sigmas()
         image, parts = random(self.images, 4, 8, 8, seed=1), [self.prompt, self.negative]

@@ -113,11 +113,13 @@ def test_bench_quality_compares_every_setting_with_the_host_and_writes_a_sheet(
         "--json", str(written),
     ])
     assert bench.main() == 0
-    true, host, exact, deepcache = json.loads(written.read_text(encoding="utf-8"))["quality"]
+    true, another, host, exact, deepcache = json.loads(written.read_text(encoding="utf-8"))["quality"]
+    assert another["setting"] == quality.ANOTHER and another["distance"] > 0 and sum(another["verdicts"].values()) == 3
     assert true["setting"] == "host, float32" and host["psnr"] == math.inf and host["distance"] == 0
     assert exact["psnr_low"] > 48 and exact["ssim"] > 0.999 and exact["distance"] < 1e-3 and not exact["paler"]
     assert deepcache["psnr"] < exact["psnr"] and deepcache["distance"] > exact["distance"]
-    assert {row["images"] for row in (true, host, exact, deepcache)} == {3}
+    assert host["verdicts"] == {"identical": 3} and exact["verdicts"] in ({"identical": 3}, {"unseen": 3})
+    assert {row["images"] for row in (true, another, host, exact, deepcache)} == {3}
     assert "| onediff + DeepCache 3, depth 1 | " in capsys.readouterr().out
     with Image.open(sheet) as image:
         assert image.width > 3 * 128 and image.height > 3 * 128
@@ -138,5 +140,6 @@ def test_bench_quality_says_which_file_is_missing(
     assert "model_index.json is not there" in capsys.readouterr().out
 
 
-def test_a_low_psnr_is_that_of_the_worst_images() -> None:
-    assert quality.median_and_low([math.inf] * 10 + [40.0 - one for one in range(10)]) == (math.inf, 32.0)
+def test_low_and_high_psnrs_are_those_of_the_worst_and_best_images() -> None:
+    assert quality.low_median_high([math.inf] * 10 + [40.0 - one for one in range(10)]) == (32.0, math.inf, math.inf)
+    assert quality.low_median_high([3.0, 1.0, 2.0]) == (1.0, 2.0, 3.0)

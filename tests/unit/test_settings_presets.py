@@ -1,13 +1,15 @@
 """Presets set what the fields of Settings say, adapted to the checkpoint; the user's own survive being written."""
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lib_onediff.options import presets
-from lib_onediff.options.preset_data import BALANCED, PRESETS, PROFILES, QUALITY, SPEED
+from lib_onediff.options.preset_data import BALANCED, DISTANCES, PRESETS, PROFILES, QUALITY, SPEED
 from lib_onediff.options.presets import (
     AS_IN_SETTINGS,
     all_presets,
@@ -50,6 +52,14 @@ class More(Settings):
 
 ALL = ("deepcache_interval", "tf32", "fp8", "vae_precision", "even", "share")
 DEFAULTS = {name: getattr(More(), name) for name in ALL}
+
+
+def test_what_changes_images_names_its_distance_and_the_page_the_same() -> None:
+    page = (Path(__file__).parents[2] / ".readme" / "presets.md").read_text(encoding="utf-8")
+    for preset in PRESETS:
+        if preset.values:
+            assert f"(distance {DISTANCES[preset.name]})" in preset.explanation
+            assert re.search(rf"^\| {preset.name} \|.*\| {DISTANCES[preset.name]} \|$", page, re.MULTILINE)
 
 
 def own_options(settings: Any) -> dict[str, Any]:

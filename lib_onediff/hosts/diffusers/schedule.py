@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ...model.deepcache.sampling import OTHER_SAMPLER, Sampling, time_of
+from ...runtime.runtime import runtime
 
 # These go on from one output, and add no noise between their steps as the pipelines call them (eta 0).
 FIRST_ORDER = ("EulerDiscreteScheduler", "DDIMScheduler")
@@ -23,11 +24,14 @@ class PipelineSchedule:
 
     def sampling(self) -> Sampling:
         """The sampling that the pipeline is in."""
-        scheduler = getattr(self._pipe(), "scheduler", None)
+        pipe = self._pipe()
+        scheduler = getattr(pipe, "scheduler", None)
         timesteps = getattr(scheduler, "timesteps", None)
         if isinstance(timesteps, Tensor) and (self._timesteps is None or self._timesteps() is not timesteps):
             self._timesteps = weakref.ref(timesteps)
-            self._sampling = sampling_of(scheduler)
+            # Now: callbacks may end the guidance in mid-sampling.
+            scale = runtime.guard.attempt("reading the guidance scale", lambda: guidance_scale_of(pipe))
+            self._sampling = sampling_of(scheduler, scale)
         return self._sampling
 
 
@@ -39,10 +43,20 @@ def reference_to(pipe: Any) -> Callable[[], Any]:
         return lambda: None
 
 
-def sampling_of(scheduler: Any) -> Sampling:
+def guidance_scale_of(pipe: Any) -> float | None:
+    """The guidance scale of the image that a pipeline is making: 1 where it is built into the UNet, as LCM's."""
+    scale = getattr(pipe, "_guidance_scale", None)
+    if not isinstance(scale, (int, float)):
+        return None
+    return float(scale) if getattr(pipe, "do_classifier_free_guidance", True) else min(1.0, float(scale))
+
+
+def sampling_of(scheduler: Any, guidance_scale: float | None = None) -> Sampling:
     """The sampling that a diffusers scheduler's timesteps are for."""
     clock, no_line = Clock(scheduler.timesteps, getattr(scheduler, "order", 1)), why_no_line(scheduler)
-    return Sampling(times=clock.times, read=clock.read, why_no_forecast=lambda: no_line)
+    return Sampling(
+        times=clock.times, read=clock.read, why_no_forecast=lambda: no_line, guidance_scale=guidance_scale
+    )
 
 
 def sampling_to_come(p: Any) -> Sampling:
@@ -56,7 +70,9 @@ def sampling_to_come(p: Any) -> Sampling:
     def why_no_forecast() -> str:
         return why_no_line(getattr(generation(), "sampler", None))
 
-    return Sampling(bool(p.is_hr_pass), times, why_no_forecast=why_no_forecast)
+    return Sampling(
+        bool(p.is_hr_pass), times, why_no_forecast=why_no_forecast, guidance_scale=float(p.cfg_scale)
+    )
 
 
 def why_no_line(scheduler: Any) -> str:

@@ -13,10 +13,11 @@ from .options import DeepCacheOptions
 from .prompts import PromptNumbers
 from .sampling import Sampling
 from .schedule import is_whole, last_whole
-from .timeline import FEW_STEPS, Step, Timeline, timeline_of
+from .timeline import Step, Timeline, timeline_of
 
-UNEQUAL_TIMES = "DeepCache rests: the images of this batch are at different steps"
-TILES = "DeepCache rests: an extension calls the UNet several times a step with the same prompt (tiles?)"
+RESTS = "DeepCache rests: "
+UNEQUAL_TIMES = f"{RESTS}the images of this batch are at different steps"
+TILES = f"{RESTS}an extension calls the UNet several times a step with the same prompt (tiles?)"
 GraphRecord = Callable[[], Collection[DeepFeature]]
 
 
@@ -91,8 +92,8 @@ class CacheRun:
         step, jumped = self._timeline.step(time)
         if jumped:
             self._begin_again(held())
-        if step.is_of_few:
-            self.rest(held, FEW_STEPS)
+        if too_few := step.why_too_few(sampling.guidance_scale):
+            self.reason = RESTS + too_few
             return None
         depth = min(choice.depth, deepest(layout))
         prompt = self._prompts.number(call.context, call.y, by_content)
@@ -116,7 +117,7 @@ class CacheRun:
         if self._sampling is not None:
             self._sampling = None
             self._begin_again(held())
-        self.reason = reason and f"DeepCache rests: {reason}"
+        self.reason = reason and RESTS + reason
 
     def _begin_again(self, held: Collection[DeepFeature]) -> None:
         self._features.forget(held)

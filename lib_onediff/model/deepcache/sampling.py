@@ -36,13 +36,15 @@ class Sampling:
     number of different timesteps that will come, where times are not known and each step has one. why_not: why no step
     of it may be cut short, in one line for the user. why_no_forecast: asked at UNet calls, likewise, for why an output
     does not follow from the ones before it; "" for samplers of the first order without added noise. read: as time_of,
-    by somebody who need not ask the GPU.
+    by somebody who need not ask the GPU. guidance_scale: its CFG scale, 1 where the network has that built in; None
+    where nobody knows.
     """
 
     def __init__(
         self, second_pass: bool = False, times: Callable[[], Sequence[float] | None] = nothing_known,
         count: Callable[[], int | None] = nothing_known, why_not: str = "",
         read: Callable[[Tensor], float | None] = time_of, why_no_forecast: Callable[[], str] = unknown_sampler,
+        guidance_scale: float | None = None,
     ) -> None:
         self.second_pass = second_pass
         self.times = times
@@ -50,6 +52,7 @@ class Sampling:
         self.why_not = why_not
         self.read = read
         self.why_no_forecast = why_no_forecast
+        self.guidance_scale = guidance_scale
 
 
 class Timelines:

@@ -13,6 +13,13 @@ from dataclasses import dataclass
 # With fewer steps, each of them changes the whole image.
 FEWEST_STEPS = 10
 FEW_STEPS = f"the sampling has fewer than {FEWEST_STEPS} steps"
+# Models and LoRAs that are distilled for few steps are published with 1 to 8 of them and a guidance scale of 0 to 2
+# (LCM 1 to 2; Lightning, Turbo, Hyper-SD and DMD2 0 to 1). People give them more steps, and they stay what they are.
+FEWEST_UNGUIDED_STEPS, LITTLE_GUIDANCE = 16, 2.0
+FEW_STEP_MODEL = (
+    f"the sampling has fewer than {FEWEST_UNGUIDED_STEPS} steps at a CFG scale of {LITTLE_GUIDANCE:g} or less, "
+    "as few-step models have (LCM, Lightning, Turbo, Hyper, DMD2)"
+)
 # Of the distance to the next step: so far may a timestep be from where its step begins.
 NEAR = 0.05
 # Where a sampling ends, in training steps.
@@ -32,10 +39,14 @@ class Step:
     fraction: float
     is_last: bool
 
-    @property
-    def is_of_few(self) -> bool:
-        """Whether its sampling is known to have too few steps to leave anything out."""
-        return self.total is not None and self.total < FEWEST_STEPS
+    def why_too_few(self, guidance_scale: float | None) -> str:
+        """Why its sampling has too few steps to leave anything out, in one line for the user; "" where it has enough,
+        or their number is unknown. guidance_scale: the sampling's CFG scale, or None where that is unknown."""
+        if self.total is None or self.total >= FEWEST_UNGUIDED_STEPS:
+            return ""
+        if self.total < FEWEST_STEPS:
+            return FEW_STEPS
+        return FEW_STEP_MODEL if guidance_scale is not None and guidance_scale <= LITTLE_GUIDANCE else ""
 
 
 class KnownTimeline:

@@ -1,0 +1,87 @@
+"""Samplings with too few steps to leave anything out: by their number, and by their CFG scale with it."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from builders import LCM, SD1
+from test_public_api_pipelines import inputs, pipeline, quiet
+
+import lib_onediff
+from lib_onediff.hosts.diffusers.schedule import guidance_scale_of, sampling_to_come
+from lib_onediff.model.deepcache.sampling import Sampling
+from lib_onediff.model.deepcache.timeline import FEW_STEP_MODEL, FEW_STEPS, Step
+from lib_onediff.runtime.runtime import runtime
+
+__all__ = ["quiet"]
+NAME = "StableDiffusionPipeline"
+CACHES: dict[str, dict[str, Any]] = {"deepcache": {"deepcache_interval": 3}, "forecast": {"forecast_interval": 3}}
+pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "DeprecationWarning")]
+
+
+@pytest.mark.parametrize(("total", "guidance_scale", "reason"), [
+    (9, 7.0, FEW_STEPS), (9, 1.0, FEW_STEPS), (9, None, FEW_STEPS), (10, 7.0, ""), (10, None, ""),
+    (10, 1.0, FEW_STEP_MODEL), (15, 0.0, FEW_STEP_MODEL), (15, 2.0, FEW_STEP_MODEL), (15, 2.1, ""), (16, 1.0, ""),
+    (None, 1.0, ""),
+])
+def test_the_rule(total: int | None, guidance_scale: float | None, reason: str) -> None:
+    assert Step(0, total, 0.0, False).why_too_few(guidance_scale) == reason
+
+
+def compiled(config: dict[str, Any], **options: Any) -> Any:
+    runtime.announce(Sampling())
+    return lib_onediff.compile_pipe(pipeline(NAME, config), ignores=("vae",), **options)
+
+
+def told(pipe: Any, cache: str, steps: int, scale: float, **more: Any) -> str:
+    given = {**inputs(NAME, 64, 64), "num_inference_steps": steps, "guidance_scale": scale, **more}
+    runtime.call_stats.passes.clear()
+    before = runtime.call_stats.forecasts
+    pipe(**{**given, "output_type": "latent"})
+    reason: str = lib_onediff.status()[cache]["reason"]
+    spared = lib_onediff.status()["deepcache"]["cached"] + runtime.call_stats.forecasts - before
+    assert bool(spared) is (reason == "")
+    return reason.partition(" rests: ")[2]
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_pipelines_guidance_scale(cache: str) -> None:
+    pipe = compiled(SD1, **CACHES[cache])
+    assert told(pipe, cache, 12, 1.5) == FEW_STEP_MODEL
+    assert told(pipe, cache, 12, 5.0) == ""
+    assert told(pipe, cache, 16, 1.5) == ""
+
+
+def test_guidance_that_is_built_in_is_none() -> None:
+    assert told(compiled(LCM, deepcache_interval=3), "deepcache", 12, 8.0) == FEW_STEP_MODEL
+
+
+def test_guidance_that_a_callback_ends_is_still_the_samplings() -> None:
+    pipe = compiled(SD1, deepcache_interval=3)
+
+    def end(pipe: Any, step: int, time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if step == 6:
+            pipe._guidance_scale = 0.0
+            tensors["prompt_embeds"] = tensors["prompt_embeds"].chunk(2)[-1]
+        return tensors
+
+    more = {"callback_on_step_end": end, "callback_on_step_end_tensor_inputs": ["prompt_embeds"]}
+    assert told(pipe, "deepcache", 12, 5.0, **more) == ""
+
+
+@pytest.mark.parametrize(("pipe", "scale"), [
+    (None, None), (object(), None), (type("Pipe", (), {"_guidance_scale": None}), None),
+    (type("Pipe", (), {"_guidance_scale": 5})(), 5.0),
+    (type("Pipe", (), {"_guidance_scale": 5.0, "do_classifier_free_guidance": False})(), 1.0),
+    (type("Pipe", (), {"_guidance_scale": 0.0, "do_classifier_free_guidance": False})(), 0.0),
+])
+def test_pipelines_of_any_kind(pipe: Any, scale: float | None) -> None:
+    assert guidance_scale_of(pipe) == scale
+
+
+def test_the_demos_generation() -> None:
+    class Generation:
+        is_hr_pass, cfg_scale = False, 2
+
+    generation = Generation()
+    assert sampling_to_come(generation).guidance_scale == 2.0
