@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from ...model.layout import TransformerBlock
 from ...model.patch_points import CROSS_ATTENTION, SELF_ATTENTION, Block, PatchPoints
-from ...model.patches import origin, own_method
+from ...model.patches import own_method
 from ...model.read_ldm import is_block, is_derived_block
 from ...runtime.runtime import runtime
+from .author import author
 from .concatenation import Concatenation
 from .inert import does_nothing_now, foreign_forward
 
@@ -42,11 +43,11 @@ class ModulePatches(PatchPoints):
             (name or "block", foreign_function(module)) for names in changed.values() for name, module in names.items()
         ]
         self.places = ({path: tuple(names) for path, names in changed.items()}, concatenation is not None)
-        kinds = Counter(f"{name} by {origin(function)}" for name, function in found)
+        kinds = Counter(f"{name} by {author(function)}" for name, function in found)
         structure = sorted(f"{kind} in {count} blocks" for kind, count in kinds.items())
         self._functions = [function for _, function in found]
         if concatenation is not None:
-            structure.append(f"skips by {origin(concatenation)}")
+            structure.append(f"skips by {author(concatenation)}")
             self._functions.append(concatenation)
         self.structure = tuple(structure)
 
