@@ -10,9 +10,10 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from torch import nn
 
 from ..model.patch_points import CROSS_ATTENTION, SELF_ATTENTION
-from ..model.patches import origin, own_method
+from ..model.patches import own_method
 from ..model.read_ldm import is_block, is_derived_block
 from ..runtime.runtime import runtime
+from .author import author
 
 METHODS = ("forward", "_forward")
 ATTENTIONS = (SELF_ATTENTION, CROSS_ATTENTION)
@@ -107,7 +108,7 @@ class ChangedModules(Generic[Found]):
 def kinds_of(changed: Changed) -> tuple[str, ...]:
     """Who has changed what, for users and for the structure of a call."""
     found = [(name or "block", module) for names in changed.values() for name, module in names.items()]
-    kinds = Counter(f"{name} by {origin(foreign_function(module))}" for name, module in found)
+    kinds = Counter(f"{name} by {author(foreign_function(module))}" for name, module in found)
     return tuple(sorted(f"{kind} in {count} blocks" for kind, count in kinds.items()))
 
 

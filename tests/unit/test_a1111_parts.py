@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lib_onediff.hosts.a1111.inert import does_nothing_now
 from lib_onediff.hosts.a1111.lora import apply_wanted_networks, lora_module, wanted_names
+from lib_onediff.hosts.author import author
 from lib_onediff.model.patches import HostTraits
 from lib_onediff.runtime.runtime import runtime
 
@@ -178,3 +179,15 @@ def test_an_unknown_forward_counts(unet: Any) -> None:
     block = transformer_block(unet)
     block._forward = lambda x, context=None: x
     assert not does_nothing_now(unet, block)
+
+
+@pytest.mark.parametrize(("path", "name"), [
+    ("/webui/extensions/sd-webui-controlnet/scripts/hook.py", "sd-webui-controlnet"),
+    ("/webui/extensions-builtin/hypertile/hypertile.py", "hypertile"),
+    ("/venv/tomesd/patch.py", "tomesd.patch"), ("/webui/extensions/loose.py", "tomesd.patch"),
+])
+def test_reasons_name_the_extension_that_users_have_installed(path: str, name: str) -> None:
+    space = {"__name__": "tomesd.patch"}
+    exec(compile("def function(): pass", path, "exec"), space)
+    assert author(types.MethodType(space["function"], object())) == name
+    assert author(functools.partial(space["function"])) == name

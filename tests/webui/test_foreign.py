@@ -106,12 +106,12 @@ WITHIN = [
         **LARGER, **script("Forge Couple", True, True, "Basic", "", "Vertical", "First Line", 0.5), "batch_size": 2,
         "prompt": "the sea\na red fox in the snow\na castle at night", "negative_prompt": "rain",
     }),
-    Foreign("FreeU of A1111", "a1111", "skips by lib_free_u", {**LARGER, **FREEU_OF_A1111}),
-    Foreign("FreeU of A1111 in half of the steps, an odd size, two images", "a1111", "skips by lib_free_u", {
+    Foreign("FreeU of A1111", "a1111", "skips by sd-webui-freeu", {**LARGER, **FREEU_OF_A1111}),
+    Foreign("FreeU of A1111 in half of the steps, an odd size, two images", "a1111", "skips by sd-webui-freeu", {
         **HALF_OF_FREEU, "width": 136, "height": 88, "batch_size": 2, "steps": 4,
     }),
     Foreign(
-        "FreeU and token merging on A1111", "a1111", "block by tomesd.*skips by lib_free_u",
+        "FreeU and token merging on A1111", "a1111", "block by tomesd.*skips by sd-webui-freeu",
         {**LARGER, **FREEU_OF_A1111}, {"token_merging_ratio": 0.5},
     ),
     Foreign("token merging", "a1111", r"block by tomesd", options={"token_merging_ratio": 0.5}),
@@ -122,12 +122,12 @@ WITHIN = [
 ]
 # Of sd-webui-controlnet, which calls the UNet twice a step: once to record, once to make the image.
 REFERENCES = [
-    Foreign("reference_only", "a1111", "block by scripts.hook", reference("reference_only")),
-    Foreign("reference_adain", "a1111", "block by scripts.hook", reference("reference_adain")),
-    Foreign("reference_adain+attn, two images, a long prompt", "a1111", "block by scripts.hook", {
+    Foreign("reference_only", "a1111", "controlnet runs.*block by .*controlnet", reference("reference_only")),
+    Foreign("reference_adain", "a1111", "controlnet runs.*block by .*controlnet", reference("reference_adain")),
+    Foreign("reference_adain+attn, two images, a long prompt", "a1111", "controlnet runs.*block by .*controlnet", {
         **reference("reference_adain+attn"), **LARGER, "batch_size": 2, "prompt": "a " * 110,
     }),
-    Foreign("reference_only and FreeU", "a1111", "block by scripts.hook", {
+    Foreign("reference_only and FreeU", "a1111", "controlnet runs.*block by .*controlnet", {
         **LARGER,
         "alwayson_scripts": {**reference("reference_only")["alwayson_scripts"], **FREEU_OF_A1111["alwayson_scripts"]},
     }),

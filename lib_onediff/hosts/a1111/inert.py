@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ...model.patches import origin
+from ..author import author
 
 # What sd-webui-controlnet's reference sets; it shares attention between two passes through the UNet.
 REFERENCE_HACKS = ("hacked_basic_transformer_inner_forward", "hacked_group_norm_forward")
@@ -29,4 +29,4 @@ def foreign_forward(unet: nn.Module) -> str | None:
     forward = unet.__dict__.get("forward")
     if forward is None or getattr(forward, "__func__", None) is type(unet).forward:
         return None
-    return origin(forward)
+    return author(forward)

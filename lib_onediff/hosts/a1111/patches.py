@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...model.layout import TransformerBlock
 from ...model.patch_points import CROSS_ATTENTION, Block, PatchPoints
-from ...model.patches import origin
+from ..author import author
 from ..changed_modules import SELF_NORM, Changed, ChangedModules, functions_of, is_block_or_attention, kinds_of
 from .concatenation import Concatenation
 from .inert import does_nothing_now, foreign_forward
@@ -34,7 +34,7 @@ class ModulePatches(PatchPoints):
         self.structure = kinds_of(changed)
         self._functions = functions_of(changed)
         if concatenation is not None:
-            self.structure += (f"skips by {origin(concatenation)}",)
+            self.structure += (f"skips by {author(concatenation)}",)
             self._functions.append(concatenation)
 
     def functions(self) -> list[Any]:
