@@ -52,7 +52,7 @@ def test_every_sampler_keeps_to_the_schedule(webui: WebUI, sampler: str, twice: 
 
 
 @pytest.mark.parametrize("request_of", [
-    {"prompt": LONG}, {"batch_size": 2}, {"cfg_scale": 1.0}, {"prompt": "a fox AND a hill"},
+    {"prompt": LONG}, {"batch_size": 2}, {"cfg_scale": 2.5}, {"prompt": "a fox AND a hill"},
     {"width": 72, "height": 88},
 ], ids=str)
 def test_batches_and_prompts_of_every_kind(webui: WebUI, request_of: dict[str, Any]) -> None:
@@ -69,12 +69,20 @@ def test_img2img_counts_its_own_steps(webui: WebUI) -> None:
     assert full == len({*range(0, steps, 3), steps - 1})
 
 
-def test_few_steps_are_whole(webui: WebUI) -> None:
-    few = {"steps": 7}
+@pytest.mark.parametrize(("few", "reason"), [
+    ({"steps": 7}, "fewer than 10 steps"), ({"steps": 13, "cfg_scale": 1.5}, "few-step models"),
+])
+def test_few_steps_are_whole(webui: WebUI, few: dict[str, Any], reason: str) -> None:
     exact, _ = made(webui, {}, **few)
     pictures, counted = made(webui, EVERY_THIRD, **few)
     assert counted == (0, 0) and largest_difference(pictures, exact) == 0
-    assert "fewer than 10 steps" in webui.status()["deepcache"]["reason"]
+    assert reason in webui.status()["deepcache"]["reason"]
+
+
+def test_without_guidance_steps_count_that_few_step_models_do_not_have(webui: WebUI) -> None:
+    _, (full, shallow) = made(webui, EVERY_THIRD, steps=16, cfg_scale=1.0)
+    # A1111 and others compute the negative prompt too.
+    assert (full, shallow) in ((6, 10), (12, 20))
 
 
 def test_nothing_stays_behind(webui: WebUI, models: Models) -> None:
