@@ -1,0 +1,328 @@
+"""Calls of several rows on two GPUs: each computes a part of the rows, by a copy of the weights and graphs of its own.
+
+A UNet computes every row of a batch by itself, so prompt and negative prompt, and the images of a batch, can be
+computed apart. The second card's copy is a UNet in our care like a host's: what is true of one card's calls (graphs,
+checks, budgets, DeepCache) is true of each card's rows. torch orders the copies between the cards by events; nobody
+waits for a GPU.
+"""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..engines import INDUCTOR, ONEFLOW
+from ..engines.graphs.inputs import mapped
+from ..engines.managed_unet import ManagedUNet
+from ..guard import Guard
+from ..model.bound import BoundUNet
+from ..model.call import UNetCall
+from ..model.layout import UnsupportedUNet
+from ..model.mirror import MirrorUNet, bytes_of, empty_copy
+from ..model.rows import take_rows, why_not_taken
+from ..options.settings import Settings
+from ..shapes.table import Entry
+from ..weak_dictionary import WeakDictionary
+from .call_stats import GRAPH, PLAIN, CallResult, CallStats
+from .cards import Cards, second_card, second_share
+from .fallback import COMPILING
+from .guidance import SameRows
+
+ONE_ROW = "the call has one row"
+TOO_SLOW = "one GPU is sooner done than both"
+FULL = "out of memory on {}: until the weights or the option change, one GPU computes"
+# Their code is compiled for one device, or runs in a way of its own.
+ONE_CARD_BACKENDS = (INDUCTOR, ONEFLOW)
+Known = tuple[ManagedUNet, Settings]
+
+
+class Serves(Protocol):
+    """Who computes rows: the accelerator."""
+
+    def take_in(self, unet: nn.Module, managed: ManagedUNet) -> None:
+        """Have a UNet of ours in care."""
+
+    def release(self, unet: nn.Module) -> None:
+        """Have it no longer."""
+
+    def replay(self, unet: nn.Module, call: UNetCall, known: Known) -> CallResult | None:
+        """The output, where an earlier call like this one tells how; None where something has to be found out."""
+
+    def serve(
+        self, unet: nn.Module, call: UNetCall, host: Callable[[], Tensor], times_host: bool = True
+    ) -> CallResult | str:
+        """The output, or why it cannot be computed."""
+
+
+class SecondGpuFull(Exception):
+    """The second card's memory is full. Says no more: a kept torch.cuda.OutOfMemoryError keeps its tensors."""
+
+
+@dataclass
+class Pair:
+    """A UNet's copy on the second card. unet: the copies' module. equal: both cards are of one kind."""
+
+    unet: nn.Module
+    managed: ManagedUNet
+    mirror: MirrorUNet
+    device: torch.device
+    bytes: int
+    equal: bool
+    same: SameRows
+    shares: dict[Any, tuple[int, int]] = field(default_factory=dict)
+    entries: dict[Any, tuple[Entry, Entry]] = field(default_factory=dict)
+
+    def rows(self, call: UNetCall, rows: slice) -> UNetCall:
+        """The call of these rows, on the second card: copies follow what the first one is doing."""
+        to = lambda tensor: tensor.to(self.device, non_blocking=True)  # noqa: E731
+        taken = take_rows(call, rows, self.same)
+        y = None if taken.y is None else to(taken.y)
+        return replace(mapped(taken, to), context=to(taken.context), y=y)
+
+    def share(self, call: UNetCall, looks: int) -> int:
+        """How many rows of a call the second card computes. It changes between samplings alone."""
+        batch = call.latent.shape[0]
+        if self.equal:
+            return second_share(batch)
+        known = self.shares.get(call.latent.shape)
+        if known is None or known[0] != looks:
+            entries = self.entries.get(call.latent.shape)
+            times = () if entries is None else tuple(
+                entry.own.timing.median / entry.key.batch for entry in entries if entry.own.timing is not None
+            )
+            known = looks, second_share(batch, *times) if len(times) == 2 else second_share(batch)
+            self.shares[call.latent.shape] = known
+        return known[1]
+
+    def follow(self, first: ManagedUNet) -> None:
+        """What is known of the first card's UNet holds for this one."""
+        self.managed.settings, self.managed.by_content = first.settings, first.by_content
+        self.managed.sampling, self.managed.no_room_for_float8 = first.sampling, first.no_room_for_float8
+
+
+@dataclass
+class Rest:
+    """Why one card computes, and for how long: with this option, until the next sampling, or until the weights change
+    where they are given."""
+
+    reason: str
+    option: tuple[str, int]
+    looks: int
+    weights: Any = None
+
+    def holds(self, settings: Settings, bound: BoundUNet) -> bool:
+        if self.option != option_of(settings):
+            return False
+        if self.looks == bound.looks:
+            return True
+        if self.weights is None or not bound.has_binding or self.weights != bound.weights_now():
+            return False
+        self.looks = bound.looks
+        return True
+
+
+def option_of(settings: Settings) -> tuple[str, int]:
+    return settings.second_gpu, settings.memory_budget
+
+
+class TwoGpusRoute:
+    """Computes calls on two cards, where that is chosen. in_use: whether a second card holds anything."""
+
+    def __init__(self, guard: Guard, call_stats: CallStats, serves: Serves, cards: Cards | None = None) -> None:
+        self._guard, self._call_stats, self._serves = guard, call_stats, serves
+        self.cards = cards or Cards()
+        self._pairs: WeakDictionary[nn.Module, Pair] = WeakDictionary()
+        self._rests: WeakDictionary[nn.Module, Rest] = WeakDictionary()
+        self._same = SameRows()
+
+    @property
+    def in_use(self) -> bool:
+        return bool(self._pairs) or bool(self._rests)
+
+    def bytes(self) -> int:
+        """What the copies of weights take on second cards."""
+        return sum(pair.bytes for pair in self._pairs.values())
+
+    def forget(self, unet: nn.Module) -> None:
+        """The UNet is given back, or computed on one card from now on: give the second card's memory back."""
+        self._rests.pop(unet, None)
+        pair = self._pairs.pop(unet, None)
+        if pair is not None:
+            self._serves.release(pair.unet)
+        if not self.in_use:
+            self._call_stats.forget_two_gpus()
+
+    def forget_all(self, but: nn.Module | None = None) -> None:
+        for unet in self._pairs:
+            if unet is not but:
+                self.forget(unet)
+
+    def run(self, unet: nn.Module, call: UNetCall, host: Callable[[], Tensor], known: Known) -> Tensor | None:
+        """The output of a call by both cards; None where one has to compute it, for a reason that is noted.
+
+        Raises what the host raises, and torch.cuda.OutOfMemoryError where the first card is full.
+        """
+        managed, settings = known
+        reason = self._why_one(unet, managed, settings, call)
+        lasts = drops = False
+        if not reason:
+            try:
+                output = self._split(unet, known, call, host)
+                if not isinstance(output, str):
+                    return output
+                reason, lasts = output, output == TOO_SLOW
+            except SecondGpuFull as full:
+                reason, lasts, drops = str(full), True, True
+            except UnsupportedUNet as refusal:
+                reason = str(refusal)
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except Exception as error:
+                if id(error) == getattr(host, "raised", None):
+                    raise
+                reason, lasts, drops = self._guard.note("computing on two GPUs", error), True, True
+            if drops:
+                # Only now is everything gone that was computed before it failed.
+                self._guard.attempt("giving the second GPU back", lambda: self.forget(unet))
+            self._note_rest(unet, managed, settings, reason, lasts)
+        self._call_stats.note_one_gpu(reason)
+        return None
+
+    def _note_rest(
+        self, unet: nn.Module, managed: ManagedUNet, settings: Settings, reason: str, lasts: bool
+    ) -> None:
+        if reason != COMPILING:
+            bound = managed.bound
+            weights = bound.weights_now() if lasts and bound.has_binding else None
+            self._rests[unet] = Rest(reason, option_of(settings), bound.looks, weights)
+
+    def _why_one(self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: UNetCall) -> str:
+        """What is known before anything is computed, in one line for the user; "" where nothing stands in the way."""
+        if call.latent.shape[0] < 2:
+            return ONE_ROW
+        rest = self._rests.get(unet)
+        if rest is not None:
+            if rest.holds(settings, managed.bound):
+                return rest.reason
+            self._rests.pop(unet, None)
+        if settings.backend in ONE_CARD_BACKENDS:
+            return f"the backend {settings.backend} computes on one GPU"
+        if managed.bound.has_binding and managed.kinds:
+            return f"the host computes with {' and '.join(managed.kinds)}"
+        return why_not_taken(call)
+
+    def _split(self, unet: nn.Module, known: Known, call: UNetCall, host: Callable[[], Tensor]) -> Tensor | str:
+        """The output, or why one card has to compute it. Where both know what to do, the second card begins first: the
+        first one is done when its own launches are."""
+        managed, settings = known
+        pair, batch = self._pair(unet, managed), call.latent.shape[0]
+        share = second_share(batch) if pair is None else pair.share(call, managed.bound.looks)
+        if not share:
+            return TOO_SLOW
+        first_rows, second_rows = slice(0, batch - share), slice(batch - share, batch)
+        second = there = None
+        if pair is not None:
+            with self._on(pair):
+                there = pair.rows(call, second_rows)
+                second = self._serves.replay(pair.unet, there, (pair.managed, settings))
+        here = take_rows(call, first_rows, self._same)
+        first: CallResult | str | None = self._serves.replay(unet, here, known)
+        was_known = first is not None
+        if first is None:
+            self._call_stats.begin()
+            first = self._serves.serve(unet, here, lambda: host()[first_rows], times_host=False)
+        if isinstance(first, str):
+            return first
+        if first.entry.key.backend in ONE_CARD_BACKENDS:
+            return f"the backend {first.entry.key.backend} computes on one GPU"
+        if pair is None:
+            made = self._make(unet, managed, settings, call.latent.device)
+            if isinstance(made, str):
+                return made
+            pair = made
+        if second is None or not (was_known or pair.mirror.is_true()):
+            found = self._second(pair, managed, call, second_rows, there, host)
+            if isinstance(found, str):
+                return found
+            second = found
+        managed.note_served(call.context)
+        pair.entries[call.latent.shape] = first.entry, second.entry
+        output = torch.cat([first.output, second.output.to(call.latent.device, non_blocking=True)])
+        self._note(first, second, was_known, call.latent.device, pair)
+        return output
+
+    def _second(
+        self, pair: Pair, managed: ManagedUNet, call: UNetCall, rows: slice, there: UNetCall | None,
+        host: Callable[[], Tensor],
+    ) -> CallResult | str:
+        """The second card's rows, with everything found out."""
+
+        def of_host() -> Tensor:
+            with self.cards.using(call.latent.device):
+                return host()[rows].to(pair.device)
+
+        pair.follow(managed)
+        with self._on(pair), self._call_stats.as_before():
+            return self._serves.serve(pair.unet, there or pair.rows(call, rows), of_host, times_host=False)
+
+    def _note(
+        self, first: CallResult, second: CallResult, was_known: bool, device: torch.device, pair: Pair
+    ) -> None:
+        reason = first.reason or second.reason
+        if was_known:
+            self._call_stats.note_replay(first.entry, reason)
+        else:
+            self._call_stats.note(GRAPH if first.route == second.route == GRAPH else PLAIN, reason)
+        rows = f"{first.output.shape[0]}+{second.output.shape[0]} rows"
+        self._call_stats.note_two_gpus(f"{device} + {pair.device}, {rows}")
+
+    def _pair(self, unet: nn.Module, managed: ManagedUNet) -> Pair | None:
+        """The copy that there is, if it is of the layers that the UNet has now."""
+        pair = self._pairs.get(unet)
+        if pair is not None and not pair.mirror.is_of(managed.bound):
+            self.forget(unet)
+            return None
+        return pair
+
+    def _make(self, unet: nn.Module, managed: ManagedUNet, settings: Settings, first: torch.device) -> Pair | str:
+        """A copy without values, on the card that the option names; or why there is none."""
+        if managed.kinds:
+            return f"the host computes with {' and '.join(managed.kinds)}"
+        binding = managed.bound.binding
+        needs = bytes_of(binding)
+        device = second_card(settings.second_gpu, first, needs, self.cards)
+        if isinstance(device, str) and self._pairs:
+            # The copies of other UNets are there for speed alone.
+            self.forget_all(but=unet)
+            device = second_card(settings.second_gpu, first, needs, self.cards)
+        if isinstance(device, str):
+            return device
+        with self._full_of(device), self.cards.using(device):
+            copy = empty_copy(binding, device)
+        mirror = MirrorUNet(managed.bound, copy)
+        copied = ManagedUNet(copy, settings, mirror.host_traits, mirror)
+        on_device = lambda tensor: tensor.to(device, non_blocking=True)  # noqa: E731
+        pair = Pair(
+            copy, copied, mirror, device, needs, self.cards.are_equal(first, device), SameRows(on_device)
+        )
+        self._serves.take_in(copy, copied)
+        self._pairs[unet] = pair
+        return pair
+
+    @contextlib.contextmanager
+    def _on(self, pair: Pair) -> Iterator[None]:
+        with self._full_of(pair.device), self.cards.using(pair.device):
+            yield
+
+    @contextlib.contextmanager
+    def _full_of(self, device: torch.device) -> Iterator[None]:
+        """What runs out of memory inside does so on the second card."""
+        try:
+            yield
+        except torch.cuda.OutOfMemoryError:
+            # Without the traceback, which keeps what was computed.
+            raise SecondGpuFull(FULL.format(device)) from None

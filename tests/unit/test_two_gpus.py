@@ -1,0 +1,337 @@
+"""Calls on two cards: how rows are split and joined, what the copy of the weights follows, and when one card computes.
+
+Both cards are this CPU: the second has tensors of its own, which is all that tells devices apart here.
+"""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from builders import SMALL, SMALL_XL, diffusers_output, diffusers_unet, randomise
+from deepcache_builders import EVERY_THIRD, STEPS, WEBUI, call_of, few_steps_suffice  # noqa: F401
+from torch import Tensor, nn
+
+from lib_onediff.model.additions import ImagePrompt, PerturbedAttention
+from lib_onediff.model.call import Control, UNetCall
+from lib_onediff.model.deepcache.sampling import Sampling
+from lib_onediff.model.patch_points import PatchPoints
+from lib_onediff.model.patches import HostTraits
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime import two_gpus
+from lib_onediff.runtime.cards import Cards, second_card, second_share
+from lib_onediff.runtime.runtime import Runtime
+
+FIRST, SECOND = torch.device("cpu"), torch.device("cpu", 1)
+ROOMY = 2**40
+NAMES = "cat", "ugly"
+
+
+@dataclass
+class TwoCpus(Cards):
+    """The CPU twice. launched: on which card, in order. full: whether the second runs out of memory when it is used."""
+
+    cards: list[torch.device] = field(default_factory=lambda: [FIRST, SECOND])
+    free: int = ROOMY
+    equal: bool = True
+    full: bool = False
+    launched: list[torch.device] = field(default_factory=list)
+
+    def all(self) -> list[torch.device]:
+        return self.cards
+
+    def room(self, device: torch.device) -> int:
+        return self.free
+
+    def are_equal(self, first: torch.device, second: torch.device) -> bool:
+        return self.equal
+
+    @contextlib.contextmanager
+    def using(self, device: torch.device) -> Iterator[None]:
+        self.launched.append(device)
+        yield
+        if self.full and device == SECOND:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+
+@dataclass
+class Image:
+    """Samplings of a UNet on two cards, in a runtime of their own."""
+
+    runtime: Runtime
+    unet: Any
+    cards: TwoCpus
+
+    @classmethod
+    def of(
+        cls, config: dict[str, Any] = SMALL, traits: HostTraits = WEBUI, cards: TwoCpus | None = None, **options: Any
+    ) -> Image:
+        runtime, unet, cards = Runtime(), diffusers_unet(**config), cards or TwoCpus()
+        runtime.two_gpus.cards = cards
+        runtime.configure(Settings(**{"second_gpu": "auto", **options}))
+        runtime.adopt(unet, host_traits=traits)
+        return cls(runtime, unet, cards)
+
+    def begin(self, **known: Any) -> None:
+        self.runtime.begin_sampling(self.unet, Sampling(times=lambda: STEPS, **known))
+
+    def call(self, time: float = 501.0, names: Any = NAMES, **more: Any) -> UNetCall:
+        return call_of(self.unet, time, names, **more)
+
+    @torch.no_grad()
+    def run(self, call: UNetCall, host: Callable[[], Tensor] | None = None, **more: Any) -> Tensor:
+        return self.runtime.run(self.unet, call, host or (lambda: diffusers_output(self.unet, call)), **more)
+
+    @property
+    def second(self) -> dict[str, Any]:
+        return self.runtime.status()["second_gpu"]
+
+    @property
+    def copies(self) -> list[nn.Module]:
+        return [unet for unet in self.runtime._managed if unet is not self.unet]
+
+
+def near(output: Tensor, expected: Tensor) -> bool:
+    return bool(torch.allclose(output, expected, atol=1e-5, rtol=1e-4))
+
+
+@torch.no_grad()
+def exact(image: Image, call: UNetCall) -> Tensor:
+    return diffusers_output(image.unet, call)
+
+
+@pytest.mark.parametrize("config", [SMALL, SMALL_XL], ids=["SD1", "SDXL"])
+@pytest.mark.parametrize("traits", [WEBUI, HostTraits()], ids=["new tensors at every call", "the same prompt"])
+@pytest.mark.parametrize(("names", "rows"), [
+    (("cat", "ugly"), "1+1"), (("cat", "dog", "ugly"), "2+1"), (("a", "b", "c", "d", "e", "f"), "3+3"),
+])
+def test_each_card_computes_its_rows_and_they_come_back_in_their_places(
+    config: dict[str, Any], traits: HostTraits, names: Any, rows: str
+) -> None:
+    image = Image.of(config, traits)
+    image.begin()
+    first = image.call(names=names)
+    for time in (901.0, 501.0, 101.0):
+        call = replace(image.call(time, names), context=first.context, y=first.y)
+        output = image.run(call)
+        assert output.shape == call.latent.shape and near(output, exact(image, call))
+        assert image.second["split"] == f"cpu + cpu:1, {rows} rows"
+    assert image.second["calls"] == 3 and image.second["reason"] == ""
+    assert SECOND in image.cards.launched and len(image.copies) == 1
+    assert image.runtime.call_stats.total == 3 and image.runtime.guard.faults == []
+
+
+def test_the_copy_of_the_weights_is_made_once_and_counted() -> None:
+    image = Image.of()
+    weights = sum(parameter.nbytes for parameter in image.unet.parameters())
+    for _ in range(3):
+        image.begin()
+        image.run(image.call())
+    (copy,) = image.copies
+    assert image.second["bytes"] == weights
+    assert image.runtime._managed[copy].bound.copied_bytes == weights
+    theirs = {tensor.untyped_storage().data_ptr() for tensor in image.unet.parameters()}
+    assert all(tensor.untyped_storage().data_ptr() not in theirs for tensor in copy.parameters())
+
+
+def change_in_place(unet: nn.Module) -> None:
+    for parameter in unet.parameters():
+        parameter.mul_(1.05)
+
+
+def change_one_layer(unet: nn.Module) -> None:
+    unet.mid_block.attentions[0].transformer_blocks[0].attn2.to_k.weight.mul_(3)
+
+
+def change_by_data(unet: nn.Module) -> None:
+    for parameter in unet.parameters():
+        parameter.data = parameter.data * 1.05
+
+
+def change_by_loading(unet: nn.Module) -> None:
+    unet.load_state_dict(randomise(diffusers_unet(), 7).state_dict())
+
+
+def change_by_parameter(unet: nn.Module) -> None:
+    layer = unet.mid_block.attentions[0].transformer_blocks[0].attn1.to_q
+    layer.weight = nn.Parameter(layer.weight.detach() * 3, requires_grad=False)
+
+
+@pytest.mark.parametrize("begins", [True, False], ids=["between samplings", "within a sampling"])
+@pytest.mark.parametrize("traits", [WEBUI, HostTraits()], ids=["new tensors at every call", "the same prompt"])
+@pytest.mark.parametrize(
+    "change", [change_in_place, change_one_layer, change_by_data, change_by_loading, change_by_parameter]
+)
+def test_the_copy_follows_every_change_of_the_weights(
+    change: Callable[[nn.Module], None], traits: HostTraits, begins: bool
+) -> None:
+    if change is change_by_parameter and not begins:
+        pytest.skip("within a sampling, hosts exchange no single parameter")
+    image = Image.of(traits=traits)
+    image.begin()
+    call = image.call()
+    before = image.run(call)
+    with torch.no_grad():
+        change(image.unet)
+    if begins:
+        image.begin()
+    output = image.run(call)
+    assert image.second["split"] and near(output, exact(image, call))
+    assert not near(output[1:], before[1:])
+
+
+def test_after_a_change_of_one_layer_that_layer_alone_is_copied() -> None:
+    image = Image.of()
+    image.begin()
+    image.run(image.call())
+    (copy,) = image.copies
+    bound = image.runtime._managed[copy].bound
+    before = bound.copied_bytes
+    with torch.no_grad():
+        change_one_layer(image.unet)
+    image.begin()
+    image.run(image.call())
+    layer = image.unet.mid_block.attentions[0].transformer_blocks[0].attn2.to_k.weight
+    assert bound.copied_bytes - before == layer.nbytes
+
+
+def test_another_checkpoint_has_a_copy_of_its_own_and_a_gone_one_leaves_none() -> None:
+    image = Image.of()
+    image.begin()
+    image.run(image.call())
+    other = diffusers_unet(seed=3)
+    image.runtime.adopt(other, host_traits=WEBUI)
+    second = replace(image, unet=other)
+    second.begin()
+    assert near(second.run(call := second.call()), exact(second, call))
+    assert image.runtime.two_gpus.bytes() == 2 * sum(parameter.nbytes for parameter in other.parameters())
+    del image
+    second.runtime.release(other)
+    assert second.runtime.two_gpus.bytes() == 0 or len(second.runtime.two_gpus._pairs) == 0
+
+
+def test_where_there_is_room_for_one_copy_the_other_checkpoint_s_goes() -> None:
+    image = Image.of()
+    image.begin()
+    image.run(image.call())
+    other = diffusers_unet(seed=3)
+    image.runtime.adopt(other, host_traits=WEBUI)
+    second = replace(image, unet=other)
+    second.begin()
+
+    def room(device: torch.device) -> int:
+        return 0 if image.runtime.two_gpus.bytes() else ROOMY
+
+    image.cards.room = room  # type: ignore[method-assign]
+    second.run(second.call())
+    assert second.second["split"] and len(image.runtime.two_gpus._pairs) == 1
+    assert image.runtime.two_gpus._pairs.get(other) is not None
+
+
+def test_out_of_memory_on_the_second_card_leaves_one_until_something_changes() -> None:
+    image = Image.of()
+    image.cards.full = True
+    image.begin()
+    call = image.call()
+    assert near(image.run(call), exact(image, call))
+    assert "out of memory on cpu:1" in image.second["reason"] and image.second["split"] == ""
+    assert image.second["bytes"] == 0 and not image.copies
+    image.cards.full = False
+    for _ in range(2):
+        image.begin()
+        image.run(call)
+        assert "out of memory on cpu:1" in image.second["reason"]
+    with torch.no_grad():
+        change_in_place(image.unet)
+    image.begin()
+    image.run(call)
+    # The call that finds the change out is computed by one.
+    image.run(call)
+    assert image.second["split"] == "cpu + cpu:1, 1+1 rows"
+
+
+def test_another_option_tries_again_after_out_of_memory() -> None:
+    image = Image.of()
+    image.cards.full = True
+    image.begin()
+    image.run(image.call())
+    image.cards.full = False
+    image.runtime.configure(Settings(second_gpu="1"))
+    image.run(image.call())
+    assert image.second["split"] == "cpu + cpu:1, 1+1 rows"
+
+
+def test_switched_off_between_two_calls_the_second_card_is_given_back() -> None:
+    image = Image.of()
+    image.begin()
+    image.run(image.call())
+    image.runtime.configure(Settings())
+    assert not image.copies and image.second == {"calls": 1, "split": "", "reason": "", "bytes": 0}
+    image.cards.launched.clear()
+    call = image.call()
+    assert near(image.run(call), exact(image, call))
+    assert image.cards.launched == [] and image.second["calls"] == 1
+    image.runtime.configure(Settings(second_gpu="auto"))
+    assert near(image.run(call), exact(image, call)) and image.second["calls"] == 2
+
+
+def test_one_generation_without_onediff_keeps_the_copy() -> None:
+    image = Image.of()
+    image.begin()
+    image.run(image.call())
+    with image.runtime.settings_for_run(Settings(enabled=False, second_gpu="auto"), "off"):
+        image.run(image.call())
+    assert len(image.copies) == 1
+
+
+def test_a_unet_that_is_given_back_takes_its_copy_along() -> None:
+    image = Image.of()
+    image.begin()
+    image.run(image.call())
+    image.runtime.release(image.unet)
+    assert list(image.runtime._managed) == [] and image.runtime.two_gpus.bytes() == 0
+
+
+def control_of(unet: Any, call: UNetCall, rows: int) -> Control:
+    shapes: list[torch.Size] = []
+    hooks = [unet.conv_in.register_forward_hook(lambda module, args, out: shapes.append(out.shape))]
+    for block in unet.down_blocks:
+        hooks.append(block.register_forward_hook(lambda module, args, out: shapes.extend(o.shape for o in out[1])))
+    hooks.append(unet.mid_block.register_forward_hook(lambda module, args, out: shapes.append(out.shape)))
+    with torch.no_grad():
+        diffusers_output(unet, call)
+    for hook in hooks:
+        hook.remove()
+    residuals = [torch.randn(rows, *shape[1:]) for shape in shapes]
+    return Control(middle=(residuals[-1],), output=tuple(residuals[:-1]))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_residuals_of_a_controlnet_are_cut(rows: int) -> None:
+    one, two = Image.of(second_gpu="off"), Image.of()
+    call = two.call()
+    call = replace(call, control=control_of(two.unet, call, rows))
+    for image in (one, two):
+        image.begin()
+    expected = one.run(call)
+    output = two.run(call, lambda: expected)
+    assert two.second["split"] and near(output, expected)
+    assert not near(output, exact(two, replace(call, control=None)))
+
+
+def test_an_image_prompt_is_cut() -> None:
+    one, two = Image.of(second_gpu="off"), Image.of()
+    call = two.call()
+    parts, column = {}, 0
+    for query in (leaf.query for block in blocks(two) for leaf in (block.cross_attention,)):
+        parts[query.path], column = (column, 2 * query.out_width), column + 2 * query.out_width
+    prompt = ImagePrompt(torch.randn(2, 4, column), parts)
+    call = replace(call, image_prompts=(prompt,))
+    one.begin()
+    two.begin()
+    expected = one.run(call)
+    assert two.run(call, lambda: expected) is not expected and two.second["split"]
+    assert near(two.run(call, lambda: expected), expected)
