@@ -21,6 +21,7 @@ from ..engines.managed_unet import ManagedUNet
 from ..guard import Guard
 from ..model.bound import BoundUNet
 from ..model.call import UNetCall
+from ..model.conditioning import Sighting
 from ..model.layout import UnsupportedUNet
 from ..model.mirror import MirrorUNet, bytes_of, empty_copy
 from ..model.rows import take_rows, why_not_taken
@@ -33,6 +34,7 @@ from .fallback import COMPILING
 from .guidance import SameRows
 
 ONE_ROW = "the call has one row"
+CAPTURES = "the caller captures a CUDA graph of its own"
 TOO_SLOW = "one GPU is sooner done than both"
 FULL = "out of memory on {}: until the weights or the option change, one GPU computes"
 # Their code is compiled for one device, or runs in a way of its own.
@@ -111,18 +113,28 @@ class Rest:
 
     reason: str
     option: tuple[str, int]
-    looks: int
+    sampling: Sighting | int
     weights: Any = None
 
-    def holds(self, settings: Settings, bound: BoundUNet) -> bool:
+    @classmethod
+    def now(cls, reason: str, known: Known, call: UNetCall, lasts: bool) -> Rest:
+        managed, settings = known
+        sampling: Sighting | int = managed.bound.samplings
+        if not managed.by_content:
+            # This host hands the same prompt over in all of a sampling.
+            sampling = Sighting()
+            sampling.remember((call.context, call.y))
+        weights = managed.bound.weights_now() if lasts and managed.bound.has_binding else None
+        return cls(reason, option_of(settings), sampling, weights)
+
+    def holds(self, settings: Settings, bound: BoundUNet, call: UNetCall) -> bool:
         if self.option != option_of(settings):
             return False
-        if self.looks == bound.looks:
+        if self.weights is not None and bound.has_binding and self.weights == bound.weights_now():
             return True
-        if self.weights is None or not bound.has_binding or self.weights != bound.weights_now():
-            return False
-        self.looks = bound.looks
-        return True
+        if isinstance(self.sampling, int):
+            return self.sampling == bound.samplings
+        return self.sampling.recognises((call.context, call.y))
 
 
 def option_of(settings: Settings) -> tuple[str, int]:
@@ -188,25 +200,20 @@ class TwoGpusRoute:
             if drops:
                 # Only now is everything gone that was computed before it failed.
                 self._guard.attempt("giving the second GPU back", lambda: self.forget(unet))
-            self._note_rest(unet, managed, settings, reason, lasts)
+            if reason != COMPILING:
+                self._rests[unet] = Rest.now(reason, known, call, lasts)
         self._call_stats.note_one_gpu(reason)
         return None
-
-    def _note_rest(
-        self, unet: nn.Module, managed: ManagedUNet, settings: Settings, reason: str, lasts: bool
-    ) -> None:
-        if reason != COMPILING:
-            bound = managed.bound
-            weights = bound.weights_now() if lasts and bound.has_binding else None
-            self._rests[unet] = Rest(reason, option_of(settings), bound.looks, weights)
 
     def _why_one(self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: UNetCall) -> str:
         """What is known before anything is computed, in one line for the user; "" where nothing stands in the way."""
         if call.latent.shape[0] < 2:
             return ONE_ROW
+        if call.latent.is_cuda and torch.cuda.is_current_stream_capturing():
+            return CAPTURES
         rest = self._rests.get(unet)
         if rest is not None:
-            if rest.holds(settings, managed.bound):
+            if rest.holds(settings, managed.bound, call):
                 return rest.reason
             self._rests.pop(unet, None)
         if settings.backend in ONE_CARD_BACKENDS:
@@ -220,6 +227,10 @@ class TwoGpusRoute:
         first one is done when its own launches are."""
         managed, settings = known
         pair, batch = self._pair(unet, managed), call.latent.shape[0]
+        if pair is None:
+            card = self._choose(unet, managed, settings, call.latent.device)
+            if isinstance(card, str):
+                return card
         share = second_share(batch) if pair is None else pair.share(call, managed.bound.looks)
         if not share:
             return TOO_SLOW
@@ -288,17 +299,24 @@ class TwoGpusRoute:
             return None
         return pair
 
-    def _make(self, unet: nn.Module, managed: ManagedUNet, settings: Settings, first: torch.device) -> Pair | str:
-        """A copy without values, on the card that the option names; or why there is none."""
-        if managed.kinds:
-            return f"the host computes with {' and '.join(managed.kinds)}"
-        binding = managed.bound.binding
-        needs = bytes_of(binding)
+    def _choose(
+        self, unet: nn.Module, managed: ManagedUNet, settings: Settings, first: torch.device
+    ) -> torch.device | str:
+        """The second card, with room for a copy as far as is known; or why there is none."""
+        needs = bytes_of(managed.bound.binding) if managed.bound.has_binding else 0
         device = second_card(settings.second_gpu, first, needs, self.cards)
         if isinstance(device, str) and self._pairs:
             # The copies of other UNets are there for speed alone.
             self.forget_all(but=unet)
             device = second_card(settings.second_gpu, first, needs, self.cards)
+        return device
+
+    def _make(self, unet: nn.Module, managed: ManagedUNet, settings: Settings, first: torch.device) -> Pair | str:
+        """A copy without values, on the card that the option names; or why there is none."""
+        if managed.kinds:
+            return f"the host computes with {' and '.join(managed.kinds)}"
+        binding = managed.bound.binding
+        needs, device = bytes_of(binding), self._choose(unet, managed, settings, first)
         if isinstance(device, str):
             return device
         with self._full_of(device), self.cards.using(device):

@@ -5,6 +5,8 @@ Both cards are this CPU: the second has tensors of its own, which is all that te
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,12 +20,16 @@ from torch import Tensor, nn
 from lib_onediff.model.additions import ImagePrompt, PerturbedAttention
 from lib_onediff.model.call import Control, UNetCall
 from lib_onediff.model.deepcache.sampling import Sampling
+from lib_onediff.model.forward import transformer_blocks
+from lib_onediff.model.mirror import empty_copy
 from lib_onediff.model.patch_points import PatchPoints
 from lib_onediff.model.patches import HostTraits
+from lib_onediff.model.rows import PromptRows, half_of, take_rows
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime import two_gpus
-from lib_onediff.runtime.cards import Cards, second_card, second_share
+from lib_onediff.runtime.cards import NO_SECOND, Cards, second_card, second_share
 from lib_onediff.runtime.runtime import Runtime
+from lib_onediff.shapes.table import Entry
 
 FIRST, SECOND = torch.device("cpu"), torch.device("cpu", 1)
 ROOMY = 2**40
@@ -306,32 +312,275 @@ def control_of(unet: Any, call: UNetCall, rows: int) -> Control:
     for hook in hooks:
         hook.remove()
     residuals = [torch.randn(rows, *shape[1:]) for shape in shapes]
-    return Control(middle=(residuals[-1],), output=tuple(residuals[:-1]))
+    return Control(middle=(residuals[-1],), output=tuple(reversed(residuals[:-1])))
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_residuals_of_a_controlnet_are_cut(rows: int) -> None:
-    one, two = Image.of(second_gpu="off"), Image.of()
+    one, two = Image.of(second_gpu="off", verify=False), Image.of(verify=False)
     call = two.call()
-    call = replace(call, control=control_of(two.unet, call, rows))
+    controlled = replace(call, control=control_of(two.unet, call, rows))
     for image in (one, two):
         image.begin()
-    expected = one.run(call)
-    output = two.run(call, lambda: expected)
-    assert two.second["split"] and near(output, expected)
-    assert not near(output, exact(two, replace(call, control=None)))
+    output = two.run(controlled)
+    assert two.second["split"] and near(output, one.run(controlled))
+    assert not near(output, exact(two, call))
 
 
 def test_an_image_prompt_is_cut() -> None:
-    one, two = Image.of(second_gpu="off"), Image.of()
-    call = two.call()
-    parts, column = {}, 0
-    for query in (leaf.query for block in blocks(two) for leaf in (block.cross_attention,)):
-        parts[query.path], column = (column, 2 * query.out_width), column + 2 * query.out_width
-    prompt = ImagePrompt(torch.randn(2, 4, column), parts)
-    call = replace(call, image_prompts=(prompt,))
-    one.begin()
-    two.begin()
-    expected = one.run(call)
-    assert two.run(call, lambda: expected) is not expected and two.second["split"]
-    assert near(two.run(call, lambda: expected), expected)
+    one, two = Image.of(second_gpu="off", verify=False), Image.of(verify=False)
+    call, parts, column = two.call(), {}, 0
+    for block, _ in transformer_blocks(two.runtime.layout_of(two.unet), 8, 8):
+        query = block.cross_attention.query
+        parts[query.path], column = (column, 2 * query.out_features), column + 2 * query.out_features
+    prompted = replace(call, image_prompts=(ImagePrompt(torch.randn(2, 4, column), parts),))
+    for image in (one, two):
+        image.begin()
+    output = two.run(prompted)
+    assert two.second["split"] and near(output, one.run(prompted))
+    assert not near(output, exact(two, call))
+
+
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_a_first_use_is_checked_in_every_row(row: int) -> None:
+    """A host that answers otherwise in one row is what an error of ours there looks like."""
+    image = Image.of()
+    image.begin()
+    call = image.call(names=("cat", "dog", "ugly"))
+    wrong = exact(image, call)
+    wrong[row] += 1
+    image.run(call, lambda: wrong)
+    assert "differs from the model's own forward" in image.second["reason"] and image.second["calls"] == 0
+
+
+def test_deepcache_keeps_a_feature_on_each_card() -> None:
+    one, two = Image.of(second_gpu="off", **EVERY_THIRD), Image.of(**EVERY_THIRD)
+    for image in (one, two):
+        image.begin()
+    for time in STEPS[:9]:
+        call = two.call(time)
+        assert near(two.run(call), one.run(call))
+        assert two.second["split"]
+    passes = [image.runtime.status()["deepcache"] for image in (one, two)]
+    assert passes[0] == passes[1] and passes[0]["cached"] > 3
+    assert two.runtime.call_stats.calls == one.runtime.call_stats.calls
+
+
+def test_where_the_guidance_ends_one_card_computes_the_prompt_s_row() -> None:
+    image = Image.of(guidance_end=0.5)
+    image.begin()
+    splits = []
+    for time in STEPS:
+        call = image.call(time)
+        half = PromptRows(half_of(2, True), lambda call=call: exact(image, take_rows(call, half_of(2, True))))
+        call = replace(call, latent=call.latent[:1].repeat(2, 1, 1, 1))
+        image.run(call, guidance=lambda half=half: half)
+        splits.append(bool(image.second["split"]))
+    assert splits == [True] * 10 + [False] * 10 and image.second["reason"] == two_gpus.ONE_ROW
+
+
+def test_a_forecast_runs_no_card() -> None:
+    image = Image.of(forecast_interval=3)
+    image.begin(why_no_forecast=lambda: "")
+    for time in STEPS:
+        image.run(image.call(time))
+    assert image.second["calls"] == 9 and image.runtime.status()["forecast"]["calls"] == 11
+
+
+@pytest.mark.parametrize(("more", "reason"), [
+    ({"perturbed": PerturbedAttention(frozenset(), 1)}, "perturbed attention"),
+    ({"patches": PatchPoints()}, "other extensions compute within the UNet"),
+])
+def test_what_tells_rows_apart_or_is_foreign_has_one_card(more: dict[str, Any], reason: str) -> None:
+    image = Image.of()
+    image.begin()
+    image.run(image.call())
+    assert image.second["calls"] == 1
+    call = replace(image.call(), **more)
+    image.run(call)
+    assert image.second["calls"] == 1 and reason in image.second["reason"]
+
+
+@pytest.mark.parametrize("backend", ["inductor", "oneflow"])
+def test_engines_of_one_device_have_one_card(backend: str) -> None:
+    image = Image.of(backend=backend)
+    image.begin()
+    image.run(image.call())
+    assert image.second["reason"] == f"the backend {backend} computes on one GPU"
+
+
+def test_a_call_of_one_row_has_one_card_and_says_so() -> None:
+    image = Image.of()
+    image.begin()
+    call = image.call(names=("cat",))
+    assert near(image.run(call), exact(image, call))
+    assert image.second["reason"] == two_gpus.ONE_ROW and image.cards.launched == []
+
+
+def test_a_fault_on_the_second_card_is_told_once_and_the_first_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: Any) -> None:
+        raise RuntimeError("peer access is broken")
+
+    image = Image.of()
+    image.begin()
+    image.run(image.call())
+    monkeypatch.setattr(two_gpus.Pair, "rows", fails)
+    for _ in range(3):
+        image.begin()
+        call = image.call()
+        assert near(image.run(call), exact(image, call))
+        assert "peer access is broken" in image.second["reason"] and image.second["bytes"] == 0
+    assert len(image.runtime.guard.faults) == 1 and not image.runtime.guard.suspended
+
+
+def test_what_the_host_raises_in_a_check_is_the_host_s() -> None:
+    class Interrupted(Exception):
+        pass
+
+    def interrupted() -> Tensor:
+        raise Interrupted
+
+    image = Image.of()
+    image.begin()
+    with pytest.raises(Interrupted):
+        image.run(image.call(), interrupted)
+    assert image.runtime.guard.faults == []
+    call = image.call()
+    assert near(image.run(call), exact(image, call)) and image.second["split"]
+
+
+def test_without_the_option_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*given: Any) -> None:
+        raise AssertionError
+
+    image = Image.of(second_gpu="off")
+    monkeypatch.setattr(two_gpus.TwoGpusRoute, "run", asked)
+    image.begin()
+    call = image.call()
+    assert near(image.run(call), exact(image, call)) and image.runtime.guard.faults == []
+    assert image.second == {"calls": 0, "split": "", "reason": "", "bytes": 0}
+
+
+def test_a_refused_card_costs_no_second_computation() -> None:
+    image = Image.of(cards=TwoCpus([FIRST]))
+    image.begin()
+    for time in STEPS[:4]:
+        image.run(image.call(time))
+    assert image.second["reason"] == NO_SECOND
+    (entry,) = image.runtime.table.entries()
+    assert entry.key.batch == 2 and entry.uses == 4
+
+
+def test_the_first_cards_rows_that_cannot_be_computed_leave_the_whole_to_the_host() -> None:
+    image = Image.of(traits=HostTraits())
+    with torch.no_grad():
+        image.unet.mid_block.attentions[0].proj_in.forward = lambda x: x
+    call = image.call()
+    output = image.run(call, lambda: torch.zeros_like(call.latent))
+    assert image.runtime.status()["route"] == "host" and image.second["split"] == "" and not output.any()
+
+
+def test_the_log_says_once_which_cards_compute(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "onediff")
+    image = Image.of()
+    for _ in range(2):
+        image.begin()
+        image.run(image.call())
+    assert caplog.messages.count("two GPUs: cpu + cpu:1, 1+1 rows") == 1
+
+
+def test_two_different_cards_share_by_what_was_measured() -> None:
+    image = Image.of(cards=TwoCpus(equal=False))
+    names = ("a", "b", "c", "d")
+    image.begin()
+    for _ in range(2):
+        image.run(image.call(names=names))
+    assert image.second["split"].endswith("2+2 rows")
+    (pair,) = image.runtime.two_gpus._pairs.values()
+    ((shape, entries),) = pair.entries.items()
+    first, second = (Entry(entry.key) for entry in entries)
+    first.own.remember(20.0)
+    second.own.remember(60.0)
+    pair.entries[shape] = first, second
+    image.begin()
+    call = image.call(names=names)
+    # The call that begins a sampling is still shared as before.
+    image.run(call)
+    pair.entries[shape] = first, second
+    assert near(image.run(call), exact(image, call))
+    assert image.second["split"].endswith("3+1 rows")
+
+
+@pytest.mark.parametrize(("batch", "times", "share"), [
+    (2, (), 1), (3, (), 1), (5, (), 2), (8, (10.0, 10.0), 4), (2, (10.0, 15.0), 1), (2, (10.0, 25.0), 0),
+    (8, (10.0, 30.0), 2), (8, (30.0, 10.0), 6), (2, (25.0, 10.0), 1), (8, (10.0, 10.2), 4), (8, (10.0, 1000.0), 0),
+])
+def test_shares_are_whole_rows_that_end_together(batch: int, times: tuple[float, ...], share: int) -> None:
+    assert second_share(batch, *times) == share
+
+
+THREE = [torch.device("cuda", index) for index in range(3)]
+
+
+@pytest.mark.parametrize(("option", "first", "rooms", "expected"), [
+    ("auto", 0, (9, 9, 9), 1), ("auto", 1, (9, 9, 9), 0), ("auto", 0, (9, 1, 9), 2), ("2", 0, (9, 9, 9), 2),
+    ("0", 0, (9, 9, 9), "GPU 0 is the one that computes already"),
+    ("5", 0, (9, 9, 9), "there is no GPU 5: PyTorch sees 3, 0 to 2"),
+    ("2", 0, (9, 9, 1), "the weights take 4.0 GiB, cuda:2 has room for 1.0 GiB"),
+    ("auto", 0, (9, 1, -2), "the weights take 4.0 GiB, cuda:1 has room for 1.0 GiB, cuda:2 has room for 0.0 GiB"),
+])
+def test_the_second_card_is_the_one_named_or_the_next_with_room(
+    option: str, first: int, rooms: tuple[int, ...], expected: int | str
+) -> None:
+    class Machine(TwoCpus):
+        def room(self, device: torch.device) -> int:
+            return rooms[device.index] << 30
+
+    found = second_card(option, THREE[first], 4 << 30, Machine(THREE))
+    assert found == (THREE[expected] if isinstance(expected, int) else expected)
+
+
+def test_on_a_machine_without_gpus_the_option_says_so() -> None:
+    image = Image.of()
+    image.runtime.two_gpus.cards = Cards()
+    image.begin()
+    call = image.call()
+    assert near(image.run(call), exact(image, call))
+    assert image.second["reason"] == "this UNet is on the CPU"
+
+
+def test_a_copy_has_the_structure_of_the_original_without_its_values() -> None:
+    image = Image.of()
+    image.begin()
+    image.run(image.call())
+    binding = image.runtime._managed[image.unet].bound.binding
+    copy = empty_copy(binding, torch.device("meta"))
+    ours = dict(copy.named_parameters())
+    theirs = {
+        f"{path}.{name}": parameter for path, layer in zip(binding.paths(), binding.layers(), strict=True)
+        for name, parameter in layer._parameters.items() if parameter is not None
+    }
+    assert ours.keys() == theirs.keys()
+    for name, parameter in ours.items():
+        assert (parameter.shape, parameter.dtype) == (theirs[name].shape, theirs[name].dtype)
+        assert parameter.is_meta and not parameter.requires_grad
+
+
+def test_two_threads_get_their_own_rows() -> None:
+    image = Image.of()
+    image.begin()
+    calls = [image.call(time) for time in STEPS]
+    expected = [exact(image, call) for call in calls]
+    found: list[Tensor | None] = [None] * len(calls)
+
+    def work(start: int) -> None:
+        for place in range(start, len(calls), 2):
+            found[place] = image.run(calls[place])
+
+    threads = [threading.Thread(target=work, args=(start,)) for start in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert all(output is not None and near(output, one) for output, one in zip(found, expected, strict=True))
+    assert image.second["calls"] == len(calls) and image.runtime.guard.faults == []
