@@ -87,7 +87,7 @@ class Settings:
     )
     second_gpu: str = option(
         ONE_GPU, "Second GPU",
-        "A second GPU computes half of the rows of every UNet call (prompt, negative prompt, images). auto: the next.",
+        "Another GPU computes half of every UNet call (prompt, negative prompt). auto: the next.",
         group=SPEED, choices=SECOND_GPUS,
     )
     memory_budget: int = option(

@@ -70,6 +70,7 @@ class CallStats:
     def begin(self) -> None:
         """A call begins, of which nothing is known yet."""
         self.entry = self.model = None
+        self.split = ""
         self.why_not_cached = self.why_guided = self.why_no_forecast = ""
 
     def note(self, route: str, reason: str) -> None:
