@@ -47,9 +47,9 @@ class MirrorUNet(BoundUNet):
         self._seen = self._source.looks, self._source.samplings
 
     def goes_on(self, call: UNetCall, by_content: bool, reads_prompt: bool) -> bool:
-        """As of BoundUNet; the source's own parameters may have moved, which asking the source tells."""
-        has_prompt = not reads_prompt or self._edits is not None
-        return has_prompt and self._is_same_sampling(call, by_content) and self.is_true()
+        """Whether the call belongs to the sampling of the last refresh. Our own parameters lie where they lay: is_true
+        tells whether they are still the source's."""
+        return self._is_same_sampling(call, by_content) and (not reads_prompt or self._edits is not None)
 
     def _is_same_sampling(self, call: UNetCall, by_content: bool) -> bool:
         if self._sampling_began or self._seen != (self._source.looks, self._source.samplings):

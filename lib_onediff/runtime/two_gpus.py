@@ -255,7 +255,8 @@ class TwoGpusRoute:
             if isinstance(made, str):
                 return made
             pair = made
-        if second is None or not (was_known or pair.mirror.is_true()):
+        # Asked now, while both compute: what turns out to be stale is computed again.
+        if second is None or not pair.mirror.is_true():
             found = self._second(pair, managed, call, second_rows, there, host)
             if isinstance(found, str):
                 return found
