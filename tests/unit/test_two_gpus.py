@@ -25,11 +25,13 @@ from lib_onediff.model.mirror import empty_copy
 from lib_onediff.model.patch_points import PatchPoints
 from lib_onediff.model.patches import HostTraits
 from lib_onediff.model.rows import PromptRows, half_of, take_rows
+from lib_onediff.options.effects import Machine, why_no_effect
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime import two_gpus
 from lib_onediff.runtime.cards import NO_SECOND, Cards, second_card, second_share
 from lib_onediff.runtime.runtime import Runtime
 from lib_onediff.shapes.table import Entry
+from lib_onediff.ui.status import gpus_sentence
 
 FIRST, SECOND = torch.device("cpu"), torch.device("cpu", 1)
 ROOMY = 2**40
@@ -584,3 +586,44 @@ def test_two_threads_get_their_own_rows() -> None:
         thread.join(60)
     assert all(output is not None and near(output, one) for output, one in zip(found, expected, strict=True))
     assert image.second["calls"] == len(calls) and image.runtime.guard.faults == []
+
+
+@pytest.mark.parametrize(("value", "gpus", "reason"), [
+    ("off", 0, None), ("auto", 0, "PyTorch sees no GPU here."), ("auto", 1, "PyTorch sees one GPU here."),
+    ("1", 2, None), ("2", 2, "PyTorch sees 2 GPUs here, 0 to 1."), ("auto", 2, None),
+])
+def test_the_settings_say_where_the_option_has_no_effect(value: str, gpus: int, reason: str | None) -> None:
+    machine = Machine("2.11.0", "GPU", (9, 0), False, frozenset(), gpus=gpus)
+    assert why_no_effect("second_gpu", value, machine) == reason
+
+
+def test_the_status_line_names_cards_memory_and_reasons() -> None:
+    said = gpus_sentence({"calls": 3, "split": "cuda:0 + cuda:1, 1+1 rows", "reason": "", "bytes": 5 << 30})
+    assert said == "Two GPUs: cuda:0 + cuda:1, 1+1 rows; 5120 MiB of weights on the second."
+    assert gpus_sentence({"calls": 3, "split": "", "reason": "no room", "bytes": 0}) == "One GPU: no room."
+    assert gpus_sentence({"calls": 0, "split": "", "reason": "", "bytes": 0}) == gpus_sentence({}) == ""
+
+
+def test_weights_whose_edits_nobody_counts_are_copied_at_every_sampling() -> None:
+    image = Image.of()
+    with torch.inference_mode():
+        unet = diffusers_unet(seed=5)
+    image.runtime.adopt(unet, host_traits=WEBUI)
+    image = replace(image, unet=unet)
+    for _ in range(3):
+        image.begin()
+        for time in (901.0, 501.0):
+            call = image.call(time)
+            assert near(image.run(call), exact(image, call)) and image.second["split"]
+        with torch.inference_mode():
+            change_in_place(unet)
+    (copy,) = image.copies
+    weights = sum(parameter.nbytes for parameter in unet.parameters())
+    assert image.runtime._managed[copy].bound.copied_bytes == 3 * weights
+
+
+def test_a_copy_is_no_unet_that_anything_is_compiled_for() -> None:
+    image = Image.of()
+    image.begin()
+    image.run(image.call())
+    assert [begun.exception(60) for begun in image.runtime.compiling()] == []
