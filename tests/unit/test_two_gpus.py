@@ -622,8 +622,8 @@ def test_weights_whose_edits_nobody_counts_are_copied_at_every_sampling() -> Non
     assert image.runtime._managed[copy].bound.copied_bytes == 3 * weights
 
 
-def test_a_copy_is_no_unet_that_anything_is_compiled_for() -> None:
+def test_compiling_early_passes_a_copy_by() -> None:
     image = Image.of()
     image.begin()
     image.run(image.call())
-    assert [begun.exception(60) for begun in image.runtime.compiling()] == []
+    assert all(begun.exception(60) is None for begun in image.runtime.compiling())
