@@ -627,3 +627,16 @@ def test_compiling_early_passes_a_copy_by() -> None:
     image.begin()
     image.run(image.call())
     assert all(begun.exception(60) is None for begun in image.runtime.compiling())
+
+
+def test_tiling_goes_to_both_cards_and_back() -> None:
+    image = Image.of()
+    call, outputs = image.call(), []
+    for mode in ("zeros", "circular", "zeros"):
+        for module in image.unet.modules():
+            if isinstance(module, nn.Conv2d):
+                module.padding_mode = mode
+        image.begin()
+        outputs.append(image.run(call))
+        assert image.second["split"] and near(outputs[-1], exact(image, call)) and len(image.copies) == 1
+    assert not near(outputs[0], outputs[1]) and near(outputs[0], outputs[2])
