@@ -11,8 +11,8 @@ import torch
 from builders import SMALL, SMALL_XL, diffusers_unet, randomise
 from deepcache_builders import EVERY_THIRD, STEPS, WEBUI, few_steps_suffice  # noqa: F401
 from graph_builders import PretendedGraphs
-from test_two_gpus import SECOND, Image, TwoCpus, change_by_data, change_in_place, change_one_layer, exact, near
 from torch import nn
+from two_cpus import SECOND, Image, TwoCpus, change_by_data, change_in_place, change_one_layer, exact, near
 
 from lib_onediff.engines import NATIVE
 from lib_onediff.model import bound
