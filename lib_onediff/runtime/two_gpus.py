@@ -9,26 +9,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..engines import INDUCTOR, ONEFLOW
-from ..engines.graphs.inputs import mapped
 from ..engines.managed_unet import ManagedUNet
 from ..guard import Guard
-from ..model.bound import BoundUNet
 from ..model.call import UNetCall
-from ..model.conditioning import Sighting
 from ..model.layout import UnsupportedUNet
 from ..model.mirror import MirrorUNet, bytes_of, empty_copy
 from ..model.rows import take_rows, why_not_taken
 from ..options.settings import Settings
-from ..shapes.table import Entry
 from ..weak_dictionary import WeakDictionary
 from .call_stats import GRAPH, PLAIN, CallResult, CallStats
+from .card_pair import Known, Pair, Rest
 from .cards import Cards, second_card, second_share
 from .fallback import COMPILING
 from .guidance import SameRows
@@ -39,7 +35,6 @@ TOO_SLOW = "one GPU is sooner done than both"
 FULL = "out of memory on {}: until the weights or the option change, one GPU computes"
 # Their code is compiled for one device, or runs in a way of its own.
 ONE_CARD_BACKENDS = (INDUCTOR, ONEFLOW)
-Known = tuple[ManagedUNet, Settings]
 
 
 class Serves(Protocol):
@@ -61,84 +56,7 @@ class Serves(Protocol):
 
 
 class SecondGpuFull(Exception):
-    """The second card's memory is full. Says no more: a kept torch.cuda.OutOfMemoryError keeps its tensors."""
-
-
-@dataclass
-class Pair:
-    """A UNet's copy on the second card. unet: the copies' module. equal: both cards are of one kind."""
-
-    unet: nn.Module
-    managed: ManagedUNet
-    mirror: MirrorUNet
-    device: torch.device
-    bytes: int
-    equal: bool
-    same: SameRows
-    shares: dict[Any, tuple[int, int]] = field(default_factory=dict)
-    entries: dict[Any, tuple[Entry, Entry]] = field(default_factory=dict)
-
-    def rows(self, call: UNetCall, rows: slice) -> UNetCall:
-        """The call of these rows, on the second card: copies follow what the first one is doing."""
-        to = lambda tensor: tensor.to(self.device, non_blocking=True)  # noqa: E731
-        taken = take_rows(call, rows, self.same)
-        y = None if taken.y is None else to(taken.y)
-        return replace(mapped(taken, to), context=to(taken.context), y=y)
-
-    def share(self, call: UNetCall, looks: int) -> int:
-        """How many rows of a call the second card computes. It changes between samplings alone."""
-        batch = call.latent.shape[0]
-        if self.equal:
-            return second_share(batch)
-        known = self.shares.get(call.latent.shape)
-        if known is None or known[0] != looks:
-            entries = self.entries.get(call.latent.shape)
-            times = () if entries is None else tuple(
-                entry.own.timing.median / entry.key.batch for entry in entries if entry.own.timing is not None
-            )
-            known = looks, second_share(batch, *times) if len(times) == 2 else second_share(batch)
-            self.shares[call.latent.shape] = known
-        return known[1]
-
-    def follow(self, first: ManagedUNet) -> None:
-        """What is known of the first card's UNet holds for this one."""
-        self.managed.settings, self.managed.by_content = first.settings, first.by_content
-        self.managed.sampling, self.managed.no_room_for_float8 = first.sampling, first.no_room_for_float8
-
-
-@dataclass
-class Rest:
-    """Why one card computes, and for how long: with this option, until the next sampling, or until the weights change
-    where they are given."""
-
-    reason: str
-    option: tuple[str, int]
-    sampling: Sighting | int
-    weights: Any = None
-
-    @classmethod
-    def now(cls, reason: str, known: Known, call: UNetCall, lasts: bool) -> Rest:
-        managed, settings = known
-        sampling: Sighting | int = managed.bound.samplings
-        if not managed.by_content:
-            # This host hands the same prompt over in all of a sampling.
-            sampling = Sighting()
-            sampling.remember((call.context, call.y))
-        weights = managed.bound.weights_now() if lasts and managed.bound.has_binding else None
-        return cls(reason, option_of(settings), sampling, weights)
-
-    def holds(self, settings: Settings, bound: BoundUNet, call: UNetCall) -> bool:
-        if self.option != option_of(settings):
-            return False
-        if self.weights is not None and bound.has_binding and self.weights == bound.weights_now():
-            return True
-        if isinstance(self.sampling, int):
-            return self.sampling == bound.samplings
-        return self.sampling.recognises((call.context, call.y))
-
-
-def option_of(settings: Settings) -> tuple[str, int]:
-    return settings.second_gpu, settings.memory_budget
+    """The second card's memory is full."""
 
 
 class TwoGpusRoute:
@@ -226,7 +144,7 @@ class TwoGpusRoute:
         """The output, or why one card has to compute it. Where both know what to do, the second card begins first: the
         first one is done when its own launches are."""
         managed, settings = known
-        pair, batch = self._pair(unet, managed), call.latent.shape[0]
+        pair, batch = self._pair(unet, managed, settings, call.latent.device), call.latent.shape[0]
         if pair is None:
             card = self._choose(unet, managed, settings, call.latent.device)
             if isinstance(card, str):
@@ -292,13 +210,15 @@ class TwoGpusRoute:
         rows = f"{first.output.shape[0]}+{second.output.shape[0]} rows"
         self._call_stats.note_two_gpus(f"{device} + {pair.device}, {rows}")
 
-    def _pair(self, unet: nn.Module, managed: ManagedUNet) -> Pair | None:
-        """The copy that there is, if it is of the layers that the UNet has now."""
+    def _pair(
+        self, unet: nn.Module, managed: ManagedUNet, settings: Settings, first: torch.device
+    ) -> Pair | None:
+        """The copy that there is, if it is of the layers that the UNet has now, and where the option wants it."""
         pair = self._pairs.get(unet)
-        if pair is not None and not pair.mirror.is_of(managed.bound):
-            self.forget(unet)
-            return None
-        return pair
+        if pair is None or pair.made_for == (settings.second_gpu, first) and pair.mirror.is_of(managed.bound):
+            return pair
+        self.forget(unet)
+        return None
 
     def _choose(
         self, unet: nn.Module, managed: ManagedUNet, settings: Settings, first: torch.device
@@ -326,7 +246,8 @@ class TwoGpusRoute:
         copied = ManagedUNet(copy, settings, mirror.host_traits, mirror)
         on_device = lambda tensor: tensor.to(device, non_blocking=True)  # noqa: E731
         pair = Pair(
-            copy, copied, mirror, device, needs, self.cards.are_equal(first, device), SameRows(on_device)
+            copy, copied, mirror, device, (settings.second_gpu, first), needs, self.cards.are_equal(first, device),
+            SameRows(on_device),
         )
         self._serves.take_in(copy, copied)
         self._pairs[unet] = pair
@@ -343,5 +264,4 @@ class TwoGpusRoute:
         try:
             yield
         except torch.cuda.OutOfMemoryError:
-            # Without the traceback, which keeps what was computed.
             raise SecondGpuFull(FULL.format(device)) from None

@@ -22,7 +22,7 @@ from lib_onediff.model.patch_points import PatchPoints
 from lib_onediff.model.patches import HostTraits
 from lib_onediff.model.rows import PromptRows, half_of, take_rows
 from lib_onediff.options.effects import Machine, why_no_effect
-from lib_onediff.runtime import two_gpus
+from lib_onediff.runtime import card_pair, two_gpus
 from lib_onediff.runtime.cards import NO_SECOND, Cards, second_card, second_share
 from lib_onediff.ui.status import gpus_sentence
 
@@ -85,7 +85,7 @@ def test_a_fault_on_the_second_card_is_told_once_and_the_first_goes_on(monkeypat
     image = Image.of()
     image.begin()
     image.run(image.call())
-    monkeypatch.setattr(two_gpus.Pair, "rows", fails)
+    monkeypatch.setattr(card_pair.Pair, "rows", fails)
     for _ in range(3):
         image.begin()
         call = image.call()

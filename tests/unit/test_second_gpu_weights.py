@@ -9,7 +9,7 @@ import torch
 from builders import diffusers_unet, randomise
 from deepcache_builders import WEBUI, few_steps_suffice  # noqa: F401
 from torch import nn
-from two_cpus import (
+from two_cpus import FIRST, SECOND, (
     ROOMY,
     Image,
     change_by_data,
@@ -46,16 +46,16 @@ def test_the_copy_of_the_weights_is_made_once_and_counted() -> None:
     assert all(tensor.untyped_storage().data_ptr() not in theirs for tensor in copy.parameters())
 
 
-@pytest.mark.parametrize("begins", [True, False], ids=["between samplings", "within a sampling"])
 @pytest.mark.parametrize("traits", [WEBUI, HostTraits()], ids=["new tensors at every call", "the same prompt"])
-@pytest.mark.parametrize(
-    "change", [change_in_place, change_one_layer, change_by_data, change_by_loading, change_by_parameter]
-)
+@pytest.mark.parametrize(("change", "begins"), [
+    # Within a sampling, hosts exchange no single parameter.
+    (change_by_parameter, True),
+    *((change, begins) for change in (change_in_place, change_one_layer, change_by_data, change_by_loading)
+      for begins in (True, False)),
+])
 def test_the_copy_follows_every_change_of_the_weights(
     change: Callable[[nn.Module], None], traits: HostTraits, begins: bool
 ) -> None:
-    if change is change_by_parameter and not begins:
-        pytest.skip("within a sampling, hosts exchange no single parameter")
     image = Image.of(traits=traits)
     image.begin()
     call = image.call()
@@ -234,3 +234,13 @@ def test_tiling_goes_to_both_cards_and_back() -> None:
         outputs.append(image.run(call))
         assert image.second["split"] and near(outputs[-1], exact(image, call)) and len(image.copies) == 1
     assert not near(outputs[0], outputs[1]) and near(outputs[0], outputs[2])
+
+
+def test_another_card_by_option_takes_the_copy_over() -> None:
+    image = Image.of(cards=TwoCpus([FIRST, SECOND, torch.device("cpu", 2)]), second_gpu="1")
+    image.begin()
+    call = image.call()
+    for option, card in (("1", "cpu:1"), ("2", "cpu:2"), ("auto", "cpu:1")):
+        image.runtime.configure(Settings(second_gpu=option))
+        assert near(image.run(call), exact(image, call))
+        assert image.second["split"] == f"cpu + {card}, 1+1 rows" and len(image.copies) == 1
