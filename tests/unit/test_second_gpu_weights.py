@@ -9,9 +9,12 @@ import torch
 from builders import diffusers_unet, randomise
 from deepcache_builders import WEBUI, few_steps_suffice  # noqa: F401
 from torch import nn
-from two_cpus import FIRST, SECOND, (
+from two_cpus import (
+    FIRST,
     ROOMY,
+    SECOND,
     Image,
+    TwoCpus,
     change_by_data,
     change_in_place,
     change_one_layer,
