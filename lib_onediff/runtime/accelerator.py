@@ -262,18 +262,23 @@ class Accelerator(Services):
         self._note_session(unet, managed, settings, call, result)
         return result
 
-    def replay(self, unet: nn.Module, call: UNetCall, known: tuple[ManagedUNet, Settings] | str) -> CallResult | None:
-        """The output of a call like an earlier one of its sampling; None where something has to be found out first."""
+    def replay(
+        self, unet: nn.Module, call: UNetCall, known: tuple[ManagedUNet, Settings] | str,
+        device: torch.device | None = None,
+    ) -> CallResult | None:
+        """The output of a call like an earlier one of its sampling; None where something has to be found out first.
+        device: where it is computed, if not where the latent is."""
         session = self._sessions.get(unet)
         if session is None or isinstance(known, str) or call.patches is not None or torch.is_grad_enabled():
             return None
-        with self._lock, self._order.after_the_last(call.latent.device):
+        device = device or call.latent.device
+        with self._lock, self._order.after_the_last(device):
             if self._fallback.patched.is_between_graphs or getattr(self._waiting, "is_on", False):
                 return None
             if self._sessions.get(unet) is not session:
                 # Given back since.
                 return None
-            return session.replay(call, known[1])
+            return session.replay(call, known[1], device)
 
     def _note_session(
         self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: UNetCall, result: CallResult

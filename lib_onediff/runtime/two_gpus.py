@@ -46,8 +46,11 @@ class Serves(Protocol):
     def release(self, unet: nn.Module) -> None:
         """Have it no longer."""
 
-    def replay(self, unet: nn.Module, call: UNetCall, known: Known) -> CallResult | None:
-        """The output, where an earlier call like this one tells how; None where something has to be found out."""
+    def replay(
+        self, unet: nn.Module, call: UNetCall, known: Known, device: torch.device | None = None
+    ) -> CallResult | None:
+        """The output, where an earlier call like this one tells how; None where something has to be found out.
+        device: where it is computed, if not where the latent is."""
 
     def serve(
         self, unet: nn.Module, call: UNetCall, host: Callable[[], Tensor], times_host: bool = True
@@ -153,11 +156,12 @@ class TwoGpusRoute:
         if not share:
             return TOO_SLOW
         first_rows, second_rows = slice(0, batch - share), slice(batch - share, batch)
-        second = there = None
-        if pair is not None:
+        second = None
+        if pair is not None and pair.mirror.has_binding:
             with self._on(pair):
-                there = pair.rows(call, second_rows)
-                second = self._serves.replay(pair.unet, there, (pair.managed, settings))
+                # Its graph's inputs are copied from the first card.
+                there, where = take_rows(call, second_rows, pair.same), pair.mirror.binding.device
+                second = self._serves.replay(pair.unet, there, (pair.managed, settings), where)
         here = take_rows(call, first_rows, self._same)
         first: CallResult | str | None = self._serves.replay(unet, here, known)
         was_known = first is not None
@@ -175,7 +179,7 @@ class TwoGpusRoute:
             pair = made
         # Asked now, while both compute: what turns out to be stale is computed again.
         if second is None or not pair.mirror.is_true():
-            found = self._second(pair, managed, call, second_rows, there, host)
+            found = self._second(pair, managed, call, second_rows, host)
             if isinstance(found, str):
                 return found
             second = found
@@ -186,8 +190,7 @@ class TwoGpusRoute:
         return output
 
     def _second(
-        self, pair: Pair, managed: ManagedUNet, call: UNetCall, rows: slice, there: UNetCall | None,
-        host: Callable[[], Tensor],
+        self, pair: Pair, managed: ManagedUNet, call: UNetCall, rows: slice, host: Callable[[], Tensor]
     ) -> CallResult | str:
         """The second card's rows, with everything found out."""
 
@@ -197,7 +200,7 @@ class TwoGpusRoute:
 
         pair.follow(managed)
         with self._on(pair), self._call_stats.as_before():
-            return self._serves.serve(pair.unet, there or pair.rows(call, rows), of_host, times_host=False)
+            return self._serves.serve(pair.unet, pair.rows(call, rows), of_host, times_host=False)
 
     def _note(
         self, first: CallResult, second: CallResult, was_known: bool, device: torch.device, pair: Pair
