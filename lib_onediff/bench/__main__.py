@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import cold, first_calls, images, models, quality, report, webui
+from . import cold, first_calls, images, models, quality, report, two_gpus, webui
 from .children import Task
 from .clock import give_back_memory
 from .measure import HEADINGS, Plan, measure
 from .options import DTYPES, parse, sizes_for
 from .patches import PATCHES
 
+SECTIONS = "rows", "cold", "new_sizes", "images", "quality", "two_gpus"
 JOBS = {"cold": cold.child, "first calls": first_calls.child}
 
 
@@ -29,7 +30,7 @@ class Report:
     def __init__(self, options: argparse.Namespace, facts: dict[str, Any]) -> None:
         self._options = options
         self._facts = facts
-        self.sections: dict[str, list[Any]] = {name: [] for name in ("rows", "cold", "new_sizes", "images", "quality")}
+        self.sections: dict[str, list[Any]] = {name: [] for name in SECTIONS}
         self.complete = True
 
     def add(self, section: str, headings: Sequence[str], rows: list[Any]) -> None:
@@ -153,6 +154,11 @@ def main() -> int:
     done = Report(options, facts)
     if options.quality:
         return judge_images(options, device, done)
+    if options.two_gpus:
+        for name in options.models:
+            with done.part(f"{name}, two GPUs"):
+                done.add("two_gpus", two_gpus.HEADINGS, two_gpus.two_gpus(name, options, device))
+        return done.finish()
     for name in [options.model.name] if options.model else options.models:
         try:
             measure_model(name, options, device, done)

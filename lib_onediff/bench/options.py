@@ -72,6 +72,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
                           help=f"UNet calls with each of these on the UNet as well: {', '.join(PATCHES)}")
     sections.add_argument("--images", action="store_true",
                           help="whole images of the first size through a pipeline, with --steps steps")
+    sections.add_argument("--two-gpus", action="store_true",
+                          help="calls and images on one GPU and on two, in turn, and nothing else")
     sections.add_argument("--quality", type=int, nargs="?", const=200, metavar="IMAGES",
                           help="how far each setting's images are from the host's, on trained weights")
     sections.add_argument("--sheet", type=Path, help="with --quality: write images side by side into this PNG file")

@@ -69,9 +69,12 @@ class ManagedUNet:
     made, each good for what stands beside it; see runner.
     """
 
-    def __init__(self, unet: nn.Module, settings: Settings | None, host_traits: HostTraits) -> None:
+    def __init__(
+        self, unet: nn.Module, settings: Settings | None, host_traits: HostTraits, bound: BoundUNet | None = None
+    ) -> None:
+        """bound: the UNet, where it is bound in another way than a host's."""
         self.settings = settings
-        self.bound = BoundUNet(unet, host_traits)
+        self.bound = bound or BoundUNet(unet, host_traits)
         self.by_content = host_traits.by_content
         self.served_in_sampling = False
         self._served_context: Callable[[], Tensor | None] = returns_none

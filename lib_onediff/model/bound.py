@@ -89,6 +89,16 @@ class BoundUNet:
         return self._channels_last
 
     @property
+    def samplings(self) -> int:
+        """How many were announced."""
+        return self._samplings
+
+    @property
+    def has_binding(self) -> bool:
+        """Whether it was bound, and its layers are still those."""
+        return self._binding is not None
+
+    @property
     def binding(self) -> Binding:
         if self._binding is None:
             raise UnsupportedUNet("this UNet has not been bound yet")

@@ -36,6 +36,15 @@ class Edits:
         except (AttributeError, RuntimeError):
             return False
 
+    def changed_since(self, before: Edits) -> list[int]:
+        """Which parameters, by their places, are others or may have been edited since. As many must have been seen
+        then."""
+        pairs = zip(self._references, before._references, self.counts, before.counts, strict=True)
+        return [
+            place for place, (now, then, count, counted) in enumerate(pairs)
+            if now is not then or count != counted or count == UNCOUNTED
+        ]
+
     def __eq__(self, other: object) -> bool:
         # A live object has one plain weak reference, so references can be compared without their tensors.
         return isinstance(other, Edits) and self.counts == other.counts and all(

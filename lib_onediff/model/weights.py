@@ -182,6 +182,10 @@ class Binding:
         layers: list[Any] = [reference() for reference in self._references]
         return [layer for layer in layers if layer is not None] if None in layers else layers
 
+    def parameters(self) -> list[nn.Parameter]:
+        """Of all layers, in their order; as all_edits counts them. Drop the result after the call."""
+        return present_parameters(self._leaves)
+
     def signature(self) -> Signature:
         """Where every parameter lies now. Changes when the host moves, casts or swaps one: half a millisecond for SDXL.
 

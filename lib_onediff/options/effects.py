@@ -32,7 +32,7 @@ HALF_RATE = {(7, 5), (8, 6), (8, 9), (12, 0)}
 class Machine:
     """capability: of the GPU that torch uses, or None where it can use none. switches: those that this torch has.
 
-    cpu_alone: whether torch can use no GPU of any kind.
+    cpu_alone: whether torch can use no GPU of any kind. gpus: how many of NVIDIA's and AMD's it can use.
     """
 
     torch: str
@@ -42,6 +42,7 @@ class Machine:
     switches: frozenset[str]
     oneflow: bool = False
     cpu_alone: bool = False
+    gpus: int = 0
 
     @classmethod
     def now(cls, oneflow: bool = False) -> Machine:
@@ -56,7 +57,8 @@ class Machine:
         switches = frozenset(name for name, switch in SWITCHES.items() if switch.read() is not None)
         others = (torch.backends.mps, getattr(torch, "xpu", None))
         cpu_alone = not any(kind is not None and kind.is_available() for kind in (torch.cuda, *others))
-        return cls(torch.__version__, gpu, capability, torch.version.hip is not None, switches, oneflow, cpu_alone)
+        amd, gpus = torch.version.hip is not None, torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return cls(torch.__version__, gpu, capability, amd, switches, oneflow, cpu_alone, gpus)
 
 
 def why_no_effect(
@@ -154,10 +156,21 @@ def of_float8(value: bool, machine: Machine, dtype: torch.dtype | None) -> str |
     return lack
 
 
+def of_second_gpu(value: str, machine: Machine, dtype: torch.dtype | None) -> str | None:
+    if value == "off":
+        return None
+    if machine.gpus < 2:
+        return f"PyTorch sees {'one GPU' if machine.gpus else 'no GPU'} here."
+    if value != "auto" and int(value) >= machine.gpus:
+        return f"PyTorch sees {machine.gpus} GPUs here, 0 to {machine.gpus - 1}."
+    return None
+
+
 CHECKS: Mapping[str, Callable[[Any, Machine, torch.dtype | None], str | None]] = {
     "matmul_accumulation": of_matmul, "convolution_accumulation": of_convolution,
     "reduced_precision_reduction": of_reduction, "tf32": of_tf32, "attention_upcast": of_upcast,
     "vae_precision": of_vae, "fp8": of_float8,
+    "second_gpu": of_second_gpu,
 }
 
 

@@ -24,6 +24,9 @@ GENERAL, SPEED, QUALITY, CACHE, PREWARM, ADVANCED = GROUPS = (
 )
 # Beyond it, a line through two outputs misses the image.
 MOST_FORECAST = 4
+# One GPU computes; the next one that has room; or this one.
+ONE_GPU = "off"
+SECOND_GPUS = (ONE_GPU, "auto", *map(str, range(8)))
 WITHOUT_DEEPCACHE = {"deepcache_interval": (1,)}
 
 
@@ -81,6 +84,11 @@ class Settings:
     own_presets: str = option(
         "", "Your presets", "For example: drafts: tf32 on; vae_precision fp16, careful: tf32 off",
         group=ADVANCED, check=check_own_presets,
+    )
+    second_gpu: str = option(
+        ONE_GPU, "Second GPU",
+        "Another GPU computes half of every UNet call (prompt, negative prompt). auto: the next.",
+        group=SPEED, choices=SECOND_GPUS,
     )
     memory_budget: int = option(
         0, "Graph memory in MiB", "GPU memory that all graphs may hold. 0: a quarter of the card.",

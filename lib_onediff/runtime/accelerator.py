@@ -21,7 +21,7 @@ from ..model.deepcache.sampling import Sampling
 from ..model.layout import UNetLayout, UnsupportedUNet
 from ..model.patches import HostTraits
 from ..ops.precision import AttentionOverflows, Flags, flags_for, our_modes, upcasts_attention
-from ..options.settings import Settings
+from ..options.settings import ONE_GPU, Settings
 from ..shapes.key import ShapeKey
 from ..shapes.table import Entry, State
 from ..weak_dictionary import WeakDictionary
@@ -32,6 +32,7 @@ from .guidance import Guidance, GuidanceRoute
 from .patched_route import WITHIN_FUNCTION
 from .services import Services
 from .session import Session
+from .two_gpus import TwoGpusRoute
 from .vae.route import DecoderRoute
 from .verify import prove
 
@@ -52,6 +53,7 @@ class Accelerator(Services):
         self._sessions: WeakDictionary[nn.Module, Session] = WeakDictionary()
         self._guidance = GuidanceRoute(self.guard, self.call_stats)
         self._forecast = ForecastRoute(self.guard, self.call_stats)
+        self.two_gpus = TwoGpusRoute(self.guard, self.call_stats, self)
         # What the host says of the sampling in progress.
         self._sampling = Sampling()
         self._fallback = FallbackChain(
@@ -96,12 +98,23 @@ class Accelerator(Services):
         with self._lock:
             managed = self._managed.pop(unet, None)
             self._sessions.pop(unet, None)
+            self.two_gpus.forget(unet)
             self._guidance.forget(unet)
             self._forecast.forget(unet)
             if managed is not None:
                 managed.drop_runners()
                 managed.bound.release()
                 self._graphs.note_lost()
+
+    def configure(self, settings: Settings) -> None:
+        super().configure(settings)
+        if settings.second_gpu == ONE_GPU or not settings.enabled:
+            self.two_gpus.forget_all()
+
+    def take_in(self, unet: nn.Module, managed: ManagedUNet) -> None:
+        """Take a UNet of ours into care, which computes a part of the calls of a host's."""
+        with self._lock:
+            self._managed[unet] = managed
 
     def release_all(self) -> None:
         """Give every UNet and every decoder back."""
@@ -185,12 +198,18 @@ class Accelerator(Services):
         self, unet: nn.Module, call: UNetCall, host: HostForward, known: tuple[ManagedUNet, Settings] | str
     ) -> Tensor:
         try:
-            replayed = self._replay(unet, call, known)
+            if not isinstance(known, str) and known[1].second_gpu != ONE_GPU:
+                host = HostFunction(host)
+                output = self.two_gpus.run(unet, call, host, known)
+                if output is not None:
+                    return output
+            replayed = self.replay(unet, call, known)
             if replayed is not None:
-                return replayed
+                self.call_stats.note_replay(replayed.entry, replayed.reason)
+                return replayed.output
             self.call_stats.begin()
             host = HostFunction(host)
-            result = known if isinstance(known, str) else self._serve(unet, call, host)
+            result = known if isinstance(known, str) else self.serve(unet, call, host)
         except UnsupportedUNet as refusal:
             result = str(refusal)
         except torch.cuda.OutOfMemoryError:
@@ -207,13 +226,17 @@ class Accelerator(Services):
             self.free_graphs()
         return self._decline(unet, result, host, call.context)
 
-    def _serve(self, unet: nn.Module, call: UNetCall, host: HostForward) -> CallResult | str:
-        """The output, or why the host must run the call."""
+    def serve(
+        self, unet: nn.Module, call: UNetCall, host: HostForward, times_host: bool = True
+    ) -> CallResult | str:
+        """The output, or why the host must run the call. times_host: host makes this call and no more."""
         with self.computing(call.latent.device):
             known = self.managed_and_settings(unet)
             if isinstance(known, str):
                 return known
             managed, settings = known
+            if settings.second_gpu == ONE_GPU and self.two_gpus.in_use:
+                self.two_gpus.forget(unet)
             if self._fallback.patched.is_between_graphs:
                 return WITHIN_FUNCTION
             candidates = self._fallback.begin(managed, settings, call)
@@ -225,7 +248,7 @@ class Accelerator(Services):
             yardstick = managed.bound.host_traits.yardstick(host)
             refusal = prove(
                 result.entry, result.output, settings.verify, self.history, host, yardstick, self.waits_for_compile,
-                () if call.patches is None else call.patches.functions(),
+                () if call.patches is None else call.patches.functions(), times_host,
             )
             if refusal is not None:
                 return refusal
@@ -239,27 +262,28 @@ class Accelerator(Services):
         self._note_session(unet, managed, settings, call, result)
         return result
 
-    def _replay(self, unet: nn.Module, call: UNetCall, known: tuple[ManagedUNet, Settings] | str) -> Tensor | None:
-        """The output of a call like an earlier one of its sampling; None where something has to be found out first."""
+    def replay(
+        self, unet: nn.Module, call: UNetCall, known: tuple[ManagedUNet, Settings] | str,
+        device: torch.device | None = None,
+    ) -> CallResult | None:
+        """The output of a call like an earlier one of its sampling; None where something has to be found out first.
+        device: where it is computed, if not where the latent is."""
         session = self._sessions.get(unet)
         if session is None or isinstance(known, str) or call.patches is not None or torch.is_grad_enabled():
             return None
-        with self._lock, self._order.after_the_last(call.latent.device):
+        device = device or call.latent.device
+        with self._lock, self._order.after_the_last(device):
             if self._fallback.patched.is_between_graphs or getattr(self._waiting, "is_on", False):
                 return None
             if self._sessions.get(unet) is not session:
                 # Given back since.
                 return None
-            result = session.replay(call, known[1])
-            if result is None:
-                return None
-            self.call_stats.note_replay(result.entry, result.reason)
-            return result.output
+            return session.replay(call, known[1], device)
 
     def _note_session(
         self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: UNetCall, result: CallResult
     ) -> None:
-        """Let later calls of this sampling go by _replay, unless something is decided anew at each of them: the step of
+        """Let later calls of this sampling go by replay, unless something is decided anew at each of them: the step of
         DeepCache, rounded weights, OneFlow's compiling, the choice of a backend."""
         backend, device = result.entry.key.backend, call.latent.device
         looks_again = backend in (FLOAT8, ONEFLOW) or result.plan is not None or settings.deepcache_interval > 1 or (

@@ -22,7 +22,7 @@ from ..model.patch_points import PatchPoints
 from ..model.patched_forward import PatchedLayers
 from ..ops import torch_ops
 from ..ops.precision import Flags, flags_for, our_modes
-from ..options.settings import Settings
+from ..options.settings import ONE_GPU, Settings
 from ..shapes.key import ShapeKey
 from ..shapes.table import Entry, State, Stopwatch
 from . import forecast, guidance
@@ -181,6 +181,8 @@ class BlockRoute:
             call_stats.note_guidance(f"{guidance.RESTS}{owner} runs the UNet's loop itself")
         if settings.forecast_interval > 1:
             call_stats.note_forecast(f"{forecast.RESTS}{owner} runs the UNet's loop itself")
+        if settings.second_gpu != ONE_GPU:
+            call_stats.note_one_gpu(f"{owner} runs the UNet's loop itself")
         call_stats.note(
             BLOCKS, "; ".join(filter(None, (f"{owner} runs the UNet's loop itself", within, why_not_faster, no_float8)))
         )

@@ -1,10 +1,11 @@
 """What was done last, by which route and why: for the status line, the API and the console."""
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -54,6 +55,11 @@ class CallStats:
         # Calls that a forecast answered; why the last one was computed though the option is on.
         self.forecasts = 0
         self.why_no_forecast = ""
+        # Calls that two GPUs have computed; which, and how many rows each, or why the last one ran on one though the
+        # option is on.
+        self.on_two_gpus = 0
+        self.split = self.why_one_gpu = ""
+        self._told_split: set[str] = set()
         self._told: dict[tuple[str, str], float] = {}
 
     @property
@@ -64,6 +70,7 @@ class CallStats:
     def begin(self) -> None:
         """A call begins, of which nothing is known yet."""
         self.entry = self.model = None
+        self.split = ""
         self.why_not_cached = self.why_guided = self.why_no_forecast = ""
 
     def note(self, route: str, reason: str) -> None:
@@ -103,6 +110,37 @@ class CallStats:
         self.why_no_forecast = why_not
         self.forecasts += is_forecast
 
+    def note_two_gpus(self, split: str) -> None:
+        """The call was computed by two GPUs, which split names with the rows of each."""
+        self.on_two_gpus += 1
+        self.split, self.why_one_gpu = split, ""
+        self._tell_once(f"two GPUs: {split}")
+
+    def note_one_gpu(self, reason: str) -> None:
+        """The call is computed by one GPU, though the option is on."""
+        self.split, self.why_one_gpu = "", reason
+        self._tell_once(f"one GPU: {reason}")
+
+    def forget_two_gpus(self) -> None:
+        """The option is off, or nothing is left of it."""
+        self.split = self.why_one_gpu = ""
+
+    def _tell_once(self, sentence: str) -> None:
+        if sentence not in self._told_split:
+            self._told_split.add(sentence)
+            log.info("%s", sentence)
+
+    @contextlib.contextmanager
+    def as_before(self) -> Iterator[None]:
+        """What is noted inside is a part of a call that is noted as a whole."""
+        before = self.model, self.backend, self.entry, self.why_not_cached
+        passes = self.passes.copy()
+        try:
+            yield
+        finally:
+            self.model, self.backend, self.entry, self.why_not_cached = before
+            self.passes = passes
+
     def status(self) -> dict[str, Any]:
         """As plain values. step_ms and host_ms are medians at the last call's shape. ratio, host_ms / step_ms, and
         between what their spread puts it are None until both were timed often enough."""
@@ -121,4 +159,5 @@ class CallStats:
             "deepcache": {**{name: self.passes[name] for name in (FULL, CACHED)}, "reason": self.why_not_cached},
             "guidance": {"without_negative": self.without_negative, "reason": self.why_guided},
             "forecast": {"calls": self.forecasts, "reason": self.why_no_forecast},
+            "second_gpu": {"calls": self.on_two_gpus, "split": self.split, "reason": self.why_one_gpu},
         }

@@ -45,19 +45,20 @@ class PromptCall:
 
 class SameRows:
     """Rows of tensors; of the same tensor as before, unedited, the same ones, by which a prompt is known. They go with
-    it."""
+    it. place: puts rows where they are needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: Callable[[Tensor], Tensor] = lambda rows: rows) -> None:
+        self._place = place
         self._taken: dict[int, tuple[weakref.ref[Tensor], int, slice, Tensor]] = {}
 
     def __call__(self, tensor: Tensor, rows: slice) -> Tensor:
         if tensor.is_inference():
-            return tensor[rows]
+            return self._place(tensor[rows])
         known = self._taken.get(id(tensor))
         if known is not None and known[0]() is tensor and known[1:3] == (tensor._version, rows):
             return known[3]
         # A view of the tensor itself would keep it alive.
-        found = tensor.detach()[rows]
+        found = self._place(tensor.detach()[rows])
         self._taken[id(tensor)] = weakref.ref(tensor, self._forget), tensor._version, rows, found
         return found
 

@@ -49,6 +49,7 @@ class Runtime(Accelerator):
             "enabled": settings.enabled, **status, "backend": status["backend"] or settings.backend,
             "vae": self.vae.status(), "faults": self.guard.faults, "inductor": self.operators.inductor.status(),
             "auto": self.operators.auto.sentence() if settings.backend == AUTO else "",
+            "second_gpu": {**status["second_gpu"], "bytes": self.two_gpus.bytes()},
             "hint": self.operators.hint() if settings.enabled else "",
         }
 

@@ -54,12 +54,13 @@ class Session:
         """Calls like this one are served by this entry's runner."""
         self._known[signature(call)] = KnownCall(entry.key, entry, reason, self._managed.bound.prompts.changes)
 
-    def replay(self, call: UNetCall, settings: Settings) -> CallResult | None:
-        """The answer to a call like an earlier one: look up, copy the inputs, replay, clone.
+    def replay(self, call: UNetCall, settings: Settings, device: torch.device) -> CallResult | None:
+        """The answer to a call like an earlier one: look up, copy the inputs, replay, clone. device: where it is
+        computed; inputs that are copied may come from elsewhere.
 
         None where something has to be found out first.
         """
-        if not self.holds(settings, call.latent.device):
+        if not self.holds(settings, device):
             return None
         known, managed = self._known.get(signature(call)), self._managed
         made = None if known is None else managed.runners.get(known.key)

@@ -37,21 +37,22 @@ HOST_NOT_FINITE = (
 
 def prove(
     entry: Entry, output: Tensor, compares: bool, history: History, host: Callable[[], Tensor],
-    yardstick: Callable[[], Tensor] | None, nobody_waits: bool, functions: Iterable[Any] = (),
+    yardstick: Callable[[], Tensor] | None, nobody_waits: bool, functions: Iterable[Any] = (), times_host: bool = True,
 ) -> str | None:
     """Compare a first output with the host's, unless that was done on this machine before, or is not wanted (compares).
     Functions of other extensions are always compared: the host has their random numbers to draw. yardstick,
-    nobody_waits: see judge. functions: see PatchPoints.
+    nobody_waits: see judge. functions: see PatchPoints. times_host: host makes this call and no more, so that its time
+    can be compared.
 
     Returns why it cannot be used, or None.
     """
     # The code of another extension may have changed since.
     known = not entry.key.patches and recall(entry, history)
-    if known and nobody_waits and entry.host.timing is None:
+    if known and nobody_waits and times_host and entry.host.timing is None:
         time_host(entry, output.device, host, often=True)
     if not known and (compares or entry.key.patches):
         rewind = state_of(entry.key.device, functions)
-        miss = judge(entry, output, host, yardstick, nobody_waits)
+        miss = judge(entry, output, host, yardstick, nobody_waits, times_host)
         if miss is not None:
             # The host runs once more, for the answer.
             rewind()
@@ -90,11 +91,11 @@ def recall(entry: Entry, history: History) -> bool:
 
 def judge(
     entry: Entry, output: Tensor, host: Callable[[], Tensor], yardstick: Callable[[], Tensor] | None = None,
-    nobody_waits: bool = False,
+    nobody_waits: bool = False, times_host: bool = True,
 ) -> str | None:
     """Compare our output with the host's, and time the host. Notes the error in the entry. yardstick: the host's
     forward as our output must be, where the host's own is farther from exact than rounding explains. nobody_waits:
-    there is time to time the host often enough, however long it takes.
+    there is time to time the host often enough, however long it takes. times_host: see prove.
 
     Returns None where they agree, HOST_NOT_FINITE where the host's cannot be compared with, else by how much more than
     rounding ours differs.
@@ -105,7 +106,7 @@ def judge(
         if not bool(torch.isfinite(expected).all()):
             return HOST_NOT_FINITE
         entry.relative_error = relative_error(output, expected)
-        if not entry.key.patches:
+        if times_host and not entry.key.patches:
             # A function of another extension may count its calls.
             time_host(entry, output.device, host, nobody_waits)
     limit = rounding_limit(entry.key.dtype, output.device, entry.key.precision)

@@ -43,15 +43,24 @@ def summary_html(status: dict[str, Any]) -> str:
 
 def status_html(status: dict[str, Any]) -> str:
     """The status line: what was made last, by which route and why, and how fast."""
-    decode, guidance, forecast = (status.get(part) or {} for part in ("vae", "guidance", "forecast"))
+    parts = ("vae", "guidance", "forecast", "second_gpu")
+    decode, guidance, forecast, second = (status.get(part) or {} for part in parts)
     lines = dict.fromkeys((
-        status.get("reason"), guidance.get("reason"), forecast.get("reason"), *status.get("notes", ()),
+        status.get("reason"), guidance.get("reason"), forecast.get("reason"), gpus_sentence(second),
+        *status.get("notes", ()),
         *status.get("faults", ()), status.get("hint"), status.get("auto"),
         decode_described(decode.get("route"), decode.get("reason", "")),
     ))
     reason = "".join(f'<p class="onediff-reason">{html.escape(line)}</p>' for line in lines if line)
     route = status["route"] or "none"
     return f'<div class="onediff-status onediff-route-{route}">{facts_html(described(status))}{reason}</div>'
+
+
+def gpus_sentence(second: dict[str, Any]) -> str:
+    """Which GPUs computed the last call, or why one did though two are wanted; "" where one is."""
+    if second.get("split"):
+        return f"Two GPUs: {second['split']}; {second['bytes'] / 2**20:.0f} MiB of weights on the second."
+    return f"One GPU: {second['reason']}." if second.get("reason") else ""
 
 
 def facts_html(facts: list[tuple[str, str]]) -> str:

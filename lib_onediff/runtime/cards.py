@@ -1,0 +1,80 @@
+"""The GPUs of this machine: which of them computes a part of every call, and how many rows each one takes."""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from ..engines.graphs.device_memory import Card
+
+AUTO = "auto"
+NO_SECOND = "PyTorch sees one GPU alone"
+GIBIBYTE = 2**30
+# A share that is better by less is measured noise.
+WORTH_MOVING = 0.97
+
+
+class Cards:
+    """What is asked of GPUs as devices."""
+
+    def __init__(self) -> None:
+        self._card = Card()
+
+    def all(self) -> list[torch.device]:
+        """Every GPU that torch can use."""
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return [torch.device("cuda", index) for index in range(count)]
+
+    def room(self, device: torch.device) -> int:
+        """Bytes that weights may take there, with some to spare for whoever else uses the GPU."""
+        return self._card.free(device) + self._card.unused(device) - self._card.spare(device)
+
+    def are_equal(self, first: torch.device, second: torch.device) -> bool:
+        """Whether both are the same kind of GPU."""
+        one, other = map(torch.cuda.get_device_properties, (first, second))
+        return (one.name, one.multi_processor_count) == (other.name, other.multi_processor_count)
+
+    @contextlib.contextmanager
+    def using(self, device: torch.device) -> Iterator[None]:
+        """Kernels are launched there inside."""
+        with torch.cuda.device(device):
+            yield
+
+
+def second_card(option: str, first: torch.device, needs: int, cards: Cards) -> torch.device | str:
+    """The GPU that option (settings.Settings.second_gpu) names beside the first, with room for needs bytes; or why
+    there is none, in one line for the user."""
+    all_cards = cards.all()
+    if first not in all_cards:
+        return f"this UNet is on the {first.type.upper()}"
+    others = [card for card in all_cards if card != first]
+    if not others:
+        return NO_SECOND
+    if option != AUTO:
+        index = int(option)
+        if index >= len(all_cards):
+            return f"there is no GPU {index}: PyTorch sees {len(all_cards)}, 0 to {len(all_cards) - 1}"
+        if all_cards[index] == first:
+            return f"GPU {index} is the one that computes already"
+        others = [all_cards[index]]
+    rooms = [(card, cards.room(card)) for card in others]
+    for card, room in rooms:
+        if room >= needs:
+            return card
+    said = ", ".join(f"{card} has room for {max(0, room) / GIBIBYTE:.1f} GiB" for card, room in rooms)
+    return f"the weights take {needs / GIBIBYTE:.1f} GiB, {said}"
+
+
+def second_share(batch: int, first_ms: float | None = None, second_ms: float | None = None) -> int:
+    """How many rows of a batch the second card computes, so that both are done soonest; 0 where the first is done
+    sooner alone. Milliseconds are for one row; None: both are equally fast."""
+    half = batch // 2
+    if first_ms is None or second_ms is None:
+        return half
+
+    def takes(share: int) -> float:
+        return max((batch - share) * first_ms, share * second_ms)
+
+    best = min(range(batch), key=takes)
+    return best if takes(best) < WORTH_MOVING * takes(half) else half

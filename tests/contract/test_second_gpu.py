@@ -1,0 +1,70 @@
+"""A second GPU in every WebUI, which here is this CPU once more: images are the host's, and LoRAs reach both."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from builders import relative_error
+from contract_hosts import FAMILY, Host
+from two_cpus import SECOND, TwoCpus
+
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.runtime import runtime
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoCpus]:
+    found = TwoCpus()
+    monkeypatch.setattr(runtime.two_gpus, "cards", found)
+    yield found
+    runtime.two_gpus.forget_all()
+
+
+def second() -> dict[str, Any]:
+    found: dict[str, Any] = runtime.status()["second_gpu"]
+    return found
+
+
+def test_images_are_the_hosts_with_every_lora_and_both_cards_compute_them(host: Host, cards: TwoCpus) -> None:
+    expected = []
+    for strength in (0.0, 0.5, 1.0, 0.0):
+        host.set_lora(strength)
+        expected.append(host.generate().latent)
+    host.start()
+    runtime.configure(Settings(second_gpu="auto"))
+    for place, strength in enumerate((0.0, 0.5, 1.0, 0.0)):
+        host.set_lora(strength)
+        before = second()["calls"]
+        latent = host.generate().latent
+        assert relative_error(latent, expected[place]) < 1e-5, (place, second())
+        assert second()["calls"] - before == 2, second()["reason"]
+    assert SECOND in cards.launched and second()["split"] == "cpu + cpu:1, 1+1 rows"
+    assert runtime.guard.faults == [] and relative_error(expected[1], expected[0]) > 1e-3
+
+
+def test_switched_off_the_copy_goes_and_the_image_stays(host: Host, cards: TwoCpus) -> None:
+    host.start()
+    runtime.configure(Settings(second_gpu="auto"))
+    first = host.generate().latent
+    assert second()["bytes"] > 0
+    runtime.configure(Settings())
+    again = host.generate().latent
+    assert second()["bytes"] == 0 and second()["split"] == "" and relative_error(again, first) < 1e-5
+    host.switch(False)
+    assert relative_error(host.generate().latent, first) < 1e-5
+
+
+@pytest.mark.parametrize("host", FAMILY, indirect=True)
+def test_loras_on_the_fly_have_one_card(host: Host, cards: TwoCpus) -> None:
+    host.set_lora(0.5, online=True)
+    host.start()
+    runtime.configure(Settings(second_gpu="auto"))
+    latent = host.generate().latent
+    host.generate()
+    if runtime.status()["route"] != "host":
+        assert "the host computes with" in second()["reason"] or second()["split"]
+    host.switch(False)
+    assert relative_error(latent, host.generate().latent) < 1e-5
+    assert torch.isfinite(latent).all()

@@ -1,0 +1,193 @@
+"""Later calls of a sampling on two cards replay what its first ones found out: the second card first, and nothing that
+is not true any more."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from builders import SMALL, SMALL_XL, diffusers_unet, randomise
+from deepcache_builders import EVERY_THIRD, STEPS, WEBUI, few_steps_suffice  # noqa: F401
+from graph_builders import PretendedGraphs
+from torch import nn
+from two_cpus import SECOND, Image, TwoCpus, change_by_data, change_in_place, change_one_layer, exact, near
+
+from lib_onediff.engines import NATIVE
+from lib_onediff.model import bound
+from lib_onediff.model.call import UNetCall
+from lib_onediff.model.patches import HostTraits
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.accelerator import Accelerator
+from lib_onediff.runtime.runtime import runtime
+
+HOSTS = pytest.mark.parametrize("traits", [WEBUI, HostTraits()], ids=["new tensors at every call", "the same prompt"])
+
+
+@pytest.fixture
+def found_out(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> list[int]:
+    """The rows of every part that was not looked up."""
+    parts: list[int] = []
+    serve = Accelerator.serve
+
+    def counting(self: Accelerator, unet: nn.Module, call: UNetCall, *given: Any, **more: Any) -> Any:
+        parts.append(call.latent.shape[0])
+        return serve(self, unet, call, *given, **more)
+
+    monkeypatch.setattr(Accelerator, "serve", counting)
+    # A busy machine makes pauses of its own.
+    monkeypatch.setattr(bound, "SECONDS_WITHIN_A_SAMPLING", 60.0)
+    return parts
+
+
+@pytest.fixture
+def image_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Image]:
+    def make(traits: HostTraits = WEBUI, config: dict[str, Any] = SMALL_XL, **options: Any) -> Image:
+        cards, unet = TwoCpus(), diffusers_unet(**config)
+        monkeypatch.setattr(runtime.two_gpus, "cards", cards)
+        runtime.adopt(unet, Settings(**{"backend": NATIVE, "second_gpu": "auto", **options}), traits)
+        image = Image(runtime, unet, cards)
+        image.begin()
+        return image
+
+    return make
+
+
+def calls_of(image: Image, traits: HostTraits, count: int, start: int = 0) -> list[UNetCall]:
+    """The calls of some steps, with one prompt."""
+    first = image.call(STEPS[0])
+    calls = [image.call(STEPS[step]) for step in range(start, start + count)]
+    if traits.by_content:
+        return calls
+    return [replace(call, context=first.context, y=first.y) for call in calls]
+
+
+def ready(image: Image, traits: HostTraits) -> list[UNetCall]:
+    """Calls that both cards replay by now; the next ones are looked up."""
+    calls = calls_of(image, traits, 8)
+    for call in calls[:4]:
+        assert near(image.run(call), exact(image, call))
+    assert image.runtime.status()["route"] == "graph", image.runtime.status()["reason"]
+    return calls
+
+
+@HOSTS
+@pytest.mark.parametrize("config", [SMALL, SMALL_XL], ids=["SD1", "SDXL"])
+def test_later_calls_are_looked_up_on_both_cards_the_second_first(
+    traits: HostTraits, config: dict[str, Any], found_out: list[int], image_of: Callable[..., Image],
+    pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    image = image_of(traits, config)
+    calls = ready(image, traits)
+    found_out.clear()
+    order: list[str] = []
+    monkeypatch.setattr(pretended, "before_replay", lambda: order.append(str(len(image.cards.launched))))
+    for call in calls[4:]:
+        order.clear()
+        image.cards.launched.clear()
+        assert near(image.run(call), exact(image, call))
+        # The second card's replay comes inside its own device, the first one's after it.
+        assert order == ["1", "1"] and image.cards.launched == [SECOND]
+    assert found_out == []
+    assert image.second["split"] == "cpu + cpu:1, 1+1 rows" and image.runtime.call_stats.route == "graph"
+
+
+def change_by_loading(unet: nn.Module) -> None:
+    unet.load_state_dict(randomise(diffusers_unet(**SMALL_XL), 7).state_dict())
+
+
+@HOSTS
+@pytest.mark.parametrize("begins", [True, False], ids=["between samplings", "within a sampling"])
+@pytest.mark.parametrize("change", [change_in_place, change_one_layer, change_by_data, change_by_loading])
+def test_nothing_stale_is_replayed(
+    change: Callable[[nn.Module], None], begins: bool, traits: HostTraits, found_out: list[int],
+    image_of: Callable[..., Image],
+) -> None:
+    image = image_of(traits)
+    calls = ready(image, traits)
+    for call in calls[4:7]:
+        with torch.no_grad():
+            change(image.unet)
+        if begins:
+            image.begin()
+        assert near(image.run(call), exact(image, call))
+        assert image.second["split"]
+    assert near(image.run(calls[7]), exact(image, calls[7]))
+
+
+@HOSTS
+def test_other_prompts_reach_both_cards(
+    traits: HostTraits, found_out: list[int], image_of: Callable[..., Image]
+) -> None:
+    image = image_of(traits)
+    calls = ready(image, traits)
+    for number, call in enumerate(calls[4:]):
+        other = replace(call, context=call.context.flip(1) * (1 + number))
+        assert near(image.run(other), exact(image, other))
+        assert near(image.run(call), exact(image, call))
+
+
+@HOSTS
+def test_a_new_sampling_with_the_same_weights_copies_nothing(
+    traits: HostTraits, found_out: list[int], image_of: Callable[..., Image]
+) -> None:
+    image = image_of(traits)
+    ready(image, traits)
+    (copy,) = image.copies
+    copied = image.runtime._managed[copy].bound.copied_bytes
+    image.begin()
+    found_out.clear()
+    calls = calls_of(image, traits, 4, start=10)
+    for call in calls:
+        assert near(image.run(call), exact(image, call))
+    assert found_out == [1, 1] and image.runtime._managed[copy].bound.copied_bytes == copied
+
+
+@HOSTS
+def test_switched_off_and_on_in_the_middle(
+    traits: HostTraits, found_out: list[int], image_of: Callable[..., Image]
+) -> None:
+    image = image_of(traits)
+    calls = ready(image, traits)
+    known = image.runtime._managed[image.unet]
+    on, off = known.settings, replace(known.settings, second_gpu="off")
+    for settings, split in ((off, False), (on, True), (off, False)):
+        known.settings = settings
+        for call in calls[4:]:
+            assert near(image.run(call), exact(image, call))
+            assert bool(image.second["split"]) is split
+        assert bool(image.copies) is split and bool(image.second["bytes"]) is split
+
+
+def test_a_full_first_card_gives_graphs_up_and_the_host_answers(
+    found_out: list[int], image_of: Callable[..., Image], pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = image_of()
+    calls = ready(image, WEBUI)
+
+    seen: list[int] = []
+
+    def second_replay() -> None:
+        seen.append(1)
+        if len(seen) == 2:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(pretended, "before_replay", second_replay)
+    assert near(image.run(calls[4]), exact(image, calls[4]))
+    assert image.runtime.status()["route"] == "host" and "graphs were freed" in image.runtime.status()["reason"]
+    for call in calls[5:]:
+        assert near(image.run(call), exact(image, call))
+    assert image.second["split"]
+
+
+def test_deepcache_replays_both_passes_on_both_cards(found_out: list[int], image_of: Callable[..., Image]) -> None:
+    image, one = image_of(**EVERY_THIRD), Image.of(SMALL_XL, second_gpu="off", **EVERY_THIRD)
+    for _ in range(2):
+        image.begin()
+        one.begin()
+        for time in STEPS:
+            call = image.call(time)
+            assert near(image.run(call), one.run(call))
+            assert image.second["split"]
+    assert image.runtime.status()["route"] == "graph"

@@ -1,0 +1,153 @@
+"""Calls on two cards: how rows are split, computed and joined."""
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from builders import SMALL, SMALL_XL, diffusers_output
+from deepcache_builders import EVERY_THIRD, STEPS, WEBUI, few_steps_suffice  # noqa: F401
+from torch import Tensor
+from two_cpus import (
+    SECOND,
+    Image,
+    TwoCpus,
+    exact,
+    near,
+)
+
+from lib_onediff.model.additions import ImagePrompt
+from lib_onediff.model.call import Control, UNetCall
+from lib_onediff.model.forward import transformer_blocks
+from lib_onediff.model.patches import HostTraits
+from lib_onediff.shapes.table import Entry
+
+
+@pytest.mark.parametrize("config", [SMALL, SMALL_XL], ids=["SD1", "SDXL"])
+@pytest.mark.parametrize("traits", [WEBUI, HostTraits()], ids=["new tensors at every call", "the same prompt"])
+@pytest.mark.parametrize(("names", "rows"), [
+    (("cat", "ugly"), "1+1"), (("cat", "dog", "ugly"), "2+1"), (("a", "b", "c", "d", "e", "f"), "3+3"),
+])
+def test_each_card_computes_its_rows_and_they_come_back_in_their_places(
+    config: dict[str, Any], traits: HostTraits, names: Any, rows: str
+) -> None:
+    image = Image.of(config, traits)
+    image.begin()
+    first = image.call(names=names)
+    for time in (901.0, 501.0, 101.0):
+        call = replace(image.call(time, names), context=first.context, y=first.y)
+        output = image.run(call)
+        assert output.shape == call.latent.shape and near(output, exact(image, call))
+        assert image.second["split"] == f"cpu + cpu:1, {rows} rows"
+    assert image.second["calls"] == 3 and image.second["reason"] == ""
+    assert SECOND in image.cards.launched and len(image.copies) == 1
+    assert image.runtime.call_stats.total == 3 and image.runtime.guard.faults == []
+
+
+def control_of(unet: Any, call: UNetCall, rows: int) -> Control:
+    shapes: list[torch.Size] = []
+    hooks = [unet.conv_in.register_forward_hook(lambda module, args, out: shapes.append(out.shape))]
+    for block in unet.down_blocks:
+        hooks.append(block.register_forward_hook(lambda module, args, out: shapes.extend(o.shape for o in out[1])))
+    hooks.append(unet.mid_block.register_forward_hook(lambda module, args, out: shapes.append(out.shape)))
+    with torch.no_grad():
+        diffusers_output(unet, call)
+    for hook in hooks:
+        hook.remove()
+    residuals = [torch.randn(rows, *shape[1:]) for shape in shapes]
+    return Control(middle=(residuals[-1],), output=tuple(reversed(residuals[:-1])))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_residuals_of_a_controlnet_are_cut(rows: int) -> None:
+    one, two = Image.of(second_gpu="off", verify=False), Image.of(verify=False)
+    call = two.call()
+    controlled = replace(call, control=control_of(two.unet, call, rows))
+    for image in (one, two):
+        image.begin()
+    output = two.run(controlled)
+    assert two.second["split"] and near(output, one.run(controlled))
+    assert not near(output, exact(two, call))
+
+
+def test_an_image_prompt_is_cut() -> None:
+    one, two = Image.of(second_gpu="off", verify=False), Image.of(verify=False)
+    call, parts, column = two.call(), {}, 0
+    for block, _ in transformer_blocks(two.runtime.layout_of(two.unet), 8, 8):
+        query = block.cross_attention.query
+        parts[query.path], column = (column, 2 * query.out_features), column + 2 * query.out_features
+    prompted = replace(call, image_prompts=(ImagePrompt(torch.randn(2, 4, column), parts),))
+    for image in (one, two):
+        image.begin()
+    output = two.run(prompted)
+    assert two.second["split"] and near(output, one.run(prompted))
+    assert not near(output, exact(two, call))
+
+
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_a_first_use_is_checked_in_every_row(row: int) -> None:
+    """A host that answers otherwise in one row is what an error of ours there looks like."""
+    image = Image.of()
+    image.begin()
+    call = image.call(names=("cat", "dog", "ugly"))
+    wrong = exact(image, call)
+    wrong[row] += 1
+    image.run(call, lambda: wrong)
+    assert "differs from the model's own forward" in image.second["reason"] and image.second["calls"] == 0
+
+
+def test_deepcache_keeps_a_feature_on_each_card() -> None:
+    one, two = Image.of(second_gpu="off", **EVERY_THIRD), Image.of(**EVERY_THIRD)
+    for image in (one, two):
+        image.begin()
+    for time in STEPS[:9]:
+        call = two.call(time)
+        assert near(two.run(call), one.run(call))
+        assert two.second["split"]
+    passes = [image.runtime.status()["deepcache"] for image in (one, two)]
+    assert passes[0] == passes[1] and passes[0]["cached"] > 3
+    assert two.runtime.call_stats.calls == one.runtime.call_stats.calls
+
+
+def test_two_different_cards_share_by_what_was_measured() -> None:
+    image = Image.of(cards=TwoCpus(equal=False))
+    names = ("a", "b", "c", "d")
+    image.begin()
+    for _ in range(2):
+        image.run(image.call(names=names))
+    assert image.second["split"].endswith("2+2 rows")
+    (pair,) = image.runtime.two_gpus._pairs.values()
+    ((shape, entries),) = pair.entries.items()
+    first, second = (Entry(entry.key) for entry in entries)
+    first.own.remember(20.0)
+    second.own.remember(60.0)
+    pair.entries[shape] = first, second
+    image.begin()
+    call = image.call(names=names)
+    # The call that begins a sampling is still shared as before.
+    image.run(call)
+    pair.entries[shape] = first, second
+    assert near(image.run(call), exact(image, call))
+    assert image.second["split"].endswith("3+1 rows")
+
+
+def test_two_threads_get_their_own_rows() -> None:
+    image = Image.of()
+    image.begin()
+    calls = [image.call(time) for time in STEPS]
+    expected = [exact(image, call) for call in calls]
+    found: list[Tensor | None] = [None] * len(calls)
+
+    def work(start: int) -> None:
+        for place in range(start, len(calls), 2):
+            found[place] = image.run(calls[place])
+
+    threads = [threading.Thread(target=work, args=(start,)) for start in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert all(output is not None and near(output, one) for output, one in zip(found, expected, strict=True))
+    assert image.second["calls"] == len(calls) and image.runtime.guard.faults == []

@@ -1,0 +1,111 @@
+"""Two cards on a machine without GPUs: both are its CPU. The second has tensors of its own, which is all that tells
+devices apart there."""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from builders import SMALL, diffusers_output, diffusers_unet
+from deepcache_builders import STEPS, WEBUI, call_of
+from torch import Tensor, nn
+
+from lib_onediff.model.call import UNetCall
+from lib_onediff.model.deepcache.sampling import Sampling
+from lib_onediff.model.patches import HostTraits
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.cards import Cards
+from lib_onediff.runtime.runtime import Runtime
+
+FIRST, SECOND = torch.device("cpu"), torch.device("cpu", 1)
+ROOMY = 2**40
+NAMES = "cat", "ugly"
+
+
+@dataclass
+class TwoCpus(Cards):
+    """The CPU twice. launched: on which card, in order. full: whether the second runs out of memory when it is used."""
+
+    cards: list[torch.device] = field(default_factory=lambda: [FIRST, SECOND])
+    free: int = ROOMY
+    equal: bool = True
+    full: bool = False
+    launched: list[torch.device] = field(default_factory=list)
+
+    def all(self) -> list[torch.device]:
+        return self.cards
+
+    def room(self, device: torch.device) -> int:
+        return self.free
+
+    def are_equal(self, first: torch.device, second: torch.device) -> bool:
+        return self.equal
+
+    @contextlib.contextmanager
+    def using(self, device: torch.device) -> Iterator[None]:
+        self.launched.append(device)
+        yield
+        if self.full and device == SECOND:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+
+@dataclass
+class Image:
+    """Samplings of a UNet on two cards, in a runtime of their own."""
+
+    runtime: Runtime
+    unet: Any
+    cards: TwoCpus
+
+    @classmethod
+    def of(
+        cls, config: dict[str, Any] = SMALL, traits: HostTraits = WEBUI, cards: TwoCpus | None = None, **options: Any
+    ) -> Image:
+        runtime, unet, cards = Runtime(), diffusers_unet(**config), cards or TwoCpus()
+        runtime.two_gpus.cards = cards
+        runtime.configure(Settings(**{"second_gpu": "auto", **options}))
+        runtime.adopt(unet, host_traits=traits)
+        return cls(runtime, unet, cards)
+
+    def begin(self, **known: Any) -> None:
+        self.runtime.begin_sampling(self.unet, Sampling(times=lambda: STEPS, **known))
+
+    def call(self, time: float = 501.0, names: Any = NAMES, **more: Any) -> UNetCall:
+        return call_of(self.unet, time, names, **more)
+
+    @torch.no_grad()
+    def run(self, call: UNetCall, host: Callable[[], Tensor] | None = None, **more: Any) -> Tensor:
+        return self.runtime.run(self.unet, call, host or (lambda: diffusers_output(self.unet, call)), **more)
+
+    @property
+    def second(self) -> dict[str, Any]:
+        return self.runtime.status()["second_gpu"]
+
+    @property
+    def copies(self) -> list[nn.Module]:
+        return [unet for unet in self.runtime._managed if unet is not self.unet]
+
+
+def near(output: Tensor, expected: Tensor) -> bool:
+    return bool(torch.allclose(output, expected, atol=1e-5, rtol=1e-4))
+
+
+@torch.no_grad()
+def exact(image: Image, call: UNetCall) -> Tensor:
+    return diffusers_output(image.unet, call)
+
+
+def change_in_place(unet: nn.Module) -> None:
+    for parameter in unet.parameters():
+        parameter.mul_(1.05)
+
+
+def change_one_layer(unet: nn.Module) -> None:
+    unet.mid_block.attentions[0].transformer_blocks[0].attn2.to_k.weight.mul_(3)
+
+
+def change_by_data(unet: nn.Module) -> None:
+    for parameter in unet.parameters():
+        parameter.data = parameter.data * 1.05
