@@ -21,7 +21,8 @@ IMAGE_SETTINGS: dict[str, dict[str, Any]] = {
     **{f"onediff, VAE {name}": {"vae_precision": name} for name in ("fp16", "bf16", "fp32")},
     "onediff, half sums": {"matmul_accumulation": "half"},
     "onediff, TF32": {"tf32": "on"},
-    "onediff + fp8": {"fp8": True},
+    **{f"onediff + {kind}": {"low_bit": kind} for kind in ("fp8", "int8")},
+    "onediff + low-bit auto": {"low_bit": "auto"},
     **{
         f"onediff + DeepCache {interval}, depth {depth}": deepcache(interval, depth)
         for interval in INTERVALS for depth in DEPTHS
@@ -40,7 +41,7 @@ IMAGE_SETTINGS: dict[str, dict[str, Any]] = {
         f"onediff, forecast {interval}, guidance end 0.75": {"forecast_interval": interval, "guidance_end": 0.75}
         for interval in FORECASTS
     },
-    "onediff + fp8 + DeepCache 3, depth 1": {"fp8": True, **deepcache(3, 1)},
+    "onediff + fp8 + DeepCache 3, depth 1": {"low_bit": "fp8", **deepcache(3, 1)},
     **{f"preset {preset.name}": dict(preset.values) for preset in PRESETS if preset.values},
 }
 # What --images times unless --settings says otherwise.

@@ -76,6 +76,10 @@ def migrate_values(values: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("deepcache_schedule") == "uneven":
         # Its center and power are gone.
         values["deepcache_schedule"] = EARLY
+    if "fp8" in values:
+        # It was a switch of its own.
+        was_on = values.pop("fp8") in (True, "on")
+        values.setdefault("low_bit", "fp8" if was_on else "off")
     if values.get("deepcache_hires") != "own values":
         return values
     # The hires pass had options of its own. An interval of 1, the default, means that every step is whole.

@@ -74,9 +74,10 @@ class Settings:
         "Attention in float32: slower. auto: where the WebUI does it, or after an overflow.",
         group=QUALITY, choices=("auto", "on", "off"), per_run=True,
     )
-    fp8: bool = option(
-        False, "Low-bit (FP8)", "Largest matrix products in float8: faster, lossy, RTX 40 or newer.",
-        group=SPEED, per_run=True, no_effect_when={"backend": ("inductor", "cudagraph", "oneflow", "eager")},
+    low_bit: str = option(
+        "off", "Low-bit", "Large matrix products in 8 bits: faster, lossy. auto: what was measured to be faster.",
+        group=SPEED, choices=("off", "auto", "int8", "fp8"), per_run=True,
+        no_effect_when={"backend": ("inductor", "cudagraph", "oneflow", "eager")},
     )
     own_presets: str = option(
         "", "Your presets", "For example: drafts: tf32 on; vae_precision fp16, careful: tf32 off",
