@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import cold, first_calls, images, models, quality, report, webui
+from ..engines.operator_sets import OperatorSets
+from ..ops.tuning_cache import TuningCache
+from . import cold, first_calls, images, low_bit, models, quality, report, webui
 from .children import Task
 from .clock import give_back_memory
 from .measure import HEADINGS, Plan, measure
@@ -29,7 +31,9 @@ class Report:
     def __init__(self, options: argparse.Namespace, facts: dict[str, Any]) -> None:
         self._options = options
         self._facts = facts
-        self.sections: dict[str, list[Any]] = {name: [] for name in ("rows", "cold", "new_sizes", "images", "quality")}
+        self.sections: dict[str, list[Any]] = {
+            name: [] for name in ("rows", "cold", "new_sizes", "images", "quality", "products")
+        }
         self.complete = True
 
     def add(self, section: str, headings: Sequence[str], rows: list[Any]) -> None:
@@ -106,6 +110,28 @@ def judge_images(options: argparse.Namespace, device: torch.device, done: Report
     return done.finish()
 
 
+def measure_low_bit(options: argparse.Namespace, device: torch.device, done: Report) -> int:
+    """The tables of --low-bit."""
+    dtype = DTYPES[options.dtype]
+    lack = low_bit.why_not(device, dtype, OperatorSets(TuningCache()))
+    if lack is not None:
+        print(f"OneDiff bench: {lack}")
+        return 1
+    table = low_bit.ProductTable(dtype, device)
+    for kind, reason in table.lacks.items():
+        if reason:
+            print(f"{kind.name}: {reason}")
+    with torch.no_grad():
+        for model in low_bit.SHAPES:
+            with done.part(f"{model}, products"):
+                rows = list(table.rows(model))
+                done.add("products", low_bit.HEADINGS, rows)
+                print(low_bit.sums(rows), flush=True)
+    with done.part("sdxl, step"):
+        done.add("rows", HEADINGS, low_bit.step(options, device))
+    return done.finish()
+
+
 def images_of_webui(options: argparse.Namespace) -> int:
     """Print how long images take in a running WebUI, with OneDiff on and off."""
     running, rows = webui.RunningWebUI(options.webui), []
@@ -147,6 +173,8 @@ def main() -> int:
     done = Report(options, facts)
     if options.quality:
         return judge_images(options, device, done)
+    if options.low_bit:
+        return measure_low_bit(options, device, done)
     for name in [options.model.name] if options.model else options.models:
         try:
             measure_model(name, options, device, done)

@@ -25,8 +25,8 @@ class Totals:
     0 without a GPU. disk: bytes of the cache folder. calls: how many UNet calls went by each route. hit_rate: the share
     of them that a graph served, None before the first. prompts: bytes of what was computed of prompts alone. low_bit:
     bytes of the weights in eight bits, which lie beside the WebUI's own. inductor: how many "graphs" Inductor has
-    made, and how many calls were "refused" because they fit none of them. oneflow: how many "graphs" it has compiled, and the
-    "most" that it may.
+    made, and how many calls were "refused" because they fit none of them. oneflow: how many "graphs" it has compiled,
+    and the "most" that it may.
     """
 
     vram: int

@@ -1,4 +1,4 @@
-"""FP8: whole UNets by it, and what becomes of it where weights, memory, settings or the machine change."""
+"""Low-bit: whole UNets by it, and what becomes of it where weights, memory, settings or the machine change."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from float8_builders import fewest_weights, use_float8
+from low_bit_builders import fewest_weights, use_low_bit
 
 import lib_onediff
-from lib_onediff.engines import CUDAGRAPH, FLOAT8, NATIVE, Candidates, with_float8
-from lib_onediff.model import float8 as float8_weights
+from lib_onediff.engines import CUDAGRAPH, FLOAT8, INT8, LOW_BIT, LOW_BIT_BACKENDS, NATIVE, Candidates, with_low_bit
+from lib_onediff.model import low_bit
+from lib_onediff.model import low_bit as kinds
 from lib_onediff.ops import torch_ops
-from lib_onediff.ops.quantized import kernels as triton_float8
-from lib_onediff.ops.quantized import scaled_mm as float8
-from lib_onediff.ops.quantized.gains import Float8Choice, Product, choice_name, products
-from lib_onediff.ops.quantized.operators import Float8Operators
+from lib_onediff.ops.quantized import int8_mm, kernels, scaled_mm
+from lib_onediff.ops.quantized import support as int8_support
+from lib_onediff.ops.quantized.gains import Product, ProductChoice, choice_name, products
 from lib_onediff.ops.triton.launch_config import Launches
 from lib_onediff.ops.tuning_cache import TuningCache
 from lib_onediff.options.settings import Settings
@@ -45,12 +45,12 @@ def half_call(unet: nn.Module, height: int = 4, width: int = 4, seed: int = 0) -
 @pytest.fixture
 def on_a_gpu(weather: Weather, pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch) -> Weather:
     """A machine that has FP8; weather is what native does."""
-    use_float8(monkeypatch)
+    use_low_bit(monkeypatch)
     return weather
 
 
 def test_a_unet_in_float8_is_near_the_hosts_and_not_the_same(on_a_gpu: Weather) -> None:
-    unet = lib_onediff.compile_unet(half_unet(), fp8=True)
+    unet = lib_onediff.compile_unet(half_unet(), low_bit="fp8")
     call = half_call(unet)
     host = diffusers_output(unet, call)
     error = relative_error(served(unet, call), host)
@@ -64,19 +64,19 @@ def test_a_unet_in_float8_is_near_the_hosts_and_not_the_same(on_a_gpu: Weather) 
 
 def test_the_layers_are_those_that_are_worth_it() -> None:
     layout = runtime.layout_of(lib_onediff.compile_unet(diffusers_unet(**SMALL_XL)))
-    assert list(float8_weights.float8_layers(layout)) == [], "too small"
+    assert list(low_bit.float8_layers(layout)) == [], "too small"
 
 
 def test_the_query_of_the_cross_attention_and_the_outputs_of_attention_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     fewest_weights(monkeypatch, 0)
     layout = runtime.layout_of(lib_onediff.compile_unet(diffusers_unet(**SMALL_XL)))
-    names = [float8_weights.name_of(layer) for layer in float8_weights.float8_layers(layout)]
+    names = [low_bit.name_of(layer) for layer in low_bit.float8_layers(layout)]
     assert names and all("ff.net" in name or "attn1" in name for name in names)
     assert not any("to_out" in name or "attn2" in name for name in names)
 
 
 def test_an_edit_of_a_weight_is_rounded_anew_where_the_old_was(on_a_gpu: Weather) -> None:
-    unet = lib_onediff.compile_unet(half_unet(), fp8=True)
+    unet = lib_onediff.compile_unet(half_unet(), low_bit="fp8")
     call = half_call(unet)
     before = served(unet, call)
     kept = runtime.managed_unet(unet).float8
@@ -95,9 +95,9 @@ def test_an_edit_of_a_weight_is_rounded_anew_where_the_old_was(on_a_gpu: Weather
 
 def test_what_has_not_changed_is_not_rounded_again(on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
     rounded: list[int] = []
-    real = triton_float8.rounded_rows
-    monkeypatch.setattr(triton_float8, "rounded_rows", lambda *given: (rounded.append(1), real(*given))[1])
-    unet = lib_onediff.compile_unet(half_unet(), fp8=True)
+    real = kernels.rounded_rows
+    monkeypatch.setattr(kernels, "rounded_rows", lambda *given: (rounded.append(1), real(*given))[1])
+    unet = lib_onediff.compile_unet(half_unet(), low_bit="fp8")
     served(unet, half_call(unet))
     first = len(rounded)
     assert first >= 6
@@ -107,7 +107,7 @@ def test_what_has_not_changed_is_not_rounded_again(on_a_gpu: Weather, monkeypatc
 
 
 def test_switching_it_off_gives_the_memory_back(on_a_gpu: Weather) -> None:
-    unet = lib_onediff.compile_unet(half_unet(), fp8=True)
+    unet = lib_onediff.compile_unet(half_unet(), low_bit="fp8")
     call = half_call(unet)
     for _ in range(3):
         served(unet, call)
@@ -122,14 +122,14 @@ def test_switching_it_off_gives_the_memory_back(on_a_gpu: Weather) -> None:
 
 
 def test_without_memory_for_it_native_serves_and_says_why(on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
-    unet, tries = lib_onediff.compile_unet(half_unet(), fp8=True), []
+    unet, tries = lib_onediff.compile_unet(half_unet(), low_bit="fp8"), []
 
     def full(weight: Tensor) -> Any:
         tries.append(1)
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(float8_weights, "empty_like", full)
+        patch.setattr(low_bit, "empty_like", full)
         for _ in range(2):
             served(unet, half_call(unet))
             assert now()[0] == NATIVE and "no GPU memory for the weights in FP8" in reason()
@@ -142,7 +142,7 @@ def test_without_memory_for_it_native_serves_and_says_why(on_a_gpu: Weather, mon
 def test_what_is_too_far_from_the_host_is_not_used(on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
     real = float8.product
     monkeypatch.setattr("lib_onediff.ops.quantized.operators.product", lambda *given: 3 * real(*given))
-    unet = lib_onediff.compile_unet(half_unet(), fp8=True)
+    unet = lib_onediff.compile_unet(half_unet(), low_bit="fp8")
     call = half_call(unet)
     output = served(unet, call)
     assert torch.equal(output, diffusers_output(unet, call)), "the first picture is the host's"
@@ -163,20 +163,20 @@ def test_steps_with_and_without_it() -> None:
 
 
 def test_a_model_in_float32_says_why_not(on_a_gpu: Weather) -> None:
-    whole = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL), fp8=True)
+    whole = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL), low_bit="fp8")
     served(whole, a_call(whole))
     assert now()[0] == NATIVE and "this one is in float32" in reason()
 
 
 def test_a_small_model_says_that_it_gains_nothing(on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
     fewest_weights(monkeypatch, 1 << 20)
-    unet = lib_onediff.compile_unet(half_unet(), fp8=True)
+    unet = lib_onediff.compile_unet(half_unet(), low_bit="fp8")
     served(unet, half_call(unet))
     assert now()[0] == NATIVE and "too small to gain by FP8" in reason()
 
 
 def test_where_no_product_was_measured_to_gain_native_serves(on_a_gpu: Weather) -> None:
-    unet = lib_onediff.compile_unet(half_unet(), fp8=True)
+    unet = lib_onediff.compile_unet(half_unet(), low_bit="fp8")
     call = half_call(unet)
     served(unet, call)
     layout, (batch, _, height, width) = runtime.layout_of(unet), call.latent.shape
@@ -199,7 +199,7 @@ def test_only_what_pays_is_done_in_float8(on_a_gpu: Weather, monkeypatch: pytest
     done: list[int] = []
     real = float8.product
     monkeypatch.setattr("lib_onediff.ops.quantized.operators.product", lambda *given: (done.append(1), real(*given))[1])
-    unet = lib_onediff.compile_unet(half_unet(), fp8=True, verify=False)
+    unet = lib_onediff.compile_unet(half_unet(), low_bit="fp8", verify=False)
     call = half_call(unet)
     served(unet, call)
     every, only_gated = len(done), Float8Operators(
@@ -246,8 +246,8 @@ def test_the_probe_believes_no_wrong_product(monkeypatch: pytest.MonkeyPatch) ->
 def test_where_only_bfloat16_comes_out_the_output_is_still_the_models(
     on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_float8(monkeypatch, torch.bfloat16)
-    unet = lib_onediff.compile_unet(half_unet(), fp8=True)
+    use_low_bit(monkeypatch, torch.bfloat16)
+    unet = lib_onediff.compile_unet(half_unet(), low_bit="fp8")
     call = half_call(unet)
     assert relative_error(served(unet, call), diffusers_output(unet, call)) < 0.12
     assert now()[0] == FLOAT8, reason()
