@@ -113,7 +113,9 @@ def test_nothing_is_left_behind(unet: nn.Module, option: str) -> None:
     assert all(torch.equal(parameter, names[name]) for name, parameter in unet.named_parameters())
 
 
-def test_what_gains_is_measured_before_the_capture(unet: nn.Module, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_gains_is_measured_before_the_first_use(
+    unet: nn.Module, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(low_bit, "FEWEST_WEIGHTS", 0)
     runtime.operators.low_bit.plan.forget()

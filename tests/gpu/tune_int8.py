@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product as combinations
 from pathlib import Path
 
@@ -59,7 +60,7 @@ def main() -> None:
         tokens, weight, bias = (
             torch.randn(shape, device=device, dtype=dtype) for shape in ((rows, width), (out, width), (out,))
         )
-        library = time_on_gpu(lambda: torch.nn.functional.linear(tokens, weight, bias)) * 1e3
+        library = time_on_gpu(partial(torch.nn.functional.linear, tokens, weight, bias)) * 1e3
         pair, found, wrong = factors(Product(rows, width, out, NORMED), device), [], []
         pair[0].scales.fill_(SCALE)
         expected = (pair[0].values.double() @ pair[1].values.double().t() * SCALE).float()
@@ -70,7 +71,7 @@ def main() -> None:
                     error = float((output.float() - expected).norm() / expected.norm())
                     if not error < 1e-3:
                         wrong.append((config, error))
-                    found.append((time_on_gpu(lambda: int8_mm.product(*pair, bias, dtype, config)) * 1e3, config))  # noqa: B023
+                    found.append((time_on_gpu(partial(int8_mm.product, *pair, bias, dtype, config)) * 1e3, config))
                 except Exception as problem:
                     wrong.append((config, str(problem)[:100]))
         print(f"\n{rows}x{width}x{out}: library {library:.1f} us; int8", *(

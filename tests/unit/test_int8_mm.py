@@ -20,7 +20,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = (int8_mm.TILE_BY_TILE, 32, 32, 32, 8, 4, 2, 1)
 PERSISTENT = (int8_mm.PERSISTENT, 32, 32, 32, 8, 4, 2, 1)
 CONFIGS = [SMALL, (int8_mm.TILE_BY_TILE, 16, 64, 32, 2, 4, 2, 1)]
-if int8_mm.TensorDescriptor is not None and DEVICE.type == "cpu":
+if DEVICE.type == "cuda":
+    CONFIGS = list(int8_mm.kernel_for(DEVICE).candidates)
+elif int8_mm.TensorDescriptor is not None:
     CONFIGS.append(PERSISTENT)
 
 
@@ -74,7 +76,7 @@ def test_the_largest_sums_do_not_overflow() -> None:
     )
     values = torch.full((16, width), -127, dtype=torch.int8, device=DEVICE)
     output = int8_mm.product(
-        tokens, QuantizedWeight(values, torch.full((1, 16), 1e-4, device=DEVICE)), None, torch.float16, SMALL
+        tokens, QuantizedWeight(values, torch.full((1, 16), 1e-4, device=DEVICE)), None, torch.float16, CONFIGS[0]
     )
     assert torch.allclose(output.double(), torch.full_like(output, -127 * 127 * width * 1e-8).double(), rtol=1e-3)
 

@@ -1,4 +1,4 @@
-"""The kernels that give rows of tokens in float8 against float64: on a GPU compiled, without one under Triton's
+"""The kernels that give rows of tokens in eight bits against float64: on a GPU compiled, without one under Triton's
 interpreter."""
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.model.operators import Float8Tokens, Stream
-from lib_onediff.ops.quantized import kernels as triton_float8
-from lib_onediff.ops.quantized import scaled_mm as float8
+from lib_onediff.model.low_bit import FP8, INT8, KINDS, Kind
+from lib_onediff.model.operators import QuantizedTokens, Stream
+from lib_onediff.ops.quantized import kernels, scaled_mm
 from lib_onediff.ops.triton.launch_config import LAYER_NORM
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -30,31 +30,39 @@ def random(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
     return torch.randn(shape).to(DEVICE, dtype)
 
 
-def given_back(rows: Float8Tokens) -> Tensor:
+def given_back(rows: QuantizedTokens) -> Tensor:
     return (rows.values.double() * rows.scales.double()).view(*rows.shape, -1)
 
 
-def assert_rounded(rows: Float8Tokens, exact: Tensor) -> None:
-    """Every value is at most half a step off; what is small beside the largest of its row, 2**-10 of a scale."""
+def assert_rounded(rows: QuantizedTokens, exact: Tensor) -> None:
+    """Every value is at most half a step off. float8: what is small beside the largest of its row, 2**-10 of a scale.
+    """
     back = given_back(rows)
-    if DEVICE.type == "cuda":
-        allowed = (HALF_A_STEP + 1e-3) * exact.abs() + 2.0**-10 * rows.scales.double().view(*rows.shape, 1)
+    scales = rows.scales.double().view(*rows.shape, 1)
+    if rows.values.dtype == INT8.dtype:
+        # float32's own rounding beside the half step.
+        assert bool(((back - exact).abs() <= 0.5 * scales + 1e-4 * exact.abs().amax(-1, keepdim=True)).all())
+    elif DEVICE.type == "cuda":
+        allowed = (HALF_A_STEP + 1e-3) * exact.abs() + 2.0**-10 * scales
         assert bool(((back - exact).abs() <= 1.01 * allowed).all())
-    assert relative_error(back, exact) < INTERPRETED
+    assert relative_error(back, exact) < (0.02 if rows.values.dtype == INT8.dtype else INTERPRETED)
     assert torch.allclose(back.abs().amax(-1), exact.abs().amax(-1), rtol=2e-3), "the largest of a row is kept"
 
 
 @grid(
-    kind=list(product([torch.float16, torch.bfloat16, torch.float32], [True, False])),
+    stream_of=list(product([torch.float16, torch.bfloat16, torch.float32], [True, False])),
     shape=[(2, 7, 96), (3, 33), (1, 1, 1280)],
+    kind=KINDS,
 )
-def test_a_layer_norm_comes_in_float8(shape: tuple[int, ...], kind: tuple[torch.dtype, bool]) -> None:
-    dtype, whole = kind  # whole: with everything that can be owed
+def test_a_layer_norm_comes_in_eight_bits(
+    shape: tuple[int, ...], stream_of: tuple[torch.dtype, bool], kind: Kind
+) -> None:
+    dtype, whole = stream_of  # whole: with everything that can be owed
     tokens, update, weight = random(*shape, dtype=dtype), random(*shape, dtype=dtype), random(shape[-1], dtype=dtype)
     deferred_bias, bias = random(shape[-1], dtype=torch.float32), random(shape[-1], dtype=dtype)
     stream = Stream(tokens.clone(), deferred_bias, bias, update) if whole else Stream(tokens.clone())
     total = tokens.double() + update.double() if whole else tokens.double()
-    standing, normed = triton_float8.layer_norm(stream, weight, bias if whole else None, 1e-5)
+    standing, normed = kernels.layer_norm(stream, weight, bias if whole else None, 1e-5, kind)
     vectors = deferred_bias.double() + bias.double() if whole else torch.zeros(shape[-1], device=DEVICE)
     assert_rounded(normed, exact_layer_norm(total + vectors, weight, bias if whole else None, 1e-5))
     assert standing.update is None and standing.bias is None
@@ -63,33 +71,46 @@ def test_a_layer_norm_comes_in_float8(shape: tuple[int, ...], kind: tuple[torch.
 
 
 @pytest.mark.parametrize("config", ends(LAYER_NORM.candidates), ids=str)
-def test_every_cut_gives_the_same_rows(config: tuple[int, int]) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_every_cut_gives_the_same_rows(config: tuple[int, int], kind: Kind) -> None:
     tokens, weight = random(7, 96), random(96)
-    _, normed = triton_float8.layer_norm(Stream(tokens), weight, None, 1e-5, config)
-    _, first = triton_float8.layer_norm(Stream(tokens), weight, None, 1e-5)
+    _, normed = kernels.layer_norm(Stream(tokens), weight, None, 1e-5, kind, config)
+    _, first = kernels.layer_norm(Stream(tokens), weight, None, 1e-5, kind)
     assert torch.allclose(normed.scales, first.scales, rtol=1e-5)
-    # Sums in another order may move a value over the middle between two of float8's.
+    # Sums in another order may move a value over the middle between two of these.
     assert float((normed.values.float() == first.values.float()).double().mean()) > 0.99
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_geglu_and_plain_rows_come_in_float8(dtype: torch.dtype) -> None:
+@grid(dtype=[torch.float16, torch.bfloat16, torch.float32], kind=KINDS)
+def test_geglu_and_plain_rows_come_in_eight_bits(dtype: torch.dtype, kind: Kind) -> None:
     hidden = random(2, 5, 2 * 96, dtype=dtype)
-    assert_rounded(triton_float8.geglu(hidden), exact_geglu(hidden))
+    assert_rounded(kernels.geglu(hidden, kind), exact_geglu(hidden))
     rows = random(6, 64, dtype=dtype)
-    rounded = triton_float8.empty_rows(rows, 64)
-    triton_float8.rounded_rows(rows, rounded.values, rounded.scales)
+    rounded = kernels.rounded(rows, kind)
     assert_rounded(rounded, rows.double())
-    assert torch.equal(rounded.scales, float8.rounded_rows(rows)[1])
+    values, scales = scaled_mm.rounded_rows(rows, kind)
+    assert torch.allclose(rounded.scales, scales, rtol=1e-6)
+    if kind is INT8:
+        # A value in the middle between two may go either way.
+        assert int((rounded.values.int() - values.int()).abs().max()) <= 1
 
 
-def test_zeros_stay_zeros_and_a_nan_is_not_hidden() -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_zeros_stay_zeros_and_a_nan_is_not_hidden(kind: Kind) -> None:
     rows = torch.zeros(2, 32, device=DEVICE)
     rows[1, 3] = float("nan")
-    rounded = triton_float8.empty_rows(rows, 32)
-    triton_float8.rounded_rows(rows, rounded.values, rounded.scales)
-    back = given_back(rounded)
+    back = given_back(kernels.rounded(rows, kind))
     assert bool((back[0] == 0).all())
-    if DEVICE.type == "cuda":
-        # The interpreter makes a number of it.
+    if DEVICE.type == "cuda" or kind is INT8:
+        # The interpreter makes a number of float8's.
         assert bool(back[1].isnan().any())
+
+
+def test_a_value_a_thousand_times_as_large_takes_the_others_steps() -> None:
+    rows = torch.ones(2, 64, device=DEVICE)
+    rows[1, 7] = 1000
+    rounded = kernels.rounded(rows, INT8)
+    assert rounded.values[0].tolist() == [127] * 64
+    assert rounded.values[1].tolist() == [0] * 7 + [127] + [0] * 56
+    eight = kernels.rounded(rows, FP8)
+    assert relative_error(given_back(eight)[1], rows[1].double()) < INTERPRETED, "float8 keeps them"
