@@ -44,7 +44,7 @@ def every_product(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ours.plan.forget()
     ours.choice.forget()
     # By turns, where there are several kinds.
-    monkeypatch.setattr(ours.choice, "_best", lambda product, dtype, kinds: kinds[product.out // 16 % len(kinds)])
+    monkeypatch.setattr(ours.choice, "_best", lambda product, dtype, kinds: kinds[product.out // 32 % len(kinds)])
     monkeypatch.setattr(ours.choice, "gains", lambda product, dtype, kind: 1.0)
     yield
     runtime.free_graphs()

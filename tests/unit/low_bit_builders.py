@@ -15,7 +15,7 @@ from lib_onediff.model.low_bit import KINDS, Kind
 from lib_onediff.model.operators import Operators, QuantizedTokens, Stream
 from lib_onediff.model.weights import QuantizedWeight
 from lib_onediff.ops import torch_ops
-from lib_onediff.ops.quantized import int8_mm, kernels, scaled_mm
+from lib_onediff.ops.quantized import gains, int8_mm, kernels, scaled_mm
 from lib_onediff.ops.quantized.operators import LowBitOperators
 from lib_onediff.ops.triton.launch_config import Launches
 from lib_onediff.ops.triton.operators import TritonOperators
@@ -63,11 +63,6 @@ def fewest_weights(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     runtime.operators.low_bit.plan.forget()
 
 
-def every_product(product: Any, dtype: torch.dtype, kinds: Any) -> Kind | None:
-    """The last of these kinds, for every product."""
-    return next((kind for kind in reversed(KINDS) if kind.dtype in kinds), None)
-
-
 def use_low_bit(monkeypatch: pytest.MonkeyPatch, result: torch.dtype = torch.float16) -> None:
     """The backends in eight bits, on this machine, for networks of any size, and for every product until one is
     measured. result: the type in which products in float8 come out."""
@@ -82,9 +77,7 @@ def use_low_bit(monkeypatch: pytest.MonkeyPatch, result: torch.dtype = torch.flo
     ours = runtime.operators.low_bit
     # There is nothing to measure.
     monkeypatch.setattr(ours, "tune", lambda *given: False)
-    monkeypatch.setattr(ours.choice, "_best", lambda product, dtype, kinds: every_product(
-        product, dtype, [kind.dtype for kind in kinds]
-    ))
+    monkeypatch.setattr(gains, "unmeasured", lambda product, kinds: kinds[-1])
     ours.choice.forget()
     launches = Launches(TuningCache())
     operators = LowBitOperators(launches, torch_ops.attention, lambda device, dtype: result, ours.choice.best)

@@ -71,8 +71,7 @@ class ProductChoice:
         gains = {kind: self.gains(product, dtype, kind) for kind in kinds}
         measured = {kind: gain for kind, gain in gains.items() if gain is not None}
         if not measured:
-            large = product.rows * product.width * product.out >= WORTHWHILE
-            return kinds[-1] if kinds and large and product.source == NORMED else None
+            return unmeasured(product, kinds)
         best = max(measured, key=measured.__getitem__)
         return best if measured[best] > 0 else None
 
@@ -158,6 +157,12 @@ class Plan:
 
     def forget(self) -> None:
         self._made_for = self._wanted_for = ()
+
+
+def unmeasured(product: Product, kinds: Sequence[Kind]) -> Kind | None:
+    """In which of these kinds a product is done of which nothing was measured; None: in none."""
+    large = product.rows * product.width * product.out >= WORTHWHILE
+    return kinds[-1] if kinds and large and product.source == NORMED else None
 
 
 def choice_name(product: Product, dtype: torch.dtype, kind: Kind) -> str:
