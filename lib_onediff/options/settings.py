@@ -11,6 +11,7 @@ from typing import Any
 from ..model.deepcache import options as deepcache
 from ..shapes.sizes import MOST_SIZES, parse_sizes
 from .option import allowed_values, check_value, did_you_mean, format_value, option
+from .presets import migrate_low_bit
 from .presets import parse as check_own_presets
 
 HOST_KEY_PREFIX = "onediff_"
@@ -153,7 +154,7 @@ class Settings:
 
         Raises ValueError with a sentence for the user on an unknown name or a value of the wrong kind.
         """
-        known = {option_field.name for option_field in fields(cls)}
+        known, values = {option_field.name for option_field in fields(cls)}, migrate_low_bit(values)
         unknown = sorted(set(values) - known)
         if unknown:
             raise ValueError(f"OneDiff has no option {unknown[0]!r}.{did_you_mean(unknown[0], sorted(known))}")
