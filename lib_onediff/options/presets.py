@@ -89,7 +89,8 @@ def migrate_low_bit(values: Mapping[str, Any]) -> dict[str, Any]:
     values = dict(values)
     if "fp8" in values:
         switch = values.pop("fp8")
-        values.setdefault("low_bit", {"True": "fp8", "on": "fp8", "False": "off", "off": "off"}.get(str(switch), switch))
+        meaning = {"True": "fp8", "on": "fp8", "False": "off", "off": "off"}
+        values.setdefault("low_bit", meaning.get(str(switch), switch))
     return values
 
 

@@ -164,6 +164,7 @@ def test_a_schedule_of_an_earlier_version_is_replaced() -> None:
 def test_the_switch_of_an_earlier_version_is_replaced(switch: bool, low_bit: str) -> None:
     opts = Options({})
     opts.data.update({"onediff_fp8": switch})
+    assert settings_tab.stored_settings(opts) == Settings(low_bit=low_bit)
     settings_tab.add_options(opts, OptionInfo, lambda: None)
     assert opts.onediff_low_bit == low_bit and runtime.settings == Settings(low_bit=low_bit)
 

@@ -17,8 +17,8 @@ from torch import nn
 from lib_onediff.model import conditioning as prompts_module
 from lib_onediff.model.conditioning import HeldPrompt, PromptMemory, Sighting
 from lib_onediff.model.deepcache.buffers import Place, Record
-from lib_onediff.model.low_bit import INT8, LowBitWeights
 from lib_onediff.model.forward import Conditioning
+from lib_onediff.model.low_bit import INT8, LowBitWeights
 from lib_onediff.model.weights import QuantizedWeight
 from lib_onediff.shapes.table import ShapeTable
 from lib_onediff.store.history import History

@@ -24,6 +24,7 @@ from webui_page import (
 )
 
 TAB = "txt2img"
+BOTH = ("deepcache_interval", "low_bit")
 SUMMARY, WHOLE = f"onediff_{TAB}_summary", f"onediff_{TAB}"
 
 
@@ -81,10 +82,10 @@ def test_the_controls_show_the_settings_the_preset_and_the_text(page, webui: Web
         assert text(page) == ""
         page.type(changed_options(TAB), "verify off; deepcache_interval 5; low_bit fp8")
         page.find(changed_options(TAB)).send_keys(Keys.TAB)
-        page.wait(lambda: [shown(page, name) for name in ("deepcache_interval", "low_bit")] == ["5", "fp8"], "the text", 20)
+        page.wait(lambda: [shown(page, name) for name in BOTH] == ["5", "fp8"], "the text", 20)
         choose(page, preset_list(TAB), "Balanced")
         page.wait(lambda: text(page) == "verify off", "the preset to set all of its own options", 10)
-        page.wait(lambda: [shown(page, name) for name in ("deepcache_interval", "low_bit")] == ["2", "off"], "Balanced", 20)
+        page.wait(lambda: [shown(page, name) for name in BOTH] == ["2", "off"], "Balanced", 20)
         page.wait_for_text(told(TAB), "verify off; deepcache_interval 2.", 20)
         move(page, "deepcache_interval", 2)
         assert text(page) == "verify off"
