@@ -5,6 +5,7 @@ import argparse
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as functional
@@ -12,6 +13,7 @@ from torch import nn
 
 from ..engines import FLOAT8, LOW_BIT_BACKENDS, NATIVE
 from ..engines import INT8 as INT8_BACKEND
+from ..engines.graphs.capture import CudaGraphs
 from ..engines.operator_sets import OperatorSets
 from ..model.low_bit import FP8, INT8, Kind
 from ..model.operators import QuantizedTokens
@@ -72,6 +74,7 @@ class ProductTable:
         self._dtype, self._device = dtype, device
         self._operators, self._launches = OperatorSets(tuning_cache), Launches(tuning_cache)
         low_bit = self._operators.low_bit
+        self._time_ms = partial(CudaGraphs().time_ms, device, dtype)
         self.lacks = {
             kind: low_bit.why_not(backend, device, dtype) for kind, backend in ((FP8, FLOAT8), (INT8, INT8_BACKEND))
         }
@@ -119,7 +122,7 @@ class ProductTable:
         if self.lacks[kind] is not None:
             return None
         low_bit = self._operators.low_bit
-        low_bit.measure(product, self._dtype, self._device, kind, self._operators.of(NATIVE))
+        low_bit.measure(product, self._dtype, self._device, kind, self._operators.of(NATIVE), self._time_ms)
         times = low_bit.choice.measured(product, self._dtype, kind)
         return None if times is None else (times[0] * 1e3, times[1] * 1e3)
 

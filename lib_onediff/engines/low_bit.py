@@ -12,7 +12,7 @@ from ..model.low_bit import FP8, INT8, KINDS, Kind, Round
 from ..model.operators import Operators
 from ..ops.attention import Attention
 from ..ops.attention_tuning import time_on_gpu
-from ..ops.quantized.gains import Plan, Product, ProductChoice, way_of
+from ..ops.quantized.gains import Plan, Product, ProductChoice, TimeMs, way_of
 from ..ops.quantized.scaled_mm import Float8Support, support
 from ..ops.quantized.support import why_no_int8
 from ..ops.triton.launch_config import Launches
@@ -80,19 +80,23 @@ class LowBit:
         kinds = self.kinds(backend, call.latent.device, dtype)
         return self.choice.why_none(self.plan.counted(*size_of(layout, call)), dtype, kinds)
 
-    def tune(self, backend: str, layout: UNetLayout, call: UNetCall, native: Operators) -> bool:
+    def tune(
+        self, backend: str, layout: UNetLayout, call: UNetCall, native: Operators, time_ms: TimeMs
+    ) -> bool:
         """Measure which of this call's products gain by a backend's kinds, where that is not known; whether it was so.
+        time_ms: how long work takes in a graph.
         """
         dtype, device, measured = call.latent.dtype, call.latent.device, False
         for kind in self.kinds(backend, device, dtype):
             for one in self.plan.counted(*size_of(layout, call)):
                 if self.choice.gains(one, dtype, kind) is None:
-                    self.measure(one, dtype, device, kind, native)
+                    self.measure(one, dtype, device, kind, native, time_ms)
                     measured = True
         return measured
 
     def measure(
-        self, product: Product, dtype: torch.dtype, device: torch.device, kind: Kind, native: Operators
+        self, product: Product, dtype: torch.dtype, device: torch.device, kind: Kind, native: Operators,
+        time_ms: TimeMs,
     ) -> None:
         """Measure what a product gains by a kind, by the native operators and in eight bits."""
         from ..ops.quantized.operators import LowBitOperators
@@ -102,7 +106,7 @@ class LowBit:
             tune_int8(self._launches, product, dtype, device, time_on_gpu)
         always = LowBitOperators(self._launches, self._attention, self._float8_result, lambda *given: kind)
         way = way_of(product, dtype, device, (kind,))
-        self.choice.measure(product, dtype, kind, lambda: way(native), lambda: way(always), time_on_gpu)
+        self.choice.measure(product, dtype, kind, lambda: way(native), lambda: way(always), time_ms)
 
     def forget(self) -> None:
         """Trust no choice that was made before."""

@@ -24,6 +24,7 @@ from ..ops import torch_ops
 from ..ops.attention import Attention
 from ..ops.attention_tuning import attention_shapes, time_on_gpu
 from ..ops.availability import how_to_be_fast_here, why_no_triton
+from ..ops.quantized.gains import TimeMs
 from ..ops.triton.launch_config import Launches
 from ..ops.tuning_cache import TuningCache
 from ..options.settings import Settings
@@ -201,9 +202,9 @@ class OperatorSets:
             self.attention.measure(query, key, dtype, call.latent.device)
         return bool(unknown)
 
-    def tune_low_bit(self, backend: str, layout: UNetLayout, call: UNetCall) -> bool:
+    def tune_low_bit(self, backend: str, layout: UNetLayout, call: UNetCall, time_ms: TimeMs) -> bool:
         """See LowBit.tune."""
-        return self.low_bit.tune(backend, layout, call, self.of(backends.NATIVE))
+        return self.low_bit.tune(backend, layout, call, self.of(backends.NATIVE), time_ms)
 
     def measure_anew(self) -> None:
         """Trust no choice that was made before: those that are still there are read again, the others measured."""

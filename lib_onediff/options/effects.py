@@ -15,7 +15,14 @@ from typing import Any
 import torch
 
 from ..ops.precision import AUTO, BF16_REDUCTION, FP16_REDUCTION, HALF, HALF_SUMS, ON, SWITCHES, TF32_MATMUL
-from ..ops.requirements import release, triton_here, triton_is_usable, written
+from ..ops.requirements import (
+    OLDEST_TRITON,
+    oldest_int8_capability,
+    release,
+    triton_here,
+    triton_is_usable,
+    written,
+)
 
 FLOAT8_TORCH = (2, 5)
 CUDNN_V8_DISABLED = "TORCH_CUDNN_V8_API_DISABLED"
@@ -23,7 +30,7 @@ ONEFLOW_CUTLASS = "ONEFLOW_KERENL_CONV_ENABLE_CUTLASS_IMPL"
 AMD_TF32 = "HIPBLASLT_ALLOW_TF32"
 # Few CPUs compute in float16: emoji-sd's VAE took 80 times as long as in float32.
 FP16_ON_CPU = "CPUs decode float16 many times slower"
-HALF_SUMS_FROM, TF32_FROM, BF16_FROM, INT8_FROM, FLOAT8_FROM = (7, 0), (8, 0), (8, 0), (8, 0), (8, 9)
+HALF_SUMS_FROM, TF32_FROM, BF16_FROM, FLOAT8_FROM = (7, 0), (8, 0), (8, 0), (8, 9)
 # GPUs whose tensor cores sum float16 products in float32 at half their speed: the GeForce and workstation ones.
 HALF_RATE = {(7, 5), (8, 6), (8, 9), (12, 0)}
 
@@ -32,7 +39,8 @@ HALF_RATE = {(7, 5), (8, 6), (8, 9), (12, 0)}
 class Machine:
     """capability: of the GPU that torch uses, or None where it can use none. switches: those that this torch has.
 
-    cpu_alone: whether torch can use no GPU of any kind. triton: whether our kernels can be compiled.
+    cpu_alone: whether torch can use no GPU of any kind. triton: its release, "" where
+    nobody knows it, None where there is none.
     """
 
     torch: str
@@ -42,7 +50,7 @@ class Machine:
     switches: frozenset[str]
     oneflow: bool = False
     cpu_alone: bool = False
-    triton: bool = True
+    triton: str | None = ""
 
     @classmethod
     def now(cls, oneflow: bool = False) -> Machine:
@@ -57,8 +65,8 @@ class Machine:
         switches = frozenset(name for name, switch in SWITCHES.items() if switch.read() is not None)
         others = (torch.backends.mps, getattr(torch, "xpu", None))
         cpu_alone = not any(kind is not None and kind.is_available() for kind in (torch.cuda, *others))
-        amd, triton = torch.version.hip is not None, triton_is_usable(triton_here())
-        return cls(torch.__version__, gpu, capability, amd, switches, oneflow, cpu_alone, triton)
+        amd = torch.version.hip is not None
+        return cls(torch.__version__, gpu, capability, amd, switches, oneflow, cpu_alone, triton_here())
 
 
 def why_no_effect(
@@ -148,12 +156,14 @@ def of_low_bit(value: str, machine: Machine, dtype: torch.dtype | None) -> str |
         return None
     if machine.amd or machine.capability is None:
         return "Low-bit needs OneDiff's own kernels, and those an NVIDIA GPU."
-    if not machine.triton:
-        return "Low-bit needs OneDiff's own kernels, and those Triton, which is not installed."
+    if not triton_is_usable(machine.triton):
+        return f"Low-bit needs OneDiff's own kernels, and those Triton {written(OLDEST_TRITON)} or newer."
     if value == "fp8" and release(machine.torch) < FLOAT8_TORCH:
         return f"PyTorch has products in FP8 from {written(FLOAT8_TORCH)} on; here it is {machine.torch}."
-    fp8 = value == "fp8"
-    lack = too_old(machine, FLOAT8_FROM if fp8 else INT8_FROM, f"{'FP8' if fp8 else 'INT8'} is used")
+    if value == "fp8":
+        lack = too_old(machine, FLOAT8_FROM, "FP8 exists")
+    else:
+        lack = too_old(machine, oldest_int8_capability(machine.triton), "INT8 is used")
     if lack is None and dtype == torch.float32:
         return "Low-bit is for models in float16 or bfloat16; this model is in float32."
     return lack

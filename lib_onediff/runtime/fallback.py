@@ -4,6 +4,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -159,7 +160,7 @@ class FallbackChain:
         """Measure what is the fastest for this call, where that is not known; whether it was so."""
         layout = managed.bound.layout
         measured = self._operators.tune(layout, call)
-        if backend not in backends.WITH_LOW_BIT or not self._operators.tune_low_bit(backend, layout, call):
+        if backend not in backends.WITH_LOW_BIT or not self._tune_low_bit(managed, backend, call):
             return measured
         return self._fit_low_bit(managed, backend, call)
 
@@ -186,6 +187,11 @@ class FallbackChain:
             self._operators.tune_kernels(network)
         return None
 
+    def _tune_low_bit(self, managed: ManagedUNet, backend: str, call: UNetCall) -> bool:
+        """Measure which products in eight bits pay, where that is not known; whether it was so."""
+        time_ms = partial(self._graphs.time_ms, call.latent.device, call.latent.dtype)
+        return self._operators.tune_low_bit(backend, managed.bound.layout, call, time_ms)
+
     def _fit_low_bit(self, managed: ManagedUNet, backend: str, call: UNetCall) -> bool:
         """Have the weights in eight bits that pay for this call; whether there is room for them."""
         low_bit = self._operators.low_bit
@@ -208,7 +214,7 @@ class FallbackChain:
         if backend in backends.WITH_LOW_BIT:
             if entry.state is State.COLD:
                 # Before the first use is checked, so that what is checked is what will run.
-                self._operators.tune_low_bit(backend, managed.bound.layout, call)
+                self._tune_low_bit(managed, backend, call)
             if not self._fit_low_bit(managed, backend, call):
                 return NO_ROOM
         conditioning = self._conditioning(managed, entry, call)

@@ -1,7 +1,9 @@
 """Low-bit on a real GPU: whole UNets by graphs, weights that change under them, and memory that comes back."""
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from gpu_calls import arguments, host
 from lib_onediff import compile_unet, status, uncompile_unet
 from lib_onediff.bench.models import random_unet
 from lib_onediff.engines import FLOAT8, INT8, LOW_BIT, LOW_BIT_BACKENDS
+from lib_onediff.engines.graphs.capture import CudaGraphs
 from lib_onediff.model import low_bit
 from lib_onediff.model.low_bit import KINDS
 from lib_onediff.ops.quantized.gains import WORTH_ROUNDING
@@ -63,6 +66,18 @@ def replayed(unet: nn.Module, given: dict[str, Any], option: str) -> Tensor:
         output = unet(**given, return_dict=False)[0]
     assert (status()["backend"], status()["route"]) == (LOW_BIT_BACKENDS[option], "graph"), status()["reason"]
     return output
+
+
+def test_what_python_takes_to_launch_is_no_part_of_a_time() -> None:
+    numbers = torch.ones(1 << 24, device="cuda")
+
+    def work(seconds: float) -> None:
+        time.sleep(seconds)
+        numbers.mul_(1.0)
+
+    device, graphs = numbers.device, CudaGraphs()
+    fast, slow = (graphs.time_ms(device, torch.float16, partial(work, seconds)) for seconds in (0, 0.01))
+    assert 0 < fast < 5 and slow < 2 * fast + 0.1
 
 
 @pytest.mark.parametrize("size", [(128, 128), (120, 72)], ids=str)

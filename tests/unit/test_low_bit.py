@@ -319,9 +319,14 @@ def test_which_gpus_have_it(capability: tuple[int, int], has: bool) -> None:
     sentence = scaled_mm.too_old(capability, "RTX 3090")
     assert (sentence is None) == has
     assert has or "8.6" in sentence and "8.9" in sentence and "RTX 3090" in sentence
-    assert int8_support.too_old(capability, "RTX 3090") is None
-    older = int8_support.too_old((7, 5), "RTX 2080")
-    assert "7.5" in older and "8.0" in older and "RTX 2080" in older
+    assert int8_support.too_old(capability, "RTX 3090", "3.6.0") is None
+
+
+def test_int8_on_turing_depends_on_the_release_of_triton() -> None:
+    assert int8_support.too_old((7, 5), "RTX 2080", "3.2.0") is None
+    newer = int8_support.too_old((7, 5), "RTX 2080", "3.6.0")
+    assert "3.6.0" in newer and "8.0" in newer and "7.5 with 3.2" in newer and "RTX 2080" in newer
+    assert "3.2" not in int8_support.too_old((7, 0), "V100", "3.6.0")
 
 
 def test_the_probe_believes_no_wrong_product(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from ...model.call import UNetCall
@@ -49,6 +50,10 @@ class GraphCache(GraphRecords):
         result, peak = self._graphs.peak(entry.key.device, work)
         entry.needs = needs_of(peak, self._graphs.in_one_piece(entry.key.device))
         return result
+
+    def time_ms(self, device: torch.device, dtype: torch.dtype, work: Callable[[], object]) -> float:
+        """See CudaGraphs.time_ms."""
+        return self._graphs.time_ms(device, dtype, work)
 
     def capture(
         self, managed: ManagedUNet, entry: Entry, budget: int, call: UNetCall, conditioning: Conditioning | None

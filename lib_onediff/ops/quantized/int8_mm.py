@@ -21,7 +21,7 @@ try:
 except ImportError:
     TensorDescriptor = None
 # The first number of a launch configuration.
-TILE_BY_TILE, PERSISTENT, SPECIALIZED_WARPS = range(3)
+TILE_BY_TILE, PERSISTENT = range(2)
 HOPPER = (9, 0)
 ALIGNED = 16
 
@@ -73,18 +73,16 @@ def tile_by_tile(
 @triton.jit(do_not_specialize=["rows", "has_bias"])
 def persistent(
     values, scales, weight, weight_scales, bias, output, rows, width, out, has_bias,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, SPECIALIZED: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
 ):
-    """As many programs as the GPU has processors, each for one tile after the other: while a tile is scaled and stored,
-    the next one's rows are on their way. values, weight, output: descriptors of tensors, which the GPU copies by itself
-    (compute capability 9.0 and newer)."""
+    """Each program does one tile after the other: while a tile is scaled and stored, the next one's rows are on their
+    way. values, weight, output: descriptors of tensors, which the GPU copies by itself (compute capability 9.0 and
+    newer)."""
     tiles_down, tiles_across = tl.cdiv(rows, M), tl.cdiv(out, N)
     tiles = tiles_down * tiles_across
     # Counted by itself: what is loaded for the next tile must not wait for this one.
     stored = tl.program_id(0) - tl.num_programs(0)
-    for tile in tl.range(
-        tl.program_id(0), tiles, tl.num_programs(0), flatten=not SPECIALIZED, warp_specialize=SPECIALIZED
-    ):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         down, across = tile_at(tile, tiles_down, tiles_across, GROUP)
         sums = tl.zeros((M, N), tl.int32)
         for done in range(0, tl.cdiv(width, K)):
@@ -122,11 +120,12 @@ def product(
             m, n, k, group, num_warps=warps, num_stages=stages,
         )
         return output
-    persistent[(min(tiles, programs * processors(tokens.values.device)),)](
+    count = programs * processors(tokens.values.device) if programs else tiles
+    persistent[(min(tiles, count),)](
         TensorDescriptor.from_tensor(tokens.values, [m, k]), tokens.scales,
         TensorDescriptor.from_tensor(weight.values, [n, k]), weight.scales, offset,
         TensorDescriptor.from_tensor(output, [m, n // 2]), rows, width, out, has_bias,
-        m, n, k, group, way == SPECIALIZED_WARPS, num_warps=warps, num_stages=stages,
+        m, n, k, group, num_warps=warps, num_stages=stages,
     )
     return output
 

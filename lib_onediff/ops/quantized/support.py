@@ -3,10 +3,7 @@ from __future__ import annotations
 
 import torch
 
-from ..requirements import written
-
-# Since its release 3.3, Triton multiplies int8 on the tensor cores of these and newer GPUs.
-OLDEST_INT8_CAPABILITY = (8, 0)
+from ..requirements import LAST_TRITON_FOR_TURING, TURING, oldest_int8_capability, triton_here, written
 
 
 def why_no_int8(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -15,15 +12,16 @@ def why_no_int8(device: torch.device, dtype: torch.dtype) -> str | None:
         name = str(dtype).removeprefix("torch.")
         return f"INT8 is for models in float16 or bfloat16, and this one is in {name}"
     if device.type == "cuda" and not torch.version.hip:
-        return too_old(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
+        return too_old(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device), triton_here())
     return None
 
 
-def too_old(capability: tuple[int, int], name: str) -> str | None:
-    """Why a GPU has no products in int8; None if it has."""
-    if capability >= OLDEST_INT8_CAPABILITY:
+def too_old(capability: tuple[int, int], name: str, triton: str | None) -> str | None:
+    """Why a GPU has no products in int8 by a release of Triton; None if it has."""
+    oldest = oldest_int8_capability(triton)
+    if capability >= oldest:
         return None
-    return (
-        f"INT8 needs a GPU of compute capability {written(OLDEST_INT8_CAPABILITY)} or higher, such as RTX 30 and A100, "
-        f"and the {name} has {written(capability)}"
-    )
+    needed = f"INT8 needs a GPU of compute capability {written(oldest)} or higher"
+    if capability >= TURING:
+        needed += f" with Triton {triton} ({written(TURING)} with {written(LAST_TRITON_FOR_TURING)})"
+    return f"{needed}, and the {name} has {written(capability)}"
