@@ -73,7 +73,8 @@ def test_float16_of_the_vae_on_a_cpu() -> None:
     ("int8", {"triton": None}, "Triton 3.0 or newer"), ("fp8", {"torch": "2.4.1"}, "2.5"),
     ("fp8", {"capability": (8, 6)}, "8.9"), ("int8", {"capability": (7, 5)}, "8.0"),
     ("auto", {"capability": (7, 5), "triton": "3.3.1"}, "8.0"),
-    ("auto", {"capability": (7, 5), "triton": "3.2.0"}, None), ("int8", {"capability": (7, 0), "triton": "3.2.0"}, "7.5"),
+    ("auto", {"capability": (7, 5), "triton": "3.2.0"}, None),
+    ("int8", {"capability": (7, 0), "triton": "3.2.0"}, "7.5"),
     ("int8", {"capability": (8, 6), "torch": "2.4.1"}, None),
     ("auto", {"capability": (8, 6)}, None), ("fp8", {}, None), ("off", {"capability": None}, None),
 ], ids=str)
