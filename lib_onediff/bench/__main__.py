@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import cold, first_calls, images, models, quality, report, two_gpus, webui
+from ..engines.operator_sets import OperatorSets
+from ..ops.tuning_cache import TuningCache
+from . import cold, first_calls, images, low_bit, models, quality, report, two_gpus, webui
 from .children import Task
 from .clock import give_back_memory
 from .measure import HEADINGS, Plan, measure
 from .options import DTYPES, parse, sizes_for
 from .patches import PATCHES
 
-SECTIONS = "rows", "cold", "new_sizes", "images", "quality", "two_gpus"
+SECTIONS = "rows", "cold", "new_sizes", "images", "quality", "products", "two_gpus"
 JOBS = {"cold": cold.child, "first calls": first_calls.child}
 
 
@@ -113,6 +115,28 @@ def judge_images(options: argparse.Namespace, device: torch.device, done: Report
     return done.finish()
 
 
+def measure_low_bit(options: argparse.Namespace, device: torch.device, done: Report) -> int:
+    """The tables of --low-bit."""
+    dtype = DTYPES[options.dtype]
+    lack = low_bit.why_not(device, dtype, OperatorSets(TuningCache()))
+    if lack is not None:
+        print(f"OneDiff bench: {lack}")
+        return 1
+    table = low_bit.ProductTable(dtype, device)
+    for kind, reason in table.lacks.items():
+        if reason:
+            print(f"{kind.name}: {reason}")
+    with torch.no_grad():
+        for model in low_bit.SHAPES:
+            with done.part(f"{model}, products"):
+                rows = list(table.rows(model))
+                done.add("products", low_bit.HEADINGS, rows)
+                print(low_bit.sums(rows), flush=True)
+    with done.part("sdxl, step"):
+        done.add("rows", HEADINGS, low_bit.step(options, device))
+    return done.finish()
+
+
 def images_of_webui(options: argparse.Namespace) -> int:
     """Print how long images take in a running WebUI, with OneDiff on and off."""
     running, rows = webui.RunningWebUI(options.webui), []
@@ -159,6 +183,8 @@ def main() -> int:
             with done.part(f"{name}, two GPUs"):
                 done.add("two_gpus", two_gpus.HEADINGS, two_gpus.two_gpus(name, options, device))
         return done.finish()
+    if options.low_bit:
+        return measure_low_bit(options, device, done)
     for name in [options.model.name] if options.model else options.models:
         try:
             measure_model(name, options, device, done)

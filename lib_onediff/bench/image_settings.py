@@ -23,7 +23,8 @@ IMAGE_SETTINGS: dict[str, dict[str, Any]] = {
     **{f"onediff, VAE {name}": {"vae_precision": name} for name in ("fp16", "bf16", "fp32")},
     "onediff, half sums": {"matmul_accumulation": "half"},
     "onediff, TF32": {"tf32": "on"},
-    "onediff + fp8": {"fp8": True},
+    **{f"onediff + {kind}": {"low_bit": kind} for kind in ("fp8", "int8")},
+    "onediff + low-bit auto": {"low_bit": "auto"},
     **{
         f"onediff + DeepCache {interval}, depth {depth}": deepcache(interval, depth)
         for interval in INTERVALS for depth in DEPTHS
@@ -54,7 +55,7 @@ IMAGE_SETTINGS: dict[str, dict[str, Any]] = {
         }
         for forecast, interval in ((2, 3), (3, 2))
     },
-    "onediff + fp8 + DeepCache 3, depth 1": {"fp8": True, **deepcache(3, 1)},
+    "onediff + fp8 + DeepCache 3, depth 1": {"low_bit": "fp8", **deepcache(3, 1)},
     **{f"preset {preset.name}": dict(preset.values) for preset in PRESETS if preset.values},
 }
 # What --images times unless --settings says otherwise.

@@ -76,6 +76,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
                           help="calls and images on one GPU and on two, in turn, and nothing else")
     sections.add_argument("--quality", type=int, nargs="?", const=200, metavar="IMAGES",
                           help="how far each setting's images are from the host's, on trained weights")
+    sections.add_argument("--low-bit", action="store_true",
+                          help="what products in eight bits gain on this GPU, and SDXL's step with them; nothing else")
     sections.add_argument("--sheet", type=Path, help="with --quality: write images side by side into this PNG file")
     sections.add_argument("--judge", type=Path, help="with --quality: another classifier than the one of ours")
     sections.add_argument("--settings", nargs="+", choices=list(IMAGE_SETTINGS), metavar="NAME",

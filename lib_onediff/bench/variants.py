@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engines import EAGER, FLOAT8, INDUCTOR, NATIVE, OUR_KERNELS, has_graphs
+from ..engines import EAGER, INDUCTOR, LOW_BIT_BACKENDS, NATIVE, OUR_KERNELS, has_graphs
 from ..hosts.diffusers import unet as diffusers
 from ..options.settings import Settings
 from ..runtime.call_stats import GRAPH, HOST, PLAIN
@@ -55,8 +55,8 @@ class Own:
             raise RuntimeError("the native backend needs an NVIDIA GPU")
         self._unet = unet
         self._backend = backend
-        float8 = backend == FLOAT8
-        self._settings = Settings(backend=NATIVE if float8 else backend, fp8=float8, verify=verify)
+        low_bit = next((option for option, name in LOW_BIT_BACKENDS.items() if name == backend), "off")
+        self._settings = Settings(backend=backend if low_bit == "off" else NATIVE, low_bit=low_bit, verify=verify)
         self._waits = waits_for_compile
         self._reason = ""
         self.served: Counter[tuple[str, str]] = Counter()
@@ -160,7 +160,7 @@ VARIANTS: dict[str, Variant] = {
     "torch.compile(host)": Variant(compiled),
     "torch.compile(host) + CUDA graph": Variant(lambda unet: Captured(compiled(unet))),
     "onediff native": own(NATIVE),
-    "onediff native fp8": own(FLOAT8),
+    **{f"onediff {backend}": own(backend) for backend in LOW_BIT_BACKENDS.values()},
     "onediff inductor": own(INDUCTOR),
     "onediff cudagraph": own("cudagraph"),
     "onediff eager": own("eager"),

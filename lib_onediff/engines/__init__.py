@@ -8,10 +8,13 @@ import torch
 
 AUTO = "auto"
 NATIVE, INDUCTOR, CUDAGRAPH, EAGER, ONEFLOW = "native", "inductor", "cudagraph", "eager", "oneflow"
-# native, with the largest matrix products in float8: a backend of its own, so that where it fails native serves.
-FLOAT8 = "native fp8"
-OUR_KERNELS = (FLOAT8, NATIVE)
-WITH_GRAPHS = (FLOAT8, NATIVE, INDUCTOR, CUDAGRAPH)
+# native, with the largest matrix products in eight bits: backends of their own, so that where they fail native serves.
+# LOW_BIT has each product in the kind that is the fastest.
+FLOAT8, INT8, LOW_BIT = "native fp8", "native int8", "native low-bit"
+LOW_BIT_BACKENDS = {"fp8": FLOAT8, "int8": INT8, AUTO: LOW_BIT}
+WITH_LOW_BIT = (FLOAT8, INT8, LOW_BIT)
+OUR_KERNELS = (*WITH_LOW_BIT, NATIVE)
+WITH_GRAPHS = (*OUR_KERNELS, INDUCTOR, CUDAGRAPH)
 # These take weights that a host casts or changes at each use. The others' operators hand on more than tensors, or were
 # compiled for weights as they are.
 ON_THE_FLY = (NATIVE, CUDAGRAPH, EAGER)
@@ -48,12 +51,16 @@ def candidates(
     return Candidates((NATIVE, CUDAGRAPH), "") if lack is None else Candidates((CUDAGRAPH,), lack)
 
 
-def with_float8(found: Candidates, why_not: Callable[[], str | None]) -> Candidates:
-    """The same steps with float8 before them, or the reason why not. why_not: what the device lacks for that."""
+def with_low_bit(found: Candidates, wanted: str, why_not: Callable[[], str | None]) -> Candidates:
+    """The same steps with products in eight bits before them, or the reason why not. wanted: as
+    settings.Settings.low_bit. why_not: what the device lacks for that."""
     if found.backends[0] != NATIVE:
-        return Candidates(found.backends, f"FP8 needs the native backend: {found.reason or 'another one was chosen'}")
+        other = found.reason or "another one was chosen"
+        return Candidates(found.backends, f"Low-bit needs the native backend: {other}")
     lack = why_not()
-    return Candidates((FLOAT8, *found.backends), "") if lack is None else Candidates(found.backends, lack)
+    if lack is not None:
+        return Candidates(found.backends, lack)
+    return Candidates((LOW_BIT_BACKENDS[wanted], *found.backends), "")
 
 
 def launched_candidates(

@@ -13,15 +13,15 @@ from ..model.call import DeepCachePass, DeepFeature, UNetCall
 from ..model.conditioning import returns_none
 from ..model.deepcache.cache_run import CacheRun
 from ..model.deepcache.sampling import Sampling
-from ..model.float8 import Float8Binding, Float8Weights, Round
 from ..model.forward import Conditioning
 from ..model.layout import UnsupportedUNet
+from ..model.low_bit import LowBitBinding, LowBitWeights, Round, WantedKinds
 from ..model.patches import HostTraits
 from ..model.weights import Source
 from ..ops.precision import autocast_dtype
 from ..options.settings import Settings
 from ..shapes.key import ShapeKey, layout_fits
-from . import FLOAT8
+from .low_bit import KINDS_OF
 
 
 class Memory(Protocol):
@@ -65,8 +65,8 @@ class ManagedUNet:
     """The bound module, its own settings, and its graphs.
 
     cache_run: its DeepCache. sampling: what its own host says of the sampling that it is in, where that host says it.
-    float8: the weights in float8, while they are used. no_room_for_float8: in this sampling. runners: those that were
-    made, each good for what stands beside it; see runner.
+    low_bit: the weights in eight bits, while they are used. no_room_for_low_bit: in this sampling. runners: those
+    that were made, each good for what stands beside it; see runner.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class ManagedUNet:
         self._served_context: Callable[[], Tensor | None] = returns_none
         self.cache_run = CacheRun()
         self.sampling: Sampling | None = None
-        self.float8: Float8Weights | None = None
-        self.no_room_for_float8 = False
+        self.low_bit: LowBitWeights | None = None
+        self.no_room_for_low_bit = False
         self.runners: dict[ShapeKey, CachedRunner] = {}
         # Beside the graphs that are torch's: OneFlow's memory is no part of any budget.
         self.oneflow: dict[ShapeKey, CachedRunner] = {}
@@ -127,16 +127,16 @@ class ManagedUNet:
             return self.served_in_sampling
         return context is not None and self._served_context() is context
 
-    def fit_float8(self, round_rows: Round) -> None:
-        """Have the weights in float8, as they are now. Raises torch.cuda.OutOfMemoryError."""
-        if self.float8 is None or self.float8.layout is not self.bound.layout:
-            self.float8 = Float8Weights(self.bound.layout, round_rows)
-        self.float8.fit(self.bound.weights_in_sampling(), self.bound.binding.weights)
+    def fit_low_bit(self, round_rows: Round, wanted: WantedKinds) -> None:
+        """Have these weights in eight bits, as they are now. Raises torch.cuda.OutOfMemoryError."""
+        if self.low_bit is None or self.low_bit.layout is not self.bound.layout:
+            self.low_bit = LowBitWeights(self.bound.layout, round_rows)
+        self.low_bit.fit(self.bound.weights_in_sampling(), self.bound.binding.weights, wanted)
 
     def binding_for(self, backend: str) -> Source:
         """The weights as a backend wants them."""
-        if backend == FLOAT8 and self.float8 is not None:
-            return Float8Binding(self.bound.binding, self.float8)
+        if backend in KINDS_OF and self.low_bit is not None:
+            return LowBitBinding(self.bound.binding, self.low_bit, KINDS_OF[backend])
         return self.bound.on_the_fly.source(self.bound.binding)
 
     def applied_bytes(self, device: torch.device) -> int:
@@ -197,7 +197,7 @@ class ManagedUNet:
         if keys is None:
             self.oneflow = {}
             self.cache_run.forget()
-            self.float8 = None
+            self.low_bit = None
             self.bound.prompts.drop()
             self.bound.drop_applied()
         if not self.runners:
@@ -211,7 +211,7 @@ class ManagedUNet:
         """Drop graphs and their memory where the weights are elsewhere by now, as when the host has taken the UNet off
         the GPU: half a millisecond."""
         holds = (
-            self._memory is not None or self.float8 is not None or self.cache_run.bytes() or self.bound.prompts.bytes()
+            self._memory is not None or self.low_bit is not None or self.cache_run.bytes() or self.bound.prompts.bytes()
             or self.bound.on_the_fly.bytes
         )
         if holds and not self.bound.unmoved():

@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
@@ -17,38 +16,39 @@ from torch import nn
 from .. import engines as backends
 from ..guard import first_line
 from ..model.call import UNetCall
-from ..model.float8 import Round
 from ..model.layout import UNetLayout, UnsupportedUNet
+from ..model.low_bit import Kind
 from ..model.operators import Operators
 from ..model.read import read_layout
 from ..ops import torch_ops
 from ..ops.attention import Attention
 from ..ops.attention_tuning import attention_shapes, time_on_gpu
 from ..ops.availability import how_to_be_fast_here, why_no_triton
-from ..ops.quantized.gains import Float8Choice, Product, products
-from ..ops.quantized.scaled_mm import Float8Support, support
+from ..ops.quantized.gains import TimeMs
 from ..ops.triton.launch_config import Launches
 from ..ops.tuning_cache import TuningCache
 from ..options.settings import Settings
 from .auto_backend import AutoBackend
 from .inductor.compiler import Inductor
+from .low_bit import LowBit
 
 log = logging.getLogger("onediff")
 
 
 class Network(NamedTuple):
-    """What decides which kernels are needed. users: descriptions of its layout. float8: see unet.float8."""
+    """What decides which kernels are needed. users: descriptions of its layout. low_bit: the kinds of
+    products in eight bits."""
 
     architecture: str
     users: Sequence[Any]
     dtype: torch.dtype
     device: torch.device
-    float8: bool = False
+    low_bit: tuple[Kind, ...] = ()
 
     @property
     def kind(self) -> Hashable:
         """Networks of the same kind need the same kernels."""
-        return self.architecture, self.dtype, self.device, self.float8
+        return self.architecture, self.dtype, self.device, self.low_bit
 
 
 class OperatorSets:
@@ -56,16 +56,13 @@ class OperatorSets:
 
     def __init__(self, tuning_cache: TuningCache) -> None:
         self.attention = Attention(tuning_cache)
-        self.float8 = Float8Choice(tuning_cache)
         self.inductor = Inductor(self.attention, tuning_cache=tuning_cache)
         self.auto = AutoBackend(tuning_cache)
         self._launches = Launches(tuning_cache)
+        self.low_bit = LowBit(tuning_cache, self._launches, self.attention)
         self._made: dict[str, Operators] = {}
         self._why_not: dict[torch.device, str | None] = {}
         self._hint: str | None = None
-        self._supports_float8: dict[tuple[torch.device, torch.dtype], Float8Support] = {}
-        self._float8_looked_at: tuple[Any, ...] = ()
-        self._float8_products: Counter[Product] = Counter()
         self._compiled: set[Hashable] = set()
         self._pending: set[Hashable] = set()
         self._tuned: set[Hashable] = set()
@@ -86,23 +83,6 @@ class OperatorSets:
             self._hint = how_to_be_fast_here() or ""
         return self._hint
 
-    def why_not_float8(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why products in float8 cannot be had on a device for a model of this dtype, in one sentence; None if they
-        can."""
-        return self._float8_support(device, dtype).reason
-
-    def _float8_support(self, device: torch.device, dtype: torch.dtype) -> Float8Support:
-        found = self._supports_float8.get((device, dtype))
-        if found is None:
-            found = self._supports_float8[device, dtype] = support(device, dtype)
-        return found
-
-    def round_to_float8(self) -> Round:
-        """By what weights become float8."""
-        from ..ops.quantized.kernels import rounded_rows
-
-        return rounded_rows
-
     def of(self, backend: str) -> Operators:
         """The operators by which a backend computes."""
         if backend == backends.INDUCTOR:
@@ -120,13 +100,7 @@ class OperatorSets:
             from ..ops.triton.operators import TritonOperators
 
             return TritonOperators(self._launches, self.attention)
-        from ..ops.quantized.operators import Float8Operators
-
-        return Float8Operators(self._launches, self.attention, self._float8_result, pays=self.float8.pays)
-
-    # None where there are no products in float8: then nobody asks.
-    def _float8_result(self, device: torch.device, dtype: torch.dtype) -> Any:
-        return self._float8_support(device, dtype).result
+        return self.low_bit.operators()
 
     def prepare(self, network: Network, waits_for_compile: bool) -> bool:
         """Whether the native kernels that a network needs are compiled; if not, they soon will be, in a thread.
@@ -192,8 +166,8 @@ class OperatorSets:
                 return self.inductor.prepare_early(present, layout, dtype, device)
             # Compiling takes longer than a host may want to keep it.
             del present
-            float8 = settings.fp8 and self.why_not_float8(device, dtype) is None
-            self._compile(Network(layout.architecture, layout.kernel_users(), dtype, device, float8))
+            low_bit = self.low_bit.kinds(backends.LOW_BIT_BACKENDS.get(settings.low_bit, ""), device, dtype)
+            self._compile(Network(layout.architecture, layout.kernel_users(), dtype, device, low_bit))
         return []
 
     def _compile(self, network: Network) -> None:
@@ -206,7 +180,7 @@ class OperatorSets:
             self.of(backends.NATIVE)
             from ..ops.compile_kernels import compile_kernels
 
-            compile_kernels(network.users, network.dtype, network.device, self._launches, network.float8)
+            compile_kernels(network.users, network.dtype, network.device, self._launches, network.low_bit)
         except ImportError as error:
             # A half-removed Triton.
             self._failed[kind] = f"Triton cannot be imported ({error})"
@@ -228,33 +202,15 @@ class OperatorSets:
             self.attention.measure(query, key, dtype, call.latent.device)
         return bool(unknown)
 
-    def why_no_float8_here(self, layout: UNetLayout, call: UNetCall) -> str | None:
-        """Why this call gains nothing by float8, in one sentence; None where it does, or may."""
-        batch, _, height, width = call.latent.shape
-        kind = layout, height, width, batch
-        if kind != self._float8_looked_at:
-            self._float8_products, self._float8_looked_at = Counter(products(*kind)), kind
-        return self.float8.why_none(self._float8_products, call.latent.dtype)
-
-    def tune_float8(self, layout: UNetLayout, call: UNetCall) -> bool:
-        """Measure which of this call's matrix products gain by float8, where that is not known; whether it was so."""
-        from ..ops.quantized.gains import both_ways
-        from ..ops.quantized.operators import Float8Operators
-
-        batch, _, height, width = call.latent.shape
-        dtype, device = call.latent.dtype, call.latent.device
-        unknown = [one for one in set(products(layout, height, width, batch)) if self.float8.gains(one, dtype) is None]
-        always = Float8Operators(self._launches, self.attention, self._float8_result, pays=lambda *given: True)
-        for one in unknown:
-            ways = both_ways(one, dtype, device, self.of(backends.NATIVE), always)
-            self.float8.measure(one, dtype, *ways, time_on_gpu)
-        return bool(unknown)
+    def tune_low_bit(self, backend: str, layout: UNetLayout, call: UNetCall, time_ms: TimeMs) -> bool:
+        """See LowBit.tune."""
+        return self.low_bit.tune(backend, layout, call, self.of(backends.NATIVE), time_ms)
 
     def measure_anew(self) -> None:
         """Trust no choice that was made before: those that are still there are read again, the others measured."""
         self._tuned.clear()
         self.attention.forget()
-        self.float8.forget()
+        self.low_bit.forget()
         self._launches.forget()
 
     def tune_kernels(self, network: Network) -> None:

@@ -27,8 +27,8 @@ class Stream(NamedTuple):
     update: Tensor | None = None
 
 
-class Float8Tokens(NamedTuple):
-    """Tokens in float8 (e4m3), as a matrix product wants them.
+class QuantizedTokens(NamedTuple):
+    """Tokens in float8 (e4m3) or int8, as a matrix product wants them.
 
     values: (rows, width). scales: (rows, 1) in float32, by which they are multiplied. shape: what the rows are without
     their width, such as (batch, tokens).

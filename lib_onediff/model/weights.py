@@ -22,8 +22,9 @@ BOUND_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 STORED_DTYPES = (*BOUND_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-class Float8Weight(NamedTuple):
-    """The weight of a linear layer in float8 (e4m3): values (out, in), and scales (1, out) in float32."""
+class QuantizedWeight(NamedTuple):
+    """The weight of a linear layer in float8 (e4m3) or int8: values (out, in), and scales (1, out) in float32, by which
+    they are multiplied."""
 
     values: Tensor
     scales: Tensor
@@ -38,12 +39,12 @@ class LowRank(NamedTuple):
 
 
 class Affine(NamedTuple):
-    """A weight and its bias, or None where the layer has no bias; the weight in float8, where it is wanted so; and the
-    LoRAs that are computed beside it."""
+    """A weight and its bias, or None where the layer has no bias; the weight in eight bits, in each kind in which it is
+    wanted; and the LoRAs that are computed beside it."""
 
     weight: Tensor
     bias: Tensor | None
-    float8: Float8Weight | None = None
+    low_bit: tuple[QuantizedWeight, ...] = ()
     low_rank: LowRank | None = None
 
 

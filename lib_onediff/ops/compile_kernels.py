@@ -1,8 +1,9 @@
 """Compile the kernels that a network needs side by side, before its first call waits for one after the other."""
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -10,8 +11,11 @@ from typing import Any
 import torch
 
 from ..model.layout import CrossAttention, GroupNorm, LayerNorm
+from ..model.low_bit import INT8, Kind
 from ..model.operators import Stream
-from .quantized import kernels as triton_float8
+from ..model.weights import QuantizedWeight
+from .quantized import int8_mm
+from .quantized import kernels as low_bit_kernels
 from .triton import attention as triton_attention
 from .triton import group_norm as triton_group_norm
 from .triton import images as triton_images
@@ -40,17 +44,20 @@ SIDE = 4
 
 def compile_kernels(
     users: Iterable[Any], dtype: torch.dtype, device: torch.device, configs: Launches | None = None,
-    float8: bool = False,
+    low_bit: Collection[Kind] = (),
 ) -> None:
     """Launch every kernel that a network with these layers (model.layout) needs once, on a few numbers.
 
-    configs: how they are launched, None for each one's first candidate. float8: also those of ops.quantized. What was
+    configs: how they are launched, None for each one's first candidate. low_bit: also those of ops.quantized, for these
+    kinds. What was
     compiled before costs a millisecond. Raises what Triton raises.
     """
     network, chosen = list(users), configs or Launches(TuningCache())
     first, *others = launches(network, dtype, device, chosen)
-    if float8:
-        others += float8_launches(network, dtype, device, chosen)
+    for kind in low_bit:
+        others += low_bit_launches(network, dtype, device, chosen, kind)
+    if INT8 in low_bit:
+        others += int8_products(dtype, device)
     # Triton sets itself up in the first launch of all, and not for several threads at once.
     launch(first, device)
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "onediff-kernels") as pool:
@@ -135,22 +142,38 @@ def launches(
     ]
 
 
-def float8_launches(
-    users: list[Any], dtype: torch.dtype, device: torch.device, configs: Launches
+def low_bit_launches(
+    users: list[Any], dtype: torch.dtype, device: torch.device, configs: Launches, kind: Kind
 ) -> list[Callable[[], object]]:
-    """As launches, for what the operators in float8 have besides."""
+    """As launches, for what makes tokens of a kind of eight bits."""
 
     def of_width(width: int) -> None:
         tokens, weight = (torch.zeros(shape, dtype=dtype, device=device) for shape in ((SIDE, width), (width,)))
         config = configs.of(LAYER_NORM, row_class(width), dtype)
-        triton_float8.layer_norm(Stream(tokens, None, weight, tokens.clone()), weight, weight, 1e-5, config)
-        rounded(torch.zeros((SIDE, 2 * FEED_FORWARD * width), dtype=dtype, device=device), width)
-
-    def rounded(hidden: torch.Tensor, width: int) -> None:
-        gated = triton_float8.geglu(hidden)
-        triton_float8.rounded_rows(hidden[:, :FEED_FORWARD * width].contiguous(), *gated[:2])
-        narrow = triton_float8.empty_rows(hidden, width)
-        triton_float8.rounded_rows(hidden[:, :width].contiguous(), *narrow[:2])
+        stream = Stream(tokens, None, weight, tokens.clone())
+        low_bit_kernels.layer_norm(stream, weight, weight, 1e-5, kind, config)
+        hidden = torch.zeros((SIDE, 2 * FEED_FORWARD * width), dtype=dtype, device=device)
+        low_bit_kernels.geglu(hidden, kind)
+        low_bit_kernels.rounded(hidden[:, :FEED_FORWARD * width], kind)
+        low_bit_kernels.rounded(hidden[:, :width], kind)
 
     widths = {row_class(leaf.width): leaf.width for leaf in users if isinstance(leaf, LayerNorm)}
     return [partial(of_width, width) for width in widths.values()]
+
+
+def int8_products(dtype: torch.dtype, device: torch.device) -> list[Callable[[], object]]:
+    """One launch for each way to cut a product in int8: which is the fastest is measured for each shape. A GPU need not
+    have all but the first."""
+
+    def work(config: tuple[int, ...]) -> None:
+        tokens = low_bit_kernels.empty_rows(torch.zeros((SIDE, 1), device=device), int8_mm.ALIGNED, INT8)
+        values = torch.zeros((int8_mm.ALIGNED, int8_mm.ALIGNED), dtype=INT8.dtype, device=device)
+        weight = QuantizedWeight(values, torch.zeros((1, int8_mm.ALIGNED), device=device))
+        int8_mm.product(tokens, weight, None, dtype, config)
+
+    def attempt(config: tuple[int, ...]) -> None:
+        with contextlib.suppress(Exception):
+            work(config)
+
+    first, *others = int8_mm.kernel_for(device).candidates
+    return [partial(work, first), *(partial(attempt, config) for config in others)]

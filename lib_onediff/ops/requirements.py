@@ -20,6 +20,8 @@ OLDEST_TORCH = (2, 1, 2)
 OLDEST_TRITON = (3, 0)
 # Triton has never served less. Since 3.3 its makers test 8.0 and newer, but what no tensor core does still compiles.
 OLDEST_CAPABILITY = (7, 0)
+# Triton's int8 products are compiled for tensor cores of 7.5 by 3.2 (tried: not by 3.3 and 3.8), of 8.0 by all.
+INT8_CAPABILITY, LAST_TRITON_FOR_TURING, TURING = (8, 0), (3, 2), (7, 5)
 # What each torch for Linux asks for in its metadata, where our kernels can use that; newer ones than these take the
 # newest. The fork for Windows begins with torch 2.4.
 TRITON_FOR_TORCH: dict[tuple[int, ...], str] = {
@@ -98,6 +100,12 @@ def torch_has_triton(setup: Setup) -> bool:
 
 def triton_is_usable(version: str | None) -> bool:
     return version is not None and not () < release(version) < OLDEST_TRITON
+
+
+def oldest_int8_capability(triton: str | None) -> tuple[int, int]:
+    """The compute capability from which on this Triton multiplies int8 by tensor cores."""
+    version = release(triton)[:2]
+    return TURING if () < version <= LAST_TRITON_FOR_TURING else INT8_CAPABILITY
 
 
 def triton_for(torch: str | None, platform: str = sys.platform) -> str:

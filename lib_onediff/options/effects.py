@@ -15,7 +15,14 @@ from typing import Any
 import torch
 
 from ..ops.precision import AUTO, BF16_REDUCTION, FP16_REDUCTION, HALF, HALF_SUMS, ON, SWITCHES, TF32_MATMUL
-from ..ops.requirements import release, written
+from ..ops.requirements import (
+    OLDEST_TRITON,
+    oldest_int8_capability,
+    release,
+    triton_here,
+    triton_is_usable,
+    written,
+)
 
 FLOAT8_TORCH = (2, 5)
 CUDNN_V8_DISABLED = "TORCH_CUDNN_V8_API_DISABLED"
@@ -32,7 +39,8 @@ HALF_RATE = {(7, 5), (8, 6), (8, 9), (12, 0)}
 class Machine:
     """capability: of the GPU that torch uses, or None where it can use none. switches: those that this torch has.
 
-    cpu_alone: whether torch can use no GPU of any kind. gpus: how many of NVIDIA's and AMD's it can use.
+    cpu_alone: whether torch can use no GPU of any kind. triton: its release, "" where nobody knows it, None where there
+    is none. gpus: how many of NVIDIA's and AMD's torch can use.
     """
 
     torch: str
@@ -42,6 +50,7 @@ class Machine:
     switches: frozenset[str]
     oneflow: bool = False
     cpu_alone: bool = False
+    triton: str | None = ""
     gpus: int = 0
 
     @classmethod
@@ -58,7 +67,7 @@ class Machine:
         others = (torch.backends.mps, getattr(torch, "xpu", None))
         cpu_alone = not any(kind is not None and kind.is_available() for kind in (torch.cuda, *others))
         amd, gpus = torch.version.hip is not None, torch.cuda.device_count() if torch.cuda.is_available() else 0
-        return cls(torch.__version__, gpu, capability, amd, switches, oneflow, cpu_alone, gpus)
+        return cls(torch.__version__, gpu, capability, amd, switches, oneflow, cpu_alone, triton_here(), gpus)
 
 
 def why_no_effect(
@@ -143,16 +152,21 @@ def of_vae(value: str, machine: Machine, dtype: torch.dtype | None) -> str | Non
     return too_old(machine, BF16_FROM, "bfloat16 exists")
 
 
-def of_float8(value: bool, machine: Machine, dtype: torch.dtype | None) -> str | None:
-    if not value:
+def of_low_bit(value: str, machine: Machine, dtype: torch.dtype | None) -> str | None:
+    if value == "off":
         return None
     if machine.amd or machine.capability is None:
-        return "FP8 needs OneDiff's own kernels, and those an NVIDIA GPU."
-    if release(machine.torch) < FLOAT8_TORCH:
-        return f"PyTorch has such products from {written(FLOAT8_TORCH)} on; here it is {machine.torch}."
-    lack = too_old(machine, FLOAT8_FROM, "FP8 exists")
+        return "Low-bit needs OneDiff's own kernels, and those an NVIDIA GPU."
+    if not triton_is_usable(machine.triton):
+        return f"Low-bit needs OneDiff's own kernels, and those Triton {written(OLDEST_TRITON)} or newer."
+    if value == "fp8" and release(machine.torch) < FLOAT8_TORCH:
+        return f"PyTorch has products in FP8 from {written(FLOAT8_TORCH)} on; here it is {machine.torch}."
+    if value == "fp8":
+        lack = too_old(machine, FLOAT8_FROM, "FP8 exists")
+    else:
+        lack = too_old(machine, oldest_int8_capability(machine.triton), "INT8 is used")
     if lack is None and dtype == torch.float32:
-        return "FP8 is for models in float16 or bfloat16; this model is in float32."
+        return "Low-bit is for models in float16 or bfloat16; this model is in float32."
     return lack
 
 
@@ -169,8 +183,7 @@ def of_second_gpu(value: str, machine: Machine, dtype: torch.dtype | None) -> st
 CHECKS: Mapping[str, Callable[[Any, Machine, torch.dtype | None], str | None]] = {
     "matmul_accumulation": of_matmul, "convolution_accumulation": of_convolution,
     "reduced_precision_reduction": of_reduction, "tf32": of_tf32, "attention_upcast": of_upcast,
-    "vae_precision": of_vae, "fp8": of_float8,
-    "second_gpu": of_second_gpu,
+    "vae_precision": of_vae, "low_bit": of_low_bit, "second_gpu": of_second_gpu,
 }
 
 

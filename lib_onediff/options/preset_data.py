@@ -52,7 +52,7 @@ PRESETS = (
         {
             "forecast_interval": 3, "deepcache_interval": 3, "matmul_accumulation": "half",
             "convolution_accumulation": "half", "reduced_precision_reduction": "on", "tf32": "on",
-            "vae_precision": "fp16", "fp8": True,
+            "vae_precision": "fp16", "low_bit": "auto",
         },
     ),
 )
@@ -67,7 +67,7 @@ PROFILES = (
         "SDXL base", ("sdxlbase", "stablediffusionxlbase"),
         "It is known to be sensitive: errors in its UNet show as paler colours, and its own VAE overflows in fp16.",
         {SPEED: {
-            "forecast_interval": 2, "deepcache_interval": 2, "matmul_accumulation": "full", "fp8": False,
+            "forecast_interval": 2, "deepcache_interval": 2, "matmul_accumulation": "full", "low_bit": "off",
             "vae_precision": "auto",
         }},
     ),

@@ -72,7 +72,7 @@ def parse_values(words: Mapping[str, str], options: Mapping[str, Field[Any]]) ->
 
 def migrate_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Options by name, with values or words, as an earlier OneDiff wrote them, in today's."""
-    values = dict(values)
+    values = migrate_low_bit(values)
     if values.get("deepcache_schedule") == "uneven":
         # Its center and power are gone.
         values["deepcache_schedule"] = EARLY
@@ -81,6 +81,17 @@ def migrate_values(values: Mapping[str, Any]) -> dict[str, Any]:
     # The hires pass had options of its own. An interval of 1, the default, means that every step is whole.
     own_interval = str(values.get("deepcache_hires_interval", 1))
     return {**values, "deepcache_hires": OFF if own_interval == "1" else AS_FIRST}
+
+
+def migrate_low_bit(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, with low_bit in the place of fp8, which was a switch of its own; low_bit counts where both are there.
+    """
+    values = dict(values)
+    if "fp8" in values:
+        switch = values.pop("fp8")
+        meaning = {"True": "fp8", "on": "fp8", "False": "off", "off": "off"}
+        values.setdefault("low_bit", meaning.get(str(switch), switch))
+    return values
 
 
 def with_preset(settings: SettingsLike, name: str, own: str = "", checkpoint: str = "") -> SettingsLike:

@@ -11,6 +11,7 @@ from typing import Any
 from ..model.deepcache import options as deepcache
 from ..shapes.sizes import MOST_SIZES, parse_sizes
 from .option import allowed_values, check_value, did_you_mean, format_value, option
+from .presets import migrate_low_bit
 from .presets import parse as check_own_presets
 
 HOST_KEY_PREFIX = "onediff_"
@@ -77,9 +78,10 @@ class Settings:
         "Attention in float32: slower. auto: where the WebUI does it, or after an overflow.",
         group=QUALITY, choices=("auto", "on", "off"), per_run=True,
     )
-    fp8: bool = option(
-        False, "Low-bit (FP8)", "Largest matrix products in float8: faster, lossy, RTX 40 or newer.",
-        group=SPEED, per_run=True, no_effect_when={"backend": ("inductor", "cudagraph", "oneflow", "eager")},
+    low_bit: str = option(
+        "off", "Low-bit", "Large matrix products in 8 bits: faster, lossy. auto: what was measured to be faster.",
+        group=SPEED, choices=("off", "auto", "int8", "fp8"), per_run=True,
+        no_effect_when={"backend": ("inductor", "cudagraph", "oneflow", "eager")},
     )
     own_presets: str = option(
         "", "Your presets", "For example: drafts: tf32 on; vae_precision fp16, careful: tf32 off",
@@ -160,7 +162,7 @@ class Settings:
 
         Raises ValueError with a sentence for the user on an unknown name or a value of the wrong kind.
         """
-        known = {option_field.name for option_field in fields(cls)}
+        known, values = {option_field.name for option_field in fields(cls)}, migrate_low_bit(values)
         unknown = sorted(set(values) - known)
         if unknown:
             raise ValueError(f"OneDiff has no option {unknown[0]!r}.{did_you_mean(unknown[0], sorted(known))}")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engines import AUTO, FLOAT8, ONEFLOW, Candidates
+from ..engines import AUTO, ONEFLOW, WITH_LOW_BIT, Candidates
 from ..engines.managed_unet import ManagedUNet
 from ..guard import HostFunction
 from ..model.call import UNetCall
@@ -135,7 +135,7 @@ class Accelerator(Services):
         managed = self._managed.get(unet)
         if managed is not None:
             managed.by_content = True
-            managed.served_in_sampling = managed.no_room_for_float8 = False
+            managed.served_in_sampling = managed.no_room_for_low_bit = False
             managed.bound.begin_sampling()
             budget = (managed.settings or self.settings).memory_budget
             self.pressure.before_sampling(managed.architecture, budget)
@@ -286,8 +286,9 @@ class Accelerator(Services):
         """Let later calls of this sampling go by replay, unless something is decided anew at each of them: the step of
         DeepCache, rounded weights, OneFlow's compiling, the choice of a backend."""
         backend, device = result.entry.key.backend, call.latent.device
-        looks_again = backend in (FLOAT8, ONEFLOW) or result.plan is not None or settings.deepcache_interval > 1 or (
-            settings.fp8 or settings.backend == AUTO and self.operators.auto.is_choosing(backend, device)
+        decides = backend in (*WITH_LOW_BIT, ONEFLOW) or result.plan is not None or settings.deepcache_interval > 1
+        looks_again = decides or (
+            settings.low_bit != "off" or settings.backend == AUTO and self.operators.auto.is_choosing(backend, device)
         )
         if result.route != GRAPH or looks_again or self.waits_for_compile or call.patches is not None:
             return

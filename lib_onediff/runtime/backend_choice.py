@@ -12,7 +12,7 @@ from ..engines.operator_sets import OperatorSets
 from ..model.call import UNetCall
 from ..options.settings import Settings
 
-NO_ROOM = "there is no GPU memory for the weights in FP8"
+NO_ROOM = "there is no GPU memory for the weights in eight bits"
 INDUCTOR_COMPILES = "Inductor compiles this model's blocks, in the background; on this machine it is done once"
 
 
@@ -42,13 +42,14 @@ class BackendChoice:
         if misfit is not None:
             return backends.Candidates((), misfit)
         if managed.kinds:
-            self._graphs.drop_float8(managed)
+            self._graphs.drop_low_bit(managed)
             return without_engines(candidates, managed.kinds, device)
         if settings.backend == backends.AUTO and candidates.backends[0] == backends.INDUCTOR:
             candidates = self._when_compiled(managed, candidates, call)
-        if settings.fp8:
-            return backends.with_float8(candidates, lambda: self._why_not_float8(managed, call))
-        self._graphs.drop_float8(managed)
+        wanted = settings.low_bit
+        if wanted != "off":
+            return backends.with_low_bit(candidates, wanted, lambda: self._why_no_low_bit(managed, wanted, call))
+        self._graphs.drop_low_bit(managed)
         return candidates
 
     def _candidates(self, settings: Settings, call: UNetCall, waits_for_compile: bool) -> backends.Candidates:
@@ -79,11 +80,12 @@ class BackendChoice:
             return self._operators.inductor.is_ready(managed.bound, call.latent)
         return backend == backends.NATIVE
 
-    def _why_not_float8(self, managed: ManagedUNet, call: UNetCall) -> str | None:
-        if managed.no_room_for_float8:
+    def _why_no_low_bit(self, managed: ManagedUNet, wanted: str, call: UNetCall) -> str | None:
+        if managed.no_room_for_low_bit:
             return NO_ROOM
-        lack = self._operators.why_not_float8(call.latent.device, call.latent.dtype)
-        return lack or self._operators.why_no_float8_here(managed.bound.layout, call)
+        backend = backends.LOW_BIT_BACKENDS[wanted]
+        lack = self._operators.low_bit.why_not(backend, call.latent.device, call.latent.dtype)
+        return lack or self._operators.low_bit.why_none_here(backend, managed.bound.layout, call)
 
 
 def without_engines(

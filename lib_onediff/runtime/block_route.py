@@ -176,7 +176,7 @@ class BlockRoute:
         within = "" if patches is None else (
             f"other extensions compute within the UNet: {', '.join(entry.key.patches)}"
         )
-        no_float8 = "FP8 is for the whole UNet alone" if settings.fp8 else ""
+        no_low_bit = "" if settings.low_bit == "off" else "Low-bit is for the whole UNet alone"
         if settings.guidance_end < 1.0:
             call_stats.note_guidance(f"{guidance.RESTS}{owner} runs the UNet's loop itself")
         if settings.forecast_interval > 1:
@@ -184,7 +184,8 @@ class BlockRoute:
         if settings.second_gpu != ONE_GPU:
             call_stats.note_one_gpu(f"{owner} runs the UNet's loop itself")
         call_stats.note(
-            BLOCKS, "; ".join(filter(None, (f"{owner} runs the UNet's loop itself", within, why_not_faster, no_float8)))
+            BLOCKS,
+            "; ".join(filter(None, (f"{owner} runs the UNet's loop itself", within, why_not_faster, no_low_bit))),
         )
         layout = managed.bound.layout
         stages = (*layout.input_stages, layout.middle_stage, *layout.output_stages)

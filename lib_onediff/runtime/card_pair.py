@@ -67,7 +67,7 @@ class Pair:
     def follow(self, first: ManagedUNet) -> None:
         """What is known of the first card's UNet holds for this one."""
         self.managed.settings, self.managed.by_content = first.settings, first.by_content
-        self.managed.sampling, self.managed.no_room_for_float8 = first.sampling, first.no_room_for_float8
+        self.managed.sampling, self.managed.no_room_for_low_bit = first.sampling, first.no_room_for_low_bit
 
 
 @dataclass

@@ -4,12 +4,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from .. import engines as backends
 from ..engines.graphs.cache import GraphCache
+from ..engines.low_bit import KINDS_OF
 from ..engines.managed_unet import ManagedUNet, Runner
 from ..engines.oneflow.route import OneFlowRoute
 from ..engines.operator_sets import Network, OperatorSets
@@ -18,6 +20,7 @@ from ..model.call import UNetCall
 from ..model.deepcache.cache_run import StepPlan
 from ..model.deepcache.forward import compute
 from ..model.forward import Conditioning
+from ..model.low_bit import Kind
 from ..ops.precision import Flags
 from ..options.settings import Settings
 from ..shapes.key import ShapeKey
@@ -29,7 +32,7 @@ from .verify import blame, judge_cached_pass
 
 log = logging.getLogger("onediff")
 # Their operators hand each other more than tensors, run elsewhere, or were compiled for this UNet's own sizes alone.
-WITHOUT_PATCHES = (backends.FLOAT8, backends.INDUCTOR, backends.ONEFLOW)
+WITHOUT_PATCHES = (*backends.WITH_LOW_BIT, backends.INDUCTOR, backends.ONEFLOW)
 COMPILING = "OneDiff's kernels are being compiled, in the background; on this machine it is done once"
 
 
@@ -157,7 +160,9 @@ class FallbackChain:
         """Measure what is the fastest for this call, where that is not known; whether it was so."""
         layout = managed.bound.layout
         measured = self._operators.tune(layout, call)
-        return (backend == backends.FLOAT8 and self._operators.tune_float8(layout, call)) or measured
+        if backend not in backends.WITH_LOW_BIT or not self._tune_low_bit(managed, backend, call):
+            return measured
+        return self._fit_low_bit(managed, backend, call)
 
     def _entry(self, managed: ManagedUNet, call: UNetCall, backend: str, flags: Flags) -> Entry:
         bound = managed.bound
@@ -173,7 +178,8 @@ class FallbackChain:
                 managed.bound.refresh(call, managed.by_content, channels_last=True)
         if backend not in backends.OUR_KERNELS:
             return None
-        network = network_of(managed, call, float8=backend == backends.FLOAT8)
+        kinds = self._operators.low_bit.kinds(backend, call.latent.device, call.latent.dtype)
+        network = network_of(managed, call, kinds)
         if not self._operators.prepare(network, self._waits_for_compile()):
             return COMPILING
         if self._waits_for_compile():
@@ -181,12 +187,22 @@ class FallbackChain:
             self._operators.tune_kernels(network)
         return None
 
-    def _has_room_for_float8(self, managed: ManagedUNet) -> bool:
+    def _tune_low_bit(self, managed: ManagedUNet, backend: str, call: UNetCall) -> bool:
+        """Measure which products in eight bits pay, where that is not known; whether it was so."""
+        time_ms = partial(self._graphs.time_ms, call.latent.device, call.latent.dtype)
+        return self._operators.tune_low_bit(backend, managed.bound.layout, call, time_ms)
+
+    def _fit_low_bit(self, managed: ManagedUNet, backend: str, call: UNetCall) -> bool:
+        """Have the weights in eight bits that pay for this call; whether there is room for them."""
+        low_bit = self._operators.low_bit
+        if managed.low_bit is not None and not managed.low_bit.kinds() <= set(KINDS_OF[backend]):
+            # Those of another choice.
+            self._graphs.drop_low_bit(managed)
         try:
-            managed.fit_float8(self._operators.round_to_float8())
+            managed.fit_low_bit(low_bit.quantizer(), low_bit.wanted(backend, managed.bound.layout, call))
         except torch.cuda.OutOfMemoryError:
-            self._graphs.drop_float8(managed)
-            managed.no_room_for_float8 = True
+            self._graphs.drop_low_bit(managed)
+            managed.no_room_for_low_bit = True
             return False
         return True
 
@@ -195,8 +211,12 @@ class FallbackChain:
     ) -> CallResult | str:
         """The output, or why the next candidate is tried. reason: why the one before was not good."""
         backend, device = entry.key.backend, call.latent.device
-        if backend == backends.FLOAT8 and not self._has_room_for_float8(managed):
-            return NO_ROOM
+        if backend in backends.WITH_LOW_BIT:
+            if entry.state is State.COLD:
+                # Before the first use is checked, so that what is checked is what will run.
+                self._tune_low_bit(managed, backend, call)
+            if not self._fit_low_bit(managed, backend, call):
+                return NO_ROOM
         conditioning = self._conditioning(managed, entry, call)
         if plan is not None:
             is_cached_pass = entry.key.is_cached_pass
@@ -283,7 +303,7 @@ def attempts(candidates: backends.Candidates, call: UNetCall, plan: StepPlan | N
             yield backend, one
 
 
-def network_of(managed: ManagedUNet, call: UNetCall, float8: bool = False) -> Network:
+def network_of(managed: ManagedUNet, call: UNetCall, low_bit: tuple[Kind, ...] = ()) -> Network:
     return Network(
-        managed.bound.architecture, managed.bound.kernel_users, call.latent.dtype, call.latent.device, float8
+        managed.bound.architecture, managed.bound.kernel_users, call.latent.dtype, call.latent.device, low_bit
     )

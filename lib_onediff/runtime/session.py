@@ -33,7 +33,7 @@ class Session:
     It ends with other settings, as those of a generation inside this one, with another autocast mode, and with another
     sampling, prompt or LoRA, or weights that have moved (BoundUNet.goes_on, looks). A call of another shape, or with
     other ControlNet residuals, has another signature. A runner that was purged is not found. Calls that decide anew at
-    each step (DeepCache, FP8, OneFlow) are never noted.
+    each step (DeepCache, Low-bit, OneFlow) are never noted.
     """
 
     def __init__(self, managed: ManagedUNet, settings: Settings, device: torch.device) -> None:

@@ -28,7 +28,7 @@ from .settings_tab import label_of
 
 # Rows of options that have a control.
 ROWS = (
-    ("vae_precision", "fp8"), ("deepcache_interval", "deepcache_depth"), ("forecast_interval", "guidance_end"),
+    ("vae_precision", "low_bit"), ("deepcache_interval", "deepcache_depth"), ("forecast_interval", "guidance_end"),
 )
 HIRES = "deepcache_hires"
 

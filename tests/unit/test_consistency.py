@@ -122,7 +122,7 @@ def test_every_setting_is_told() -> None:
     told = onediff_facts(Settings(backend="eager", verify=False), STATUS, {})["OneDiff settings"]
     assert set(told) == {option.name for option in fields(Settings)}
     assert (told["backend"], told["verify"], told["prewarm"]) == ("eager", "off", "none")
-    own = "drafts 1/2: tf32 on, and/or: fp8 on"
+    own = "drafts 1/2: tf32 on, and/or: low_bit fp8"
     assert onediff_facts(Settings(own_presets=own), STATUS, {})["OneDiff settings"]["own_presets"] == own
 
 

@@ -130,6 +130,9 @@ def test_a_run_has_exactly_the_settings_of_the_infotext_that_was_pasted(standing
      [True, AS_IN_SETTINGS, "deepcache_interval 4"]),
     ("on; deepcache_interval 4; deepcache_schedule uneven; deepcache_center 0.2; deepcache_power 2.0",
      Settings(deepcache_schedule="uniform"), [True, AS_IN_SETTINGS, "deepcache_interval 4; deepcache_schedule early"]),
+    ("on; fp8 on", Settings(), [True, AS_IN_SETTINGS, "low_bit fp8"]),
+    ("on; fp8 off", Settings(low_bit="int8"), [True, QUALITY, ""]),
+    ("on; low_bit int8", Settings(), [True, AS_IN_SETTINGS, "low_bit int8"]),
     ("on; fp8 perhaps; deepcache_interval 99", Settings(), [True, QUALITY, ""]),
 ])
 def test_what_pasting_shows(text: str, standing: Settings, arguments: list[Any]) -> None:

@@ -68,6 +68,23 @@ def test_float16_of_the_vae_on_a_cpu() -> None:
     assert Machine.now().cpu_alone is not torch.cuda.is_available()
 
 
+@pytest.mark.parametrize(("value", "changes", "part"), [
+    ("auto", {"capability": None}, "an NVIDIA GPU"), ("int8", {"amd": True}, "an NVIDIA GPU"),
+    ("int8", {"triton": None}, "Triton 3.0 or newer"), ("fp8", {"torch": "2.4.1"}, "2.5"),
+    ("fp8", {"capability": (8, 6)}, "8.9"), ("int8", {"capability": (7, 5)}, "8.0"),
+    ("auto", {"capability": (7, 5), "triton": "3.3.1"}, "8.0"),
+    ("auto", {"capability": (7, 5), "triton": "3.2.0"}, None),
+    ("int8", {"capability": (7, 0), "triton": "3.2.0"}, "7.5"),
+    ("int8", {"capability": (8, 6), "torch": "2.4.1"}, None),
+    ("auto", {"capability": (8, 6)}, None), ("fp8", {}, None), ("off", {"capability": None}, None),
+], ids=str)
+def test_low_bit(value: str, changes: dict[str, Any], part: str | None) -> None:
+    reason = why_no_effect("low_bit", value, replace(H200, **changes), torch.float16)
+    assert reason is None if part is None else part in reason
+    if part is None and value != "off":
+        assert "float32" in why_no_effect("low_bit", value, replace(H200, **changes), torch.float32)
+
+
 @pytest.mark.parametrize(("option", "capability"), [
     ("matmul_accumulation", (6, 1)), ("tf32", (7, 5)), ("vae_precision", (7, 5)),
 ])

@@ -27,8 +27,8 @@ from lib_onediff.options.settings import Settings, option
 
 # A name that Settings does not have yet, and may get: no preset may be wrong about one that it has.
 PLANNED = {
-    "matmul_accumulation", "convolution_accumulation", "reduced_precision_reduction", "tf32", "vae_precision", "fp8",
-    "deepcache_interval",
+    "matmul_accumulation", "convolution_accumulation", "reduced_precision_reduction", "tf32", "vae_precision",
+    "low_bit", "deepcache_interval",
 }
 
 
@@ -43,14 +43,14 @@ class More(Settings):
 
     deepcache_interval: int = option(1, "a", "b", per_run=True)
     tf32: str = option("auto", "a", "b", choices=("auto", "on", "off"), per_run=True)
-    fp8: bool = option(False, "a", "b", per_run=True)
+    bright: bool = option(False, "a", "b", per_run=True)
     vae_precision: str = option("auto", "a", "b", choices=("auto", "fp16", "bf16", "fp32"), per_run=True)
     even: int = option(2, "a", "b", check=check_even, per_run=True)
     share: float = option(0.5, "a", "b", per_run=True)
     folder: str = option("", "a", "b")
 
 
-ALL = ("deepcache_interval", "tf32", "fp8", "vae_precision", "even", "share")
+ALL = ("deepcache_interval", "tf32", "low_bit", "bright", "vae_precision", "even", "share")
 DEFAULTS = {name: getattr(More(), name) for name in ALL}
 
 
@@ -88,7 +88,7 @@ def test_the_built_in_names_and_values_are_sound() -> None:
 
 
 def test_quality_first_is_every_default() -> None:
-    changed = More(backend="eager", deepcache_interval=5, fp8=True, share=0.1, memory_budget=7)
+    changed = More(backend="eager", deepcache_interval=5, bright=True, share=0.1, memory_budget=7)
     best = with_preset(changed, QUALITY)
     assert own_options(best) == DEFAULTS
     assert (best.backend, best.memory_budget) == ("eager", 7), "what is no preset's stays"
@@ -97,7 +97,7 @@ def test_quality_first_is_every_default() -> None:
 def test_a_preset_sets_what_it_names_and_resets_the_rest() -> None:
     fast = with_preset(More(share=0.1), SPEED)
     assert own_options(fast) == {
-        **DEFAULTS, "deepcache_interval": 3, "tf32": "on", "fp8": True, "vae_precision": "fp16",
+        **DEFAULTS, "deepcache_interval": 3, "tf32": "on", "low_bit": "auto", "vae_precision": "fp16",
     }
     assert name_of(fast) == SPEED and name_of(More()) == QUALITY and name_of(replace(fast, even=4)) is None
     assert own_options(with_preset(fast, BALANCED)) == {**DEFAULTS, "deepcache_interval": 2}
@@ -116,7 +116,7 @@ def test_a_name_that_is_none() -> None:
 
 @pytest.mark.parametrize(("name", "value"), [
     ("nonsense", 1), ("backend", "eager"), ("folder", "/"), ("deepcache_interval", "3"), ("deepcache_interval", True),
-    ("tf32", "maybe"), ("fp8", "on"), ("even", 3), ("share", 1),
+    ("tf32", "maybe"), ("bright", "on"), ("even", 3), ("share", 1),
 ])
 def test_what_is_wrong_is_left_out(name: str, value: Any) -> None:
     assert with_defaults({name: value}, More) == DEFAULTS | with_defaults({}, More)
@@ -139,7 +139,7 @@ def test_a_profile_changes_its_presets() -> None:
     fast = next(preset for preset in PRESETS if preset.name == SPEED)
     usual, base = (values_of(fast, More, name) for name in ("", "sd_xl_base_1.0"))
     assert (usual["deepcache_interval"], base["deepcache_interval"]) == (3, 2)
-    assert (usual["vae_precision"], base["vae_precision"], base["fp8"]) == ("fp16", "auto", False)
+    assert (usual["vae_precision"], base["vae_precision"], base["low_bit"]) == ("fp16", "auto", "off")
     assert with_preset(More(), BALANCED, checkpoint="playground-v2.5-1024px").deepcache_interval == 3
     assert with_preset(More(), SPEED, checkpoint="sdxl_turbo").deepcache_interval == 1
     assert with_preset(More(), QUALITY, checkpoint="sd_xl_base_1.0") == More()
@@ -150,9 +150,9 @@ def test_a_profile_changes_its_presets() -> None:
 
 
 def test_own_presets_are_read_as_they_were_written() -> None:
-    drafts = More(deepcache_interval=4, fp8=True, share=0.25, backend="eager")
+    drafts = More(deepcache_interval=4, bright=True, share=0.25, backend="eager")
     own = with_own("", "my drafts", drafts)
-    assert parse(own) == {"my drafts": {"deepcache_interval": "4", "fp8": "on", "share": "0.25"}}
+    assert parse(own) == {"my drafts": {"deepcache_interval": "4", "bright": "on", "share": "0.25"}}
     own = with_own(own, "careful (tf32 = off)", More(tf32="off"))
     assert list(all_presets(More(), own)) == [QUALITY, BALANCED, SPEED, "my drafts", "careful (tf32 = off)"]
     assert with_preset(More(even=4), "my drafts", own) == replace(drafts, backend="auto")
@@ -166,7 +166,7 @@ def test_own_presets_are_read_as_they_were_written() -> None:
 
 
 def test_own_presets_of_another_version() -> None:
-    own = "older: gone_option 3; tf32 on; fp8 perhaps; even 3"
+    own = "older: gone_option 3; tf32 on; bright perhaps; even 3"
     assert own_options(with_preset(More(), "older", own)) == {**DEFAULTS, "tf32": "on"}
     assert "older: gone_option 3" in with_own(own, "x", More()), "what this version does not know is kept"
 

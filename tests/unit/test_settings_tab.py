@@ -60,7 +60,7 @@ def test_the_page_has_its_options_in_groups() -> None:
 def test_a_row_depends_on_values_that_the_other_option_takes() -> None:
     known = Settings.__dataclass_fields__
     dependent = {name: option for name, option in known.items() if option.metadata["no_effect_when"]}
-    assert {"deepcache_depth", "deepcache_schedule", "fp8", "convolution_accumulation"} <= set(dependent)
+    assert {"deepcache_depth", "deepcache_schedule", "low_bit", "convolution_accumulation"} <= set(dependent)
     for option in dependent.values():
         for other, values in option.metadata["no_effect_when"].items():
             for value in values:
@@ -158,6 +158,15 @@ def test_a_schedule_of_an_earlier_version_is_replaced() -> None:
     opts.data.update({"onediff_deepcache_schedule": "uneven", "onediff_deepcache_center": 0.2})
     settings_tab.add_options(opts, OptionInfo, lambda: None)
     assert opts.onediff_deepcache_schedule == "early" and runtime.settings == Settings()
+
+
+@pytest.mark.parametrize(("switch", "low_bit"), [(True, "fp8"), (False, "off")])
+def test_the_switch_of_an_earlier_version_is_replaced(switch: bool, low_bit: str) -> None:
+    opts = Options({})
+    opts.data.update({"onediff_fp8": switch})
+    assert settings_tab.stored_settings(opts) == Settings(low_bit=low_bit)
+    settings_tab.add_options(opts, OptionInfo, lambda: None)
+    assert opts.onediff_low_bit == low_bit and runtime.settings == Settings(low_bit=low_bit)
 
 
 @pytest.mark.parametrize("key, value, part", [

@@ -11,7 +11,7 @@ import torch
 from builders import SMALL, a_call, diffusers_unet
 from torch import Tensor
 
-from lib_onediff.engines import EAGER, FLOAT8, NATIVE, ONEFLOW
+from lib_onediff.engines import EAGER, FLOAT8, INT8, LOW_BIT, NATIVE, ONEFLOW
 from lib_onediff.model.read import read_layout
 from lib_onediff.runtime.verify import HOST_NOT_FINITE, computed_twice, judge, prove
 from lib_onediff.shapes.key import ShapeKey
@@ -31,6 +31,7 @@ def judged(backend: str, dtype: torch.dtype, error: float) -> str | None:
     [
         (EAGER, torch.float32, 9e-5, 1.1e-4), (NATIVE, torch.float16, 9e-3, 1.1e-2),
         (NATIVE, torch.bfloat16, 5e-2, 7e-2), (FLOAT8, torch.float16, 0.11, 0.13),
+        (INT8, torch.float16, 0.11, 0.13), (LOW_BIT, torch.float16, 0.11, 0.13),
         # It may sum in half precision, and is not checked again when it is told to.
         (ONEFLOW, torch.float16, 5e-2, 7e-2), (ONEFLOW, torch.float32, 9e-5, 1.1e-4),
     ],

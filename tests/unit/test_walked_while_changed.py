@@ -17,9 +17,9 @@ from torch import nn
 from lib_onediff.model import conditioning as prompts_module
 from lib_onediff.model.conditioning import HeldPrompt, PromptMemory, Sighting
 from lib_onediff.model.deepcache.buffers import Place, Record
-from lib_onediff.model.float8 import Float8Weights
 from lib_onediff.model.forward import Conditioning
-from lib_onediff.model.weights import Float8Weight
+from lib_onediff.model.low_bit import INT8, LowBitWeights
+from lib_onediff.model.weights import QuantizedWeight
 from lib_onediff.shapes.table import ShapeTable
 from lib_onediff.store.history import History
 from lib_onediff.weak_dictionary import WeakDictionary
@@ -108,11 +108,11 @@ def test_a_module_that_is_gone_is_not_among_them() -> None:
     assert known.items() == [(here, 1)] and list(known) == known.keys() == [here] and known.values() == [1]
 
 
-def test_weights_in_float8_that_are_counted_while_they_are_made() -> None:
-    weights = Float8Weights.__new__(Float8Weights)
+def test_weights_in_eight_bits_that_are_counted_while_they_are_made() -> None:
+    weights = LowBitWeights.__new__(LowBitWeights)
     weights._kept = {}
-    one = Float8Weight(torch.zeros(1), torch.zeros(1))
-    while_another_adds(lambda number: weights._kept.__setitem__(str(number), one), lambda: weights.bytes)
+    one = QuantizedWeight(torch.zeros(1), torch.zeros(1))
+    while_another_adds(lambda number: weights._kept.__setitem__((str(number), INT8), one), lambda: weights.bytes)
 
 
 def test_deep_features_that_are_counted_while_others_come() -> None:

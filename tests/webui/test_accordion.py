@@ -24,6 +24,7 @@ from webui_page import (
 )
 
 TAB = "txt2img"
+BOTH = ("deepcache_interval", "low_bit")
 SUMMARY, WHOLE = f"onediff_{TAB}_summary", f"onediff_{TAB}"
 
 
@@ -79,12 +80,12 @@ def test_the_controls_show_the_settings_the_preset_and_the_text(page, webui: Web
         open_advanced(page, TAB)
         page.wait(lambda: shown(page, "deepcache_depth") == "3", "the settings tab's depth", 20)
         assert text(page) == ""
-        page.type(changed_options(TAB), "verify off; deepcache_interval 5; fp8 on")
+        page.type(changed_options(TAB), "verify off; deepcache_interval 5; low_bit fp8")
         page.find(changed_options(TAB)).send_keys(Keys.TAB)
-        page.wait(lambda: [shown(page, name) for name in ("deepcache_interval", "fp8")] == ["5", "on"], "the text", 20)
+        page.wait(lambda: [shown(page, name) for name in BOTH] == ["5", "fp8"], "the text", 20)
         choose(page, preset_list(TAB), "Balanced")
         page.wait(lambda: text(page) == "verify off", "the preset to set all of its own options", 10)
-        page.wait(lambda: [shown(page, name) for name in ("deepcache_interval", "fp8")] == ["2", "off"], "Balanced", 20)
+        page.wait(lambda: [shown(page, name) for name in BOTH] == ["2", "off"], "Balanced", 20)
         page.wait_for_text(told(TAB), "verify off; deepcache_interval 2.", 20)
         move(page, "deepcache_interval", 2)
         assert text(page) == "verify off"
@@ -97,7 +98,7 @@ window.onediffLetGo = () => held.map((go) => go()).length;
 let answers = 0;
 window.beforeAnswer = async (answer) => {
     const said = await answer.clone().text();
-    if (said.includes("data-onediff-run") && said.includes("fp8 on") && answers++ === 1) {
+    if (said.includes("data-onediff-run") && said.includes("low_bit fp8") && answers++ === 1) {
         await new Promise((go) => held.push(go));
     }
 };
@@ -108,15 +109,15 @@ def test_an_answer_that_comes_late_does_not_stay(page) -> None:
     open_advanced(page, TAB)
     page.wait_for_text(told(TAB), "This run: on", 20)
     page.run(LATE)
-    page.find(changed_options(TAB)).send_keys("verify off; fp8 on", Keys.TAB)
-    page.wait(lambda: shown(page, "fp8") == "on", "the text", 20)
+    page.find(changed_options(TAB)).send_keys("verify off; low_bit fp8", Keys.TAB)
+    page.wait(lambda: shown(page, "low_bit") == "fp8", "the text", 20)
     choose(page, preset_list(TAB), "Balanced")
     page.wait_for_text(told(TAB), "verify off; deepcache_interval 2.", 20)
     assert page.run("return window.onediffLetGo()"), "there was an answer to be late"
     # As long as the page needs to show it and to ask again.
     time.sleep(3)
     page.wait_for_text(told(TAB), "verify off; deepcache_interval 2.", 20)
-    assert text(page) == "verify off" and shown(page, "fp8") == "off"
+    assert text(page) == "verify off" and shown(page, "low_bit") == "off"
 
 
 def test_a_typo_is_asked_about_and_names_are_completed(page) -> None:
@@ -146,7 +147,7 @@ def test_rows_are_in_line(page) -> None:
     page.open_accordion(accordion(TAB))
     top = "return document.getElementById(`onediff_txt2img_${arguments[0]}`).getBoundingClientRect().top"
     for row in (
-        ("preset", "vae_precision", "fp8"), ("deepcache_interval", "deepcache_depth"),
+        ("preset", "vae_precision", "low_bit"), ("deepcache_interval", "deepcache_depth"),
         ("forecast_interval", "guidance_end"),
     ):
         assert len({round(page.run(top, name), 1) for name in row}) == 1

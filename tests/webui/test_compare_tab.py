@@ -180,10 +180,11 @@ def test_each_side_has_the_accordions_controls(compare: Compare) -> None:
     page.type(interval % "right", 3)
     page.wait_for_text("onediff_compare_right_told", "This run: on; deepcache_interval 3.", 20)
     compare.choose("onediff_compare_right_vae_precision", "fp32")
-    compare.choose("onediff_compare_right_fp8", "on")
-    page.wait_for_text("onediff_compare_right_told", "on; vae_precision fp32; fp8 on; deepcache_interval 3.", 20)
+    compare.choose("onediff_compare_right_low_bit", "fp8")
+    page.wait_for_text("onediff_compare_right_told", "on; vae_precision fp32; low_bit fp8; deepcache_interval 3.", 20)
     told = compare.made()
-    assert "on; deepcache_interval 4\n" in told and "on; vae_precision fp32; fp8 on; deepcache_interval 3\n" in told
+    sides = "on; deepcache_interval 4\n", "on; vae_precision fp32; low_bit fp8; deepcache_interval 3\n"
+    assert all(side in told for side in sides)
     compare.choose(LEFT, OFF)
     page.wait(lambda: not page.find(interval % "left").is_displayed(), "the end of what counts", 20)
 

@@ -30,7 +30,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "reduced_precision_reduction": ("off", {}, {}),
     "tf32": ("on", {}, {}),
     "attention_upcast": ("on", {}, {}),
-    "fp8": (True, {}, {}),
+    "low_bit": ("int8", {}, {}),
     "deepcache_interval": (2, {}, {}),
     "deepcache_depth": (2, CACHED, {}),
     "deepcache_start": (0.4, CACHED, {}),

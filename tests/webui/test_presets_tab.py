@@ -61,7 +61,7 @@ class Presets(Panel):
 def presets(browser, webui: WebUI, sd15: Models) -> Iterator[Presets]:
     """The page, with every option of a preset at its default, now and afterwards."""
     standing = {
-        "onediff_own_presets": "", "onediff_tf32": "auto", "onediff_deepcache_interval": 1, "onediff_fp8": False,
+        "onediff_own_presets": "", "onediff_tf32": "auto", "onediff_deepcache_interval": 1, "onediff_low_bit": "off",
         "onediff_vae_precision": "auto", "onediff_matmul_accumulation": "full",
         "onediff_convolution_accumulation": "full", "onediff_reduced_precision_reduction": "auto",
     }

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from ...model.call import UNetCall
@@ -14,7 +15,7 @@ from ...shapes.key import ShapeKey
 from ...shapes.table import Entry, ShapeTable, State
 from ...store.history import Pins
 from ...weak_dictionary import WeakDictionary
-from .. import FLOAT8
+from .. import WITH_LOW_BIT
 from ..managed_unet import ManagedUNet
 from .accounting import GraphRecords, Place
 from .inputs import own_inputs
@@ -49,6 +50,10 @@ class GraphCache(GraphRecords):
         result, peak = self._graphs.peak(entry.key.device, work)
         entry.needs = needs_of(peak, self._graphs.in_one_piece(entry.key.device))
         return result
+
+    def time_ms(self, device: torch.device, dtype: torch.dtype, work: Callable[[], object]) -> float:
+        """See CudaGraphs.time_ms."""
+        return self._graphs.time_ms(device, dtype, work)
 
     def capture(
         self, managed: ManagedUNet, entry: Entry, budget: int, call: UNetCall, conditioning: Conditioning | None
@@ -188,31 +193,31 @@ class GraphCache(GraphRecords):
         reserved = self.card.reserved()
         for managed in self._managed.values():
             managed.cache_run.forget()
-            self._drop_float8_weights(managed)
+            self._drop_low_bit_weights(managed)
             managed.bound.drop_applied()
         self._drop_prompts()
         self._drop({*self.keys(), *(entry.key for entry in self._table.entries() if entry.state is State.READY)})
         return max(0, reserved - self.card.reserved())
 
-    def drop_float8(self, managed: ManagedUNet) -> None:
-        """Drop what a UNet's calls in float8 need, and give the memory back."""
-        if managed.float8 is not None:
-            self._drop_float8_weights(managed)
+    def drop_low_bit(self, managed: ManagedUNet) -> None:
+        """Drop what a UNet's calls in eight bits need, and give the memory back."""
+        if managed.low_bit is not None:
+            self._drop_low_bit_weights(managed)
             self.card.empty_cache()
 
-    def _drop_float8_weights(self, managed: ManagedUNet) -> None:
+    def _drop_low_bit_weights(self, managed: ManagedUNet) -> None:
         # Their graphs know where they lie.
-        self._drop({key for key in managed.ready_keys() if key.backend == FLOAT8})
-        managed.float8 = None
+        self._drop({key for key in managed.ready_keys() if key.backend in WITH_LOW_BIT})
+        managed.low_bit = None
 
     def _drop_prompts(self) -> None:
         """Give back what was computed of prompts that no graph reads. The others' goes with their graphs."""
         for managed in self._managed.values():
             managed.bound.prompts.drop()
 
-    def float8_bytes(self) -> int:
-        """GPU memory of all weights in float8, which lie beside the hosts' own."""
-        return sum(held.bytes for managed in self._managed.values() if (held := managed.float8) is not None)
+    def low_bit_bytes(self) -> int:
+        """GPU memory of all weights in eight bits, which lie beside the hosts' own."""
+        return sum(held.bytes for managed in self._managed.values() if (held := managed.low_bit) is not None)
 
     def note_lost(self) -> None:
         """Graphs go with their UNet when a host unloads it, and are of no use when it was taken off the GPU: let the

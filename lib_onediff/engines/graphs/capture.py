@@ -27,6 +27,7 @@ from .allocations import peak
 from .device_memory import empty_cache
 from .inputs import bytes_of, copy_inputs, rehearsal_of
 from .segments import GraphRecording, Segments, record
+from .timing import time_in_graph
 
 Result = TypeVar("Result")
 # What torch says of its max_split_size_mb where the user has set none.
@@ -150,6 +151,12 @@ class CudaGraphs:
         """What work() returns, and how much memory it had in use at most. torch's own peak, which A1111 shows below
         every image, is not begun anew for that."""
         return peak(device, work) if device.type == "cuda" else (work(), 0)
+
+    def time_ms(self, device: torch.device, dtype: torch.dtype, work: Callable[[], object]) -> float:
+        """How long a run of work takes in a graph. dtype: of its matrix products. Raises RuntimeError where it cannot
+        be captured."""
+        with torch.cuda.device(device), random_numbers_survive(device), no_garbage_collected():
+            return time_in_graph(work, self._stream(device, dtype))
 
     def _stream(self, device: torch.device, dtype: torch.dtype) -> torch.cuda.Stream:
         if device not in self._streams:

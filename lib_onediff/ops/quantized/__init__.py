@@ -1,5 +1,5 @@
-"""Linear layers in float8.
+"""Linear layers in eight bits.
 
-scaled_mm: the matrix product. kernels: what quantizes tokens. gains: for which layers it is faster, measured on this
-GPU. operators: the set that uses them.
+scaled_mm, int8_mm: the matrix products. support: which GPUs have them. kernels: what quantizes tokens. gains: for which
+layers it is faster, measured on this GPU; tuning: how int8's are cut. operators: the set that uses them.
 """

@@ -1,17 +1,18 @@
-"""Which matrix products are done in float8: those that gain by it, measured once on a machine."""
+"""Which matrix products are done in eight bits, and in which kind: as was measured, once on a machine."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...model.float8 import float8_layers, width_of
 from ...model.forward import transformer_blocks
 from ...model.layout import LayerNorm, UNetLayout
+from ...model.low_bit import GATED, KINDS, NORMED, Kind, low_bit_layers, name_of, width_of
 from ...model.operators import Operators, Stream
-from ...model.weights import Affine, Float8Weight
+from ...model.weights import Affine, QuantizedWeight
 from ..tuning_cache import TuningCache
 from .scaled_mm import rounded_rows
 
@@ -22,117 +23,177 @@ WORTH_ROUNDING = 0.9
 # To look whether the weights are still those that were rounded takes a tenth of a millisecond a call.
 WORTH_LOOKING_MS = 0.15
 TimeMs = Callable[[Callable[[], object]], float]
+Way = Callable[[Operators], object]
 
 
 class Product(NamedTuple):
-    """rows x width tokens times a weight of width x out. gated: the tokens come from a GEGLU and are added to others
-    afterwards; else from a layer norm."""
+    """rows x width tokens times a weight of width x out. source: what makes the tokens (model.low_bit); what comes from
+    a norm is written as it is, and the other products are added to tokens afterwards."""
 
     rows: int
     width: int
     out: int
-    gated: bool
+    source: str
 
     @classmethod
-    def of(cls, tokens: Tensor, weight: Tensor, gated: bool) -> Product:
+    def of(cls, tokens: Tensor, weight: Tensor, source: str) -> Product:
         """tokens: those that the GEGLU or the norm takes. weight: (out, in)."""
-        return cls(tokens.numel() // tokens.shape[-1], weight.shape[1], weight.shape[0], gated)
+        return cls(tokens.numel() // tokens.shape[-1], weight.shape[1], weight.shape[0], source)
 
 
-def products(layout: UNetLayout, height: int, width: int, batch: int) -> Iterator[Product]:
-    """Every matrix product of a call that may be done in float8, as often as it is done. height, width: of the latent.
+def products(layout: UNetLayout, height: int, width: int, batch: int) -> Iterator[tuple[str, Product]]:
+    """The name of every layer that may be done in eight bits, and its product in a call. height, width: of the latent.
     """
-    worthwhile = set(float8_layers(layout))
     for block, pixels in transformer_blocks(layout, height, width):
-        for layer in (block.self_attention.query_key_value, block.feed_forward_in, block.feed_forward_out):
-            if layer in worthwhile:
-                yield Product(batch * pixels, width_of(layer), layer.out_features, layer is block.feed_forward_out)
+        for layer, source in low_bit_layers(block):
+            yield name_of(layer), Product(batch * pixels, width_of(layer), layer.out_features, source)
 
 
-class Float8Choice:
-    """Safe on any thread."""
+class ProductChoice:
+    """Safe on any thread. changes: how often what is chosen may have changed."""
 
     def __init__(self, tuning_cache: TuningCache) -> None:
         self._tuning_cache = tuning_cache
-        self._known: dict[tuple[Product, torch.dtype], bool] = {}
+        self._known: dict[tuple[Product, torch.dtype, tuple[torch.dtype, ...]], Kind | None] = {}
+        self.changes = 0
 
-    def pays(self, product: Product, dtype: torch.dtype) -> bool:
-        """Whether a product is done in float8: as was measured; until then, as on an H200."""
-        known = self._known.get((product, dtype))
-        if known is None:
-            gains = self.gains(product, dtype)
-            large = product.rows * product.width * product.out >= WORTHWHILE
-            known = large and not product.gated if gains is None else gains > 0
-            self._known[product, dtype] = known
-        return known
+    def best(self, product: Product, dtype: torch.dtype, kinds: Sequence[torch.dtype]) -> Kind | None:
+        """In which of these kinds a product is done, None for none: as was measured; until then, as on an H200.
 
-    def gains(self, product: Product, dtype: torch.dtype) -> float | None:
+        kinds: their types.
+        """
+        key = product, dtype, tuple(kinds)
+        if key not in self._known:
+            self._known[key] = self._best(product, dtype, [kind for kind in KINDS if kind.dtype in kinds])
+        return self._known[key]
+
+    def _best(self, product: Product, dtype: torch.dtype, kinds: Sequence[Kind]) -> Kind | None:
+        gains = {kind: self.gains(product, dtype, kind) for kind in kinds}
+        measured = {kind: gain for kind, gain in gains.items() if gain is not None}
+        if not measured:
+            return unmeasured(product, kinds)
+        best = max(measured, key=measured.__getitem__)
+        return best if measured[best] > 0 else None
+
+    def gains(self, product: Product, dtype: torch.dtype, kind: Kind) -> float | None:
         """The milliseconds that were measured to be gained, 0 where they are too few; None where nothing was."""
-        value = self._tuning_cache.get(choice_name(product, dtype))
+        times = self.measured(product, dtype, kind)
+        if times is None:
+            return None
+        plain, rounded = times
+        return plain - rounded if rounded < WORTH_ROUNDING * plain else 0.0
+
+    def measured(self, product: Product, dtype: torch.dtype, kind: Kind) -> tuple[float, float] | None:
+        """Milliseconds of a product as the model's type has it, and in eight bits; None where nothing was measured."""
+        value = self._tuning_cache.get(choice_name(product, dtype, kind))
         if not (isinstance(value, list) and len(value) == 2 and all(isinstance(ms, (int, float)) for ms in value)):
             return None
-        plain, float8 = value
-        return plain - float8 if float8 < WORTH_ROUNDING * plain else 0.0
+        return value[0], value[1]
 
-    def why_none(self, wanted: Mapping[Product, int], dtype: torch.dtype) -> str | None:
+    def why_none(self, wanted: Mapping[Product, int], dtype: torch.dtype, kinds: Sequence[Kind]) -> str | None:
         """Why a call with so many of each product gains nothing, in one sentence; None where it does, or may."""
+        names = " or ".join(kind.name.upper() for kind in kinds)
         if not wanted:
-            return "this UNet's matrix products are too small to gain by FP8"
-        gains = [(self.gains(product, dtype), count) for product, count in wanted.items()]
-        measured = [ms * count for ms, count in gains if ms is not None]
-        if len(measured) < len(gains) or sum(measured) > WORTH_LOOKING_MS:
+            return f"this UNet's matrix products are too small to gain by {names}"
+        total = 0.0
+        for product, count in wanted.items():
+            gains = [self.gains(product, dtype, kind) for kind in kinds]
+            known = [gain for gain in gains if gain is not None]
+            if len(known) < len(gains):
+                return None
+            total += max(known) * count
+        if total > WORTH_LOOKING_MS:
             return None
-        return "at this size the matrix products gain nothing by FP8 on this machine (measured)"
+        return f"at this size the matrix products gain nothing by {names} on this machine (measured)"
 
     def measure(
-        self, product: Product, dtype: torch.dtype, plain: Callable[[], object], float8: Callable[[], object],
-        time_ms: TimeMs,
+        self, product: Product, dtype: torch.dtype, kind: Kind, plain: Callable[[], object],
+        rounded: Callable[[], object], time_ms: TimeMs,
     ) -> None:
         """Measure both ways; the plain one is chosen unless the other is clearly faster."""
-        self._tuning_cache.set(choice_name(product, dtype), [time_ms(plain), time_ms(float8)])
-        self._known.pop((product, dtype), None)
+        self._tuning_cache.set(choice_name(product, dtype, kind), [time_ms(plain), time_ms(rounded)])
+        self.forget()
 
     def forget(self) -> None:
         """Ask for every choice again."""
         self._known = {}
+        self.changes += 1
 
 
-def choice_name(product: Product, dtype: torch.dtype) -> str:
-    kind = "gated" if product.gated else "normed"
+class Plan:
+    """In which kinds the layers of a call are wanted, found once for calls of one size."""
+
+    def __init__(self, choice: ProductChoice) -> None:
+        self._choice = choice
+        self._made_for: tuple[object, ...] = ()
+        self._products: dict[str, Product] = {}
+        self._wanted_for: tuple[object, ...] = ()
+        self._wanted: dict[str, tuple[Kind, ...]] = {}
+
+    def products(self, layout: UNetLayout, height: int, width: int, batch: int) -> Mapping[str, Product]:
+        """See products."""
+        made_for = layout, height, width, batch
+        if made_for != self._made_for:
+            self._products, self._made_for = dict(products(*made_for)), made_for
+        return self._products
+
+    def counted(self, layout: UNetLayout, height: int, width: int, batch: int) -> Counter[Product]:
+        return Counter(self.products(layout, height, width, batch).values())
+
+    def wanted(
+        self, layout: UNetLayout, height: int, width: int, batch: int, dtype: torch.dtype, kinds: Sequence[Kind]
+    ) -> Mapping[str, tuple[Kind, ...]]:
+        """The kind in which each layer's weight is wanted; layers that are better off as they are have none."""
+        wanted_for = layout, height, width, batch, dtype, tuple(kinds), self._choice.changes
+        if wanted_for != self._wanted_for:
+            types: list[torch.dtype] = [kind.dtype for kind in kinds]
+            found: dict[str, tuple[Kind, ...]] = {}
+            for name, product in self.products(layout, height, width, batch).items():
+                best = self._choice.best(product, dtype, types)
+                if best is not None:
+                    found[name] = (best,)
+            self._wanted, self._wanted_for = found, wanted_for
+        return self._wanted
+
+    def forget(self) -> None:
+        self._made_for = self._wanted_for = ()
+
+
+def unmeasured(product: Product, kinds: Sequence[Kind]) -> Kind | None:
+    """In which of these kinds a product is done of which nothing was measured; None: in none."""
+    large = product.rows * product.width * product.out >= WORTHWHILE
+    return kinds[-1] if kinds and large and product.source == NORMED else None
+
+
+def choice_name(product: Product, dtype: torch.dtype, kind: Kind) -> str:
     shape = "x".join(map(str, product[:3]))
-    return f"float8 product, {kind}, {shape}, {str(dtype).removeprefix('torch.')}"
+    return f"{kind.name} product, {product.source}, {shape}, {str(dtype).removeprefix('torch.')}"
 
 
 EPS = 1e-5
 
 
-def both_ways(
-    product: Product, dtype: torch.dtype, device: torch.device, native: Operators, always: Operators
-) -> tuple[Callable[[], object], Callable[[], object]]:
-    """A product by the native operators, and by those that do it in float8, with what makes its tokens and the norm
-    after it.
-    """
+def way_of(product: Product, dtype: torch.dtype, device: torch.device, kinds: Sequence[Kind]) -> Way:
+    """What computes a product by any operators, with what makes its tokens and the norm after it; the weight is there
+    in these kinds too."""
     from .kernels import layer_norm  # without Triton there are none, and this module is imported all the same
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype)
 
     weight = random(product.out, product.width)
-    values, scales = rounded_rows(weight)
-    affine = Affine(weight, None, Float8Weight(values, scales.t().contiguous()))
-    if product.gated:
-        hidden, stream = random(product.rows, 2 * product.width), Stream(random(product.rows, product.out))
-        vector = random(product.out)
+    rounded = [rounded_rows(weight, kind) for kind in kinds]
+    low_bit = tuple(QuantizedWeight(values, scales.t().contiguous()) for values, scales in rounded)
+    affine = Affine(weight, None, low_bit)
+    if product.source == NORMED:
+        tokens, parameters = random(product.rows, product.width), Affine(random(product.width), None)
+        norm = LayerNorm("norm", product.width, EPS)
+        return lambda ops: ops.linear(ops.layer_norm(Stream(tokens), parameters, norm, affine)[1], affine)
+    stream, vector = Stream(random(product.rows, product.out)), random(product.out)
+    hidden = random(product.rows, (2 if product.source == GATED else 1) * product.width)
 
-        def gated(ops: Operators) -> object:
-            added = ops.add_linear(stream, ops.geglu(hidden, affine), affine)
-            return layer_norm(added, vector, None, EPS)
+    def added(ops: Operators) -> object:
+        given = ops.geglu(hidden, affine) if product.source == GATED else hidden
+        return layer_norm(ops.add_linear(stream, given, affine), vector, None, EPS, kinds[0])
 
-        return lambda: gated(native), lambda: gated(always)
-    tokens, parameters = random(product.rows, product.width), Affine(random(product.width), None)
-    norm = LayerNorm("norm", product.width, EPS)
-
-    def normed(ops: Operators) -> object:
-        return ops.linear(ops.layer_norm(Stream(tokens), parameters, norm, affine)[1], affine)
-
-    return lambda: normed(native), lambda: normed(always)
+    return added

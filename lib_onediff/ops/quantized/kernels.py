@@ -1,4 +1,4 @@
-"""Rows of tokens in float8, made where they are computed: layer norm, GEGLU, and plain rows."""
+"""Rows of tokens in eight bits, made where they are computed: layer norm, GEGLU, and plain rows."""
 from __future__ import annotations
 
 import torch
@@ -6,20 +6,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...model.operators import Float8Tokens, Stream
+from ...model.low_bit import KINDS, Kind
+from ...model.operators import QuantizedTokens, Stream
 from ..triton.launch_config import LAYER_NORM, LaunchConfig
 from ..triton.tokens import deferred_vector
-from .scaled_mm import LARGEST, SMALLEST_MAXIMUM
+from .scaled_mm import SMALLEST_MAXIMUM
 
-FLOAT8 = torch.float8_e4m3fn
 # Columns that four warps hold in their registers.
 FEW_COLUMNS = 2048
 
 
 @triton.jit
 def scale_of(numbers, valid, SMALLEST: tl.constexpr, LARGEST: tl.constexpr):
-    """(rows, 1): by what float8 values are multiplied to give these rows of numbers."""
-    return tl.maximum(tl.max(tl.where(valid, tl.abs(numbers), 0.0), 1), SMALLEST)[:, None] / LARGEST
+    """(rows, 1): by what values of eight bits are multiplied to give these rows of numbers. A row with a NaN or an
+    infinity has NaN."""
+    inside = tl.where(valid, numbers, 0.0)
+    # A maximum passes over a NaN, and int8 has none.
+    strange = tl.sum(inside * 0.0, 1)
+    return (tl.maximum(tl.max(tl.abs(inside), 1), SMALLEST) / LARGEST + strange)[:, None]
+
+
+@triton.jit
+def store_rounded(values, place, numbers, scale, valid):
+    """Store numbers as multiples of a scale, rounded to the nearest that the type of values has."""
+    ratio = numbers / scale
+    if values.dtype.element_ty == tl.int8:
+        ratio = tl.floor(ratio + 0.5)
+    tl.store(values + place, ratio.to(values.dtype.element_ty), valid)
 
 
 @triton.jit(do_not_specialize=["rows", "has_deferred", "has_addend", "has_update", "has_bias"])
@@ -49,7 +62,7 @@ def layer_norm_rows(
     offset = tl.load(bias + column, inside & (has_bias != 0), 0.0).to(tl.float32)
     normed = distance * deviation[:, None] * factor + offset
     scale = scale_of(normed, valid, SMALLEST, LARGEST)
-    tl.store(values + place, (normed / scale).to(tl.float8e4nv), valid)
+    store_rounded(values, place, normed, scale, valid)
     tl.store(scales + row, scale, row < rows)
 
 
@@ -76,8 +89,8 @@ def geglu_row(
         second = BLOCK + tl.arange(0, REST)[None, :]
         further = gated(source, width, second, second < width)
         scale = tl.maximum(scale, scale_of(further, second < width, SMALLEST, LARGEST))
-        tl.store(values + row * width + second, (further / scale).to(tl.float8e4nv), second < width)
-    tl.store(values + row * width + first, (number / scale).to(tl.float8e4nv), first < width)
+        store_rounded(values, row * width + second, further, scale, second < width)
+    store_rounded(values, row * width + first, number, scale, first < width)
     tl.store(scales + row + tl.zeros((1, 1), tl.int32), scale)
 
 
@@ -89,20 +102,21 @@ def plain_row(
     column = tl.arange(0, BLOCK)[None, :]
     numbers = tl.load(tokens + row * width + column, column < width, 0.0).to(tl.float32)
     scale = scale_of(numbers, column < width, SMALLEST, LARGEST)
-    tl.store(values + row * width + column, (numbers / scale).to(tl.float8e4nv), column < width)
+    store_rounded(values, row * width + column, numbers, scale, column < width)
     tl.store(scales + row + tl.zeros((1, 1), tl.int32), scale)
 
 
 def layer_norm(
-    stream: Stream, weight: Tensor, bias: Tensor | None, eps: float, config: LaunchConfig = LAYER_NORM.candidates[0]
-) -> tuple[Stream, Float8Tokens]:
-    """The stream, deferred_bias one vector in float32 and no update, and its layer norm in float8.
+    stream: Stream, weight: Tensor, bias: Tensor | None, eps: float, kind: Kind,
+    config: LaunchConfig = LAYER_NORM.candidates[0],
+) -> tuple[Stream, QuantizedTokens]:
+    """The stream, deferred_bias one vector in float32 and no update, and its layer norm in a kind of eight bits.
 
     Writes the update into the stream's tokens, where there is one. Tokens and update must be contiguous.
     """
     tokens, deferred_bias, addend, update = stream
     width, (rows_together, warps) = tokens.shape[-1], config
-    normed = empty_rows(tokens, width)
+    normed = empty_rows(tokens, width, kind)
     rows = len(normed.values)
     deferred_now = torch.empty(width, device=tokens.device, dtype=torch.float32)
     # Triton compiles a kernel for each set of types: what is not there is stood for by something of its type.
@@ -110,29 +124,39 @@ def layer_norm(
         tokens, tokens if update is None else update, deferred_now if deferred_bias is None else deferred_bias,
         weight if addend is None else addend, weight, weight if bias is None else bias, deferred_now, normed.values,
         normed.scales, rows, width, int(deferred_bias is not None), int(addend is not None), int(update is not None),
-        int(bias is not None), eps, triton.next_power_of_2(width), rows_together, LARGEST, SMALLEST_MAXIMUM,
+        int(bias is not None), eps, triton.next_power_of_2(width), rows_together, kind.largest, SMALLEST_MAXIMUM,
         num_warps=warps,
     )
     return Stream(tokens, deferred_now), normed
 
 
-def geglu(tokens: Tensor) -> Float8Tokens:
-    """(..., 2 n) -> (..., n) in float8: the first half times the GELU (erf form) of the second."""
+def geglu(tokens: Tensor, kind: Kind) -> QuantizedTokens:
+    """(..., 2 n) -> (..., n) in a kind of eight bits: the first half times the GELU (erf form) of the second."""
     width = tokens.shape[-1] // 2
-    output = empty_rows(tokens, width)
+    output = empty_rows(tokens, width, kind)
     block = 1 << (width.bit_length() - 1)
     rest = 0 if block == width else triton.next_power_of_2(width - block)
     geglu_row[(len(output.values),)](
-        tokens, output.values, output.scales, width, block, rest, LARGEST, SMALLEST_MAXIMUM, num_warps=warps_for(width)
+        tokens, output.values, output.scales, width, block, rest, kind.largest, SMALLEST_MAXIMUM,
+        num_warps=warps_for(width),
     )
     return output
 
 
+def rounded(tokens: Tensor, kind: Kind) -> QuantizedTokens:
+    """Tokens (..., n) in a kind of eight bits."""
+    output = empty_rows(tokens, tokens.shape[-1], kind)
+    rounded_rows(tokens.contiguous().flatten(0, -2), output.values, output.scales)
+    return output
+
+
 def rounded_rows(rows: Tensor, values: Tensor, scales: Tensor) -> None:
-    """As float8.rounded_rows, into tensors that are there: values (rows, width), scales of as many numbers as rows."""
+    """As scaled_mm.rounded_rows, into tensors that are there: values (rows, width), whose type is the kind, and scales
+    of as many numbers as rows."""
+    kind = next(kind for kind in KINDS if kind.dtype == values.dtype)
     width = rows.shape[1]
     plain_row[(len(rows),)](
-        rows, values, scales, width, triton.next_power_of_2(width), LARGEST, SMALLEST_MAXIMUM,
+        rows, values, scales, width, triton.next_power_of_2(width), kind.largest, SMALLEST_MAXIMUM,
         num_warps=warps_for(width),
     )
 
@@ -141,8 +165,9 @@ def warps_for(width: int) -> int:
     return 4 if width <= FEW_COLUMNS else 8
 
 
-def empty_rows(tokens: Tensor, width: int) -> Float8Tokens:
+def empty_rows(tokens: Tensor, width: int, kind: Kind) -> QuantizedTokens:
     """As many rows as there are tokens, of another width."""
     shape = tokens.shape[:-1]
-    values = torch.empty((shape.numel(), width), device=tokens.device, dtype=FLOAT8)
-    return Float8Tokens(values, torch.empty((len(values), 1), device=tokens.device, dtype=torch.float32), tuple(shape))
+    values = torch.empty((shape.numel(), width), device=tokens.device, dtype=kind.dtype)
+    scales = torch.empty((len(values), 1), device=tokens.device, dtype=torch.float32)
+    return QuantizedTokens(values, scales, tuple(shape))

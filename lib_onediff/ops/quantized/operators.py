@@ -1,55 +1,61 @@
-"""The operators of the native backend with the largest matrix products in float8: see model/float8.py for which."""
+"""The operators of the native backend with the largest matrix products in eight bits: see model/low_bit.py for which.
+"""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from ...model.layout import LayerNorm
-from ...model.operators import Float8Tokens, Stream
-from ...model.weights import Affine
+from ...model.low_bit import GATED, INT8, NORMED, PLAIN, Kind
+from ...model.operators import QuantizedTokens, Stream
+from ...model.weights import Affine, QuantizedWeight
 from ..triton.launch_config import LAYER_NORM, Launches, row_class
 from ..triton.operators import TritonOperators
-from . import kernels as triton_float8
+from . import int8_mm, kernels, scaled_mm
 from .gains import Product
-from .scaled_mm import product
 
 ResultDtype = Callable[[torch.device, torch.dtype], torch.dtype]
 # What a layer norm or a GEGLU makes for a linear layer.
-Rows = Tensor | Float8Tokens
-Pays = Callable[[Product, torch.dtype], bool]
+Rows = Tensor | QuantizedTokens
+# In which of these kinds a product is done; None: in none.
+Choose = Callable[[Product, torch.dtype, Sequence[torch.dtype]], Kind | None]
 
 
-class Float8Operators(TritonOperators):
-    """See ops.Operators. What is for a layer whose weight is in float8 is made in float8 where it is computed, if that
-    pays."""
+class LowBitOperators(TritonOperators):
+    """See ops.Operators. What is for a layer whose weight is there in eight bits is made in eight bits where it is
+    computed, if that pays."""
 
     def __init__(
         self, launches: Launches, attention: Callable[[Tensor, Tensor, Tensor, bool], Tensor],
-        result_dtype: ResultDtype, pays: Pays,
+        result_dtype: ResultDtype, choose: Choose,
     ) -> None:
-        """result_dtype: in which type products come out on a device, for a model of a dtype. pays: whether a product
-        is done in float8."""
+        """result_dtype: in which type products in float8 come out on a device, for a model of a dtype. choose: in which
+        of the kinds that a weight has a product is done, if in any."""
         super().__init__(launches, attention)
         self._result_dtype = result_dtype
-        self._pays = pays
+        self._choose = choose
 
     def linear(self, x: Rows, affine: Affine) -> Tensor:
-        if not isinstance(x, Float8Tokens):
+        if not isinstance(x, QuantizedTokens):
             return super().linear(x, affine)
         return self._product(x, affine, affine.bias).to(affine.weight.dtype).view(*x.shape, -1)
 
     def layer_norm(self, stream: Stream, affine: Affine, norm: LayerNorm, reader: Affine) -> tuple[Stream, Rows]:
-        if not self._reads_float8(stream.tokens, reader, gated=False):
+        kind = self._kind(stream.tokens, reader, NORMED)
+        if kind is None:
             return super().layer_norm(updated(stream), affine, norm, reader)
         config = self._launches.of(LAYER_NORM, row_class(norm.width), stream.tokens.dtype)
         stream = stream._replace(tokens=stream.tokens.contiguous())
-        return triton_float8.layer_norm(stream, affine.weight, affine.bias, norm.eps, config)
+        return kernels.layer_norm(stream, affine.weight, affine.bias, norm.eps, kind, config)
 
     def add_linear(self, stream: Stream, x: Rows, affine: Affine) -> Stream:
-        if not isinstance(x, Float8Tokens):
-            return super().add_linear(updated(stream), x, affine)
+        if not isinstance(x, QuantizedTokens):
+            kind = self._kind(x, affine, PLAIN)
+            if kind is None:
+                return super().add_linear(updated(stream), x, affine)
+            x = kernels.rounded(x, kind)
         if stream.bias is not None or stream.update is not None:
             stream = Stream(self.materialize(stream))
         # No library adds such a product to what is there: the next norm does.
@@ -60,19 +66,30 @@ class Float8Operators(TritonOperators):
         return super().materialize(updated(stream))
 
     def geglu(self, tokens: Tensor, reader: Affine) -> Rows:
-        if not self._reads_float8(tokens, reader, gated=True):
+        kind = self._kind(tokens, reader, GATED)
+        if kind is None:
             plain: Tensor = super().geglu(tokens, reader)
             return plain
-        return triton_float8.geglu(tokens.contiguous())
+        return kernels.geglu(tokens.contiguous(), kind)
 
-    def _reads_float8(self, tokens: Tensor, reader: Affine, gated: bool) -> bool:
-        if reader.float8 is None:
-            return False
-        return self._pays(Product.of(tokens, reader.weight, gated), reader.weight.dtype)
+    def _kind(self, tokens: Tensor, reader: Affine, source: str) -> Kind | None:
+        if not reader.low_bit:
+            return None
+        product, there = Product.of(tokens, reader.weight, source), [weight.values.dtype for weight in reader.low_bit]
+        return self._choose(product, reader.weight.dtype, there)
 
-    def _product(self, x: Float8Tokens, affine: Affine, bias: Tensor | None) -> Tensor:
-        assert affine.float8 is not None, "tokens are in float8 only for such a weight"
-        return product(x, affine.float8, bias, self._result_dtype(x.values.device, affine.weight.dtype))
+    def _product(self, x: QuantizedTokens, affine: Affine, bias: Tensor | None) -> Tensor:
+        weight, dtype = weight_like(x, affine), affine.weight.dtype
+        if x.values.dtype != INT8.dtype:
+            return scaled_mm.product(x, weight, bias, self._result_dtype(x.values.device, dtype))
+        kernel = int8_mm.kernel_for(x.values.device)
+        config = self._launches.of(kernel, int8_mm.shape_class(len(x.values), *affine.weight.shape), dtype)
+        return int8_mm.product(x, weight, bias, dtype, config)
+
+
+def weight_like(x: QuantizedTokens, affine: Affine) -> QuantizedWeight:
+    """The weight in the kind of these tokens."""
+    return next(weight for weight in affine.low_bit if weight.values.dtype == x.values.dtype)
 
 
 def updated(stream: Stream) -> Stream:

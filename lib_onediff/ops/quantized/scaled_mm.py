@@ -10,12 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...model.operators import Float8Tokens
-from ...model.weights import Float8Weight
+from ...model.low_bit import FP8, Kind
+from ...model.operators import QuantizedTokens
+from ...model.weights import QuantizedWeight
 from ..requirements import release, written
 
-# Of float8 e4m3, which has no infinity.
-LARGEST = 448.0
 # A row of zeros has this for its largest value.
 SMALLEST_MAXIMUM = 1e-12
 OLDEST_CAPABILITY = (8, 9)
@@ -35,7 +34,7 @@ class Float8Support(NamedTuple):
     reason: str | None
 
 
-def product(tokens: Float8Tokens, weight: Float8Weight, bias: Tensor | None, result: torch.dtype) -> Tensor:
+def product(tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor | None, result: torch.dtype) -> Tensor:
     """(rows, in) times (out, in), plus bias (out,): (rows, out) in the result's dtype, summed in float32.
 
     Raises RuntimeError where this torch or this device cannot.
@@ -46,11 +45,13 @@ def product(tokens: Float8Tokens, weight: Float8Weight, bias: Tensor | None, res
     )
 
 
-def rounded_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows, width) as float8 values of the same shape, and the scales (rows, 1) in float32 that give it back."""
+def rounded_rows(rows: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+    """(rows, width) as values of the same shape in eight bits, and the scales (rows, 1) in float32 that give it back.
+    """
     wide = rows.float()
-    scales = wide.abs().amax(1, keepdim=True).clamp_min(SMALLEST_MAXIMUM) / LARGEST
-    return (wide / scales).to(torch.float8_e4m3fn), scales
+    scales = wide.abs().amax(1, keepdim=True).clamp_min(SMALLEST_MAXIMUM) / kind.largest
+    ratio = wide / scales
+    return (ratio if kind.dtype.is_floating_point else (ratio + 0.5).floor()).to(kind.dtype), scales
 
 
 def support(device: torch.device, dtype: torch.dtype) -> Float8Support:
@@ -102,9 +103,8 @@ def probe_error(device: torch.device, result: torch.dtype) -> float:
         torch.randn((count, PROBE_ROWS), generator=generator, device=device) for count in (PROBE_ROWS, 2 * PROBE_ROWS)
     )
     bias = torch.ones(2 * PROBE_ROWS, device=device)
-    (values, scales), (weight, weight_scales) = rounded_rows(rows), rounded_rows(columns)
+    (values, scales), (weight, weight_scales) = rounded_rows(rows, FP8), rounded_rows(columns, FP8)
     expected = (values.float() * scales) @ (weight.float() * weight_scales).t() + bias
-    output = product(
-        Float8Tokens(values, scales, (PROBE_ROWS,)), Float8Weight(weight, weight_scales.t().contiguous()), bias, result
-    )
+    rounded = QuantizedWeight(weight, weight_scales.t().contiguous())
+    output = product(QuantizedTokens(values, scales, (PROBE_ROWS,)), rounded, bias, result)
     return float((output.float() - expected).norm() / expected.norm())

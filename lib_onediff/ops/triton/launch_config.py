@@ -39,6 +39,19 @@ ATTENTION = Kernel("attention over few keys", ((64, 64, 4, 2), (64, 128, 4, 1), 
 WIDE_ATTENTION = Kernel("attention over few keys", (LIBRARY, (64, 64, 4, 2), (64, 64, 4, 1), (64, 128, 8, 1)))
 # (columns, warps)
 GEGLU = Kernel("geglu", ((512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 8)))
+# (way, rows, columns, depth of a tile, tiles of a group, warps, stages, programs a processor or 0 for one a tile): see
+# quantized/int8_mm. The first fits into the memory of any processor that multiplies int8.
+INT8_PRODUCT = Kernel("int8 product", (
+    (0, 128, 128, 64, 8, 8, 3, 0), (0, 64, 128, 64, 8, 4, 4, 0), (0, 128, 64, 64, 8, 4, 4, 0),
+    (0, 128, 128, 128, 8, 8, 3, 0), (0, 64, 256, 64, 8, 8, 3, 0), (0, 64, 64, 128, 8, 4, 3, 0),
+    (0, 128, 256, 64, 8, 8, 3, 0), (0, 128, 128, 128, 8, 4, 3, 0), (0, 64, 128, 128, 8, 4, 3, 0),
+))
+INT8_PRODUCT_HOPPER = Kernel("int8 product", (
+    (0, 128, 128, 128, 8, 4, 3, 0), (0, 64, 128, 128, 8, 4, 3, 0), (1, 128, 128, 64, 8, 4, 4, 2),
+    (1, 128, 128, 64, 8, 4, 6, 2), (1, 128, 128, 128, 8, 4, 3, 0), (1, 128, 128, 64, 8, 4, 4, 0),
+    (1, 64, 128, 128, 8, 4, 3, 0), (1, 64, 128, 64, 8, 4, 3, 4), (1, 128, 256, 128, 8, 8, 4, 1),
+    (1, 256, 128, 128, 8, 8, 3, 1), (0, 64, 64, 128, 8, 4, 3, 0),
+))
 
 
 class Launches:

@@ -22,7 +22,7 @@ def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job]) 
     hits = NOTHING if totals.hit_rate is None else f"{100 * totals.hit_rate:.0f} %"
     facts = {
         "Graph memory": memory_held(totals), "Disk": memory(totals.disk), "Served by a graph": hits,
-        "Queue": queue_sentence(jobs), "FP8 weights": memory(totals.float8) if totals.float8 else "",
+        "Queue": queue_sentence(jobs), "Low-bit weights": memory(totals.low_bit) if totals.low_bit else "",
         "Inductor": compiled_sentence(**totals.inductor) if totals.inductor.get("graphs") else "",
         "OneFlow": "{graphs} of {most}".format(**totals.oneflow) if totals.oneflow.get("graphs") else "",
         "Resolutions": f"{len(rows)}{f' ({kinds})' if kinds else ''}", "Calls": calls or "none yet",

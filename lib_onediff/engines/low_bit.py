@@ -1,0 +1,118 @@
+"""Products in eight bits on this machine: which kinds there are, which pay, and how they are launched."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..model.call import UNetCall
+from ..model.layout import UNetLayout
+from ..model.low_bit import FP8, INT8, KINDS, Kind, Round
+from ..model.operators import Operators
+from ..ops.attention import Attention
+from ..ops.attention_tuning import time_on_gpu
+from ..ops.quantized.gains import Plan, Product, ProductChoice, TimeMs, way_of
+from ..ops.quantized.scaled_mm import Float8Support, support
+from ..ops.quantized.support import why_no_int8
+from ..ops.triton.launch_config import Launches
+from ..ops.tuning_cache import TuningCache
+from . import FLOAT8, LOW_BIT
+from . import INT8 as INT8_BACKEND
+
+# The kinds of eight bits in which a backend has products.
+KINDS_OF: dict[str, tuple[Kind, ...]] = {FLOAT8: (FP8,), INT8_BACKEND: (INT8,), LOW_BIT: KINDS}
+
+
+class LowBit:
+    """What the backends of WITH_LOW_BIT need besides the native one's kernels."""
+
+    def __init__(self, tuning_cache: TuningCache, launches: Launches, attention: Attention) -> None:
+        self.choice = ProductChoice(tuning_cache)
+        self.plan = Plan(self.choice)
+        self._launches, self._attention = launches, attention
+        self._float8: dict[tuple[torch.device, torch.dtype], Float8Support] = {}
+
+    def why_not(self, backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Why a backend's products cannot be had on a device for a model of this dtype, in one sentence; None if they
+        can."""
+        lacks = [self._lack(kind, device, dtype) for kind in KINDS_OF[backend]]
+        # Of all kinds, int8 asks for the least.
+        return None if None in lacks else lacks[-1]
+
+    def kinds(self, backend: str, device: torch.device, dtype: torch.dtype) -> tuple[Kind, ...]:
+        """The kinds of a backend's products that a device has; none for a backend that has no such products."""
+        return tuple(kind for kind in KINDS_OF.get(backend, ()) if self._lack(kind, device, dtype) is None)
+
+    def _lack(self, kind: Kind, device: torch.device, dtype: torch.dtype) -> str | None:
+        return why_no_int8(device, dtype) if kind is INT8 else self._float8_support(device, dtype).reason
+
+    def _float8_support(self, device: torch.device, dtype: torch.dtype) -> Float8Support:
+        found = self._float8.get((device, dtype))
+        if found is None:
+            found = self._float8[device, dtype] = support(device, dtype)
+        return found
+
+    # None where there are no products in float8: then nobody asks.
+    def _float8_result(self, device: torch.device, dtype: torch.dtype) -> Any:
+        return self._float8_support(device, dtype).result
+
+    def quantizer(self) -> Round:
+        """By what weights are rounded."""
+        from ..ops.quantized.kernels import rounded_rows
+
+        return rounded_rows
+
+    def operators(self) -> Operators:
+        """Those of all these backends: the weights that are there in eight bits tell what is done in them."""
+        from ..ops.quantized.operators import LowBitOperators
+
+        return LowBitOperators(self._launches, self._attention, self._float8_result, self.choice.best)
+
+    def wanted(self, backend: str, layout: UNetLayout, call: UNetCall) -> Mapping[str, tuple[Kind, ...]]:
+        """The kinds in which the weights of each layer are wanted for a call."""
+        dtype = call.latent.dtype
+        return self.plan.wanted(*size_of(layout, call), dtype, self.kinds(backend, call.latent.device, dtype))
+
+    def why_none_here(self, backend: str, layout: UNetLayout, call: UNetCall) -> str | None:
+        """Why this call gains nothing by a backend's products, in one sentence; None where it does, or may."""
+        dtype = call.latent.dtype
+        kinds = self.kinds(backend, call.latent.device, dtype)
+        return self.choice.why_none(self.plan.counted(*size_of(layout, call)), dtype, kinds)
+
+    def tune(
+        self, backend: str, layout: UNetLayout, call: UNetCall, native: Operators, time_ms: TimeMs
+    ) -> bool:
+        """Measure which of this call's products gain by a backend's kinds, where that is not known; whether it was so.
+        time_ms: how long work takes in a graph.
+        """
+        dtype, device, measured = call.latent.dtype, call.latent.device, False
+        for kind in self.kinds(backend, device, dtype):
+            for one in self.plan.counted(*size_of(layout, call)):
+                if self.choice.gains(one, dtype, kind) is None:
+                    self.measure(one, dtype, device, kind, native, time_ms)
+                    measured = True
+        return measured
+
+    def measure(
+        self, product: Product, dtype: torch.dtype, device: torch.device, kind: Kind, native: Operators,
+        time_ms: TimeMs,
+    ) -> None:
+        """Measure what a product gains by a kind, by the native operators and in eight bits."""
+        from ..ops.quantized.operators import LowBitOperators
+        from ..ops.quantized.tuning import tune_int8
+
+        if kind is INT8:
+            tune_int8(self._launches, product, dtype, device, time_on_gpu)
+        always = LowBitOperators(self._launches, self._attention, self._float8_result, lambda *given: kind)
+        way = way_of(product, dtype, device, (kind,))
+        self.choice.measure(product, dtype, kind, lambda: way(native), lambda: way(always), time_ms)
+
+    def forget(self) -> None:
+        """Trust no choice that was made before."""
+        self.choice.forget()
+
+
+def size_of(layout: UNetLayout, call: UNetCall) -> tuple[UNetLayout, int, int, int]:
+    batch, _, height, width = call.latent.shape
+    return layout, height, width, batch

@@ -1,0 +1,85 @@
+"""Low-bit without a GPU and without Triton's interpreter, which rounds float8 wrongly: the operators of the native
+backend by torch's, rows in eight bits by torch, products by torch's own."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lib_onediff.engines import WITH_LOW_BIT
+from lib_onediff.model import low_bit
+from lib_onediff.model.low_bit import KINDS, Kind
+from lib_onediff.model.operators import Operators, QuantizedTokens, Stream
+from lib_onediff.model.weights import QuantizedWeight
+from lib_onediff.ops import torch_ops
+from lib_onediff.ops.quantized import gains, int8_mm, kernels, scaled_mm
+from lib_onediff.ops.quantized.operators import LowBitOperators
+from lib_onediff.ops.triton.launch_config import Launches
+from lib_onediff.ops.triton.operators import TritonOperators
+from lib_onediff.ops.tuning_cache import TuningCache
+from lib_onediff.runtime.runtime import runtime
+
+NAMES = [name for name in vars(Operators) if not name.startswith("_")]
+
+
+def rounded(tokens: Tensor, kind: Kind) -> QuantizedTokens:
+    return QuantizedTokens(*scaled_mm.rounded_rows(tokens.flatten(0, -2), kind), tuple(tokens.shape[:-1]))
+
+
+def layer_norm(
+    stream: Stream, weight: Tensor, bias: Tensor | None, eps: float, kind: Kind, cut: Any
+) -> tuple[Stream, QuantizedTokens]:
+    tokens = torch_ops.materialize(stream)
+    normed = torch.nn.functional.layer_norm(tokens, (tokens.shape[-1],), weight, bias, eps)
+    return Stream(tokens), rounded(normed, kind)
+
+
+def rounded_rows(rows: Tensor, values: Tensor, scales: Tensor) -> None:
+    kind = next(kind for kind in KINDS if kind.dtype == values.dtype)
+    found, largest = scaled_mm.rounded_rows(rows, kind)
+    values.copy_(found)
+    scales.copy_(largest.view(scales.shape))
+
+
+def int8_product(
+    tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor | None, result: torch.dtype, config: Any
+) -> Tensor:
+    sums = tokens.values.float() @ weight.values.float().t() * tokens.scales * weight.scales
+    return (sums if bias is None else sums + bias.float()).to(result)
+
+
+def by_torch(name: str) -> Callable[..., Any]:
+    """An operator of torch's as a method."""
+    operator = getattr(torch_ops, name)
+    return lambda self, *given, **named: operator(*given, **named)
+
+
+def fewest_weights(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """The layers with so many weights are worth it."""
+    monkeypatch.setattr(low_bit, "FEWEST_WEIGHTS", count)
+    runtime.operators.low_bit.plan.forget()
+
+
+def use_low_bit(monkeypatch: pytest.MonkeyPatch, result: torch.dtype = torch.float16) -> None:
+    """The backends in eight bits, on this machine, for networks of any size, and for every product until one is
+    measured. result: the type in which products in float8 come out."""
+    for name in NAMES:
+        monkeypatch.setattr(TritonOperators, name, by_torch(name))
+    monkeypatch.setattr(kernels, "layer_norm", layer_norm)
+    monkeypatch.setattr(kernels, "geglu", lambda tokens, kind: rounded(torch_ops.geglu(tokens, None), kind))
+    monkeypatch.setattr(kernels, "rounded", rounded)
+    monkeypatch.setattr(kernels, "rounded_rows", rounded_rows)
+    monkeypatch.setattr(int8_mm, "product", int8_product)
+    fewest_weights(monkeypatch, 0)
+    ours = runtime.operators.low_bit
+    # There is nothing to measure.
+    monkeypatch.setattr(ours, "tune", lambda *given: False)
+    monkeypatch.setattr(gains, "unmeasured", lambda product, kinds: kinds[-1])
+    ours.choice.forget()
+    launches = Launches(TuningCache())
+    operators = LowBitOperators(launches, torch_ops.attention, lambda device, dtype: result, ours.choice.best)
+    for backend in WITH_LOW_BIT:
+        monkeypatch.setitem(runtime.operators._made, backend, operators)

@@ -1,0 +1,92 @@
+"""Products in int8 against the same in float64: on a GPU compiled, without one under Triton's interpreter."""
+from __future__ import annotations
+
+import pytest
+import torch
+from grid import grid
+from torch import Tensor
+
+pytest.importorskip("triton", reason="needs Triton")
+
+from lib_onediff.model.low_bit import INT8
+from lib_onediff.model.operators import QuantizedTokens
+from lib_onediff.model.weights import QuantizedWeight
+from lib_onediff.ops.quantized import int8_mm
+from lib_onediff.ops.quantized.scaled_mm import rounded_rows
+from lib_onediff.ops.triton.launch_config import INT8_PRODUCT_HOPPER, LaunchConfig
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# Tiles that a CPU does in a moment; the two ways differ in how they load, store and go on.
+SMALL = (int8_mm.TILE_BY_TILE, 32, 32, 32, 8, 4, 2, 1)
+PERSISTENT = (int8_mm.PERSISTENT, 32, 32, 32, 8, 4, 2, 1), (int8_mm.PERSISTENT, 32, 32, 64, 2, 4, 2, 0)
+CONFIGS = [SMALL, (int8_mm.TILE_BY_TILE, 16, 64, 32, 2, 4, 2, 1)]
+if DEVICE.type == "cuda":
+    CONFIGS = list(int8_mm.kernel_for(DEVICE).candidates)
+elif int8_mm.TensorDescriptor is not None:
+    CONFIGS += PERSISTENT
+
+
+def factors(rows: int, width: int, out: int) -> tuple[QuantizedTokens, QuantizedWeight]:
+    values, scales = rounded_rows(torch.randn(rows, width, device=DEVICE), INT8)
+    weight, weight_scales = rounded_rows(torch.randn(out, width, device=DEVICE), INT8)
+    return QuantizedTokens(values, scales, (rows,)), QuantizedWeight(weight, weight_scales.t().contiguous())
+
+
+def exact(tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    left, right = tokens.values.double() * tokens.scales.double(), weight.values.double() * weight.scales.double().t()
+    return left @ right.t() + (0 if bias is None else bias.double())
+
+
+@grid(
+    shape=[(64, 64, 64), (1, 16, 16), (33, 80, 48), (100, 48, 112), (7, 32, 320)],
+    dtype=[torch.float16, torch.bfloat16],
+    with_bias=[True, False],
+    config=CONFIGS,
+)
+def test_a_product_is_the_exact_one_rounded_once(
+    shape: tuple[int, int, int], dtype: torch.dtype, with_bias: bool, config: LaunchConfig
+) -> None:
+    rows, width, out = shape
+    tokens, weight = factors(rows, width, out)
+    bias = torch.randn(out, device=DEVICE, dtype=dtype) if with_bias else None
+    output = int8_mm.product(tokens, weight, bias, dtype, config)
+    expected = exact(tokens, weight, bias)
+    assert output.dtype == dtype and output.shape == (rows, out)
+    step = torch.finfo(dtype).eps
+    largest = float(expected.abs().max())
+    assert bool(((output.double() - expected).abs() <= step * expected.abs() + 1e-5 * largest).all())
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_rows_of_zeros_and_rows_a_thousand_times_as_large(config: LaunchConfig) -> None:
+    rows = torch.randn(40, 64, device=DEVICE)
+    rows[3], rows[5] = 0, rows[5] * 1000
+    values, scales = rounded_rows(rows, INT8)
+    tokens, (_, weight) = QuantizedTokens(values, scales, (40,)), factors(1, 64, 48)
+    output = int8_mm.product(tokens, weight, None, torch.float16, config)
+    expected = exact(tokens, weight, None)
+    assert bool((output[3] == 0).all())
+    for row in (0, 5):
+        assert float((output[row].double() - expected[row]).norm() / expected[row].norm()) < 1e-3
+
+
+def test_the_largest_sums_do_not_overflow() -> None:
+    width = 5120
+    tokens = QuantizedTokens(
+        torch.full((16, width), 127, dtype=torch.int8, device=DEVICE), torch.full((16, 1), 1e-4, device=DEVICE), (16,)
+    )
+    values = torch.full((16, width), -127, dtype=torch.int8, device=DEVICE)
+    output = int8_mm.product(
+        tokens, QuantizedWeight(values, torch.full((1, 16), 1e-4, device=DEVICE)), None, torch.float16, CONFIGS[0]
+    )
+    assert torch.allclose(output.double(), torch.full_like(output, -127 * 127 * width * 1e-8).double(), rtol=1e-3)
+
+
+def test_every_way_to_cut_a_product_can_be_launched() -> None:
+    for config in INT8_PRODUCT_HOPPER.candidates:
+        way, m, n, k, group, warps, stages, programs = config
+        assert way in range(2) and group
+        assert all(size & (size - 1) == 0 for size in (m, n, k, warps))
+        # What a processor of compute capability 9.0 has for a program; the output's half tile comes to it.
+        copied = m * n if way else 0
+        assert max(1, programs) * (stages * (m + n) * k + copied) <= 227 << 10

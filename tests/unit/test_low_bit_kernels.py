@@ -1,0 +1,116 @@
+"""The kernels that give rows of tokens in eight bits against float64: on a GPU compiled, without one under Triton's
+interpreter."""
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from builders import relative_error
+from exact_operators import geglu as exact_geglu
+from exact_operators import layer_norm as exact_layer_norm
+from grid import ends, grid
+from torch import Tensor
+
+pytest.importorskip("triton", reason="needs Triton")
+
+from lib_onediff.model.low_bit import FP8, INT8, KINDS, Kind
+from lib_onediff.model.operators import QuantizedTokens, Stream
+from lib_onediff.ops.quantized import kernels, scaled_mm
+from lib_onediff.ops.triton.launch_config import LAYER_NORM
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# Half a step of float8's, relative to a value.
+HALF_A_STEP = 2.0**-4
+# Triton's interpreter halves what it should round up to a power of two; over many values it is off by this.
+INTERPRETED = 0.12
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    return torch.randn(shape).to(DEVICE, dtype)
+
+
+def given_back(rows: QuantizedTokens) -> Tensor:
+    return (rows.values.double() * rows.scales.double()).view(*rows.shape, -1)
+
+
+def assert_rounded(rows: QuantizedTokens, exact: Tensor) -> None:
+    """Every value is at most half a step off. float8: what is small beside the largest of its row, 2**-10 of a scale.
+    """
+    back = given_back(rows)
+    scales = rows.scales.double().view(*rows.shape, 1)
+    if rows.values.dtype == INT8.dtype:
+        # float32's own rounding beside the half step.
+        assert bool(((back - exact).abs() <= 0.5 * scales + 1e-4 * exact.abs().amax(-1, keepdim=True)).all())
+    elif DEVICE.type == "cuda":
+        allowed = (HALF_A_STEP + 1e-3) * exact.abs() + 2.0**-10 * scales
+        assert bool(((back - exact).abs() <= 1.01 * allowed).all())
+    assert relative_error(back, exact) < (0.02 if rows.values.dtype == INT8.dtype else INTERPRETED)
+    assert torch.allclose(back.abs().amax(-1), exact.abs().amax(-1), rtol=2e-3), "the largest of a row is kept"
+
+
+@grid(
+    stream_of=list(product([torch.float16, torch.bfloat16, torch.float32], [True, False])),
+    shape=[(2, 7, 96), (3, 33), (1, 1, 1280)],
+    kind=KINDS,
+)
+def test_a_layer_norm_comes_in_eight_bits(
+    shape: tuple[int, ...], stream_of: tuple[torch.dtype, bool], kind: Kind
+) -> None:
+    dtype, whole = stream_of  # whole: with everything that can be owed
+    tokens, update, weight = random(*shape, dtype=dtype), random(*shape, dtype=dtype), random(shape[-1], dtype=dtype)
+    deferred_bias, bias = random(shape[-1], dtype=torch.float32), random(shape[-1], dtype=dtype)
+    stream = Stream(tokens.clone(), deferred_bias, bias, update) if whole else Stream(tokens.clone())
+    total = tokens.double() + update.double() if whole else tokens.double()
+    standing, normed = kernels.layer_norm(stream, weight, bias if whole else None, 1e-5, kind)
+    vectors = deferred_bias.double() + bias.double() if whole else torch.zeros(shape[-1], device=DEVICE)
+    assert_rounded(normed, exact_layer_norm(total + vectors, weight, bias if whole else None, 1e-5))
+    assert standing.update is None and standing.bias is None
+    assert relative_error(standing.tokens, total.to(dtype)) < 1e-2
+    assert torch.allclose(standing.deferred_bias, vectors.float(), atol=1e-5)
+
+
+@pytest.mark.parametrize("config", ends(LAYER_NORM.candidates), ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_every_cut_gives_the_same_rows(config: tuple[int, int], kind: Kind) -> None:
+    tokens, weight = random(7, 96), random(96)
+    _, normed = kernels.layer_norm(Stream(tokens), weight, None, 1e-5, kind, config)
+    _, first = kernels.layer_norm(Stream(tokens), weight, None, 1e-5, kind)
+    assert torch.allclose(normed.scales, first.scales, rtol=1e-5)
+    # Sums in another order may move a value over the middle between two of these.
+    assert float((normed.values.float() == first.values.float()).double().mean()) > 0.99
+
+
+@grid(dtype=[torch.float16, torch.bfloat16, torch.float32], kind=KINDS)
+def test_geglu_and_plain_rows_come_in_eight_bits(dtype: torch.dtype, kind: Kind) -> None:
+    hidden = random(2, 5, 2 * 96, dtype=dtype)
+    assert_rounded(kernels.geglu(hidden, kind), exact_geglu(hidden))
+    rows = random(6, 64, dtype=dtype)
+    rounded = kernels.rounded(rows, kind)
+    assert_rounded(rounded, rows.double())
+    values, scales = scaled_mm.rounded_rows(rows, kind)
+    assert torch.allclose(rounded.scales, scales, rtol=1e-6)
+    if kind is INT8:
+        # A value in the middle between two may go either way.
+        assert int((rounded.values.int() - values.int()).abs().max()) <= 1
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_zeros_stay_zeros_and_a_nan_is_not_hidden(kind: Kind) -> None:
+    rows = torch.zeros(2, 32, device=DEVICE)
+    rows[1, 3] = float("nan")
+    back = given_back(kernels.rounded(rows, kind))
+    assert bool((back[0] == 0).all())
+    if DEVICE.type == "cuda" or kind is INT8:
+        # The interpreter makes a number of float8's.
+        assert bool(back[1].isnan().any())
+
+
+def test_a_value_a_thousand_times_as_large_takes_the_others_steps() -> None:
+    rows = torch.ones(2, 64, device=DEVICE)
+    rows[1, 7] = 1000
+    rounded = kernels.rounded(rows, INT8)
+    assert rounded.values[0].tolist() == [127] * 64
+    assert rounded.values[1].tolist() == [0] * 7 + [127] + [0] * 56
+    eight = kernels.rounded(rows, FP8)
+    assert relative_error(given_back(eight)[1], rows[1].double()) < INTERPRETED, "float8 keeps them"
