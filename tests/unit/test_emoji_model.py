@@ -8,11 +8,12 @@ import torch
 from PIL import Image
 from test_standalone_host import generate
 
+from lib_onediff.bench.quality import Case, drawn, load
 from lib_onediff.demo import models
 from lib_onediff.demo.loaded_model import LoadedModel
 from lib_onediff.demo.modules.processing import StableDiffusionProcessingImg2Img
 from lib_onediff.demo.train.scoring import verdicts
-from lib_onediff.public import compile_pipe, uncompile_pipe
+from lib_onediff.public import compile_pipe
 from lib_onediff.quality import compare
 from lib_onediff.quality.comparison import DETAILS, FINE_DETAILS, IDENTICAL, UNLIKE
 from lib_onediff.quality.judge import Judge, load_judge
@@ -66,14 +67,16 @@ def test_other_sizes_work(model: LoadedModel, judge: Judge, size: tuple[int, int
     assert made.images[0].size == size and seen(judge, made.images) == [("sunflower", "grey")]
 
 
-def test_compare_s_verdicts_on_its_images(model: LoadedModel) -> None:
-    prompt = {"prompt": "a rocket on a yellow background", "sampler_name": "Euler", **SQUARE}
-    exact, another = (generate(model, seed=seed, **prompt).images[0] for seed in (2, 3))
-    compile_pipe(model.pipeline, backend="eager", deepcache_interval=2)
-    try:
-        cached = generate(model, seed=2, **prompt).images[0]
-    finally:
-        uncompile_pipe(model.pipeline)
-    other = generate(model, seed=2, **{**prompt, "prompt": "an owl on a blue background"}).images[0]
+def test_compare_s_verdicts_on_its_images() -> None:
+    pipe = load(models.SHIPPED, torch.float32, torch.device("cpu"))
+    rocket, again, owl = (
+        Case(prompt, seed, (), "") for prompt, seed in (
+            ("a rocket on a yellow background", 2), ("a rocket on a yellow background", 3),
+            ("an owl on a blue background", 2),
+        )
+    )
+    exact, another, other = drawn(pipe, [rocket, again, owl], 20)
+    compile_pipe(pipe, backend="eager", deepcache_interval=2)
+    cached, = drawn(pipe, [rocket], 20)
     found = [compare(exact, image).verdict for image in (exact, cached, another, other)]
     assert found == [IDENTICAL, FINE_DETAILS, DETAILS, UNLIKE]
