@@ -15,7 +15,9 @@ from .measures import lab_of
 
 SQUARE = 8
 # A fall counts from so much on, relative and in CIELAB's units. People notice 2.3 of those between two patches (Mahy,
-# Van Eycken, Oosterlinck: "Evaluation of uniform color spaces", 1994); of a whole image less than half will do.
+# Van Eycken, Oosterlinck: "Evaluation of uniform color spaces", 1994); of a whole image less than half will do. What
+# does not wash out loses less: of emoji-sd's images (comparison.INVISIBLE) DeepCache 2, 3 and 5 lost at most 0.021, VAE
+# bf16 0.002, another seed none.
 LEAST_FALL, LEAST_UNITS = 0.04, 1.0
 # Colour or contrast of so few units is none: grey has as much from rounding.
 NOTHING = 0.25

@@ -8,10 +8,14 @@ import torch
 from PIL import Image
 from test_standalone_host import generate
 
+from lib_onediff.bench.quality import Case, drawn, load
 from lib_onediff.demo import models
 from lib_onediff.demo.loaded_model import LoadedModel
 from lib_onediff.demo.modules.processing import StableDiffusionProcessingImg2Img
 from lib_onediff.demo.train.scoring import verdicts
+from lib_onediff.public import compile_pipe
+from lib_onediff.quality import compare
+from lib_onediff.quality.comparison import DETAILS, FINE_DETAILS, IDENTICAL, UNLIKE
 from lib_onediff.quality.judge import Judge, load_judge
 from lib_onediff.quality.pixels import pixels_of
 
@@ -61,3 +65,18 @@ def test_other_sizes_work(model: LoadedModel, judge: Judge, size: tuple[int, int
     width, height = size
     made = generate(model, prompt="a sunflower on a grey background", seed=3, width=width, height=height, **HOW)
     assert made.images[0].size == size and seen(judge, made.images) == [("sunflower", "grey")]
+
+
+def test_compare_s_verdicts_on_its_images() -> None:
+    pipe = load(models.SHIPPED, torch.float32, torch.device("cpu"))
+    rocket, again, owl = (
+        Case(prompt, seed, (), "") for prompt, seed in (
+            ("a rocket on a yellow background", 2), ("a rocket on a yellow background", 3),
+            ("an owl on a blue background", 2),
+        )
+    )
+    exact, another, other = drawn(pipe, [rocket, again, owl], 20)
+    compile_pipe(pipe, backend="eager", deepcache_interval=2)
+    cached, = drawn(pipe, [rocket], 20)
+    found = [compare(exact, image).verdict for image in (exact, cached, another, other)]
+    assert found == [IDENTICAL, FINE_DETAILS, DETAILS, UNLIKE]

@@ -11,7 +11,8 @@ from quality_images import HEIGHT, WIDTH, desaturated, noisy, painted, poster, v
 from torch import Tensor
 from torch.nn import functional
 
-from lib_onediff.quality import compare, difference_map, pixels_of
+from lib_onediff.quality import ImageComparison, compare, difference_map, pixels_of
+from lib_onediff.quality.comparison import DETAILS, FINE_DETAILS, SENTENCES, UNLIKE, UNSEEN, VERDICTS
 from lib_onediff.quality.measures import lab_of, psnr, ssim
 
 IMAGES = [painted(seed) for seed in range(4)] + [poster(seed) for seed in range(3)]
@@ -165,6 +166,30 @@ def test_sentences() -> None:
     assert compare(image, noisy(image, 2)).sentence() == "The same image; only fine details differ."
     assert compare(image, noisy(image, 32)).sentence() == "The same scene, but details differ clearly."
     assert compare(image, image).as_dict()["psnr"] is None
+
+
+# Of comparison.INVISIBLE's table: PSNR and SSIM of real images, least, median, most.
+MEASURED = {
+    "exact": ((91.5, 1.0), (94.1, 1.0), (101.1, 1.0)), "VAE bf16": ((54.4, 0.998), (55.0, 0.998), (55.9, 0.999)),
+    "DeepCache 2": ((29.9, 0.963), (38.6, 0.993), (44.8, 0.997)),
+    "DeepCache 3": ((18.8, 0.819), (33.2, 0.979), (39.2, 0.993)),
+    "DeepCache 5": ((17.5, 0.777), (26.1, 0.922), (35.1, 0.984)),
+    "another seed": ((14.7, 0.679), (19.6, 0.798), (25.4, 0.863)),
+    "another prompt": ((5.0, 0.366), (9.5, 0.582), (12.8, 0.711)),
+}
+
+
+@pytest.mark.parametrize(("setting", "verdicts"), [
+    ("exact", (UNSEEN,) * 3), ("VAE bf16", (UNSEEN,) * 3), ("DeepCache 2", (FINE_DETAILS,) * 3),
+    ("DeepCache 3", (DETAILS, FINE_DETAILS, FINE_DETAILS)), ("DeepCache 5", (DETAILS, DETAILS, FINE_DETAILS)),
+    ("another seed", (DETAILS,) * 3), ("another prompt", (UNLIKE,) * 3),
+])
+def test_verdicts_of_measured_images(setting: str, verdicts: tuple[str, str, str]) -> None:
+    unmoved = compare(painted(), noisy(painted(), 2)).shift
+    assert not unmoved.washed_out
+    found = tuple(ImageComparison(psnr, ssim, 200, 5, unmoved).verdict for psnr, ssim in MEASURED[setting])
+    assert found == verdicts
+    assert set(found) <= set(VERDICTS) == set(SENTENCES)
 
 
 def flat(*colour: float) -> Tensor:
