@@ -70,8 +70,10 @@ def sampling_to_come(p: Any) -> Sampling:
     def why_no_forecast() -> str:
         return why_no_line(getattr(generation(), "sampler", None))
 
+    scale = getattr(p, "cfg_scale", None)
     return Sampling(
-        bool(p.is_hr_pass), times, why_no_forecast=why_no_forecast, guidance_scale=float(p.cfg_scale)
+        bool(p.is_hr_pass), times, why_no_forecast=why_no_forecast,
+        guidance_scale=None if scale is None else float(scale),
     )
 
 
