@@ -103,9 +103,12 @@ def scan(unet: nn.Module, host_traits: HostTraits = HostTraits()) -> Structure:
 
 def own_method(module: nn.Module, name: str) -> object | None:
     """What is set on the instance in place of a method of its class; None where that is nothing else than the class's
-    method, bound (who undoes a patch may leave that behind)."""
+    method, bound (who undoes a patch may leave that behind), or what that was before it was wrapped."""
     own = module.__dict__.get(name)
-    return None if getattr(own, "__func__", None) is getattr(type(module), name, None) else own
+    function, below = getattr(own, "__func__", None), getattr(type(module), name, None)
+    while below is not None and function is not below:
+        below = getattr(below, "__wrapped__", None)
+    return None if function is below else own
 
 
 def replaced_method(classes: Collection[type], methods: Collection[str], trusted: Collection[str]) -> str | None:

@@ -306,6 +306,30 @@ def test_a_reference_records_around_our_blocks_what_it_records_around_the_hosts(
         loop.stop()
 
 
+def test_what_was_taken_from_a_stage_before_our_hook_and_put_back_changes_nothing(unet: Any) -> None:
+    """ControlNet does so, where its reference was used while OneDiff was off."""
+    from ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequential
+
+    foreign, stage = ForeignModules(), unet.output_blocks[0]
+    plain = ours(unet, foreign)
+    loop = HostLoop([TimestepEmbedSequential])
+    stage.forward = stage.forward
+    loop.serve()
+    loop.watch(unet)
+    try:
+        runtime.begin_sampling(unet, None)
+        assert torch.equal(ours(unet, foreign), plain) and route() == "plain", runtime.status()["reason"]
+        call = a_call(unet)
+        unet.forward = types.MethodType(controlled_forward, unet)
+        with torch.no_grad():
+            output = unet.forward(call.latent, call.timestep, call.context)
+            assert route() == "blocks", runtime.status()["reason"]
+            with runtime.settings_for_run(Settings(enabled=False)):
+                assert relative_error(output, unet.forward(call.latent, call.timestep, call.context)) < CLOSE
+    finally:
+        loop.stop()
+
+
 def test_the_loops_stages_ask_what_the_whole_unet_asks(unet: Any) -> None:
     from ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequential
 
