@@ -43,11 +43,11 @@ class Pair:
     entries: dict[Any, tuple[Entry, Entry]] = field(default_factory=dict)
 
     def rows(self, call: UNetCall, rows: slice) -> UNetCall:
-        """The call of these rows, on the second card: copies follow what the first one is doing."""
-        to = lambda tensor: tensor.to(self.device, non_blocking=True)  # noqa: E731
+        """The call of these rows, on the second card: copies follow what the first one is doing. Of the same prompt,
+        the same tensors."""
         taken = take_rows(call, rows, self.same)
-        y = None if taken.y is None else to(taken.y)
-        return replace(mapped(taken, to), context=to(taken.context), y=y)
+        moved = mapped(taken, lambda tensor: tensor.to(self.device, non_blocking=True))
+        return replace(moved, context=taken.context, y=taken.y)
 
     def share(self, call: UNetCall, looks: int) -> int:
         """How many rows of a call the second card computes. It changes between samplings alone."""
