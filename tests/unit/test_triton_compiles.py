@@ -43,7 +43,8 @@ def test_the_kernels_of_a_network_serve_every_size(
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(REPOSITORY), "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, Path(__file__).with_name("compile_without_gpu.py"), name, str(capability), dtype]
-    done = subprocess.run([*command, json.dumps(sizes), kind], env=environment, capture_output=True, text=True, timeout=300)
+    command += [json.dumps(sizes), kind]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     counts = json.loads(done.stdout.splitlines()[-1])
     assert counts.pop("beforehand") >= least, "every kernel was compiled for the first time"
