@@ -17,11 +17,17 @@ from lib_onediff.bench.clock import count_compilations
 from lib_onediff.bench.models import CONFIGURATIONS
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.forward import condition, forward
-from lib_onediff.model.layout import UNetLayout
+from lib_onediff.model.layout import TransformerBlock, UNetLayout, descriptions
+from lib_onediff.model.low_bit import INT8, empty_like, low_bit_layers, name_of
 from lib_onediff.model.read import read_layout
 from lib_onediff.model.weights import Affine, Weights
 from lib_onediff.ops import compile_kernels as triton_warm
+from lib_onediff.ops import torch_ops
+from lib_onediff.ops.quantized import int8_mm
+from lib_onediff.ops.quantized.operators import LowBitOperators
+from lib_onediff.ops.triton.launch_config import INT8_PRODUCT_HOPPER, Launches
 from lib_onediff.ops.triton.operators import TritonOperators
+from lib_onediff.ops.tuning_cache import TuningCache
 
 META = torch.device("meta")
 TOKENS = 77
@@ -67,9 +73,9 @@ def weights_of(unet: nn.Module, layout: UNetLayout) -> Weights:
 
 
 def pass_through(
-    unet: nn.Module, layout: UNetLayout, width: int, height: int, batch: int, dtype: torch.dtype
+    unet: nn.Module, layout: UNetLayout, width: int, height: int, batch: int, dtype: torch.dtype, int8: bool
 ) -> Tensor:
-    """One forward at a size in pixels."""
+    """One forward at a size in pixels. int8: with all products in it that can be."""
     empty = lambda *shape: torch.empty(shape, device=META, dtype=dtype)  # noqa: E731
     call = UNetCall(
         latent=empty(batch, layout.in_channels, height // 8, width // 8), timestep=empty(batch),
@@ -77,11 +83,18 @@ def pass_through(
         y=None if layout.y_width is None else empty(batch, layout.y_width),
     )
     ops, weights = TritonOperators(), weights_of(unet, layout)
+    if int8:
+        launches = Launches(TuningCache())
+        ops = LowBitOperators(launches, torch_ops.attention, lambda device, dtype: dtype, lambda *given: INT8)
+        for block in descriptions(layout, TransformerBlock):
+            for name in (name_of(layer) for layer, _ in low_bit_layers(block)):
+                weights[name] = weights[name]._replace(low_bit=(empty_like(weights[name].weight, INT8),))
     return forward(layout, weights, ops, call, condition(layout, weights, ops, call.context, call.y))
 
 
-def main(name: str, capability: str, dtype_name: str, sizes: str) -> None:
-    """name: in CONFIGURATIONS. capability: 90 for 9.0. sizes: JSON, [[width, height, batch], ...] in pixels.
+def main(name: str, capability: str, dtype_name: str, sizes: str, kind: str = "") -> None:
+    """name: in CONFIGURATIONS. capability: 90 for 9.0. sizes: JSON, [[width, height, batch], ...] in pixels. kind:
+    "int8" for products in it.
 
     Prints how many kernels are compiled beforehand, and then by a forward at each size, as JSON.
     """
@@ -89,17 +102,19 @@ def main(name: str, capability: str, dtype_name: str, sizes: str) -> None:
 
     triton.runtime.driver.set_active(AbsentGPU(int(capability)))
     compile_only()
+    if capability == "90":
+        int8_mm.kernel_for = lambda device: INT8_PRODUCT_HOPPER
     dtype = getattr(torch, dtype_name)
     with META:
         unet = UNet2DConditionModel(**CONFIGURATIONS[name]).to(dtype)
     layout, counts = read_layout(unet), {}
     with torch.no_grad():
         with count_compilations() as counted:
-            triton_warm.compile_kernels(layout.kernel_users(), dtype, META)
+            triton_warm.compile_kernels(layout.kernel_users(), dtype, META, None, (INT8,) if kind else ())
         counts["beforehand"] = counted.count
         for width, height, batch in json.loads(sizes):
             with count_compilations() as counted:
-                pass_through(unet, layout, width, height, batch, dtype)
+                pass_through(unet, layout, width, height, batch, dtype, bool(kind))
             counts[f"{width}x{height}, batch {batch}"] = counted.count
     print(json.dumps(counts))
 
