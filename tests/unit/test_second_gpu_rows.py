@@ -98,12 +98,15 @@ def test_a_first_use_is_checked_in_every_row(row: int) -> None:
     assert "differs from the model's own forward" in image.second["reason"] and image.second["calls"] == 0
 
 
-def test_deepcache_keeps_a_feature_on_each_card() -> None:
-    one, two = Image.of(second_gpu="off", **EVERY_THIRD), Image.of(**EVERY_THIRD)
+@pytest.mark.parametrize("traits", [WEBUI, HostTraits()], ids=["new tensors at every call", "the same prompt"])
+def test_deepcache_keeps_a_feature_on_each_card(traits: HostTraits) -> None:
+    one, two = (Image.of(traits=traits, second_gpu=option, **EVERY_THIRD) for option in ("off", "auto"))
     for image in (one, two):
         image.begin()
+    first = two.call(STEPS[0])
     for time in STEPS[:9]:
         call = two.call(time)
+        call = call if traits.by_content else replace(call, context=first.context)
         assert near(two.run(call), one.run(call))
         assert two.second["split"]
     passes = [image.runtime.status()["deepcache"] for image in (one, two)]
