@@ -106,9 +106,11 @@ def own_method(module: nn.Module, name: str) -> object | None:
     method, bound (who undoes a patch may leave that behind), or what that was before it was wrapped."""
     own = module.__dict__.get(name)
     function, below = getattr(own, "__func__", None), getattr(type(module), name, None)
-    while below is not None and function is not below:
+    while below is not None:
+        if function is below:
+            return None
         below = getattr(below, "__wrapped__", None)
-    return None if function is below else own
+    return own
 
 
 def replaced_method(classes: Collection[type], methods: Collection[str], trusted: Collection[str]) -> str | None:

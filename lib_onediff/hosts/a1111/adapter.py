@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...model.call import UNetCall
-from ...model.patches import HostTraits
+from ...model.patches import HostTraits, own_method
 from ...model.rows import PromptRows
 from ...prewarm.job import TOKENS
 from ...runtime.runtime import runtime
@@ -137,6 +137,9 @@ class A1111(WebUI):
         unet = unet_of(p.sd_model)
         if unet is None:
             return
+        if "forward" in unet.__dict__ and own_method(unet, "forward") is None:
+            # ControlNet puts back what it found: while OneDiff was off, that led past our hook.
+            del unet.forward
         runtime.adopt(unet, host_traits=self._host_traits)
         self._foreign.forget(unet)
         runtime.begin_sampling(unet, sampler_schedule.sampling_of(p))
