@@ -101,6 +101,7 @@ WITHIN = [
         **LARGER, "alwayson_scripts": {**SAG["alwayson_scripts"], **KOHYA_HRFIX["alwayson_scripts"]},
     }, doubles_calls=True),
     Foreign("forge-couple", "forge", r"patches\[attn2_patch\] by lib_couple", COUPLE),
+    Foreign("forge-couple on reForge", "ldm_patched", r"patches\[attn2_patch\] by lib_couple", COUPLE),
     Foreign("forge-couple beside token merging", "forge", "lib_couple", COUPLE, {"token_merging_ratio": 0.5}),
     Foreign("forge-couple, batch of 2, three lines and a background", "forge", "lib_couple", {
         **LARGER, **script("Forge Couple", True, True, "Basic", "", "Vertical", "First Line", 0.5), "batch_size": 2,
