@@ -49,7 +49,7 @@ FAULTS = {
     "beginning a sampling": Fault(lambda host: (runtime, "begin_sampling"), FAMILY, UNET, ALL),
     "beginning a sampling, A1111": Fault(lambda host: (runtime, "begin_sampling"), ("a1111",), BEGINNING, ALL),
     "taking into care": Fault(lambda host: (runtime, "adopt"), HOSTS, BEGINNING, ALL),
-    "serving a call": Fault(lambda host: (runtime, "_serve"), HOSTS, UNET, LATENT),
+    "serving a call": Fault(lambda host: (runtime, "serve"), HOSTS, UNET, LATENT),
     "merging a LoRA": Fault(lambda host: (lora, "wanted_names"), ("a1111",), UNET, LATENT),
     "looking at a decode": Fault(lambda host: (DecoderPatches, "_why"), HOSTS, VAE, IMAGES),
     "serving a decode": Fault(lambda host: (runtime.vae, "_serve"), HOSTS, VAE, IMAGES),

@@ -20,7 +20,7 @@ ANY_HOST = {
     "begin of a sampling": ("lib_onediff.hosts.sampler_schedule", "sampling_of"),
     "sampler's schedule": ("lib_onediff.hosts.sampler_schedule", "Listener._hear"),
     "UNet, before the route": ("lib_onediff.runtime.accelerator", "Accelerator.adopt"),
-    "UNet, the route": ("lib_onediff.runtime.accelerator", "Accelerator._serve"),
+    "UNet, the route": ("lib_onediff.runtime.accelerator", "Accelerator.serve"),
     "UNet, the decision": ("lib_onediff.runtime.accelerator", "Accelerator.run"),
     "VAE, before the route": ("lib_onediff.hosts.ldm_decoder", "DecoderPatches._why"),
     "VAE, the route": ("lib_onediff.runtime.vae.route", "DecoderRoute.decode"),
