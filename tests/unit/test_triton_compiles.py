@@ -24,18 +24,20 @@ SDXL_SIZES = first(4, [
     (896, 1152, 2), (768, 1344, 2), (1344, 768, 2), (640, 1536, 2), (1536, 640, 2), (1280, 1280, 2), (512, 512, 8),
 ])
 SD1_SIZES = first(3, [(960, 720, 1), (72, 88, 2), (1024, 1024, 8), (512, 512, 2), (64, 64, 2)])
+NETWORKS = [
+    pytest.param("sdxl", 90, "float16", SDXL_SIZES, "", 8, id="SDXL on an H100"),
+    pytest.param("sd15", 75, "bfloat16", SD1_SIZES, "", 8, id="SD1.5 in bfloat16 on an RTX 20"),
+    pytest.param(
+        "sd15", 86, "bfloat16", SD1_SIZES[:2], "int8", 8 + len(INT8_PRODUCT.candidates), id="int8 on an RTX 30"
+    ),
+    pytest.param(
+        "sdxl", 90, "float16", SDXL_SIZES[:2], "int8", 8 + len(INT8_PRODUCT_HOPPER.candidates), id="int8 on an H100"
+    ),
+]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Triton for Windows is not asked to compile for another machine")
-@pytest.mark.parametrize(
-    ("name", "capability", "dtype", "sizes", "kind", "least"),
-    [
-        ("sdxl", 90, "float16", SDXL_SIZES, "", 8), ("sd15", 75, "bfloat16", SD1_SIZES, "", 8),
-        ("sdxl", 90, "float16", SDXL_SIZES[:2], "int8", 8 + len(INT8_PRODUCT_HOPPER.candidates)),
-        ("sd15", 86, "bfloat16", SD1_SIZES[:2], "int8", 8 + len(INT8_PRODUCT.candidates)),
-    ],
-    ids=["SDXL on an H100", "SD1.5 in bfloat16 on an RTX 20", "int8 on an H100", "int8 on an RTX 30"],
-)
+@pytest.mark.parametrize(("name", "capability", "dtype", "sizes", "kind", "least"), first(3, NETWORKS))
 def test_the_kernels_of_a_network_serve_every_size(
     name: str, capability: int, dtype: str, sizes: list[tuple[int, int, int]], kind: str, least: int,
     tmp_path: Path,

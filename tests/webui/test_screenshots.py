@@ -25,7 +25,7 @@ DRAWN = "demo", "accordion", "cache", "compare", "settings"
 # The README's pair: images of the WebUI alone above those with OneDiff, and what one takes.
 PROMPTS = (
     "a red apple on a white background", "a rocket on a blue background", "an owl on a yellow background",
-    "a ghost and a pumpkin on a purple background",
+    "a smiling cat on a green background",
 )
 PAIR = {"width": 256, "height": 256, "steps": 20, "sampler_name": "Euler", "cfg_scale": 4, "seed": 7}
 TIMED_IMAGES = 7
