@@ -43,17 +43,21 @@ def summary_html(status: dict[str, Any]) -> str:
 
 def status_html(status: dict[str, Any]) -> str:
     """The status line: what was made last, by which route and why, and how fast."""
-    parts = ("vae", "guidance", "forecast", "second_gpu")
-    decode, guidance, forecast, second = (status.get(part) or {} for part in parts)
+    decode, second = (status.get(part) or {} for part in ("vae", "second_gpu"))
     lines = dict.fromkeys((
-        status.get("reason"), guidance.get("reason"), forecast.get("reason"), gpus_sentence(second),
-        *status.get("notes", ()),
-        *status.get("faults", ()), status.get("hint"), status.get("auto"),
+        *reasons_of(status), gpus_sentence(second), *status.get("notes", ()), *status.get("faults", ()),
+        status.get("hint"), status.get("auto"),
         decode_described(decode.get("route"), decode.get("reason", "")),
     ))
     reason = "".join(f'<p class="onediff-reason">{html.escape(line)}</p>' for line in lines if line)
     route = status["route"] or "none"
     return f'<div class="onediff-status onediff-route-{route}">{facts_html(described(status))}{reason}</div>'
+
+
+def reasons_of(status: dict[str, Any]) -> list[str]:
+    """Why the last call was not computed in a faster way: its route, then what rests though it is chosen."""
+    resting = ((status.get(part) or {}).get("reason") for part in ("guidance", "forecast"))
+    return [reason for reason in (status.get("reason"), *resting) if reason]
 
 
 def gpus_sentence(second: dict[str, Any]) -> str:

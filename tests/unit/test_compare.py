@@ -15,7 +15,7 @@ pytest.importorskip("gradio")
 pytest.importorskip("PIL")
 
 import gradio
-from compare_builders import ORDER, SECONDS, SIDES, Painter, a_pair, a_request, exclusively
+from compare_builders import ORDER, SECONDS, SIDES, Painter, a_pair, a_request, exclusively, image_of
 from PIL import Image
 
 from lib_onediff.options.changes import read_changes
@@ -23,9 +23,10 @@ from lib_onediff.options.settings import Settings
 from lib_onediff.ui.compare import tab as compare_tab
 from lib_onediff.ui.compare.handlers import ComparePanel
 from lib_onediff.ui.compare.job import STEPS_TO_WARM_UP, Comparison, request_of
-from lib_onediff.ui.compare.markup import images_html, numbers_html, summary_html, verdict
+from lib_onediff.ui.compare.markup import card_html, images_html, numbers_html, summary_html, verdict
 from lib_onediff.ui.compare.report import page_html, save
-from lib_onediff.ui.compare.sides import CURRENT, OFF, choices, side_of
+from lib_onediff.ui.compare.sides import CURRENT, OFF, Side, choices, side_of
+from lib_onediff.ui.compare.text_to_image import GeneratedImage
 
 PRESETS = {"Careful": {"backend": "eager", "verify": True}}
 FIELDS = ("a fox", "", 160, 128, 20, 7, "Euler a", 7, 2, True)
@@ -283,3 +284,15 @@ def test_pages_are_built_for_every_page_anew(panel: ComparePanel, monkeypatch: p
     assert len(handlers) == 2 * 52
     assert all(handler["api_name"] is False and handler["queue"] is False for handler in handlers)
     assert not any(handler["types"]["generator"] for handler in handlers)
+
+
+def test_a_card_tells_what_rests_though_it_is_chosen() -> None:
+    resting = "Output forecast rests: Euler a adds noise"
+    status = {
+        "route": "plain", "step_ms": 12.3, "reason": "no graph here", "forecast": {"calls": 0, "reason": resting},
+    }
+    made = GeneratedImage(image_of(1), "", 1.0, status)
+    side = Side("mine", Settings(forecast_interval=3))
+    assert f"<dt>Why</dt><dd>no graph here; {resting}</dd>" in card_html("Left", side, [made])
+    off = Side("off", Settings(enabled=False))
+    assert "Why" not in card_html("Left", off, [made])

@@ -17,7 +17,7 @@ from ...quality.comparison import percent, signed
 from ...shapes.table import ENOUGH, Timing
 from .. import texts
 from ..amounts import NOTHING, milliseconds, seconds
-from ..status import ROUTES
+from ..status import ROUTES, reasons_of
 from .job import GeneratedImage, Pair
 from .sides import Side
 
@@ -108,7 +108,7 @@ def card_html(label: str, side: Side, made: Sequence[GeneratedImage]) -> str:
         ("Settings", side.described), ("Time", seconds_an_image(made)),
         ("UNet step", milliseconds(status.get("step_ms")) if side.settings.enabled else ""),
         ("Route", ROUTES.get(status.get("route", ""), NOTHING)),
-        ("Why", status.get("reason") if side.settings.enabled else ""), *remarks(side),
+        ("Why", "; ".join(reasons_of(status)) if side.settings.enabled else ""), *remarks(side),
     )
     lines = "".join(f"<dt>{name}</dt><dd>{html.escape(value)}</dd>" for name, value in facts if value)
     return f'<section class="onediff-card"><h4>{label}: {html.escape(side.name)}</h4><dl>{lines}</dl></section>'
