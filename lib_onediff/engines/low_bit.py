@@ -1,6 +1,7 @@
 """Products in eight bits on this machine: which kinds there are, which pay, and how they are launched."""
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..ops.tuning_cache import TuningCache
 from . import FLOAT8, LOW_BIT
 from . import INT8 as INT8_BACKEND
 
+log = logging.getLogger("onediff")
 # The kinds of eight bits in which a backend has products.
 KINDS_OF: dict[str, tuple[Kind, ...]] = {FLOAT8: (FP8,), INT8_BACKEND: (INT8,), LOW_BIT: KINDS}
 
@@ -32,6 +34,8 @@ class LowBit:
         self.plan = Plan(self.choice)
         self._launches, self._attention = launches, attention
         self._float8: dict[tuple[torch.device, torch.dtype], Float8Support] = {}
+        # What could not be timed: tried once in a process, and decided as on an H200.
+        self._not_timed: set[tuple[Product, torch.dtype, Kind]] = set()
 
     def why_not(self, backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why a backend's products cannot be had on a device for a model of this dtype, in one sentence; None if they
@@ -84,14 +88,22 @@ class LowBit:
         self, backend: str, layout: UNetLayout, call: UNetCall, native: Operators, time_ms: TimeMs
     ) -> bool:
         """Measure which of this call's products gain by a backend's kinds, where that is not known; whether it was so.
-        time_ms: how long work takes in a graph.
+        time_ms: how long work takes in a graph. Raises torch.cuda.OutOfMemoryError.
         """
         dtype, device, measured = call.latent.dtype, call.latent.device, False
         for kind in self.kinds(backend, device, dtype):
             for one in self.plan.counted(*size_of(layout, call)):
-                if self.choice.gains(one, dtype, kind) is None:
+                if (one, dtype, kind) in self._not_timed or self.choice.gains(one, dtype, kind) is not None:
+                    continue
+                measured = True
+                try:
                     self.measure(one, dtype, device, kind, native, time_ms)
-                    measured = True
+                except torch.cuda.OutOfMemoryError:
+                    raise
+                except RuntimeError:
+                    # The call can be served all the same.
+                    self._not_timed.add((one, dtype, kind))
+                    log.warning("OneDiff: %s in %s cannot be timed", one, kind.name, exc_info=True)
         return measured
 
     def measure(
@@ -111,6 +123,7 @@ class LowBit:
     def forget(self) -> None:
         """Trust no choice that was made before."""
         self.choice.forget()
+        self._not_timed.clear()
 
 
 def size_of(layout: UNetLayout, call: UNetCall) -> tuple[UNetLayout, int, int, int]:

@@ -17,6 +17,7 @@ from low_bit_builders import fewest_weights, use_low_bit
 
 import lib_onediff
 from lib_onediff.engines import CUDAGRAPH, FLOAT8, INT8, LOW_BIT, LOW_BIT_BACKENDS, NATIVE, Candidates, with_low_bit
+from lib_onediff.engines.low_bit import LowBit
 from lib_onediff.model import low_bit
 from lib_onediff.model.forward import transformer_blocks
 from lib_onediff.model.low_bit import FP8, GATED, NORMED, PLAIN
@@ -295,6 +296,30 @@ def test_auto_takes_for_each_product_what_was_measured_to_be_faster(
     assert done["int8"] == {(one.out, one.width) for one in every if one.source == GATED}
     kept = runtime.managed_unet(unet).low_bit._kept
     assert {kind for name, kind in kept if name.endswith("ff.net.2")} == {INT8_KIND}, "no second copy"
+
+
+def test_what_cannot_be_timed_is_tried_once_and_stops_no_call(
+    on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unet = lib_onediff.compile_unet(half_unet(), low_bit="fp8", verify=False)
+    call = half_call(unet)
+    served(unet, call)
+    known, tried = runtime.operators.low_bit, list[Product]()
+
+    def measure(product: Product, *others: Any) -> None:
+        tried.append(product)
+        raise RuntimeError("no graph can be captured here")
+
+    monkeypatch.setattr(known, "measure", measure)
+    known.forget()
+    layout = runtime.layout_of(unet)
+    assert LowBit.tune(known, FLOAT8, layout, call, runtime.operators.of("eager"), lambda work: 1.0) and tried
+    count = len(tried)
+    assert not LowBit.tune(known, FLOAT8, layout, call, runtime.operators.of("eager"), lambda work: 1.0)
+    assert len(tried) == count == len(set(tried))
+    served(unet, call)
+    assert now()[0] == FLOAT8, reason()
+    known.forget()
 
 
 def test_what_was_measured_is_known_to_the_next_process() -> None:
