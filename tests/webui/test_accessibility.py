@@ -2,9 +2,11 @@
 without anything that moves away while it changes."""
 from __future__ import annotations
 
+import io
 from typing import Any
 
 from grid import grid
+from PIL import Image, ImageStat
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 from webui_axe import violations
@@ -113,9 +115,11 @@ def test_axe_finds_nothing_and_no_word_is_cut(
             browser.run("for (const at of document.querySelectorAll('#onediff_cache details')) at.open = true")
             browser.click("onediff_purge_all")
             browser.wait_for_text("onediff_cache_question", "Purge", 20)
+            look("Cache", f"#{TAB}", 40)
+            assert is_dark(browser.driver.find_element("id", TAB).screenshot_as_png) == (theme == "dark")
             for under_pointer in ("onediff_purge_all", "onediff_purge_confirm", "onediff_release"):
                 browser.point_at(under_pointer)
-                look(f"Cache, {under_pointer}", f"#{TAB}", 40)
+                look(f"Cache, {under_pointer}", f"#{under_pointer}", 1)
             browser.click("onediff_purge_keep")
             section = show_settings(browser)
             browser.type("#setting_onediff_prewarm textarea, #setting_onediff_prewarm input", "huge")
@@ -124,6 +128,11 @@ def test_axe_finds_nothing_and_no_word_is_cut(
         finally:
             browser.forget_size()
     assert not found
+
+
+def is_dark(png: bytes) -> bool:
+    """Of an image of a part of the page: whether most of it is."""
+    return ImageStat.Stat(Image.open(io.BytesIO(png)).convert("L")).median[0] < 128
 
 
 def press(browser: Any, *keys: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from grid import WHOLE
 from selenium.webdriver.common.keys import Keys
 from webui_client import WebUI, gradient, one_run
 from webui_models import Models
@@ -194,8 +195,10 @@ PASTED = [
 ]
 
 
-@pytest.mark.parametrize("tab", ["txt2img", "img2img"])
-@pytest.mark.parametrize(("made_with", "options", "expected"), PASTED)
+@pytest.mark.parametrize(
+    ("tab", "made_with", "options", "expected"),
+    [("txt2img", *given) for given in PASTED] + [("img2img", *given) for given in (PASTED if WHOLE else PASTED[-1:])],
+)
 def test_infotext_pastes_back(
     page, webui: WebUI, tab: str, made_with: dict[str, Any], options: dict[str, Any], expected: tuple[bool, str, str]
 ) -> None:

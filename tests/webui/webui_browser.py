@@ -113,6 +113,15 @@ class Browser:
         """What inside an element reaches beyond its sides or the page's, but for what can be scrolled to."""
         return self.run(STICKING_OUT, elem_id)
 
+    def sticking_out_at_any_width(self, elem_id: str) -> list[str]:
+        """The same on a wide page and on a phone's."""
+        found = []
+        for width in (1500, 400):
+            self.size_page(width)
+            time.sleep(0.2)
+            found += self.sticking_out(elem_id)
+        return found
+
     def text(self, elem_id: str) -> str:
         return self.driver.find_element(By.ID, elem_id).text
 
