@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("diffusers")
 
 from deepcache_builders import few_steps_suffice  # noqa: F401
+from grid import first
 
 from lib_onediff.bench import __main__ as bench
 from lib_onediff.bench import children, cold, first_calls, images, report
@@ -177,7 +178,7 @@ def test_a_section_that_fails_is_one_line_and_the_others_are_measured(
     assert document["rows"] == [] and document["images"]
 
 
-@pytest.mark.parametrize("model", ["tiny-sd15", "tiny-sdxl"])
+@pytest.mark.parametrize("model", first(1, ["tiny-sdxl", "tiny-sd15"]))
 def test_every_pipeline_draws_the_hosts_image(model: str) -> None:
     options = parse(["--images", "--sizes", "64x64", "--steps", "4", "--runs", "1", "--dtype", "fp32"])
     host, *ours = images.images(model, options, torch.device("cpu"))

@@ -78,9 +78,9 @@ def passes() -> Iterator[Any]:
     yield lambda: (counted()["full"] - before["full"], counted()["cached"] - before["cached"])
 
 
-@grid(scheduler=["DDIMScheduler", "EulerDiscreteScheduler"], interval=[2, 3])
-@pytest.mark.parametrize("branch", [0, 1, 2, 3, 5])
-@pytest.mark.parametrize("name", ["SD1", "SDXL"])
+@grid(
+    scheduler=["DDIMScheduler", "EulerDiscreteScheduler"], interval=[2, 3], branch=[0, 1, 2, 3, 5], name=["SD1", "SDXL"]
+)
 def test_the_same_picture_as_the_packages(
     name: str, branch: int, interval: int, scheduler: str, passes: Any
 ) -> None:

@@ -106,7 +106,7 @@ CASES = {
 }
 
 
-ODD = {"SD1", "LCM img2img", "SDXL inpaint"}
+ODD = {"SD1", "SDXL inpaint"}
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ class Browser:
         self.driver.get(url)
         self.wait(lambda: self.driver.find_elements(By.ID, "txt2img_generate"), "the Generate button", 60)
         # A1111's and Forge's scripts still move parts of the page about then.
-        time.sleep(1 if self.driver.title == "OneDiff" else 4)
+        time.sleep(0.3 if self.driver.title == "OneDiff" else 4)
         self.wait_for_answers()
 
     def wait_for_answers(self) -> None:
