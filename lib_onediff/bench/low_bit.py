@@ -19,7 +19,6 @@ from ..model.low_bit import FP8, INT8, Kind
 from ..model.operators import QuantizedTokens
 from ..model.read import read_layout
 from ..model.weights import QuantizedWeight
-from ..ops.attention_tuning import time_on_gpu
 from ..ops.quantized import scaled_mm
 from ..ops.quantized.gains import Product, products
 from ..ops.triton.launch_config import Launches
@@ -62,10 +61,6 @@ class ProductRow:
         ]
 
 
-def microseconds(work: Callable[[], object]) -> float:
-    return time_on_gpu(work) * 1e3
-
-
 class ProductTable:
     """Measures every product of a model."""
 
@@ -96,7 +91,7 @@ class ProductTable:
             torch.randn(shape, device=device, dtype=dtype)
             for shape in ((product.rows, product.width), (product.out, product.width), (product.out,))
         )
-        library = microseconds(lambda: functional.linear(tokens, weight, bias))
+        library = self._microseconds(lambda: functional.linear(tokens, weight, bias))
         in_place = {kind: self._in_place(product, kind) for kind in (FP8, INT8)}
         plain = next((both[0] for both in in_place.values() if both), library)
         fp8, int8, cut = None, None, ""
@@ -107,16 +102,19 @@ class ProductTable:
             assert result is not None
             given = QuantizedTokens(rows, scales, (product.rows,))
             rounded = QuantizedWeight(values, columns.t().contiguous())
-            fp8 = microseconds(lambda: scaled_mm.product(given, rounded, bias, result))
+            fp8 = self._microseconds(lambda: scaled_mm.product(given, rounded, bias, result))
         if self.lacks[INT8] is None:
             kernel = int8_mm.kernel_for(device)
             shape_class = int8_mm.shape_class(product.rows, product.out, product.width)
             config = self._launches.of(kernel, shape_class, dtype)
             pair = factors(product, device)
-            int8 = microseconds(lambda: int8_mm.product(*pair, bias, dtype, config))
+            int8 = self._microseconds(lambda: int8_mm.product(*pair, bias, dtype, config))
             cut = " ".join(map(str, config))
         placed = {kind: None if both is None else both[1] for kind, both in in_place.items()}
         return ProductRow(model, product, count, (library, fp8, int8), (plain, placed[FP8], placed[INT8]), cut)
+
+    def _microseconds(self, work: Callable[[], object]) -> float:
+        return self._time_ms(work) * 1e3
 
     def _in_place(self, product: Product, kind: Kind) -> tuple[float, float] | None:
         if self.lacks[kind] is not None:

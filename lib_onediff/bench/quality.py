@@ -21,6 +21,7 @@ from torch import Tensor
 from ..demo import SHIPPED
 from ..demo.train.captions import HeldOut
 from ..demo.train.scoring import said, verdicts
+from ..engines import LOW_BIT_BACKENDS
 from ..options.effects import why_no_effect
 from ..public import compile_pipe, uncompile_pipe
 from ..quality import compare
@@ -117,6 +118,10 @@ def quality(options: argparse.Namespace, device: torch.device) -> Iterator[Quali
     columns, names = [true[:SHEET_ROWS]], [HOST32]
     images = drawn(pipe, wanted, steps)
     yield row(HOST, images, true, wanted, judge, device)
+    # This model is too small to gain by eight bits: what they do to its images is seen where every layer has them.
+    choice = runtime.operators.low_bit.choice
+    choice.everywhere = True
+    choice.forget()
     for name in options.settings or IMAGE_SETTINGS:
         choices = IMAGE_SETTINGS[name]
         compile_pipe(pipe, **choices)
@@ -129,6 +134,8 @@ def quality(options: argparse.Namespace, device: torch.device) -> Iterator[Quali
         columns.append(images[:SHEET_ROWS])
         names.append(f"{name}: {found.distance:.2f}")
         yield found
+    choice.everywhere = False
+    choice.forget()
     give_back_memory()
     if options.sheet:
         write_sheet(options.sheet, columns, names, wanted)
@@ -205,6 +212,8 @@ def low_median_high(values: list[float]) -> tuple[float, float, float]:
 def note_of(choices: dict[str, Any], dtype: torch.dtype) -> str:
     """Which choices change nothing here, and the route of the last call."""
     without = [name for name, value in choices.items() if why_no_effect(name, value, dtype=dtype)]
+    if choices.get("low_bit") and runtime.status()["backend"] != LOW_BIT_BACKENDS[choices["low_bit"]]:
+        without.append("low_bit")
     idle = f"no effect here: {', '.join(without)}" if without else ""
     return "; ".join(part for part in (runtime.status()["route"] or "", idle) if part)
 

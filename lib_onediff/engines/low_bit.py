@@ -12,7 +12,6 @@ from ..model.layout import UNetLayout
 from ..model.low_bit import FP8, INT8, KINDS, Kind, Round
 from ..model.operators import Operators
 from ..ops.attention import Attention
-from ..ops.attention_tuning import time_on_gpu
 from ..ops.quantized.gains import Plan, Product, ProductChoice, TimeMs, way_of
 from ..ops.quantized.scaled_mm import Float8Support, support
 from ..ops.quantized.support import why_no_int8
@@ -91,6 +90,8 @@ class LowBit:
         time_ms: how long work takes in a graph. Raises torch.cuda.OutOfMemoryError.
         """
         dtype, device, measured = call.latent.dtype, call.latent.device, False
+        if self.choice.everywhere:
+            return False
         for kind in self.kinds(backend, device, dtype):
             for one in self.plan.counted(*size_of(layout, call)):
                 if (one, dtype, kind) in self._not_timed or self.choice.gains(one, dtype, kind) is not None:
@@ -115,7 +116,7 @@ class LowBit:
         from ..ops.quantized.tuning import tune_int8
 
         if kind is INT8:
-            tune_int8(self._launches, product, dtype, device, time_on_gpu)
+            tune_int8(self._launches, product, dtype, device, time_ms)
         always = LowBitOperators(self._launches, self._attention, self._float8_result, lambda *given: kind)
         way = way_of(product, dtype, device, (kind,))
         self.choice.measure(product, dtype, kind, lambda: way(native), lambda: way(always), time_ms)

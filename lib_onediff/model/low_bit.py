@@ -34,9 +34,12 @@ FEWEST_WEIGHTS = 1 << 20
 ALIGNED = 16
 
 
-def low_bit_layers(block: TransformerBlock) -> Iterator[tuple[Linear | FusedLinear, str]]:
+def low_bit_layers(
+    block: TransformerBlock, fewest_weights: int | None = None
+) -> Iterator[tuple[Linear | FusedLinear, str]]:
     """The linear layers of a block that may be worth it, with what makes their tokens: the large ones, but for those
-    that read the prompt, which are computed once in a generation."""
+    that read the prompt, which are computed once in a generation. fewest_weights: instead of FEWEST_WEIGHTS."""
+    fewest = FEWEST_WEIGHTS if fewest_weights is None else fewest_weights
     attention, cross = block.self_attention, block.cross_attention
     every: tuple[tuple[Linear | FusedLinear, str], ...] = (
         (attention.query_key_value, NORMED), (attention.out, PLAIN), (cross.query, NORMED), (cross.out, PLAIN),
@@ -44,7 +47,7 @@ def low_bit_layers(block: TransformerBlock) -> Iterator[tuple[Linear | FusedLine
     )
     for layer, source in every:
         features, out = width_of(layer), layer.out_features
-        if features * out >= FEWEST_WEIGHTS and features % ALIGNED == out % ALIGNED == 0:
+        if features * out >= fewest and features % ALIGNED == out % ALIGNED == 0:
             yield layer, source
 
 

@@ -266,7 +266,8 @@ def test_residuals_of_a_controlnet_are_cut(tiny: nn.Module) -> None:
 
 
 def test_deepcache_keeps_a_feature_on_each_card() -> None:
-    size = {"width": 256, "height": 256, "num_inference_steps": 10, "guidance_scale": 2.0}
+    # With less guidance, so few steps would be those of a few-step model, which DeepCache leaves alone.
+    size = {"width": 256, "height": 256, "num_inference_steps": 10, "guidance_scale": 2.5}
     options: dict[str, Any] = {
         "ignores": ("vae",), "backend": "cudagraph", "tf32": "off", "deepcache_interval": 3, "deepcache_depth": 2,
         "deepcache_schedule": "uniform",

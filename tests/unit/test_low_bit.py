@@ -273,6 +273,21 @@ def test_only_what_pays_is_done_in_eight_bits(on_a_gpu: Weather, monkeypatch: py
     assert set(done) == {(one.out, one.width) for one in every if one.source == GATED}
 
 
+def test_everywhere_means_every_layer_of_a_small_model_whatever_it_gains(
+    on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fewest_weights(monkeypatch, 1 << 20)
+    choice = runtime.operators.low_bit.choice
+    monkeypatch.setattr(choice, "everywhere", True)
+    choice.forget()
+    unet = lib_onediff.compile_unet(half_unet(), low_bit="fp8", verify=False)
+    served(unet, half_call(unet))
+    assert now()[0] == FLOAT8, reason()
+    layout = runtime.layout_of(unet)
+    kept = runtime.managed_unet(unet).low_bit._kept
+    assert {name for name, _ in kept} == {name for name, _ in products(layout, 4, 4, 1, 0)} != set()
+
+
 def test_auto_takes_for_each_product_what_was_measured_to_be_faster(
     on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,16 +41,22 @@ class Product(NamedTuple):
         return cls(tokens.numel() // tokens.shape[-1], weight.shape[1], weight.shape[0], source)
 
 
-def products(layout: UNetLayout, height: int, width: int, batch: int) -> Iterator[tuple[str, Product]]:
+def products(
+    layout: UNetLayout, height: int, width: int, batch: int, fewest_weights: int | None = None
+) -> Iterator[tuple[str, Product]]:
     """The name of every layer that may be done in eight bits, and its product in a call. height, width: of the latent.
+    fewest_weights: see low_bit_layers.
     """
     for block, pixels in transformer_blocks(layout, height, width):
-        for layer, source in low_bit_layers(block):
+        for layer, source in low_bit_layers(block, fewest_weights):
             yield name_of(layer), Product(batch * pixels, width_of(layer), layer.out_features, source)
 
 
 class ProductChoice:
-    """Safe on any thread. changes: how often what is chosen may have changed."""
+    """Safe on any thread. changes: how often what is chosen may have changed. everywhere: choose eight bits for every
+    layer of any size, whatever it gains; what that does to images is then seen on a model too small to gain."""
+
+    everywhere = False
 
     def __init__(self, tuning_cache: TuningCache) -> None:
         self._tuning_cache = tuning_cache
@@ -68,6 +74,8 @@ class ProductChoice:
         return self._known[key]
 
     def _best(self, product: Product, dtype: torch.dtype, kinds: Sequence[Kind]) -> Kind | None:
+        if self.everywhere and kinds:
+            return kinds[-1]
         gains = {kind: self.gains(product, dtype, kind) for kind in kinds}
         measured = {kind: gain for kind, gain in gains.items() if gain is not None}
         if not measured:
@@ -92,6 +100,8 @@ class ProductChoice:
 
     def why_none(self, wanted: Mapping[Product, int], dtype: torch.dtype, kinds: Sequence[Kind]) -> str | None:
         """Why a call with so many of each product gains nothing, in one sentence; None where it does, or may."""
+        if self.everywhere:
+            return None
         names = " or ".join(kind.name.upper() for kind in kinds)
         if not wanted:
             return f"this UNet's matrix products are too small to gain by {names}"
@@ -132,7 +142,7 @@ class Plan:
 
     def products(self, layout: UNetLayout, height: int, width: int, batch: int) -> Mapping[str, Product]:
         """See products."""
-        made_for = layout, height, width, batch
+        made_for = layout, height, width, batch, 0 if self._choice.everywhere else None
         if made_for != self._made_for:
             self._products, self._made_for = dict(products(*made_for)), made_for
         return self._products
