@@ -11,11 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from .identity import edit_count
 
 Change = Callable[[Tensor], Tensor]
+# The type to which a host casts what these layers hold, at each use, for inputs of a type; None where it computes with
+# it as it is stored.
+CastReader = Callable[[Sequence[nn.Module], torch.dtype], "torch.dtype | None"]
 VERSION = operator.attrgetter("_version")
 
 
@@ -88,6 +92,3 @@ class FunctionReader(Protocol):
 
     def of(self, layer: nn.Module) -> WeightFunctions:
         """What is applied to a layer that the state names."""
-
-    def casts(self, layer: nn.Module) -> bool:
-        """Whether a layer casts its parameters to its input's type."""
