@@ -5,7 +5,8 @@ on a GPU), the WebUI's own manual cast, which stands for the forward of torch's 
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +38,23 @@ def manual_cast_dtype(dtype: torch.dtype) -> torch.dtype | None:
 
     one_type = dtype == devices.dtype == getattr(devices, "dtype_inference", dtype)
     return dtype if casts_by_hand() and one_type else None
+
+
+@contextlib.contextmanager
+def cast_by_hand(layer: nn.Module) -> Iterator[None]:
+    """Inside, a layer holds what it would in its own forward, where the manual cast is on: what is merged there is
+    rounded once, however many LoRAs there are."""
+    stored = next((parameter.dtype for parameter in layer.parameters() if parameter.dtype in FLOAT8), None)
+    if stored is None or not casts_by_hand():
+        yield
+        return
+    from modules import devices
+
+    layer.to(devices.dtype)
+    try:
+        yield
+    finally:
+        layer.to(stored)
 
 
 def why_cast_by_hand() -> str | None:
