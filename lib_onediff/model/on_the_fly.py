@@ -9,7 +9,7 @@ import torch
 from .applied_functions import AppliedBinding, AppliedFunctions
 from .identity import UNCOUNTED, Edits
 from .layout import UnsupportedUNet
-from .weight_functions import CastReader, FunctionReader, FunctionState
+from .weight_functions import Casts, FunctionReader, FunctionState
 from .weights import BOUND_DTYPES, Binding
 
 
@@ -26,7 +26,7 @@ class OnTheFly:
     applied: what was made of the host's functions, and of small parameters that it casts; None where the host computes
     with the parameters as they are."""
 
-    def __init__(self, reader: FunctionReader | None, casts: CastReader | None = None) -> None:
+    def __init__(self, reader: FunctionReader | None, casts: Casts | None = None) -> None:
         self._reader, self._casts = reader, casts
         self.applied: AppliedFunctions | None = None
         self._is_needed = False
@@ -43,7 +43,7 @@ class OnTheFly:
         """The type to which the host casts the parameters for inputs of this type, or None."""
         if self._casts is None or dtype not in BOUND_DTYPES or binding.stored_dtype == dtype:
             return None
-        return self._casts(binding.layers(), dtype)
+        return self._casts.to(binding.layers(), dtype)
 
     def refresh(self, binding: Binding, goes_on: bool, room: Callable[[], int] | None) -> News:
         """Apply what the host would apply now. goes_on: a sampling does, and no parameter has moved in it. room: how
@@ -66,7 +66,8 @@ class OnTheFly:
         applied, self.applied = self.applied or AppliedFunctions(), None
         paths = binding.paths()
         functions = {} if reader is None else {paths[place]: reader.of(layers[place]) for place in state.layers}
-        moved = applied.fit(functions, binding.weights(), binding.fusions, binding.dtype, room)
+        casts_norms = self._casts is None or self._casts.norms
+        moved = applied.fit(functions, binding.weights(), binding.fusions, binding.dtype, room, casts_norms)
         self.applied, self._state, self._edits, self._dtype = applied, state, binding.all_edits(), binding.dtype
         self._glance = [] if reader is None else reader.glance(layers)
         return News.MOVED if moved else News.CHANGED

@@ -17,9 +17,6 @@ from torch import Tensor, nn
 from .identity import edit_count
 
 Change = Callable[[Tensor], Tensor]
-# The type to which a host casts what these layers hold, at each use, for inputs of a type; None where it computes with
-# it as it is stored.
-CastReader = Callable[[Sequence[nn.Module], torch.dtype], "torch.dtype | None"]
 VERSION = operator.attrgetter("_version")
 
 
@@ -45,6 +42,18 @@ class WeightFunctions:
     weight: Change | None = None
     bias: Change | None = None
     lasting: bool = True
+
+
+@dataclass(frozen=True)
+class Casts:
+    """How a host casts what its layers hold, at each use.
+
+    to: the type to which it casts the parameters of these layers, for inputs of a type; None where it computes with
+    them as they are stored. norms: whether it casts those of norms too.
+    """
+
+    to: Callable[[Sequence[nn.Module], torch.dtype], torch.dtype | None]
+    norms: bool = True
 
 
 @dataclass

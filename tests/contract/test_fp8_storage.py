@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import relative_error
+from builders import CONTEXT_WIDTH, relative_error
 from contract_hosts import ATTENTION, A1111Host, calls_of, random, running
 from test_blocks import controlled_forward
 from test_generations import BY_HOST, OURS, close, same
@@ -45,14 +45,27 @@ def served(host: A1111Host, expected: Any) -> Any:
     return made
 
 
-def in_float32(host: A1111Host) -> Any:
+def in_float32(host: A1111Host, make: Callable[[], Any]) -> Any:
     """What the same stored weights make where nothing is rounded."""
     devices = host.module("modules.devices")
     before, devices.by_hand = devices.by_hand, True
     try:
-        return host.generate()
+        return make()
     finally:
         devices.by_hand = before
+
+
+@torch.no_grad()
+def outputs(host: A1111Host) -> list[Tensor]:
+    """Of single calls with several inputs."""
+    return [host.checkpoint.apply_model(
+        random(2, 4, 8, 8, seed=seed), torch.full((2,), 500.25),
+        {"c_crossattn": [random(2, 77, CONTEXT_WIDTH, seed=seed + 1)]},
+    ).float() for seed in range(0, 24, 2)]
+
+
+def mean_error(made: list[Tensor], exact: list[Tensor]) -> float:
+    return sum(map(relative_error, made, exact)) / len(exact)
 
 
 def loras(host: A1111Host, *strengths: float) -> None:
@@ -89,15 +102,17 @@ def test_it_is_cast_where_it_is_used(host: A1111Host) -> None:
 def test_under_autocast_it_is_no_farther_from_float32_than_the_host(host: A1111Host) -> None:
     """As on a CPU: the WebUI calls in float32, and layers compute in bfloat16."""
     host.store_in_fp8(True)
-    exact, expected = in_float32(host), host.generate()
+    exact, expected = in_float32(host, lambda: outputs(host)), outputs(host)
     host.start()
     made, calls = calls_of(host.generate)
     assert calls == OURS and managed(host).kinds == (STORED,), runtime.status()["reason"]
     assert managed(host).bound.binding.dtype == torch.bfloat16 and made.latent.dtype == torch.float32
-    mine, theirs = relative_error(made.latent, exact.latent), relative_error(expected.latent, exact.latent)
-    print(f"{mine:.2e}, the host {theirs:.2e}")
-    assert 0 < mine <= WORST_RATIO * theirs
     assert same(host.generate(), made)
+    ours, calls = calls_of(lambda: outputs(host))
+    assert calls == {"plain": len(exact)}
+    mine, theirs = mean_error(ours, exact), mean_error(expected, exact)
+    print(f"{mine:.2e}, the host {theirs:.2e}")
+    assert 1e-3 < mine <= WORST_RATIO * theirs
 
 
 def test_the_option_is_switched_on_and_off(host: A1111Host) -> None:
@@ -177,16 +192,14 @@ def test_a_foreign_loop_gets_our_blocks(host: A1111Host, by_hand: bool) -> None:
     host.store_in_fp8(True, by_hand)
     plain = host.generate()
     host.unet.forward = types.MethodType(controlled_forward, host.unet)
-    exact, expected = in_float32(host), host.generate()
+    exact, expected = in_float32(host, host.generate), host.generate()
     assert relative_error(expected.latent, plain.latent) > 1e-2
     host.start()
     for _ in range(2):
         made, calls = calls_of(host.generate)
         assert calls == {"blocks": 2}, runtime.status()["reason"]
         assert made.latent.dtype == torch.float32
-    mine, theirs = relative_error(made.latent, exact.latent), relative_error(expected.latent, exact.latent)
-    print(f"{mine:.2e}, the host {theirs:.2e}")
-    assert mine <= (1e-5 if by_hand else WORST_RATIO * theirs)
+    assert relative_error(made.latent, exact.latent) < (1e-5 if by_hand else 1e-2)
     entries = [entry for entry in runtime.table.entries() if "blocks" in entry.key.inputs]
     assert [entry.key.inputs for entry in entries] == [("blocks", STORED)]
     del host.unet.forward

@@ -25,7 +25,7 @@ from ..class_patch import ClassPatch, active_patches
 from ..contract import Need, first_missing
 from ..ldm_decoder import DecoderPatches
 from ..webui import PROMPT_NOISE, CannotWarm, Result, WebUI, network_name
-from .casts import cast_to_computed, why_cast_by_hand
+from .casts import CASTS, why_cast_by_hand
 from .concatenation import replaced_concatenation
 from .controlnet_loop import HostLoop
 from .guidance import DenoiserStep
@@ -89,7 +89,7 @@ class A1111(WebUI):
         )
         self._host_traits = HostTraits(
             TRUSTED, does_nothing_now, apply_wanted_networks, wanted_networks, by_content=True, brought=is_brought,
-            casts=cast_to_computed,
+            casts=CASTS,
         )
         modules = [importlib.import_module(name) for name in VAE_MODULES]
         parts = [part for module in modules for part in (module.Decoder, module.Encoder)]

@@ -12,18 +12,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...model.weight_functions import Casts
 from ...ops.precision import autocast_dtype
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def cast_to_computed(layers: Sequence[nn.Module], dtype: torch.dtype) -> torch.dtype | None:
-    """model.weight_functions.CastReader, to be asked in the host's modes: the type in which layers with weights in
-    float8 compute now. Norms are stored as the UNet was before."""
+    """The type in which layers with weights in float8 compute now; to be asked in the host's modes."""
     first: Any = layers[0]
     if not any(layer.weight.dtype in FLOAT8 for layer in layers):
         return None
     return autocast_dtype(first.weight.device.type) or manual_cast_dtype(dtype)
+
+
+# Norms are stored as the whole UNet was before, and used so, in bfloat16 too.
+CASTS = Casts(cast_to_computed, norms=False)
 
 
 def casts_by_hand() -> bool:

@@ -18,6 +18,7 @@ from ...model.call import UNetCall
 from ...model.deepcache.sampling import Sampling
 from ...model.patches import HostTraits, origin
 from ...model.rows import PromptRows
+from ...model.weight_functions import Casts
 from ...model.weights import shares_storage
 from ...runtime.call_stats import HOST
 from ...runtime.runtime import runtime
@@ -74,7 +75,7 @@ class Forge(WebUI):
         )
         self._host_traits = HostTraits(
             by_content=True, yardstick=lambda host: checks.with_exact_attention(traits, host),
-            functions=LayerFunctions(), casts=cast_to_input,
+            functions=LayerFunctions(), casts=Casts(cast_to_input),
             brought=lambda unet, module: is_block_or_attention(module),
         )
         self._own_forwards = ChangedModules(OwnForwards.of)

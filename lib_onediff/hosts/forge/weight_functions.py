@@ -76,8 +76,7 @@ class LayerFunctions:
 
 
 def cast_to_input(layers: Sequence[nn.Module], dtype: torch.dtype) -> torch.dtype | None:
-    """model.weight_functions.CastReader: every layer casts its parameters to its input's type, or they are the
-    host's."""
+    """The type to which these layers cast their parameters: all of them to their inputs', or the UNet is the host's."""
     return dtype if all(any(getattr(layer, name, False) for name in CASTS) for layer in layers) else None
 
 
