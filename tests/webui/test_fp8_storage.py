@@ -126,13 +126,20 @@ def test_another_checkpoint(fp8: WebUI, sd15: Models) -> None:
     assert largest_difference(run_on(fp8, {}).pictures, first.pictures) == 0
 
 
-def test_a_controlnet_of_its_own_type(fp8: WebUI, controlnet: str) -> None:  # noqa: F811
+def test_controlnet(fp8: WebUI, sd15: Models, controlnet: str) -> None:  # noqa: F811
     request, plain = controlled(fp8, controlnet), run_on(fp8, {})
-    on = run_on(fp8, request, routes=ROUTES["a1111"])
-    off = run(fp8, request, enabled=False)
-    assert off.served(("graph", "plain", "blocks")) == 0, off.calls
-    assert assert_near(fp8, request, on, off) < distance(on, plain) / 2
-    assert largest_difference(run_on(fp8, {}).pictures, plain.pictures) == 0
+    try:
+        on = run_on(fp8, request, routes=ROUTES["a1111"])
+        off = run(fp8, request, enabled=False)
+        assert off.served(("graph", "plain", "blocks")) == 0, off.calls
+        assert assert_near(fp8, request, on, off) < distance(on, plain) / 2
+        assert largest_difference(run_on(fp8, {}).pictures, plain.pictures) == 0
+    finally:
+        # Its extension keeps a ControlNet in float8, with which it fails once the option is off, until it sees another
+        # checkpoint.
+        store(fp8, "Disable")
+        sd15.use("sd15-b")
+        run(fp8, request, enabled=False)
 
 
 def test_a_lora_of_the_old_method_is_the_hosts(fp8: WebUI, sd15: Models) -> None:
