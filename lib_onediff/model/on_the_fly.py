@@ -21,23 +21,19 @@ class News(enum.Enum):
 
 
 class OnTheFly:
-    """reader, casts: see HostTraits.functions and HostTraits.casts.
+    """reader, casts: see HostTraits.functions and HostTraits.casts. is_asked: whether stands tells anything.
 
     applied: what was made of the host's functions, and of small parameters that it casts; None where the host computes
     with the parameters as they are."""
 
     def __init__(self, reader: FunctionReader | None, casts: Casts | None = None) -> None:
         self._reader, self._casts = reader, casts
+        self.is_asked = reader is not None
         self.applied: AppliedFunctions | None = None
         self._is_needed = False
         self._state, self._glance = FunctionState(), list[object]()
         # The parameters from which it was made, and the type that it was made for.
         self._edits, self._dtype = Edits([]), torch.float32
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether anything may be applied, so that stands tells something."""
-        return self._reader is not None or self._is_needed
 
     def cast_to(self, binding: Binding, dtype: torch.dtype) -> torch.dtype | None:
         """The type to which the host casts the parameters for inputs of this type, or None."""
@@ -59,6 +55,7 @@ class OnTheFly:
         layers = binding.layers()
         state = FunctionState() if reader is None else reader.state(layers)
         self._is_needed = bool(state.layers) or binding.cast_to is not None
+        self.is_asked = reader is not None or self._is_needed
         if not self._is_needed:
             return News.MOVED if self.drop() else News.NONE
         if self._lasts() and state == self._state and self._parameters_stand(binding):
