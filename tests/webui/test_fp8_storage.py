@@ -13,7 +13,7 @@ import pytest
 from test_controlnet import ROUTES, controlled, controlnet  # noqa: F401
 from test_loras import PROMPT, with_lora
 from webui_client import PICTURE, WebUI, largest_difference
-from webui_compare import Run, run, run_off, run_on
+from webui_compare import Run, graphs_on_a_cpu, run, run_off, run_on
 from webui_models import Models
 
 OTHER_ATTENTION = "sdp - scaled dot product"
@@ -113,6 +113,19 @@ def test_loras(fp8: WebUI, sd15: Models) -> None:
     for runs in (on, off):
         assert largest_difference(runs[0].pictures, runs[4].pictures) == 0
         assert largest_difference(runs[0].pictures, runs[6].pictures) == 0
+
+
+def test_graphs_read_what_loras_have_left_in_the_weights(fp8: WebUI, sd15: Models) -> None:
+    one, other = sd15.need("lora-a"), sd15.need("locon")
+    prompts = [PROMPT, with_lora(one, 1), with_lora(one, 0.5), with_lora(other, 1), PROMPT]
+    plain = [run_on(fp8, {"prompt": prompt}) for prompt in prompts]
+    with graphs_on_a_cpu(fp8):
+        for _ in range(2):
+            # The first use of a shape is proved, the second is recorded.
+            run_on(fp8, {"prompt": PROMPT})
+        for prompt, expected in zip(prompts, plain, strict=True):
+            made = run_on(fp8, {"prompt": prompt}, routes=("graph",))
+            assert largest_difference(made.pictures, expected.pictures) <= 1, prompt
 
 
 def test_another_checkpoint(fp8: WebUI, sd15: Models) -> None:
