@@ -107,9 +107,11 @@ class ManagedUNet:
             return f"others compute within the UNet: {', '.join(binding.layout.foreign)}"
         if call.latent.device != binding.device:
             return f"the UNet's weights are on {binding.device}, the latent is on {call.latent.device}"
-        if call.latent.dtype != binding.dtype:
-            return f"the UNet's weights are {binding.dtype}, the latent is {call.latent.dtype}"
         autocast = autocast_dtype(call.latent.device.type)
+        # Where the host casts its weights at each use, autocast takes inputs of any type to the same.
+        casts_inputs = binding.cast_to is not None and autocast == binding.cast_to
+        if call.latent.dtype != binding.dtype and not casts_inputs:
+            return f"the UNet's weights are {binding.dtype}, the latent is {call.latent.dtype}"
         if autocast not in (None, binding.dtype):
             return f"autocast to {autocast} is on, but the UNet's weights are {binding.dtype}"
         return None

@@ -16,12 +16,17 @@ MEBIBYTE = 2**20
 
 class Given(NamedTuple):
     """What is to be applied. functions: by path. affines: the parameters as they are stored, of fused layers too.
-    dtype: which is computed in. before: what was made the last time."""
+    dtype: which is computed in. casts_norms: see Casts. before: what was made the last time."""
 
     functions: Mapping[str, WeightFunctions]
     affines: Weights
     dtype: torch.dtype
+    casts_norms: bool
     before: Mapping[tuple[str, str], Tensor]
+
+    def casts(self, stored: Tensor, of_norm: bool) -> bool:
+        """Whether the host casts this bias, or parameter of a norm."""
+        return stored.dtype != self.dtype and (self.casts_norms or not of_norm)
 
 
 class AppliedFunctions:
@@ -53,16 +58,16 @@ class AppliedFunctions:
 
     def fit(
         self, functions: Mapping[str, WeightFunctions], affines: Weights, fusions: Sequence[FusedLinear],
-        dtype: torch.dtype, room: Callable[[], int] | None,
+        dtype: torch.dtype, room: Callable[[], int] | None, casts_norms: bool = True,
     ) -> bool:
         """Make everything anew, in the memory that it has where that fits. affines: the parameters as they are stored,
-        of fused layers too. dtype: which is computed in. room: how many bytes there may be.
+        of fused layers too. dtype: which is computed in. room: how many bytes there may be. casts_norms: see Casts.
 
         Returns whether anything lies elsewhere now. Raises UnsupportedUNet if there is no room.
         """
         groups = grouped(affines, fusions)
         self._refuse_without_room(functions, affines, groups, dtype, room)
-        given, moved = Given(functions, affines, dtype, self._made), False
+        given, moved = Given(functions, affines, dtype, casts_norms, self._made), False
         self._made = {}
         self.low_rank, self.weights, self.biases = {}, {}, {}
         self.lasting = all(one.lasting for one in functions.values())
@@ -91,7 +96,7 @@ class AppliedFunctions:
             )
 
     def _fit_updates(self, name: str, paths: Sequence[str], given: Given) -> bool:
-        functions, affines, dtype, before = given
+        functions, affines, dtype, _, before = given
         updates = {path: functions[path].updates for path in paths if path in functions and functions[path].updates}
         if not updates:
             return False
@@ -117,11 +122,11 @@ class AppliedFunctions:
         return moved
 
     def _fit_weights(self, name: str, paths: Sequence[str], given: Given) -> bool:
-        functions, affines, dtype, before = given
+        functions, affines, dtype, _, before = given
         stored = affines[name].weight
         changes = {path: functions[path].weight if path in functions else None for path in paths}
-        is_vector = stored.dim() == 1
-        if not any(change is not None for change in changes.values()) and not (is_vector and stored.dtype != dtype):
+        is_cast = stored.dim() == 1 and given.casts(stored, of_norm=True)
+        if not any(change is not None for change in changes.values()) and not is_cast:
             return False
         kept, moved = self._place("weight", name, stored, dtype, before)
         self._write(kept, [(affines[path].weight, changes[path]) for path in paths], paths)
@@ -130,12 +135,13 @@ class AppliedFunctions:
         return moved
 
     def _fit_biases(self, name: str, paths: Sequence[str], given: Given) -> bool:
-        functions, affines, dtype, before = given
-        stored = affines[name].bias
+        functions, affines, dtype, _, before = given
+        weight, stored = affines[name][:2]
         if stored is None:
             return False
         changes = {path: functions[path].bias if path in functions else None for path in paths}
-        if stored.dtype == dtype and not any(change is not None for change in changes.values()):
+        is_cast = given.casts(stored, of_norm=weight.dim() == 1)
+        if not any(change is not None for change in changes.values()) and not is_cast:
             return False
         kept, moved = self._place("bias", name, stored, dtype, before)
         biases = [bias for path in paths if (bias := affines[path].bias) is not None]
@@ -208,9 +214,11 @@ class AppliedWeights(Mapping[str, Affine]):
         if self._last is not None and self._last[0] == path:
             return self._last[1]
         weight = self._applied.weights.get(path, self._weights[path].weight)
+        if weight.dim() == 1:
+            # What of it the host casts is kept so.
+            return Affine(weight, self.bias(path))
         found = Affine(weight.to(self._dtype), self.bias(path), low_rank=self._applied.low_rank.get(path))
-        if weight.dim() > 1:
-            self._last = path, found
+        self._last = path, found
         return found
 
     def bias(self, path: str) -> Tensor | None:

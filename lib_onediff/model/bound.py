@@ -52,7 +52,7 @@ class BoundUNet:
         self._last_prompt = Sighting()
         self.prompts = PromptMemory()
         self.generation = self.looks = 0
-        self.on_the_fly = OnTheFly(host_traits.functions)
+        self.on_the_fly = OnTheFly(host_traits.functions, host_traits.casts)
         # Counts the changes of addresses and of what is applied: at equal numbers, what was computed still holds.
         self._revision = 0
         self._samplings = 0
@@ -163,8 +163,10 @@ class BoundUNet:
             raise UnsupportedUNet(self._refusal)
         if self.host_traits.sync_lora is not None:
             self.host_traits.sync_lora(self.binding.layers())
+        is_same_lora = True
         if self.host_traits.wanted_lora is not None:
-            self._lora = self.host_traits.wanted_lora()
+            before, self._lora = self._lora, self.host_traits.wanted_lora()
+            is_same_lora = self._lora == before
         if not goes_on:
             self.binding.cast_to = self.on_the_fly.cast_to(self.binding, call.latent.dtype)
         if not (self._stands(goes_on) and channels_last == self._channels_last):
@@ -180,7 +182,8 @@ class BoundUNet:
             goes_on = False
             milliseconds = (time.perf_counter() - began) * 1e3
             log.debug("bound %s: %.0f MiB copied in %.0f ms", self.layout.model_name, copied / 2**20, milliseconds)
-        news = self.on_the_fly.refresh(self.binding, goes_on, room)
+        # A LoRA that was merged just now has edited parameters where they lie.
+        news = self.on_the_fly.refresh(self.binding, goes_on and is_same_lora, room)
         if news is News.MOVED:
             self._note_moved()
         elif news is News.CHANGED:

@@ -9,7 +9,7 @@ import torch
 from .applied_functions import AppliedBinding, AppliedFunctions
 from .identity import UNCOUNTED, Edits
 from .layout import UnsupportedUNet
-from .weight_functions import FunctionReader, FunctionState
+from .weight_functions import Casts, FunctionReader, FunctionState
 from .weights import BOUND_DTYPES, Binding
 
 
@@ -21,25 +21,25 @@ class News(enum.Enum):
 
 
 class OnTheFly:
-    """is_asked: whether this host applies functions at all.
+    """reader, casts: see HostTraits.functions and HostTraits.casts. is_asked: whether stands tells anything.
 
     applied: what was made of the host's functions, and of small parameters that it casts; None where the host computes
     with the parameters as they are."""
 
-    def __init__(self, reader: FunctionReader | None) -> None:
-        self._reader = reader
+    def __init__(self, reader: FunctionReader | None, casts: Casts | None = None) -> None:
+        self._reader, self._casts = reader, casts
         self.is_asked = reader is not None
         self.applied: AppliedFunctions | None = None
         self._is_needed = False
         self._state, self._glance = FunctionState(), list[object]()
-        # The parameters from which it was made.
-        self._edits = Edits([])
+        # The parameters from which it was made, and the type that it was made for.
+        self._edits, self._dtype = Edits([]), torch.float32
 
     def cast_to(self, binding: Binding, dtype: torch.dtype) -> torch.dtype | None:
         """The type to which the host casts the parameters for inputs of this type, or None."""
-        if self._reader is None or dtype not in BOUND_DTYPES or binding.stored_dtype == dtype:
+        if self._casts is None or dtype not in BOUND_DTYPES or binding.stored_dtype == dtype:
             return None
-        return dtype if all(map(self._reader.casts, binding.layers())) else None
+        return self._casts.to(binding.layers(), dtype)
 
     def refresh(self, binding: Binding, goes_on: bool, room: Callable[[], int] | None) -> News:
         """Apply what the host would apply now. goes_on: a sampling does, and no parameter has moved in it. room: how
@@ -47,31 +47,32 @@ class OnTheFly:
 
         Raises UnsupportedUNet if they do not fit.
         """
-        if self._reader is None:
+        reader = self._reader
+        if reader is None and self._casts is None:
             return News.NONE
         if goes_on and self.stands(binding):
             return News.NONE
         layers = binding.layers()
-        state = self._reader.state(layers)
+        state = FunctionState() if reader is None else reader.state(layers)
         self._is_needed = bool(state.layers) or binding.cast_to is not None
+        self.is_asked = reader is not None or self._is_needed
         if not self._is_needed:
             return News.MOVED if self.drop() else News.NONE
         if self._lasts() and state == self._state and self._parameters_stand(binding):
             return News.NONE
         applied, self.applied = self.applied or AppliedFunctions(), None
         paths = binding.paths()
-        functions = {paths[place]: self._reader.of(layers[place]) for place in state.layers}
-        moved = applied.fit(functions, binding.weights(), binding.fusions, binding.dtype, room)
-        self.applied, self._state, self._edits = applied, state, binding.all_edits()
-        self._glance = self._reader.glance(layers)
+        functions = {} if reader is None else {paths[place]: reader.of(layers[place]) for place in state.layers}
+        casts_norms = self._casts is None or self._casts.norms
+        moved = applied.fit(functions, binding.weights(), binding.fusions, binding.dtype, room, casts_norms)
+        self.applied, self._state, self._edits, self._dtype = applied, state, binding.all_edits(), binding.dtype
+        self._glance = [] if reader is None else reader.glance(layers)
         return News.MOVED if moved else News.CHANGED
 
     def stands(self, binding: Binding) -> bool:
         """Whether the host applies what it did at the last refresh, in a sampling that goes on: up to 0.3 ms for SDXL
         where that is nothing, a millisecond with a LoRA on every layer."""
-        if self._reader is None:
-            return True
-        seen = self._reader.glance(binding.layers())
+        seen = [] if self._reader is None else self._reader.glance(binding.layers())
         if self.applied is None:
             return not seen and binding.cast_to is None
         return self._lasts() and seen == self._glance and self._state.is_alive()
@@ -82,7 +83,9 @@ class OnTheFly:
 
     def _parameters_stand(self, binding: Binding) -> bool:
         """Whether the parameters are known to be those from which it was made: in some, no edit can be seen."""
-        return UNCOUNTED not in self._edits.counts and self._edits == binding.all_edits()
+        return self._dtype == binding.dtype and UNCOUNTED not in self._edits.counts and (
+            self._edits == binding.all_edits()
+        )
 
     def drop(self) -> bool:
         """Give all memory back; the next refresh makes it anew. Returns whether there was any."""

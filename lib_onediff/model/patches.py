@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .weight_functions import FunctionReader
+from .weight_functions import Casts, FunctionReader
 
 # What hosts change on a module without changing its class: Tiling, and FreeU's factors.
 SWITCHES = ("padding_mode", "s1", "s2", "b1", "b2")
@@ -49,6 +49,7 @@ class HostTraits:
     brought: whether every call brings what is set on a module's instance (unet, module) as patches.
     yardstick: the host's forward, with what it only approximates (8-bit attention) computed exactly, to compare with.
     functions: reads what the host applies to its layers' weights at each use; without it, that is the host's.
+    casts: how the host casts its layers' weights at each use; None where it never does.
     """
 
     trusted: Collection[str] = ()
@@ -59,6 +60,7 @@ class HostTraits:
     brought: Callable[[nn.Module, nn.Module], bool] = never
     yardstick: Callable[[Callable[[], Tensor]], Callable[[], Tensor]] = as_it_is
     functions: FunctionReader | None = None
+    casts: Casts | None = None
 
 
 def scan(unet: nn.Module, host_traits: HostTraits = HostTraits()) -> Structure:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from .identity import edit_count
@@ -41,6 +42,18 @@ class WeightFunctions:
     weight: Change | None = None
     bias: Change | None = None
     lasting: bool = True
+
+
+@dataclass(frozen=True)
+class Casts:
+    """How a host casts what its layers hold, at each use.
+
+    to: the type to which it casts the parameters of these layers, for inputs of a type; None where it computes with
+    them as they are stored. norms: whether it casts those of norms too.
+    """
+
+    to: Callable[[Sequence[nn.Module], torch.dtype], torch.dtype | None]
+    norms: bool = True
 
 
 @dataclass
@@ -88,6 +101,3 @@ class FunctionReader(Protocol):
 
     def of(self, layer: nn.Module) -> WeightFunctions:
         """What is applied to a layer that the state names."""
-
-    def casts(self, layer: nn.Module) -> bool:
-        """Whether a layer casts its parameters to its input's type."""

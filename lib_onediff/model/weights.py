@@ -249,9 +249,11 @@ class Binding:
         return weight, module._parameters.get("bias")
 
     def refuse_mixture(self) -> None:
-        """Raise UnsupportedUNet if the parameters are of a dtype that we do not run, or lie on several devices."""
+        """Raise UnsupportedUNet if the parameters are of a dtype that we do not run, or lie on several devices. What is
+        cast to one type may be stored in several, layer by layer."""
         known, stored = BOUND_DTYPES if self.cast_to is None else STORED_DTYPES, self.stored_dtype
-        for path, affine in self._affines().items():
+        affines = self._affines()
+        for path, affine in affines.items():
             for parameter in (affine.weight, affine.bias):
                 if parameter is None:
                     continue
@@ -260,13 +262,19 @@ class Binding:
                 devices = {parameter.device.type, self.device.type}
                 if parameter.device != self.device and "meta" not in devices:
                     raise UnsupportedUNet(PARTLY_LOADED)
-                if (parameter.device, parameter.dtype) != (self.device, stored):
+                other_type = self.cast_to is None and parameter.dtype != stored
+                if parameter.device != self.device or other_type:
                     raise UnsupportedUNet(
                         f"its parameters are mixed: {stored} on {self.device}, "
                         f"but {path} is {parameter.dtype} on {parameter.device}"
                     )
         if self.device.type == "meta":
             raise UnsupportedUNet("its parameters are not loaded (they are on the meta device)")
+        for fusion in self._fusions:
+            members = [affines[member.path] for member in fusion.members]
+            parameters = [parameter for affine in members for parameter in affine[:2] if parameter is not None]
+            if len({parameter.dtype for parameter in parameters}) > 1:
+                raise UnsupportedUNet(f"the layers of {fusion.name} are stored in several types")
 
 
 def present_parameters(leaves: list[tuple[str, weakref.ref[nn.Module]]]) -> list[nn.Parameter]:

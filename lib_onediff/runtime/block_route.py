@@ -254,7 +254,8 @@ class BlockRoute:
         device = hidden_states.device
         with self._accelerator.computing(device), our_modes(device, running.entry.key.precision):
             # Another tensor: what our operators know of this one, they must not know of one that the owner writes into.
-            compute = lambda: running.layers.stage(running.stages[index], hidden_states, None).detach()  # noqa: E731
+            given = hidden_states.to(running.entry.key.dtype)
+            compute = lambda: running.layers.stage(running.stages[index], given, None).detach()  # noqa: E731
             patches = running.layers.patches if isinstance(running.layers, PatchedLayers) else None
             functions = () if patches is None else patches.functions()
             twice = patches is not None and running.entry.state is State.COLD
@@ -292,7 +293,7 @@ def key_of(managed: ManagedUNet, settings: Settings, call: UNetCall, backend: st
     """Raises UnsupportedUNet for a UNet that is not bound yet."""
     architecture, dtype = managed.bound.architecture, managed.bound.binding.dtype
     flags = flags_for(settings, dtype, call.latent.device)
-    return replace(ShapeKey.of(architecture, dtype, call, backend, flags), inputs=("blocks",))
+    return replace(ShapeKey.of(architecture, dtype, call, backend, flags), inputs=("blocks", *managed.kinds))
 
 
 def why_the_hosts(entry: Entry) -> str:

@@ -268,6 +268,7 @@ class ClassicHost(LdmPatchedHost):
 class A1111Host(Host):
     unet_module, unet_class = "ldm.modules.diffusionmodules.openaimodel", "UNetModel"
     vae_module = "ldm.modules.diffusionmodules.model"
+    _file: dict[str, Tensor] | None = None
 
     def make(self) -> Any:
         self.module("modules.launch_utils")
@@ -295,6 +296,22 @@ class A1111Host(Host):
             )
             image = image - 0.1 * (predictions[:1] + 3 * (predictions[:1] - predictions[1:]))
         return image
+
+    def store_in_fp8(self, on: bool, by_hand: bool = False, cache: bool = False) -> None:
+        """As the options "FP8 weight" and "Cache FP16 weight for LoRA" do: the checkpoint is loaded anew, into the
+        module that is there. by_hand: see the stand-in's devices."""
+        devices = self.module("modules.devices")
+        if self._file is None:
+            self._file = {name: value.clone() for name, value in self.unet.state_dict().items()}
+        devices.fp8, devices.by_hand = on, on and by_hand
+        self.unet.float().load_state_dict(self._file)
+        for layer in self.unet.modules():
+            for name in ("network_current_names", "network_weights_backup", "fp16_weight", "fp16_bias"):
+                layer.__dict__.pop(name, None)
+            if on and isinstance(layer, (nn.Linear, nn.Conv2d)):
+                if cache:
+                    layer.__dict__.update({f"fp16_{name}": value.half() for name, value in layer.named_parameters()})
+                layer.to(torch.float8_e4m3fn)
 
     def set_lora(self, strength: float, online: bool = False) -> None:
         networks = self.module("networks")

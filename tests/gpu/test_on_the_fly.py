@@ -15,9 +15,10 @@ pytest.importorskip("diffusers")
 pytest.importorskip("triton", reason="needs Triton")
 
 from lib_onediff.bench.models import TIME_IDS, random_unet
-from lib_onediff.hosts.forge.weight_functions import LayerFunctions
+from lib_onediff.hosts.forge.weight_functions import LayerFunctions, cast_to_input
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.patches import HostTraits
+from lib_onediff.model.weight_functions import Casts
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 
@@ -136,7 +137,7 @@ def forward(unet: Any, call: UNetCall) -> Callable[[], Tensor]:
 
 
 def host_traits() -> HostTraits:
-    return HostTraits(trusted={__name__}, by_content=True, functions=LayerFunctions())
+    return HostTraits(trusted={__name__}, by_content=True, functions=LayerFunctions(), casts=Casts(cast_to_input))
 
 
 def served(unet: nn.Module, call: UNetCall, backend: str, calls: int = 3) -> Tensor:

@@ -181,6 +181,24 @@ def test_what_we_cannot_run_is_refused_in_one_line_and_left_alone(kind: str, rea
     assert binding.signature() == addresses
 
 
+def test_what_the_host_casts_to_one_type_may_be_stored_in_several() -> None:
+    unet = diffusers_unet()
+    for layer in unet.modules():
+        if isinstance(layer, (nn.Linear, nn.Conv2d)):
+            layer.to(torch.float8_e4m3fn)
+    before = {name: value.float() for name, value in values(unet).items()}
+    binding = Binding(unet, read_layout(unet))
+    with pytest.raises(UnsupportedUNet, match="is stored as float8_e4m3fn, which we do not run"):
+        binding.bind()
+    binding.cast_to = torch.float16
+    binding.bind()
+    assert binding.dtype == torch.float16 and binding.stored_dtype == torch.float8_e4m3fn
+    assert same(before, {name: value.float() for name, value in values(unet).items()})
+    unet.get_submodule(binding.fusions[0].members[0].path).half()
+    with pytest.raises(UnsupportedUNet, match=f"the layers of {binding.fusions[0].name} are stored in several types"):
+        binding.bind()
+
+
 def test_a_bound_unet_is_saved_and_loaded_like_any_other(tmp_path: Path) -> None:
     from diffusers import UNet2DConditionModel
     from safetensors.torch import load_file, save_file

@@ -25,6 +25,7 @@ from ..class_patch import ClassPatch, active_patches
 from ..contract import Need, first_missing
 from ..ldm_decoder import DecoderPatches
 from ..webui import PROMPT_NOISE, CannotWarm, Result, WebUI, network_name
+from .casts import CASTS, why_cast_by_hand
 from .concatenation import replaced_concatenation
 from .controlnet_loop import HostLoop
 from .guidance import DenoiserStep
@@ -36,10 +37,11 @@ log = logging.getLogger("onediff")
 UNET_MODULES = ("ldm.modules.diffusionmodules.openaimodel", "sgm.modules.diffusionmodules.openaimodel")
 VAE_MODULES = ("ldm.modules.diffusionmodules.model", "sgm.modules.diffusionmodules.model")
 # The WebUI's own patches of layer classes: lazy LoRA (synced before a call), attention and norm variants that
-# compute the same, gradient checkpoints (not used here). Hypernetworks live among them and are asked for by name.
+# compute the same, gradient checkpoints (not used here). Hypernetworks live among them and are asked for by name, and
+# so is the manual cast of modules.devices.
 TRUSTED = (
-    "networks", "modules.sd_hijack_optimizations", "modules.hypernetworks.hypernetwork", "modules.sd_hijack_utils",
-    "modules.sd_hijack_checkpoint", "modules.sd_hijack_unet", "modules.sd_unet",
+    "networks", "modules.devices", "modules.sd_hijack_optimizations", "modules.hypernetworks.hypernetwork",
+    "modules.sd_hijack_utils", "modules.sd_hijack_checkpoint", "modules.sd_hijack_unet", "modules.sd_unet",
 )
 # Undoing an attention optimisation, the WebUI gives sgm's VAE the attention of ldm's: the same one.
 TRUSTED_IN_VAE = (*TRUSTED, "ldm.modules.diffusionmodules.model")
@@ -86,7 +88,8 @@ class A1111(WebUI):
             upcasts_attention,
         )
         self._host_traits = HostTraits(
-            TRUSTED, does_nothing_now, apply_wanted_networks, wanted_networks, by_content=True, brought=is_brought
+            TRUSTED, does_nothing_now, apply_wanted_networks, wanted_networks, by_content=True, brought=is_brought,
+            casts=CASTS,
         )
         modules = [importlib.import_module(name) for name in VAE_MODULES]
         parts = [part for module in modules for part in (module.Decoder, module.Encoder)]
@@ -262,7 +265,8 @@ class A1111(WebUI):
             return "a forward hook is set on all modules"
         if shared.cmd_opts.lowvram and getattr(shared.sd_model, "lowvram", False):
             return "--lowvram moves the UNet's layers one at a time"
-        return why_functional() if getattr(shared.opts, "lora_functional", False) else None
+        functional = why_functional() if getattr(shared.opts, "lora_functional", False) else None
+        return functional or why_cast_by_hand()
 
 
 def why_not_this_call(timesteps: Any, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

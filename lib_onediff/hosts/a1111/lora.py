@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from .casts import cast_by_hand
+
 log = logging.getLogger("onediff")
 
 
@@ -40,7 +42,8 @@ def apply_wanted_networks(layers: Iterable[nn.Module]) -> None:
     began = time.perf_counter()
     stale = [layer for layer in layers if holds_others(layer, wanted)]
     for layer in stale:
-        networks.network_apply_weights(layer)
+        with cast_by_hand(layer):
+            networks.network_apply_weights(layer)
     if stale:
         names = ", ".join(f"{name[0]} {name[2]}" for name in wanted) or "none"
         log.debug("LoRA: %s, %d layers in %.0f ms", names, len(stale), (time.perf_counter() - began) * 1e3)

@@ -18,6 +18,7 @@ from ...model.call import UNetCall
 from ...model.deepcache.sampling import Sampling
 from ...model.patches import HostTraits, origin
 from ...model.rows import PromptRows
+from ...model.weight_functions import Casts
 from ...model.weights import shares_storage
 from ...runtime.call_stats import HOST
 from ...runtime.runtime import runtime
@@ -34,7 +35,7 @@ from .call import copied_lists, unet_call
 from .guidance import control_of_prompt, options_of_prompt, prompt_rows
 from .patches import OwnForwards
 from .traits import ENGINE_PATHS, FORGE, Traits
-from .weight_functions import LayerFunctions
+from .weight_functions import LayerFunctions, cast_to_input
 
 log = logging.getLogger("onediff")
 
@@ -74,7 +75,8 @@ class Forge(WebUI):
         )
         self._host_traits = HostTraits(
             by_content=True, yardstick=lambda host: checks.with_exact_attention(traits, host),
-            functions=LayerFunctions(), brought=lambda unet, module: is_block_or_attention(module),
+            functions=LayerFunctions(), casts=Casts(cast_to_input),
+            brought=lambda unet, module: is_block_or_attention(module),
         )
         self._own_forwards = ChangedModules(OwnForwards.of)
         self._helpers = checks.Helpers(traits)

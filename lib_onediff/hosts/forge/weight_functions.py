@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ...model.patches import APPLIED_AT_CALL
@@ -73,8 +74,10 @@ class LayerFunctions:
             updates or (), None if updates is not None else in_turn(functions), in_turn(on_bias), lasting
         )
 
-    def casts(self, layer: nn.Module) -> bool:
-        return any(getattr(layer, name, False) for name in CASTS)
+
+def cast_to_input(layers: Sequence[nn.Module], dtype: torch.dtype) -> torch.dtype | None:
+    """The type to which these layers cast their parameters: all of them to their inputs', or the UNet is the host's."""
+    return dtype if all(any(getattr(layer, name, False) for name in CASTS) for layer in layers) else None
 
 
 def applied_to(layers: Sequence[nn.Module]) -> list[int]:

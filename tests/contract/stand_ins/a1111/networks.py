@@ -10,6 +10,7 @@ loaded_networks: list[Any] = []
 
 
 def network(name: str, strength: float, differences: dict[str, torch.Tensor]) -> Any:
+    """differences: what it adds, by the layer's name for the weight, and by that and ".bias"."""
     return SimpleNamespace(
         name=name, te_multiplier=1.0, unet_multiplier=strength, dyn_dim=None, differences=differences
     )
@@ -20,13 +21,18 @@ def network_apply_weights(layer: Any) -> None:
     wanted = tuple((net.name, net.te_multiplier, net.unet_multiplier, net.dyn_dim) for net in loaded_networks)
     if name is None or layer.__dict__.get("network_current_names", ()) == wanted:
         return
-    if "network_weights_backup" not in layer.__dict__:
-        layer.network_weights_backup = layer.weight.detach().clone()
+    if layer.__dict__.get("network_weights_backup") is None:
+        layer.network_weights_backup = {key: value.clone() for key, value in layer.named_parameters()}
     with torch.no_grad():
-        layer.weight.copy_(layer.network_weights_backup)
-        for net in loaded_networks:
-            if name in net.differences:
-                layer.weight += net.unet_multiplier * net.differences[name]
+        for key, backup in layer.network_weights_backup.items():
+            parameter = layer.get_parameter(key)
+            parameter.copy_(backup)
+            for net in loaded_networks:
+                difference = net.differences.get(name if key == "weight" else f"{name}.{key}")
+                if difference is not None:
+                    # Of a layer in float8, the weight as it was may be kept beside it.
+                    base = getattr(layer, f"fp16_{key}", parameter).to(difference.dtype)
+                    parameter.copy_((base + net.unet_multiplier * difference).to(parameter.dtype))
     layer.network_current_names = wanted
 
 

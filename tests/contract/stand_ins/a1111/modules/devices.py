@@ -1,18 +1,50 @@
-"""A CPU, in float32."""
+"""A CPU, in float32. With weights in float8, its autocast to bfloat16, or (by_hand) what a GPU does with --no-half."""
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 device = torch.device("cpu")
-dtype = dtype_vae = dtype_unet = torch.float32
-unet_needs_upcast = False
+dtype = dtype_vae = dtype_unet = dtype_inference = torch.float32
+unet_needs_upcast = fp8 = by_hand = False
+CAST = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm)
 
 
 def autocast(disable: bool = False) -> Any:
+    if by_hand:
+        return manual_cast(dtype)
+    return torch.autocast("cpu", dtype=torch.bfloat16) if fp8 else contextlib.nullcontext()
+
+
+def without_autocast(disable: bool = False) -> Any:
     return contextlib.nullcontext()
 
 
-without_autocast = autocast
+@contextlib.contextmanager
+def manual_cast(target: torch.dtype) -> Iterator[None]:
+    """Inside, these layers cast inputs and parameters themselves: theirs lie elsewhere after each call."""
+    originals = [kind.forward for kind in CAST]
+    for kind, forward in zip(CAST, originals, strict=True):
+        kind.forward, kind.org_forward = casting(forward, target), forward
+    try:
+        yield
+    finally:
+        for kind, forward in zip(CAST, originals, strict=True):
+            kind.forward = forward
+            del kind.org_forward
+
+
+def casting(forward: Callable[..., Tensor], target: torch.dtype) -> Callable[..., Tensor]:
+    def cast(layer: Any, x: Tensor) -> Tensor:
+        stored = {parameter.dtype for parameter in layer.parameters()} - {target}
+        layer.to(target)
+        result = forward(layer, x.to(target))
+        for other in stored:
+            layer.to(other)
+        return result.to(dtype_inference)
+
+    return cast

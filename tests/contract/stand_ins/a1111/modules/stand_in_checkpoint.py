@@ -4,6 +4,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from modules.devices import autocast
 from torch import Tensor, nn
 
 
@@ -13,7 +14,8 @@ class LatentDiffusion:
         self.first_stage_model = SimpleNamespace(encoder=encoder, decoder=decoder)
 
     def apply_model(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
-        return self.model.diffusion_model(x, t, context=cond["c_crossattn"][0])
+        with autocast():
+            return self.model.diffusion_model(x, t, context=cond["c_crossattn"][0])
 
     def decode_first_stage(self, z: Tensor) -> Tensor:
         return self.first_stage_model.decoder(z)

@@ -9,6 +9,7 @@ functions of other extensions run within the UNet, what lies between them is rea
 """
 from __future__ import annotations
 
+import copy
 import importlib.util
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +43,7 @@ def replaying_graphs() -> Any:
         def __init__(self, binding: Any, ops: Any, inputs: Any, conditioning: Any, memory: SharedMemory) -> None:
             self.inputs, self.memory, self.own_bytes = inputs, memory, bytes_of(inputs)
             self._layout, self._ops, self._conditioning = binding.layout, ops, conditioning
-            self._weights = {name: lying_still(layer) for name, layer in binding.weights().items()}
+            self._weights = all_lying_still(binding.weights())
 
         def run(self, call: Any) -> Tensor:
             copy_inputs(call, self.inputs)
@@ -59,7 +60,7 @@ def replaying_graphs() -> Any:
                 self._alive[memory] = None
             if inputs.patches is None:
                 return Replayed(binding, ops, inputs, conditioning, memory)
-            weights = {name: lying_still(layer) for name, layer in binding.weights().items()}
+            weights = all_lying_still(binding.weights())
             segments = record(
                 tape().TapeRecording(), inputs.patches,
                 lambda points: compute(binding.layout, weights, ops, replace(inputs, patches=points), conditioning),
@@ -84,6 +85,16 @@ def tape() -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def all_lying_still(weights: Any) -> Any:
+    """What a graph knows of weights: addresses. What the host casts at each use is cast within the graph."""
+    from lib_onediff.model.applied_functions import AppliedWeights
+
+    if isinstance(weights, AppliedWeights):
+        # What was made of them is written over in its place, and its dictionaries are made anew.
+        return AppliedWeights(all_lying_still(weights._weights), copy.copy(weights._applied), weights._dtype)
+    return {name: lying_still(layer) for name, layer in weights.items()}
 
 
 def lying_still(layer: Any) -> Any:

@@ -1,0 +1,258 @@
+"""A1111's option "FP8 weight": what it stores in float8 is cast where we use it, as the WebUI casts it."""
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from builders import CONTEXT_WIDTH, relative_error
+from contract_hosts import ATTENTION, A1111Host, calls_of, random, running
+from test_blocks import controlled_forward
+from test_generations import BY_HOST, OURS, close, same
+from torch import Tensor, nn
+
+from lib_onediff.engines.managed_unet import ManagedUNet
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.runtime import runtime
+
+FLOAT8 = torch.float8_e4m3fn
+STORED = "weights stored as float8_e4m3fn"
+LAYERS = (ATTENTION, "input_blocks.1.0.in_layers.2", "input_blocks.1.0.emb_layers.1", "time_embed.0", "out.2")
+WORST_RATIO = 1.1
+
+
+@pytest.fixture
+def host(fresh_runtime: None) -> Iterator[A1111Host]:
+    with running("a1111") as made:
+        yield made
+
+
+def managed(host: A1111Host) -> ManagedUNet:
+    found = runtime.managed_unet(host.unet)
+    assert found is not None
+    return found
+
+
+def bits(host: A1111Host) -> dict[str, Tensor]:
+    return {name: parameter.clone().flatten().view(torch.uint8) for name, parameter in host.unet.named_parameters()}
+
+
+def served(host: A1111Host, expected: Any) -> Any:
+    made, calls = calls_of(host.generate)
+    assert calls == OURS and close(made, expected), runtime.status()["reason"]
+    return made
+
+
+def in_float32(host: A1111Host, make: Callable[[], Any]) -> Any:
+    """What the same stored weights make where nothing is rounded."""
+    devices = host.module("modules.devices")
+    before, devices.by_hand = devices.by_hand, True
+    try:
+        return make()
+    finally:
+        devices.by_hand = before
+
+
+@torch.no_grad()
+def outputs(host: A1111Host) -> list[Tensor]:
+    """Of single calls with several inputs."""
+    return [host.checkpoint.apply_model(
+        random(2, 4, 8, 8, seed=seed), torch.full((2,), 500.25),
+        {"c_crossattn": [random(2, 77, CONTEXT_WIDTH, seed=seed + 1)]},
+    ).float() for seed in range(0, 24, 2)]
+
+
+def mean_error(made: list[Tensor], exact: list[Tensor]) -> float:
+    return sum(map(relative_error, made, exact)) / len(exact)
+
+
+def loras(host: A1111Host, *strengths: float) -> None:
+    """LoRAs that change weights and biases, for the generations to come."""
+    networks, parameters = host.module("networks"), dict(host.unet.named_parameters())
+    biases = [f"{name}.bias" for name in LAYERS if f"{name}.bias" in parameters]
+    wanted = []
+    for seed, strength in enumerate(strengths):
+        differences = {name: random(*parameters[f"{name}.weight"].shape, seed=seed) for name in LAYERS}
+        differences |= {name: random(*parameters[name].shape, seed=seed + 9) for name in biases}
+        wanted.append(networks.network(f"seed {seed}", strength, differences))
+    networks.loaded_networks[:] = wanted
+
+
+def test_it_is_cast_where_it_is_used(host: A1111Host) -> None:
+    """Everything in float32, as on a GPU with --no-half."""
+    plain = host.generate()
+    host.store_in_fp8(True, by_hand=True)
+    expected, before = host.generate(), bits(host)
+    assert relative_error(expected.latent, plain.latent) > 1e-3
+    host.start()
+    for _ in range(3):
+        served(host, expected)
+    assert managed(host).kinds == (STORED,)
+    # No copy of a weight: the biases alone are kept in float32, as the norms already are.
+    small = [parameter for parameter in host.unet.parameters() if parameter.dtype == FLOAT8 and parameter.dim() == 1]
+    assert managed(host).bound.on_the_fly.bytes == sum(4 * parameter.numel() for parameter in small) > 0
+    assert {parameter.dtype for parameter in host.unet.parameters()} == {FLOAT8, torch.float32}
+    host.switch(False)
+    assert same(host.generate(), expected)
+    assert all(torch.equal(before[name], now) for name, now in bits(host).items())
+
+
+def test_under_autocast_it_is_no_farther_from_float32_than_the_host(host: A1111Host) -> None:
+    """As on a CPU: the WebUI calls in float32, and layers compute in bfloat16."""
+    host.store_in_fp8(True)
+    exact, expected = in_float32(host, lambda: outputs(host)), outputs(host)
+    host.start()
+    made, calls = calls_of(host.generate)
+    assert calls == OURS and managed(host).kinds == (STORED,), runtime.status()["reason"]
+    assert managed(host).bound.binding.dtype == torch.bfloat16 and made.latent.dtype == torch.float32
+    assert same(host.generate(), made)
+    ours, calls = calls_of(lambda: outputs(host))
+    assert calls == {"plain": len(exact)}
+    mine, theirs = mean_error(ours, exact), mean_error(expected, exact)
+    print(f"{mine:.2e}, the host {theirs:.2e}")
+    assert 1e-3 < mine <= WORST_RATIO * theirs
+
+
+def test_the_option_is_switched_on_and_off(host: A1111Host) -> None:
+    settings = (False, True, False, True, False)
+    expected = []
+    for on in settings:
+        host.store_in_fp8(on, by_hand=True)
+        expected.append(host.generate())
+    host.store_in_fp8(False)
+    host.start()
+    mine = []
+    for on, hosts in zip(settings, expected, strict=True):
+        host.store_in_fp8(on, by_hand=True)
+        mine.append(served(host, hosts))
+        assert managed(host).kinds == ((STORED,) if on else ())
+        assert bool(managed(host).bound.on_the_fly.bytes) is on
+    assert same(mine[0], mine[2]) and same(mine[2], mine[4]) and same(mine[1], mine[3])
+    host.switch(False)
+    assert same(host.generate(), expected[-1])
+
+
+@pytest.mark.parametrize("cache", [False, True], ids=["", "cached in float16"])
+def test_loras_are_merged_and_taken_out(host: A1111Host, cache: bool) -> None:
+    """Into the weights in float8; so are their biases, of which we keep copies."""
+    host.store_in_fp8(True, by_hand=True, cache=cache)
+    sequence: tuple[tuple[float, ...], ...] = ((), (0.5,), (0.25, 0.5), (), (0.5,))
+    expected = []
+    for strengths in sequence:
+        loras(host, *strengths)
+        # The call that merges computes with what is rounded afterwards, where the WebUI casts by hand.
+        host.generate()
+        expected.append(host.generate())
+    assert relative_error(expected[1].latent, expected[0].latent) > 1e-2
+    assert relative_error(expected[2].latent, expected[1].latent) > 1e-2
+    host.start()
+    for strengths, hosts in zip(sequence, expected, strict=True):
+        loras(host, *strengths)
+        served(host, hosts)
+    host.switch(False)
+    assert same(host.generate(), expected[-1])
+
+
+def test_a_lora_that_changes_within_a_sampling_is_noticed(host: A1111Host) -> None:
+    """As extensions do that give a LoRA another strength at some step: the copies of biases are made anew."""
+    host.store_in_fp8(True)
+    parameters = dict(host.unet.named_parameters())
+    biases = {name: 2 * random(*parameters[name].shape, seed=1) for name in (f"{layer}.bias" for layer in LAYERS[1:])}
+    networks, calls_made = host.module("networks"), 0
+
+    def scheduled() -> Any:
+        nonlocal calls_made
+        calls_made = 0
+
+        def change(*_: Any) -> None:
+            nonlocal calls_made
+            calls_made += 1
+            networks.loaded_networks[:] = [networks.network("biases", 1.0 / calls_made**3, biases)]
+
+        handle = host.unet.register_forward_pre_hook(change)
+        try:
+            return host.generate()
+        finally:
+            handle.remove()
+
+    expected = scheduled()
+    networks.loaded_networks[:] = [networks.network("biases", 1.0, biases)]
+    assert relative_error(host.generate().latent, expected.latent) > 0.05
+    host.start()
+    made, calls = calls_of(scheduled)
+    assert calls == OURS, runtime.status()["reason"]
+    assert relative_error(made.latent, expected.latent) < 0.02
+
+
+@pytest.mark.parametrize("by_hand", [True, False], ids=["float32", "bfloat16"])
+def test_a_foreign_loop_gets_our_blocks(host: A1111Host, by_hand: bool) -> None:
+    """As sd-webui-controlnet walks through the stages."""
+    host.store_in_fp8(True, by_hand)
+    plain = host.generate()
+    host.unet.forward = types.MethodType(controlled_forward, host.unet)
+    exact, expected = in_float32(host, host.generate), host.generate()
+    assert relative_error(expected.latent, plain.latent) > 1e-2
+    host.start()
+    for _ in range(2):
+        made, calls = calls_of(host.generate)
+        assert calls == {"blocks": 2}, runtime.status()["reason"]
+        assert made.latent.dtype == torch.float32
+    assert relative_error(made.latent, exact.latent) < (1e-5 if by_hand else 1e-2)
+    entries = [entry for entry in runtime.table.entries() if "blocks" in entry.key.inputs]
+    assert [entry.key.inputs for entry in entries] == [("blocks", STORED)]
+    del host.unet.forward
+    assert calls_of(host.generate)[1] == OURS
+
+
+def test_low_bit_rests(host: A1111Host) -> None:
+    host.store_in_fp8(True, by_hand=True)
+    expected = host.generate()
+    host.start()
+    runtime.configure(Settings(low_bit="fp8"))
+    served(host, expected)
+    assert managed(host).low_bit is None
+
+
+def functional_lora(host: A1111Host) -> None:
+    host.set_lora(0.5, online=True)
+
+
+def other_results(host: A1111Host) -> None:
+    """As --precision full without --no-half: layers compute in one type and give another back."""
+    host.module("modules.devices").dtype = torch.float16
+
+
+def cast_without_float8(host: A1111Host) -> None:
+    """As on a GPU on which autocast does not work."""
+    host.store_in_fp8(False)
+    host.module("modules.devices").by_hand = True
+
+
+@pytest.mark.parametrize(("change", "reason"), [
+    (functional_lora, "LoRA is set to the old method"), (other_results, "time_embed.0 is stored as float8_e4m3fn"),
+    (cast_without_float8, "the WebUI casts what every layer computes with itself"),
+])
+def test_what_the_host_computes_otherwise_is_the_hosts(
+    host: A1111Host, change: Callable[[A1111Host], None], reason: str
+) -> None:
+    host.store_in_fp8(True, by_hand=True)
+    change(host)
+    host.generate()
+    expected = host.generate()
+    host.start()
+    made, calls = calls_of(host.generate)
+    assert calls == BY_HOST and torch.equal(made.latent, expected.latent)
+    assert reason in runtime.status()["reason"]
+
+
+def test_it_is_made_ready_between_images(host: A1111Host) -> None:
+    host.store_in_fp8(True)
+    adapter = host.start()
+    before = runtime.status()["calls"]["plain"]
+    adapter.warm(64, 64, 2, 77)
+    assert runtime.status()["calls"]["plain"] == before + 1, runtime.status()["reason"]
+    made, calls = calls_of(host.generate)
+    assert calls == OURS and torch.isfinite(made.latent).all()
+    assert {type(layer) for layer in managed(host).bound.binding.layers()} >= {nn.Linear, nn.Conv2d}
