@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..model.deepcache.options import UNIFORM
+from ..model.deepcache.options import REUSED, UNIFORM
 from ..options.preset_data import PRESETS
 
 ONEDIFF = "onediff"
@@ -32,6 +32,11 @@ IMAGE_SETTINGS: dict[str, dict[str, Any]] = {
     **{
         f"onediff + DeepCache {interval}, depth 1, uniform": deepcache(interval, 1, deepcache_schedule=UNIFORM)
         for interval in INTERVALS
+    },
+    **{
+        f"onediff + DeepCache {interval}, depth {depth}, reused":
+            deepcache(interval, depth, deepcache_feature=REUSED)
+        for interval in INTERVALS for depth in DEPTHS
     },
     **{f"onediff, guidance end {end}": {"guidance_end": end} for end in GUIDANCE_ENDS},
     **{

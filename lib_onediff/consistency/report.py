@@ -27,7 +27,7 @@ CHANGES_IMAGES, CHANGES_DIGITS, CHANGES_NOTHING = range(3)
 SECTIONS_OF_IMAGES = {"Model", "WebUI options"}
 NAMES_OF_IMAGES = {
     "deepcache_interval", "deepcache_depth", "deepcache_start", "deepcache_end", "deepcache_schedule",
-    "deepcache_hires", "guidance_end", "forecast_interval", "low_bit", "matmul_accumulation",
+    "deepcache_feature", "deepcache_hires", "guidance_end", "forecast_interval", "low_bit", "matmul_accumulation",
     "convolution_accumulation",
 }
 # What says how much there is, or when it is made.

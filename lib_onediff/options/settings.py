@@ -130,6 +130,11 @@ class Settings:
         "early: whole steps lie close together at first, rarer later. uniform: equal distances.",
         group=SPEED, choices=deepcache.SCHEDULES, per_run=True, no_effect_when=WITHOUT_DEEPCACHE,
     )
+    deepcache_feature: str = option(
+        deepcache.FORECAST, "DeepCache feature",
+        "What stands for the deep layers. forecast: a line through the last two; reused: the last.",
+        group=SPEED, choices=deepcache.FEATURES, per_run=True, no_effect_when=WITHOUT_DEEPCACHE,
+    )
     deepcache_hires: str = option(
         deepcache.AS_FIRST, "DeepCache in the hires pass",
         "off: the second pass of Hires. fix computes the whole UNet at every step.",

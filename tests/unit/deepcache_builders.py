@@ -23,7 +23,9 @@ from lib_onediff.runtime.runtime import Runtime
 
 WEBUI = HostTraits(by_content=True)
 STEPS = [float(time) for time in range(951, 0, -50)]
-EVERY_THIRD: dict[str, Any] = {"deepcache_interval": 3, "deepcache_schedule": "uniform"}
+EVERY_THIRD: dict[str, Any] = {
+    "deepcache_interval": 3, "deepcache_schedule": "uniform", "deepcache_feature": "reused"
+}
 
 
 @pytest.fixture(autouse=True)

@@ -311,6 +311,9 @@ def test_auto_takes_for_each_product_what_was_measured_to_be_faster(
     assert done["int8"] == {(one.out, one.width) for one in every if one.source == GATED}
     kept = runtime.managed_unet(unet).low_bit._kept
     assert {kind for name, kind in kept if name.endswith("ff.net.2")} == {INT8_KIND}, "no second copy"
+    choice, gated = runtime.operators.low_bit.choice, next(one for one in every if one.source == GATED)
+    measured(gated, INT8_KIND, 4, 2.8)
+    assert choice.best(gated, torch.float16, [FP8.dtype, INT8_KIND.dtype]) == FP8, "a little faster is not enough"
 
 
 def test_what_cannot_be_timed_is_tried_once_and_stops_no_call(

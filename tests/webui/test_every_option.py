@@ -37,6 +37,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "deepcache_start": (0.4, CACHED, {}),
     "deepcache_end": (0.5, CACHED, {}),
     "deepcache_schedule": ("uniform", CACHED, {}),
+    "deepcache_feature": ("reused", CACHED, {}),
     "deepcache_hires": ("off", CACHED, HIRES),
     "guidance_end": (0.5, {}, {"negative_prompt": "snow"}),
     "forecast_interval": (3, {}, {}),
@@ -44,7 +45,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 # Those that change the picture of a small model on any machine.
 SEEN = (
     "vae_precision", "deepcache_interval", "deepcache_depth", "deepcache_start", "deepcache_end", "deepcache_schedule",
-    "deepcache_hires", "guidance_end", "forecast_interval",
+    "deepcache_feature", "deepcache_hires", "guidance_end", "forecast_interval",
 )
 
 

@@ -1,23 +1,61 @@
-"""Where deep features are kept: at fixed addresses, so that captured graphs can write and read them."""
+"""Where deep features are kept: at fixed addresses, so that captured graphs can write and read them.
+
+A feature changes smoothly from step to step. Where a forecast is wanted, a line through the last two computed ones
+gives the feature of a step between: Liu et al. 2025, "From Reusing to Forecasting" (TaylorSeer, arXiv 2503.06923).
+"""
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..call import DeepFeature
+
+# How far a forecast goes along its line, of the whole way: the line misses more the farther it goes
+# (.readme/deepcache.md).
+DAMPING = 0.5
 
 
 @dataclass
 class Record:
     """The deep feature of one prompt at one shape. made_at: the step that made it, None before the first; weights:
-    what they were then. aside: its values while another prompt's lie at the shape's address."""
+    what they were then. aside: its values while another prompt's lie at the shape's address.
+
+    before, last: where forecasts are wanted, the last two computed features with their steps, by the same weights.
+    """
 
     made_at: int | None = None
     weights: Any = None
     aside: Tensor | None = None
+    before: tuple[int, Tensor] | None = None
+    last: tuple[int, Tensor] | None = None
+
+    def note(self, step: int, weights: Any, computed: Tensor | None) -> None:
+        """A step has made the feature. computed: its values where forecasts are wanted."""
+        if weights != self.weights:
+            self.before = self.last = None
+        self.made_at, self.weights = step, weights
+        if computed is None:
+            return
+        spare = None
+        # Of two features at one step the later counts.
+        if self.last is not None and self.last[0] != step:
+            spare, self.before = self.before, self.last
+        memory = torch.empty_like(computed) if spare is None else spare[1]
+        self.last = step, memory.copy_(computed)
+
+    def forecast(self, step: int) -> Tensor | None:
+        """The feature of a later step; None before two were computed."""
+        if self.before is None or self.last is None:
+            return None
+        (step_before, feature_before), (step_last, feature_last) = self.before, self.last
+        return torch.lerp(feature_before, feature_last, 1 + DAMPING * (step - step_last) / (step_last - step_before))
+
+    def tensors(self) -> list[Tensor | None]:
+        return [self.aside, *(kept[1] for kept in (self.before, self.last) if kept is not None)]
 
 
 @dataclass
@@ -34,8 +72,15 @@ class Place:
             self._put_aside()
         self.occupant, record.made_at, record.aside = record, None, None
 
-    def bring_back(self, record: Record) -> None:
-        """Let this record's feature be read."""
+    def bring_back(self, record: Record, step: int) -> None:
+        """Let this record's feature be read, as it is at a step where that is forecast."""
+        feature = record.forecast(step)
+        if feature is not None:
+            if self.occupant is not record:
+                self._put_aside()
+            self.feature.write(feature)
+            self.occupant = record
+            return
         if self.occupant is record:
             return
         self._put_aside()
@@ -55,11 +100,11 @@ class Place:
     def _put_aside(self) -> None:
         other = self.occupant
         if other is not None and other.made_at is not None and other.aside is None:
-            other.aside = self.feature.read().clone()
+            other.aside = self.feature.read().clone() if other.last is None else other.last[1]
 
     def bytes(self) -> int:
-        asides = [record.aside for record in list(self.records.values())]
-        return sum(tensor.nbytes for tensor in (self.feature.tensor, *asides) if tensor is not None)
+        kept = {id(tensor): tensor for record in list(self.records.values()) for tensor in record.tensors()}
+        return sum(tensor.nbytes for tensor in (self.feature.tensor, *kept.values()) if tensor is not None)
 
 
 class Features:

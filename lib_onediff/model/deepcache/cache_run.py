@@ -9,7 +9,7 @@ from ..call import DeepCachePass, DeepFeature, UNetCall
 from ..layout import UNetLayout
 from .buffers import Features, Place, Record
 from .forward import deepest
-from .options import DeepCacheOptions
+from .options import FORECAST, DeepCacheOptions
 from .prompts import PromptNumbers
 from .sampling import Sampling
 from .schedule import is_whole, last_whole
@@ -23,13 +23,15 @@ GraphRecord = Callable[[], Collection[DeepFeature]]
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What DeepCache says of one call. is_whole: whether the schedule wants the whole UNet."""
+    """What DeepCache says of one call. is_whole: whether the schedule wants the whole UNet; forecasts: whether a cached
+    pass gets a forecast of the deep feature."""
 
     step: Step
     depth: int
     place: Place
     record: Record
     is_whole: bool
+    forecasts: bool = False
 
     @property
     def full(self) -> DeepCachePass:
@@ -46,13 +48,13 @@ class StepPlan:
     def prepare(self, is_cached_pass: bool) -> None:
         """Have the place ready for a half: to be written, or with this call's feature in it."""
         if is_cached_pass:
-            self.place.bring_back(self.record)
+            self.place.bring_back(self.record, self.step.index)
         else:
             self.place.make_room(self.record)
 
     def note_full(self, weights: Any) -> None:
         """The whole UNet was computed by these weights, and its feature lies in the place."""
-        self.record.made_at, self.record.weights = self.step.index, weights
+        self.record.note(self.step.index, weights, self.place.feature.read() if self.forecasts else None)
 
 
 class CacheRun:
@@ -67,6 +69,8 @@ class CacheRun:
         self._choice: DeepCacheOptions | None = None
         self._timeline: Timeline | None = None
         self._features = Features()
+        # The last two whole steps.
+        self._whole_steps = (0, 0)
         self._begin_again(())
 
     def plan(
@@ -99,9 +103,13 @@ class CacheRun:
         prompt = self._prompts.number(call.context, call.y, by_content)
         place = self._features.place((shape, depth))
         self._look_for_tiles(time, (shape, prompt))
-        place.drop_older(last_whole(choice, step))
+        whole, forecasts = is_whole(choice, step), choice.feature == FORECAST
+        if whole and step.index != self._whole_steps[1]:
+            self._whole_steps = self._whole_steps[1], step.index
+        # A line needs what the whole step before this one has made.
+        place.drop_older(self._whole_steps[0] if whole and forecasts else last_whole(choice, step))
         record = place.records.setdefault(prompt, Record())
-        return StepPlan(step, depth, place, record, bool(self.reason) or is_whole(choice, step))
+        return StepPlan(step, depth, place, record, bool(self.reason) or whole, forecasts)
 
     def forget(self) -> None:
         """Trust no feature, and keep none, nor any prompt."""
@@ -122,6 +130,7 @@ class CacheRun:
     def _begin_again(self, held: Collection[DeepFeature]) -> None:
         self._features.forget(held)
         self._prompts = PromptNumbers()
+        self._whole_steps = (0, 0)
         self._first_time: float | None = None
         self._at_first: set[Hashable] = set()
         self.reason = self.failure = ""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 EARLY, UNIFORM = SCHEDULES = ("early", "uniform")
+FORECAST, REUSED = FEATURES = ("forecast", "reused")
 AS_FIRST, OFF = HIRES = ("as the first pass", "off")
 MOST_INTERVAL, MOST_DEPTH = 20, 11
 
@@ -15,7 +16,8 @@ class DeepCacheOptions:
 
     depth: how many input stages, and as many output stages, run at every step. start, end: outside of these fractions
     of a sampling's steps every step is whole. schedule: UNIFORM, or EARLY: as many whole steps, close together at the
-    beginning and ever rarer.
+    beginning and ever rarer. feature: what stands for the deep feature of the other steps: FORECAST, a line
+    through the last two computed ones (buffers.Record), or REUSED, the last one itself, as the authors have it.
     """
 
     interval: int = 1
@@ -23,6 +25,7 @@ class DeepCacheOptions:
     start: float = 0.0
     end: float = 1.0
     schedule: str = EARLY
+    feature: str = FORECAST
 
     @classmethod
     def of(cls, settings: Any, second_pass: bool) -> DeepCacheOptions:

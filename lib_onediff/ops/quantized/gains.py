@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...model.forward import transformer_blocks
 from ...model.layout import LayerNorm, UNetLayout
-from ...model.low_bit import GATED, KINDS, NORMED, Kind, low_bit_layers, name_of, width_of
+from ...model.low_bit import FP8, GATED, INT8, KINDS, NORMED, Kind, low_bit_layers, name_of, width_of
 from ...model.operators import Operators, Stream
 from ...model.weights import Affine, QuantizedWeight
 from ..tuning_cache import TuningCache
@@ -81,7 +81,15 @@ class ProductChoice:
         if not measured:
             return unmeasured(product, kinds)
         best = max(measured, key=measured.__getitem__)
+        if best is INT8 and measured.get(FP8, 0) > 0 and not self._is_clearly_faster(product, dtype):
+            best = FP8
         return best if measured[best] > 0 else None
+
+    def _is_clearly_faster(self, product: Product, dtype: torch.dtype) -> bool:
+        """INT8 than FP8. What is measured are short bursts; at a card's power limit, an H100's clock fell by a tenth
+        under INT8, and did not under FP8 (.readme/low-bit.md)."""
+        int8, fp8 = (self.measured(product, dtype, kind) for kind in (INT8, FP8))
+        return int8 is not None and (fp8 is None or int8[1] < WORTH_ROUNDING * fp8[1])
 
     def gains(self, product: Product, dtype: torch.dtype, kind: Kind) -> float | None:
         """The milliseconds that were measured to be gained, 0 where they are too few; None where nothing was."""
