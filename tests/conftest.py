@@ -41,7 +41,7 @@ take_the_processors_word()
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """Two processes more than there are cores, because the tests in a browser mostly wait.
+    """One process more than there are cores, because the tests in a browser mostly wait; with two more it took longer.
 
     A WebUI that is given with --webui is only one, and on a GPU the tests measure memory.
     """
@@ -52,7 +52,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     if config.getoption("--webui", default=None) or torch.cuda.is_available():
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores + 2, MOST_WORKERS)
+    return min(cores + 1, MOST_WORKERS)
 
 
 @pytest.hookimpl(optionalhook=True)
