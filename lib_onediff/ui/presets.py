@@ -48,7 +48,7 @@ def build_presets_page(panel: PresetsPanel, opened: Callable[..., Any]) -> None:
         with gr.Row(elem_classes=ACTIONS):
             chosen = a_list("Preset", panel.names(), QUALITY, "preset_chosen")
             use = a_button("Use these settings", "preset_use", variant="primary")
-            delete = a_button("Delete", "preset_delete", elem_classes=DANGER)
+            delete = a_button("Delete", "preset_delete", elem_classes=DANGER, interactive=False)
         with gr.Row(elem_classes=[*ACTIONS, "onediff-confirm"], elem_id="onediff_preset_confirm", visible=False) as row:
             question = markup("preset_question")
             confirm = a_button("Delete it", "preset_delete_confirm", variant="stop")
@@ -65,6 +65,7 @@ def build_presets_page(panel: PresetsPanel, opened: Callable[..., Any]) -> None:
     # Another preset is chosen: the question was about the one before.
     for event in (opened, chosen.input, keep.click):
         event(panel.look, inputs=[], outputs=shown, queue=False, **QUIET)
+    chosen.change(panel.may_delete, inputs=[chosen], outputs=[delete], queue=False, **QUIET)
     delete.click(panel.ask_delete, inputs=[chosen], outputs=shown, queue=False, **QUIET)
     forget_when_changed([name], told)
     for event, handler, asked in (
@@ -72,6 +73,7 @@ def build_presets_page(panel: PresetsPanel, opened: Callable[..., Any]) -> None:
         (name.submit, panel.save, name),
     ):
         done = event(handler, inputs=[asked], outputs=shown, queue=False, **QUIET)
+        done.then(panel.may_delete, inputs=[chosen], outputs=[delete], queue=False, **QUIET)
         done.then(None, inputs=[to_show], outputs=[], api_name=False, **in_the_browser(SHOW_IN_SETTINGS))
 
 
@@ -122,6 +124,10 @@ class PresetsPanel:
         if refusal:
             return self._refused(refusal)
         return self._shown("", question=texts.delete_question(name, sets_of(self._presets()[name])))
+
+    def may_delete(self, name: Any) -> Any:
+        """The Delete button: there is nothing to delete about a preset that comes with OneDiff."""
+        return gr.update(interactive=not self._why_not_deleted(str(name or "")))
 
     def _why_not_deleted(self, name: str) -> str:
         if name not in self._presets():

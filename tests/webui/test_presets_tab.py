@@ -128,6 +128,7 @@ def test_own_preset_is_saved_used_and_deleted(presets: Presets, webui: WebUI) ->
     presets.use(OWN)
     assert run_says(webui) == "on; deepcache_interval 4"
     presets.choose(LIST, OWN)
+    page.wait(lambda: is_enabled(page, DELETE), "Delete", 20)
     presets.click(DELETE)
     presets.told("Delete 'my drafts'?", "onediff_preset_question")
     assert OWN in presets.rows()
@@ -158,10 +159,26 @@ def test_refusals(presets: Presets) -> None:
     presets.page.type(f"#{NAME} textarea, #{NAME} input", "Balanced")
     presets.click(SAVE)
     presets.told("a name of OneDiff's own", TOLD)
-    presets.choose(LIST, "Speed first")
-    presets.click(DELETE)
-    presets.told("only your own can be deleted", TOLD)
     assert presets.in_force() == ["Quality first"]
+
+
+def is_enabled(page: Any, elem_id: str) -> bool:
+    return bool(page.driver.find_element("id", elem_id).is_enabled())
+
+
+def test_only_a_preset_of_the_users_own_can_be_deleted(presets: Presets, webui: WebUI) -> None:
+    page = presets.page
+    assert not is_enabled(page, DELETE)
+    webui.set_options(onediff_deepcache_interval=4)
+    presets.save(OWN)
+    for name in (OWN, "Speed first", OWN):
+        presets.choose(LIST, name)
+        page.wait(lambda name=name: is_enabled(page, DELETE) is (name == OWN), f"Delete beside {name}", 20)
+    presets.click(DELETE)
+    presets.told("Delete 'my drafts'?", "onediff_preset_question")
+    presets.click("onediff_preset_delete_confirm")
+    presets.told("Deleted 'my drafts'", TOLD)
+    page.wait(lambda: not is_enabled(page, DELETE), "Delete without a preset to delete", 20)
 
 
 def test_with_the_keyboard(presets: Presets, webui: WebUI) -> None:
