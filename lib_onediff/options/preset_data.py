@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 QUALITY, BALANCED, SPEED = "Quality first", "Balanced", "Speed first"
-# How far a preset's images are from the host's in float32, by the judge (.readme/quality.md): the rows "preset ..." of
-#   python -m lib_onediff.bench --quality 200 --steps 30 --settings "preset Balanced" "preset Speed first"
+# How far a preset's DeepCache takes images from the host's in float32, by the judge (.readme/measuring.md): the rows of
+#   python -m lib_onediff.bench --quality 200 --steps 30 --settings "onediff + DeepCache 2, depth 1" ...
 # on a GPU in float16, with deep features forecast along three quarters of the line's slope (buffers.DAMPING was 0.75).
-DISTANCES = {BALANCED: 0.011, SPEED: 0.11}
+DISTANCES = {BALANCED: 0.011, SPEED: 0.04}
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ PRESETS = (
         SPEED,
         f"Fast drafts: two of three steps compute a small part of the UNet (distance {DISTANCES[SPEED]}).",
         {
-            "deepcache_interval": 4, "matmul_accumulation": "half",
+            "deepcache_interval": 3, "matmul_accumulation": "half",
             "convolution_accumulation": "half", "reduced_precision_reduction": "on", "tf32": "on",
             "vae_precision": "fp16", "low_bit": "auto",
         },
@@ -66,7 +66,7 @@ PROFILES = (
         "SDXL base", ("sdxlbase", "stablediffusionxlbase"),
         "It is known to be sensitive: errors in its UNet show as paler colours, and its own VAE overflows in fp16.",
         {SPEED: {
-            "deepcache_interval": 3, "deepcache_depth": 2, "matmul_accumulation": "full", "low_bit": "off",
+            "deepcache_interval": 2, "matmul_accumulation": "full", "low_bit": "off",
             "vae_precision": "auto",
         }},
     ),

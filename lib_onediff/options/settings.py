@@ -132,7 +132,7 @@ class Settings:
     )
     deepcache_feature: str = option(
         deepcache.FORECAST, "DeepCache feature",
-        "What stands for the deep layers. forecast: a line through the last two; reused: the last.",
+        "What stands for the deep layers. forecast: a line through the last two (Euler, DDIM).",
         group=SPEED, choices=deepcache.FEATURES, per_run=True, no_effect_when=WITHOUT_DEEPCACHE,
     )
     deepcache_hires: str = option(

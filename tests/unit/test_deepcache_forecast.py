@@ -24,7 +24,7 @@ def on_the_line(computed: list[tuple[int, Tensor]], step: int) -> Tensor:
 @pytest.mark.parametrize("config", [SMALL, SMALL_XL], ids=["SD1", "SDXL"])
 def test_cached_passes_read_the_forecast_of_their_own_prompt(config: dict) -> None:
     rig = Rig.of(config, **FORECAST)
-    rig.begin(STEPS[:11])
+    rig.begin(STEPS[:11], why_no_forecast=lambda: "")
     computed: dict[str, list[tuple[int, Tensor]]] = {"cat": [], "ugly": []}
     for step, half in enumerate(passes(WHOLE, 11)):
         for name in computed:
@@ -44,7 +44,7 @@ def test_cached_passes_read_the_forecast_of_their_own_prompt(config: dict) -> No
 def test_one_prompt_alone_and_two_samplings_in_turn() -> None:
     rig = Rig.of(**FORECAST)
     for _ in range(2):
-        rig.begin(STEPS[:11])
+        rig.begin(STEPS[:11], why_no_forecast=lambda: "")
         computed: list[tuple[int, Tensor]] = []
         for step, half in enumerate(passes(WHOLE, 11)):
             call = call_of(rig.unet, STEPS[step])
@@ -69,10 +69,17 @@ def test_its_memory_is_told_and_given_back() -> None:
     sizes = {}
     for feature in ("reused", "forecast"):
         rig = Rig.of(deepcache_feature=feature)
-        rig.begin()
+        rig.begin(why_no_forecast=lambda: "")
         rig.sample(STEPS)
         run = rig.runtime.managed_unet(rig.unet).cache_run
         sizes[feature] = run._features.bytes()
         run.forget()
         assert run.bytes() == 0
     assert sizes["forecast"] == 3 * sizes["reused"] > 0
+
+
+def test_with_samplers_that_no_line_follows_the_last_feature_is_reused() -> None:
+    rig = Rig.of(**FORECAST)
+    rig.begin(STEPS[:11], why_no_forecast=lambda: "it adds noise")
+    for step, half in enumerate(passes(WHOLE, 11)):
+        rig.check(call_of(rig.unet, STEPS[step]), "a", half)

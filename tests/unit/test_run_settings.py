@@ -77,7 +77,7 @@ def test_nothing_switches_on_what_the_settings_tab_has_off() -> None:
 
 def test_a_preset_adapts_to_the_checkpoint() -> None:
     turbo, base = (settings_of_run([True, SPEED], Settings(), name) for name in ("sd_xl_turbo", "sd_xl_base_1.0"))
-    assert (turbo.deepcache_interval, base.deepcache_interval, base.vae_precision) == (1, 3, "auto")
+    assert (turbo.deepcache_interval, base.deepcache_interval, base.vae_precision) == (1, 2, "auto")
 
 
 def test_own_presets() -> None:

@@ -97,7 +97,7 @@ def test_quality_first_is_every_default() -> None:
 def test_a_preset_sets_what_it_names_and_resets_the_rest() -> None:
     fast = with_preset(More(share=0.1), SPEED)
     assert own_options(fast) == {
-        **DEFAULTS, "deepcache_interval": 4, "tf32": "on", "low_bit": "auto", "vae_precision": "fp16",
+        **DEFAULTS, "deepcache_interval": 3, "tf32": "on", "low_bit": "auto", "vae_precision": "fp16",
     }
     assert name_of(fast) == SPEED and name_of(More()) == QUALITY and name_of(replace(fast, even=4)) is None
     assert own_options(with_preset(fast, BALANCED)) == {**DEFAULTS, "deepcache_interval": 2}
@@ -138,7 +138,7 @@ def test_profiles(checkpoint: str, profile: str | None) -> None:
 def test_a_profile_changes_its_presets() -> None:
     fast = next(preset for preset in PRESETS if preset.name == SPEED)
     usual, base = (values_of(fast, More, name) for name in ("", "sd_xl_base_1.0"))
-    assert (usual["deepcache_interval"], base["deepcache_interval"]) == (4, 3)
+    assert (usual["deepcache_interval"], base["deepcache_interval"]) == (3, 2)
     assert (usual["vae_precision"], base["vae_precision"], base["low_bit"]) == ("fp16", "auto", "off")
     assert with_preset(More(), BALANCED, checkpoint="playground-v2.5-1024px").deepcache_interval == 3
     assert with_preset(More(), SPEED, checkpoint="sdxl_turbo").deepcache_interval == 1

@@ -106,7 +106,7 @@ def test_use_these_settings(presets: Presets, webui: WebUI) -> None:
     page.find("#settings_submit").click()
     page.wait_for_text("settings_result", "settings changed", 20) if not webui.is_standalone else page.wait_for_text(
         "settings_result", "No setting changed", 20)
-    assert "deepcache_interval 4" in run_says(webui)
+    assert "deepcache_interval 3" in run_says(webui)
     presets.show()
     presets.use("Quality first")
     assert run_says(webui) == "on"

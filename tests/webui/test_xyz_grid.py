@@ -112,7 +112,7 @@ def test_a_preset_is_drawn_whatever_the_run_was_given(webui: WebUI, preset: str)
     (told,) = {onediff_in(grid, cell) for cell in (0, 1)}
     assert "deepcache_depth" not in told and "deepcache_interval 5" not in told
     options = dict(part.split(" ", 1) for part in told.split("; ")[1:])
-    assert options.pop("deepcache_interval") == {"Balanced": "2", "Speed first": "4"}[preset]
+    assert options.pop("deepcache_interval") == {"Balanced": "2", "Speed first": "3"}[preset]
     assert bool(options) is (preset == "Speed first")
     assert_cell(grid, 0, alone(webui, {**options, "deepcache_interval": int(told.split("deepcache_interval ")[1][0])}))
 

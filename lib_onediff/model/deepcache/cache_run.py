@@ -103,7 +103,9 @@ class CacheRun:
         prompt = self._prompts.number(call.context, call.y, by_content)
         place = self._features.place((shape, depth))
         self._look_for_tiles(time, (shape, prompt))
-        whole, forecasts = is_whole(choice, step), choice.feature == FORECAST
+        whole = is_whole(choice, step)
+        # Between steps that add noise, or that a sampler of a higher order joins, the feature does not follow a line.
+        forecasts = choice.feature == FORECAST and not sampling.why_no_forecast()
         if whole and step.index != self._whole_steps[1]:
             self._whole_steps = self._whole_steps[1], step.index
         # A line needs what the whole step before this one has made.
