@@ -119,23 +119,19 @@ def quality(options: argparse.Namespace, device: torch.device) -> Iterator[Quali
     images = drawn(pipe, wanted, steps)
     yield row(HOST, images, true, wanted, judge, device)
     # This model is too small to gain by eight bits: what they do to its images is seen where every layer has them.
-    choice = runtime.operators.low_bit.choice
-    choice.everywhere = True
-    choice.forget()
-    for name in options.settings or IMAGE_SETTINGS:
-        choices = IMAGE_SETTINGS[name]
-        compile_pipe(pipe, **choices)
-        with runtime.wait_for_compile():
-            drawn(pipe, wanted[:AT_ONCE], steps)
-        images = drawn(pipe, wanted, steps)
-        found = row(name, images, true, wanted, judge, device)
-        found.note = note_of(choices, DTYPES[options.dtype])
-        uncompile_pipe(pipe)
-        columns.append(images[:SHEET_ROWS])
-        names.append(f"{name}: {found.distance:.2f}")
-        yield found
-    choice.everywhere = False
-    choice.forget()
+    with runtime.operators.low_bit.choice.used_everywhere():
+        for name in options.settings or IMAGE_SETTINGS:
+            choices = IMAGE_SETTINGS[name]
+            compile_pipe(pipe, **choices)
+            with runtime.wait_for_compile():
+                drawn(pipe, wanted[:AT_ONCE], steps)
+            images = drawn(pipe, wanted, steps)
+            found = row(name, images, true, wanted, judge, device)
+            found.note = note_of(choices, DTYPES[options.dtype])
+            uncompile_pipe(pipe)
+            columns.append(images[:SHEET_ROWS])
+            names.append(f"{name}: {found.distance:.2f}")
+            yield found
     give_back_memory()
     if options.sheet:
         write_sheet(options.sheet, columns, names, wanted)
@@ -212,7 +208,8 @@ def low_median_high(values: list[float]) -> tuple[float, float, float]:
 def note_of(choices: dict[str, Any], dtype: torch.dtype) -> str:
     """Which choices change nothing here, and the route of the last call."""
     without = [name for name, value in choices.items() if why_no_effect(name, value, dtype=dtype)]
-    if choices.get("low_bit") and runtime.status()["backend"] != LOW_BIT_BACKENDS[choices["low_bit"]]:
+    wanted = LOW_BIT_BACKENDS.get(choices.get("low_bit", ""))
+    if wanted is not None and "low_bit" not in without and runtime.status()["backend"] != wanted:
         without.append("low_bit")
     idle = f"no effect here: {', '.join(without)}" if without else ""
     return "; ".join(part for part in (runtime.status()["route"] or "", idle) if part)

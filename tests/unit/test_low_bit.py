@@ -277,12 +277,11 @@ def test_everywhere_means_every_layer_of_a_small_model_whatever_it_gains(
     on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fewest_weights(monkeypatch, 1 << 20)
-    choice = runtime.operators.low_bit.choice
-    monkeypatch.setattr(choice, "everywhere", True)
-    choice.forget()
     unet = lib_onediff.compile_unet(half_unet(), low_bit="fp8", verify=False)
-    served(unet, half_call(unet))
-    assert now()[0] == FLOAT8, reason()
+    with runtime.operators.low_bit.choice.used_everywhere():
+        served(unet, half_call(unet))
+        assert now()[0] == FLOAT8, reason()
+    assert not runtime.operators.low_bit.choice.everywhere
     layout = runtime.layout_of(unet)
     kept = runtime.managed_unet(unet).low_bit._kept
     assert {name for name, _ in kept} == {name for name, _ in products(layout, 4, 4, 1, 0)} != set()

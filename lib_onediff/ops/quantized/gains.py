@@ -1,6 +1,7 @@
 """Which matrix products are done in eight bits, and in which kind: as was measured, once on a machine."""
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -131,6 +132,17 @@ class ProductChoice:
         """Measure both ways; the plain one is chosen unless the other is clearly faster."""
         self._tuning_cache.set(choice_name(product, dtype, kind), [time_ms(plain), time_ms(rounded)])
         self.forget()
+
+    @contextlib.contextmanager
+    def used_everywhere(self) -> Iterator[None]:
+        """Inside, see everywhere."""
+        self.everywhere = True
+        self.forget()
+        try:
+            yield
+        finally:
+            self.everywhere = False
+            self.forget()
 
     def forget(self) -> None:
         """Ask for every choice again."""
