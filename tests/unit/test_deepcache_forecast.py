@@ -65,6 +65,16 @@ def test_of_two_features_at_one_step_the_later_counts_and_other_weights_begin_an
     assert record.forecast(5) is None
 
 
+def test_a_long_way_on_from_two_adjacent_steps_it_goes_no_farther() -> None:
+    """As with a late start and a large interval."""
+    record = Record()
+    for step, value in ((10, 1.0), (11, 2.0)):
+        record.note(step, "weights", torch.full((2,), value))
+    assert torch.equal(record.forecast(12), torch.full((2,), 2.5))
+    for step in (13, 19):
+        assert torch.equal(record.forecast(step), torch.full((2,), 2.75))
+
+
 def test_its_memory_is_told_and_given_back() -> None:
     sizes = {}
     for feature in ("reused", "forecast"):

@@ -17,6 +17,8 @@ from ..call import DeepFeature
 # How far a forecast goes along its line, of the whole way: the line misses more the farther it goes
 # (.readme/deepcache.md).
 DAMPING = 0.5
+# The farthest that was measured, in distances between the two features: beyond, a forecast stays where it is then.
+FARTHEST = 1.5
 
 
 @dataclass
@@ -52,7 +54,8 @@ class Record:
         if self.before is None or self.last is None:
             return None
         (step_before, feature_before), (step_last, feature_last) = self.before, self.last
-        return torch.lerp(feature_before, feature_last, 1 + DAMPING * (step - step_last) / (step_last - step_before))
+        distance = min((step - step_last) / (step_last - step_before), FARTHEST)
+        return torch.lerp(feature_before, feature_last, 1 + DAMPING * distance)
 
     def tensors(self) -> list[Tensor | None]:
         return [self.aside, *(kept[1] for kept in (self.before, self.last) if kept is not None)]
