@@ -14,7 +14,7 @@ from ..public import compile_pipe, uncompile_pipe
 from ..runtime.runtime import runtime
 from .clock import give_back_memory, seconds
 from .image_settings import IMAGE_SETTINGS, TIMED
-from .models import random_unet, random_vae
+from .models import TOKENS, VOCABULARY, pooled_width, random_text_encoders, random_unet, random_vae
 from .options import DTYPES, Size, kind_of, name_of, sizes_for
 
 HOST = "host eager"
@@ -28,7 +28,8 @@ PROMPT_NOISE = 0.1
 
 @dataclass
 class ImageRow:
-    """One pipeline at one size. seconds: the median; differences: from the host's image, of a range of 1."""
+    """One pipeline at one size. seconds: the median of one image; differences: from the host's image, of a range of 1.
+    """
 
     model: str
     size: str
@@ -49,34 +50,49 @@ class ImageRow:
 
 
 class Images:
-    """A pipeline with random weights that draws one image of a size, from the same numbers every time."""
+    """A pipeline with random weights that draws images of a size, from the same numbers every time.
 
-    def __init__(self, model: str, options: argparse.Namespace, device: torch.device) -> None:
-        self.device, self.dtype, self.steps = device, DTYPES[options.dtype], options.steps
+    at_once: how many. text_encoders: whether the prompt goes through text encoders for each of them, as a user's does.
+    """
+
+    def __init__(
+        self, model: str, options: argparse.Namespace, device: torch.device, at_once: int = 1,
+        text_encoders: bool = False,
+    ) -> None:
+        self.device, self.dtype, self.steps, self.at_once = device, DTYPES[options.dtype], options.steps, at_once
         unet = random_unet(model, device).to(self.dtype)
         self.pipe = pipeline(unet, random_vae(kind_of(model) == "tiny", device).to(self.dtype))
         self._prompt = self._random_prompt(unet)
+        self._encoders = random_text_encoders(unet) if text_encoders else []
+        self._ids = torch.randint(VOCABULARY, (2, TOKENS), device=device)
 
     def draw(self, size: Size) -> Tensor:
-        """(1, 3, height, width), from 0 to 1."""
+        """(at_once, 3, height, width), from 0 to 1."""
+        self._encode()
         return self.pipe(
-            **self._prompt, width=size[0], height=size[1], num_inference_steps=self.steps, guidance_scale=5.0,
-            generator=torch.Generator("cpu").manual_seed(0), output_type="pt",
+            **self._prompt, width=size[0], height=size[1], num_inference_steps=self.steps,
+            guidance_scale=5.0, generator=torch.Generator("cpu").manual_seed(0), output_type="pt",
+            num_images_per_prompt=self.at_once,
         ).images
 
+    @torch.no_grad()
+    def _encode(self) -> None:
+        """Encode a prompt and a negative one, for the time. The images are of the same noise with and without."""
+        for encoder in self._encoders:
+            encoder(self._ids, output_hidden_states=True)
+
     def timed(self, size: Size, runs: int) -> tuple[list[float], Tensor]:
-        """Seconds of each of some images, and the last."""
+        """Seconds an image, of some calls, and the last one's images."""
         drawn: list[Tensor] = []
         times = [seconds(lambda: drawn.append(self.draw(size)), self.device) for _ in range(runs)]
-        return times, drawn[-1]
+        return [time / self.at_once for time in times], drawn[-1]
 
     def _random_prompt(self, unet: Any) -> dict[str, Tensor]:
         noise = lambda *shape: PROMPT_NOISE * torch.randn(shape, device=self.device, dtype=self.dtype)  # noqa: E731
         names = ("prompt_embeds", "negative_prompt_embeds")
         prompt = {name: noise(1, 77, unet.config.cross_attention_dim) for name in names}
         if unet.config.addition_embed_type == "text_time":
-            numbers = 6 * unet.config.addition_time_embed_dim
-            width = unet.config.projection_class_embeddings_input_dim - numbers
+            width = pooled_width(unet.config)
             prompt |= {name.replace("prompt", "pooled_prompt"): noise(1, width) for name in names}
         return prompt
 
@@ -104,7 +120,7 @@ def images(model: str, options: argparse.Namespace, device: torch.device) -> Ite
     """Medians of up to MOST_RUNS images at the first size, one pipeline after the other on the same weights."""
     size = sizes_for(model, options.sizes)[0]
     runs = max(1, min(options.runs or MOST_RUNS, MOST_RUNS))
-    drawing = Images(model, options, device)
+    drawing = Images(model, options, device, options.at_once, options.text_encoders)
     drawing.draw(size)
     times, expected = drawing.timed(size, runs)
     host = statistics.median(times)

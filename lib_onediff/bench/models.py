@@ -35,6 +35,10 @@ SDXL_VAE = {
     "down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4,
     "sample_size": 1024, "scaling_factor": 0.13025,
 }
+# CLIP ViT-L, which SD 1.5 has alone, and OpenCLIP ViT-bigG beside it: layers and heads by their width.
+TEXT_ENCODERS = {768: (12, 12), 1280: (32, 20)}
+TINY_TEXT_ENCODER = 2, 2
+VOCABULARY, TOKENS = 49408, 77
 TINY_VAE = {**SDXL_VAE, "block_out_channels": (32, 32, 64, 64), "layers_per_block": 1, "sample_size": 64}
 
 
@@ -46,6 +50,34 @@ def random_unet(name: str, device: torch.device) -> nn.Module:
     with torch.device(device):
         unet: Any = UNet2DConditionModel(**CONFIGURATIONS[name])
     return unet.eval().requires_grad_(False)
+
+
+def random_text_encoders(unet: Any) -> list[nn.Module]:
+    """The text encoders whose widths add up to a UNet's context, with random weights of its type, on its device."""
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    width, config = unet.config.cross_attention_dim, unet.config
+    pooled = config.addition_embed_type == "text_time"
+    widths = [width] if not pooled else [768, 1280] if width == 768 + 1280 else [width // 2, width - width // 2]
+    torch.manual_seed(0)
+    encoders: list[nn.Module] = []
+    for each in widths:
+        layers, heads = TEXT_ENCODERS.get(each, TINY_TEXT_ENCODER)
+        last = pooled and len(encoders) == 1
+        made = CLIPTextConfig(
+            vocab_size=VOCABULARY, hidden_size=each, intermediate_size=4 * each, num_hidden_layers=layers,
+            num_attention_heads=heads, projection_dim=pooled_width(config) if last else each,
+        )
+        with unet.device:
+            encoder: Any = (CLIPTextModelWithProjection if last else CLIPTextModel)(made)
+        encoders.append(encoder.to(unet.dtype).eval().requires_grad_(False))
+    return encoders
+
+
+def pooled_width(config: Any) -> int:
+    """Of the text's vector that goes to SDXL's time embedding."""
+    width: int = config.projection_class_embeddings_input_dim - TIME_IDS * config.addition_time_embed_dim
+    return width
 
 
 def random_vae(tiny: bool, device: torch.device) -> nn.Module:
@@ -88,7 +120,6 @@ def inputs(unet: nn.Module, width: int, height: int, batch: int, tokens: int, dt
         "encoder_hidden_states": random(batch, tokens, config.cross_attention_dim),
     }
     if config.addition_embed_type == "text_time":
-        pooled = config.projection_class_embeddings_input_dim - TIME_IDS * config.addition_time_embed_dim
         sizes = torch.tensor([[height, width, 0, 0, height, width]] * batch, device=device, dtype=dtype)
-        arguments["added_cond_kwargs"] = {"text_embeds": random(batch, pooled), "time_ids": sizes}
+        arguments["added_cond_kwargs"] = {"text_embeds": random(batch, pooled_width(config)), "time_ids": sizes}
     return arguments

@@ -72,6 +72,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
                           help=f"UNet calls with each of these on the UNet as well: {', '.join(PATCHES)}")
     sections.add_argument("--images", action="store_true",
                           help="whole images of the first size through a pipeline, with --steps steps")
+    sections.add_argument("--at-once", type=int, default=1, metavar="N", help="with --images: so many by one call")
+    sections.add_argument("--text-encoders", action="store_true",
+                          help="with --images: encode the prompt for each call, by encoders with random weights")
     sections.add_argument("--two-gpus", action="store_true",
                           help="calls and images on one GPU and on two, in turn, and nothing else")
     sections.add_argument("--quality", type=int, nargs="?", const=200, metavar="IMAGES",

@@ -187,3 +187,14 @@ def test_every_pipeline_draws_the_hosts_image(model: str) -> None:
         assert row.route == "plain" and row.seconds > 0 and len(row.cells()) == len(images.HEADINGS)
         lossy = "DeepCache" in row.pipeline
         assert (1e-5 if lossy else 0) <= row.mean_difference < (0.2 if lossy else 1e-5), row
+
+
+@pytest.mark.parametrize("model", ["tiny-sdxl", "tiny-sd15"])
+def test_several_images_at_once_with_text_encoders(model: str) -> None:
+    options = parse(["--images", "--steps", "1", "--dtype", "fp32"])
+    one, two = (images.Images(model, options, torch.device("cpu"), *more) for more in ((), (2, True)))
+    drawn = two.draw((64, 64))
+    # Its noise is drawn for both of them in one go, and the first is the one that is drawn alone.
+    assert drawn.shape[0] == 2 and (drawn[:1] - one.draw((64, 64))).abs().max() < 1e-3
+    times, _ = two.timed((64, 64), 1)
+    assert len(times) == 1 and times[0] > 0
