@@ -141,6 +141,11 @@ class ManagedUNet:
             return LowBitBinding(self.bound.binding, self.low_bit, KINDS_OF[backend])
         return self.bound.on_the_fly.source(self.bound.binding)
 
+    @property
+    def has_wide_norms(self) -> bool:
+        """See OnTheFly.has_wide_norms; of the last refresh."""
+        return self.bound.on_the_fly.has_wide_norms(self.bound.binding)
+
     def applied_bytes(self, device: torch.device) -> int:
         """Memory on a device of what was made of functions that the host applies to its weights."""
         held = self.bound.on_the_fly.bytes

@@ -61,6 +61,7 @@ class OperatorSets:
         self._launches = Launches(tuning_cache)
         self.low_bit = LowBit(tuning_cache, self._launches, self.attention)
         self._made: dict[str, Operators] = {}
+        self._wide_norms = torch_ops.WideNorms()
         self._why_not: dict[torch.device, str | None] = {}
         self._hint: str | None = None
         self._compiled: set[Hashable] = set()
@@ -83,12 +84,13 @@ class OperatorSets:
             self._hint = how_to_be_fast_here() or ""
         return self._hint
 
-    def of(self, backend: str) -> Operators:
-        """The operators by which a backend computes."""
+    def of(self, backend: str, wide_norms: bool = False) -> Operators:
+        """The operators by which a backend computes. wide_norms: the host has norms in float32; kernels of ours always
+        round once."""
         if backend == backends.INDUCTOR:
             return self.inductor.operators
         if backend not in backends.OUR_KERNELS:
-            return torch_ops
+            return self._wide_norms if wide_norms else torch_ops
         with self._lock:
             if backend not in self._made:
                 self._made[backend] = self._make(backend)

@@ -41,6 +41,11 @@ class OnTheFly:
             return None
         return self._casts.to(binding.layers(), dtype)
 
+    def has_wide_norms(self, binding: Binding) -> bool:
+        """Whether the host computes norms in float32 though it computes with float16: it leaves them as they are, and
+        torch.autocast has them wide."""
+        return binding.cast_to is not None and self._casts is not None and not self._casts.norms
+
     def refresh(self, binding: Binding, goes_on: bool, room: Callable[[], int] | None) -> News:
         """Apply what the host would apply now. goes_on: a sampling does, and no parameter has moved in it. room: how
         many bytes copies of weights may take; None: any number.

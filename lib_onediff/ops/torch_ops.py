@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as functional
@@ -144,3 +145,19 @@ def bias_or_zeros(norm: Affine) -> Tensor:
 def channels_last(image: Tensor) -> Tensor:
     """The same image with its pixels' channels side by side in memory; itself if it is so already."""
     return image.contiguous(memory_format=torch.channels_last)
+
+
+class WideNorms:
+    """The same operators, with group norms in float32 up to their end, as torch.autocast has them: what comes out of
+    SiLU is rounded, and not what goes into it too."""
+
+    def __getattr__(self, name: str) -> Any:
+        return globals()[name]
+
+    def group_norm(
+        self, image: Tensor, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None
+    ) -> Tensor:
+        if shift is not None:
+            image = image + shift[:, :, None, None]
+        wide = Affine(affine.weight.float(), None if affine.bias is None else affine.bias.float())
+        return group_norm(image.float(), wide, norm, silu).to(image.dtype)

@@ -167,7 +167,7 @@ class BlockRoute:
             return found
         entry, why_not_faster = found
         call_stats.entry, call_stats.model, call_stats.backend = entry, entry.model, entry.key.backend
-        ops = self._accelerator.operators.of(entry.key.backend)
+        ops = self._accelerator.operators.of(entry.key.backend, managed.has_wide_norms)
         with our_modes(hidden_states.device, entry.key.precision):
             layers = self._layers(managed, ops, call, embedding, entry.key.precision)
         managed.note_served(context)

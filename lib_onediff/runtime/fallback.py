@@ -287,7 +287,7 @@ class FallbackChain:
 
     def _plainly(self, managed: ManagedUNet, entry: Entry, call: UNetCall, conditioning: Conditioning | None) -> Tensor:
         backend = entry.key.backend
-        binding, ops = managed.binding_for(backend), self._operators.of(backend)
+        binding, ops = managed.binding_for(backend), self._operators.of(backend, managed.has_wide_norms)
         return compute(binding.layout, binding.weights(), ops, call, conditioning)
 
 

@@ -20,7 +20,7 @@ from lib_onediff.runtime.runtime import runtime
 FLOAT8 = torch.float8_e4m3fn
 STORED = "weights stored as float8_e4m3fn"
 LAYERS = (ATTENTION, "input_blocks.1.0.in_layers.2", "input_blocks.1.0.emb_layers.1", "time_embed.0", "out.2")
-WORST_RATIO = 1.1
+WORST_RATIO = 1.0
 
 
 @pytest.fixture

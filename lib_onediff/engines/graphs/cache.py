@@ -11,6 +11,7 @@ from torch import nn
 from ...model.call import UNetCall
 from ...model.forward import Conditioning
 from ...model.operators import Operators
+from ...model.weights import Source
 from ...shapes.key import ShapeKey
 from ...shapes.table import Entry, ShapeTable, State
 from ...store.history import Pins
@@ -35,7 +36,7 @@ class GraphCache(GraphRecords):
 
     def __init__(
         self, table: ShapeTable, managed: WeakDictionary[nn.Module, ManagedUNet], pins: Pins,
-        operators_of: Callable[[str], Operators],
+        operators_of: Callable[[str, bool], Operators],
     ) -> None:
         super().__init__(table, managed, pins)
         self._operators_of = operators_of
@@ -104,8 +105,8 @@ class GraphCache(GraphRecords):
         entry, key = wanted.entry, wanted.entry.key
         before = self._graphs.bytes(key.device, key.architecture)
         runner = self._graphs.prepare(
-            key.architecture, wanted.managed.binding_for(key.backend), self._operators_of(key.backend), wanted.inputs,
-            wanted.conditioning, entry.needs,
+            key.architecture, *self._computed_by(wanted.managed, key.backend), wanted.inputs, wanted.conditioning,
+            entry.needs,
         )
         log.debug("captured %s in %.0f ms", key, runner.seconds * 1e3)
         grown = max(0, runner.memory.bytes - before)
@@ -163,9 +164,11 @@ class GraphCache(GraphRecords):
         )
 
     def _rehearse(self, one: Wanted) -> None:
-        backend = one.entry.key.backend
-        binding, ops = one.managed.binding_for(backend), self._operators_of(backend)
-        self._graphs.rehearse(binding, ops, one.inputs, one.conditioning)
+        computed_by = self._computed_by(one.managed, one.entry.key.backend)
+        self._graphs.rehearse(*computed_by, one.inputs, one.conditioning)
+
+    def _computed_by(self, managed: ManagedUNet, backend: str) -> tuple[Source, Operators]:
+        return managed.binding_for(backend), self._operators_of(backend, managed.has_wide_norms)
 
     # --- to throw away --------------------------------------------------------------------------------------------
 
