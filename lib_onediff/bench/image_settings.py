@@ -65,7 +65,7 @@ IMAGE_SETTINGS: dict[str, dict[str, Any]] = {
     "onediff + fp8 + DeepCache 3, depth 1": {"low_bit": "fp8", **deepcache(3, 1)},
     **{
         f"preset {SPEED}, {kind}, DeepCache {interval}": {**SPEED_VALUES, "low_bit": kind, **deepcache(interval, 1)}
-        for kind in ("fp8", "int8") for interval in INTERVALS
+        for kind in ("off", "fp8", "int8") for interval in INTERVALS
     },
     **{f"preset {preset.name}": dict(preset.values) for preset in PRESETS if preset.values},
 }

@@ -8,11 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-QUALITY, BALANCED, SPEED = "Quality first", "Balanced", "Speed first"
-# How far a preset's DeepCache takes images from the host's in float32, by the judge (.readme/measuring.md): the rows of
-#   python -m lib_onediff.bench --quality 200 --steps 30 --settings "onediff + DeepCache 2, depth 1" ...
-# on a GPU in float16, with deep features forecast along three quarters of the line's slope (buffers.DAMPING was 0.75).
-DISTANCES = {BALANCED: 0.011, SPEED: 0.04}
+QUALITY, BALANCED, SPEED, DRAFTS = "Quality first", "Balanced", "Speed first", "Fast drafts"
+# How far a preset takes images from the host's in float32, by the judge (.readme/measuring.md): the rows of
+#   python -m lib_onediff.bench --quality 200 --steps 30 --dtype fp16 --settings "preset Balanced" ...
+# on a GPU with FP8, where Low-bit is in every layer.
+DISTANCES = {BALANCED: 0.01, SPEED: 0.046, DRAFTS: 0.15}
+# What computes each layer faster than exactly, whatever DeepCache does.
+FASTER_LAYERS: Mapping[str, Any] = {
+    "matmul_accumulation": "half", "convolution_accumulation": "half", "reduced_precision_reduction": "on",
+    "tf32": "on", "vae_precision": "fp16",
+}
 
 
 @dataclass(frozen=True)
@@ -47,12 +52,13 @@ PRESETS = (
     ),
     Preset(
         SPEED,
-        f"Fast drafts: two of three steps compute a small part of the UNet (distance {DISTANCES[SPEED]}).",
-        {
-            "deepcache_interval": 3, "matmul_accumulation": "half",
-            "convolution_accumulation": "half", "reduced_precision_reduction": "on", "tf32": "on",
-            "vae_precision": "fp16", "low_bit": "auto",
-        },
+        f"Two of three steps compute part of the UNet, products in INT8 (distance {DISTANCES[SPEED]}).",
+        {"deepcache_interval": 3, "low_bit": "int8", **FASTER_LAYERS},
+    ),
+    Preset(
+        DRAFTS,
+        f"Three of four steps compute part of the UNet, in eight bits (distance {DISTANCES[DRAFTS]}).",
+        {"deepcache_interval": 4, "low_bit": "auto", **FASTER_LAYERS},
     ),
 )
 PROFILES = (
@@ -60,15 +66,17 @@ PROFILES = (
         "few-step checkpoints", ("turbo", "lightning", "lcm", "hypersd", "dmd2"),
         "They take 1 to 8 steps, each of which changes the whole image: there is nothing to take over from the step "
         "before.",
-        {BALANCED: {"deepcache_interval": 1}, SPEED: {"deepcache_interval": 1}},
+        {preset: {"deepcache_interval": 1} for preset in (BALANCED, SPEED, DRAFTS)},
     ),
     Profile(
         "SDXL base", ("sdxlbase", "stablediffusionxlbase"),
         "It is known to be sensitive: errors in its UNet show as paler colours, and its own VAE overflows in fp16.",
-        {SPEED: {
-            "deepcache_interval": 2, "matmul_accumulation": "full", "low_bit": "off",
-            "vae_precision": "auto",
-        }},
+        {
+            preset: {
+                "deepcache_interval": interval, "matmul_accumulation": "full", "low_bit": "off",
+                "vae_precision": "auto",
+            } for preset, interval in ((SPEED, 2), (DRAFTS, 3))
+        },
     ),
     Profile(
         "playground-v2.5", ("playgroundv25", "playground25"),
@@ -78,6 +86,6 @@ PROFILES = (
     Profile(
         "SD 2.1", ("v21768", "v21512", "sd21", "stablediffusion21"),
         "Its attention overflows in fp16 where sums are not kept in float32.",
-        {SPEED: {"matmul_accumulation": "full", "reduced_precision_reduction": "auto"}},
+        {preset: {"matmul_accumulation": "full", "reduced_precision_reduction": "auto"} for preset in (SPEED, DRAFTS)},
     ),
 )

@@ -145,7 +145,7 @@ def parse(own: str) -> dict[str, dict[str, str]]:
         name, colon, words = part.partition(AFTER_NAME)
         name = name.strip()
         if not colon:
-            raise ValueError(f"A preset is a name, a colon and its options, such as 'drafts: tf32 on', not {name!r}.")
+            raise ValueError(f"A preset is a name, a colon and its options, such as 'sketches: tf32 on', not {name!r}.")
         check_name(name)
         if name in found:
             raise ValueError(f"There are two presets called {name!r}.")

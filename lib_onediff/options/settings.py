@@ -84,7 +84,7 @@ class Settings:
         no_effect_when={"backend": ("inductor", "cudagraph", "oneflow", "eager")},
     )
     own_presets: str = option(
-        "", "Your presets", "For example: drafts: tf32 on; vae_precision fp16, careful: tf32 off",
+        "", "Your presets", "For example: sketches: tf32 on; vae_precision fp16, careful: tf32 off",
         group=ADVANCED, check=check_own_presets,
     )
     second_gpu: str = option(

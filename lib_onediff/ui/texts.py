@@ -178,7 +178,9 @@ NO_CHECKPOINT = "No checkpoint is loaded: these are the presets for most of them
 def adapted(family: str, reason: str, presets: list[str]) -> str:
     """What is said behind a checkpoint's name."""
     differ = "differ" if len(presets) > 1 else "differs"
-    return f"is one of {family}. {reason} For it, {' and '.join(presets)} {differ} from the usual."
+    *first, last = presets
+    names = f"{', '.join(first)} and {last}" if first else last
+    return f"is one of {family}. {reason} For it, {names} {differ} from the usual."
 
 
 def no_preset(name: str, did_you_mean: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from lib_onediff.demo.modules import infotext_utils
 from lib_onediff.options import infotext
-from lib_onediff.options.preset_data import BALANCED, QUALITY, SPEED
+from lib_onediff.options.preset_data import BALANCED, DRAFTS, QUALITY, SPEED
 from lib_onediff.options.presets import AS_IN_SETTINGS, with_preset
 from lib_onediff.options.settings import Settings
 from lib_onediff.ui.run_settings import settings_of_run
@@ -144,7 +144,7 @@ def test_what_pasting_shows(text: str, standing: Settings, arguments: list[Any])
     ("playground-v2.5", "v1-5", "v1-5"), ("v1-5", "playground-v2.5", "v1-5"),
     (None, "sd_xl_base_1.0", "sd_xl_base_1.0"),
 ])
-@pytest.mark.parametrize("preset", [QUALITY, BALANCED, SPEED])
+@pytest.mark.parametrize("preset", [QUALITY, BALANCED, SPEED, DRAFTS])
 def test_a_preset_that_adapts_is_pasted_only_where_it_means_the_same(
     preset: str, model: str | None, loaded: str, run_with: str
 ) -> None:

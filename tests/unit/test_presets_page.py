@@ -12,7 +12,7 @@ pytest.importorskip("gradio")
 import gradio
 
 from lib_onediff.demo.modules.options import OptionInfo, Options
-from lib_onediff.options.preset_data import BALANCED, PRESETS, PROFILES, QUALITY, SPEED
+from lib_onediff.options.preset_data import BALANCED, DRAFTS, PRESETS, PROFILES, QUALITY, SPEED
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui import settings_tab
@@ -35,7 +35,7 @@ class Page:
         """What is told, and what the settings tab has to show now."""
         _, table, choices, told, to_show, *_ = shown
         assert choices["choices"] == self.panel.names()
-        assert all(f'<th scope="row">{name}' in table for name in (QUALITY, BALANCED, SPEED))
+        assert all(f'<th scope="row">{name}' in table for name in (QUALITY, BALANCED, SPEED, DRAFTS))
         return told, json.loads(to_show or "{}")
 
     def saved(self) -> dict[str, Any]:
@@ -85,7 +85,8 @@ def test_save_use_and_delete_an_own_one(page: Page) -> None:
     assert (runtime.settings.tf32, runtime.settings.deepcache_interval) == ("on", 4)
     told, to_show = page.after(page.panel.delete("my drafts"))
     assert "Deleted &#x27;my drafts&#x27;, which was: tf32 on; deepcache_interval 4." in told
-    assert to_show == {"onediff_own_presets": "plain: deepcache_interval 5"} and page.panel.names()[3:] == ["plain"]
+    assert to_show == {"onediff_own_presets": "plain: deepcache_interval 5"}
+    assert page.panel.names()[len(PRESETS):] == ["plain"]
     assert runtime.settings.deepcache_interval == 4, "the settings stay"
 
 
@@ -142,7 +143,7 @@ def test_the_table() -> None:
 
 @pytest.mark.parametrize(("checkpoint", "says"), [
     ("", "No checkpoint is loaded"), ("v1-5 <b>", "<b>v1-5 &lt;b&gt;</b>: nothing special is known of it"),
-    ("sd_xl_turbo", "Balanced and Speed first differ from the usual"),
+    ("sd_xl_turbo", "Balanced, Speed first and Fast drafts differ from the usual"),
     ("playground-v2.5", "Balanced differs from the usual"),
 ])
 def test_the_checkpoints_profile(checkpoint: str, says: str) -> None:

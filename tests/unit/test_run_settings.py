@@ -39,7 +39,7 @@ def test_wrong_first_arguments(argument: Any) -> None:
 
 
 @pytest.mark.parametrize(("preset", "changes", "says"), [
-    ("Fastest", "", "no preset 'Fastest'. Choose from Quality first, Balanced, Speed first, mine"),
+    ("Fastest", "", "no preset 'Fastest'. Choose from Quality first, Balanced, Speed first, Fast drafts, mine"),
     ("balanced", "", "Did you mean 'Balanced'"),
     (["Balanced"], "", "second script argument"), (3, "", "second script argument"),
     (None, 3, "third script argument"), ("", {"tf32": "on"}, "third script argument"),

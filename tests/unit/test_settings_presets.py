@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lib_onediff.options import presets
-from lib_onediff.options.preset_data import BALANCED, DISTANCES, PRESETS, PROFILES, QUALITY, SPEED
+from lib_onediff.options.preset_data import BALANCED, DISTANCES, DRAFTS, PRESETS, PROFILES, QUALITY, SPEED
 from lib_onediff.options.presets import (
     AS_IN_SETTINGS,
     all_presets,
@@ -81,7 +81,7 @@ def test_the_built_in_names_and_values_are_sound() -> None:
         for name, value in values.items():
             assert name in known | PLANNED, name
             assert name not in known or presets.is_valid(options[name], value), (name, value)
-    assert [preset.name for preset in PRESETS] == [QUALITY, BALANCED, SPEED]
+    assert [preset.name for preset in PRESETS] == [QUALITY, BALANCED, SPEED, DRAFTS]
     for profile in PROFILES:
         assert set(profile.changes) <= {preset.name for preset in PRESETS} and profile.reason.endswith(".")
         assert all(mark.isalnum() and mark == mark.lower() for mark in profile.marks)
@@ -97,7 +97,7 @@ def test_quality_first_is_every_default() -> None:
 def test_a_preset_sets_what_it_names_and_resets_the_rest() -> None:
     fast = with_preset(More(share=0.1), SPEED)
     assert own_options(fast) == {
-        **DEFAULTS, "deepcache_interval": 3, "tf32": "on", "low_bit": "auto", "vae_precision": "fp16",
+        **DEFAULTS, "deepcache_interval": 3, "tf32": "on", "low_bit": "int8", "vae_precision": "fp16",
     }
     assert name_of(fast) == SPEED and name_of(More()) == QUALITY and name_of(replace(fast, even=4)) is None
     assert own_options(with_preset(fast, BALANCED)) == {**DEFAULTS, "deepcache_interval": 2}
@@ -110,7 +110,7 @@ def test_on_settings_as_they_are() -> None:
 
 
 def test_a_name_that_is_none() -> None:
-    with pytest.raises(ValueError, match="'fastest'. Choose from Quality first, Balanced, Speed first, x"):
+    with pytest.raises(ValueError, match="'fastest'. Choose from Quality first, Balanced, Speed first, Fast drafts, x"):
         with_preset(More(), "fastest", own="x: tf32 on")
 
 
@@ -154,7 +154,7 @@ def test_own_presets_are_read_as_they_were_written() -> None:
     own = with_own("", "my drafts", drafts)
     assert parse(own) == {"my drafts": {"deepcache_interval": "4", "bright": "on", "share": "0.25"}}
     own = with_own(own, "careful (tf32 = off)", More(tf32="off"))
-    assert list(all_presets(More(), own)) == [QUALITY, BALANCED, SPEED, "my drafts", "careful (tf32 = off)"]
+    assert list(all_presets(More(), own)) == [QUALITY, BALANCED, SPEED, DRAFTS, "my drafts", "careful (tf32 = off)"]
     assert with_preset(More(even=4), "my drafts", own) == replace(drafts, backend="auto")
     assert with_preset(drafts, "careful (tf32 = off)", own) == More(tf32="off", backend="eager")
     assert name_of(More(tf32="off"), own) == "careful (tf32 = off)"
@@ -179,7 +179,7 @@ def test_own_presets_of_another_version() -> None:
 def test_what_cannot_be_read_is_said(own: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         parse(own)
-    assert list(all_presets(More(), own)) == [QUALITY, BALANCED, SPEED], "and costs nobody the built-in ones"
+    assert list(all_presets(More(), own)) == [QUALITY, BALANCED, SPEED, DRAFTS], "and costs nobody the built-in ones"
 
 
 @pytest.mark.parametrize("own", ["", "  ", ",", " , , ", "x:", "x: ;; tf32 on ;"])

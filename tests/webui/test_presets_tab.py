@@ -87,7 +87,7 @@ def shown_in_settings(page: Any, name: str) -> str:
 
 def test_what_it_shows(presets: Presets) -> None:
     rows = presets.rows()
-    assert list(rows) == ["Quality first", "Balanced", "Speed first"]
+    assert list(rows) == ["Quality first", "Balanced", "Speed first", "Fast drafts"]
     assert "deepcache_interval 2" in rows["Balanced"] and "about twice as fast" in rows["Balanced"]
     assert presets.in_force() == ["Quality first"]
     assert "nothing special is known of it" in presets.page.text(CHECKPOINT)
