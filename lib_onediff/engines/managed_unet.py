@@ -67,8 +67,8 @@ class ManagedUNet:
 
     cache_run: its DeepCache. sampling: what its own host says of the sampling that it is in, where that host says it.
     low_bit: the weights in eight bits, while they are used. low_bit_choice: of which classes of layers, where that was
-    measured. no_room_for_low_bit: in this sampling. runners: those that were made, each good for what stands beside it;
-    see runner.
+    measured; low_bit_looks: bound.looks when that was asked last. no_room_for_low_bit: in this sampling. runners: those
+    that were made, each good for what stands beside it; see runner.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class ManagedUNet:
         self.sampling: Sampling | None = None
         self.low_bit: LowBitWeights | None = None
         self.low_bit_choice: Choice | None = None
+        self.low_bit_looks = 0
         self.no_room_for_low_bit = False
         self.runners: dict[ShapeKey, CachedRunner] = {}
         # Beside the graphs that are torch's: OneFlow's memory is no part of any budget.

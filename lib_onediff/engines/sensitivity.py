@@ -2,8 +2,10 @@
 budget."""
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +13,14 @@ from typing import Any
 from ..model.low_bit import WantedKinds
 from ..ops.tuning_cache import TuningCache
 
-# Timesteps, of 1000. An image's first step is measured, and the first from its middle on. Seen of FP8 on emoji-sd, all
-# classes together: 2.2e-2 at 951, 1.5e-2 to 1.8e-2 down to 400, 2.3e-2 at 200, 1.3e-1 at 1. At first the prompt counts,
-# and cross-attention out errs twice as much as later; self-attention out does so from the middle on. The last steps are
-# not measured: they err the most, of the little noise that is left, and hardly change the image.
-FIRST, MIDDLE, LATE = 1000.0, 500.0, 200.0
+# Timesteps, of 1000. Each half of an image is measured at its first step. Seen of FP8 on emoji-sd, all classes
+# together: 2.2e-2 at 951, 1.5e-2 to 1.8e-2 down to 400, 2.3e-2 at 200, 1.3e-1 at 1. At first the prompt counts, and
+# cross-attention out errs twice as much as later; self-attention out does so in the second half. The last steps are not
+# measured: they err the most, of the little noise that is left, and hardly change the image.
+MIDDLE, LATE = 500.0, 200.0
+# What is measured; bits.
+FIRST_HALF, SECOND_HALF = 1, 2
+BOTH = FIRST_HALF | SECOND_HALF
 # As wrong as an output of zeros; what is not finite is no better.
 WORTHLESS = 1.0
 TOGETHER = " + "
@@ -37,8 +42,8 @@ class ClassError:
 class Choice:
     """What is in eight bits on a checkpoint of a model ("SDXL"), until something is asked or measured anew.
 
-    error: of the UNet's output with all that is used; None where nothing is. awaits_middle: the first call from the
-    middle of an image on measures once more.
+    error: of the UNet's output with all that is used; None where nothing is. awaits: the halves of an image that were
+    not measured yet.
     """
 
     model: str
@@ -46,7 +51,7 @@ class Choice:
     state: object
     error: float | None
     classes: tuple[ClassError, ...]
-    awaits_middle: bool
+    awaits: int
 
     @classmethod
     def of(cls, model: str, question: Question) -> Choice:
@@ -57,7 +62,7 @@ class Choice:
             for name in question.every_class()
         )
         error = findings.error(chosen) if chosen else None
-        return cls(model, question, findings.state, error, classes, bool(question.due(chosen, LATE)))
+        return cls(model, question, findings.state, error, classes, question.awaits(chosen))
 
     def answers(self, question: Question) -> bool:
         """Whether this is asked again, and nothing was measured since."""
@@ -102,17 +107,17 @@ class Findings:
         """Those that were measured alone."""
         return [name for name in self._known() if TOGETHER not in name]
 
-    def is_due(self, classes: Sequence[str], layers: str, timestep: float) -> bool:
-        """Whether to measure these at a timestep. layers: a digest of those that a call has in eight bits."""
-        known = self._known().get(TOGETHER.join(classes), (0.0, {}))[1].get(layers)
-        return known is None or known > MIDDLE >= timestep
+    def missing(self, classes: Sequence[str], layers: str) -> int:
+        """The halves of an image in which these were not measured. layers: a digest of those that a call has in eight
+        bits."""
+        return BOTH & ~self._known().get(TOGETHER.join(classes), (0.0, {}))[1].get(layers, 0)
 
-    def note(self, classes: Sequence[str], layers: str, timestep: float, error: float) -> None:
-        """They were measured."""
+    def note(self, classes: Sequence[str], layers: str, half: int, error: float) -> None:
+        """They were measured in a half."""
         known, name = self._known(), TOGETHER.join(classes)
-        before, steps = known.get(name, (0.0, {}))
+        before, halves = known.get(name, (0.0, {}))
         error = error if error < WORTHLESS else WORTHLESS
-        entry = [max(before, error), {**steps, layers: min(timestep, steps.get(layers, FIRST))}]
+        entry = [max(before, error), {**halves, layers: half | halves.get(layers, 0)}]
         self._tuning_cache.set(self.name, {**known, name: entry})
 
     def chosen(self, classes: Collection[str], budget: float) -> tuple[str, ...]:
@@ -131,9 +136,9 @@ class Findings:
     def _alone(self, name: str) -> float:
         return self.error((name,)) or 0.0
 
-    def _known(self) -> dict[str, tuple[float, dict[str, float]]]:
-        """By the classes, the error and the lowest timestep at which each set of layers was measured. Anybody may have
-        written the store."""
+    def _known(self) -> dict[str, tuple[float, dict[str, int]]]:
+        """By the classes, the error and in which halves each set of layers was measured. Anybody may have written the
+        store."""
         value = self._tuning_cache.get(self.name)
         if not isinstance(value, dict):
             return {}
@@ -141,10 +146,11 @@ class Findings:
 
 
 def is_sound(entry: Any) -> bool:
-    """Whether this is [error, {digest: timestep}]."""
+    """Whether this is [error, {digest: halves}]."""
     if not (isinstance(entry, (list, tuple)) and len(entry) == 2 and isinstance(entry[1], dict)):
         return False
-    return all(isinstance(number, (int, float)) and 0 <= number < math.inf for number in (entry[0], *entry[1].values()))
+    is_error = isinstance(entry[0], (int, float)) and 0 <= entry[0] <= WORTHLESS
+    return is_error and all(type(halves) is int for halves in entry[1].values())
 
 
 @dataclass(frozen=True)
@@ -173,14 +179,20 @@ class Question:
         """Those of the wanted classes that were never measured, at any size."""
         return [name for name in self.every_class() if self.findings.error((name,)) is None]
 
-    def due(self, chosen: tuple[str, ...], timestep: float) -> list[tuple[str, ...]]:
-        """What has to be measured at a timestep: each of the chosen classes alone, and all together."""
-        groups = [(name,) for name in chosen] + ([chosen] if len(chosen) > 1 else [])
+    def due(self, chosen: tuple[str, ...], half: int) -> list[tuple[str, ...]]:
+        """What has to be measured in a half: each of the chosen classes alone, and all together."""
+        return [group for group, missing in self._missing(chosen).items() if missing & half]
+
+    def awaits(self, chosen: tuple[str, ...]) -> int:
+        """The halves in which something has to be measured."""
+        return functools.reduce(operator.or_, self._missing(chosen).values(), 0)
+
+    def _missing(self, chosen: tuple[str, ...]) -> dict[tuple[str, ...], int]:
+        groups = [*((name,) for name in chosen), chosen]
         layers = {group: self.layers(group) for group in groups}
-        return [
-            group for group in groups
-            if layers[group] and self.findings.is_due(group, digest_of_layers(layers[group]), timestep)
-        ]
+        return {
+            group: self.findings.missing(group, digest_of_layers(wanted)) for group, wanted in layers.items() if wanted
+        }
 
     def layers(self, names: Collection[str]) -> WantedKinds:
         """The wanted layers of these classes."""
@@ -189,6 +201,14 @@ class Question:
     def kinds(self, name: str) -> str:
         """In which layers of a class are wanted, in words."""
         return ", ".join(sorted({kind.name for kinds in self.layers((name,)).values() for kind in kinds}))
+
+
+def half_of(timestep: float | None) -> int:
+    """The half of an image that a timestep is in, 0 for the last steps. None: of a batch whose images are at different
+    ones, which is as good as any."""
+    if timestep is None or timestep > MIDDLE:
+        return FIRST_HALF
+    return SECOND_HALF if timestep >= LATE else 0
 
 
 def digest_of_layers(layers: WantedKinds) -> str:

@@ -57,8 +57,8 @@ class BoundUNet:
         self._revision = 0
         self._samplings = 0
         self._lora: Hashable = None
-        # With what the weights were then.
-        self._checkpoint: tuple[tuple[int, Edits, int], str] | None = None
+        # With the number of looks and what the weights were then.
+        self._checkpoint: tuple[int, tuple[int, Edits, int], str] | None = None
 
     @property
     def layout(self) -> UNetLayout:
@@ -130,13 +130,18 @@ class BoundUNet:
 
     def checkpoint(self) -> str:
         """A digest that tells checkpoints of an architecture apart and is the same under any LoRA that leaves biases
-        and norms as they are: only those are looked at. Copies 3 MB of SDXL's from the device and waits for it; where
-        the weights are what they were, it is known."""
-        state = self.weights_in_sampling()
-        if self._checkpoint is None or self._checkpoint[0] != state:
-            vectors = [parameter for parameter in self.binding.parameters() if parameter.dim() == 1]
-            self._checkpoint = state, digest_of_values(self.architecture, vectors)
-        return self._checkpoint[1]
+        and norms as they are: only those are looked at. Copies 3 MB of SDXL's from the device and waits for it, when a
+        sampling begins with other weights; where they are what they were, it is known."""
+        known = self._checkpoint
+        if known is None or known[0] != self.looks:
+            state = self.weights_in_sampling()
+            if known is not None and known[1] == state:
+                digest = known[2]
+            else:
+                vectors = [parameter for parameter in self.binding.parameters() if parameter.dim() == 1]
+                digest = digest_of_values(self.architecture, vectors)
+            known = self._checkpoint = self.looks, state, digest
+        return known[2]
 
     def begin_sampling(self) -> None:
         """The host says that a new sampling starts: look at everything again at the next call."""

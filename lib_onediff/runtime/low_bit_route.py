@@ -18,7 +18,7 @@ from ..engines.graphs.cache import GraphCache
 from ..engines.low_bit import KINDS_OF
 from ..engines.managed_unet import ManagedUNet
 from ..engines.operator_sets import OperatorSets
-from ..engines.sensitivity import FIRST, LATE, MIDDLE, TOGETHER, Choice, Findings, Question, digest_of_layers
+from ..engines.sensitivity import BOTH, SECOND_HALF, TOGETHER, Choice, Findings, Question, digest_of_layers, half_of
 from ..model.call import UNetCall
 from ..model.deepcache.forward import compute
 from ..model.deepcache.sampling import time_of
@@ -88,36 +88,38 @@ class LowBitRoute:
         A call that makes a shape ready belongs to no image, and a cached pass is no whole step: they measure nothing,
         and what is not known is in eight bits. Raises torch.cuda.OutOfMemoryError.
         """
-        before = managed.low_bit_choice
+        before, may_be = managed.low_bit_choice, self._may_be(managed)
         choice = before if before is not None and before.answers(question) else None
-        if choice is not None and not choice.awaits_middle:
+        if choice is not None and not choice.awaits & may_be:
             return choice.left_out
         if self._waits_for_compile() or (call.deepcache is not None and call.deepcache.is_cached_pass):
             return question.left_out()
-        if question.due(question.chosen(), LATE):
-            timestep = time_of(call.timestep)
-            if timestep is None:
-                # A batch whose images are at different steps.
-                timestep = FIRST
-            if choice is not None and timestep > MIDDLE:
+        if question.awaits(question.chosen()):
+            half = half_of(time_of(call.timestep))
+            if choice is not None and not choice.awaits & half:
                 return choice.left_out
-            if timestep < LATE:
+            if not half:
                 return TOO_LATE if question.unknown() else question.left_out()
-            if not self._measure(managed, backend, call, question, timestep):
+            if not self._measure(managed, backend, call, question, half):
                 return NOT_FINITE
         choice = managed.low_bit_choice = Choice.of(managed.bound.layout.model_name, question)
         if str(choice) != str(before):
             log.info("Low-bit on this %s checkpoint: %s.", choice.model, choice)
         return choice.left_out
 
-    def _measure(
-        self, managed: ManagedUNet, backend: str, call: UNetCall, question: Question, timestep: float
-    ) -> bool:
+    def _may_be(self, managed: ManagedUNet) -> int:
+        """The halves of an image that this call may be in, where nobody has asked the GPU for its timestep: one that
+        begins in the second never comes to the first."""
+        begins = managed.low_bit_looks != managed.bound.looks
+        managed.low_bit_looks = managed.bound.looks
+        return BOTH if begins else SECOND_HALF
+
+    def _measure(self, managed: ManagedUNet, backend: str, call: UNetCall, question: Question, half: int) -> bool:
         """Measure until it is known what is within the budget: a forward pass for each class and for all together, and
         for fewer until they are within it, without a graph. Whether it could be done. Raises
         torch.cuda.OutOfMemoryError."""
         exact: Tensor | None = None
-        while due := question.due(question.chosen(), timestep):
+        while due := question.due(question.chosen(), half):
             self._have(managed, question.wanted, question.left_out())
             exact = self._output(managed, backend, call, ()) if exact is None else exact
             if not bool(torch.isfinite(exact).all()):
@@ -125,8 +127,8 @@ class LowBitRoute:
             for classes in due:
                 layers = question.layers(classes)
                 error = relative_error(self._output(managed, backend, call, layers), exact)
-                question.findings.note(classes, digest_of_layers(layers), timestep, error)
-                log.debug("Low-bit at timestep %.0f, %s: error %.1e", timestep, TOGETHER.join(classes), error)
+                question.findings.note(classes, digest_of_layers(layers), half, error)
+                log.debug("Low-bit in half %d of an image, %s: error %.1e", half, TOGETHER.join(classes), error)
         return True
 
     def _have(self, managed: ManagedUNet, wanted: WantedKinds, left_out: frozenset[str]) -> bool:

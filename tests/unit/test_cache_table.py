@@ -59,8 +59,8 @@ def test_what_low_bit_does_to_a_checkpoint() -> None:
     measured = changed(TOTALS, low_bit_errors=[LowBitErrors("SDXL", 0.02, 0.01434, classes)])
     markup = cache_totals.totals_html(measured, [], [])
     said = text_of(markup)
-    assert "Low-bit on this SDXL checkpoint. Whole step: 0.014 of at most 0.02." in said
-    assert "self-attention QKV fp8 0.01 eight bits" in said and "feed-forward in fp8, int8 0.031 exact" in said
+    assert "Low-bit on this SDXL checkpoint. Whole step: 0.0143 of at most 0.02." in said
+    assert "self-attention QKV fp8 0.0103 eight bits" in said and "feed-forward in fp8, int8 0.0312 exact" in said
     assert "feed-forward &lt;out&gt; – – eight bits" in said, "what is not known is not shown"
     for word in ('scope="col"', 'scope="row"', "<caption>", 'tabindex="0" role="region" aria-label="Low-bit on this'):
         assert word in markup

@@ -17,8 +17,9 @@ from low_bit_builders import fewest_weights, half_call, half_unet, measured
 
 import lib_onediff
 from lib_onediff.engines import FLOAT8, INT8, LOW_BIT, LOW_BIT_BACKENDS, NATIVE
-from lib_onediff.engines.sensitivity import LATE, MIDDLE, Findings
+from lib_onediff.engines.sensitivity import BOTH, FIRST_HALF, LATE, MIDDLE, SECOND_HALF, Findings, half_of
 from lib_onediff.model.call import UNetCall
+from lib_onediff.model.deepcache.sampling import time_of
 from lib_onediff.model.low_bit import (
     CROSS_OUT,
     CROSS_QUERY,
@@ -33,6 +34,7 @@ from lib_onediff.model.low_bit import INT8 as INT8_KIND
 from lib_onediff.ops.quantized.gains import products
 from lib_onediff.ops.tuning_cache import TuningCache
 from lib_onediff.options.settings import MOST_LOW_BIT_ERROR, Settings
+from lib_onediff.runtime import low_bit_route
 from lib_onediff.runtime.low_bit_route import LowBitRoute
 from lib_onediff.runtime.runtime import runtime
 
@@ -166,7 +168,7 @@ def test_kinds_are_those_of_each_class(on_a_gpu: Weather) -> None:
 # --- when -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_step_and_one_from_the_middle_on_are_measured_once(on_a_gpu: Weather, passes: list[int]) -> None:
+def test_each_half_of_an_image_is_measured_once_at_its_first_step(on_a_gpu: Weather, passes: list[int]) -> None:
     unet = compiled(half_unet(), budget=0.1)
     counts = []
     for timestep in (981.0, 950.0, 700.0, MIDDLE, 300.0, 250.0, 1.0):
@@ -215,6 +217,22 @@ def test_what_the_middle_tells_leaves_more_out_and_graphs_are_made_anew(
     output_again = served(unet, call)
     assert now() == (INT8, "graph")
     assert relative_error(output_again, exact(unet, call)) <= 0.1
+
+
+def test_an_image_that_begins_in_its_second_half_is_measured_there(
+    on_a_gpu: Weather, passes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float | None] = []
+    monkeypatch.setattr(low_bit_route, "time_of", lambda tensor: (asked.append(time_of(tensor)), asked[-1])[1])
+    unet = compiled(half_unet(), budget=0.1)
+    runtime.begin_sampling(unet)
+    for timestep in (450.0, 400.0, 350.0):
+        served(unet, half_call(unet, timestep=timestep))
+    assert now()[0] == INT8 and len(passes) == 8 and asked == [450.0], "nobody waits for the GPU at later calls"
+    runtime.begin_sampling(unet)
+    for timestep in (981.0, 950.0, 450.0):
+        served(unet, half_call(unet, timestep=timestep))
+    assert len(passes) == 16 and asked == [450.0, 981.0]
 
 
 def test_an_image_that_begins_in_the_last_steps_is_exact_until_another_was_measured(
@@ -295,23 +313,23 @@ def test_another_budget_chooses_from_what_is_known(on_a_gpu: Weather, passes: li
 
 def test_another_checkpoint_is_measured_a_lora_is_not(on_a_gpu: Weather, passes: list[int]) -> None:
     unet = compiled(half_unet(), budget=0.1)
-    call = half_call(unet)
-    served(unet, call)
+    served(unet, half_call(unet))
     first = found()
     with torch.no_grad():
         for name, parameter in unet.named_parameters():
             if name.endswith(("to_q.weight", "net.2.weight")):
                 parameter.add_(0.05 * torch.randn_like(parameter))
-    served(unet, call)
+    served(unet, half_call(unet))
     assert len(passes) == 8 and found() == first, "a LoRA leaves norms and biases as they are"
     unet.load_state_dict(with_outliers(half_unet(), "ff.net.2.weight", norms=1.01).state_dict())
+    call = half_call(unet)
     served(unet, call)
     assert len(passes) > 15, "A1111 loads another checkpoint into the same modules"
     assert FEED_FORWARD_OUT not in used() and found() != first
     assert relative_error(served(unet, call), exact(unet, call)) <= 0.1
     unet.load_state_dict(half_unet().state_dict())
     count = len(passes)
-    served(unet, call)
+    served(unet, half_call(unet))
     assert (len(passes), found()) == (count, first), "known from before"
 
 
@@ -464,7 +482,7 @@ def test_a_small_model_is_not_measured(
 def findings(**errors: float) -> Findings:
     known = Findings(TuningCache(), "a checkpoint", FLOAT8, "float16")
     for name, error in errors.items():
-        known.note(name.split("_"), "layers", 900.0, error)
+        known.note(name, "layers", FIRST_HALF, error)
     return known
 
 
@@ -472,29 +490,35 @@ def test_what_is_not_measured_together_is_estimated() -> None:
     known = findings(a=0.03, b=0.04, c=0.001)
     assert known.chosen("abc", 0.051) == ("a", "b", "c") and known.chosen("abc", 0.049) == ("a", "c")
     assert known.chosen("abc", 0.02) == ("c",) and known.chosen("abc", 0.0005) == ()
-    known.note("abc", "layers", 900.0, 0.06)
+    known.note("abc", "layers", FIRST_HALF, 0.06)
     assert known.chosen("abc", 0.051) == ("a", "c"), "what was measured counts"
     assert known.chosen("abcd", 0.051) == ("a", "b", "c", "d"), "what nobody has measured is to be measured"
 
 
 @pytest.mark.parametrize("value", [
     "nonsense", 7, [], {"a": 0.1}, {"a": [0.1]}, {"a": ["x", {}]}, {"a": [float("nan"), {}]}, {"a": [0.1, {"b": "c"}]},
-    {"a": [-1, {}]},
+    {"a": [-1, {}]}, {"a": [2, {}]}, {"a": [0.1, {"b": 1.5}]},
 ])
 def test_a_store_that_anybody_has_written(value: Any) -> None:
     known = findings()
     known._tuning_cache.set(known.name, value)
-    assert known.error(("a",)) is None and known.is_due(("a",), "layers", 900.0) and known.chosen("a", 0.1) == ("a",)
-    known.note(("a",), "layers", 900.0, 0.5)
+    assert known.error(("a",)) is None and known.missing(("a",), "layers") == BOTH and known.chosen("a", 0.1) == ("a",)
+    known.note(("a",), "layers", FIRST_HALF, 0.5)
     assert known.error(("a",)) == 0.5 and known.chosen("a", 0.1) == ()
 
 
-def test_a_timestep_from_the_middle_on_is_due_once() -> None:
+def test_what_is_missing_is_what_was_not_measured_of_these_layers() -> None:
     known = findings(a=0.1)
-    due: Callable[[float], bool] = lambda timestep: known.is_due(("a",), "layers", timestep)  # noqa: E731
-    assert not due(900.0) and not due(501.0) and due(MIDDLE) and known.is_due(("a",), "others", 900.0)
-    known.note(("a",), "layers", 400.0, 0.05)
-    assert not due(300.0) and known.error(("a",)) == 0.1
+    assert known.missing("a", "layers") == SECOND_HALF and known.missing("a", "others") == BOTH
+    known.note("a", "layers", SECOND_HALF, 0.05)
+    assert known.missing("a", "layers") == 0 and known.error("a") == 0.1, "the larger one"
+    known.note("a", "others", SECOND_HALF, 0.2)
+    assert known.missing("a", "others") == FIRST_HALF and known.error("a") == 0.2
+
+
+def test_halves_of_an_image() -> None:
+    assert half_of(None) == half_of(981.0) == FIRST_HALF and half_of(MIDDLE) == half_of(LATE) == SECOND_HALF
+    assert half_of(LATE - 1) == 0, "the last steps say little"
 
 
 def test_the_digest_of_a_checkpoint() -> None:

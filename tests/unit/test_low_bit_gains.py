@@ -16,7 +16,7 @@ import lib_onediff
 from lib_onediff.engines import FLOAT8, LOW_BIT, NATIVE
 from lib_onediff.engines.low_bit import LowBit
 from lib_onediff.model.forward import transformer_blocks
-from lib_onediff.model.low_bit import FP8, GATED, NORMED, PLAIN
+from lib_onediff.model.low_bit import FP8, GATED, KINDS, NORMED, PLAIN
 from lib_onediff.model.low_bit import INT8 as INT8_KIND
 from lib_onediff.ops.quantized import int8_mm, scaled_mm
 from lib_onediff.ops.quantized.gains import Product, ProductChoice, choice_name, products
@@ -149,6 +149,16 @@ def test_what_cannot_be_timed_is_tried_once_and_stops_no_call(
     served(unet, call)
     assert now()[0] == FLOAT8, reason()
     known.forget()
+
+
+def test_auto_prefers_fp8_where_nothing_was_measured_and_everywhere() -> None:
+    choice, kinds = ProductChoice(TuningCache()), [kind.dtype for kind in KINDS]
+    large, small = Product(2048, 1280, 10240, NORMED), Product(8, 16, 32, GATED)
+    assert choice.best(large, torch.float16, kinds) is FP8 and choice.best(small, torch.float16, kinds) is None
+    assert choice.best(large, torch.float16, [INT8_KIND.dtype]) is INT8_KIND
+    with choice.used_everywhere():
+        assert choice.best(small, torch.float16, kinds) is FP8, "the bench shows the lossier of both"
+        assert choice.best(small, torch.float16, [INT8_KIND.dtype]) is INT8_KIND
 
 
 def test_what_was_measured_is_known_to_the_next_process() -> None:

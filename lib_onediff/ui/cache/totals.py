@@ -49,7 +49,7 @@ def errors_html(errors: LowBitErrors) -> str:
     )
     whole = texts.whole_step("" if errors.error is None else small(errors.error), f"{errors.budget:g}")
     return (
-        f'<div class="onediff-table onediff-errors" tabindex="0" role="region" aria-label="{name}">'
+        f'<div class="onediff-table" tabindex="0" role="region" aria-label="{name}">'
         f"<table><caption>{name}. {html.escape(whole)}</caption><thead><tr>{head}</tr></thead>"
         f"<tbody>{body}</tbody></table></div>"
     )
@@ -57,7 +57,7 @@ def errors_html(errors: LowBitErrors) -> str:
 
 def small(value: float | None) -> str:
     """A relative error for people."""
-    return NOTHING if value is None else f"{value:.2g}"
+    return NOTHING if value is None else f"{value:.4f}"
 
 
 def memory_held(totals: Totals) -> str:
