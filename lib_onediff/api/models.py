@@ -131,6 +131,24 @@ class ResolutionAnswer(TimesAnswer):
     shapes: list[ShapeAnswer]
 
 
+class ClassAnswer(Answer):
+    """A class of layers of the transformer blocks."""
+
+    name: str
+    kinds: str = Field(..., description='"fp8", "int8", or both; empty where it gains nothing at the last size.')
+    error: float | None = Field(None, description="Of the step's output with this class alone in eight bits, relative.")
+    is_used: bool = Field(..., description="Whether it is in eight bits.")
+
+
+class LowBitAnswer(Answer):
+    """What Low-bit does to a checkpoint, as was measured on it."""
+
+    model: str
+    budget: float = Field(..., description="The largest error that a step may have.")
+    error: float | None = Field(None, description="Of the step with all classes that are used; null where none is.")
+    classes: list[ClassAnswer]
+
+
 class TotalsAnswer(Answer):
     """The sums over everything."""
 
@@ -143,6 +161,7 @@ class TotalsAnswer(Answer):
     low_bit: int = Field(0, description="Bytes of GPU memory of the weights in eight bits, beside the WebUI's own.")
     inductor: dict[str, int] = Field({}, description="Graphs that Inductor has made, and calls that they did not fit.")
     oneflow: dict[str, int] = Field({}, description="How many graphs OneFlow has compiled, and the most that it may.")
+    low_bit_errors: list[LowBitAnswer] = Field([], description="As low_bit in GET status.")
 
 
 class ShapesAnswer(Answer):
@@ -218,6 +237,7 @@ class StatusAnswer(TimesAnswer):
     auto: str = Field(..., description='What "auto" means on this machine and why, where that had to be measured.')
     hint: str = Field("", description="How to get the torch and the Triton that OneDiff's kernels lack; empty: none.")
     inductor: dict[str, int] = Field(..., description="Graphs that Inductor has made, and calls that they did not fit.")
+    low_bit: list[LowBitAnswer] = Field([], description="What Low-bit was measured to do to the checkpoints in use.")
 
 
 class Problem(BaseModel):

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as NotInTime
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -113,7 +114,7 @@ class Routes:
         """
         rows = rows_with_jobs(self._runtime.rows(), self._warmup.jobs(), self._warmup.model)
         chosen = [row for row in rows if model in (None, row.model)]
-        return json_answer({"rows": list(map(row_values, chosen)), "totals": vars(self._runtime.totals())})
+        return json_answer({"rows": list(map(row_values, chosen)), "totals": asdict(self._runtime.totals())})
 
     def prewarm(self, body: models.PrewarmBody) -> Response:
         """Queue sizes; they are made ready one after the other, between images and never during one.

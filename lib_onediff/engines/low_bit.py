@@ -29,6 +29,7 @@ class LowBit:
     """What the backends of WITH_LOW_BIT need besides the native one's kernels."""
 
     def __init__(self, tuning_cache: TuningCache, launches: Launches, attention: Attention) -> None:
+        self.tuning_cache = tuning_cache
         self.choice = ProductChoice(tuning_cache)
         self.plan = Plan(self.choice)
         self._launches, self._attention = launches, attention

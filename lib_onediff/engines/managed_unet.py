@@ -22,6 +22,7 @@ from ..ops.precision import autocast_dtype
 from ..options.settings import Settings
 from ..shapes.key import ShapeKey, layout_fits
 from .low_bit import KINDS_OF
+from .sensitivity import Choice
 
 
 class Memory(Protocol):
@@ -65,7 +66,8 @@ class ManagedUNet:
     """The bound module, its own settings, and its graphs.
 
     cache_run: its DeepCache. sampling: what its own host says of the sampling that it is in, where that host says it.
-    low_bit: the weights in eight bits, while they are used. no_room_for_low_bit: in this sampling. runners: those
+    low_bit: the weights in eight bits, while they are used. low_bit_choice: of which classes of layers, where that was
+    measured; low_bit_looks: bound.looks when that was asked last. no_room_for_low_bit: in this sampling. runners: those
     that were made, each good for what stands beside it; see runner.
     """
 
@@ -81,6 +83,8 @@ class ManagedUNet:
         self.cache_run = CacheRun()
         self.sampling: Sampling | None = None
         self.low_bit: LowBitWeights | None = None
+        self.low_bit_choice: Choice | None = None
+        self.low_bit_looks = 0
         self.no_room_for_low_bit = False
         self.runners: dict[ShapeKey, CachedRunner] = {}
         # Beside the graphs that are torch's: OneFlow's memory is no part of any budget.
@@ -129,10 +133,11 @@ class ManagedUNet:
             return self.served_in_sampling
         return context is not None and self._served_context() is context
 
-    def fit_low_bit(self, round_rows: Round, wanted: WantedKinds) -> None:
-        """Have these weights in eight bits, as they are now. Raises torch.cuda.OutOfMemoryError."""
+    def fit_low_bit(self, round_rows: Round, wanted: WantedKinds, left_out: frozenset[str] = frozenset()) -> None:
+        """Have these weights in eight bits, as they are now; left_out: see LowBitWeights. Raises
+        torch.cuda.OutOfMemoryError."""
         if self.low_bit is None or self.low_bit.layout is not self.bound.layout:
-            self.low_bit = LowBitWeights(self.bound.layout, round_rows)
+            self.low_bit = LowBitWeights(self.bound.layout, round_rows, left_out)
         self.low_bit.fit(self.bound.weights_in_sampling(), self.bound.binding.weights, wanted)
 
     def binding_for(self, backend: str) -> Source:

@@ -22,11 +22,16 @@ class Kind(NamedTuple):
 # Float8 e4m3 has no infinity.
 FP8 = Kind("fp8", torch.float8_e4m3fn, 448.0)
 INT8 = Kind("int8", torch.int8, 127.0)
+# The one that auto prefers first.
 KINDS = (FP8, INT8)
 # Into which tensors the rows of a weight, (out, in), are rounded: values (out, in) and scales (1, out).
 Round = Callable[[Tensor, Tensor, Tensor], None]
 # What makes the tokens that a layer reads: a layer norm, a GEGLU, or nothing that could give them in eight bits.
 NORMED, GATED, PLAIN = "normed", "gated", "plain"
+# What a layer is in its block. Layers of one class err alike, and one class can stay exact where the others do not.
+SELF_QKV, SELF_OUT = "self-attention QKV", "self-attention out"
+CROSS_QUERY, CROSS_OUT = "cross-attention query", "cross-attention out"
+FEED_FORWARD_IN, FEED_FORWARD_OUT = "feed-forward in", "feed-forward out"
 # The kinds in which each layer is wanted, by its name.
 WantedKinds = Mapping[str, Collection[Kind]]
 # Features in times features out. Smaller layers gain less in their products than their scales cost, at any size.
@@ -34,21 +39,37 @@ FEWEST_WEIGHTS = 1 << 20
 ALIGNED = 16
 
 
-def low_bit_layers(
-    block: TransformerBlock, fewest_weights: int | None = None
-) -> Iterator[tuple[Linear | FusedLinear, str]]:
-    """The linear layers of a block that may be worth it, with what makes their tokens: the large ones, but for those
-    that read the prompt, which are computed once in a generation. fewest_weights: instead of FEWEST_WEIGHTS."""
+class LowBitLayer(NamedTuple):
+    """source: what makes its tokens. layer_class: what it is in its block."""
+
+    layer: Linear | FusedLinear
+    source: str
+    layer_class: str
+
+
+def low_bit_layers(block: TransformerBlock, fewest_weights: int | None = None) -> Iterator[LowBitLayer]:
+    """The linear layers of a block that may be worth it: the large ones, but for those that read the prompt, which are
+    computed once in a generation. fewest_weights: instead of FEWEST_WEIGHTS."""
     fewest = FEWEST_WEIGHTS if fewest_weights is None else fewest_weights
     attention, cross = block.self_attention, block.cross_attention
-    every: tuple[tuple[Linear | FusedLinear, str], ...] = (
-        (attention.query_key_value, NORMED), (attention.out, PLAIN), (cross.query, NORMED), (cross.out, PLAIN),
-        (block.feed_forward_in, NORMED), (block.feed_forward_out, GATED),
+    every = (
+        LowBitLayer(attention.query_key_value, NORMED, SELF_QKV), LowBitLayer(attention.out, PLAIN, SELF_OUT),
+        LowBitLayer(cross.query, NORMED, CROSS_QUERY), LowBitLayer(cross.out, PLAIN, CROSS_OUT),
+        LowBitLayer(block.feed_forward_in, NORMED, FEED_FORWARD_IN),
+        LowBitLayer(block.feed_forward_out, GATED, FEED_FORWARD_OUT),
     )
-    for layer, source in every:
-        features, out = width_of(layer), layer.out_features
+    for one in every:
+        features, out = width_of(one.layer), one.layer.out_features
         if features * out >= fewest and features % ALIGNED == out % ALIGNED == 0:
-            yield layer, source
+            yield one
+
+
+def classes_of_layers(layout: UNetLayout) -> dict[str, str]:
+    """The class of every layer that can be in eight bits, large or small, by its name."""
+    return {
+        name_of(one.layer): one.layer_class
+        for block in layout.layers(TransformerBlock) for one in low_bit_layers(block, fewest_weights=0)
+    }
 
 
 def width_of(layer: Linear | FusedLinear) -> int:
@@ -60,10 +81,11 @@ def name_of(layer: Linear | FusedLinear) -> str:
 
 
 class LowBitWeights:
-    """Stays in the same memory as long as the layout does: a captured graph knows the addresses alone."""
+    """Stays in the same memory as long as the layout does: a captured graph knows the addresses alone. left_out: the
+    classes of layers that are never among them."""
 
-    def __init__(self, layout: UNetLayout, round_rows: Round) -> None:
-        self.layout = layout
+    def __init__(self, layout: UNetLayout, round_rows: Round, left_out: frozenset[str] = frozenset()) -> None:
+        self.layout, self.left_out = layout, left_out
         self._round = round_rows
         self._kept: dict[tuple[str, Kind], QuantizedWeight] = {}
         self._fitted_to: object = None
@@ -87,11 +109,11 @@ class LowBitWeights:
             self._round(weight, *self._kept[name, kind])
         self._fitted_to = state
 
-    def beside(self, weights: Weights, kinds: Collection[Kind]) -> Weights:
-        """The same weights, with those of these kinds beside their own."""
+    def beside(self, weights: Weights, kinds: Collection[Kind], names: Collection[str] | None = None) -> Weights:
+        """The same weights, with those of these kinds beside their own. names: of these layers alone."""
         found: dict[str, tuple[QuantizedWeight, ...]] = {}
         for (name, kind), kept in self._kept.items():
-            if kind in kinds:
+            if kind in kinds and (names is None or name in names):
                 found[name] = (*found.get(name, ()), kept)
         return {**weights, **{name: weights[name]._replace(low_bit=kept) for name, kept in found.items()}}
 
@@ -106,16 +128,18 @@ class LowBitWeights:
 
 
 class LowBitBinding:
-    """A binding whose weights come with those in eight bits."""
+    """A binding whose weights come with those in eight bits. names: of these layers alone; None: of all."""
 
-    def __init__(self, binding: Binding, low_bit: LowBitWeights, kinds: Collection[Kind]) -> None:
+    def __init__(
+        self, binding: Binding, low_bit: LowBitWeights, kinds: Collection[Kind], names: Collection[str] | None = None
+    ) -> None:
         self.layout: Any = binding.layout
         self._binding = binding
         self._low_bit = low_bit
-        self._kinds = kinds
+        self._kinds, self._names = kinds, names
 
     def weights(self) -> Weights:
-        return self._low_bit.beside(self._binding.weights(), self._kinds)
+        return self._low_bit.beside(self._binding.weights(), self._kinds, self._names)
 
     @property
     def dtype(self) -> torch.dtype:

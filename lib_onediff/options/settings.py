@@ -23,6 +23,9 @@ MOST_GRAPH_MEMORY_MIB = 1 << 20
 GENERAL, SPEED, QUALITY, CACHE, PREWARM, ADVANCED = GROUPS = (
     "General", "Speed", "Quality", "Cache", "Pre-warm", "Advanced",
 )
+# What the check of a shape's first use lets pass. Float8 keeps three bits after the point of every factor, int8 seven
+# of the largest of a row. Seen of float8: 2e-2 in SDXL, 7e-2 in very small networks. A wrong one is off by 1.
+MOST_LOW_BIT_ERROR = 0.12
 # Beyond it, a line through two outputs misses the image.
 MOST_FORECAST = 4
 # One GPU computes; the next one that has room; or this one.
@@ -36,7 +39,7 @@ class Settings:
     """One consistent set of choices. Immutable, so that a running call cannot see half a change."""
 
     enabled: bool = option(
-        True, "Use OneDiff", "Off: OneDiff takes its hooks out, and the WebUI's own UNet generates every image.",
+        True, "Use OneDiff", "Off: OneDiff takes its hooks out; the WebUI's own UNet generates every image.",
         group=GENERAL, per_run=True,
     )
     backend: str = option(
@@ -75,13 +78,18 @@ class Settings:
     )
     attention_upcast: str = option(
         "auto", "Attention in float32",
-        "Attention in float32: slower. auto: where the WebUI does it, or after an overflow.",
+        "Slower. auto: where the WebUI does it, or after an overflow.",
         group=QUALITY, choices=("auto", "on", "off"), per_run=True,
     )
     low_bit: str = option(
         "off", "Low-bit", "Large matrix products in 8 bits: faster, lossy. auto: what was measured to be faster.",
         group=SPEED, choices=("off", "auto", "int8", "fp8"), per_run=True,
         no_effect_when={"backend": ("inductor", "cudagraph", "oneflow", "eager")},
+    )
+    low_bit_budget: float = option(
+        0.02, "Low-bit error budget",
+        "Error of a step that Low-bit may make; layers beyond stay exact. 0.12: any.",
+        group=SPEED, per_run=True, bounds=(0.0, MOST_LOW_BIT_ERROR), step=0.005, no_effect_when={"low_bit": ("off",)},
     )
     own_presets: str = option(
         "", "Your presets", "For example: sketches: tf32 on; vae_precision fp16, careful: tf32 off",
@@ -114,7 +122,7 @@ class Settings:
         group=SPEED, per_run=True, bounds=(1, deepcache.MOST_INTERVAL),
     )
     deepcache_depth: int = option(
-        1, "DeepCache depth", "What the other steps compute: 1 is the fastest, more is closer to the exact image.",
+        1, "DeepCache depth", "What the other steps compute: 1 is fastest, more is nearer.",
         group=SPEED, per_run=True, bounds=(1, deepcache.MOST_DEPTH), no_effect_when=WITHOUT_DEEPCACHE,
     )
     deepcache_start: float = option(
@@ -137,7 +145,7 @@ class Settings:
     )
     deepcache_hires: str = option(
         deepcache.AS_FIRST, "DeepCache in the hires pass",
-        "off: the second pass of Hires. fix computes the whole UNet at every step.",
+        "off: Hires. fix's second pass computes every step whole.",
         group=SPEED, choices=deepcache.HIRES, per_run=True, no_effect_when=WITHOUT_DEEPCACHE,
     )
 

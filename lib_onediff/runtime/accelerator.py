@@ -315,7 +315,7 @@ class Accelerator(Services):
             flags = flags_for(settings, dtype, device, call.upcast_attention)
             with our_modes(device, flags):
                 plan = self._step_plan(managed, settings, call, flags)
-                result = self._fallback.serve(managed, candidates, call, self._notice, flags, plan)
+                result = self._fallback.serve(managed, settings, candidates, call, self._notice, flags, plan)
             if isinstance(result, str):
                 return result
             rests = call.patches is not None and settings.deepcache_interval > 1

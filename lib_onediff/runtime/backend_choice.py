@@ -12,7 +12,7 @@ from ..engines.operator_sets import OperatorSets
 from ..model.call import UNetCall
 from ..options.settings import Settings
 
-NO_ROOM = "there is no GPU memory for the weights in eight bits"
+NO_ROOM = "there is no GPU memory for the weights in eight bits, or to measure what they do"
 INDUCTOR_COMPILES = "Inductor compiles this model's blocks, in the background; on this machine it is done once"
 
 
@@ -50,6 +50,7 @@ class BackendChoice:
         if wanted != "off":
             return backends.with_low_bit(candidates, wanted, lambda: self._why_no_low_bit(managed, wanted, call))
         self._graphs.drop_low_bit(managed)
+        managed.low_bit_choice = None
         return candidates
 
     def _candidates(self, settings: Settings, call: UNetCall, waits_for_compile: bool) -> backends.Candidates:

@@ -4,14 +4,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from .. import engines as backends
 from ..engines.graphs.cache import GraphCache
-from ..engines.low_bit import KINDS_OF
 from ..engines.managed_unet import ManagedUNet, Runner
 from ..engines.oneflow.route import OneFlowRoute
 from ..engines.operator_sets import Network, OperatorSets
@@ -25,8 +23,9 @@ from ..ops.precision import Flags
 from ..options.settings import Settings
 from ..shapes.key import ShapeKey
 from ..shapes.table import Entry, ShapeTable, State, Stopwatch
-from .backend_choice import INDUCTOR_COMPILES, NO_ROOM, BackendChoice
+from .backend_choice import INDUCTOR_COMPILES, BackendChoice
 from .call_stats import GRAPH, PLAIN, CallResult
+from .low_bit_route import LowBitRoute
 from .patched_route import PatchedRoute
 from .verify import blame, judge_cached_pass
 
@@ -48,6 +47,7 @@ class FallbackChain:
         self._operators = operators
         self._oneflow = OneFlowRoute()
         self._choice = BackendChoice(graphs, operators, self._oneflow)
+        self._low_bit = LowBitRoute(graphs, operators, waits_for_compile)
         self._waits_for_compile = waits_for_compile
         self.patched = PatchedRoute(graphs)
 
@@ -61,8 +61,8 @@ class FallbackChain:
         return self._choice.begin(managed, settings, call, self._waits_for_compile())
 
     def serve(
-        self, managed: ManagedUNet, candidates: backends.Candidates, call: UNetCall, notice: Callable[[Entry], None],
-        flags: Flags = (), plan: StepPlan | None = None,
+        self, managed: ManagedUNet, settings: Settings, candidates: backends.Candidates, call: UNetCall,
+        notice: Callable[[Entry], None], flags: Flags = (), plan: StepPlan | None = None,
     ) -> CallResult | str:
         """The output by the first backend that does not fail, or why none serves the call. notice: told of every entry
         that is tried. flags: torch's switches of precision, as they stand; the entry's key holds them. plan: what
@@ -89,7 +89,7 @@ class FallbackChain:
             if entry.state is not State.FAILED:
                 try:
                     compiling = self._compiling(managed, backend, call)
-                    result = compiling or self._run(managed, entry, wanted, reason, plan)
+                    result = compiling or self._run(managed, settings, entry, wanted, reason, plan)
                 except torch.cuda.OutOfMemoryError:
                     raise
                 except Exception as error:
@@ -145,9 +145,12 @@ class FallbackChain:
         if not backends.has_graphs(backend, entry.key.device) or entry.no_graph:
             return
         try:
-            if backend in backends.TUNED and self._tune(managed, backend, call):
+            if backend in backends.TUNED and self._tune(managed, settings, backend, call):
                 # Something else was chosen: let it do its first work outside the capture.
                 self._plainly(managed, entry, replace(call, patches=None), conditioning)
+            if backend in backends.WITH_LOW_BIT and managed.low_bit is None:
+                # By what was measured now, the next call goes another way.
+                return
             self._graphs.capture(managed, entry, settings.memory_budget, call, conditioning)
         except torch.cuda.OutOfMemoryError:
             self._graphs.free()
@@ -156,13 +159,13 @@ class FallbackChain:
             entry.no_graph = f"the graph could not be captured: {first_line(error)}"
             log.exception("%s (%s)", entry.no_graph, entry.key)
 
-    def _tune(self, managed: ManagedUNet, backend: str, call: UNetCall) -> bool:
+    def _tune(self, managed: ManagedUNet, settings: Settings, backend: str, call: UNetCall) -> bool:
         """Measure what is the fastest for this call, where that is not known; whether it was so."""
         layout = managed.bound.layout
         measured = self._operators.tune(layout, call)
-        if backend not in backends.WITH_LOW_BIT or not self._tune_low_bit(managed, backend, call):
+        if backend not in backends.WITH_LOW_BIT or not self._low_bit.tune(managed, backend, call):
             return measured
-        return self._fit_low_bit(managed, backend, call)
+        return self._low_bit.fit(managed, backend, call, settings.low_bit_budget) is None
 
     def _entry(self, managed: ManagedUNet, call: UNetCall, backend: str, flags: Flags) -> Entry:
         bound = managed.bound
@@ -187,36 +190,19 @@ class FallbackChain:
             self._operators.tune_kernels(network)
         return None
 
-    def _tune_low_bit(self, managed: ManagedUNet, backend: str, call: UNetCall) -> bool:
-        """Measure which products in eight bits pay, where that is not known; whether it was so."""
-        time_ms = partial(self._graphs.time_ms, call.latent.device, call.latent.dtype)
-        return self._operators.tune_low_bit(backend, managed.bound.layout, call, time_ms)
-
-    def _fit_low_bit(self, managed: ManagedUNet, backend: str, call: UNetCall) -> bool:
-        """Have the weights in eight bits that pay for this call; whether there is room for them."""
-        low_bit = self._operators.low_bit
-        if managed.low_bit is not None and not managed.low_bit.kinds() <= set(KINDS_OF[backend]):
-            # Those of another choice.
-            self._graphs.drop_low_bit(managed)
-        try:
-            managed.fit_low_bit(low_bit.quantizer(), low_bit.wanted(backend, managed.bound.layout, call))
-        except torch.cuda.OutOfMemoryError:
-            self._graphs.drop_low_bit(managed)
-            managed.no_room_for_low_bit = True
-            return False
-        return True
-
     def _run(
-        self, managed: ManagedUNet, entry: Entry, call: UNetCall, reason: str, plan: StepPlan | None
+        self, managed: ManagedUNet, settings: Settings, entry: Entry, call: UNetCall, reason: str,
+        plan: StepPlan | None,
     ) -> CallResult | str:
         """The output, or why the next candidate is tried. reason: why the one before was not good."""
         backend, device = entry.key.backend, call.latent.device
         if backend in backends.WITH_LOW_BIT:
             if entry.state is State.COLD:
                 # Before the first use is checked, so that what is checked is what will run.
-                self._tune_low_bit(managed, backend, call)
-            if not self._fit_low_bit(managed, backend, call):
-                return NO_ROOM
+                self._low_bit.tune(managed, backend, call)
+            lack = self._low_bit.fit(managed, backend, call, settings.low_bit_budget)
+            if lack is not None:
+                return lack
         conditioning = self._conditioning(managed, entry, call)
         if plan is not None:
             is_cached_pass = entry.key.is_cached_pass

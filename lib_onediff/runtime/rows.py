@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..engines.sensitivity import ClassError
 from ..model.call import CACHED
 from ..shapes.key import ShapeKey
 from ..shapes.table import Entry, Ratio, State
@@ -18,6 +19,17 @@ BEST_FIRST = (State.READY, State.PROVED, State.COLD, State.FAILED)
 
 
 @dataclass(frozen=True)
+class LowBitErrors:
+    """What Low-bit does to a checkpoint of a model ("SDXL"), as was measured. classes: of layers. error: of the whole
+    step with those that are used, at most budget; None where none is."""
+
+    model: str
+    budget: float
+    error: float | None
+    classes: tuple[ClassError, ...]
+
+
+@dataclass(frozen=True)
 class Totals:
     """Everything together, in plain values.
 
@@ -26,7 +38,7 @@ class Totals:
     of them that a graph served, None before the first. prompts: bytes of what was computed of prompts alone. low_bit:
     bytes of the weights in eight bits, which lie beside the WebUI's own. inductor: how many "graphs" Inductor has
     made, and how many calls were "refused" because they fit none of them. oneflow: how many "graphs" it has compiled,
-    and the "most" that it may.
+    and the "most" that it may. low_bit_errors: what was measured of Low-bit on the checkpoints that use it.
     """
 
     vram: int
@@ -38,6 +50,7 @@ class Totals:
     low_bit: int = 0
     inductor: dict[str, int] = field(default_factory=dict)
     oneflow: dict[str, int] = field(default_factory=dict)
+    low_bit_errors: list[LowBitErrors] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The one runtime object: the routes, and what users ask of the cache: to see, to pin, and to throw away."""
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from ..engines import AUTO
 from ..engines.graphs.accounting import MemorySnapshot
 from .accelerator import Accelerator
 from .call_stats import GRAPH
-from .rows import ResolutionRow, Totals, rows_of
+from .rows import LowBitErrors, ResolutionRow, Totals, rows_of
 
 SECONDS_A_PAGE_WAITS = 0.05
 
@@ -39,7 +40,14 @@ class Runtime(Accelerator):
             disk=self.history.size_bytes(), calls=calls, hit_rate=calls[GRAPH] / count if count else None,
             prompts=self._graphs.prompt_bytes(), low_bit=self._graphs.low_bit_bytes(),
             inductor=self.operators.inductor.status(), oneflow=self._fallback.oneflow_graphs,
+            low_bit_errors=list(self._low_bit_errors()),
         )
+
+    def _low_bit_errors(self) -> Iterator[LowBitErrors]:
+        """Of every checkpoint once: a second GPU's copy has the same."""
+        choices = [choice for managed in self._managed.values() if (choice := managed.low_bit_choice) is not None]
+        for choice in {choice.question.findings.name: choice for choice in choices}.values():
+            yield LowBitErrors(choice.model, choice.question.budget, choice.error, choice.classes)
 
     def status(self) -> dict[str, Any]:
         """What the last call was, by which route it went and why, as plain values for a page or JSON; see CallStats."""
@@ -51,6 +59,7 @@ class Runtime(Accelerator):
             "auto": self.operators.auto.sentence() if settings.backend == AUTO else "",
             "second_gpu": {**status["second_gpu"], "bytes": self.two_gpus.bytes()},
             "hint": self.operators.hint() if settings.enabled else "",
+            "low_bit": [asdict(errors) for errors in self._low_bit_errors()],
         }
 
     # --- to keep --------------------------------------------------------------------------------------------------

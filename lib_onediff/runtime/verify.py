@@ -14,6 +14,7 @@ from torch import Tensor
 from ..engines import EAGER, ONEFLOW, WITH_LOW_BIT
 from ..model.function_state import FunctionState
 from ..ops.precision import Flags, sums_in_half, tf32_is_on
+from ..options.settings import MOST_LOW_BIT_ERROR
 from ..shapes.table import ENOUGH, Entry, State
 from ..store.history import History
 
@@ -25,9 +26,6 @@ ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 ROUNDING_TF32 = 1e-2
 # Sums of some thousand products in float16.
 ROUNDING_HALF_SUMS = 6e-2
-# Float8 keeps three bits after the point of every factor, int8 seven of the largest of a row. Seen of float8: 2e-2 in
-# SDXL, 7e-2 in very small networks. A wrong one is off by 1.
-ROUNDING_LOW_BIT = 0.12
 # A generation waits for it, once for every shape on a machine.
 SECONDS_TO_TIME_THE_HOST = 0.5
 # Why the host's own output is no yardstick, in one line for the user.
@@ -112,7 +110,7 @@ def judge(
             time_host(entry, output.device, host, nobody_waits)
     limit = rounding_limit(entry.key.dtype, output.device, entry.key.precision)
     if entry.key.backend in WITH_LOW_BIT:
-        limit = max(limit, ROUNDING_LOW_BIT)
+        limit = max(limit, MOST_LOW_BIT_ERROR)
     if entry.key.backend == ONEFLOW and entry.key.dtype == torch.float16:
         # What is checked once serves with sums in half precision too: it is told of them when it runs.
         limit = max(limit, ROUNDING_HALF_SUMS)

@@ -99,6 +99,7 @@ WORDS = {
     "Ratio": f"times as fast as the WebUI's own after {ENOUGH} calls of each; below, its spread",
     "Memory": "what its graphs need; they share one pool: below, what purging this row alone frees",
     "Error": "relative distance from the WebUI's own output when it was checked",
+    "Error alone": "as Error, with only these layers in eight bits, from the exact step",
 }
 TOTALS = {
     "Graph memory": "GPU memory that all graphs and their prompts hold, of what they may hold",
@@ -110,7 +111,12 @@ TOTALS = {
     "Queue": "sizes that are being pre-warmed, or wait for it",
     "Calls": "UNet calls of this process by route",
 }
+COMPUTED_IN = {True: "eight bits", False: "exact"}
 
+
+def whole_step(error: str, budget: str) -> str:
+    """error: "" where all is exact."""
+    return f"Whole step: {error} of at most {budget}." if error else f"All is exact: no layers keep within {budget}."
 
 
 def in_queue(sizes: int) -> str:

@@ -87,7 +87,7 @@ def pass_through(
         launches = Launches(TuningCache())
         ops = LowBitOperators(launches, torch_ops.attention, lambda device, dtype: dtype, lambda *given: INT8)
         for block in descriptions(layout, TransformerBlock):
-            for name in (name_of(layer) for layer, _ in low_bit_layers(block)):
+            for name in (name_of(one.layer) for one in low_bit_layers(block)):
                 weights[name] = weights[name]._replace(low_bit=(empty_like(weights[name].weight, INT8),))
     return forward(layout, weights, ops, call, condition(layout, weights, ops, call.context, call.y))
 

@@ -61,6 +61,16 @@ def pretended(weather: Weather, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pre
 
 
 @pytest.fixture
+def on_a_gpu(weather: Weather, pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch) -> Weather:
+    """A machine that has FP8 and INT8; weather is what native does."""
+    pytest.importorskip("triton", reason="needs Triton")
+    from low_bit_builders import use_low_bit
+
+    use_low_bit(monkeypatch)
+    return weather
+
+
+@pytest.fixture
 def unet(pretended: PretendedGraphs) -> Any:
     """A UNet with graphs that follows the runtime's settings."""
     return attached(**SMALL_XL)

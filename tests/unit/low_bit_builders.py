@@ -3,14 +3,18 @@ backend by torch's, rows in eight bits by torch, products by torch's own."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from builders import SMALL_XL, a_call, diffusers_unet
+from torch import Tensor, nn
 
+import lib_onediff
 from lib_onediff.engines import WITH_LOW_BIT
 from lib_onediff.model import low_bit
+from lib_onediff.model.call import UNetCall
 from lib_onediff.model.low_bit import KINDS, Kind
 from lib_onediff.model.operators import Operators, QuantizedTokens, Stream
 from lib_onediff.model.weights import QuantizedWeight
@@ -20,9 +24,32 @@ from lib_onediff.ops.quantized.operators import LowBitOperators
 from lib_onediff.ops.triton.launch_config import Launches
 from lib_onediff.ops.triton.operators import TritonOperators
 from lib_onediff.ops.tuning_cache import TuningCache
+from lib_onediff.options.settings import MOST_LOW_BIT_ERROR
 from lib_onediff.runtime.runtime import runtime
 
 NAMES = [name for name in vars(Operators) if not name.startswith("_")]
+
+
+def half_unet(seed: int = 0) -> nn.Module:
+    return diffusers_unet(seed, **{**SMALL_XL, "norm_num_groups": 2}).half()
+
+
+def half_call(unet: nn.Module, height: int = 4, width: int = 4, seed: int = 0, timestep: float = 981.25) -> UNetCall:
+    call = a_call(unet, height, width, 1, 5, seed)
+    parts = {name: getattr(call, name).half() for name in ("latent", "context", "y")}
+    return replace(call, **parts, timestep=torch.full_like(call.timestep, timestep))
+
+
+def compiled(unet: nn.Module, low_bit: str, verify: bool = True) -> Any:
+    """The UNet in our care, with layers in eight bits whatever error they make: so small ones make large errors."""
+    return lib_onediff.compile_unet(unet, low_bit=low_bit, low_bit_budget=MOST_LOW_BIT_ERROR, verify=verify)
+
+
+def measured(product: gains.Product, kind: Kind, plain: float, rounded: float) -> None:
+    """Have these milliseconds measured."""
+    runtime.operators.low_bit.choice.measure(
+        product, torch.float16, kind, lambda: plain, lambda: rounded, lambda work: float(work())
+    )
 
 
 def rounded(tokens: Tensor, kind: Kind) -> QuantizedTokens:
@@ -77,7 +104,7 @@ def use_low_bit(monkeypatch: pytest.MonkeyPatch, result: torch.dtype = torch.flo
     ours = runtime.operators.low_bit
     # There is nothing to measure.
     monkeypatch.setattr(ours, "tune", lambda *given: False)
-    monkeypatch.setattr(gains, "unmeasured", lambda product, kinds: kinds[-1])
+    monkeypatch.setattr(gains, "unmeasured", lambda product, kinds: kinds[0])
     ours.choice.forget()
     launches = Launches(TuningCache())
     operators = LowBitOperators(launches, torch_ops.attention, lambda device, dtype: result, ours.choice.best)

@@ -6,7 +6,9 @@ import time
 import pytest
 from panel_builders import CALLS, MEBIBYTE, ROW, SHAPE, TOTALS, changed, text_of
 
+from lib_onediff.engines.sensitivity import ClassError
 from lib_onediff.prewarm.job import Job
+from lib_onediff.runtime.rows import LowBitErrors
 from lib_onediff.shapes.sizes import Size
 from lib_onediff.ui import amounts
 from lib_onediff.ui.cache import table as cache_table
@@ -46,6 +48,25 @@ def test_graphs_of_inductor_and_what_they_do_not_fit(refused: int, sentence: str
     compiled = changed(TOTALS, inductor={"graphs": 18, "refused": refused})
     assert f"Inductor 18 graphs, {sentence}" in text_of(cache_totals.totals_html(compiled, [], []))
     assert "Inductor" not in text_of(cache_totals.totals_html(TOTALS, [], []))
+
+
+def test_what_low_bit_does_to_a_checkpoint() -> None:
+    classes = (
+        ClassError("self-attention QKV", "fp8", 0.0103, True),
+        ClassError("feed-forward in", "fp8, int8", 0.0312, False),
+        ClassError("feed-forward <out>", "", None, True),
+    )
+    measured = changed(TOTALS, low_bit_errors=[LowBitErrors("SDXL", 0.02, 0.01434, classes)])
+    markup = cache_totals.totals_html(measured, [], [])
+    said = text_of(markup)
+    assert "Low-bit on this SDXL checkpoint. Whole step: 0.0143 of at most 0.02." in said
+    assert "self-attention QKV fp8 0.0103 eight bits" in said and "feed-forward in fp8, int8 0.0312 exact" in said
+    assert "feed-forward &lt;out&gt; – – eight bits" in said, "what is not known is not shown"
+    for word in ('scope="col"', 'scope="row"', "<caption>", 'tabindex="0" role="region" aria-label="Low-bit on this'):
+        assert word in markup
+    exact = changed(measured, low_bit_errors=[LowBitErrors("SDXL", 0.0, None, classes)])
+    assert "All is exact: no layers keep within 0." in text_of(cache_totals.totals_html(exact, [], []))
+    assert "<table" not in cache_totals.totals_html(TOTALS, [], []), "only where there is something"
 
 
 @pytest.mark.parametrize("vram, share, full", [(0, 0, False), (128, 25, False), (512, 100, False), (600, 100, True)])

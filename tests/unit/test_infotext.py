@@ -17,11 +17,14 @@ from lib_onediff.ui.run_settings import settings_of_run
 
 def every_setting() -> list[Settings]:
     """Every pair of values that two options of a run can have, the others at their defaults."""
-    others = {
-        bool: lambda default: not default, int: lambda default: default + 2, float: lambda default: default / 2 + 0.5,
-    }
+    def other(option: Any) -> Any:
+        if isinstance(option.default, float):
+            least, most = option.metadata["bounds"]
+            return (least + most) / 2
+        return not option.default if isinstance(option.default, bool) else option.default + 2
+
     values = {
-        name: option.metadata["choices"] or (option.default, others[type(option.default)](option.default))
+        name: option.metadata["choices"] or (option.default, other(option))
         for name, option in infotext.options_of_a_run().items()
     }
     return [

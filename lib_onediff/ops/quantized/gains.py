@@ -11,7 +11,18 @@ from torch import Tensor
 
 from ...model.forward import transformer_blocks
 from ...model.layout import LayerNorm, UNetLayout
-from ...model.low_bit import FP8, GATED, INT8, KINDS, NORMED, Kind, low_bit_layers, name_of, width_of
+from ...model.low_bit import (
+    FP8,
+    GATED,
+    INT8,
+    KINDS,
+    NORMED,
+    Kind,
+    classes_of_layers,
+    low_bit_layers,
+    name_of,
+    width_of,
+)
 from ...model.operators import Operators, Stream
 from ...model.weights import Affine, QuantizedWeight
 from ..tuning_cache import TuningCache
@@ -49,7 +60,7 @@ def products(
     fewest_weights: see low_bit_layers.
     """
     for block, pixels in transformer_blocks(layout, height, width):
-        for layer, source in low_bit_layers(block, fewest_weights):
+        for layer, source, _ in low_bit_layers(block, fewest_weights):
             yield name_of(layer), Product(batch * pixels, width_of(layer), layer.out_features, source)
 
 
@@ -76,7 +87,7 @@ class ProductChoice:
 
     def _best(self, product: Product, dtype: torch.dtype, kinds: Sequence[Kind]) -> Kind | None:
         if self.everywhere and kinds:
-            return kinds[-1]
+            return kinds[0]
         gains = {kind: self.gains(product, dtype, kind) for kind in kinds}
         measured = {kind: gain for kind, gain in gains.items() if gain is not None}
         if not measured:
@@ -159,6 +170,14 @@ class Plan:
         self._products: dict[str, Product] = {}
         self._wanted_for: tuple[object, ...] = ()
         self._wanted: dict[str, tuple[Kind, ...]] = {}
+        self._classes_of: UNetLayout | None = None
+        self._classes: dict[str, str] = {}
+
+    def classes(self, layout: UNetLayout) -> Mapping[str, str]:
+        """See classes_of_layers."""
+        if layout is not self._classes_of:
+            self._classes, self._classes_of = classes_of_layers(layout), layout
+        return self._classes
 
     def products(self, layout: UNetLayout, height: int, width: int, batch: int) -> Mapping[str, Product]:
         """See products."""
@@ -190,9 +209,10 @@ class Plan:
 
 
 def unmeasured(product: Product, kinds: Sequence[Kind]) -> Kind | None:
-    """In which of these kinds a product is done of which nothing was measured; None: in none."""
+    """In which of these kinds, the preferred one first, a product is done of which nothing was measured; None: in
+    none."""
     large = product.rows * product.width * product.out >= WORTHWHILE
-    return kinds[-1] if kinds and large and product.source == NORMED else None
+    return kinds[0] if kinds and large and product.source == NORMED else None
 
 
 def choice_name(product: Product, dtype: torch.dtype, kind: Kind) -> str:

@@ -1,13 +1,12 @@
 """In which type a VAE is decoded: the user's choice, its weights in that type, and what was learned of each VAE."""
 from __future__ import annotations
 
-import ctypes
-import hashlib
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
+from ...model.identity import digest_of_values
 from ...model.weights import Affine, Weights
 from ...ops.tuning_cache import TuningCache
 from .overflow import NOT_FINITE, ONE_COLOUR, SATURATED
@@ -46,9 +45,7 @@ def digest_of(architecture: str, weights: Weights) -> str:
     """
     some = [first_of_each(affine.weight) for affine in weights.values()]
     some += [affine.bias for affine in weights.values() if affine.bias is not None]
-    together = torch.cat([part.detach() for part in some]).cpu()
-    content = ctypes.string_at(together.data_ptr(), together.numel() * together.element_size())
-    return hashlib.sha256(f"{architecture} {together.dtype} ".encode() + content).hexdigest()[:16]
+    return digest_of_values(architecture, some)
 
 
 def first_of_each(weight: Tensor) -> Tensor:

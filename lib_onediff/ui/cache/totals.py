@@ -6,12 +6,15 @@ from collections import Counter
 from collections.abc import Iterable
 
 from ...prewarm.job import Job
-from ...runtime.rows import ResolutionRow, Totals
+from ...runtime.rows import LowBitErrors, ResolutionRow, Totals
+from .. import texts
 from ..amounts import NOTHING, counted, memory, milliseconds, seconds, times
 from ..status import ROUTES, fact_html
 from ..texts import TOTALS
+from .table import heading, table_cells
 
 MOST_BARS = 8
+ERROR_COLUMNS = ("Layers", "Kind", "Error alone", "Computed in")
 
 
 def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job]) -> str:
@@ -31,7 +34,30 @@ def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job]) 
         fact_html(label, value, meter_html(totals) if label == "Graph memory" else "", TOTALS.get(label, ""))
         for label, value in facts.items() if value
     )
-    return f'<div class="onediff-status onediff-totals"><div class="onediff-facts">{cells}</div></div>'
+    errors = "".join(map(errors_html, totals.low_bit_errors))
+    return f'<div class="onediff-status onediff-totals"><div class="onediff-facts">{cells}</div>{errors}</div>'
+
+
+def errors_html(errors: LowBitErrors) -> str:
+    """What Low-bit does to a checkpoint: each class of layers alone, and the whole step."""
+    name = html.escape(f"Low-bit on this {errors.model} checkpoint")
+    head = "".join(map(heading, ERROR_COLUMNS))
+    body = "".join(
+        f'<tr><th scope="row">{html.escape(one.name)}</th>'
+        f"{table_cells((html.escape(one.kinds) or NOTHING, small(one.error), texts.COMPUTED_IN[one.is_used]))}</tr>"
+        for one in errors.classes
+    )
+    whole = texts.whole_step("" if errors.error is None else small(errors.error), f"{errors.budget:g}")
+    return (
+        f'<div class="onediff-table" tabindex="0" role="region" aria-label="{name}">'
+        f"<table><caption>{name}. {html.escape(whole)}</caption><thead><tr>{head}</tr></thead>"
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def small(value: float | None) -> str:
+    """A relative error for people."""
+    return NOTHING if value is None else f"{value:.4f}"
 
 
 def memory_held(totals: Totals) -> str:

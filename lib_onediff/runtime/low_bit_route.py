@@ -1,0 +1,152 @@
+"""Has the weights in eight bits ready that a call wants: of the products that gain, in the classes of layers that this
+checkpoint bears.
+
+What it bears is measured once, in the calls of the user's own image: the output with one class alone in eight bits, and
+with all that is used, against the same call with none.
+"""
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..engines.graphs.cache import GraphCache
+from ..engines.low_bit import KINDS_OF
+from ..engines.managed_unet import ManagedUNet
+from ..engines.operator_sets import OperatorSets
+from ..engines.sensitivity import BOTH, SECOND_HALF, TOGETHER, Choice, Findings, Question, digest_of_layers, half_of
+from ..model.call import UNetCall
+from ..model.deepcache.forward import compute
+from ..model.deepcache.sampling import time_of
+from ..model.low_bit import LowBitBinding, WantedKinds
+from ..options.settings import MOST_LOW_BIT_ERROR
+from .backend_choice import NO_ROOM
+from .verify import relative_error
+
+log = logging.getLogger("onediff")
+TOO_LATE = "what Low-bit does to this checkpoint is measured where an image begins earlier, not in its last steps"
+NOT_FINITE = "what Low-bit does here cannot be measured: the exact output has NaN or infinite values"
+
+
+def nothing_within(budget: float) -> str:
+    return f"no class of layers in eight bits keeps this checkpoint within the error budget of {budget:g} (measured)"
+
+
+class LowBitRoute:
+    """Whoever calls holds the runtime's lock."""
+
+    def __init__(self, graphs: GraphCache, operators: OperatorSets, waits_for_compile: Callable[[], bool]) -> None:
+        """waits_for_compile: see Services."""
+        self._graphs = graphs
+        self._operators = operators
+        self._waits_for_compile = waits_for_compile
+
+    def tune(self, managed: ManagedUNet, backend: str, call: UNetCall) -> bool:
+        """Measure which products in eight bits pay, where that is not known; whether it was so."""
+        time_ms = partial(self._graphs.time_ms, call.latent.device, call.latent.dtype)
+        return self._operators.tune_low_bit(backend, managed.bound.layout, call, time_ms)
+
+    def fit(self, managed: ManagedUNet, backend: str, call: UNetCall, budget: float) -> str | None:
+        """Have the weights in eight bits that pay for this call within a budget. Returns why there are none, or None.
+        """
+        low_bit = self._operators.low_bit
+        if managed.low_bit is not None and not managed.low_bit.kinds() <= set(KINDS_OF[backend]):
+            # Those of another choice.
+            self._graphs.drop_low_bit(managed)
+        wanted, left_out = low_bit.wanted(backend, managed.bound.layout, call), frozenset[str]()
+        try:
+            if budget >= MOST_LOW_BIT_ERROR or low_bit.choice.everywhere:
+                managed.low_bit_choice = None
+            else:
+                question = self._question(managed, backend, call, wanted, budget)
+                found = self._left_out(managed, backend, call, question)
+                if isinstance(found, str):
+                    return found
+                left_out = found
+            return None if self._have(managed, wanted, left_out) else nothing_within(budget)
+        except torch.cuda.OutOfMemoryError:
+            self._graphs.drop_low_bit(managed)
+            managed.no_room_for_low_bit = True
+            return NO_ROOM
+
+    def _question(
+        self, managed: ManagedUNet, backend: str, call: UNetCall, wanted: WantedKinds, budget: float
+    ) -> Question:
+        low_bit, dtype = self._operators.low_bit, str(call.latent.dtype).removeprefix("torch.")
+        findings = Findings(low_bit.tuning_cache, managed.bound.checkpoint(), backend, dtype)
+        return Question(findings, wanted, low_bit.plan.classes(managed.bound.layout), budget)
+
+    def _left_out(
+        self, managed: ManagedUNet, backend: str, call: UNetCall, question: Question
+    ) -> frozenset[str] | str:
+        """The classes of layers that stay exact, measured where that is not known; or why that cannot be.
+
+        A call that makes a shape ready belongs to no image, and a cached pass is no whole step: they measure nothing,
+        and what is not known is in eight bits. Raises torch.cuda.OutOfMemoryError.
+        """
+        before, may_be = managed.low_bit_choice, self._may_be(managed)
+        choice = before if before is not None and before.answers(question) else None
+        if choice is not None and not choice.awaits & may_be:
+            return choice.left_out
+        if self._waits_for_compile() or (call.deepcache is not None and call.deepcache.is_cached_pass):
+            return question.left_out()
+        if question.awaits(question.chosen()):
+            half = half_of(time_of(call.timestep))
+            if choice is not None and not choice.awaits & half:
+                return choice.left_out
+            if not half:
+                return TOO_LATE if question.unknown() else question.left_out()
+            if not self._measure(managed, backend, call, question, half):
+                return NOT_FINITE
+        choice = managed.low_bit_choice = Choice.of(managed.bound.layout.model_name, question)
+        if str(choice) != str(before):
+            log.info("Low-bit on this %s checkpoint: %s.", choice.model, choice)
+        return choice.left_out
+
+    def _may_be(self, managed: ManagedUNet) -> int:
+        """The halves of an image that this call may be in, where nobody has asked the GPU for its timestep: one that
+        begins in the second never comes to the first."""
+        begins = managed.low_bit_looks != managed.bound.looks
+        managed.low_bit_looks = managed.bound.looks
+        return BOTH if begins else SECOND_HALF
+
+    def _measure(self, managed: ManagedUNet, backend: str, call: UNetCall, question: Question, half: int) -> bool:
+        """Measure until it is known what is within the budget: a forward pass for each class and for all together, and
+        for fewer until they are within it, without a graph. Whether it could be done. Raises
+        torch.cuda.OutOfMemoryError."""
+        exact: Tensor | None = None
+        while due := question.due(question.chosen(), half):
+            self._have(managed, question.wanted, question.left_out())
+            exact = self._output(managed, backend, call, ()) if exact is None else exact
+            if not bool(torch.isfinite(exact).all()):
+                return False
+            for classes in due:
+                layers = question.layers(classes)
+                error = relative_error(self._output(managed, backend, call, layers), exact)
+                question.findings.note(classes, digest_of_layers(layers), half, error)
+                log.debug("Low-bit in half %d of an image, %s: error %.1e", half, TOGETHER.join(classes), error)
+        return True
+
+    def _have(self, managed: ManagedUNet, wanted: WantedKinds, left_out: frozenset[str]) -> bool:
+        """Have the wanted layers in eight bits that are not of these classes; whether any is left. Raises
+        torch.cuda.OutOfMemoryError."""
+        if managed.low_bit is not None and managed.low_bit.left_out != left_out:
+            # Graphs have another choice in them.
+            self._graphs.drop_low_bit(managed)
+        classes = self._operators.low_bit.plan.classes(managed.bound.layout)
+        left = {layer: kinds for layer, kinds in wanted.items() if classes[layer] not in left_out}
+        if wanted and not left:
+            return False
+        managed.fit_low_bit(self._operators.low_bit.quantizer(), left, left_out)
+        return True
+
+    def _output(self, managed: ManagedUNet, backend: str, call: UNetCall, layers: Collection[str]) -> Tensor:
+        """The whole UNet's, with these layers alone in eight bits."""
+        assert managed.low_bit is not None
+        binding = LowBitBinding(managed.bound.binding, managed.low_bit, KINDS_OF[backend], layers)
+        whole = replace(call, deepcache=None)
+        return compute(binding.layout, binding.weights(), self._operators.of(backend), whole, None)

@@ -1,0 +1,178 @@
+"""Low-bit: which products are done in eight bits, as was measured."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from builders import SMALL_XL, diffusers_unet, served
+from ladder_builders import Weather, now, reason
+
+pytest.importorskip("triton", reason="needs Triton")
+
+from low_bit_builders import compiled, fewest_weights, half_call, half_unet, measured
+
+import lib_onediff
+from lib_onediff.engines import FLOAT8, LOW_BIT, NATIVE
+from lib_onediff.engines.low_bit import LowBit
+from lib_onediff.model.forward import transformer_blocks
+from lib_onediff.model.low_bit import FP8, GATED, KINDS, NORMED, PLAIN
+from lib_onediff.model.low_bit import INT8 as INT8_KIND
+from lib_onediff.ops.quantized import int8_mm, scaled_mm
+from lib_onediff.ops.quantized.gains import Product, ProductChoice, choice_name, products
+from lib_onediff.ops.tuning_cache import TuningCache
+from lib_onediff.runtime.runtime import runtime
+
+CPU = torch.device("cpu")
+
+
+def test_the_layers_are_those_that_are_worth_it(on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = runtime.layout_of(lib_onediff.compile_unet(diffusers_unet(**SMALL_XL)))
+    sources = {name: product.source for name, product in products(layout, 4, 4, 1)}
+    fewest_weights(monkeypatch, 1 << 20)
+    assert list(products(layout, 4, 4, 1)) == [], "too small"
+    blocks = list(transformer_blocks(layout, 4, 4))
+    assert len(sources) == 6 * len(blocks)
+    ends = {"ff.net.2": GATED, "ff.net.0.proj": NORMED, "to_q": NORMED, "to_out.0": PLAIN}
+    for name, source in sources.items():
+        known = [one for end, one in ends.items() if name.endswith(end)] or [NORMED]
+        assert source == known[0], name
+    assert not any("attn2" in name and name.endswith(("to_k", "to_v")) for name in sources), "once in a generation"
+
+
+def test_a_small_model_says_that_it_gains_nothing(on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
+    fewest_weights(monkeypatch, 1 << 20)
+    unet = compiled(half_unet(), "fp8")
+    served(unet, half_call(unet))
+    assert now()[0] == NATIVE and "too small to gain by FP8" in reason()
+
+
+def test_where_no_product_was_measured_to_gain_native_serves(on_a_gpu: Weather) -> None:
+    unet = compiled(half_unet(), "fp8")
+    call = half_call(unet)
+    served(unet, call)
+    layout, (batch, _, height, width) = runtime.layout_of(unet), call.latent.shape
+    every = {product for _, product in products(layout, height, width, batch)}
+    assert {one.source for one in every} == {NORMED, GATED, PLAIN}
+    first, *others = sorted(every)
+    for one in others:
+        measured(one, FP8, 1, 2)
+    served(unet, call)
+    assert now()[0] == FLOAT8, "one is not known yet"
+    measured(first, FP8, 1, 2)
+    served(unet, call)
+    assert now()[0] == NATIVE and "gain nothing by FP8 on this machine (measured)" in reason()
+    measured(first, FP8, 2, 1)
+    served(unet, call)
+    assert now()[0] == FLOAT8
+
+
+def test_only_what_pays_is_done_in_eight_bits(on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[int, ...]] = []
+    real = scaled_mm.product
+    monkeypatch.setattr(
+        scaled_mm, "product", lambda *given: (done.append(tuple(given[1].values.shape)), real(*given))[1]
+    )
+    unet = compiled(half_unet(), "fp8", verify=False)
+    call = half_call(unet)
+    served(unet, call)
+    every = {product for _, product in products(runtime.layout_of(unet), 4, 4, 1)}
+    assert set(done) == {(one.out, one.width) for one in every}
+    for one in every:
+        measured(one, FP8, 2, 1 if one.source == GATED else 2)
+    done.clear()
+    served(unet, call)
+    assert set(done) == {(one.out, one.width) for one in every if one.source == GATED}
+
+
+def test_everywhere_means_every_layer_of_a_small_model_whatever_it_gains(
+    on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fewest_weights(monkeypatch, 1 << 20)
+    unet = compiled(half_unet(), "fp8", verify=False)
+    with runtime.operators.low_bit.choice.used_everywhere():
+        served(unet, half_call(unet))
+        assert now()[0] == FLOAT8, reason()
+    assert not runtime.operators.low_bit.choice.everywhere
+    layout = runtime.layout_of(unet)
+    kept = runtime.managed_unet(unet).low_bit._kept
+    assert {name for name, _ in kept} == {name for name, _ in products(layout, 4, 4, 1, 0)} != set()
+
+
+def test_auto_takes_for_each_product_what_was_measured_to_be_faster(
+    on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: dict[str, set[tuple[int, ...]]] = {"fp8": set(), "int8": set()}
+    eight, integers = scaled_mm.product, int8_mm.product
+
+    def noted(name: str, real: Any) -> Any:
+        return lambda *given: (done[name].add(tuple(given[1].values.shape)), real(*given))[1]
+
+    monkeypatch.setattr(scaled_mm, "product", noted("fp8", eight))
+    monkeypatch.setattr(int8_mm, "product", noted("int8", integers))
+    unet = compiled(half_unet(), "auto", verify=False)
+    every = {product for _, product in products(runtime.layout_of(unet), 4, 4, 1)}
+    for one in every:
+        fast = {NORMED: (1, 2), GATED: (3, 1), PLAIN: (5, 5)}[one.source]
+        measured(one, FP8, 4, fast[0])
+        measured(one, INT8_KIND, 4, fast[1])
+    served(unet, half_call(unet))
+    assert now()[0] == LOW_BIT, reason()
+    assert done["fp8"] == {(one.out, one.width) for one in every if one.source == NORMED}
+    assert done["int8"] == {(one.out, one.width) for one in every if one.source == GATED}
+    kept = runtime.managed_unet(unet).low_bit._kept
+    assert {kind for name, kind in kept if name.endswith("ff.net.2")} == {INT8_KIND}, "no second copy"
+    choice, gated = runtime.operators.low_bit.choice, next(one for one in every if one.source == GATED)
+    measured(gated, INT8_KIND, 4, 2.8)
+    assert choice.best(gated, torch.float16, [FP8.dtype, INT8_KIND.dtype]) == FP8, "a little faster is not enough"
+
+
+def test_what_cannot_be_timed_is_tried_once_and_stops_no_call(
+    on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unet = compiled(half_unet(), "fp8", verify=False)
+    call = half_call(unet)
+    served(unet, call)
+    known, tried = runtime.operators.low_bit, list[Product]()
+
+    def measure(product: Product, *others: Any) -> None:
+        tried.append(product)
+        raise RuntimeError("no graph can be captured here")
+
+    monkeypatch.setattr(known, "measure", measure)
+    known.forget()
+    layout = runtime.layout_of(unet)
+    assert LowBit.tune(known, FLOAT8, layout, call, runtime.operators.of("eager"), lambda work: 1.0) and tried
+    count = len(tried)
+    assert not LowBit.tune(known, FLOAT8, layout, call, runtime.operators.of("eager"), lambda work: 1.0)
+    assert len(tried) == count == len(set(tried))
+    served(unet, call)
+    assert now()[0] == FLOAT8, reason()
+    known.forget()
+
+
+def test_auto_prefers_fp8_where_nothing_was_measured_and_everywhere() -> None:
+    choice, kinds = ProductChoice(TuningCache()), [kind.dtype for kind in KINDS]
+    large, small = Product(2048, 1280, 10240, NORMED), Product(8, 16, 32, GATED)
+    assert choice.best(large, torch.float16, kinds) is FP8 and choice.best(small, torch.float16, kinds) is None
+    assert choice.best(large, torch.float16, [INT8_KIND.dtype]) is INT8_KIND
+    with choice.used_everywhere():
+        assert choice.best(small, torch.float16, kinds) is FP8, "the bench shows the lossier of both"
+        assert choice.best(small, torch.float16, [INT8_KIND.dtype]) is INT8_KIND
+
+
+def test_what_was_measured_is_known_to_the_next_process() -> None:
+    product, tuning_cache, kinds = Product(8, 16, 32, GATED), TuningCache(), [torch.float8_e4m3fn]
+
+    def best(one: Product) -> Any:
+        return ProductChoice(tuning_cache).best(one, torch.float16, kinds)
+
+    assert best(product) is None, "small"
+    assert best(Product(2048, 1280, 10240, NORMED)) is FP8
+    assert best(Product(2048, 5120, 1280, GATED)) is None, "after a GEGLU"
+    ProductChoice(tuning_cache).measure(
+        product, torch.float16, FP8, lambda: 2, lambda: 1, lambda work: float(work())
+    )
+    assert best(product) is FP8
+    tuning_cache.set(choice_name(product, torch.float16, FP8), "nonsense")
+    assert best(product) is None
