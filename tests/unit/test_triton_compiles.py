@@ -37,7 +37,7 @@ NETWORKS = [
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Triton for Windows is not asked to compile for another machine")
-@pytest.mark.parametrize(("name", "capability", "dtype", "sizes", "kind", "least"), first(2, NETWORKS))
+@pytest.mark.parametrize(("name", "capability", "dtype", "sizes", "kind", "least"), first(1, NETWORKS))
 def test_the_kernels_of_a_network_serve_every_size(
     name: str, capability: int, dtype: str, sizes: list[tuple[int, int, int]], kind: str, least: int,
     tmp_path: Path,

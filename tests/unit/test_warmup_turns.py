@@ -117,7 +117,7 @@ def test_stop_can_wait(webui: SmallWebUI, queue: WarmUp) -> None:
 def test_the_program_can_end_in_the_middle() -> None:
     """Python 3.10 to 3.13 abort when a daemon thread is inside a library of C++ at the end."""
     program = """
-import sys, threading
+import sys, time
 sys.path.insert(0, "tests/unit")
 import builders, test_warmup
 from lib_onediff.runtime.runtime import runtime
@@ -127,7 +127,7 @@ webui = test_warmup.SmallWebUI(builders.diffusers_unet())
 queue = WarmUp(webui, runtime)
 queue.add([Size(256, 256 - 8 * step) for step in range(20)], "panel")
 while not webui.calls:
-    pass
+    time.sleep(0.001)
 print("leaving")
 """
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, text=True, capture_output=True, timeout=120)
