@@ -36,7 +36,7 @@ class Prewarm:
         asked, deadline, seen = list(asked), time.monotonic() + SECONDS, []
         while not seen or not until(seen[-1]):
             assert time.monotonic() < deadline, seen[-1]
-            time.sleep(0.02 if seen else 0)
+            time.sleep(0.1 if seen else 0)
             seen.append(self.jobs(asked))
         return seen
 
