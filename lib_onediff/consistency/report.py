@@ -27,8 +27,8 @@ CHANGES_IMAGES, CHANGES_DIGITS, CHANGES_NOTHING = range(3)
 SECTIONS_OF_IMAGES = {"Model", "WebUI options"}
 NAMES_OF_IMAGES = {
     "deepcache_interval", "deepcache_depth", "deepcache_start", "deepcache_end", "deepcache_schedule",
-    "deepcache_feature", "deepcache_hires", "guidance_end", "forecast_interval", "low_bit", "matmul_accumulation",
-    "convolution_accumulation",
+    "deepcache_feature", "deepcache_hires", "guidance_end", "forecast_interval", "low_bit", "low_bit_only",
+    "matmul_accumulation", "convolution_accumulation",
 }
 # What says how much there is, or when it is made.
 NAMES_OF_NOTHING = {

@@ -28,6 +28,7 @@ MOST_FORECAST = 4
 # One GPU computes; the next one that has room; or this one.
 ONE_GPU = "off"
 SECOND_GPUS = (ONE_GPU, "auto", *map(str, range(8)))
+WITHOUT_KERNELS = {"backend": ("inductor", "cudagraph", "oneflow", "eager")}
 WITHOUT_DEEPCACHE = {"deepcache_interval": (1,)}
 
 
@@ -80,8 +81,11 @@ class Settings:
     )
     low_bit: str = option(
         "off", "Low-bit", "Large matrix products in 8 bits: faster, lossy. auto: what was measured to be faster.",
-        group=SPEED, choices=("off", "auto", "int8", "fp8"), per_run=True,
-        no_effect_when={"backend": ("inductor", "cudagraph", "oneflow", "eager")},
+        group=SPEED, choices=("off", "auto", "int8", "fp8"), per_run=True, no_effect_when=WITHOUT_KERNELS,
+    )
+    low_bit_only: bool = option(
+        False, "Low-bit only", "The originals wait in the computer's memory: SDXL's UNet takes 2.8 GiB of 4.8. Lossy.",
+        group=SPEED, per_run=True, no_effect_when={**WITHOUT_KERNELS, "low_bit": ("off",)},
     )
     own_presets: str = option(
         "", "Your presets", "For example: drafts: tf32 on; vae_precision fp16, careful: tf32 off",

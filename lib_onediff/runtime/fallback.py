@@ -21,6 +21,7 @@ from ..model.deepcache.cache_run import StepPlan
 from ..model.deepcache.forward import compute
 from ..model.forward import Conditioning
 from ..model.low_bit import Kind
+from ..model.offload import NoHostMemory
 from ..ops.precision import Flags
 from ..options.settings import Settings
 from ..shapes.key import ShapeKey
@@ -88,6 +89,8 @@ class FallbackChain:
             notice(entry)
             if entry.state is not State.FAILED:
                 try:
+                    if backend not in backends.OFFLOADING:
+                        self._graphs.restore(managed)
                     compiling = self._compiling(managed, backend, call)
                     result = compiling or self._run(managed, entry, wanted, reason, plan)
                 except torch.cuda.OutOfMemoryError:
@@ -162,7 +165,7 @@ class FallbackChain:
         measured = self._operators.tune(layout, call)
         if backend not in backends.WITH_LOW_BIT or not self._tune_low_bit(managed, backend, call):
             return measured
-        return self._fit_low_bit(managed, backend, call)
+        return not self._fit_low_bit(managed, backend, call)
 
     def _entry(self, managed: ManagedUNet, call: UNetCall, backend: str, flags: Flags) -> Entry:
         bound = managed.bound
@@ -192,19 +195,33 @@ class FallbackChain:
         time_ms = partial(self._graphs.time_ms, call.latent.device, call.latent.dtype)
         return self._operators.tune_low_bit(backend, managed.bound.layout, call, time_ms)
 
-    def _fit_low_bit(self, managed: ManagedUNet, backend: str, call: UNetCall) -> bool:
-        """Have the weights in eight bits that pay for this call; whether there is room for them."""
-        low_bit = self._operators.low_bit
-        if managed.low_bit is not None and not managed.low_bit.kinds() <= set(KINDS_OF[backend]):
+    def _fit_low_bit(self, managed: ManagedUNet, backend: str, call: UNetCall) -> str:
+        """Have the weights in eight bits that a backend wants for this call; why that cannot be, or ""."""
+        if managed.no_room_for_low_bit:
+            return NO_ROOM
+        low_bit, alone = self._operators.low_bit, backend in backends.OFFLOADING
+        other = managed.low_bit is not None and not managed.low_bit.kinds() <= set(KINDS_OF[backend])
+        if other or (alone and not managed.bound.offloaded):
             # Those of another choice.
             self._graphs.drop_low_bit(managed)
+        wanted = low_bit.wanted(backend, managed.bound.layout, call)
         try:
-            managed.fit_low_bit(low_bit.quantizer(), low_bit.wanted(backend, managed.bound.layout, call))
+            if not alone:
+                managed.fit_low_bit(low_bit.quantizer(), wanted)
+            elif managed.fit_low_bit_alone(low_bit.quantizer(), wanted):
+                # What torch keeps unused is what was gained.
+                self._graphs.card.empty_cache()
         except torch.cuda.OutOfMemoryError:
-            self._graphs.drop_low_bit(managed)
             managed.no_room_for_low_bit = True
-            return False
-        return True
+        except NoHostMemory as full:
+            managed.why_not_offloaded = str(full)
+        except Exception:
+            self._graphs.drop_low_bit(managed)
+            raise
+        else:
+            return ""
+        self._graphs.drop_low_bit(managed)
+        return managed.why_not_offloaded or NO_ROOM
 
     def _run(
         self, managed: ManagedUNet, entry: Entry, call: UNetCall, reason: str, plan: StepPlan | None
@@ -215,8 +232,9 @@ class FallbackChain:
             if entry.state is State.COLD:
                 # Before the first use is checked, so that what is checked is what will run.
                 self._tune_low_bit(managed, backend, call)
-            if not self._fit_low_bit(managed, backend, call):
-                return NO_ROOM
+            lack = self._fit_low_bit(managed, backend, call)
+            if lack:
+                return lack
         conditioning = self._conditioning(managed, entry, call)
         if plan is not None:
             is_cached_pass = entry.key.is_cached_pass
@@ -259,10 +277,14 @@ class FallbackChain:
         by_content = managed.by_content or call.context.is_inference()
         if by_content and entry.key.backend != backends.ONEFLOW:
             return None
+        backend, precision = entry.key.backend, entry.key.precision
+        if backend in backends.OFFLOADING:
+            return managed.bound.conditioning(
+                self._operators.of(backend), call, managed.by_content, (backend, precision),
+                managed.binding_for(backend),
+            )
         # Keys and values are plain GEMMs: no operator of ours would make them otherwise.
-        return managed.bound.conditioning(
-            self._operators.of(backends.EAGER), call, managed.by_content, entry.key.precision
-        )
+        return managed.bound.conditioning(self._operators.of(backends.EAGER), call, managed.by_content, precision)
 
     def _note_full(
         self, managed: ManagedUNet, entry: Entry, call: UNetCall, conditioning: Conditioning | None,

@@ -3,14 +3,17 @@ backend by torch's, rows in eight bits by torch, products by torch's own."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from builders import SMALL_XL, a_call, diffusers_unet
+from torch import Tensor, nn
 
 from lib_onediff.engines import WITH_LOW_BIT
 from lib_onediff.model import low_bit
+from lib_onediff.model.call import UNetCall
 from lib_onediff.model.low_bit import KINDS, Kind
 from lib_onediff.model.operators import Operators, QuantizedTokens, Stream
 from lib_onediff.model.weights import QuantizedWeight
@@ -23,6 +26,16 @@ from lib_onediff.ops.tuning_cache import TuningCache
 from lib_onediff.runtime.runtime import runtime
 
 NAMES = [name for name in vars(Operators) if not name.startswith("_")]
+
+
+def half_unet(seed: int = 0) -> nn.Module:
+    return diffusers_unet(seed, **{**SMALL_XL, "norm_num_groups": 2}).half()
+
+
+def half_call(unet: nn.Module, height: int = 4, width: int = 4, seed: int = 0) -> UNetCall:
+    call = a_call(unet, height, width, 1, 5, seed)
+    parts: dict[str, Any] = {name: getattr(call, name).half() for name in ("latent", "context", "y")}
+    return replace(call, **parts)
 
 
 def rounded(tokens: Tensor, kind: Kind) -> QuantizedTokens:

@@ -9,11 +9,11 @@ import torch
 from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, relative_error, served
 from graph_builders import PretendedGraphs
 from ladder_builders import Weather, entry_of, now, reason
-from torch import Tensor, nn
+from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from low_bit_builders import fewest_weights, use_low_bit
+from low_bit_builders import fewest_weights, half_call, half_unet, use_low_bit
 
 import lib_onediff
 from lib_onediff.engines import CUDAGRAPH, FLOAT8, INT8, LOW_BIT, LOW_BIT_BACKENDS, NATIVE, Candidates, with_low_bit
@@ -31,16 +31,6 @@ from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import State
 
 CPU = torch.device("cpu")
-
-
-def half_unet(seed: int = 0) -> nn.Module:
-    return diffusers_unet(seed, **{**SMALL_XL, "norm_num_groups": 2}).half()
-
-
-def half_call(unet: nn.Module, height: int = 4, width: int = 4, seed: int = 0) -> Any:
-    call = a_call(unet, height, width, 1, 5, seed)
-    parts = {name: getattr(call, name).half() for name in ("latent", "context", "y")}
-    return replace(call, **parts)
 
 
 @pytest.fixture
