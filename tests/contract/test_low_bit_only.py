@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from builders import relative_error
-from contract_hosts import ATTENTION, A1111Host, Host, calls_of, random
+from contract_hosts import ATTENTION, FAMILY, A1111Host, Host, calls_of, random, running
 from graph_builders import PretendedGraphs
 from ladder_builders import Weather, steps_of_a_gpu
 from test_blocks import controlled_forward
@@ -17,7 +17,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from low_bit_builders import use_low_bit
+from low_bit_builders import use_low_bit, watch_offloaded
 
 from lib_onediff import engines
 from lib_onediff.engines import INT8, LOW_BIT_ONLY, NATIVE
@@ -30,17 +30,23 @@ ALONE = Settings(low_bit="int8", low_bit_only=True)
 
 
 @pytest.fixture
-def started(host: Host, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
-    """A host with what it makes by itself in expected, then served on a machine that has INT8, in float32 too."""
+def int8(fresh_runtime: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that has INT8, for models in float32 too."""
     monkeypatch.setattr(engines, "candidates", steps_of_a_gpu)
     monkeypatch.setitem(runtime.operators._made, NATIVE, Weather())
     monkeypatch.setattr(runtime.operators, "prepare", lambda network, waits_for_compile: True)
     use_low_bit(monkeypatch)
+    watch_offloaded(monkeypatch)
     monkeypatch.setattr(runtime.operators.low_bit, "_lack", lambda kind, device, dtype: None)
     graphs = PretendedGraphs()
     monkeypatch.setattr(runtime._graphs, "_graphs", graphs)
     monkeypatch.setattr(runtime._graphs, "card", graphs.card)
-    yield host
+
+
+@pytest.fixture
+def a1111(int8: None) -> Iterator[A1111Host]:
+    with running("a1111") as made:
+        yield made
 
 
 def begin(host: Host) -> None:
@@ -64,22 +70,15 @@ def generated(host: Host) -> Any:
     return host.generate()
 
 
-@pytest.fixture
-def a1111(started: Host) -> A1111Host:
-    if not isinstance(started, A1111Host):
-        pytest.skip("A1111's")
-    return started
-
-
-def test_the_family_keeps_its_weights(started: Host) -> None:
-    if isinstance(started, A1111Host):
-        pytest.skip("the Forge family's")
-    expected = started.generate()
-    begin(started)
-    assert near(generated(started), expected)
-    status = runtime.status()
-    assert status["backend"] == INT8 and "Low-bit only is not for" in status["reason"]
-    assert not offloaded(started) and runtime.totals().low_bit > 0
+@pytest.mark.parametrize("name", FAMILY)
+def test_the_family_keeps_its_weights(name: str, int8: None) -> None:
+    with running(name) as host:
+        expected = host.generate()
+        begin(host)
+        assert near(generated(host), expected)
+        status = runtime.status()
+        assert status["backend"] == INT8 and "Low-bit only is not for" in status["reason"]
+        assert not offloaded(host) and runtime.totals().low_bit > 0
 
 
 def test_loras_are_merged_where_the_host_merges_them(a1111: A1111Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,8 +155,8 @@ def test_who_else_computes_has_the_weights(a1111: A1111Host, change: Callable[[A
     assert all(torch.equal(value, before[name]) for name, value in a1111.unet.state_dict().items())
     assert bool(torch.isfinite(made.latent).all())
     assert near(made, plain)
-    if change is hypernetwork:
-        assert torch.equal(made.latent, plain.latent), calls
+    assert calls == {controlled: {"blocks": 2}, hypernetwork: {"host": 2}, past_our_hook: {"host": 1}}[change]
+    assert change is not hypernetwork or torch.equal(made.latent, plain.latent)
 
 
 def test_a_checkpoint_that_is_loaded_into_the_same_module_is_rounded(a1111: A1111Host) -> None:

@@ -12,7 +12,7 @@ from builders import SMALL_XL, a_call, diffusers_unet
 from torch import Tensor, nn
 
 from lib_onediff.engines import WITH_LOW_BIT
-from lib_onediff.model import low_bit
+from lib_onediff.model import low_bit, offload
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.low_bit import KINDS, Kind
 from lib_onediff.model.operators import Operators, QuantizedTokens, Stream
@@ -74,6 +74,19 @@ def fewest_weights(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """The layers with so many weights are worth it."""
     monkeypatch.setattr(low_bit, "FEWEST_WEIGHTS", count)
     runtime.operators.low_bit.plan.forget()
+
+
+def watch_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody computes with a weight that is in the computer's memory: on a machine without a GPU it would go well."""
+    linear = torch.nn.functional.linear
+
+    def watched(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        kept = [layers for one in runtime._managed.values() for layers in one.bound.offloaded._layers.values()]
+        places = {away.data_ptr() for layers in kept for away in offload.weights_of(layers)}
+        assert weight.data_ptr() not in places, "computed with a weight that is in the computer's memory"
+        return linear(x, weight, bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", watched)
 
 
 def use_low_bit(monkeypatch: pytest.MonkeyPatch, result: torch.dtype = torch.float16) -> None:

@@ -5,9 +5,7 @@ those."""
 from __future__ import annotations
 
 import copy
-import gc
 import io
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from low_bit_builders import fewest_weights, half_call, half_unet, use_low_bit
+from low_bit_builders import fewest_weights, half_call, half_unet, use_low_bit, watch_offloaded
 
 import lib_onediff
 from lib_onediff.bench.models import random_unet
@@ -72,19 +70,10 @@ def hooks(unet: nn.Module) -> list[Any]:
 
 
 @pytest.fixture
-def on_a_gpu(weather: Weather, pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def on_a_gpu(weather: Weather, pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with INT8 and FP8, on which nobody computes with a weight that was offloaded."""
     use_low_bit(monkeypatch)
-    linear = torch.nn.functional.linear
-
-    def watched(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        kept = [layers for one in runtime._managed.values() for layers in one.bound.offloaded._layers.values()]
-        places = {away.data_ptr() for layers in kept for away in offload.weights_of(layers)}
-        assert weight.data_ptr() not in places, "computed with a weight that is in the computer's memory"
-        return linear(x, weight, bias)
-
-    monkeypatch.setattr(torch.nn.functional, "linear", watched)
-    yield
+    watch_offloaded(monkeypatch)
 
 
 @pytest.fixture
@@ -150,15 +139,13 @@ def test_of_the_weights_that_it_takes_nothing_is_left_on_the_gpu(
     def noted(tensors: list[Tensor], empty: Any) -> None:
         storages.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
         real(tensors, empty)
+        assert all(storage.expired() for storage in storages), "as a fused layer's tensor would stay"
 
     monkeypatch.setattr(offload, "move", noted)
     whole, call = sum(parameter.nbytes for parameter in unet.parameters()), half_call(unet)
     served(unet, call)
-    # That the check has brought them back is another test's.
-    storages.clear()
+    assert len(storages) > 20 and not offloaded(unet), "the check has brought them back"
     served(unet, call)
-    gc.collect()
-    assert len(storages) > 20 and all(storage.expired() for storage in storages), "as a fused layer's tensor would stay"
     took, left = managed(unet).low_bit.bytes, whole - offloaded(unet).bytes
     print(f"{whole} bytes -> {left} + {took}")
     assert took < 0.6 * offloaded(unet).bytes and left + took < 0.8 * whole, "a network of narrow layers"
@@ -237,6 +224,21 @@ def test_a_call_that_we_do_not_know_is_the_hosts(unet: nn.Module) -> None:
     twice(unet, call)
     assert torch.equal(served(unet, call, **labels), expected)
     assert now()[1] == "host" and "class_labels" in reason() and not offloaded(unet)
+
+
+def test_whatever_the_host_computes_it_finds_the_weights(unet: nn.Module) -> None:
+    """Also with layers that were made of the offloaded weights, as fuse_qkv_projections makes some."""
+    call = half_call(unet)
+    twice(unet, call)
+    found = []
+
+    def host() -> Tensor:
+        found.append(bool(offloaded(unet)))
+        return call.latent
+
+    with torch.no_grad(), runtime.settings_for_run(Settings(enabled=False)):
+        runtime.run(unet, call, host)
+    assert found == [False]
 
 
 def test_one_layer_called_by_somebody_else_is_enough(unet: nn.Module) -> None:
@@ -431,7 +433,12 @@ def test_weights_that_find_no_room_for_their_return_are_not_lost(
     for _ in range(3):
         served(unet, call)
     assert now() == (ONLY, "graph")
-    real, freed = OffloadedWeights.restore, []
+    whole, freed = OffloadedWeights.restore, []
+
+    def real(weights: OffloadedWeights, module: nn.Module) -> None:
+        assert managed(unet).low_bit is None, "those in eight bits make room for them"
+        whole(weights, module)
+
     monkeypatch.setattr(runtime._graphs, "free", lambda: freed.append(1))
     full = torch.cuda.OutOfMemoryError("CUDA out of memory")
     with monkeypatch.context() as patch:
