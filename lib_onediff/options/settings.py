@@ -84,8 +84,7 @@ class Settings:
         group=SPEED, choices=("off", "auto", "int8", "fp8"), per_run=True, no_effect_when=WITHOUT_KERNELS,
     )
     low_bit_only: bool = option(
-        False, "Low-bit only",
-        "Their originals wait in the computer's memory: SDXL's UNet takes 2.8 GiB, not 4.8. Lossy.",
+        False, "Low-bit only", "The GPU holds 8 bits alone: 2.8 GiB for SDXL's UNet, not 4.8. Lossy.",
         group=SPEED, per_run=True, no_effect_when={**WITHOUT_KERNELS, "low_bit": ("off",)},
     )
     own_presets: str = option(
