@@ -139,7 +139,7 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._chunk: Tensor | None = None
-        self._used = self._chunks = self._most_chunks = 0
+        self._used = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool) -> Tensor:
         """Raises NoHostMemory."""
@@ -149,10 +149,8 @@ class HostMemory:
                 must_have_room(size)
                 return torch.empty(shape, dtype=dtype)
             if self._chunk is None or self._used + size > len(self._chunk):
-                if self._chunks >= self._most_chunks:
-                    # torch keeps those that were there before.
-                    must_have_room(CHUNK_BYTES)
-                self._chunk, self._used, self._chunks = pinned_bytes(CHUNK_BYTES), 0, self._chunks + 1
+                must_have_room(CHUNK_BYTES)
+                self._chunk, self._used = pinned_bytes(CHUNK_BYTES), 0
         except (RuntimeError, MemoryError) as full:
             said = str(full).partition("\n")[0]
             raise NoHostMemory(f"the computer's memory has no room for the weights: {said}") from None
@@ -161,9 +159,8 @@ class HostMemory:
         return piece.view(dtype).view(shape)
 
     def forget(self) -> None:
-        """Nothing lies here any more."""
-        self._most_chunks = max(self._most_chunks, self._chunks)
-        self._chunk, self._used, self._chunks = None, 0, 0
+        """What comes next lies in a new piece: the last one goes with what is in it."""
+        self._chunk, self._used = None, 0
 
 
 def pinned_bytes(size: int) -> Tensor:
@@ -191,9 +188,16 @@ def restore_before(layer: nn.Module) -> None:
 
 def must_have_room(size: int) -> None:
     """Raise MemoryError where the system says that so many bytes do not fit: Linux would end a process for it."""
+    if not has_room(size):
+        # torch keeps what was pinned before.
+        empty_pinned_cache()
+        if not has_room(size):
+            raise MemoryError(f"{(free_host_memory() or 0) >> 20} MiB are left")
+
+
+def has_room(size: int) -> bool:
     free = free_host_memory()
-    if free is not None and free < size + SPARE_BYTES:
-        raise MemoryError(f"{free >> 20} MiB are left")
+    return free is None or free >= size + SPARE_BYTES
 
 
 def free_host_memory() -> int | None:
