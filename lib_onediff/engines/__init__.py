@@ -69,9 +69,9 @@ def with_low_bit(found: Candidates, wanted: str, why_not: Callable[[], str | Non
 def with_low_bit_only(found: Candidates, wanted: str, why_not: Callable[[str], str | None]) -> Candidates:
     """The steps of with_low_bit with the GPU's weights in eight bits alone before them, or the reason why not. why_not:
     what stands in the way of this backend."""
-    if NATIVE not in found.backends:
-        return found
     backend = LOW_BIT_ONLY[LOW_BIT_BACKENDS[wanted]]
+    if found.backends[0] not in (NATIVE, LOW_BIT_BACKENDS[wanted]):
+        return found
     lack = why_not(backend)
     if lack is not None:
         return Candidates(found.backends, "; ".join(dict.fromkeys(filter(None, (lack, found.reason)))))

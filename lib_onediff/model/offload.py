@@ -2,10 +2,11 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 from .weights import joined
 
+log = logging.getLogger("onediff")
+Hooked = list[tuple[weakref.ref[nn.Module], RemovableHandle]]
 Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
 # What is pinned comes in powers of two: so little is lost.
 CHUNK_BYTES = 1 << 28
@@ -37,7 +40,12 @@ class RestoreFirst:
     def __call__(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
         weights = None if self._weights is None else self._weights()
         if weights is not None:
-            weights.restore_all()
+            try:
+                weights.restore_all()
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except Exception:
+                log.exception("offloaded weights did not come back together: they come layer by layer")
         # A copy of the layer is not among them.
         for parameter in layer.parameters(recurse=False):
             if inputs and isinstance(inputs[0], Tensor) and parameter.device != inputs[0].device:
@@ -59,7 +67,7 @@ class OffloadedWeights:
         self.restore_all: Callable[[], object] = lambda: None
         self.device = torch.device("cpu")
         # By path or name of fused layer.
-        self._layers: dict[str, list[tuple[weakref.ref[nn.Module], RemovableHandle]]] = {}
+        self._layers: dict[str, Hooked] = {}
         self._memory = HostMemory()
         self._restored: deque[float] = deque(maxlen=MANY_TIMES)
         self._content: tuple[int, list[int]] = (-1, [])
@@ -104,6 +112,9 @@ class OffloadedWeights:
         ours = {id(weight) for kept in self._layers.values() for weight in weights_of(kept)}
         parameters = () if unet is None else unet.parameters()
         device = next((one.device for one in parameters if id(one) not in ours), self.device)
+        if device.type == "meta":
+            # There is nothing that it could hold.
+            device = self.device
         if self._layers:
             self._restored.append(time.monotonic())
         while self._layers:
@@ -227,17 +238,10 @@ def move_alone(tensor: Tensor, device: torch.device) -> None:
         tensor.data = tensor.detach().to(device)
 
 
-def weights_of(kept: list[tuple[weakref.ref[nn.Module], RemovableHandle]]) -> list[Tensor]:
+def weights_of(kept: Hooked) -> list[Tensor]:
     """Of those layers that are still there."""
-    return list(present_weights(kept))
-
-
-def present_weights(kept: list[tuple[weakref.ref[nn.Module], RemovableHandle]]) -> Iterator[Tensor]:
-    for reference, _ in kept:
-        layer = reference()
-        weight = None if layer is None else layer._parameters.get("weight")
-        if weight is not None:
-            yield weight
+    layers = [layer for reference, _ in kept if (layer := reference()) is not None]
+    return [weight for layer in layers if (weight := layer._parameters.get("weight")) is not None]
 
 
 def bytes_of(tensor: Tensor) -> bytes:

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,9 +97,7 @@ def scan(unet: nn.Module, host_traits: HostTraits = HostTraits()) -> Structure:
         replaced = own_method(module, "forward") or own_method(module, "_forward")
         if replaced is not None and not (host_traits.inert(unet, module) or host_traits.brought(unet, module)):
             patched = f"{name} has a forward of its own, set by {origin(replaced)}"
-        elif state["_forward_hooks"] or not all(
-            isinstance(hook, RestoreFirst) for hook in state["_forward_pre_hooks"].values()
-        ):
+        elif state["_forward_hooks"] or state["_forward_pre_hooks"] and not is_ours(state["_forward_pre_hooks"]):
             patched = f"{name} has a forward hook"
         elif host_traits.functions is None and any(state.get(name) for name in APPLIED_AT_CALL):
             patched = "a LoRA is applied at every call, not merged (fp16 LoRA in Diffusion in Low Bits, or low VRAM)"
@@ -110,6 +108,11 @@ def scan(unet: nn.Module, host_traits: HostTraits = HostTraits()) -> Structure:
     if patched is None:
         patched = replaced_method(processors, ("__call__",), host_traits.trusted)
     return Structure(tuple(members), tuple(switches), patched)
+
+
+def is_ours(hooks: Mapping[int, object]) -> bool:
+    """Whether these hooks only bring back what we have offloaded."""
+    return all(isinstance(hook, RestoreFirst) for hook in hooks.values())
 
 
 def own_method(module: nn.Module, name: str) -> object | None:

@@ -5,6 +5,7 @@ those."""
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from types import SimpleNamespace
 from typing import Any
@@ -530,6 +531,17 @@ def test_a_network_of_small_layers_says_so(unet: nn.Module, monkeypatch: pytest.
     fewest_weights(monkeypatch, 1 << 20)
     served(unet, half_call(unet))
     assert now()[0] == NATIVE and "too small to gain by INT8" in reason() and not offloaded(unet)
+
+
+def test_an_unloaded_model_leaves_nothing_behind(on_a_gpu: None) -> None:
+    unet = lib_onediff.compile_unet(half_unet(), **ALONE)
+    twice(unet, half_call(unet))
+    there = [StorageWeakRef(parameter.untyped_storage()) for parameter in unet.parameters()]
+    assert runtime.totals().low_bit and runtime.totals().offloaded
+    del unet
+    gc.collect()
+    assert runtime.totals().low_bit == runtime.totals().offloaded == 0
+    assert all(storage.expired() for storage in there)
 
 
 def test_a_hook_of_weights_that_are_gone_does_no_harm() -> None:
