@@ -208,16 +208,19 @@ class BoundUNet:
         self.generation += 1
 
     def restore(self) -> None:
-        """Have all weights where the UNet is. Raises torch.cuda.OutOfMemoryError."""
+        """Have all weights where the UNet is. Raises torch.cuda.OutOfMemoryError; the rest is still offloaded then."""
         if not self.offloaded:
             return
         self._signature = None
         self._note_moved()
-        self.offloaded.restore(self._unet())
-        if self._binding is not None:
-            with contextlib.suppress(UnsupportedUNet):
-                self._binding.bind(self._channels_last)
-                self._signature = self._binding.signature()
+        try:
+            self.offloaded.restore(self._unet())
+        finally:
+            if self._binding is not None:
+                with contextlib.suppress(UnsupportedUNet):
+                    if not self.offloaded:
+                        self._binding.bind(self._channels_last)
+                    self._signature = self._binding.signature()
 
     def _have_restored(self) -> None:
         """As restore, by whoever has more to do with it."""

@@ -23,8 +23,8 @@ CHUNK_BYTES = 1 << 28
 ALIGNED_BYTES = 256
 # What the rest of the computer is left with.
 SPARE_BYTES = 1 << 30
-# Once for every new shape that is checked, and for every LoRA, is no harm.
-MANY_TIMES, SECONDS_OF_MANY = 8, 60.0
+# Once for every new shape that is checked, every LoRA and every image (--medvram) is no harm; at every step it is.
+MANY_TIMES, SECONDS_OF_MANY = 8, 30.0
 
 
 class NoHostMemory(Exception):

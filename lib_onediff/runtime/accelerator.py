@@ -77,6 +77,7 @@ class Accelerator(Services):
                 managed.bound.offloaded.restore_all = partial(self._restore_present, weakref.ref(unet))
             else:
                 known.settings = settings
+                known.no_room_for_low_bit, known.why_not_offloaded = False, ""
         if known is None:
             self.operators.prepare_early(unet, settings or self.settings)
 

@@ -100,7 +100,7 @@ def why_not_offloaded(managed: ManagedUNet, settings: Settings) -> str:
         return "Low-bit only is for one GPU"
     bound = managed.bound
     if not bound.offloaded and bound.offloaded.come_and_go:
-        return "Low-bit only rests for a minute: others use the weights in the model's type again and again"
+        return "Low-bit only rests for half a minute: others use the weights in the model's type again and again"
     return managed.why_not_offloaded or bound.host_traits.keeps_weights(bound.module)
 
 

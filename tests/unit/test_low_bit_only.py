@@ -461,6 +461,32 @@ def test_weights_that_find_no_room_for_their_return_are_not_lost(
     assert torch.equal(diffusers_output(unet, call), expected) and is_unchanged(unet, before)
 
 
+def test_weights_of_which_some_found_no_room_can_be_gone_on_with(
+    unet: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card that holds the rounded weights, and not the host's own."""
+    call, before = half_call(unet), bits(unet)
+    expected = twice(unet, call)
+    whole, count = OffloadedWeights.restore, len(offloaded(unet)._layers)
+
+    def some(weights: OffloadedWeights, module: nn.Module) -> None:
+        names = list(weights._layers)
+        kept = {name: weights._layers.pop(name) for name in names[len(names) // 2:]}
+        whole(weights, module)
+        weights._layers.update(kept)
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OffloadedWeights, "restore", some)
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            diffusers_output(unet, call)
+        assert 0 < len(offloaded(unet)._layers) < count
+        assert torch.equal(served(unet, call), expected) and now()[0] == ONLY, reason()
+        assert len(offloaded(unet)._layers) == count
+    lib_onediff.uncompile_unet(unet)
+    assert is_unchanged(unet, before) and not hooks(unet)
+
+
 def test_memory_that_was_asked_back_is_filled_again(unet: nn.Module) -> None:
     call = half_call(unet)
     expected = twice(unet, call)

@@ -1,6 +1,7 @@
 """The graphs of every UNet in our care: made when a shape is used again, dropped when memory is asked for."""
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection
@@ -218,9 +219,9 @@ class GraphCache(GraphRecords):
             return
         began = time.perf_counter()
         self._drop_low_bit_weights(managed)
-        try:
+        with contextlib.suppress(torch.cuda.OutOfMemoryError):
             managed.bound.restore()
-        except torch.cuda.OutOfMemoryError:
+        if managed.bound.offloaded:
             self.free()
             managed.bound.restore()
         log.debug("offloaded weights are back in %.0f ms", (time.perf_counter() - began) * 1e3)
