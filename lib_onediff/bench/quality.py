@@ -21,7 +21,7 @@ from torch import Tensor
 from ..demo import SHIPPED
 from ..demo.train.captions import HeldOut
 from ..demo.train.scoring import said, verdicts
-from ..engines import LOW_BIT_BACKENDS
+from ..engines import LOW_BIT_BACKENDS, LOW_BIT_ONLY
 from ..options.effects import why_no_effect
 from ..public import compile_pipe, uncompile_pipe
 from ..quality import compare
@@ -209,8 +209,11 @@ def note_of(choices: dict[str, Any], dtype: torch.dtype) -> str:
     """Which choices change nothing here, and the route of the last call."""
     without = [name for name, value in choices.items() if why_no_effect(name, value, dtype=dtype)]
     wanted = LOW_BIT_BACKENDS.get(choices.get("low_bit", ""))
-    if wanted is not None and "low_bit" not in without and runtime.status()["backend"] != wanted:
-        without.append("low_bit")
+    if wanted is not None and "low_bit" not in without:
+        found = runtime.status()["backend"]
+        only = choices.get("low_bit_only", False)
+        without += ["low_bit"] if found not in (wanted, LOW_BIT_ONLY[wanted]) else []
+        without += ["low_bit_only"] if only and found != LOW_BIT_ONLY[wanted] else []
     idle = f"no effect here: {', '.join(without)}" if without else ""
     return "; ".join(part for part in (runtime.status()["route"] or "", idle) if part)
 

@@ -12,7 +12,10 @@ NATIVE, INDUCTOR, CUDAGRAPH, EAGER, ONEFLOW = "native", "inductor", "cudagraph",
 # LOW_BIT has each product in the kind that is the fastest.
 FLOAT8, INT8, LOW_BIT = "native fp8", "native int8", "native low-bit"
 LOW_BIT_BACKENDS = {"fp8": FLOAT8, "int8": INT8, AUTO: LOW_BIT}
-WITH_LOW_BIT = (FLOAT8, INT8, LOW_BIT)
+# Those that have every weight that they can take in eight bits alone on the GPU, by those that have both.
+LOW_BIT_ONLY = {backend: f"{backend} only" for backend in LOW_BIT_BACKENDS.values()}
+OFFLOADING = tuple(LOW_BIT_ONLY.values())
+WITH_LOW_BIT = (FLOAT8, INT8, LOW_BIT, *OFFLOADING)
 OUR_KERNELS = (*WITH_LOW_BIT, NATIVE)
 WITH_GRAPHS = (*OUR_KERNELS, INDUCTOR, CUDAGRAPH)
 # These take weights that a host casts or changes at each use. The others' operators hand on more than tensors, or were
@@ -61,6 +64,18 @@ def with_low_bit(found: Candidates, wanted: str, why_not: Callable[[], str | Non
     if lack is not None:
         return Candidates(found.backends, lack)
     return Candidates((LOW_BIT_BACKENDS[wanted], *found.backends), "")
+
+
+def with_low_bit_only(found: Candidates, wanted: str, why_not: Callable[[str], str | None]) -> Candidates:
+    """The steps of with_low_bit with the GPU's weights in eight bits alone before them, or the reason why not. why_not:
+    what stands in the way of this backend."""
+    backend = LOW_BIT_ONLY[LOW_BIT_BACKENDS[wanted]]
+    if found.backends[0] not in (NATIVE, LOW_BIT_BACKENDS[wanted]):
+        return found
+    lack = why_not(backend)
+    if lack is not None:
+        return Candidates(found.backends, "; ".join(dict.fromkeys(filter(None, (lack, found.reason)))))
+    return Candidates((backend, *found.backends), "")
 
 
 def launched_candidates(

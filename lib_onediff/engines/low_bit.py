@@ -2,14 +2,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ..model.call import UNetCall
 from ..model.layout import UNetLayout
-from ..model.low_bit import FP8, INT8, KINDS, Kind, Round
+from ..model.low_bit import FP8, INT8, KINDS, Kind, Round, WantedKinds
 from ..model.operators import Operators
 from ..ops.attention import Attention
 from ..ops.quantized.gains import Plan, Product, ProductChoice, TimeMs, way_of
@@ -17,12 +16,13 @@ from ..ops.quantized.scaled_mm import Float8Support, support
 from ..ops.quantized.support import why_no_int8
 from ..ops.triton.launch_config import Launches
 from ..ops.tuning_cache import TuningCache
-from . import FLOAT8, LOW_BIT
+from . import FLOAT8, LOW_BIT, LOW_BIT_ONLY, OFFLOADING
 from . import INT8 as INT8_BACKEND
 
 log = logging.getLogger("onediff")
 # The kinds of eight bits in which a backend has products.
 KINDS_OF: dict[str, tuple[Kind, ...]] = {FLOAT8: (FP8,), INT8_BACKEND: (INT8,), LOW_BIT: KINDS}
+KINDS_OF |= {only: KINDS_OF[backend] for backend, only in LOW_BIT_ONLY.items()}
 
 
 class LowBit:
@@ -73,16 +73,18 @@ class LowBit:
 
         return LowBitOperators(self._launches, self._attention, self._float8_result, self.choice.best)
 
-    def wanted(self, backend: str, layout: UNetLayout, call: UNetCall) -> Mapping[str, tuple[Kind, ...]]:
+    def wanted(self, backend: str, layout: UNetLayout, call: UNetCall) -> WantedKinds:
         """The kinds in which the weights of each layer are wanted for a call."""
         dtype = call.latent.dtype
-        return self.plan.wanted(*size_of(layout, call), dtype, self.kinds(backend, call.latent.device, dtype))
+        kinds = self.kinds(backend, call.latent.device, dtype)
+        return self.plan.wanted(*size_of(layout, call), dtype, kinds, every=backend in OFFLOADING)
 
     def why_none_here(self, backend: str, layout: UNetLayout, call: UNetCall) -> str | None:
         """Why this call gains nothing by a backend's products, in one sentence; None where it does, or may."""
         dtype = call.latent.dtype
-        kinds = self.kinds(backend, call.latent.device, dtype)
-        return self.choice.why_none(self.plan.counted(*size_of(layout, call)), dtype, kinds)
+        kinds, wanted = self.kinds(backend, call.latent.device, dtype), self.plan.counted(*size_of(layout, call))
+        # Where the GPU holds no other weights, it is memory that is gained.
+        return None if wanted and backend in OFFLOADING else self.choice.why_none(wanted, dtype, kinds)
 
     def tune(
         self, backend: str, layout: UNetLayout, call: UNetCall, native: Operators, time_ms: TimeMs

@@ -21,6 +21,7 @@ from ..model.weights import Source
 from ..ops.precision import autocast_dtype
 from ..options.settings import Settings
 from ..shapes.key import ShapeKey, layout_fits
+from . import OFFLOADING
 from .low_bit import KINDS_OF
 from .sensitivity import Choice
 
@@ -67,8 +68,9 @@ class ManagedUNet:
 
     cache_run: its DeepCache. sampling: what its own host says of the sampling that it is in, where that host says it.
     low_bit: the weights in eight bits, while they are used. low_bit_choice: of which classes of layers, where that was
-    measured; low_bit_looks: bound.looks when that was asked last. no_room_for_low_bit: in this sampling. runners: those
-    that were made, each good for what stands beside it; see runner.
+    measured; low_bit_looks: bound.looks when that was asked last. no_room_for_low_bit: in this sampling.
+    why_not_offloaded: in this sampling, in one line; "" where nothing stands in the way. runners: those that were made,
+    each good for what stands beside it; see runner.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class ManagedUNet:
         self.low_bit_choice: Choice | None = None
         self.low_bit_looks = 0
         self.no_room_for_low_bit = False
+        self.why_not_offloaded = ""
         self.runners: dict[ShapeKey, CachedRunner] = {}
         # Beside the graphs that are torch's: OneFlow's memory is no part of any budget.
         self.oneflow: dict[ShapeKey, CachedRunner] = {}
@@ -136,14 +139,35 @@ class ManagedUNet:
     def fit_low_bit(self, round_rows: Round, wanted: WantedKinds, left_out: frozenset[str] = frozenset()) -> None:
         """Have these weights in eight bits, as they are now; left_out: see LowBitWeights. Raises
         torch.cuda.OutOfMemoryError."""
+        bound = self.bound
+        self._low_bit(round_rows, left_out).fit(
+            bound.weights_in_sampling, bound.binding.weights, wanted, bound.binding.device
+        )
+
+    def fit_low_bit_alone(self, round_rows: Round, wanted: WantedKinds) -> bool:
+        """As fit_low_bit, and offload the weights: what is there in eight bits keeps its kind. Layer by layer, so that
+        the GPU holds no more than one of them twice. Returns whether any was moved.
+
+        Raises torch.cuda.OutOfMemoryError and NoHostMemory; some weights are offloaded then.
+        """
+        bound, low_bit = self.bound, self._low_bit(round_rows)
+        state = lambda: (*bound.weights_in_sampling(), bound.offloaded.content(bound.looks))  # noqa: E731
+        there = low_bit.names()
+        missing = {name: kinds for name, kinds in wanted.items() if name not in there}
+        low_bit.fit(state, bound.binding.weights, missing, bound.binding.device, bound.offload)
+        if missing:
+            bound.note_offloaded()
+        return bool(missing)
+
+    def _low_bit(self, round_rows: Round, left_out: frozenset[str] = frozenset()) -> LowBitWeights:
         if self.low_bit is None or self.low_bit.layout is not self.bound.layout:
             self.low_bit = LowBitWeights(self.bound.layout, round_rows, left_out)
-        self.low_bit.fit(self.bound.weights_in_sampling(), self.bound.binding.weights, wanted)
+        return self.low_bit
 
     def binding_for(self, backend: str) -> Source:
         """The weights as a backend wants them."""
         if backend in KINDS_OF and self.low_bit is not None:
-            return LowBitBinding(self.bound.binding, self.low_bit, KINDS_OF[backend])
+            return LowBitBinding(self.bound.binding, self.low_bit, KINDS_OF[backend], alone=backend in OFFLOADING)
         return self.bound.on_the_fly.source(self.bound.binding)
 
     @property

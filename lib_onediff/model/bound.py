@@ -1,6 +1,7 @@
 """One UNet module in our care: its layout, its bound parameters, and what it remembers between calls."""
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import weakref
@@ -14,11 +15,12 @@ from .conditioning import PromptMemory, Sighting
 from .forward import Conditioning, condition
 from .identity import UNCOUNTED, Edits, Signature, digest_of_values
 from .layout import UNetLayout, UnsupportedUNet
+from .offload import OffloadedWeights
 from .on_the_fly import News, OnTheFly
 from .operators import Operators
 from .patches import HostTraits, Structure, scan
 from .read import read_layout
-from .weights import LAYERS_GONE, Binding, Weights
+from .weights import LAYERS_GONE, Binding, Source, Weights
 
 log = logging.getLogger("onediff")
 
@@ -30,8 +32,9 @@ class BoundUNet:
 
     generation counts the changes of addresses: what was captured under another generation must not be replayed. looks
     counts how often a sampling began, or something moved, and everything was looked at again. on_the_fly: what the host
-    applies to the weights at each use. prompts: what was computed of prompts alone. last_call_ended: when a call of the
-    UNet did, in seconds of time.perf_counter.
+    applies to the weights at each use. offloaded: the weights that lie in the computer's memory for the time being.
+    prompts: what was computed of prompts alone. last_call_ended: when a call of the UNet did, in seconds of
+    time.perf_counter.
     """
 
     def __init__(self, unet: nn.Module, host_traits: HostTraits = HostTraits()) -> None:  # noqa: B008
@@ -53,6 +56,7 @@ class BoundUNet:
         self.prompts = PromptMemory()
         self.generation = self.looks = 0
         self.on_the_fly = OnTheFly(host_traits.functions, host_traits.casts)
+        self.offloaded = OffloadedWeights()
         # Counts the changes of addresses and of what is applied: at equal numbers, what was computed still holds.
         self._revision = 0
         self._samplings = 0
@@ -172,6 +176,9 @@ class BoundUNet:
         # from now on, say, because the host has put a part of the weights aside.
         goes_on = self._is_same_sampling(call, by_content) and self.unmoved()
         if not goes_on:
+            if self.offloaded and not self.unmoved():
+                # The host has moved or exchanged weights, and knows nothing of those that lie elsewhere.
+                self._have_restored()
             self.looks += 1
             self._refusal = self._look()
             self._sampling_began = False
@@ -205,6 +212,38 @@ class BoundUNet:
             self._note_moved()
         elif news is News.CHANGED:
             self._revision += 1
+
+    def offload(self, name: str) -> None:
+        """Have the weight of a layer, by its path or fused layer's name, in the computer's memory until it is needed.
+        Raises what OffloadedWeights.offload raises; note_offloaded has to follow the last."""
+        self.binding.offloaded = self.offloaded
+        self.offloaded.offload(name, self.binding.layers_of(name))
+
+    def note_offloaded(self) -> None:
+        """Graphs that know where the weights lay are of no use."""
+        self._signature = self.binding.signature()
+        self.generation += 1
+
+    def restore(self) -> None:
+        """Have all weights where the UNet is. Raises torch.cuda.OutOfMemoryError; the rest is still offloaded then."""
+        if not self.offloaded:
+            return
+        self._signature = None
+        self._note_moved()
+        try:
+            self.offloaded.restore(self._unet())
+        finally:
+            if self._binding is not None:
+                with contextlib.suppress(UnsupportedUNet):
+                    if not self.offloaded:
+                        self._binding.bind(self._channels_last)
+                    self._signature = self._binding.signature()
+
+    def _have_restored(self) -> None:
+        """As restore, by whoever has more to do with it."""
+        if self.offloaded:
+            self.offloaded.restore_all()
+            self.restore()
 
     def _note_moved(self) -> None:
         """Some weights lie elsewhere now."""
@@ -275,6 +314,7 @@ class BoundUNet:
         if layout is not None and self._binding is not None and self._binding.holds_layers_of(unet, layout):
             self._structure, self._binding.layout = structure, layout
             return
+        self._have_restored()
         self.undo_channels_last()
         self._structure, self._binding, self._signature, self._architecture = structure, None, None, None
         self._kernel_users, self._edits, self._all_edits = [], None, None
@@ -283,14 +323,16 @@ class BoundUNet:
             self._binding = Binding(unet, layout)
 
     def conditioning(
-        self, ops: Operators, call: UNetCall, by_content: bool, precision: Hashable = ()
+        self, ops: Operators, call: UNetCall, by_content: bool, precision: Hashable = (), source: Source | None = None
     ) -> Conditioning:
         """What depends on the prompt alone, computed only when prompt, weights or precision have changed.
 
         by_content: the host hands over new tensors at every call, so that no prompt is recognised. An inference tensor
-        never is.
+        never is. source: whose weights are read, where they are others than the host computes with; precision must
+        tell them apart.
         """
-        compute = lambda: condition(self.layout, self.weights(), ops, call.context, call.y)  # noqa: E731
+        weights = self.weights if source is None else source.weights
+        compute = lambda: condition(self.layout, weights(), ops, call.context, call.y)  # noqa: E731
         if by_content or call.context.is_inference():
             return self.prompts.computed_anew(call.context, call.y, compute)
         if self._edits is None or not self._edits.still_true():
@@ -309,6 +351,7 @@ class BoundUNet:
 
     def release(self) -> None:
         """Forget everything and leave ordinary parameters behind, with the same values."""
+        self.restore()
         if self._binding is not None:
             self._binding.unbind()
         self._structure = self._signature = self._binding = self._architecture = None

@@ -88,34 +88,65 @@ class LowBitWeights:
         self.layout, self.left_out = layout, left_out
         self._round = round_rows
         self._kept: dict[tuple[str, Kind], QuantizedWeight] = {}
+        self._shapes: dict[str, Tensor] = {}
         self._fitted_to: object = None
 
-    def fit(self, state: object, weights: Callable[[], Weights], wanted: WantedKinds) -> None:
+    def fit(
+        self, state: Callable[[], object], weights: Callable[[], Weights], wanted: WantedKinds, device: torch.device,
+        rounded: Callable[[str], None] = lambda name: None,
+    ) -> None:
         """Round what is wanted and not there, and everything anew if the weights' state is not equal to what it was
-        when that was done last.
+        when that was done last. device: where the UNet computes. rounded: told of every layer once it is done.
 
-        Raises torch.cuda.OutOfMemoryError.
+        Raises torch.cuda.OutOfMemoryError, and what rounded raises.
         """
-        missing = [(name, kind) for name, kinds in wanted.items() for kind in kinds if (name, kind) not in self._kept]
-        stale = [] if state == self._fitted_to else list(self._kept)
-        if not (missing or stale):
+        due: dict[str, list[Kind]] = {}
+        for name, kind in () if state() == self._fitted_to else self._kept:
+            due.setdefault(name, []).append(kind)
+        for name, kinds in wanted.items():
+            for kind in kinds:
+                if (name, kind) not in self._kept:
+                    due.setdefault(name, []).append(kind)
+        if not due:
             return
         self._fitted_to = None
-        now = weights()
-        for name, kind in (*stale, *missing):
-            weight = now[name].weight
-            if (name, kind) not in self._kept:
-                self._kept[name, kind] = empty_like(weight, kind)
-            self._round(weight, *self._kept[name, kind])
-        self._fitted_to = state
+        now = dict(weights())
+        for name, kinds in due.items():
+            # Nobody else may hold it: of a fused layer, it is a view that keeps the tensor alive.
+            weight = now.pop(name).weight.to(device)
+            for kind in kinds:
+                if (name, kind) not in self._kept:
+                    self._kept[name, kind] = empty_like(weight, kind)
+                self._round(weight, *self._kept[name, kind])
+            del weight
+            rounded(name)
+        self._fitted_to = state()
 
-    def beside(self, weights: Weights, kinds: Collection[Kind], names: Collection[str] | None = None) -> Weights:
-        """The same weights, with those of these kinds beside their own. names: of these layers alone."""
+    def beside(
+        self, weights: Weights, kinds: Collection[Kind], names: Collection[str] | None = None, alone: bool = False
+    ) -> Weights:
+        """The same weights, with those of these kinds beside their own. names: of these layers alone. alone: instead of
+        their own; those have their shapes and their types, and no values."""
         found: dict[str, tuple[QuantizedWeight, ...]] = {}
         for (name, kind), kept in self._kept.items():
             if kind in kinds and (names is None or name in names):
                 found[name] = (*found.get(name, ()), kept)
-        return {**weights, **{name: weights[name]._replace(low_bit=kept) for name, kept in found.items()}}
+        new = {}
+        for name, low_bit in found.items():
+            affine = weights[name]
+            weight = self._without_values(name, affine.weight) if alone else affine.weight
+            new[name] = affine._replace(weight=weight, low_bit=low_bit)
+        return {**weights, **new}
+
+    def _without_values(self, name: str, weight: Tensor) -> Tensor:
+        known = self._shapes.get(name)
+        if known is None or known.dtype != weight.dtype:
+            known = self._shapes[name] = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+        return known
+
+    def names(self) -> set[str]:
+        """The layers of which there are weights."""
+        return {name for name, _ in list(self._kept)}
 
     def kinds(self) -> set[Kind]:
         """In which there are weights."""
@@ -128,18 +159,19 @@ class LowBitWeights:
 
 
 class LowBitBinding:
-    """A binding whose weights come with those in eight bits. names: of these layers alone; None: of all."""
+    """A binding whose weights come with those in eight bits. names, alone: see LowBitWeights.beside."""
 
     def __init__(
-        self, binding: Binding, low_bit: LowBitWeights, kinds: Collection[Kind], names: Collection[str] | None = None
+        self, binding: Binding, low_bit: LowBitWeights, kinds: Collection[Kind], names: Collection[str] | None = None,
+        alone: bool = False,
     ) -> None:
         self.layout: Any = binding.layout
         self._binding = binding
         self._low_bit = low_bit
-        self._kinds, self._names = kinds, names
+        self._kinds, self._names, self._alone = kinds, names, alone
 
     def weights(self) -> Weights:
-        return self._low_bit.beside(self._binding.weights(), self._kinds, self._names)
+        return self._low_bit.beside(self._binding.weights(), self._kinds, self._names, self._alone)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -3,12 +3,13 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from .offload import RestoreFirst
 from .weight_functions import Casts, FunctionReader
 
 # What hosts change on a module without changing its class: Tiling, and FreeU's factors.
@@ -33,6 +34,10 @@ def never(unet: nn.Module, module: nn.Module) -> bool:
     return False
 
 
+def keeps_none(unet: nn.Module) -> str:
+    return ""
+
+
 def as_it_is(host: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return host
 
@@ -50,6 +55,7 @@ class HostTraits:
     yardstick: the host's forward, with what it only approximates (8-bit attention) computed exactly, to compare with.
     functions: reads what the host applies to its layers' weights at each use; without it, that is the host's.
     casts: how the host casts its layers' weights at each use; None where it never does.
+    keeps_weights: why nobody else can move weights of a UNet off the GPU, in one line; "" where the host bears it.
     """
 
     trusted: Collection[str] = ()
@@ -61,6 +67,7 @@ class HostTraits:
     yardstick: Callable[[Callable[[], Tensor]], Callable[[], Tensor]] = as_it_is
     functions: FunctionReader | None = None
     casts: Casts | None = None
+    keeps_weights: Callable[[nn.Module], str] = keeps_none
 
 
 def scan(unet: nn.Module, host_traits: HostTraits = HostTraits()) -> Structure:
@@ -90,7 +97,7 @@ def scan(unet: nn.Module, host_traits: HostTraits = HostTraits()) -> Structure:
         replaced = own_method(module, "forward") or own_method(module, "_forward")
         if replaced is not None and not (host_traits.inert(unet, module) or host_traits.brought(unet, module)):
             patched = f"{name} has a forward of its own, set by {origin(replaced)}"
-        elif state["_forward_hooks"] or state["_forward_pre_hooks"]:
+        elif state["_forward_hooks"] or state["_forward_pre_hooks"] and not is_ours(state["_forward_pre_hooks"]):
             patched = f"{name} has a forward hook"
         elif host_traits.functions is None and any(state.get(name) for name in APPLIED_AT_CALL):
             patched = "a LoRA is applied at every call, not merged (fp16 LoRA in Diffusion in Low Bits, or low VRAM)"
@@ -101,6 +108,11 @@ def scan(unet: nn.Module, host_traits: HostTraits = HostTraits()) -> Structure:
     if patched is None:
         patched = replaced_method(processors, ("__call__",), host_traits.trusted)
     return Structure(tuple(members), tuple(switches), patched)
+
+
+def is_ours(hooks: Mapping[int, object]) -> bool:
+    """Whether these hooks only bring back what we have offloaded."""
+    return all(isinstance(hook, RestoreFirst) for hook in hooks.values())
 
 
 def own_method(module: nn.Module, name: str) -> object | None:

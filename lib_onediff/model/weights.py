@@ -7,7 +7,7 @@ and an unloaded model's memory is freed at once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -93,6 +93,7 @@ class Binding:
     """The parameters of one module, in the order and grouping that a layout gives them.
 
     cast_to: the type to which the host casts them at each use; None where it computes with them as they are stored.
+    offloaded: the layers, by path or fused layer's name, whose weights may lie elsewhere than the others.
     """
 
     def __init__(self, module: nn.Module, layout: Layout) -> None:
@@ -106,7 +107,9 @@ class Binding:
         self._convolution_paths = [leaf.path for leaf in leaves if isinstance(leaf, Convolution) and leaf.kernel > 1]
         self._by_path = dict(self._leaves)
         self._turned: set[str] = set()
+        self._members = {fusion.name: [member.path for member in fusion.members] for fusion in self._fusions}
         self.cast_to: torch.dtype | None = None
+        self.offloaded: Container[str] = ()
 
     def holds_layers_of(self, module: nn.Module, layout: UNetLayout) -> bool:
         """Whether these are the layers of a module as it is now, in the same order. layout: the module's."""
@@ -183,6 +186,14 @@ class Binding:
         layers: list[Any] = [reference() for reference in self._references]
         return [layer for layer in layers if layer is not None] if None in layers else layers
 
+    def layers_of(self, name: str) -> list[nn.Module]:
+        """The host's modules of a layer, by its path, or of a fused layer, by its name. Raises UnsupportedUNet if one
+        is gone."""
+        found: list[Any] = [self._by_path[path]() for path in self._members.get(name, [name])]
+        if None in found:
+            raise UnsupportedUNet(LAYERS_GONE)
+        return found
+
     def parameters(self) -> list[nn.Parameter]:
         """Of all layers, in their order; as all_edits counts them. Drop the result after the call."""
         return present_parameters(self._leaves)
@@ -248,11 +259,18 @@ class Binding:
             raise UnsupportedUNet(LAYERS_GONE)
         return weight, module._parameters.get("bias")
 
+    def _offloaded_weights(self, affines: Weights) -> set[int]:
+        """The identities of the weights that may lie elsewhere."""
+        fused = [path for name, paths in self._members.items() if name in self.offloaded for path in paths]
+        alone = [path for path in affines if path in self.offloaded]
+        return {id(affines[path].weight) for path in (*fused, *alone)}
+
     def refuse_mixture(self) -> None:
         """Raise UnsupportedUNet if the parameters are of a dtype that we do not run, or lie on several devices. What is
         cast to one type may be stored in several, layer by layer."""
         known, stored = BOUND_DTYPES if self.cast_to is None else STORED_DTYPES, self.stored_dtype
         affines = self._affines()
+        elsewhere = self._offloaded_weights(affines)
         for path, affine in affines.items():
             for parameter in (affine.weight, affine.bias):
                 if parameter is None:
@@ -260,10 +278,11 @@ class Binding:
                 if type(parameter.data) is not Tensor or parameter.dtype not in known:
                     raise UnsupportedUNet(f"{path} is stored as {describe_storage(parameter)}, which we do not run")
                 devices = {parameter.device.type, self.device.type}
-                if parameter.device != self.device and "meta" not in devices:
+                other_device = parameter.device != self.device and id(parameter) not in elsewhere
+                if other_device and "meta" not in devices:
                     raise UnsupportedUNet(PARTLY_LOADED)
                 other_type = self.cast_to is None and parameter.dtype != stored
-                if parameter.device != self.device or other_type:
+                if other_device or other_type:
                     raise UnsupportedUNet(
                         f"its parameters are mixed: {stored} on {self.device}, "
                         f"but {path} is {parameter.dtype} on {parameter.device}"

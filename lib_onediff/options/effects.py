@@ -170,6 +170,11 @@ def of_low_bit(value: str, machine: Machine, dtype: torch.dtype | None) -> str |
     return lack
 
 
+def of_low_bit_only(value: bool, machine: Machine, dtype: torch.dtype | None) -> str | None:
+    # That there is any kind of eight bits.
+    return of_low_bit("auto", machine, dtype) if value else None
+
+
 def of_second_gpu(value: str, machine: Machine, dtype: torch.dtype | None) -> str | None:
     if value == "off":
         return None
@@ -183,7 +188,8 @@ def of_second_gpu(value: str, machine: Machine, dtype: torch.dtype | None) -> st
 CHECKS: Mapping[str, Callable[[Any, Machine, torch.dtype | None], str | None]] = {
     "matmul_accumulation": of_matmul, "convolution_accumulation": of_convolution,
     "reduced_precision_reduction": of_reduction, "tf32": of_tf32, "attention_upcast": of_upcast,
-    "vae_precision": of_vae, "low_bit": of_low_bit, "second_gpu": of_second_gpu,
+    "vae_precision": of_vae, "low_bit": of_low_bit, "low_bit_only": of_low_bit_only,
+    "second_gpu": of_second_gpu,
 }
 
 

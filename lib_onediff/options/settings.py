@@ -31,6 +31,7 @@ MOST_FORECAST = 4
 # One GPU computes; the next one that has room; or this one.
 ONE_GPU = "off"
 SECOND_GPUS = (ONE_GPU, "auto", *map(str, range(8)))
+WITHOUT_KERNELS = {"backend": ("inductor", "cudagraph", "oneflow", "eager")}
 WITHOUT_DEEPCACHE = {"deepcache_interval": (1,)}
 
 
@@ -83,13 +84,17 @@ class Settings:
     )
     low_bit: str = option(
         "off", "Low-bit", "Large matrix products in 8 bits: faster, lossy. auto: what was measured to be faster.",
-        group=SPEED, choices=("off", "auto", "int8", "fp8"), per_run=True,
-        no_effect_when={"backend": ("inductor", "cudagraph", "oneflow", "eager")},
+        group=SPEED, choices=("off", "auto", "int8", "fp8"), per_run=True, no_effect_when=WITHOUT_KERNELS,
+    )
+    low_bit_only: bool = option(
+        False, "Low-bit only", "8 bits alone on the GPU: 2.8 GiB for SDXL's UNet.",
+        group=SPEED, per_run=True, no_effect_when={**WITHOUT_KERNELS, "low_bit": ("off",)},
     )
     low_bit_budget: float = option(
         0.02, "Low-bit error budget",
-        "Error of a step that Low-bit may make; layers beyond stay exact. 0.12: any.",
-        group=SPEED, per_run=True, bounds=(0.0, MOST_LOW_BIT_ERROR), step=0.005, no_effect_when={"low_bit": ("off",)},
+        "Error that Low-bit may make; layers beyond stay exact. 0.12: any.",
+        group=SPEED, per_run=True, bounds=(0.0, MOST_LOW_BIT_ERROR), step=0.005,
+        no_effect_when={"low_bit": ("off",), "low_bit_only": (True,)},
     )
     own_presets: str = option(
         "", "Your presets", "For example: sketches: tf32 on; vae_precision fp16, careful: tf32 off",

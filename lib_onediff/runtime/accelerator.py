@@ -1,11 +1,14 @@
 """The UNet's route: takes a call, replays what is ready for it, or finds out who serves it, and says why."""
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,9 +73,11 @@ class Accelerator(Services):
         with self._lock:
             known = self._managed.get(unet)
             if known is None:
-                self._managed[unet] = ManagedUNet(unet, settings, host_traits)
+                managed = self._managed[unet] = ManagedUNet(unet, settings, host_traits)
+                managed.bound.offloaded.restore_all = partial(self._restore_present, weakref.ref(unet))
             else:
                 known.settings = settings
+                known.no_room_for_low_bit, known.why_not_offloaded = False, ""
         if known is None:
             self.operators.prepare_early(unet, settings or self.settings)
 
@@ -103,8 +108,22 @@ class Accelerator(Services):
             self._forecast.forget(unet)
             if managed is not None:
                 managed.drop_runners()
+                self._graphs.restore(managed)
                 managed.bound.release()
                 self._graphs.note_lost()
+
+    def restore(self, unet: nn.Module) -> None:
+        """Have weights of a UNet that were offloaded back: somebody else is about to compute with them. Raises
+        torch.cuda.OutOfMemoryError."""
+        managed = self._managed.get(unet)
+        if managed is not None and managed.bound.offloaded:
+            with self.computing(managed.bound.offloaded.device):
+                self._graphs.restore(managed)
+
+    def _restore_present(self, unet: weakref.ref[nn.Module]) -> None:
+        present = unet()
+        if present is not None:
+            self.restore(present)
 
     def configure(self, settings: Settings) -> None:
         super().configure(settings)
@@ -136,6 +155,7 @@ class Accelerator(Services):
         if managed is not None:
             managed.by_content = True
             managed.served_in_sampling = managed.no_room_for_low_bit = False
+            managed.why_not_offloaded = ""
             managed.bound.begin_sampling()
             budget = (managed.settings or self.settings).memory_budget
             self.pressure.before_sampling(managed.architecture, budget)
@@ -368,6 +388,9 @@ class Accelerator(Services):
         if self._fallback.patched.is_between_graphs:
             # The call around this one goes on with the weights where they are.
             return
+        # Where there is too little memory, it is the host that runs out of it.
+        with contextlib.suppress(torch.cuda.OutOfMemoryError):
+            self.restore(unet)
         if managed is not None and managed.bound.channels_last and not managed.takes_turns(context):
             with self.computing(managed.bound.binding.device):
                 if managed.bound.undo_channels_last():

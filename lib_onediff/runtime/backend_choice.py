@@ -10,7 +10,7 @@ from ..engines.managed_unet import ManagedUNet
 from ..engines.oneflow.route import OneFlowRoute
 from ..engines.operator_sets import OperatorSets
 from ..model.call import UNetCall
-from ..options.settings import Settings
+from ..options.settings import ONE_GPU, Settings
 
 NO_ROOM = "there is no GPU memory for the weights in eight bits, or to measure what they do"
 INDUCTOR_COMPILES = "Inductor compiles this model's blocks, in the background; on this machine it is done once"
@@ -47,11 +47,18 @@ class BackendChoice:
         if settings.backend == backends.AUTO and candidates.backends[0] == backends.INDUCTOR:
             candidates = self._when_compiled(managed, candidates, call)
         wanted = settings.low_bit
-        if wanted != "off":
-            return backends.with_low_bit(candidates, wanted, lambda: self._why_no_low_bit(managed, wanted, call))
-        self._graphs.drop_low_bit(managed)
-        managed.low_bit_choice = None
-        return candidates
+        if wanted == "off":
+            self._graphs.drop_low_bit(managed)
+            managed.low_bit_choice = None
+            return candidates
+        beside = backends.LOW_BIT_BACKENDS[wanted]
+        found = backends.with_low_bit(candidates, wanted, lambda: self._why_no_low_bit(managed, beside, call))
+        if not settings.low_bit_only:
+            return found
+        return backends.with_low_bit_only(
+            found, wanted,
+            lambda backend: why_not_offloaded(managed, settings) or self._why_no_low_bit(managed, backend, call),
+        )
 
     def _candidates(self, settings: Settings, call: UNetCall, waits_for_compile: bool) -> backends.Candidates:
         device, operators = call.latent.device, self._operators
@@ -81,12 +88,21 @@ class BackendChoice:
             return self._operators.inductor.is_ready(managed.bound, call.latent)
         return backend == backends.NATIVE
 
-    def _why_no_low_bit(self, managed: ManagedUNet, wanted: str, call: UNetCall) -> str | None:
+    def _why_no_low_bit(self, managed: ManagedUNet, backend: str, call: UNetCall) -> str | None:
         if managed.no_room_for_low_bit:
             return NO_ROOM
-        backend = backends.LOW_BIT_BACKENDS[wanted]
         lack = self._operators.low_bit.why_not(backend, call.latent.device, call.latent.dtype)
         return lack or self._operators.low_bit.why_none_here(backend, managed.bound.layout, call)
+
+
+def why_not_offloaded(managed: ManagedUNet, settings: Settings) -> str:
+    """Why the GPU holds the weights in the model's type too, in one line; "" where nothing stands in the way."""
+    if settings.second_gpu != ONE_GPU:
+        return "Low-bit only is for one GPU"
+    bound = managed.bound
+    if not bound.offloaded and bound.offloaded.come_and_go:
+        return "Low-bit only rests for half a minute: others use the weights in the model's type again and again"
+    return managed.why_not_offloaded or bound.host_traits.keeps_weights(bound.module)
 
 
 def without_engines(

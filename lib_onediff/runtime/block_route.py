@@ -147,6 +147,7 @@ class BlockRoute:
         if isinstance(known, str):
             return known
         managed, settings = known
+        self._accelerator.restore(unet)
         # The owner of the loop has embedded timestep and y already.
         patches = self._patches_of(managed.bound.module)
         call = UNetCall(

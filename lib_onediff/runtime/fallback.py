@@ -88,6 +88,8 @@ class FallbackChain:
             notice(entry)
             if entry.state is not State.FAILED:
                 try:
+                    if backend not in backends.OFFLOADING:
+                        self._graphs.restore(managed)
                     compiling = self._compiling(managed, backend, call)
                     result = compiling or self._run(managed, settings, entry, wanted, reason, plan)
                 except torch.cuda.OutOfMemoryError:
@@ -245,10 +247,14 @@ class FallbackChain:
         by_content = managed.by_content or call.context.is_inference()
         if by_content and entry.key.backend != backends.ONEFLOW:
             return None
+        backend, precision = entry.key.backend, entry.key.precision
+        if backend in backends.OFFLOADING:
+            return managed.bound.conditioning(
+                self._operators.of(backend), call, managed.by_content, (backend, precision),
+                managed.binding_for(backend),
+            )
         # Keys and values are plain GEMMs: no operator of ours would make them otherwise.
-        return managed.bound.conditioning(
-            self._operators.of(backends.EAGER), call, managed.by_content, entry.key.precision
-        )
+        return managed.bound.conditioning(self._operators.of(backends.EAGER), call, managed.by_content, precision)
 
     def _note_full(
         self, managed: ManagedUNet, entry: Entry, call: UNetCall, conditioning: Conditioning | None,

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..engines import OFFLOADING
 from ..engines.graphs.cache import GraphCache
 from ..engines.low_bit import KINDS_OF
 from ..engines.managed_unet import ManagedUNet
@@ -23,6 +24,7 @@ from ..model.call import UNetCall
 from ..model.deepcache.forward import compute
 from ..model.deepcache.sampling import time_of
 from ..model.low_bit import LowBitBinding, WantedKinds
+from ..model.offload import NoHostMemory
 from ..options.settings import MOST_LOW_BIT_ERROR
 from .backend_choice import NO_ROOM
 from .verify import relative_error
@@ -51,14 +53,24 @@ class LowBitRoute:
         return self._operators.tune_low_bit(backend, managed.bound.layout, call, time_ms)
 
     def fit(self, managed: ManagedUNet, backend: str, call: UNetCall, budget: float) -> str | None:
-        """Have the weights in eight bits that pay for this call within a budget. Returns why there are none, or None.
+        """Have the weights in eight bits that a backend wants for this call: those that pay within a budget, or, where
+        they take the place of the host's, all. Returns why there are none, or None.
         """
-        low_bit = self._operators.low_bit
-        if managed.low_bit is not None and not managed.low_bit.kinds() <= set(KINDS_OF[backend]):
+        if managed.no_room_for_low_bit:
+            return NO_ROOM
+        low_bit, alone = self._operators.low_bit, backend in OFFLOADING
+        other = managed.low_bit is not None and not managed.low_bit.kinds() <= set(KINDS_OF[backend])
+        if other or (alone and not managed.bound.offloaded):
             # Those of another choice.
             self._graphs.drop_low_bit(managed)
         wanted, left_out = low_bit.wanted(backend, managed.bound.layout, call), frozenset[str]()
         try:
+            if alone:
+                managed.low_bit_choice = None
+                if managed.fit_low_bit_alone(low_bit.quantizer(), wanted):
+                    # What torch keeps unused is what was gained.
+                    self._graphs.card.empty_cache()
+                return None
             if budget >= MOST_LOW_BIT_ERROR or low_bit.choice.everywhere:
                 managed.low_bit_choice = None
             else:
@@ -72,6 +84,13 @@ class LowBitRoute:
             self._graphs.drop_low_bit(managed)
             managed.no_room_for_low_bit = True
             return NO_ROOM
+        except NoHostMemory as full:
+            self._graphs.drop_low_bit(managed)
+            managed.why_not_offloaded = str(full)
+            return managed.why_not_offloaded
+        except Exception:
+            self._graphs.drop_low_bit(managed)
+            raise
 
     def _question(
         self, managed: ManagedUNet, backend: str, call: UNetCall, wanted: WantedKinds, budget: float

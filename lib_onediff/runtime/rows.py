@@ -36,7 +36,8 @@ class Totals:
     vram: bytes of GPU memory that all graphs hold, with what was computed of prompts; budget: bytes that they may hold,
     0 without a GPU. disk: bytes of the cache folder. calls: how many UNet calls went by each route. hit_rate: the share
     of them that a graph served, None before the first. prompts: bytes of what was computed of prompts alone. low_bit:
-    bytes of the weights in eight bits, which lie beside the WebUI's own. inductor: how many "graphs" Inductor has
+    bytes of the weights in eight bits, which lie beside the WebUI's own or stand for them. offloaded: bytes of the
+    computer's memory that the WebUI's own weights take meanwhile. inductor: how many "graphs" Inductor has
     made, and how many calls were "refused" because they fit none of them. oneflow: how many "graphs" it has compiled,
     and the "most" that it may. low_bit_errors: what was measured of Low-bit on the checkpoints that use it.
     """
@@ -48,6 +49,7 @@ class Totals:
     hit_rate: float | None
     prompts: int = 0
     low_bit: int = 0
+    offloaded: int = 0
     inductor: dict[str, int] = field(default_factory=dict)
     oneflow: dict[str, int] = field(default_factory=dict)
     low_bit_errors: list[LowBitErrors] = field(default_factory=list)

@@ -103,7 +103,7 @@ WORDS = {
 }
 TOTALS = {
     "Graph memory": "GPU memory that all graphs and their prompts hold, of what they may hold",
-    "Low-bit weights": "GPU memory of the weights in eight bits, which lie beside the WebUI's own",
+    "Low-bit weights": "GPU memory of the weights in eight bits, beside the WebUI's own or in their place",
     "Inductor": "graphs that PyTorch's compiler has made, each for all sizes",
     "OneFlow": "graphs that OneFlow has compiled in this process, of those that it may",
     "Disk": "history, verdicts, measured choices and compiled kernels in the cache folder",

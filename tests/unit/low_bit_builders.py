@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lib_onediff
 from lib_onediff.engines import WITH_LOW_BIT
-from lib_onediff.model import low_bit
+from lib_onediff.model import low_bit, offload
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.low_bit import KINDS, Kind
 from lib_onediff.model.operators import Operators, QuantizedTokens, Stream
@@ -36,7 +36,7 @@ def half_unet(seed: int = 0) -> nn.Module:
 
 def half_call(unet: nn.Module, height: int = 4, width: int = 4, seed: int = 0, timestep: float = 981.25) -> UNetCall:
     call = a_call(unet, height, width, 1, 5, seed)
-    parts = {name: getattr(call, name).half() for name in ("latent", "context", "y")}
+    parts: dict[str, Any] = {name: getattr(call, name).half() for name in ("latent", "context", "y")}
     return replace(call, **parts, timestep=torch.full_like(call.timestep, timestep))
 
 
@@ -88,6 +88,19 @@ def fewest_weights(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """The layers with so many weights are worth it."""
     monkeypatch.setattr(low_bit, "FEWEST_WEIGHTS", count)
     runtime.operators.low_bit.plan.forget()
+
+
+def watch_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody computes with a weight that is in the computer's memory: on a machine without a GPU it would go well."""
+    linear = torch.nn.functional.linear
+
+    def watched(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        kept = [layers for one in runtime._managed.values() for layers in one.bound.offloaded._layers.values()]
+        places = {away.data_ptr() for layers in kept for away in offload.weights_of(layers)}
+        assert weight.data_ptr() not in places, "computed with a weight that is in the computer's memory"
+        return linear(x, weight, bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", watched)
 
 
 def use_low_bit(monkeypatch: pytest.MonkeyPatch, result: torch.dtype = torch.float16) -> None:

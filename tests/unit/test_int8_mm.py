@@ -103,8 +103,10 @@ def test_every_way_to_cut_a_product_can_be_launched() -> None:
         assert max(1, programs) * (stages * (m + n) * k + copied) <= 227 << 10
 
 
-def test_a_whole_unet_by_the_kernels_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every linear layer of the transformer blocks in int8, against the same UNet in float32."""
+@pytest.mark.parametrize("alone", [False, True], ids=["beside", "alone"])
+def test_a_whole_unet_by_the_kernels_themselves(monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
+    """Every linear layer of the transformer blocks in int8, against the same UNet in float32. alone: nothing else is
+    there of their weights, nor of those that read the prompt."""
     monkeypatch.setattr(low_bit, "FEWEST_WEIGHTS", 0)
     unet = diffusers_unet(0, **SMALL_XL).to(DEVICE, torch.float16)
     call = on_device(a_call(diffusers_unet(0, **SMALL_XL), 4, 4, 1, 5))
@@ -112,9 +114,11 @@ def test_a_whole_unet_by_the_kernels_themselves(monkeypatch: pytest.MonkeyPatch)
     bound.refresh(call, by_content=False)
     for name, _ in products(bound.layout, 4, 4, 1):
         wanted[name] = (INT8,)
+    if alone:
+        wanted |= {attention.key_value.name: (INT8,) for attention in bound.layout.cross_attentions}
     weights = low_bit.LowBitWeights(bound.layout, kernels.rounded_rows)
-    weights.fit("now", bound.binding.weights, wanted)
-    source = low_bit.LowBitBinding(bound.binding, weights, (INT8,))
+    weights.fit(lambda: "now", bound.binding.weights, wanted, bound.binding.device)
+    source = low_bit.LowBitBinding(bound.binding, weights, (INT8,), alone=alone)
     asked: list[str] = []
 
     def choose(product: Product, dtype: torch.dtype, kinds: object) -> low_bit.Kind:
@@ -126,7 +130,11 @@ def test_a_whole_unet_by_the_kernels_themselves(monkeypatch: pytest.MonkeyPatch)
         output = compute(bound.layout, source.weights(), ops, call, None)
     wide = replace(call, **{name: getattr(call, name).float() for name in ("latent", "context", "y")})
     expected = diffusers_output(diffusers_unet(0, **SMALL_XL).to(DEVICE), wide)
-    assert {low_bit.NORMED, low_bit.GATED, low_bit.PLAIN} == set(asked) and len(asked) == len(wanted)
+    assert all(weight.weight.is_meta is alone for name, weight in source.weights().items() if name in wanted)
+    if alone:
+        assert asked == [], "there is nothing to choose"
+    else:
+        assert {low_bit.NORMED, low_bit.GATED, low_bit.PLAIN} == set(asked) and len(asked) == len(wanted)
     error = float((output.double() - expected.double()).norm() / expected.double().norm())
     assert 1e-3 < error < 0.05, error
 

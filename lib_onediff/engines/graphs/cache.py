@@ -1,7 +1,9 @@
 """The graphs of every UNet in our care: made when a shape is used again, dropped when memory is asked for."""
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
@@ -10,6 +12,7 @@ from torch import nn
 
 from ...model.call import UNetCall
 from ...model.forward import Conditioning
+from ...model.offload import empty_pinned_cache
 from ...model.operators import Operators
 from ...model.weights import Source
 from ...shapes.key import ShapeKey
@@ -203,10 +206,28 @@ class GraphCache(GraphRecords):
         return max(0, reserved - self.card.reserved())
 
     def drop_low_bit(self, managed: ManagedUNet) -> None:
-        """Drop what a UNet's calls in eight bits need, and give the memory back."""
-        if managed.low_bit is not None:
+        """Drop what a UNet's calls in eight bits need, and give the memory back. Raises what restore raises."""
+        if managed.low_bit is not None or managed.bound.offloaded:
             self._drop_low_bit_weights(managed)
+            self.restore(managed)
             self.card.empty_cache()
+            empty_pinned_cache()
+
+    def restore(self, managed: ManagedUNet) -> None:
+        """Have the weights of a UNet that were offloaded where it is; those in eight bits make room for them.
+
+        Raises torch.cuda.OutOfMemoryError where there is too little without any graph.
+        """
+        if not managed.bound.offloaded:
+            return
+        began = time.perf_counter()
+        self._drop_low_bit_weights(managed)
+        with contextlib.suppress(torch.cuda.OutOfMemoryError):
+            managed.bound.restore()
+        if managed.bound.offloaded:
+            self.free()
+            managed.bound.restore()
+        log.debug("offloaded weights are back in %.0f ms", (time.perf_counter() - began) * 1e3)
 
     def _drop_low_bit_weights(self, managed: ManagedUNet) -> None:
         # Their graphs know where they lie.
@@ -219,8 +240,12 @@ class GraphCache(GraphRecords):
             managed.bound.prompts.drop()
 
     def low_bit_bytes(self) -> int:
-        """GPU memory of all weights in eight bits, which lie beside the hosts' own."""
+        """GPU memory of all weights in eight bits, which lie beside the hosts' own or stand for them."""
         return sum(held.bytes for managed in self._managed.values() if (held := managed.low_bit) is not None)
+
+    def offloaded_bytes(self) -> int:
+        """The computer's memory that hosts' own weights take meanwhile."""
+        return sum(managed.bound.offloaded.bytes for managed in self._managed.values())
 
     def note_lost(self) -> None:
         """Graphs go with their UNet when a host unloads it, and are of no use when it was taken off the GPU: let the

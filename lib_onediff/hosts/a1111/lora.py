@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from ...model.offload import restore_before
 from .casts import cast_by_hand
 
 log = logging.getLogger("onediff")
@@ -42,6 +43,7 @@ def apply_wanted_networks(layers: Iterable[nn.Module]) -> None:
     began = time.perf_counter()
     stale = [layer for layer in layers if holds_others(layer, wanted)]
     for layer in stale:
+        restore_before(layer)
         with cast_by_hand(layer):
             networks.network_apply_weights(layer)
     if stale:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...model.call import Control, UNetCall
 from ...model.conditioning import MOST_SAVED, Sighting, returns_none
-from ...model.patches import replaced_by
+from ...model.patches import HostTraits, replaced_by
 from ...model.read_diffusers import (
     PROCESSOR_OF,
     attentions_of,
@@ -36,6 +36,16 @@ log = logging.getLogger("onediff")
 BEHIND_A_HOOK = "_old_forward"
 # What a pipeline may hand to attention processors; "scale" is a LoRA's, which the host applies around its forward.
 KNOWN_ARGUMENTS = {"ip_adapter_masks"}
+
+
+def why_weights_stay(unet: nn.Module) -> str:
+    """See HostTraits.keeps_weights."""
+    if "_hf_hook" in unet.__dict__:
+        return "Low-bit only is not for a UNet that accelerate offloads: it moves all of the weights at every call"
+    return ""
+
+
+HOST_TRAITS = HostTraits(keeps_weights=why_weights_stay)
 
 
 class DiffusersForward:
@@ -293,7 +303,7 @@ def attach(unet: nn.Module, settings: Settings | None = None) -> None:
 
     A UNet that we cannot run keeps its own forward for every call, and runtime.status() says why.
     """
-    runtime.adopt(unet, settings)
+    runtime.adopt(unet, settings, HOST_TRAITS)
     if is_attached(unet):
         return
     slot = BEHIND_A_HOOK if BEHIND_A_HOOK in unet.__dict__ else "forward"

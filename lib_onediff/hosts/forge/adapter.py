@@ -77,6 +77,7 @@ class Forge(WebUI):
             by_content=True, yardstick=lambda host: checks.with_exact_attention(traits, host),
             functions=LayerFunctions(), casts=Casts(cast_to_input),
             brought=lambda unet, module: is_block_or_attention(module),
+            keeps_weights=lambda unet: f"Low-bit only is not for {traits.release()}, which moves the weights itself",
         )
         self._own_forwards = ChangedModules(OwnForwards.of)
         self._helpers = checks.Helpers(traits)

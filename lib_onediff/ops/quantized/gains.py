@@ -18,6 +18,7 @@ from ...model.low_bit import (
     KINDS,
     NORMED,
     Kind,
+    WantedKinds,
     classes_of_layers,
     low_bit_layers,
     name_of,
@@ -102,6 +103,13 @@ class ProductChoice:
         under INT8, and did not under FP8 (.readme/low-bit.md)."""
         int8, fp8 = (self.measured(product, dtype, kind) for kind in (INT8, FP8))
         return int8 is not None and (fp8 is None or int8[1] < WORTH_ROUNDING * fp8[1])
+
+    def shortest(self, product: Product, dtype: torch.dtype, kinds: Sequence[Kind]) -> Kind:
+        """The kind in which a product takes the least time, whatever it gains; where not all was measured, the nearest
+        to the model's type."""
+        times = [self.measured(product, dtype, kind) for kind in kinds]
+        rounded = [one[1] for one in times if one is not None]
+        return kinds[-1] if len(rounded) < len(kinds) else kinds[rounded.index(min(rounded))]
 
     def gains(self, product: Product, dtype: torch.dtype, kind: Kind) -> float | None:
         """The milliseconds that were measured to be gained, 0 where they are too few; None where nothing was."""
@@ -190,17 +198,23 @@ class Plan:
         return Counter(self.products(layout, height, width, batch).values())
 
     def wanted(
-        self, layout: UNetLayout, height: int, width: int, batch: int, dtype: torch.dtype, kinds: Sequence[Kind]
-    ) -> Mapping[str, tuple[Kind, ...]]:
-        """The kind in which each layer's weight is wanted; layers that are better off as they are have none."""
-        wanted_for = layout, height, width, batch, dtype, tuple(kinds), self._choice.changes
+        self, layout: UNetLayout, height: int, width: int, batch: int, dtype: torch.dtype, kinds: Sequence[Kind],
+        every: bool = False,
+    ) -> WantedKinds:
+        """The kind in which each layer's weight is wanted; layers that are better off as they are have none. every: no
+        layer is, nor are the keys and values of the cross attention, which are multiplied in the model's type."""
+        wanted_for = layout, height, width, batch, dtype, tuple(kinds), every, self._choice.changes
         if wanted_for != self._wanted_for:
             types: list[torch.dtype] = [kind.dtype for kind in kinds]
             found: dict[str, tuple[Kind, ...]] = {}
             for name, product in self.products(layout, height, width, batch).items():
                 best = self._choice.best(product, dtype, types)
+                if best is None and every:
+                    best = self._choice.shortest(product, dtype, kinds)
                 if best is not None:
                     found[name] = (best,)
+            if every:
+                found |= {attention.key_value.name: (kinds[-1],) for attention in layout.cross_attentions}
             self._wanted, self._wanted_for = found, wanted_for
         return self._wanted
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...model.layout import LayerNorm
-from ...model.low_bit import GATED, INT8, NORMED, PLAIN, Kind
+from ...model.low_bit import GATED, INT8, KINDS, NORMED, PLAIN, Kind
 from ...model.operators import QuantizedTokens, Stream
 from ...model.weights import Affine, QuantizedWeight
 from ..triton.launch_config import LAYER_NORM, Launches, row_class
@@ -25,7 +25,7 @@ Choose = Callable[[Product, torch.dtype, Sequence[torch.dtype]], Kind | None]
 
 class LowBitOperators(TritonOperators):
     """See ops.Operators. What is for a layer whose weight is there in eight bits is made in eight bits where it is
-    computed, if that pays."""
+    computed, if that pays. A weight that is there in eight bits alone is on torch's meta device."""
 
     def __init__(
         self, launches: Launches, attention: Callable[[Tensor, Tensor, Tensor, bool], Tensor],
@@ -39,7 +39,8 @@ class LowBitOperators(TritonOperators):
 
     def linear(self, x: Rows, affine: Affine) -> Tensor:
         if not isinstance(x, QuantizedTokens):
-            return super().linear(x, affine)
+            # What reads the prompt is rounded in its weights alone: a text encoder's tokens have values far off.
+            return super().linear(x, Affine(dequantized(affine), affine.bias) if affine.weight.is_meta else affine)
         return self._product(x, affine, affine.bias).to(affine.weight.dtype).view(*x.shape, -1)
 
     def layer_norm(self, stream: Stream, affine: Affine, norm: LayerNorm, reader: Affine) -> tuple[Stream, Rows]:
@@ -75,8 +76,10 @@ class LowBitOperators(TritonOperators):
     def _kind(self, tokens: Tensor, reader: Affine, source: str) -> Kind | None:
         if not reader.low_bit:
             return None
-        product, there = Product.of(tokens, reader.weight, source), [weight.values.dtype for weight in reader.low_bit]
-        return self._choose(product, reader.weight.dtype, there)
+        there = [weight.values.dtype for weight in reader.low_bit]
+        if reader.weight.is_meta:
+            return next(kind for kind in KINDS if kind.dtype == there[0])
+        return self._choose(Product.of(tokens, reader.weight, source), reader.weight.dtype, there)
 
     def _product(self, x: QuantizedTokens, affine: Affine, bias: Tensor | None) -> Tensor:
         weight, dtype = weight_like(x, affine), affine.weight.dtype
@@ -85,6 +88,12 @@ class LowBitOperators(TritonOperators):
         kernel = int8_mm.kernel_for(x.values.device)
         config = self._launches.of(kernel, int8_mm.shape_class(len(x.values), *affine.weight.shape), dtype)
         return int8_mm.product(x, weight, bias, dtype, config)
+
+
+def dequantized(affine: Affine) -> Tensor:
+    """A weight (out, in) in the model's type, of the one in eight bits."""
+    values, scales = affine.low_bit[0]
+    return values.to(affine.weight.dtype).mul_(scales.t())
 
 
 def weight_like(x: QuantizedTokens, affine: Affine) -> QuantizedWeight:

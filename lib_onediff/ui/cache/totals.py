@@ -25,7 +25,7 @@ def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job]) 
     hits = NOTHING if totals.hit_rate is None else f"{100 * totals.hit_rate:.0f} %"
     facts = {
         "Graph memory": memory_held(totals), "Disk": memory(totals.disk), "Served by a graph": hits,
-        "Queue": queue_sentence(jobs), "Low-bit weights": memory(totals.low_bit) if totals.low_bit else "",
+        "Queue": queue_sentence(jobs), "Low-bit weights": low_bit_held(totals),
         "Inductor": compiled_sentence(**totals.inductor) if totals.inductor.get("graphs") else "",
         "OneFlow": "{graphs} of {most}".format(**totals.oneflow) if totals.oneflow.get("graphs") else "",
         "Resolutions": f"{len(rows)}{f' ({kinds})' if kinds else ''}", "Calls": calls or "none yet",
@@ -64,6 +64,13 @@ def memory_held(totals: Totals) -> str:
     if not totals.budget and not totals.vram:
         return "none (no GPU)"
     return f"{memory(totals.vram)} of {memory(totals.budget)}" if totals.budget else memory(totals.vram)
+
+
+def low_bit_held(totals: Totals) -> str:
+    if not (totals.low_bit or totals.offloaded):
+        return ""
+    originals = f"; {memory(totals.offloaded)} of originals in the computer's memory" if totals.offloaded else ""
+    return memory(totals.low_bit) + originals
 
 
 def compiled_sentence(graphs: int, refused: int) -> str:

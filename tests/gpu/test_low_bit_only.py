@@ -1,0 +1,284 @@
+"""Low-bit only on a real GPU: what SDXL's weights take there, how long they take to go and to come, and that everybody
+else finds them where they were."""
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from exact_operators import relative_error
+from torch import Tensor, nn
+
+pytest.importorskip("diffusers")
+pytest.importorskip("triton", reason="needs Triton")
+
+from gpu_calls import arguments, host
+
+from lib_onediff import compile_unet, status, uncompile_unet
+from lib_onediff.bench.models import random_unet
+from lib_onediff.engines import LOW_BIT_BACKENDS, LOW_BIT_ONLY
+from lib_onediff.model import low_bit
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.runtime import runtime
+
+pytestmark = pytest.mark.gpu
+NEAR = {"fp8": 0.12, "int8": 5e-2, "auto": 0.12}
+MEBIBYTE = 2**20
+
+
+@pytest.fixture(params=list(LOW_BIT_BACKENDS))
+def option(request: pytest.FixtureRequest) -> str:
+    lack = runtime.operators.low_bit.why_not(LOW_BIT_BACKENDS[request.param], torch.device("cuda"), torch.float16)
+    if lack:
+        pytest.skip(lack)
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> Iterator[None]:
+    runtime.purge()
+    yield
+    runtime.release_all()
+    runtime.purge()
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[nn.Module]:
+    """A network whose layers are all taken, however small."""
+    monkeypatch.setattr(low_bit, "FEWEST_WEIGHTS", 0)
+    runtime.operators.low_bit.plan.forget()
+    yield random_unet("tiny-sdxl", torch.device("cuda")).half()
+    runtime.operators.low_bit.plan.forget()
+
+
+def allocated() -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+def bytes_on_gpu(unet: nn.Module) -> int:
+    """What the parameters' storages take there, each counted once."""
+    storages = [one.untyped_storage() for one in unet.parameters() if one.is_cuda]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def is_offloaded(unet: nn.Module) -> bool:
+    managed = runtime.managed_unet(unet)
+    return managed is not None and bool(managed.bound.offloaded)
+
+
+@torch.no_grad()
+def called(unet: nn.Module, given: dict[str, Any]) -> Tensor:
+    return unet(**given, return_dict=False)[0]
+
+
+def milliseconds(unet: nn.Module, given: dict[str, Any], count: int = 10) -> float:
+    """Of one call, on the average."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        called(unet, given)
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) / count
+
+
+def again(given: dict[str, Any]) -> dict[str, Any]:
+    """The same inputs in a sampling of their own: there the host finds its convolutions as it had them."""
+    return {**given, "encoder_hidden_states": given["encoder_hidden_states"].clone()}
+
+
+def replayed(unet: nn.Module, given: dict[str, Any], option: str) -> Tensor:
+    """The fourth call: the first is checked, the second moves the weights, the third may be timed."""
+    output = [called(unet, given) for _ in range(4)][-1]
+    expected = LOW_BIT_ONLY[LOW_BIT_BACKENDS[option]], "graph"
+    assert (status()["backend"], status()["route"]) == expected, status()["reason"]
+    assert is_offloaded(unet)
+    return output
+
+
+def test_sdxl_takes_less_than_60_percent_and_comes_back_bit_for_bit(option: str) -> None:
+    unet = random_unet("sdxl", torch.device("cuda")).half()
+    given = arguments(unet, 1024, 1024)
+    before = {name: parameter.cpu() for name, parameter in unet.named_parameters()}
+    expected = host(unet, given).clone()
+    torch.cuda.empty_cache()
+    whole, floor = bytes_on_gpu(unet), allocated()
+    # Without the check there is no graph yet: what is allocated is weights, and what was computed of the prompt.
+    compile_unet(unet, low_bit=option, low_bit_only=True, verify=False)
+    torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    first = called(unet, given)
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    managed = runtime.managed_unet(unet)
+    left, rounded, moved = bytes_on_gpu(unet), managed.low_bit.bytes, managed.bound.offloaded.bytes
+    prompts = runtime.totals().prompts
+    grown = allocated() - floor - first.nbytes - prompts
+    print(
+        f"\n{option}: weights {whole / MEBIBYTE:.0f} MiB -> {left / MEBIBYTE:.0f} + {rounded / MEBIBYTE:.0f} in eight "
+        f"bits = {100 * (left + rounded) / whole:.1f} %, {moved / MEBIBYTE:.0f} MiB offloaded; allocated "
+        f"{grown / MEBIBYTE:+.0f} MiB, prompt {prompts / MEBIBYTE:.0f} MiB, first call {seconds:.1f} s (with tuning)"
+    )
+    assert status()["backend"] == LOW_BIT_ONLY[LOW_BIT_BACKENDS[option]], status()["reason"]
+    assert left + rounded <= 0.6 * whole and left + rounded < 3 << 30
+    assert whole + grown <= 0.65 * whole, "what torch has allocated says the same, with its libraries' own"
+    replay = replayed(unet, given, option)
+    error = relative_error(replay, expected)
+    torch.cuda.reset_peak_memory_stats()
+    called(unet, given)
+    print(f"{option}: error {error:.1e}, peak of a step {torch.cuda.max_memory_allocated() / MEBIBYTE:.0f} MiB")
+    assert error < NEAR[option]
+    times = {"alone": milliseconds(unet, given)}
+    for what in ("the host's weights come back", "and once more, from pinned memory"):
+        began = time.perf_counter()
+        runtime.restore(unet)
+        torch.cuda.synchronize()
+        print(f"{option}: {what} in {time.perf_counter() - began:.2f} s", end=", ")
+        assert not is_offloaded(unet) and bytes_on_gpu(unet) == whole
+        began = time.perf_counter()
+        called(unet, given)
+        torch.cuda.synchronize()
+        print(f"the call that rounds, offloads and captures takes {time.perf_counter() - began:.2f} s")
+        assert is_offloaded(unet)
+    for name, settings in (("beside", Settings(low_bit=option)), ("float16", Settings())):
+        with runtime.settings_for_run(settings):
+            for _ in range(4):
+                called(unet, given)
+            times[name] = milliseconds(unet, given)
+    print(f"{option}: a step by graph, {', '.join(f'{name} {ms:.1f} ms' for name, ms in times.items())}")
+    torch.cuda.reset_peak_memory_stats()
+    with runtime.settings_for_run(Settings(enabled=False)):
+        assert torch.equal(called(unet, again(given)), expected), "the host's own"
+    print(f"{option}: peak of the host's call {torch.cuda.max_memory_allocated() / MEBIBYTE:.0f} MiB")
+    assert runtime.totals().low_bit == runtime.totals().offloaded == 0
+    called(unet, given)
+    uncompile_unet(unet)
+    assert torch.equal(host(unet, given), expected)
+    assert all(torch.equal(parameter.cpu(), before[name]) for name, parameter in unet.named_parameters())
+    assert all(parameter.is_cuda for parameter in unet.parameters())
+
+
+def test_a_check_needs_no_more_memory_than_the_host(tiny: nn.Module, option: str) -> None:
+    compile_unet(tiny, low_bit=option, low_bit_only=True)
+    given = arguments(tiny)
+    expected = host(tiny, given)
+    assert relative_error(called(tiny, given), expected) < NEAR[option]
+    assert not is_offloaded(tiny) and runtime.totals().low_bit == 0, "the first output was compared with the host's"
+    assert relative_error(replayed(tiny, given, option), expected) < NEAR[option]
+
+
+def test_everybody_else_finds_the_weights(tiny: nn.Module, option: str) -> None:
+    compile_unet(tiny, low_bit=option, low_bit_only=True)
+    given = arguments(tiny)
+    expected, weights = host(tiny, given), {name: one.cpu() for name, one in tiny.named_parameters()}
+    replayed(tiny, given, option)
+    # Past our forward, the convolutions still lie as ours had them: that much is rounding.
+    assert relative_error(host(tiny, given), expected) < 1e-2 and not is_offloaded(tiny)
+    replayed(tiny, given, option)
+    assert all(torch.equal(value.cpu(), weights[name]) for name, value in tiny.state_dict().items())
+    copied, file = copy.deepcopy(tiny), io.BytesIO()
+    torch.save(tiny, file)
+    file.seek(0)
+    for other in (copied, torch.load(file, weights_only=False)):
+        assert relative_error(host(other, given), expected) < 1e-2
+    assert is_offloaded(tiny)
+    tiny.to("cpu")
+    tiny.to("cuda")
+    assert relative_error(host(tiny, given), expected) < 1e-2
+    replayed(tiny, given, option)
+    uncompile_unet(tiny)
+    assert torch.equal(host(tiny, given), expected)
+
+
+def test_a_fault_of_ours_on_the_way_back_is_not_the_hosts(
+    tiny: nn.Module, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_unet(tiny, low_bit=option, low_bit_only=True)
+    given = arguments(tiny)
+    expected = host(tiny, given)
+    replayed(tiny, given, option)
+
+    def fault() -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(runtime.managed_unet(tiny).bound.offloaded, "restore_all", fault)
+    # Each layer has its own weight where its input is.
+    assert relative_error(host(tiny, given), expected) < 1e-2
+    monkeypatch.undo()
+    uncompile_unet(tiny)
+    assert torch.equal(host(tiny, given), expected)
+
+
+class LowRankLayer(nn.Module):
+    """As peft wraps a layer: its own weights go to where the layer's weight is when it is made."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        torch.manual_seed(0)
+        like = {"dtype": base.weight.dtype, "device": base.weight.device}
+        self.down = nn.Parameter(torch.ones(4, base.in_features, **like) / base.in_features)
+        self.up = nn.Parameter(torch.ones(base.out_features, 4, **like))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.down.t() @ self.up.t() + self.base(x)
+
+
+def test_what_was_put_beside_offloaded_weights_comes_with_them(tiny: nn.Module, option: str) -> None:
+    given = arguments(tiny)
+    attention = tiny.mid_block.attentions[0].transformer_blocks[0].attn1
+    plain = attention.to_out[0]
+    attention.to_out[0] = LowRankLayer(plain)
+    expected = host(tiny, given)
+    attention.to_out[0] = plain
+    compile_unet(tiny, low_bit=option, low_bit_only=True)
+    replayed(tiny, given, option)
+    attention.to_out[0] = LowRankLayer(plain)
+    assert attention.to_out[0].up.device.type == "cpu"
+    assert torch.equal(called(tiny, again(given)), expected) and status()["route"] == "host"
+    assert not is_offloaded(tiny) and all(parameter.is_cuda for parameter in tiny.parameters())
+    attention.to_out[0] = plain
+    replayed(tiny, again(given), option)
+
+
+def test_an_edit_in_the_computers_memory_reaches_the_graph(tiny: nn.Module, option: str) -> None:
+    compile_unet(tiny, low_bit=option, low_bit_only=True)
+    given = arguments(tiny)
+    before = replayed(tiny, given, option)
+    with torch.no_grad():
+        for name, parameter in tiny.named_parameters():
+            if "ff.net" in name:
+                parameter.mul_(0.5)
+    after = called(tiny, given)
+    assert status()["route"] == "graph" and is_offloaded(tiny), "the same graph"
+    expected = host(tiny, given)
+    assert relative_error(before, expected) > 2 * relative_error(after, expected)
+    assert relative_error(after, expected) < NEAR[option]
+
+
+def test_without_pinned_memory_there_is_ordinary_memory(
+    tiny: nn.Module, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = torch.empty
+
+    def refused(*given: Any, **named: Any) -> Tensor:
+        if named.get("pin_memory"):
+            raise RuntimeError("CUDA error: out of memory")
+        return real(*given, **named)
+
+    compile_unet(tiny, low_bit=option, low_bit_only=True)
+    given = arguments(tiny)
+    expected = host(tiny, given)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", refused)
+        output = replayed(tiny, given, option)
+    assert relative_error(output, expected) < NEAR[option]
+    uncompile_unet(tiny)
+    assert torch.equal(host(tiny, given), expected)

@@ -1,0 +1,576 @@
+"""Low-bit only: the weights in the model's type wait in the computer's memory, and are back before anybody uses them.
+
+Both memories are a CPU's here: what tells them apart is which weights were offloaded, and that nobody computes with
+those."""
+from __future__ import annotations
+
+import copy
+import gc
+import io
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from builders import diffusers_arguments, diffusers_output, relative_error, served
+from graph_builders import PretendedGraphs
+from ladder_builders import Weather, entry_of, now, reason
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+pytest.importorskip("triton", reason="needs Triton")
+
+from low_bit_builders import compiled, fewest_weights, half_call, half_unet, use_low_bit, watch_offloaded
+
+import lib_onediff
+from lib_onediff.bench.models import random_unet
+from lib_onediff.engines import INT8, LOW_BIT_BACKENDS, LOW_BIT_ONLY, NATIVE
+from lib_onediff.engines.low_bit import KINDS_OF
+from lib_onediff.engines.managed_unet import ManagedUNet
+from lib_onediff.model import low_bit, offload
+from lib_onediff.model.call import UNetCall
+from lib_onediff.model.forward import transformer_blocks
+from lib_onediff.model.low_bit import FP8, KINDS, NORMED, width_of
+from lib_onediff.model.low_bit import INT8 as INT8_KIND
+from lib_onediff.model.offload import HostMemory, NoHostMemory, OffloadedWeights, RestoreFirst
+from lib_onediff.model.read import read_layout
+from lib_onediff.model.weights import shares_storage
+from lib_onediff.ops.quantized.gains import Plan, Product, ProductChoice
+from lib_onediff.ops.tuning_cache import TuningCache
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.runtime import runtime
+from lib_onediff.shapes.table import State
+from lib_onediff.ui.cache.totals import totals_html
+
+ONLY = LOW_BIT_ONLY[INT8]
+ALONE = {"low_bit": "int8", "low_bit_only": True}
+CPU = torch.device("cpu")
+
+
+def managed(unet: nn.Module) -> ManagedUNet:
+    found = runtime.managed_unet(unet)
+    assert found is not None
+    return found
+
+
+def offloaded(unet: nn.Module) -> OffloadedWeights:
+    return managed(unet).bound.offloaded
+
+
+def bits(unet: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in unet.state_dict().items()}
+
+
+def is_unchanged(unet: nn.Module, before: dict[str, Tensor]) -> bool:
+    after = unet.state_dict()
+    return set(after) == set(before) and all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def hooks(unet: nn.Module) -> list[Any]:
+    return [hook for layer in unet.modules() for hook in layer._forward_pre_hooks.values()]
+
+
+@pytest.fixture
+def on_a_gpu(weather: Weather, pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with INT8 and FP8, on which nobody computes with a weight that was offloaded."""
+    use_low_bit(monkeypatch)
+    watch_offloaded(monkeypatch)
+
+
+@pytest.fixture
+def unet(on_a_gpu: None) -> nn.Module:
+    return lib_onediff.compile_unet(half_unet(), **ALONE)
+
+
+def twice(unet: nn.Module, call: UNetCall) -> Tensor:
+    """The first call of a shape is checked, which takes the host's weights."""
+    served(unet, call)
+    output = served(unet, call)
+    return output
+
+
+# --- what it takes, and what it computes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kinds", [KINDS[:1], KINDS[1:], KINDS], ids=["fp8", "int8", "auto"])
+def test_the_weights_of_sdxl_take_less_than_60_percent(kinds: Any) -> None:
+    unet = random_unet("sdxl", torch.device("meta"))
+    layout = read_layout(unet)
+    wanted = Plan(ProductChoice(TuningCache())).wanted(layout, 128, 128, 2, torch.float16, kinds, every=True)
+    layers = {fusion.name: fusion for fusion in layout.fusions()} | {leaf.path: leaf for leaf in layout.leaves()}
+    gone = rounded = 0
+    for name, of_layer in wanted.items():
+        width, out = width_of(layers[name]), layers[name].out_features
+        gone += 2 * width * out
+        rounded += sum(width * out + 4 * out for _ in of_layer)
+    whole = 2 * sum(parameter.numel() for parameter in unet.parameters())
+    print(f"{whole / 2**30:.2f} GiB -> {(whole - gone + rounded) / 2**30:.2f} GiB, {gone / 2**30:.2f} GiB offloaded")
+    assert whole - gone + rounded < 0.6 * whole and whole - gone + rounded < 3 << 30
+
+
+@pytest.mark.parametrize("option", LOW_BIT_BACKENDS)
+def test_it_computes_what_rounded_weights_beside_the_hosts_do(on_a_gpu: None, option: str) -> None:
+    """The keys' and values' weights, which are multiplied in the model's type, are rounded in the oracle itself."""
+    unet = lib_onediff.compile_unet(half_unet(), low_bit=option, low_bit_only=True)
+    call = half_call(unet)
+    before, host = bits(unet), diffusers_output(unet, call)
+    output = twice(unet, call)
+    backend = LOW_BIT_ONLY[LOW_BIT_BACKENDS[option]]
+    assert now()[0] == backend, reason()
+    oracle, kind = half_unet(), KINDS_OF[backend][-1]
+    with torch.no_grad():
+        for name, layer in oracle.named_modules():
+            if name.endswith(("attn2.to_k", "attn2.to_v")):
+                values, scales = low_bit.empty_like(layer.weight, kind)
+                runtime.operators.low_bit.quantizer()(layer.weight, values, scales)
+                layer.weight.copy_(values.half().mul_(scales.t()))
+    expected = served(compiled(oracle, option, verify=False), call)
+    assert now()[0] == LOW_BIT_BACKENDS[option], reason()
+    assert torch.equal(output, expected)
+    assert 1e-3 < relative_error(output, host) < 0.12
+    assert is_unchanged(unet, before), "who saves the model saves the original"
+
+
+def test_of_the_weights_that_it_takes_nothing_is_left_on_the_gpu(
+    unet: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storages: list[StorageWeakRef] = []
+    real = offload.move
+
+    def noted(tensors: list[Tensor], empty: Any) -> None:
+        storages.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
+        real(tensors, empty)
+        assert all(storage.expired() for storage in storages), "as a fused layer's tensor would stay"
+
+    monkeypatch.setattr(offload, "move", noted)
+    whole, call = sum(parameter.nbytes for parameter in unet.parameters()), half_call(unet)
+    served(unet, call)
+    assert len(storages) > 20 and not offloaded(unet), "the check has brought them back"
+    served(unet, call)
+    took, left = managed(unet).low_bit.bytes, whole - offloaded(unet).bytes
+    print(f"{whole} bytes -> {left} + {took}")
+    assert took < 0.6 * offloaded(unet).bytes and left + took < 0.8 * whole, "a network of narrow layers"
+    assert (runtime.totals().low_bit, runtime.totals().offloaded) == (took, offloaded(unet).bytes)
+    assert "of originals in the computer" in totals_html(runtime.totals(), [], [])
+
+
+def test_a_graph_serves_it_and_another_shape_is_checked_like_the_first(unet: nn.Module) -> None:
+    call, larger = half_call(unet), half_call(unet, 8, 8)
+    expected = twice(unet, call)
+    for _ in range(2):
+        assert torch.equal(served(unet, call), expected)
+    assert now() == (ONLY, "graph"), reason()
+    host = diffusers_output(half_unet(), larger)
+    assert relative_error(served(unet, larger), host) < 0.04
+    assert not offloaded(unet) and managed(unet).low_bit is None, "the check takes the host's weights"
+    for one in (larger, call, call, call):
+        served(unet, one)
+    assert now() == (ONLY, "graph") and torch.equal(served(unet, call), expected), reason()
+    assert [entry.state for entry in runtime.table.entries()] == [State.READY, State.READY]
+
+
+def test_each_layer_has_one_kind_at_every_size(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    unet = lib_onediff.compile_unet(half_unet(), low_bit="auto", low_bit_only=True, verify=False)
+    ours = runtime.operators.low_bit
+    served(unet, half_call(unet))
+    kept = set(managed(unet).low_bit._kept)
+    monkeypatch.setattr(ours.choice, "_best", lambda product, dtype, kinds: KINDS[0])
+    ours.choice.forget()
+    served(unet, half_call(unet, 8, 8))
+    assert now()[0] == "native low-bit only" and set(managed(unet).low_bit._kept) == kept, "no second copy"
+
+
+def test_what_gains_nothing_is_taken_too(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime.operators.low_bit.choice, "gains", lambda product, dtype, kind: 0.0)
+    runtime.operators.low_bit.choice.forget()
+    twice(unet, half_call(unet))
+    assert now()[0] == ONLY, reason()
+    blocks = len(list(transformer_blocks(runtime.layout_of(unet), 4, 4)))
+    assert len(managed(unet).low_bit.names()) == 7 * blocks, "with those that read the prompt"
+
+
+@pytest.mark.parametrize(("fp8", "int8", "least"), [(3, 2, INT8_KIND), (2, 3, FP8), (2, None, INT8_KIND)])
+def test_where_no_kind_gains_the_one_that_takes_the_least_time_is_taken(
+    fp8: float, int8: float | None, least: low_bit.Kind
+) -> None:
+    choice, product, plain = ProductChoice(TuningCache()), Product(8, 16, 32, NORMED), 1.0
+    for kind, rounded in ((FP8, fp8), (INT8_KIND, int8)):
+        if rounded is not None:
+            times = iter((plain, rounded))
+            choice.measure(product, torch.float16, kind, lambda: 0, lambda: 0, lambda work: next(times))  # noqa: B023
+    assert choice.best(product, torch.float16, [kind.dtype for kind in KINDS]) is None
+    assert choice.shortest(product, torch.float16, KINDS) is least, "not measured: the nearest"
+
+
+# --- the host finds its weights ---------------------------------------------------------------------------------------
+
+
+def test_the_hosts_own_forward_is_its_own_bit_for_bit(unet: nn.Module) -> None:
+    call, before = half_call(unet), bits(unet)
+    expected = diffusers_output(unet, call)
+    twice(unet, call)
+    assert offloaded(unet) and hooks(unet)
+    # Past our forward: the first layer that was offloaded has all of them back.
+    assert torch.equal(diffusers_output(unet, call), expected)
+    assert not offloaded(unet) and not hooks(unet) and managed(unet).low_bit is None
+    assert is_unchanged(unet, before)
+    twice(unet, call)
+    assert now()[0] == ONLY and offloaded(unet)
+
+
+def test_a_call_that_we_do_not_know_is_the_hosts(unet: nn.Module) -> None:
+    call = half_call(unet)
+    labels = {"class_labels": torch.zeros(1, dtype=torch.long)}
+    expected = diffusers_output(unet, call)
+    twice(unet, call)
+    assert torch.equal(served(unet, call, **labels), expected)
+    assert now()[1] == "host" and "class_labels" in reason() and not offloaded(unet)
+
+
+def test_whatever_the_host_computes_it_finds_the_weights(unet: nn.Module) -> None:
+    """Also with layers that were made of the offloaded weights, as fuse_qkv_projections makes some."""
+    call = half_call(unet)
+    twice(unet, call)
+    found = []
+
+    def host() -> Tensor:
+        found.append(bool(offloaded(unet)))
+        return call.latent
+
+    with torch.no_grad(), runtime.settings_for_run(Settings(enabled=False)):
+        runtime.run(unet, call, host)
+    assert found == [False]
+
+
+def test_one_layer_called_by_somebody_else_is_enough(unet: nn.Module) -> None:
+    twice(unet, half_call(unet))
+    layer = unet.mid_block.attentions[0].transformer_blocks[0].ff.net[2]
+    tokens = torch.randn(1, 3, layer.in_features).half()
+    expected = tokens @ layer.weight.clone().t() + layer.bias
+    with torch.no_grad():
+        assert relative_error(layer(tokens), expected) < 1e-2
+    assert not offloaded(unet)
+
+
+def test_switched_off_the_weights_are_where_they_were(unet: nn.Module) -> None:
+    call, before = half_call(unet), bits(unet)
+    expected = diffusers_output(unet, call)
+    exact = twice(lib_onediff.compile_unet(half_unet(), **ALONE), call)
+    twice(unet, call)
+    for settings, backend in ((Settings(low_bit="int8"), INT8), (Settings(), NATIVE)):
+        with runtime.settings_for_run(settings):
+            served(unet, call)
+            assert now()[0] == backend and not offloaded(unet), reason()
+            assert bool(runtime.totals().low_bit) is (backend == INT8) and runtime.totals().offloaded == 0
+        assert torch.equal(served(unet, call), exact) and now()[0] == ONLY
+    with runtime.settings_for_run(Settings(enabled=False)):
+        assert torch.equal(served(unet, call), expected) and not offloaded(unet)
+    served(unet, call)
+    lib_onediff.uncompile_unet(unet)
+    assert torch.equal(diffusers_output(unet, call), expected) and is_unchanged(unet, before)
+    assert not hooks(unet) and not any(map(shares_storage, unet.parameters()))
+
+
+def test_functions_of_other_extensions_get_the_hosts_weights(unet: nn.Module) -> None:
+    call = half_call(unet)
+    twice(unet, call)
+
+    class Processor(type(unet.mid_block.attentions[0].transformer_blocks[0].attn1.processor)):  # type: ignore[misc]
+        """Somebody's own."""
+
+    unet.mid_block.attentions[0].transformer_blocks[0].attn1.processor = Processor()
+    fresh = half_call(unet, seed=1)
+    served(unet, fresh)
+    assert now()[0] != ONLY and not offloaded(unet)
+    assert torch.equal(diffusers_output(unet, fresh), diffusers_output(half_unet(), fresh))
+
+
+# --- the host changes its weights -------------------------------------------------------------------------------------
+
+
+def other_weights(unet: nn.Module, factor: float) -> dict[str, Tensor]:
+    return {name: value * factor if "ff.net" in name else value for name, value in bits(unet).items()}
+
+
+def test_weights_that_change_are_rounded_again_where_the_old_were(unet: nn.Module) -> None:
+    call = half_call(unet)
+    before = twice(unet, call)
+    served(unet, call)
+    addresses = {name: kept.values.data_ptr() for name, kept in managed(unet).low_bit._kept.items()}
+    unet.load_state_dict(other_weights(unet, 1.5))
+    assert offloaded(unet), "they are changed in the computer's memory"
+    output = served(unet, call)
+    assert now() == (ONLY, "graph"), "the graph knows where the rounded ones lie"
+    assert {name: kept.values.data_ptr() for name, kept in managed(unet).low_bit._kept.items()} == addresses
+    other = half_unet()
+    other.load_state_dict(other_weights(other, 1.5))
+    assert torch.equal(output, twice(lib_onediff.compile_unet(other, **ALONE), call))
+    assert relative_error(output, before) > 0.1
+
+
+def test_a_merge_that_counts_no_edit_is_seen_when_a_sampling_begins(unet: nn.Module) -> None:
+    """As peft merges a LoRA."""
+    twice(unet, half_call(unet))
+    for name, parameter in unet.named_parameters():
+        if "ff.net.2.weight" in name:
+            versions = parameter._version
+            parameter.data += 0.5 * parameter.data
+            assert parameter._version == versions
+    call = half_call(unet, seed=1)
+    output = served(unet, call)
+    assert now()[0] == ONLY and offloaded(unet), reason()
+    other = half_unet()
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            if "ff.net.2.weight" in name:
+                parameter += 0.5 * parameter
+    assert torch.equal(output, twice(lib_onediff.compile_unet(other, **ALONE), call))
+
+
+def test_a_host_that_moves_weights_has_them_all(unet: nn.Module) -> None:
+    call = half_call(unet)
+    expected = twice(unet, call)
+    moved = [parameter for parameter in unet.parameters() if parameter.dim() > 1]
+    for parameter in moved[::2]:
+        parameter.data = parameter.data.clone()
+    output = served(unet, call)
+    assert now()[0] == ONLY, reason()
+    assert torch.equal(output, expected), "rounded from weights that lie together again"
+    before = bits(half_unet())
+    lib_onediff.uncompile_unet(unet)
+    assert is_unchanged(unet, before)
+
+
+def test_another_type_is_noticed(unet: nn.Module) -> None:
+    call = half_call(unet)
+    twice(unet, call)
+    unet.float()
+    wide = SimpleNamespace(**{name: value for name, value in diffusers_arguments(call).items()})
+    given = {name: value.float() if isinstance(value, Tensor) else value for name, value in vars(wide).items()}
+    given["added_cond_kwargs"] = {name: value.float() for name, value in wide.added_cond_kwargs.items()}
+    with torch.no_grad():
+        output = unet(**given).sample
+    assert now()[0] == NATIVE and "float32" in reason() and not offloaded(unet)
+    assert relative_error(output, type(unet).forward(half_unet().float(), **given).sample) < 1e-4
+
+
+def test_a_copy_is_a_model_of_its_own(unet: nn.Module) -> None:
+    call = half_call(unet)
+    expected = diffusers_output(unet, call)
+    twice(unet, call)
+    copied = copy.deepcopy(unet)
+    file = io.BytesIO()
+    torch.save(unet, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for other in (copied, loaded):
+        assert torch.equal(diffusers_output(other, call), expected)
+        with torch.no_grad():
+            assert torch.equal(other(**diffusers_arguments(call)).sample, expected)
+    assert offloaded(unet) and is_unchanged(loaded, bits(unet))
+    lib_onediff.compile_unet(copied)
+    served(copied, call)
+    assert now()[0] == NATIVE, "a hook of ours is no patch of somebody's"
+
+
+# --- there is no room -------------------------------------------------------------------------------------------------
+
+
+def fails_at(count: int, error: Exception, real: Any) -> Any:
+    """As real, but for one call."""
+    calls: list[int] = []
+
+    def work(*given: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) == count:
+            raise error
+        return real(*given, **named)
+
+    return work
+
+
+def test_without_room_in_the_computers_memory_the_weights_stay(
+    unet: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, before = half_call(unet), bits(unet)
+    served(unet, call)
+    full = NoHostMemory("the computer's memory is full")
+    monkeypatch.setattr(HostMemory, "empty", fails_at(9, full, HostMemory.empty))
+    served(unet, call)
+    assert now()[0] == INT8 and "the computer's memory is full" in reason()
+    assert not offloaded(unet) and not hooks(unet) and is_unchanged(unet, before)
+    served(unet, call)
+    assert now()[0] == INT8, "not tried at every step"
+    runtime.begin_sampling(unet)
+    served(unet, call)
+    assert now()[0] == ONLY, reason()
+
+
+def test_without_room_on_the_gpu_the_weights_stay(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, before = half_call(unet), bits(unet)
+    served(unet, call)
+    full = torch.cuda.OutOfMemoryError("CUDA out of memory")
+    monkeypatch.setattr(low_bit, "empty_like", fails_at(9, full, low_bit.empty_like))
+    served(unet, call)
+    assert now()[0] == NATIVE and "no GPU memory for the weights in eight bits" in reason()
+    assert not offloaded(unet) and not hooks(unet) and is_unchanged(unet, before)
+
+
+def test_a_fault_midway_leaves_everything_where_it_was(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, before = half_call(unet), bits(unet)
+    expected = diffusers_output(unet, call)
+    monkeypatch.setattr(offload, "move", fails_at(9, RuntimeError("a cable is loose"), offload.move))
+    output = served(unet, call)
+    assert entry_of(ONLY).state is State.FAILED and "a cable is loose" in entry_of(ONLY).reason
+    assert now()[0] == INT8 and relative_error(output, expected) < 0.04
+    assert not offloaded(unet) and not hooks(unet) and is_unchanged(unet, before)
+
+
+def test_weights_that_find_no_room_for_their_return_are_not_lost(
+    unet: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, before = half_call(unet), bits(unet)
+    expected = diffusers_output(unet, call)
+    for _ in range(3):
+        served(unet, call)
+    assert now() == (ONLY, "graph")
+    whole, freed = OffloadedWeights.restore, []
+
+    def real(weights: OffloadedWeights, module: nn.Module) -> None:
+        assert managed(unet).low_bit is None, "those in eight bits make room for them"
+        whole(weights, module)
+
+    monkeypatch.setattr(runtime._graphs, "free", lambda: freed.append(1))
+    full = torch.cuda.OutOfMemoryError("CUDA out of memory")
+    with monkeypatch.context() as patch:
+        patch.setattr(OffloadedWeights, "restore", fails_at(1, full, real))
+        assert torch.equal(diffusers_output(unet, call), expected) and freed, "without any graph there is room"
+    for _ in range(2):
+        served(unet, call)
+    with monkeypatch.context() as patch:
+
+        def never(*given: Any) -> None:
+            raise full
+
+        patch.setattr(OffloadedWeights, "restore", never)
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            diffusers_output(unet, call)
+        with pytest.raises(torch.cuda.OutOfMemoryError), runtime.settings_for_run(Settings(enabled=False)):
+            served(unet, call)
+        assert offloaded(unet)
+    assert torch.equal(diffusers_output(unet, call), expected) and is_unchanged(unet, before)
+
+
+def test_weights_of_which_some_found_no_room_can_be_gone_on_with(
+    unet: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card that holds the rounded weights, and not the host's own."""
+    call, before = half_call(unet), bits(unet)
+    expected = twice(unet, call)
+    whole, count = OffloadedWeights.restore, len(offloaded(unet)._layers)
+
+    def some(weights: OffloadedWeights, module: nn.Module) -> None:
+        names = list(weights._layers)
+        kept = {name: weights._layers.pop(name) for name in names[len(names) // 2:]}
+        whole(weights, module)
+        weights._layers.update(kept)
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OffloadedWeights, "restore", some)
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            diffusers_output(unet, call)
+        assert 0 < len(offloaded(unet)._layers) < count
+        assert torch.equal(served(unet, call), expected) and now()[0] == ONLY, reason()
+        assert len(offloaded(unet)._layers) == count
+    lib_onediff.uncompile_unet(unet)
+    assert is_unchanged(unet, before) and not hooks(unet)
+
+
+def test_memory_that_was_asked_back_is_filled_again(unet: nn.Module) -> None:
+    call = half_call(unet)
+    expected = twice(unet, call)
+    runtime.release_memory()
+    assert runtime.totals().low_bit == 0 and offloaded(unet), "the host's weights would take more"
+    assert torch.equal(served(unet, call), expected) and now()[0] == ONLY
+
+
+def test_a_system_that_is_nearly_full_is_asked_before() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload, "free_host_memory", lambda: offload.SPARE_BYTES)
+        with pytest.raises(NoHostMemory, match=r"no room for the weights: 1024 MiB are left"):
+            HostMemory().empty((8, 8), torch.float16, pinned=False)
+        patch.setattr(offload, "free_host_memory", lambda: None)
+        assert HostMemory().empty((8, 8), torch.float16, pinned=False).shape == (8, 8)
+
+
+def test_pinned_memory_is_taken_in_large_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(offload, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(
+        offload, "pinned_bytes", lambda size: (made.append(size), torch.empty(size, dtype=torch.uint8))[1]
+    )
+    memory = HostMemory()
+    first, second, third = (memory.empty((30, 25), torch.float16, pinned=True) for _ in range(3))
+    assert made == [4096, 4096] and first.shape == (30, 25)
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr() != third.data_ptr()
+    assert (second.data_ptr() - first.data_ptr()) % offload.ALIGNED_BYTES == 0
+    assert second.data_ptr() - first.data_ptr() >= first.nbytes
+    assert memory.empty((3000,), torch.float16, pinned=True).shape == (3000,) and made == [4096, 4096], "too large"
+    memory.forget()
+    assert memory.empty((1,), torch.float16, pinned=True).storage_offset() == 0 and len(made) == 3
+
+
+# --- where it rests ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"second_gpu": "1"}, "one GPU"), ({"low_bit": "off"}, ""), ({"backend": "cudagraph"}, "needs the native backend"),
+])
+def test_it_says_why_the_weights_stay(on_a_gpu: None, options: dict[str, Any], said: str) -> None:
+    unet = lib_onediff.compile_unet(half_unet(), **{**ALONE, **options})
+    call = half_call(unet)
+    served(unet, call)
+    assert now()[0] != ONLY and said in reason() and not offloaded(unet)
+
+
+def test_a_unet_that_accelerate_offloads_keeps_its_weights(unet: nn.Module) -> None:
+    unet._hf_hook = object()
+    call = half_call(unet)
+    served(unet, call)
+    assert now()[0] == INT8 and "accelerate" in reason() and not offloaded(unet)
+
+
+def test_weights_that_others_want_again_and_again_stay(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = half_call(unet)
+    twice(unet, call)
+    for _ in range(offload.MANY_TIMES):
+        diffusers_output(unet, call)
+        served(unet, call)
+    assert now()[0] == INT8 and "again and again" in reason() and not offloaded(unet)
+    monkeypatch.setattr(offload, "SECONDS_OF_MANY", 0.0)
+    served(unet, call)
+    assert now()[0] == ONLY, reason()
+
+
+def test_a_network_of_small_layers_says_so(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    fewest_weights(monkeypatch, 1 << 20)
+    served(unet, half_call(unet))
+    assert now()[0] == NATIVE and "too small to gain by INT8" in reason() and not offloaded(unet)
+
+
+def test_an_unloaded_model_leaves_nothing_behind(on_a_gpu: None) -> None:
+    unet = lib_onediff.compile_unet(half_unet(), **ALONE)
+    twice(unet, half_call(unet))
+    there = [StorageWeakRef(parameter.untyped_storage()) for parameter in unet.parameters()]
+    assert runtime.totals().low_bit and runtime.totals().offloaded
+    del unet
+    gc.collect()
+    assert runtime.totals().low_bit == runtime.totals().offloaded == 0
+    assert all(storage.expired() for storage in there)
+
+
+def test_a_hook_of_weights_that_are_gone_does_no_harm() -> None:
+    layer = nn.Linear(4, 4)
+    layer.register_forward_pre_hook(RestoreFirst(OffloadedWeights()))
+    assert layer(torch.ones(1, 4)).shape == (1, 4)
