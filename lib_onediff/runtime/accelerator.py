@@ -340,7 +340,8 @@ class Accelerator(Services):
                 return result
             rests = call.patches is not None and settings.deepcache_interval > 1
             why_full = PATCHES_REST if rests else managed.cache_run.reason or managed.cache_run.failure
-            self.call_stats.note_pass(result.entry.key.part, why_full)
+            why_reused = "" if result.plan is None else result.plan.why_reused
+            self.call_stats.note_pass(result.entry.key.part, why_full, why_reused)
             untried = not call.upcast_attention and upcasts_attention(settings, by_host, True)
             if result.entry.state is not State.COLD or not untried or bool(torch.isfinite(result.output).all()):
                 break

@@ -48,7 +48,8 @@ class CallStats:
         self.entry: Entry | None = None
         self.calls: Counter[str] = Counter()
         self.passes: Counter[str] = Counter()
-        self.why_not_cached = ""
+        # Why the last call was no cached pass though the option is on; why its deep layers would not be forecast.
+        self.why_not_cached = self.why_reused = ""
         # Calls without the negative prompt's rows; why the last one had them though the option is on.
         self.without_negative = 0
         self.why_guided = ""
@@ -71,7 +72,7 @@ class CallStats:
         """A call begins, of which nothing is known yet."""
         self.entry = self.model = None
         self.split = ""
-        self.why_not_cached = self.why_guided = self.why_no_forecast = ""
+        self.why_not_cached = self.why_reused = self.why_guided = self.why_no_forecast = ""
 
     def note(self, route: str, reason: str) -> None:
         """The call went by this route; reason: why not by a faster one."""
@@ -90,13 +91,14 @@ class CallStats:
 
     def note_replay(self, entry: Entry, reason: str) -> None:
         """The call was one more of its sampling: this entry's graph replayed it."""
-        self.entry, self.model, self.backend, self.why_not_cached = entry, entry.model, entry.key.backend, ""
-        self.why_guided = self.why_no_forecast = ""
+        self.entry, self.model, self.backend = entry, entry.model, entry.key.backend
+        self.why_not_cached = self.why_reused = self.why_guided = self.why_no_forecast = ""
         self.note(GRAPH, reason)
 
-    def note_pass(self, part: str, why_not_cached: str) -> None:
-        """The call was this pass of DeepCache, "" without DeepCache."""
-        self.why_not_cached = why_not_cached
+    def note_pass(self, part: str, why_not_cached: str, why_reused: str = "") -> None:
+        """The call was this pass of DeepCache, "" without DeepCache. why_reused: why the deep feature is not forecast,
+        where that is wanted."""
+        self.why_not_cached, self.why_reused = why_not_cached, why_reused
         if part:
             self.passes[part] += 1
 
@@ -156,7 +158,10 @@ class CallStats:
             **ratio_values(entry.ratio if entry else None),
             "relative_error": entry.relative_error if entry else None,
             "calls": {route: self.calls[route] for route in ROUTES},
-            "deepcache": {**{name: self.passes[name] for name in (FULL, CACHED)}, "reason": self.why_not_cached},
+            "deepcache": {
+                **{name: self.passes[name] for name in (FULL, CACHED)}, "reason": self.why_not_cached,
+                "reused": self.why_reused,
+            },
             "guidance": {"without_negative": self.without_negative, "reason": self.why_guided},
             "forecast": {"calls": self.forecasts, "reason": self.why_no_forecast},
             "second_gpu": {"calls": self.on_two_gpus, "split": self.split, "reason": self.why_one_gpu},

@@ -294,5 +294,8 @@ def test_a_card_tells_what_rests_though_it_is_chosen() -> None:
     made = GeneratedImage(image_of(1), "", 1.0, status)
     side = Side("mine", Settings(forecast_interval=3))
     assert f"<dt>Why</dt><dd>no graph here; {resting}</dd>" in card_html("Left", side, [made])
+    reusing = GeneratedImage(image_of(1), "", 1.0, {**status, "deepcache": {"reused": "Euler a adds noise"}})
+    told = card_html("Left", side, [reusing])
+    assert "; DeepCache reuses deep layers and forecasts none: Euler a adds noise</dd>" in told
     off = Side("off", Settings(enabled=False))
     assert "Why" not in card_html("Left", off, [made])

@@ -93,3 +93,12 @@ def test_with_samplers_that_no_line_follows_the_last_feature_is_reused() -> None
     rig.begin(STEPS[:11], why_no_forecast=lambda: "it adds noise")
     for step, half in enumerate(passes(WHOLE, 11)):
         rig.check(call_of(rig.unet, STEPS[step]), "a", half)
+
+
+def test_the_status_says_why_deep_layers_are_reused() -> None:
+    rig = Rig.of(**FORECAST)
+    for why in ("", "it adds noise"):
+        rig.begin(STEPS[:11], why_no_forecast=lambda why=why: why)
+        for step in range(4):
+            rig.run(call_of(rig.unet, STEPS[step]))
+            assert rig.runtime.status()["deepcache"]["reused"] == why

@@ -35,7 +35,7 @@ def test_interval_one_is_exact_and_keeps_nothing() -> None:
         assert relative_error(rig.run(call), diffusers_output(rig.unet, call)) < 1e-5
     assert set(rig.log) == {"whole"}
     assert rig.runtime.managed_unet(rig.unet).cache_run.bytes() == 0
-    assert rig.runtime.status()["deepcache"] == {"full": 0, "cached": 0, "reason": ""}
+    assert rig.runtime.status()["deepcache"] == {"full": 0, "cached": 0, "reason": "", "reused": ""}
 
 
 @pytest.mark.parametrize("interval", [2, 3, 5, 20])

@@ -24,7 +24,7 @@ GraphRecord = Callable[[], Collection[DeepFeature]]
 @dataclass(frozen=True)
 class StepPlan:
     """What DeepCache says of one call. is_whole: whether the schedule wants the whole UNet; forecasts: whether a cached
-    pass gets a forecast of the deep feature."""
+    pass gets a forecast of the deep feature; why_reused: why not, where that is wanted, in one line."""
 
     step: Step
     depth: int
@@ -32,6 +32,7 @@ class StepPlan:
     record: Record
     is_whole: bool
     forecasts: bool = False
+    why_reused: str = ""
 
     @property
     def full(self) -> DeepCachePass:
@@ -105,13 +106,14 @@ class CacheRun:
         self._look_for_tiles(time, (shape, prompt))
         whole = is_whole(choice, step)
         # Between steps that add noise, or that a sampler of a higher order joins, the feature does not follow a line.
-        forecasts = choice.feature == FORECAST and not sampling.why_no_forecast()
+        why_reused = sampling.why_no_forecast() if choice.feature == FORECAST else ""
+        forecasts = choice.feature == FORECAST and not why_reused
         if whole and step.index != self._whole_steps[1]:
             self._whole_steps = self._whole_steps[1], step.index
         # A line needs what the whole step before this one has made.
         place.drop_older(self._whole_steps[0] if whole and forecasts else last_whole(choice, step))
         record = place.records.setdefault(prompt, Record())
-        return StepPlan(step, depth, place, record, bool(self.reason) or whole, forecasts)
+        return StepPlan(step, depth, place, record, bool(self.reason) or whole, forecasts, why_reused)
 
     def forget(self) -> None:
         """Trust no feature, and keep none, nor any prompt."""
