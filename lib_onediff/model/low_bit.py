@@ -127,7 +127,8 @@ class LowBitBinding:
 
 
 def empty_like(weight: Tensor, kind: Kind) -> QuantizedWeight:
-    """Room for a weight, (out, in), in a kind, with the scales that this weight needs; float8's has to be looked at."""
+    """Room for a weight, (out, in), in a kind, with the scales that it needs; for float8 it has to be looked at. Edits
+    keep them: no LoRA makes a row a thousand times smaller beside the others."""
     values = torch.empty(weight.shape, device=weight.device, dtype=kind.dtype)
     scales = 1 if kind is FP8 and one_scale_suffices(weight) else len(weight)
     return QuantizedWeight(values, torch.empty((1, scales), device=weight.device, dtype=torch.float32))

@@ -107,14 +107,17 @@ def test_one_scale_is_as_near_as_scales_of_rows(
     assert affine.low_bit[0].scales.shape == (1, 1)
     ours, exact, rows = random_product(operators, source, affine, dtype, outliers)
     usual = [row for row in range(ROWS) if row != 2]
-    for part in (usual, [2]):
-        assert relative_error(ours[part], exact[part]) < WORSE * relative_error(rows[part], exact[part])
+    assert relative_error(ours[usual], exact[usual]) < WORSE * relative_error(rows[usual], exact[usual])
+    # One or two numbers are all that counts here, of which a scale of their own makes the largest exact.
+    assert relative_error(ours[2], exact[2]) < 0.1
 
 
 @grid(source=[NORMED, GATED, PLAIN], factor=[1000.0, 1e5], whole_row=[True, False])
 def test_an_outlier_among_the_weights_does_not_cost_the_others_their_digits(
-    operators: LowBitOperators, source: str, factor: float, whole_row: bool
+    monkeypatch: pytest.MonkeyPatch, source: str, factor: float, whole_row: bool
 ) -> None:
+    use_low_bit(monkeypatch, torch.bfloat16)
+    operators = runtime.operators.of(FLOAT8)
     weight = torch.randn(OUT, WIDTH, dtype=torch.bfloat16) / 25
     weight[5, slice(None) if whole_row else 9] *= factor
     weight[11] = 0
@@ -233,7 +236,16 @@ def test_the_probe_tries_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [(True, torch.float16), (False, torch.bfloat16)]
 
 
-def test_the_layers_of_a_trained_model(operators: LowBitOperators) -> None:
+def float_sums(
+    tokens: QuantizedTokens, weight: Tensor, scale: Tensor, bias: Tensor | None, result: torch.dtype
+) -> Tensor:
+    """As scaled_mm.scaled_sums, and a hundred times as fast on a CPU."""
+    assert bias is None
+    return (tokens.values.float() @ weight.float().t() * tokens.scales * scale).to(result)
+
+
+def test_the_layers_of_a_trained_model(operators: LowBitOperators, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaled_mm, "scaled_sums", float_sums)
     tensors, ratios = load_file(EMOJI), {}
     for block in [name.removesuffix("norm3.weight") for name in tensors if name.endswith("norm3.weight")]:
         parts = {name.removeprefix(block): tensor for name, tensor in tensors.items() if name.startswith(block)}
@@ -242,10 +254,10 @@ def test_the_layers_of_a_trained_model(operators: LowBitOperators) -> None:
         for norm, weight in readers.items():
             gamma, beta = parts[f"{norm}.weight"].half(), parts[f"{norm}.bias"].half()
             ours, exact, rows = normed_product(
-                operators, torch.randn(24, len(gamma)).half(), gamma, beta, affine_of(weight.half())
+                operators, torch.randn(256, len(gamma)).half(), gamma, beta, affine_of(weight.half())
             )
             ratios[block + norm] = relative_error(ours, exact) / relative_error(rows, exact), len(gamma)
-        hidden = torch.randn(24, 2 * parts["ff.net.2.weight"].shape[1]).half()
+        hidden = torch.randn(256, 2 * parts["ff.net.2.weight"].shape[1]).half()
         ours, exact, rows = added_product(operators, hidden, affine_of(parts["ff.net.2.weight"].half()), GATED)
         ratios[block + "ff"] = relative_error(ours, exact) / relative_error(rows, exact), hidden.shape[1] // 2
     worst = {width: max(ratio for ratio, of in ratios.values() if of == width) for _, width in ratios.values()}

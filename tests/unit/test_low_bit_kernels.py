@@ -25,7 +25,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Half a step of float8's, relative to a value.
 HALF_A_STEP = 2.0**-4
 # Triton's interpreter halves what it should round up to a power of two; over many values it is off by this.
-INTERPRETED = 0.12
+INTERPRETED = 0.16
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
@@ -71,7 +71,7 @@ def test_a_layer_norm_comes_in_eight_bits(
     added = update.double() if scales is None else update.double() * scales.double()
     total = tokens.double() + added if whole else tokens.double()
     standing, normed = kernels.layer_norm(stream, weight, bias if whole else None, 1e-5, kind)
-    assert (normed.scales.numel() == 1) == (kind is FP8)
+    assert normed.scales.shape == ((1, 1) if kind is FP8 else (tokens.numel() // shape[-1], 1))
     if kind is FP8:
         assert torch.equal(normed.scales, norm_scale(weight, bias if whole else None))
     vectors = deferred_bias.double() + bias.double() if whole else torch.zeros(shape[-1], device=DEVICE)
