@@ -9,18 +9,17 @@ from functools import partial
 
 import torch
 import torch.nn.functional as functional
-from torch import nn
+from torch import Tensor, nn
 
 from ..engines import FLOAT8, LOW_BIT_BACKENDS, NATIVE
 from ..engines import INT8 as INT8_BACKEND
 from ..engines.graphs.capture import CudaGraphs
 from ..engines.operator_sets import OperatorSets
-from ..model.low_bit import FP8, INT8, Kind
-from ..model.operators import QuantizedTokens
+from ..model.low_bit import FP8, INT8, NORMED, Kind
+from ..model.operators import Stream
 from ..model.read import read_layout
-from ..model.weights import QuantizedWeight
-from ..ops.quantized import scaled_mm
-from ..ops.quantized.gains import Product, products
+from ..model.weights import Affine
+from ..ops.quantized.gains import EPS, Product, products
 from ..ops.triton.launch_config import Launches
 from ..ops.tuning_cache import TuningCache
 from . import models
@@ -92,17 +91,12 @@ class ProductTable:
             for shape in ((product.rows, product.width), (product.out, product.width), (product.out,))
         )
         library = self._microseconds(lambda: functional.linear(tokens, weight, bias))
+        affine = Affine(weight, bias)
         in_place = {kind: self._in_place(product, kind) for kind in (FP8, INT8)}
         plain = next((both[0] for both in in_place.values() if both), library)
         fp8, int8, cut = None, None, ""
         if self.lacks[FP8] is None:
-            rows, scales = scaled_mm.rounded_rows(tokens, FP8)
-            values, columns = scaled_mm.rounded_rows(weight, FP8)
-            result = scaled_mm.support(device, dtype).result
-            assert result is not None
-            given = QuantizedTokens(rows, scales, (product.rows,))
-            rounded = QuantizedWeight(values, columns.t().contiguous())
-            fp8 = self._microseconds(lambda: scaled_mm.product(given, rounded, bias, result))
+            fp8 = self._fp8_microseconds(product, tokens, affine)
         if self.lacks[INT8] is None:
             kernel = int8_mm.kernel_for(device)
             shape_class = int8_mm.shape_class(product.rows, product.out, product.width)
@@ -112,6 +106,19 @@ class ProductTable:
             cut = " ".join(map(str, config))
         placed = {kind: None if both is None else both[1] for kind, both in in_place.items()}
         return ProductRow(model, product, count, (library, fp8, int8), (plain, placed[FP8], placed[INT8]), cut)
+
+    def _fp8_microseconds(self, product: Product, tokens: Tensor, affine: Affine) -> float:
+        """Of the product alone, as the operators do it: the next norm scales and adds what is added to tokens."""
+        from ..ops.quantized import kernels
+
+        operators = self._operators.of(FLOAT8)
+        affine = affine._replace(low_bit=(kernels.rounded_weight(affine.weight, FP8),))
+        if product.source == NORMED:
+            ones = torch.ones(product.width, device=tokens.device, dtype=tokens.dtype)
+            _, normed = kernels.layer_norm(Stream(tokens), ones, None, EPS, FP8)
+            return self._microseconds(lambda: operators.linear(normed, affine))
+        stream, rows = Stream(tokens.new_zeros(product.rows, product.out)), kernels.rounded(tokens, FP8)
+        return self._microseconds(lambda: operators.add_linear(stream, rows, affine))
 
     def _microseconds(self, work: Callable[[], object]) -> float:
         return self._time_ms(work) * 1e3

@@ -1,6 +1,7 @@
 """The weights of a UNet's largest linear layers in eight bits, kept beside the host's own and true to them."""
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ FP8 = Kind("fp8", torch.float8_e4m3fn, 448.0)
 INT8 = Kind("int8", torch.int8, 127.0)
 # The one that auto prefers first.
 KINDS = (FP8, INT8)
-# Into which tensors the rows of a weight, (out, in), are rounded: values (out, in) and scales (1, out).
+# Into which tensors the rows of a weight, (out, in), are rounded: values (out, in) and scales (1, out) or (1, 1).
 Round = Callable[[Tensor, Tensor, Tensor], None]
 # What makes the tokens that a layer reads: a layer norm, a GEGLU, or nothing that could give them in eight bits.
 NORMED, GATED, PLAIN = "normed", "gated", "plain"
@@ -37,6 +38,9 @@ WantedKinds = Mapping[str, Collection[Kind]]
 # Features in times features out. Smaller layers gain less in their products than their scales cost, at any size.
 FEWEST_WEIGHTS = 1 << 20
 ALIGNED = 16
+# Of the values of a row, in float8, the smallest root mean square. Below 2**-6 their steps become no smaller; at this
+# mean that makes the rounding error larger by a twentieth.
+SMALLEST_MEAN = 2.0**-4
 
 
 class LowBitLayer(NamedTuple):
@@ -179,5 +183,23 @@ class LowBitBinding:
 
 
 def empty_like(weight: Tensor, kind: Kind) -> QuantizedWeight:
+    """Room for a weight, (out, in), in a kind, with the scales that it needs; for float8 it has to be looked at. Edits
+    keep them: no LoRA makes a row a thousand times smaller beside the others."""
     values = torch.empty(weight.shape, device=weight.device, dtype=kind.dtype)
-    return QuantizedWeight(values, torch.empty((1, len(weight)), device=weight.device, dtype=torch.float32))
+    scales = 1 if kind is FP8 and one_scale_suffices(weight) else len(weight)
+    return QuantizedWeight(values, torch.empty((1, scales), device=weight.device, dtype=torch.float32))
+
+
+def one_scale_suffices(weight: Tensor) -> bool:
+    """Whether every row of a weight, (out, in), keeps its digits in float8 by the scale of the largest value of all.
+    Waits for the GPU."""
+    means = torch.linalg.vector_norm(weight.detach(), dim=1, dtype=torch.float32) / weight.shape[1] ** 0.5
+    # Zeros are exact.
+    means = torch.where(means == 0, math.inf, means)
+    return bool(means.amin() * FP8.largest >= SMALLEST_MEAN * largest_of(weight))
+
+
+def largest_of(weight: Tensor) -> Tensor:
+    """The largest absolute value, (), in float32."""
+    largest: Tensor = torch.linalg.vector_norm(weight.detach(), math.inf, dtype=torch.float32)
+    return largest

@@ -18,25 +18,29 @@ class Stream(NamedTuple):
     """The residual stream of a transformer: tokens, and what is still to be added to them.
 
     deferred_bias, bias: (width,) each, or None: for every token the same. Two vectors cost less when the next norm adds
-    them than when every linear layer does. update: of the shape of tokens, or None.
+    them than when every linear layer does. update: of the shape of tokens, or None; update_scales: (..., 1) in float32,
+    by which it is multiplied first, or None.
     """
 
     tokens: Tensor
     deferred_bias: Tensor | None = None
     bias: Tensor | None = None
     update: Tensor | None = None
+    update_scales: Tensor | None = None
 
 
 class QuantizedTokens(NamedTuple):
     """Tokens in float8 (e4m3) or int8, as a matrix product wants them.
 
-    values: (rows, width). scales: (rows, 1) in float32, by which they are multiplied. shape: what the rows are without
-    their width, such as (batch, tokens).
+    values: (rows, width). scales: (rows, 1), or (1, 1) for all of them, in float32, by which they are multiplied.
+    shape: what the rows are without their width, such as (batch, tokens). unit: the number one, (1, 1) in float32,
+    beside float8's scales of rows: for a product that leaves these to who reads it.
     """
 
     values: Tensor
     scales: Tensor
     shape: tuple[int, ...]
+    unit: Tensor | None = None
 
 
 # What an implementation hands from one of its operators to the next: a tensor, or what it makes in the place of one.

@@ -23,8 +23,8 @@ STORED_DTYPES = (*BOUND_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class QuantizedWeight(NamedTuple):
-    """The weight of a linear layer in float8 (e4m3) or int8: values (out, in), and scales (1, out) in float32, by which
-    they are multiplied."""
+    """The weight of a linear layer in float8 (e4m3) or int8: values (out, in), and scales (1, out), or (1, 1) for all
+    rows, in float32, by which they are multiplied."""
 
     values: Tensor
     scales: Tensor

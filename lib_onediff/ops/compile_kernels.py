@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..model.layout import CrossAttention, GroupNorm, LayerNorm
-from ..model.low_bit import INT8, Kind
+from ..model.low_bit import FP8, INT8, Kind
 from ..model.operators import Stream
 from ..model.weights import QuantizedWeight
 from .quantized import int8_mm
@@ -49,8 +49,7 @@ def compile_kernels(
     """Launch every kernel that a network with these layers (model.layout) needs once, on a few numbers.
 
     configs: how they are launched, None for each one's first candidate. low_bit: also those of ops.quantized, for these
-    kinds. What was
-    compiled before costs a millisecond. Raises what Triton raises.
+    kinds. What was compiled before costs a millisecond. Raises what Triton raises.
     """
     network, chosen = list(users), configs or Launches(TuningCache())
     first, *others = launches(network, dtype, device, chosen)
@@ -150,12 +149,18 @@ def low_bit_launches(
     def of_width(width: int) -> None:
         tokens, weight = (torch.zeros(shape, dtype=dtype, device=device) for shape in ((SIDE, width), (width,)))
         config = configs.of(LAYER_NORM, row_class(width), dtype)
-        stream = Stream(tokens, None, weight, tokens.clone())
-        low_bit_kernels.layer_norm(stream, weight, weight, 1e-5, kind, config)
+        for update in (tokens.clone(), tokens.to(torch.bfloat16)):
+            stream = Stream(tokens, None, weight, update)
+            low_bit_kernels.layer_norm(stream, weight, weight, 1e-5, kind, config)
         hidden = torch.zeros((SIDE, 2 * FEED_FORWARD * width), dtype=dtype, device=device)
         low_bit_kernels.geglu(hidden, kind)
         low_bit_kernels.rounded(hidden[:, :FEED_FORWARD * width], kind)
         low_bit_kernels.rounded(hidden[:, :width], kind)
+        if kind is FP8:
+            for features in (FEED_FORWARD * width, width):
+                rows = hidden[:, :features].contiguous()
+                one_scale = torch.empty((1, 1), dtype=torch.float32, device=device)
+                low_bit_kernels.rounded_rows(rows, torch.empty_like(rows, dtype=kind.dtype), one_scale)
 
     widths = {row_class(leaf.width): leaf.width for leaf in users if isinstance(leaf, LayerNorm)}
     return [partial(of_width, width) for width in widths.values()]

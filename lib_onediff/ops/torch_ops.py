@@ -94,8 +94,10 @@ def add_linear(stream: Stream, x: Tensor, affine: Affine) -> Stream:
 
 
 def materialize(stream: Stream) -> Tensor:
-    tokens, *addends = stream
-    for addend in addends:
+    tokens, *vectors, update, scales = stream
+    if update is not None and scales is not None:
+        update = update * scales
+    for addend in (*vectors, update):
         tokens = tokens if addend is None else tokens + addend.to(tokens.dtype)
     return tokens
 

@@ -18,9 +18,9 @@ from lib_onediff.bench.models import CONFIGURATIONS
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.forward import condition, forward
 from lib_onediff.model.layout import TransformerBlock, UNetLayout, descriptions
-from lib_onediff.model.low_bit import INT8, empty_like, low_bit_layers, name_of
+from lib_onediff.model.low_bit import INT8, KINDS, Kind, empty_like, low_bit_layers, name_of
 from lib_onediff.model.read import read_layout
-from lib_onediff.model.weights import Affine, Weights
+from lib_onediff.model.weights import Affine, QuantizedWeight, Weights
 from lib_onediff.ops import compile_kernels as triton_warm
 from lib_onediff.ops import torch_ops
 from lib_onediff.ops.quantized import int8_mm
@@ -72,10 +72,17 @@ def weights_of(unet: nn.Module, layout: UNetLayout) -> Weights:
     return weights
 
 
+def room_for(weight: Tensor, kind: Kind) -> QuantizedWeight:
+    """As low_bit.empty_like, which looks at numbers for float8: with one scale, as nearly every weight has it."""
+    if kind is INT8:
+        return empty_like(weight, kind)
+    return QuantizedWeight(weight.to(kind.dtype), torch.empty((1, 1), device=META))
+
+
 def pass_through(
-    unet: nn.Module, layout: UNetLayout, width: int, height: int, batch: int, dtype: torch.dtype, int8: bool
+    unet: nn.Module, layout: UNetLayout, width: int, height: int, batch: int, dtype: torch.dtype, kind: Kind | None
 ) -> Tensor:
-    """One forward at a size in pixels. int8: with all products in it that can be."""
+    """One forward at a size in pixels. kind: with all products in it that can be."""
     empty = lambda *shape: torch.empty(shape, device=META, dtype=dtype)  # noqa: E731
     call = UNetCall(
         latent=empty(batch, layout.in_channels, height // 8, width // 8), timestep=empty(batch),
@@ -83,18 +90,18 @@ def pass_through(
         y=None if layout.y_width is None else empty(batch, layout.y_width),
     )
     ops, weights = TritonOperators(), weights_of(unet, layout)
-    if int8:
+    if kind is not None:
         launches = Launches(TuningCache())
-        ops = LowBitOperators(launches, torch_ops.attention, lambda device, dtype: dtype, lambda *given: INT8)
+        ops = LowBitOperators(launches, torch_ops.attention, lambda device, dtype: dtype, lambda *given: kind)
         for block in descriptions(layout, TransformerBlock):
             for name in (name_of(one.layer) for one in low_bit_layers(block)):
-                weights[name] = weights[name]._replace(low_bit=(empty_like(weights[name].weight, INT8),))
+                weights[name] = weights[name]._replace(low_bit=(room_for(weights[name].weight, kind),))
     return forward(layout, weights, ops, call, condition(layout, weights, ops, call.context, call.y))
 
 
 def main(name: str, capability: str, dtype_name: str, sizes: str, kind: str = "") -> None:
     """name: in CONFIGURATIONS. capability: 90 for 9.0. sizes: JSON, [[width, height, batch], ...] in pixels. kind:
-    "int8" for products in it.
+    "int8" or "fp8" for products in it.
 
     Prints how many kernels are compiled beforehand, and then by a forward at each size, as JSON.
     """
@@ -108,13 +115,15 @@ def main(name: str, capability: str, dtype_name: str, sizes: str, kind: str = ""
     with META:
         unet = UNet2DConditionModel(**CONFIGURATIONS[name]).to(dtype)
     layout, counts = read_layout(unet), {}
+    in_eight_bits = next((known for known in KINDS if known.name == kind), None)
+    kinds = () if in_eight_bits is None else (in_eight_bits,)
     with torch.no_grad():
         with count_compilations() as counted:
-            triton_warm.compile_kernels(layout.kernel_users(), dtype, META, None, (INT8,) if kind else ())
+            triton_warm.compile_kernels(layout.kernel_users(), dtype, META, None, kinds)
         counts["beforehand"] = counted.count
         for width, height, batch in json.loads(sizes):
             with count_compilations() as counted:
-                pass_through(unet, layout, width, height, batch, dtype, bool(kind))
+                pass_through(unet, layout, width, height, batch, dtype, in_eight_bits)
             counts[f"{width}x{height}, batch {batch}"] = counted.count
     print(json.dumps(counts))
 

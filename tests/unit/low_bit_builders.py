@@ -15,7 +15,7 @@ import lib_onediff
 from lib_onediff.engines import WITH_LOW_BIT
 from lib_onediff.model import low_bit, offload
 from lib_onediff.model.call import UNetCall
-from lib_onediff.model.low_bit import KINDS, Kind
+from lib_onediff.model.low_bit import FP8, KINDS, Kind
 from lib_onediff.model.operators import Operators, QuantizedTokens, Stream
 from lib_onediff.model.weights import QuantizedWeight
 from lib_onediff.ops import torch_ops
@@ -52,8 +52,19 @@ def measured(product: gains.Product, kind: Kind, plain: float, rounded: float) -
     )
 
 
-def rounded(tokens: Tensor, kind: Kind) -> QuantizedTokens:
-    return QuantizedTokens(*scaled_mm.rounded_rows(tokens.flatten(0, -2), kind), tuple(tokens.shape[:-1]))
+def rounded(tokens: Tensor, kind: Kind, one_scale: Tensor | None = None) -> QuantizedTokens:
+    values, scales = scaled_mm.rounded_rows(tokens.flatten(0, -2), kind, one_scale)
+    unit = torch.ones(1, 1, device=tokens.device) if kind is FP8 and one_scale is None else None
+    return QuantizedTokens(values, scales, tuple(tokens.shape[:-1]), unit)
+
+
+def norm_scale(weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The one scale in float8, (1, 1), of whatever a layer norm gives: the smallest power of two by which the largest
+    number that can be is smaller than the largest of float8."""
+    largest = (len(weight) - 1) ** 0.5 * weight.float().abs()
+    largest = largest if bias is None else largest + bias.float().abs()
+    _, exponent = torch.frexp(largest.amax() / FP8.largest)
+    return torch.exp2(exponent.float()).view(1, 1)
 
 
 def layer_norm(
@@ -61,12 +72,13 @@ def layer_norm(
 ) -> tuple[Stream, QuantizedTokens]:
     tokens = torch_ops.materialize(stream)
     normed = torch.nn.functional.layer_norm(tokens, (tokens.shape[-1],), weight, bias, eps)
-    return Stream(tokens), rounded(normed, kind)
+    return Stream(tokens), rounded(normed, kind, norm_scale(weight, bias) if kind is FP8 else None)
 
 
 def rounded_rows(rows: Tensor, values: Tensor, scales: Tensor) -> None:
     kind = next(kind for kind in KINDS if kind.dtype == values.dtype)
-    found, largest = scaled_mm.rounded_rows(rows, kind)
+    one_scale = scaled_mm.one_scale_of(rows, kind) if scales.numel() < len(rows) else None
+    found, largest = scaled_mm.rounded_rows(rows, kind, one_scale)
     values.copy_(found)
     scales.copy_(largest.view(scales.shape))
 

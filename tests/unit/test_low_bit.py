@@ -65,7 +65,7 @@ def test_another_kind_takes_the_place_of_the_first(on_a_gpu: Weather) -> None:
     with runtime.settings_for_run(Settings(low_bit="int8", low_bit_budget=MOST_LOW_BIT_ERROR)):
         served(unet, call)
         assert now()[0] == INT8, reason()
-        assert runtime.totals().low_bit == held, "not those of both"
+        assert held < runtime.totals().low_bit < 1.5 * held, "not those of both; int8 has a scale for every row"
     served(unet, call)
     assert now()[0] == FLOAT8 and runtime.managed_unet(unet).low_bit.kinds() == {FP8}
 

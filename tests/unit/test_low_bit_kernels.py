@@ -14,6 +14,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
+from low_bit_builders import norm_scale
+
 from lib_onediff.model.low_bit import FP8, INT8, KINDS, Kind
 from lib_onediff.model.operators import QuantizedTokens, Stream
 from lib_onediff.ops.quantized import kernels, scaled_mm
@@ -23,7 +25,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Half a step of float8's, relative to a value.
 HALF_A_STEP = 2.0**-4
 # Triton's interpreter halves what it should round up to a power of two; over many values it is off by this.
-INTERPRETED = 0.12
+INTERPRETED = 0.16
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
@@ -37,8 +39,8 @@ def given_back(rows: QuantizedTokens) -> Tensor:
 def assert_rounded(rows: QuantizedTokens, exact: Tensor) -> None:
     """Every value is at most half a step off. float8: what is small beside the largest of its row, 2**-10 of a scale.
     """
-    back = given_back(rows)
-    scales = rows.scales.double().view(*rows.shape, 1)
+    back, one_scale = given_back(rows), rows.scales.numel() == 1
+    scales = rows.scales.double() if one_scale else rows.scales.double().view(*rows.shape, 1)
     if rows.values.dtype == INT8.dtype:
         # float32's own rounding beside the half step.
         assert bool(((back - exact).abs() <= 0.5 * scales + 1e-4 * exact.abs().amax(-1, keepdim=True)).all())
@@ -46,26 +48,35 @@ def assert_rounded(rows: QuantizedTokens, exact: Tensor) -> None:
         allowed = (HALF_A_STEP + 1e-3) * exact.abs() + 2.0**-10 * scales
         assert bool(((back - exact).abs() <= 1.01 * allowed).all())
     assert relative_error(back, exact) < (0.02 if rows.values.dtype == INT8.dtype else INTERPRETED)
-    assert torch.allclose(back.abs().amax(-1), exact.abs().amax(-1), rtol=2e-3), "the largest of a row is kept"
+    if not one_scale:
+        assert torch.allclose(back.abs().amax(-1), exact.abs().amax(-1), rtol=2e-3), "the largest of a row is kept"
 
 
 @grid(
     stream_of=list(product([torch.float16, torch.bfloat16, torch.float32], [True, False])),
     shape=[(2, 7, 96), (3, 33), (1, 1, 1280)],
     kind=KINDS,
+    scaled=[True, False],
 )
 def test_a_layer_norm_comes_in_eight_bits(
-    shape: tuple[int, ...], stream_of: tuple[torch.dtype, bool], kind: Kind
+    shape: tuple[int, ...], stream_of: tuple[torch.dtype, bool], kind: Kind, scaled: bool
 ) -> None:
     dtype, whole = stream_of  # whole: with everything that can be owed
-    tokens, update, weight = random(*shape, dtype=dtype), random(*shape, dtype=dtype), random(shape[-1], dtype=dtype)
+    tokens, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype)
+    # As float8's products come out: in bfloat16, their rows not scaled yet.
+    update = random(*shape, dtype=torch.bfloat16 if scaled else dtype)
+    scales = random(*shape[:-1], 1, dtype=torch.float32) if scaled else None
     deferred_bias, bias = random(shape[-1], dtype=torch.float32), random(shape[-1], dtype=dtype)
-    stream = Stream(tokens.clone(), deferred_bias, bias, update) if whole else Stream(tokens.clone())
-    total = tokens.double() + update.double() if whole else tokens.double()
+    stream = Stream(tokens.clone(), deferred_bias, bias, update, scales) if whole else Stream(tokens.clone())
+    added = update.double() if scales is None else update.double() * scales.double()
+    total = tokens.double() + added if whole else tokens.double()
     standing, normed = kernels.layer_norm(stream, weight, bias if whole else None, 1e-5, kind)
+    assert normed.scales.shape == ((1, 1) if kind is FP8 else (tokens.numel() // shape[-1], 1))
+    if kind is FP8:
+        assert torch.equal(normed.scales, norm_scale(weight, bias if whole else None))
     vectors = deferred_bias.double() + bias.double() if whole else torch.zeros(shape[-1], device=DEVICE)
     assert_rounded(normed, exact_layer_norm(total + vectors, weight, bias if whole else None, 1e-5))
-    assert standing.update is None and standing.bias is None
+    assert standing.update is None and standing.update_scales is None and standing.bias is None
     assert relative_error(standing.tokens, total.to(dtype)) < 1e-2
     assert torch.allclose(standing.deferred_bias, vectors.float(), atol=1e-5)
 
@@ -84,15 +95,33 @@ def test_every_cut_gives_the_same_rows(config: tuple[int, int], kind: Kind) -> N
 @grid(dtype=[torch.float16, torch.bfloat16, torch.float32], kind=KINDS)
 def test_geglu_and_plain_rows_come_in_eight_bits(dtype: torch.dtype, kind: Kind) -> None:
     hidden = random(2, 5, 2 * 96, dtype=dtype)
-    assert_rounded(kernels.geglu(hidden, kind), exact_geglu(hidden))
+    gated = kernels.geglu(hidden, kind)
+    assert_rounded(gated, exact_geglu(hidden))
     rows = random(6, 64, dtype=dtype)
     rounded = kernels.rounded(rows, kind)
     assert_rounded(rounded, rows.double())
     values, scales = scaled_mm.rounded_rows(rows, kind)
     assert torch.allclose(rounded.scales, scales, rtol=1e-6)
+    units = [given.unit if given.unit is None else given.unit.item() for given in (rounded, gated)]
+    assert units == ([1.0, 1.0] if kind is FP8 else [None, None])
     if kind is INT8:
         # A value in the middle between two may go either way.
         assert int((rounded.values.int() - values.int()).abs().max()) <= 1
+
+
+@grid(dtype=[torch.float16, torch.bfloat16], factor=[1.0, 1000.0, 1e5])
+def test_a_weight_has_the_scales_that_it_needs(dtype: torch.dtype, factor: float) -> None:
+    weight = random(48, 96, dtype=torch.bfloat16)
+    weight[3] *= factor
+    weight = weight.clamp(-6e4, 6e4).to(dtype)
+    far = factor > 1000
+    values, scales = kernels.rounded_weight(weight, FP8)
+    assert scales.shape == ((1, 48) if far else (1, 1))
+    expected = scaled_mm.rounded_rows(weight, FP8)[1].t() if far else scaled_mm.one_scale_of(weight, FP8)
+    assert torch.allclose(scales, expected, rtol=1e-6)
+    assert relative_error(values.double() * scales.double().t(), weight.double()) < INTERPRETED
+    assert kernels.rounded_weight(weight, INT8).scales.shape == (1, 48)
+    assert kernels.rounded_weight(torch.zeros_like(weight), FP8).values.float().abs().max() == 0
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

@@ -120,10 +120,14 @@ def test_it_computes_what_rounded_weights_beside_the_hosts_do(on_a_gpu: None, op
     oracle, kind = half_unet(), KINDS_OF[backend][-1]
     with torch.no_grad():
         for name, layer in oracle.named_modules():
-            if name.endswith(("attn2.to_k", "attn2.to_v")):
-                values, scales = low_bit.empty_like(layer.weight, kind)
-                runtime.operators.low_bit.quantizer()(layer.weight, values, scales)
-                layer.weight.copy_(values.half().mul_(scales.t()))
+            if name.endswith("attn2"):
+                # As one weight.
+                both = torch.cat([layer.to_k.weight, layer.to_v.weight])
+                values, scales = low_bit.empty_like(both, kind)
+                runtime.operators.low_bit.quantizer()(both, values, scales)
+                halves = values.half().mul_(scales.t()).chunk(2)
+                for part, rounded in zip((layer.to_k, layer.to_v), halves, strict=True):
+                    part.weight.copy_(rounded)
     expected = served(compiled(oracle, option, verify=False), call)
     assert now()[0] == LOW_BIT_BACKENDS[option], reason()
     assert torch.equal(output, expected)

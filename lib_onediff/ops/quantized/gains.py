@@ -25,9 +25,8 @@ from ...model.low_bit import (
     width_of,
 )
 from ...model.operators import Operators, Stream
-from ...model.weights import Affine, QuantizedWeight
+from ...model.weights import Affine
 from ..tuning_cache import TuningCache
-from .scaled_mm import rounded_rows
 
 # Rows times in times out. On an H200 a product that is smaller, or comes after a GEGLU, gains less than it costs.
 WORTHWHILE = 8_000_000_000
@@ -231,7 +230,9 @@ def unmeasured(product: Product, kinds: Sequence[Kind]) -> Kind | None:
 
 def choice_name(product: Product, dtype: torch.dtype, kind: Kind) -> str:
     shape = "x".join(map(str, product[:3]))
-    return f"{kind.name} product, {product.source}, {shape}, {str(dtype).removeprefix('torch.')}"
+    # Not "fp8 product": that was measured with a scale for every row.
+    scales = " by one scale" if kind is FP8 else ""
+    return f"{kind.name} product{scales}, {product.source}, {shape}, {str(dtype).removeprefix('torch.')}"
 
 
 EPS = 1e-5
@@ -240,15 +241,14 @@ EPS = 1e-5
 def way_of(product: Product, dtype: torch.dtype, device: torch.device, kinds: Sequence[Kind]) -> Way:
     """What computes a product by any operators, with what makes its tokens and the norm after it; the weight is there
     in these kinds too."""
-    from .kernels import layer_norm  # without Triton there are none, and this module is imported all the same
+    # Without Triton there are none, and this module is imported all the same.
+    from .kernels import layer_norm, rounded_weight
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype)
 
     weight = random(product.out, product.width)
-    rounded = [rounded_rows(weight, kind) for kind in kinds]
-    low_bit = tuple(QuantizedWeight(values, scales.t().contiguous()) for values, scales in rounded)
-    affine = Affine(weight, None, low_bit)
+    affine = Affine(weight, None, tuple(rounded_weight(weight, kind) for kind in kinds))
     if product.source == NORMED:
         tokens, parameters = random(product.rows, product.width), Affine(random(product.width), None)
         norm = LayerNorm("norm", product.width, EPS)

@@ -59,9 +59,10 @@ class LowBitOperators(TritonOperators):
             x = kernels.rounded(x, kind)
         if stream.bias is not None or stream.update is not None:
             stream = Stream(self.materialize(stream))
-        # No library adds such a product to what is there: the next norm does.
-        update = self._product(x, affine, None).view(*x.shape, -1)
-        return Stream(stream.tokens, stream.deferred_bias, affine.bias, update)
+        # No library adds such a product to what is there: the next norm does, which may scale float8's rows as well.
+        update, scales = self._update(x, affine)
+        scales = None if scales is None else scales.view(*x.shape, 1)
+        return Stream(stream.tokens, stream.deferred_bias, affine.bias, update.view(*x.shape, -1), scales)
 
     def materialize(self, stream: Stream) -> Tensor:
         return super().materialize(updated(stream))
@@ -80,6 +81,12 @@ class LowBitOperators(TritonOperators):
         if reader.weight.is_meta:
             return next(kind for kind in KINDS if kind.dtype == there[0])
         return self._choose(Product.of(tokens, reader.weight, source), reader.weight.dtype, there)
+
+    def _update(self, x: QuantizedTokens, affine: Affine) -> tuple[Tensor, Tensor | None]:
+        """As scaled_mm.update."""
+        if x.values.dtype == INT8.dtype:
+            return self._product(x, affine, None), None
+        return scaled_mm.update(x, weight_like(x, affine))
 
     def _product(self, x: QuantizedTokens, affine: Affine, bias: Tensor | None) -> Tensor:
         weight, dtype = weight_like(x, affine), affine.weight.dtype
@@ -105,4 +112,9 @@ def updated(stream: Stream) -> Stream:
     """The same stream, its update added to its tokens in place."""
     if stream.update is None:
         return stream
-    return stream._replace(tokens=stream.tokens.contiguous().add_(stream.update), update=None)
+    tokens = stream.tokens.contiguous()
+    if stream.update_scales is None:
+        tokens.add_(stream.update)
+    else:
+        tokens.addcmul_(stream.update, stream.update_scales)
+    return stream._replace(tokens=tokens, update=None, update_scales=None)

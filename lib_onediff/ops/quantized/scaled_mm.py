@@ -1,7 +1,8 @@
-"""Matrix products in float8 (e4m3) with a scale for every row and every column, and whether this machine has them.
+"""Matrix products in float8 (e4m3) with one scale for each factor, and whether this machine has them.
 
 Lossy: three bits of every factor are kept after the point. The type is that of Micikevicius et al. 2022 (FP8 Formats
-for Deep Learning); the scales are taken from the tensor itself at every call.
+for Deep Learning). It keeps as many bits of what is a thousand times smaller, so one scale serves most factors; with a
+scale for every row and column, libraries are slower, or have no product at all (compute capability 8.9).
 """
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...model.low_bit import FP8, Kind
+from ...model.low_bit import FP8, Kind, largest_of
 from ...model.operators import QuantizedTokens
 from ...model.weights import QuantizedWeight
 from ..requirements import release, written
@@ -18,7 +19,7 @@ from ..requirements import release, written
 # A row of zeros has this for its largest value.
 SMALLEST_MAXIMUM = 1e-12
 OLDEST_CAPABILITY = (8, 9)
-# Older ones have no scales of rows, and answer with a pair.
+# Older ones answer with a pair.
 OLDEST_TORCH = (2, 5)
 # The two factors lie as multiples of 16 bytes, or no library multiplies them.
 ALIGNED = 16
@@ -35,23 +36,50 @@ class Float8Support(NamedTuple):
 
 
 def product(tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor | None, result: torch.dtype) -> Tensor:
-    """(rows, in) times (out, in), plus bias (out,): (rows, out) in the result's dtype, summed in float32.
+    """(rows, in), which have one scale, times (out, in), plus bias (out,): (rows, out) in the result's dtype, summed in
+    float32.
 
     Raises RuntimeError where this torch or this device cannot.
     """
+    if weight.scales.numel() > 1:
+        # What was not scaled yet does not overflow in bfloat16.
+        sums = scaled_sums(tokens, weight.values, torch.ones_like(tokens.scales), None, torch.bfloat16)
+        sums = sums.mul_(weight.scales)
+        return (sums if bias is None else sums.add_(bias)).to(result)
+    return scaled_sums(tokens, weight.values, weight.scales, bias, result)
+
+
+def scaled_sums(
+    tokens: QuantizedTokens, weight: Tensor, scale: Tensor, bias: Tensor | None, result: torch.dtype
+) -> Tensor:
     return torch._scaled_mm(
-        tokens.values, weight.values.t(), scale_a=tokens.scales, scale_b=weight.scales,
+        tokens.values, weight.t(), scale_a=tokens.scales, scale_b=scale,
         bias=None if bias is None else bias.to(result), out_dtype=result, use_fast_accum=True,
     )
 
 
-def rounded_rows(rows: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """(rows, width) as values of the same shape in eight bits, and the scales (rows, 1) in float32 that give it back.
-    """
+def update(tokens: QuantizedTokens, weight: QuantizedWeight) -> tuple[Tensor, Tensor | None]:
+    """The product of tokens whose rows may have scales, which are left to who reads it: (rows, out), and those scales,
+    (rows, 1). In bfloat16, in which what was not scaled does not overflow."""
+    if tokens.unit is None:
+        return product(tokens, weight, None, torch.bfloat16), None
+    return product(tokens._replace(scales=tokens.unit), weight, None, torch.bfloat16), tokens.scales
+
+
+def rounded_rows(rows: Tensor, kind: Kind, one_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(rows, width) as values of the same shape in eight bits, and the scales in float32 that give it back: (rows, 1),
+    each taken from its row's largest value, or the one that is given."""
     wide = rows.float()
-    scales = wide.abs().amax(1, keepdim=True).clamp_min(SMALLEST_MAXIMUM) / kind.largest
+    scales = one_scale
+    if scales is None:
+        scales = wide.abs().amax(1, keepdim=True).clamp_min(SMALLEST_MAXIMUM) / kind.largest
     ratio = wide / scales
     return (ratio if kind.dtype.is_floating_point else (ratio + 0.5).floor()).to(kind.dtype), scales
+
+
+def one_scale_of(rows: Tensor, kind: Kind) -> Tensor:
+    """(1, 1), in float32: the scale for all rows that their largest value asks for."""
+    return (largest_of(rows).clamp_min(SMALLEST_MAXIMUM) / kind.largest).view(1, 1)
 
 
 def support(device: torch.device, dtype: torch.dtype) -> Float8Support:
@@ -71,7 +99,7 @@ def support(device: torch.device, dtype: torch.dtype) -> Float8Support:
         if error <= WORST_PROBE_ERROR:
             return Float8Support(result, None)
         reason = f"they are wrong by {error:.1e}"
-    return Float8Support(None, f"PyTorch {torch.__version__} cannot multiply FP8 row by row here: {reason}")
+    return Float8Support(None, f"PyTorch {torch.__version__} cannot multiply FP8 here: {reason}")
 
 
 def why_no_float8_gpu(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -97,14 +125,18 @@ def too_old(capability: tuple[int, int], name: str) -> str | None:
 
 
 def probe_error(device: torch.device, result: torch.dtype) -> float:
-    """The relative error of a small product against the same in float32. Raises what torch raises where it has none."""
+    """The relative error of small products against the same in float32: of one that is done, and of one whose rows are
+    scaled afterwards. Raises what torch raises where it has none."""
     generator = torch.Generator(device).manual_seed(0)
     rows, columns = (
         torch.randn((count, PROBE_ROWS), generator=generator, device=device) for count in (PROBE_ROWS, 2 * PROBE_ROWS)
     )
     bias = torch.ones(2 * PROBE_ROWS, device=device)
-    (values, scales), (weight, weight_scales) = rounded_rows(rows, FP8), rounded_rows(columns, FP8)
-    expected = (values.float() * scales) @ (weight.float() * weight_scales).t() + bias
-    rounded = QuantizedWeight(weight, weight_scales.t().contiguous())
-    output = product(QuantizedTokens(values, scales, (PROBE_ROWS,)), rounded, bias, result)
-    return float((output.float() - expected).norm() / expected.norm())
+    values, scales = rounded_rows(rows, FP8)
+    one_scale = one_scale_of(columns, FP8)
+    weight = QuantizedWeight(*rounded_rows(columns, FP8, one_scale))
+    sums = values.float() @ weight.values.float().t() * one_scale
+    done = product(QuantizedTokens(values, one_scale, (PROBE_ROWS,)), weight, bias, result)
+    left, _ = update(QuantizedTokens(values, scales, (PROBE_ROWS,), torch.ones_like(one_scale)), weight)
+    pairs = (done, sums * one_scale + bias), (left, sums)
+    return max(float((output.float() - expected).norm() / expected.norm()) for output, expected in pairs)

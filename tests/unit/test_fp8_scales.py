@@ -1,0 +1,266 @@
+"""FP8 by one scale for each factor: as near as with a scale for every row and column, whatever the numbers are.
+
+Rows in eight bits by torch, products by torch's own on a CPU: see low_bit_builders.
+"""
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from exact_operators import geglu as exact_geglu
+from exact_operators import layer_norm as exact_layer_norm
+from exact_operators import relative_error
+from grid import grid
+from torch import Tensor
+
+pytest.importorskip("triton", reason="needs Triton")
+pytest.importorskip("safetensors")
+
+from low_bit_builders import rounded_rows, use_low_bit
+from safetensors.torch import load_file
+
+import lib_onediff.demo
+from lib_onediff.engines import FLOAT8
+from lib_onediff.model.layout import LayerNorm
+from lib_onediff.model.low_bit import FP8, GATED, NORMED, PLAIN, LowBitWeights, empty_like
+from lib_onediff.model.operators import QuantizedTokens, Stream
+from lib_onediff.model.weights import Affine, QuantizedWeight
+from lib_onediff.ops.quantized import scaled_mm
+from lib_onediff.ops.quantized.gains import Product, ProductChoice
+from lib_onediff.ops.quantized.operators import LowBitOperators, updated
+from lib_onediff.ops.tuning_cache import TuningCache
+from lib_onediff.runtime.runtime import runtime
+
+ROWS, WIDTH, OUT, EPS = 77, 640, 320, 1e-5
+# Than by scales of rows.
+WORSE = 1.1
+EMOJI = Path(lib_onediff.demo.__file__).with_name("emoji-sd") / "unet" / "diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture
+def operators(monkeypatch: pytest.MonkeyPatch) -> LowBitOperators:
+    use_low_bit(monkeypatch)
+    return runtime.operators.of(FLOAT8)
+
+
+def affine_of(weight: Tensor, bias: Tensor | None = None) -> Affine:
+    room = empty_like(weight, FP8)
+    rounded_rows(weight, *room)
+    return Affine(weight, bias, (room,))
+
+
+def by_row_scales(tokens: Tensor, weight: Tensor) -> Tensor:
+    """The product of both in float8, each row by its own scale, summed in float64."""
+    left, right = (
+        values.double() * scales for values, scales in (scaled_mm.rounded_rows(rows, FP8) for rows in (tokens, weight))
+    )
+    return left @ right.t()
+
+
+def normed_product(
+    operators: LowBitOperators, tokens: Tensor, gamma: Tensor, beta: Tensor | None, affine: Affine
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What comes of a layer norm and its linear layer: in float8, exactly, and by scales of rows."""
+    norm = LayerNorm("norm", tokens.shape[-1], EPS)
+    _, rows = operators.layer_norm(Stream(tokens.clone()), Affine(gamma, beta), norm, affine)
+    assert isinstance(rows, QuantizedTokens) and rows.scales.numel() == 1
+    normed, bias = exact_layer_norm(tokens, gamma, beta, EPS), 0 if affine.bias is None else affine.bias.double()
+    expected = normed @ affine.weight.double().t() + bias
+    return operators.linear(rows, affine), expected, by_row_scales(normed, affine.weight) + bias
+
+
+def added_product(
+    operators: LowBitOperators, hidden: Tensor, affine: Affine, source: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As normed_product, of what a stream of zeros becomes by an output projection or the end of a feed-forward."""
+    gated = source == GATED
+    tokens = exact_geglu(hidden) if gated else hidden.double()
+    stream = Stream(torch.zeros(*hidden.shape[:-1], len(affine.weight), dtype=hidden.dtype))
+    stream = operators.add_linear(stream, operators.geglu(hidden, affine) if gated else hidden, affine)
+    assert stream.update is not None and stream.update_scales is not None
+    bias = 0 if affine.bias is None else affine.bias.double()
+    expected = tokens @ affine.weight.double().t() + bias
+    return operators.materialize(stream), expected, by_row_scales(tokens, affine.weight) + bias
+
+
+def random_product(
+    operators: LowBitOperators, source: str, affine: Affine, dtype: torch.dtype = torch.float16, outliers: float = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """outliers: how many times as large a few numbers among the tokens are; their row is the third."""
+    tokens = torch.randn(ROWS, (2 if source == GATED else 1) * WIDTH)
+    tokens[2, [3, 17]] *= outliers
+    if source != NORMED:
+        return added_product(operators, tokens.to(dtype), affine, source)
+    return normed_product(operators, tokens.to(dtype), torch.rand(WIDTH).to(dtype) + 0.5, torch.randn(WIDTH).to(dtype),
+                          affine)
+
+
+@grid(
+    source=[NORMED, GATED, PLAIN], dtype=[torch.float16, torch.bfloat16], with_bias=[True, False], outliers=[1, 1000]
+)
+def test_one_scale_is_as_near_as_scales_of_rows(
+    operators: LowBitOperators, source: str, dtype: torch.dtype, with_bias: bool, outliers: float
+) -> None:
+    weight, bias = torch.randn(OUT, WIDTH).to(dtype) / 25, torch.randn(OUT).to(dtype) if with_bias else None
+    affine = affine_of(weight, bias)
+    assert affine.low_bit[0].scales.shape == (1, 1)
+    ours, exact, rows = random_product(operators, source, affine, dtype, outliers)
+    usual = [row for row in range(ROWS) if row != 2]
+    assert relative_error(ours[usual], exact[usual]) < WORSE * relative_error(rows[usual], exact[usual])
+    # One or two numbers are all that counts here, of which a scale of their own makes the largest exact.
+    assert relative_error(ours[2], exact[2]) < 0.1
+
+
+@grid(source=[NORMED, GATED, PLAIN], factor=[1000.0, 1e5], whole_row=[True, False])
+def test_an_outlier_among_the_weights_does_not_cost_the_others_their_digits(
+    monkeypatch: pytest.MonkeyPatch, source: str, factor: float, whole_row: bool
+) -> None:
+    use_low_bit(monkeypatch, torch.bfloat16)
+    operators = runtime.operators.of(FLOAT8)
+    weight = torch.randn(OUT, WIDTH, dtype=torch.bfloat16) / 25
+    weight[5, slice(None) if whole_row else 9] *= factor
+    weight[11] = 0
+    affine = affine_of(weight)
+    assert affine.low_bit[0].scales.shape == ((1, 1) if factor == 1000 else (1, OUT))
+    ours, exact, rows = random_product(operators, source, affine, torch.bfloat16)
+    usual = [column for column in range(OUT) if column not in (5, 11)]
+    for part in (usual, [5]):
+        assert relative_error(ours[:, part], exact[:, part]) < WORSE * relative_error(rows[:, part], exact[:, part])
+    assert not ours[:, 11].any()
+
+
+@pytest.mark.parametrize("spread", [10, 100])
+def test_a_norm_of_columns_of_many_sizes(operators: LowBitOperators, spread: float) -> None:
+    gamma = spread ** (torch.rand(WIDTH) - 0.5)
+    weight = torch.randn(OUT, WIDTH) / gamma / 25  # what is small weighs as much as what is large
+    affine = affine_of(weight.half())
+    ours, exact, rows = normed_product(operators, torch.randn(ROWS, WIDTH).half(), gamma.half(), None, affine)
+    assert relative_error(ours, exact) < WORSE * relative_error(rows, exact)
+
+
+def test_nothing_that_a_norm_can_give_is_too_large_for_its_scale(operators: LowBitOperators) -> None:
+    """A row with one number that is not zero is as far from its mean as can be."""
+    tokens = torch.eye(WIDTH).half() * 100
+    gamma, beta = (torch.randn(WIDTH) * 8).half(), torch.randn(WIDTH).half()
+    norm, affine = LayerNorm("norm", WIDTH, EPS), affine_of(torch.eye(WIDTH).half())
+    _, rows = operators.layer_norm(Stream(tokens), Affine(gamma, beta), norm, affine)
+    exact = exact_layer_norm(tokens, gamma, beta, EPS)
+    back = rows.values.double() * rows.scales.double()
+    allowed = (2.0**-4 + 1e-3) * exact.abs() + 2.0**-10 * rows.scales
+    assert bool(((back - exact).abs() <= allowed).diagonal().all())
+
+
+def test_rows_of_nothing_and_rows_of_nan(operators: LowBitOperators) -> None:
+    affine = affine_of(torch.randn(OUT, WIDTH).half())
+    gamma, beta = torch.ones(WIDTH).half(), torch.zeros(WIDTH).half()
+    for strange in (float("nan"), float("inf")):
+        tokens = torch.randn(4, WIDTH).half()
+        tokens[0], tokens[1, 7] = 0, strange
+        outputs = [
+            normed_product(operators, tokens, gamma, beta, affine)[0],
+            added_product(operators, tokens, affine, PLAIN)[0],
+            added_product(operators, tokens.repeat(1, 2), affine, GATED)[0],
+        ]
+        for output in outputs:
+            assert not output[0].any() and output[1].isnan().all() and output[2:].isfinite().all()
+    nothing = affine_of(torch.zeros(OUT, WIDTH).half())
+    assert not normed_product(operators, torch.randn(4, WIDTH).half(), gamma, beta, nothing)[0].any()
+
+
+def test_sums_that_are_not_scaled_yet_do_not_overflow(operators: LowBitOperators) -> None:
+    affine = affine_of(torch.full((OUT, 5120), 1e-3).half())
+    ours, exact, _ = added_product(operators, torch.full((3, 5120), 1e-2).half(), affine, PLAIN)
+    assert relative_error(ours, exact) < 1e-2
+    far = affine_of(torch.cat([torch.full((1, 5120), 6e4), torch.full((OUT - 1, 5120), 1e-3)]).half())
+    assert far.low_bit[0].scales.numel() == OUT
+    ours, exact, _ = added_product(operators, torch.full((3, 5120), 1e-4).half(), far, PLAIN)
+    assert relative_error(ours, exact) < 1e-2
+
+
+@pytest.mark.parametrize("result", [torch.float16, torch.bfloat16])
+def test_the_next_norm_and_the_tokens_have_the_same_update(operators: LowBitOperators, result: torch.dtype) -> None:
+    affine, vector = affine_of(torch.randn(WIDTH, WIDTH).to(result)), torch.randn(WIDTH).to(result)
+    tokens = torch.randn(2, 5, WIDTH).to(result)
+    stream = operators.add_linear(Stream(tokens.clone()), torch.randn(2, 5, WIDTH).to(result), affine)
+    assert stream.update.shape == tokens.shape and stream.update_scales.shape == (2, 5, 1)
+    total = tokens.double() + stream.update.double() * stream.update_scales.double()
+    norm = LayerNorm("norm", WIDTH, EPS)
+    _, rows = operators.layer_norm(stream._replace(tokens=tokens.clone()), Affine(vector, None), norm, affine)
+    back = (rows.values.double() * rows.scales).view(tokens.shape)
+    assert relative_error(back, exact_layer_norm(total, vector, None, EPS)) < 0.03
+    given = updated(stream)
+    assert given.update is None and given.update_scales is None
+    assert relative_error(given.tokens, total) < (1e-3 if result == torch.float16 else 5e-3)
+
+
+def test_a_weight_that_is_edited_keeps_its_place_and_its_digits(operators: LowBitOperators) -> None:
+    weight, far = torch.randn(OUT, WIDTH).half(), torch.randn(OUT, WIDTH).half()
+    far[0] *= 1e4
+    kept = LowBitWeights(None, rounded_rows)  # type: ignore[arg-type]
+    weights = {"near": Affine(weight, None), "far": Affine(far, None)}
+    wanted = {"near": (FP8,), "far": (FP8,)}
+    kept.fit(lambda: 0, lambda: weights, wanted, torch.device("cpu"))
+    before = dict(kept._kept)
+    assert [room.scales.shape for room in before.values()] == [(1, 1), (1, OUT)]
+    weight *= 3
+    far[1:] *= 1e4
+    kept.fit(lambda: 1, lambda: weights, wanted, torch.device("cpu"))
+    for (name, kind), room in kept._kept.items():
+        assert room is before[name, kind]
+        back = room.values.double() * room.scales.double().t()
+        assert relative_error(back[1:], weights[name].weight[1:]) < 0.03
+
+
+def test_what_was_measured_with_scales_of_rows_is_measured_anew() -> None:
+    tuning_cache, small = TuningCache(), Product(8, 16, 32, NORMED)
+    tuning_cache.set("fp8 product, normed, 8x16x32, float16", [2, 1])
+    choice = ProductChoice(tuning_cache)
+    assert choice.measured(small, torch.float16, FP8) is None
+    choice.measure(small, torch.float16, FP8, lambda: 2, lambda: 1, lambda work: float(work()))
+    assert choice.measured(small, torch.float16, FP8) == (2, 1)
+
+
+def test_the_probe_tries_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, asked = scaled_mm.product, list[tuple[bool, torch.dtype]]()
+
+    def product(
+        tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor | None, result: torch.dtype
+    ) -> Tensor:
+        assert tokens.scales.numel() == weight.scales.numel() == 1
+        asked.append((bias is not None, result))
+        return real(tokens, weight, bias, result)
+
+    monkeypatch.setattr(scaled_mm, "product", product)
+    assert scaled_mm.probe_error(torch.device("cpu"), torch.float16) < 5e-3
+    assert asked == [(True, torch.float16), (False, torch.bfloat16)]
+
+
+def float_sums(
+    tokens: QuantizedTokens, weight: Tensor, scale: Tensor, bias: Tensor | None, result: torch.dtype
+) -> Tensor:
+    """As scaled_mm.scaled_sums, and a hundred times as fast on a CPU."""
+    assert bias is None
+    return (tokens.values.float() @ weight.float().t() * tokens.scales * scale).to(result)
+
+
+def test_the_layers_of_a_trained_model(operators: LowBitOperators, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaled_mm, "scaled_sums", float_sums)
+    tensors, ratios = load_file(EMOJI), {}
+    for block in [name.removesuffix("norm3.weight") for name in tensors if name.endswith("norm3.weight")]:
+        parts = {name.removeprefix(block): tensor for name, tensor in tensors.items() if name.startswith(block)}
+        fused = torch.cat([parts[f"attn1.to_{part}.weight"] for part in "qkv"])
+        readers = {"norm1": fused, "norm2": parts["attn2.to_q.weight"], "norm3": parts["ff.net.0.proj.weight"]}
+        for norm, weight in readers.items():
+            gamma, beta = parts[f"{norm}.weight"].half(), parts[f"{norm}.bias"].half()
+            ours, exact, rows = normed_product(
+                operators, torch.randn(256, len(gamma)).half(), gamma, beta, affine_of(weight.half())
+            )
+            ratios[block + norm] = relative_error(ours, exact) / relative_error(rows, exact), len(gamma)
+        hidden = torch.randn(256, 2 * parts["ff.net.2.weight"].shape[1]).half()
+        ours, exact, rows = added_product(operators, hidden, affine_of(parts["ff.net.2.weight"].half()), GATED)
+        ratios[block + "ff"] = relative_error(ours, exact) / relative_error(rows, exact), hidden.shape[1] // 2
+    worst = {width: max(ratio for ratio, of in ratios.values() if of == width) for _, width in ratios.values()}
+    print("\n".join(f"{width} columns: {ratio:.3f} times the error by rows" for width, ratio in sorted(worst.items())))
+    # Of few columns the largest counts, which a scale of its own makes exact.
+    assert max(worst.values()) < WORSE
