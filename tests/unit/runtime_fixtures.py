@@ -14,7 +14,7 @@ from lib_onediff.runtime import verify
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.store.history import History
 
-__all__ = ["fresh_runtime", "no_machine_is_too_slow"]
+__all__ = ["fresh_runtime", "host_timed_often", "no_machine_is_too_slow"]
 # The networks are so small that threads cost more than they give, above all when several test runs share a machine.
 torch.set_num_threads(1)
 
@@ -38,10 +38,16 @@ def fresh_runtime() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_machine_is_too_slow() -> Iterator[None]:
-    """On a busy machine "auto" would have Inductor compile for minutes, and the host would be timed too seldom for a
-    ratio, in whichever test its calls are slow."""
+    """On a busy machine "auto" would have Inductor compile for minutes. The host is timed once for each shape; where a
+    ratio is wanted, host_timed_often."""
     # Not the tests' own monkeypatch: asked for here, it would undo theirs after all of their fixtures.
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(auto_choice.WORTH_LOOKING_MS, "cpu", math.inf)
-        patch.setattr(verify, "SECONDS_TO_TIME_THE_HOST", math.inf)
+        patch.setattr(verify, "SECONDS_TO_TIME_THE_HOST", -1.0)
         yield
+
+
+@pytest.fixture
+def host_timed_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host is timed often enough for a ratio, however busy the machine is."""
+    monkeypatch.setattr(verify, "SECONDS_TO_TIME_THE_HOST", math.inf)

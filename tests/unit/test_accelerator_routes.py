@@ -111,6 +111,7 @@ def test_status_starts_without_a_picture(accelerator: Runtime) -> None:
     assert status["calls"] == {"graph": 0, "plain": 0, "blocks": 0, "host": 0}
 
 
+@pytest.mark.usefixtures("host_timed_often")
 def test_status_tells_what_the_last_call_was(accelerator: Runtime, adopted: Any) -> None:
     for _ in range(3):
         run(accelerator, adopted, a_call(adopted, height=9, width=11))

@@ -40,6 +40,7 @@ def used(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.usefixtures("host_timed_often")
 def test_the_next_process_has_the_rows(used: Path) -> None:
     now = {row.resolution: row for row in runtime.rows()}
     later = History()

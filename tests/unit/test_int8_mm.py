@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet
-from grid import grid
+from grid import first, grid
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -103,7 +103,7 @@ def test_every_way_to_cut_a_product_can_be_launched() -> None:
         assert max(1, programs) * (stages * (m + n) * k + copied) <= 227 << 10
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["beside", "alone"])
+@pytest.mark.parametrize("alone", first(1, [True, False]), ids=str)
 def test_a_whole_unet_by_the_kernels_themselves(monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
     """Every linear layer of the transformer blocks in int8, against the same UNet in float32. alone: nothing else is
     there of their weights, nor of those that read the prompt."""

@@ -190,6 +190,7 @@ def test_memory_is_limited_while_nothing_can_be_written(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.usefixtures("host_timed_often")
 def test_a_checked_shape_is_not_checked_again_and_the_hosts_speed_is_still_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,6 @@
 """Low-bit's error budget on a real GPU: what SDXL-sized random weights bear, and how long it takes to find out.
 
-    .venv/bin/python -m pytest -m gpu tests/gpu/test_low_bit_budget.py -s
+    .venv/bin/python -m pytest -m gpu tests/gpu/test_low_bit_errors.py -s
 """
 from __future__ import annotations
 
