@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lib_onediff.engines import LOW_BIT_BACKENDS
 from lib_onediff.runtime.runtime import runtime
 
 
@@ -54,3 +55,14 @@ def unet() -> Iterator[Any]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What other tests leave in torch's cache, in pieces, counts as room on a card that is to be full."""
     items.sort(key=lambda item: item.path.name != "test_budget.py")
+
+
+@pytest.fixture(params=list(LOW_BIT_BACKENDS))
+def option(request: pytest.FixtureRequest) -> Any:
+    """A value of Low-bit that this GPU has."""
+    import torch
+
+    lack = runtime.operators.low_bit.why_not(LOW_BIT_BACKENDS[request.param], torch.device("cuda"), torch.float16)
+    if lack:
+        pytest.skip(lack)
+    return request.param

@@ -20,7 +20,7 @@ from gpu_calls import arguments
 
 from lib_onediff import compile_unet, status, uncompile_unet
 from lib_onediff.bench.models import random_unet
-from lib_onediff.engines import LOW_BIT_BACKENDS, NATIVE
+from lib_onediff.engines import NATIVE
 from lib_onediff.model.low_bit import FEED_FORWARD_OUT
 from lib_onediff.options.settings import MOST_LOW_BIT_ERROR, Settings
 from lib_onediff.runtime.runtime import runtime
@@ -33,14 +33,6 @@ FIRST, LATER, MIDDLE = 981.0, 700.0, 400.0
 def wait_for_compile() -> Iterator[None]:
     """Not in all calls: what makes a shape ready measures nothing."""
     yield
-
-
-@pytest.fixture(params=list(LOW_BIT_BACKENDS))
-def option(request: pytest.FixtureRequest) -> str:
-    lack = runtime.operators.low_bit.why_not(LOW_BIT_BACKENDS[request.param], torch.device("cuda"), torch.float16)
-    if lack:
-        pytest.skip(lack)
-    return request.param
 
 
 @pytest.fixture

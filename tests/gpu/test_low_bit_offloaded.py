@@ -31,14 +31,6 @@ NEAR = {"fp8": 0.12, "int8": 5e-2, "auto": 0.12}
 MEBIBYTE = 2**20
 
 
-@pytest.fixture(params=list(LOW_BIT_BACKENDS))
-def option(request: pytest.FixtureRequest) -> str:
-    lack = runtime.operators.low_bit.why_not(LOW_BIT_BACKENDS[request.param], torch.device("cuda"), torch.float16)
-    if lack:
-        pytest.skip(lack)
-    return request.param
-
-
 @pytest.fixture(autouse=True)
 def nothing_known() -> Iterator[None]:
     runtime.purge()

@@ -30,14 +30,6 @@ pytestmark = pytest.mark.gpu
 NEAR = {FLOAT8: 0.12, INT8: 5e-2, LOW_BIT: 0.12}
 
 
-@pytest.fixture(params=list(LOW_BIT_BACKENDS))
-def option(request: pytest.FixtureRequest) -> str:
-    lack = runtime.operators.low_bit.why_not(LOW_BIT_BACKENDS[request.param], torch.device("cuda"), torch.float16)
-    if lack:
-        pytest.skip(lack)
-    return request.param
-
-
 @pytest.fixture(autouse=True)
 def every_product(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The networks are small, and all of their products are done in eight bits nevertheless."""
