@@ -64,6 +64,7 @@ IMAGE_SETTINGS: dict[str, dict[str, Any]] = {
         for forecast, interval in ((2, 3), (3, 2))
     },
     "onediff + fp8 + DeepCache 3, depth 1": {"low_bit": "fp8", **deepcache(3, 1)},
+    # What the presets were chosen from.
     **{
         f"preset {SPEED}, {kind}, DeepCache {interval}": {**SPEED_VALUES, "low_bit": kind, **deepcache(interval, 1)}
         for kind in ("off", "fp8", "int8") for interval in INTERVALS

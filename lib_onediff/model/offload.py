@@ -32,7 +32,10 @@ class NoHostMemory(Exception):
 
 
 class RestoreFirst:
-    """A hook before the forward of an offloaded layer: the weights come back, to where the layer's input is."""
+    """A hook before the forward of an offloaded layer: the weights come back, to where the layer's input is.
+
+    Not under the guard, which would run the host's layer in our place: without its weights that cannot compute. What
+    fails in our bookkeeping is logged, and the layer's own weight is moved alone."""
 
     def __init__(self, weights: OffloadedWeights | None = None) -> None:
         self._weights = None if weights is None else weakref.ref(weights)
