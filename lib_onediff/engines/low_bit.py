@@ -35,7 +35,7 @@ class LowBit:
         self._launches, self._attention = launches, attention
         self._float8: dict[tuple[torch.device, torch.dtype], Float8Support] = {}
         # What could not be timed: tried once in a process, and decided as on an H200.
-        self._not_timed: set[tuple[Product, torch.dtype, Kind]] = set()
+        self._not_timed: set[tuple[Product, torch.dtype, Kind | None]] = set()
 
     def why_not(self, backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why a backend's products cannot be had on a device for a model of this dtype, in one sentence; None if they
@@ -108,6 +108,28 @@ class LowBit:
                     # The call can be served all the same.
                     self._not_timed.add((one, dtype, kind))
                     log.warning("OneDiff: %s in %s cannot be timed", one, kind.name, exc_info=True)
+        if FP8 in self.kinds(backend, device, dtype):
+            measured |= self._tune_gated(layout, call, time_ms)
+        return measured
+
+    def _tune_gated(self, layout: UNetLayout, call: UNetCall, time_ms: TimeMs) -> bool:
+        """As tune, for the feed-forward's first products in float8: how they are done with their GEGLU."""
+        from ..ops.quantized.tuning import gated_is_known, tune_gated
+
+        dtype, device, measured = call.latent.dtype, call.latent.device, False
+        for one in self.plan.gated(*size_of(layout, call)):
+            if (one, dtype, None) in self._not_timed or gated_is_known(self._launches, one, dtype, device):
+                continue
+            if self.choice.best(one, dtype, [FP8.dtype]) is None:
+                continue
+            measured = True
+            try:
+                tune_gated(self._launches, one, dtype, device, self._float8_result(device, dtype), time_ms)
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except RuntimeError:
+                self._not_timed.add((one, dtype, None))
+                log.warning("OneDiff: %s with its GEGLU cannot be timed", one, exc_info=True)
         return measured
 
     def measure(

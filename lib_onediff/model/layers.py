@@ -96,7 +96,7 @@ class Layers:
         stream = ops.add_linear(stream, mixed, weights[block.cross_attention.out.path])
         into, out = weights[block.feed_forward_in.path], weights[block.feed_forward_out.path]
         stream, normed = ops.layer_norm(stream, weights[block.feed_forward_norm.path], block.feed_forward_norm, into)
-        return ops.add_linear(stream, ops.geglu(ops.linear(normed, into), out), out)
+        return ops.add_linear(stream, ops.gated_linear(normed, into, out), out)
 
     def _self_attention(self, attention: SelfAttention, tokens: Rows) -> Tensor:
         fused = self.ops.linear(tokens, self.weights[attention.query_key_value.name])

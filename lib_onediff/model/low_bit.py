@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .layout import FusedLinear, Linear, TransformerBlock, UNetLayout
-from .weights import Binding, QuantizedWeight, Weights
+from .weights import Affine, Binding, QuantizedWeight, Weights
 
 
 class Kind(NamedTuple):
@@ -41,6 +41,9 @@ ALIGNED = 16
 # Of the values of a row, in float8, the smallest root mean square. Below 2**-6 their steps become no smaller; at this
 # mean that makes the rounding error larger by a twentieth.
 SMALLEST_MEAN = 2.0**-4
+# Float8 rounds tokens and weights up by a sixteenth at most, twice each in a GEGLU.
+ROUNDING_MARGIN = 1.3
+SMALLEST_SCALE = 2.0**-100
 
 
 class LowBitLayer(NamedTuple):
@@ -92,6 +95,12 @@ class LowBitWeights:
         self.layout, self.left_out = layout, left_out
         self._round = round_rows
         self._kept: dict[tuple[str, Kind], QuantizedWeight] = {}
+        self._gated_scales: dict[str, Tensor] = {}
+        # The norm before each feed-forward.
+        self._norms = {
+            name_of(block.feed_forward_in): block.feed_forward_norm.path
+            for block in (() if layout is None else layout.layers(TransformerBlock))
+        }
         self._shapes: dict[str, Tensor] = {}
         self._fitted_to: object = None
 
@@ -117,14 +126,25 @@ class LowBitWeights:
         now = dict(weights())
         for name, kinds in due.items():
             # Nobody else may hold it: of a fused layer, it is a view that keeps the tensor alive.
-            weight = now.pop(name).weight.to(device)
+            affine = now.pop(name)
+            weight, bias = affine.weight.to(device), affine.bias
+            del affine
             for kind in kinds:
                 if (name, kind) not in self._kept:
                     self._kept[name, kind] = empty_like(weight, kind)
                 self._round(weight, *self._kept[name, kind])
+            norm = now.get(self._norms.get(name, ""))
+            if norm is not None and FP8 in kinds:
+                self._gated_scale(name, weight.device).copy_(gated_scale(weight, bias, norm))
             del weight
             rounded(name)
         self._fitted_to = state()
+
+    def _gated_scale(self, name: str, device: torch.device) -> Tensor:
+        """The room for a layer's."""
+        if name not in self._gated_scales:
+            self._gated_scales[name] = torch.empty((1, 1), device=device, dtype=torch.float32)
+        return self._gated_scales[name]
 
     def beside(
         self, weights: Weights, kinds: Collection[Kind], names: Collection[str] | None = None, alone: bool = False
@@ -139,7 +159,7 @@ class LowBitWeights:
         for name, low_bit in found.items():
             affine = weights[name]
             weight = self._without_values(name, affine.weight) if alone else affine.weight
-            new[name] = affine._replace(weight=weight, low_bit=low_bit)
+            new[name] = affine._replace(weight=weight, low_bit=low_bit, gated_scale=self._gated_scales.get(name))
         return {**weights, **new}
 
     def _without_values(self, name: str, weight: Tensor) -> Tensor:
@@ -188,6 +208,23 @@ def empty_like(weight: Tensor, kind: Kind) -> QuantizedWeight:
     values = torch.empty(weight.shape, device=weight.device, dtype=kind.dtype)
     scales = 1 if kind is FP8 and one_scale_suffices(weight) else len(weight)
     return QuantizedWeight(values, torch.empty((1, scales), device=weight.device, dtype=torch.float32))
+
+
+def gated_scale(weight: Tensor, bias: Tensor | None, norm: Affine) -> Tensor:
+    """(), in float32, a power of two: the scale in float8 of what a GEGLU gives after a layer norm and a linear layer,
+    weight (2 n, width), bias (2 n,).
+
+    No layer norm's row is longer than the square root of its width, so by Cauchy's inequality neither half of the GEGLU
+    is larger than this, and a GELU is no larger than what it is of. That is some hundred times what is usual: float8
+    keeps its digits over a range of 28,000."""
+    wide = weight.detach().float()
+    factor = norm.weight.detach().to(wide)
+    offset = torch.zeros_like(wide[:, 0]) if norm.bias is None else wide @ norm.bias.detach().to(wide)
+    offset = offset if bias is None else offset + bias.detach().to(wide)
+    length = torch.linalg.vector_norm(wide * factor, dim=1) * weight.shape[1] ** 0.5
+    values, gates = (length + offset.abs()).chunk(2)
+    largest = (values * gates).amax() * ROUNDING_MARGIN
+    return torch.exp2(torch.ceil(torch.log2((largest / FP8.largest).clamp_min(SMALLEST_SCALE))))
 
 
 def one_scale_suffices(weight: Tensor) -> bool:

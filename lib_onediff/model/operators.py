@@ -85,6 +85,9 @@ class Operators(Protocol):
     def geglu(self, tokens: Tensor, reader: Affine) -> Rows:
         """(..., 2 n) -> (..., n): the first half times the GELU (erf form) of the second. reader: as in layer_norm."""
 
+    def gated_linear(self, x: Rows, affine: Affine, reader: Affine) -> Rows:
+        """geglu(linear(x, affine), reader)."""
+
     def silu(self, x: Tensor) -> Tensor:
         """x * sigmoid(x)."""
 

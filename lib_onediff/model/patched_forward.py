@@ -134,7 +134,7 @@ class PatchedLayers(Layers):
         into, out = weights[block.feed_forward_in.path], weights[block.feed_forward_out.path]
         norm = block.feed_forward_norm
         stream, normed = ops.layer_norm(Stream(tokens), weights[norm.path], norm, into)
-        return ops.add_linear(stream, ops.geglu(ops.linear(normed, into), out), out)
+        return ops.add_linear(stream, ops.gated_linear(normed, into, out), out)
 
     def _self_attended(self, block: TransformerBlock, tokens: Tensor) -> Tensor:
         """What self attention adds to the tokens (batch, tokens, width)."""

@@ -40,12 +40,14 @@ class LowRank(NamedTuple):
 
 class Affine(NamedTuple):
     """A weight and its bias, or None where the layer has no bias; the weight in eight bits, in each kind in which it is
-    wanted; and the LoRAs that are computed beside it."""
+    wanted; and the LoRAs that are computed beside it. gated_scale: of a feed-forward's first layer in float8, the scale,
+    (1, 1) in float32, of what its GEGLU gives in float8."""
 
     weight: Tensor
     bias: Tensor | None
     low_bit: tuple[QuantizedWeight, ...] = ()
     low_rank: LowRank | None = None
+    gated_scale: Tensor | None = None
 
 
 Weights = Mapping[str, Affine]

@@ -114,6 +114,10 @@ def geglu(tokens: Tensor, reader: Affine | None = None) -> Tensor:
     return value * functional.gelu(gate)
 
 
+def gated_linear(x: Tensor, affine: Affine, reader: Affine) -> Tensor:
+    return geglu(linear(x, affine), reader)
+
+
 def silu(x: Tensor) -> Tensor:
     return functional.silu(x)
 

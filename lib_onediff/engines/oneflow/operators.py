@@ -100,6 +100,9 @@ class OneFlowOperators:
         value, gate = tokens.chunk(2, dim=-1)
         return value * functional.gelu(gate)
 
+    def gated_linear(self, x: Tensor, affine: Affine, reader: Affine) -> Tensor:
+        return self.geglu(self.linear(x, affine), reader)
+
     def silu(self, x: Tensor) -> Tensor:
         return functional.silu(x)
 

@@ -69,6 +69,9 @@ class RegionOperators(ABC):
         gated: Tensor = self._compute(GEGLU, (tokens.contiguous().flatten(0, -2),))
         return gated.view(*tokens.shape[:-1], -1)
 
+    def gated_linear(self, x: Tensor, affine: Affine, reader: Affine) -> Tensor:
+        return self.geglu(self.linear(x, affine), reader)
+
     def residual_add(self, image: Tensor, update: Tensor, bias: Tensor | None) -> Tensor:
         image, update = channels_last(image), channels_last(update)
         if bias is None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...model.forward import transformer_blocks
 from ...model.layout import LayerNorm, UNetLayout
 from ...model.low_bit import (
+    FEED_FORWARD_IN,
     FP8,
     GATED,
     INT8,
@@ -195,6 +196,11 @@ class Plan:
 
     def counted(self, layout: UNetLayout, height: int, width: int, batch: int) -> Counter[Product]:
         return Counter(self.products(layout, height, width, batch).values())
+
+    def gated(self, layout: UNetLayout, height: int, width: int, batch: int) -> set[Product]:
+        """Those of the feed-forward's first layers."""
+        classes, products = self.classes(layout), self.products(layout, height, width, batch)
+        return {product for name, product in products.items() if classes[name] == FEED_FORWARD_IN}
 
     def wanted(
         self, layout: UNetLayout, height: int, width: int, batch: int, dtype: torch.dtype, kinds: Sequence[Kind],

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ...model.layout import LayerNorm
-from ...model.low_bit import GATED, INT8, KINDS, NORMED, PLAIN, Kind
+from ...model.low_bit import FP8, GATED, INT8, KINDS, NORMED, PLAIN, Kind
 from ...model.operators import QuantizedTokens, Stream
 from ...model.weights import Affine, QuantizedWeight
-from ..triton.launch_config import LAYER_NORM, Launches, row_class
+from ..triton.launch_config import GATED_PRODUCT, LAYER_NORM, LIBRARY, Launches, row_class
 from ..triton.operators import TritonOperators
-from . import int8_mm, kernels, scaled_mm
+from . import gated_product, int8_mm, kernels, scaled_mm
 from .gains import Product
 
 ResultDtype = Callable[[torch.device, torch.dtype], torch.dtype]
@@ -74,13 +74,27 @@ class LowBitOperators(TritonOperators):
             return plain
         return kernels.geglu(tokens.contiguous(), kind)
 
+    def gated_linear(self, x: Rows, affine: Affine, reader: Affine) -> Rows:
+        scale = affine.gated_scale
+        if isinstance(x, QuantizedTokens) and x.values.dtype == FP8.dtype and scale is not None:
+            rows, dtype = len(x.values), affine.weight.dtype
+            config = self._launches.of(GATED_PRODUCT, int8_mm.shape_class(rows, *affine.weight.shape), dtype)
+            if config != LIBRARY and self._kind_of(rows, reader, GATED) is FP8:
+                return gated_product.product(x, weight_like(x, affine), affine.bias, scale, config)
+        return self.geglu(self.linear(x, affine), reader)
+
     def _kind(self, tokens: Tensor, reader: Affine, source: str) -> Kind | None:
+        return self._kind_of(tokens.numel() // tokens.shape[-1], reader, source)
+
+    def _kind_of(self, rows: int, reader: Affine, source: str) -> Kind | None:
+        """In which kind that many rows are multiplied with the reader's weight; None: in the model's type."""
         if not reader.low_bit:
             return None
         there = [weight.values.dtype for weight in reader.low_bit]
         if reader.weight.is_meta:
             return next(kind for kind in KINDS if kind.dtype == there[0])
-        return self._choose(Product.of(tokens, reader.weight, source), reader.weight.dtype, there)
+        out, width = reader.weight.shape
+        return self._choose(Product(rows, width, out, source), reader.weight.dtype, there)
 
     def _update(self, x: QuantizedTokens, affine: Affine) -> tuple[Tensor, Tensor | None]:
         """As scaled_mm.update."""

@@ -1,16 +1,16 @@
-"""Measure how a product in int8 is best cut on this GPU."""
+"""Measure how our products in eight bits are best cut on this GPU."""
 from __future__ import annotations
 
 from functools import partial
 
 import torch
 
-from ...model.low_bit import INT8
-from ...model.operators import QuantizedTokens
-from ...model.weights import QuantizedWeight
-from ..triton.launch_config import Launches
+from ...model.low_bit import FP8, INT8, gated_scale
+from ...model.operators import QuantizedTokens, Stream
+from ...model.weights import Affine, QuantizedWeight
+from ..triton.launch_config import GATED_PRODUCT, LIBRARY, LaunchConfig, Launches
 from ..triton.tuning import TimeMs, Trial, best_cut
-from . import int8_mm
+from . import gated_product, int8_mm, kernels, scaled_mm
 from .gains import Product
 
 
@@ -23,6 +23,33 @@ def tune_int8(
     if launches.chosen(kernel, shape_class, dtype) is None:
         run = partial(int8_mm.product, *factors(product, device), None, dtype)
         launches.choose(kernel, shape_class, dtype, best_cut(Trial(kernel, shape_class, run), time_ms))
+
+
+def gated_is_known(launches: Launches, product: Product, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether there is nothing to measure for a feed-forward's first product on this GPU."""
+    shape_class = int8_mm.shape_class(product.rows, product.out, product.width)
+    return not gated_product.serves(device) or launches.chosen(GATED_PRODUCT, shape_class, dtype) is not None
+
+
+def tune_gated(
+    launches: Launches, product: Product, dtype: torch.dtype, device: torch.device, result: torch.dtype, time_ms: TimeMs
+) -> None:
+    """Choose how a feed-forward's first product in float8 is done with its GEGLU. result: see scaled_mm.product. Raises
+    what Triton raises.
+    """
+    shape_class = int8_mm.shape_class(product.rows, product.out, product.width)
+    random = partial(torch.randn, device=device, dtype=dtype)
+    norm, bias = Affine(random(product.width), None), random(product.out)
+    tokens = kernels.layer_norm(Stream(random(product.rows, product.width)), norm.weight, None, 1e-5, FP8)[1]
+    weight = kernels.rounded_weight(random(product.out, product.width), FP8)
+    output_scale = gated_scale(weight.values, bias, norm).view(1, 1)
+
+    def run(config: LaunchConfig) -> object:
+        if config == LIBRARY:
+            return kernels.geglu(scaled_mm.product(tokens, weight, bias, result), FP8)
+        return gated_product.product(tokens, weight, bias, output_scale, config)
+
+    launches.choose(GATED_PRODUCT, shape_class, dtype, best_cut(Trial(GATED_PRODUCT, shape_class, run), time_ms))
 
 
 def factors(product: Product, device: torch.device) -> tuple[QuantizedTokens, QuantizedWeight]:

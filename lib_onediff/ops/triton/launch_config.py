@@ -52,6 +52,11 @@ INT8_PRODUCT_HOPPER = Kernel("int8 product", (
     (1, 64, 128, 128, 8, 4, 3, 0), (1, 64, 128, 64, 8, 4, 3, 4), (1, 128, 256, 128, 8, 8, 4, 1),
     (1, 256, 128, 128, 8, 8, 3, 1), (0, 64, 64, 128, 8, 4, 3, 0),
 ))
+# (rows, columns of the output, depth of a tile, tiles of a group, warps, stages), or the library's product and a GEGLU.
+GATED_PRODUCT = Kernel("gated fp8 product", (
+    LIBRARY, (128, 128, 128, 8, 8, 3), (128, 64, 128, 8, 4, 3), (128, 64, 128, 16, 4, 3), (128, 128, 64, 8, 8, 5),
+    (64, 64, 128, 8, 4, 4),
+))
 
 
 class Launches:

@@ -145,6 +145,9 @@ class TritonOperators:
         config = self._launches.of(GEGLU, row_class(tokens.shape[-1] // 2), tokens.dtype)
         return triton_tokens.geglu(tokens.contiguous(), config)
 
+    def gated_linear(self, x: Rows, affine: Affine, reader: Affine) -> Rows:
+        return self.geglu(self.linear(x, affine), reader)
+
     def silu(self, x: Tensor) -> Tensor:
         return torch_ops.silu(x)
 
