@@ -11,7 +11,7 @@ from ..model.layout import UNetLayout
 from ..model.low_bit import FP8, INT8, KINDS, Kind, Round, WantedKinds
 from ..model.operators import Operators
 from ..ops.attention import Attention
-from ..ops.quantized.gains import Plan, Product, ProductChoice, TimeMs, way_of
+from ..ops.quantized.gains import Plan, Product, ProductChoice, TimeMs, suited, way_of
 from ..ops.quantized.scaled_mm import Float8Support, support
 from ..ops.quantized.support import why_no_int8
 from ..ops.triton.launch_config import Launches
@@ -77,12 +77,32 @@ class LowBit:
         """The kinds in which the weights of each layer are wanted for a call."""
         dtype = call.latent.dtype
         kinds = self.kinds(backend, call.latent.device, dtype)
-        return self.plan.wanted(*size_of(layout, call), dtype, kinds, every=backend in OFFLOADING)
+        size = self._size(backend, layout, call)
+        return self.plan.wanted(*size, dtype, kinds, every=backend in OFFLOADING)
+
+    def _size(
+        self, backend: str, layout: UNetLayout, call: UNetCall
+    ) -> tuple[UNetLayout, int, int, int, bool]:
+        """What a Plan is asked with: the layout, the latent's height and width, the batch, and whether convolutions may
+        be in eight bits. What takes the place of the host's weights is linear layers'."""
+        batch, _, height, width = call.latent.shape
+        device = call.latent.device
+        kinds = () if backend in OFFLOADING else self.kinds(backend, device, call.latent.dtype)
+        return layout, height, width, batch, FP8 in kinds and self._convolves(device)
+
+    # A test lets a CPU convolve.
+    def _convolves(self, device: torch.device) -> bool:
+        if device.type != "cuda":
+            return False
+        from ..ops.quantized import convolution
+
+        return convolution.serves(device)
 
     def why_none_here(self, backend: str, layout: UNetLayout, call: UNetCall) -> str | None:
         """Why this call gains nothing by a backend's products, in one sentence; None where it does, or may."""
         dtype = call.latent.dtype
-        kinds, wanted = self.kinds(backend, call.latent.device, dtype), self.plan.counted(*size_of(layout, call))
+        kinds = self.kinds(backend, call.latent.device, dtype)
+        wanted = self.plan.counted(*self._size(backend, layout, call))
         # Where the GPU holds no other weights, it is memory that is gained.
         return None if wanted and backend in OFFLOADING else self.choice.why_none(wanted, dtype, kinds)
 
@@ -96,8 +116,10 @@ class LowBit:
         if self.choice.everywhere:
             return False
         for kind in self.kinds(backend, device, dtype):
-            for one in self.plan.counted(*size_of(layout, call)):
-                if (one, dtype, kind) in self._not_timed or self.choice.gains(one, dtype, kind) is not None:
+            for one in self.plan.counted(*self._size(backend, layout, call)):
+                if kind not in suited(one, [kind]) or (one, dtype, kind) in self._not_timed:
+                    continue
+                if self.choice.gains(one, dtype, kind) is not None:
                     continue
                 measured = True
                 try:
@@ -109,15 +131,15 @@ class LowBit:
                     self._not_timed.add((one, dtype, kind))
                     log.warning("OneDiff: %s in %s cannot be timed", one, kind.name, exc_info=True)
         if FP8 in self.kinds(backend, device, dtype):
-            measured |= self._tune_gated(layout, call, time_ms)
+            measured |= self._tune_gated(backend, layout, call, time_ms)
         return measured
 
-    def _tune_gated(self, layout: UNetLayout, call: UNetCall, time_ms: TimeMs) -> bool:
+    def _tune_gated(self, backend: str, layout: UNetLayout, call: UNetCall, time_ms: TimeMs) -> bool:
         """As tune, for the feed-forward's first products in float8: how they are done with their GEGLU."""
         from ..ops.quantized.tuning import gated_is_known, tune_gated
 
         dtype, device, measured = call.latent.dtype, call.latent.device, False
-        for one in self.plan.gated(*size_of(layout, call)):
+        for one in self.plan.gated(*self._size(backend, layout, call)):
             if (one, dtype, None) in self._not_timed or gated_is_known(self._launches, one, dtype, device):
                 continue
             if self.choice.best(one, dtype, [FP8.dtype]) is None:
@@ -138,10 +160,12 @@ class LowBit:
     ) -> None:
         """Measure what a product gains by a kind, by the native operators and in eight bits."""
         from ..ops.quantized.operators import LowBitOperators
-        from ..ops.quantized.tuning import tune_int8
+        from ..ops.quantized.tuning import tune_convolution, tune_int8
 
         if kind is INT8:
             tune_int8(self._launches, product, dtype, device, time_ms)
+        elif product.size is not None:
+            tune_convolution(self._launches, product, dtype, device, time_ms)
         always = LowBitOperators(self._launches, self._attention, self._float8_result, lambda *given: kind)
         way = way_of(product, dtype, device, (kind,))
         self.choice.measure(product, dtype, kind, lambda: way(native), lambda: way(always), time_ms)
@@ -150,8 +174,3 @@ class LowBit:
         """Trust no choice that was made before."""
         self.choice.forget()
         self._not_timed.clear()
-
-
-def size_of(layout: UNetLayout, call: UNetCall) -> tuple[UNetLayout, int, int, int]:
-    batch, _, height, width = call.latent.shape
-    return layout, height, width, batch

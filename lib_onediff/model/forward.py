@@ -191,26 +191,31 @@ def transformer_blocks(layout: UNetLayout, height: int, width: int) -> Iterator[
 
     height, width: of the latent.
     """
+    for layer, size in sized_layers(layout, height, width):
+        for block in descriptions(layer, TransformerBlock):
+            yield block, size[0] * size[1]
+
+
+def sized_layers(layout: UNetLayout, height: int, width: int) -> Iterator[tuple[Layer, tuple[int, int]]]:
+    """Every layer of the stages in the order of a forward pass, and the size, (height, width), of what it takes.
+
+    height, width: of the latent.
+    """
     size, skips = (height, width), []
     for stage in layout.input_stages:
         for layer in stage:
-            yield from blocks_of(layer, size)
+            yield layer, size
             size = size_after(layer, size, None)
         skips.append(size)
     for layer in layout.middle_stage:
-        yield from blocks_of(layer, size)
+        yield layer, size
         size = size_after(layer, size, None)
     for stage in layout.output_stages:
         size = skips.pop()
         following = skips[-1] if skips else None
         for layer in stage:
-            yield from blocks_of(layer, size)
+            yield layer, size
             size = size_after(layer, size, following)
-
-
-def blocks_of(layer: Layer, size: tuple[int, int]) -> Iterator[tuple[TransformerBlock, int]]:
-    for block in descriptions(layer, TransformerBlock):
-        yield block, size[0] * size[1]
 
 
 def size_after(layer: Layer, size: tuple[int, int], following: tuple[int, int] | None) -> tuple[int, int]:

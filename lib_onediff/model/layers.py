@@ -63,12 +63,11 @@ class Layers:
 
     def _residual_block(self, block: ResidualBlock, image: Tensor) -> Tensor:
         weights, ops = self.weights, self.ops
-        hidden = ops.group_norm(image, weights[block.in_norm.path], block.in_norm, silu=True)
-        into = weights[block.in_convolution.path]._replace(bias=None)
+        into, out = weights[block.in_convolution.path]._replace(bias=None), weights[block.out_convolution.path]
+        hidden = ops.group_norm(image, weights[block.in_norm.path], block.in_norm, silu=True, reader=into)
         hidden = ops.convolution(hidden, into, block.in_convolution)
-        shift = self.shifts[block.embedding.path]
-        hidden = ops.group_norm(hidden, weights[block.out_norm.path], block.out_norm, silu=True, shift=shift)
-        out = weights[block.out_convolution.path]
+        shift, norm = self.shifts[block.embedding.path], block.out_norm
+        hidden = ops.group_norm(hidden, weights[norm.path], norm, silu=True, shift=shift, reader=out)
         hidden = ops.convolution(hidden, out._replace(bias=None), block.out_convolution)
         skip = image if block.skip is None else ops.pointwise(image, weights[block.skip.path])
         return ops.residual_add(skip, hidden, out.bias)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .layout import FusedLinear, Linear, TransformerBlock, UNetLayout
+from .layout import Convolution, FusedLinear, Linear, ResidualBlock, TransformerBlock, UNetLayout
 from .weights import Affine, Binding, QuantizedWeight, Weights
 
 
@@ -27,16 +27,20 @@ INT8 = Kind("int8", torch.int8, 127.0)
 KINDS = (FP8, INT8)
 # Into which tensors the rows of a weight, (out, in), are rounded: values (out, in) and scales (1, out) or (1, 1).
 Round = Callable[[Tensor, Tensor, Tensor], None]
-# What makes the tokens that a layer reads: a layer norm, a GEGLU, or nothing that could give them in eight bits.
-NORMED, GATED, PLAIN = "normed", "gated", "plain"
+# What makes the tokens that a layer reads: a layer norm, a GEGLU, or nothing that could give them in eight bits; and a
+# group norm, what a convolution reads.
+NORMED, GATED, PLAIN, GROUP_NORMED = "normed", "gated", "plain", "group normed"
 # What a layer is in its block. Layers of one class err alike, and one class can stay exact where the others do not.
 SELF_QKV, SELF_OUT = "self-attention QKV", "self-attention out"
 CROSS_QUERY, CROSS_OUT = "cross-attention query", "cross-attention out"
 FEED_FORWARD_IN, FEED_FORWARD_OUT = "feed-forward in", "feed-forward out"
+CONVOLUTIONS = "convolutions"
 # The kinds in which each layer is wanted, by its name.
 WantedKinds = Mapping[str, Collection[Kind]]
 # Features in times features out. Smaller layers gain less in their products than their scales cost, at any size.
 FEWEST_WEIGHTS = 1 << 20
+# The one convolution that can be in eight bits.
+KERNEL, STRIDE, PADDING = 3, 1, 1
 ALIGNED = 16
 # Of the values of a row, in float8, the smallest root mean square. Below 2**-6 their steps become no smaller; at this
 # mean that makes the rounding error larger by a twentieth.
@@ -44,12 +48,14 @@ SMALLEST_MEAN = 2.0**-4
 # Float8 rounds tokens and weights up by a sixteenth at most, twice each in a GEGLU.
 ROUNDING_MARGIN = 1.3
 SMALLEST_SCALE = 2.0**-100
+# Of a norm whose convolution may be in eight bits: smaller images are not.
+FEWEST_DEVIATIONS = 16
 
 
 class LowBitLayer(NamedTuple):
     """source: what makes its tokens. layer_class: what it is in its block."""
 
-    layer: Linear | FusedLinear
+    layer: Linear | FusedLinear | Convolution
     source: str
     layer_class: str
 
@@ -66,25 +72,51 @@ def low_bit_layers(block: TransformerBlock, fewest_weights: int | None = None) -
         LowBitLayer(block.feed_forward_out, GATED, FEED_FORWARD_OUT),
     )
     for one in every:
-        features, out = width_of(one.layer), one.layer.out_features
+        features, out = width_of(one.layer), rows_of(one.layer)
         if features * out >= fewest and features % ALIGNED == out % ALIGNED == 0:
             yield one
 
 
+def low_bit_convolutions(block: ResidualBlock) -> Iterator[LowBitLayer]:
+    """The convolutions of a block that may be worth it, in float8; whether they are, the number of pixels decides."""
+    for layer in (block.in_convolution, block.out_convolution):
+        shape = layer.kernel, layer.stride, layer.padding
+        aligned = layer.in_channels % ALIGNED == layer.out_channels % ALIGNED == 0
+        if shape == (KERNEL, STRIDE, PADDING) and aligned and not layer.circular:
+            yield LowBitLayer(layer, GROUP_NORMED, CONVOLUTIONS)
+
+
 def classes_of_layers(layout: UNetLayout) -> dict[str, str]:
     """The class of every layer that can be in eight bits, large or small, by its name."""
-    return {
-        name_of(one.layer): one.layer_class
-        for block in layout.layers(TransformerBlock) for one in low_bit_layers(block, fewest_weights=0)
-    }
+    blocks = [one for block in layout.layers(TransformerBlock) for one in low_bit_layers(block, fewest_weights=0)]
+    blocks += [one for block in layout.residual_blocks for one in low_bit_convolutions(block)]
+    return {name_of(one.layer): one.layer_class for one in blocks}
 
 
-def width_of(layer: Linear | FusedLinear) -> int:
+def width_of(layer: Linear | FusedLinear | Convolution) -> int:
+    """Of a row of its weight."""
+    if isinstance(layer, Convolution):
+        return layer.kernel**2 * layer.in_channels
     return layer.members[0].in_features if isinstance(layer, FusedLinear) else layer.in_features
 
 
-def name_of(layer: Linear | FusedLinear) -> str:
+def rows_of(layer: Linear | FusedLinear | Convolution) -> int:
+    """Of its weight."""
+    return layer.out_channels if isinstance(layer, Convolution) else layer.out_features
+
+
+def name_of(layer: Linear | FusedLinear | Convolution) -> str:
     return layer.name if isinstance(layer, FusedLinear) else layer.path
+
+
+def norms_before(layout: UNetLayout) -> dict[str, str]:
+    """The path of the norm before each layer whose scales follow from it, by the layer's name: the first of each
+    feed-forward, and convolutions."""
+    found = {name_of(block.feed_forward_in): block.feed_forward_norm.path for block in layout.layers(TransformerBlock)}
+    for block in layout.residual_blocks:
+        found[block.in_convolution.path] = block.in_norm.path
+        found[block.out_convolution.path] = block.out_norm.path
+    return found
 
 
 class LowBitWeights:
@@ -95,12 +127,9 @@ class LowBitWeights:
         self.layout, self.left_out = layout, left_out
         self._round = round_rows
         self._kept: dict[tuple[str, Kind], QuantizedWeight] = {}
-        self._gated_scales: dict[str, Tensor] = {}
-        # The norm before each feed-forward.
-        self._norms = {
-            name_of(block.feed_forward_in): block.feed_forward_norm.path
-            for block in (() if layout is None else layout.layers(TransformerBlock))
-        }
+        # Those of float8 that follow from the norm before a layer.
+        self._scales: dict[str, Tensor] = {}
+        self._norms = norms_before(layout)
         self._shapes: dict[str, Tensor] = {}
         self._fitted_to: object = None
 
@@ -130,21 +159,19 @@ class LowBitWeights:
             weight, bias = affine.weight.to(device), affine.bias
             del affine
             for kind in kinds:
+                rows = as_rows(weight)
                 if (name, kind) not in self._kept:
-                    self._kept[name, kind] = empty_like(weight, kind)
-                self._round(weight, *self._kept[name, kind])
-            norm = now.get(self._norms.get(name, ""))
-            if norm is not None and FP8 in kinds:
-                self._gated_scale(name, weight.device).copy_(gated_scale(weight, bias, norm))
+                    self._kept[name, kind] = empty_like(rows, kind)
+                self._round(rows, *self._kept[name, kind])
+            if name in self._norms and FP8 in kinds:
+                if name not in self._scales:
+                    self._scales[name] = torch.empty((1, 1), device=device, dtype=torch.float32)
+                norm = now[self._norms[name]]
+                scale = gated_scale(weight, bias, norm) if weight.dim() == 2 else normed_scale(norm)
+                self._scales[name].copy_(scale)
             del weight
             rounded(name)
         self._fitted_to = state()
-
-    def _gated_scale(self, name: str, device: torch.device) -> Tensor:
-        """The room for a layer's."""
-        if name not in self._gated_scales:
-            self._gated_scales[name] = torch.empty((1, 1), device=device, dtype=torch.float32)
-        return self._gated_scales[name]
 
     def beside(
         self, weights: Weights, kinds: Collection[Kind], names: Collection[str] | None = None, alone: bool = False
@@ -159,7 +186,8 @@ class LowBitWeights:
         for name, low_bit in found.items():
             affine = weights[name]
             weight = self._without_values(name, affine.weight) if alone else affine.weight
-            new[name] = affine._replace(weight=weight, low_bit=low_bit, gated_scale=self._gated_scales.get(name))
+            gated, normed = (self._scales.get(name), None) if weight.dim() == 2 else (None, self._scales.get(name))
+            new[name] = affine._replace(weight=weight, low_bit=low_bit, gated_scale=gated, normed_scale=normed)
         return {**weights, **new}
 
     def _without_values(self, name: str, weight: Tensor) -> Tensor:
@@ -223,8 +251,29 @@ def gated_scale(weight: Tensor, bias: Tensor | None, norm: Affine) -> Tensor:
     offset = offset if bias is None else offset + bias.detach().to(wide)
     length = torch.linalg.vector_norm(wide * factor, dim=1) * weight.shape[1] ** 0.5
     values, gates = (length + offset.abs()).chunk(2)
-    largest = (values * gates).amax() * ROUNDING_MARGIN
-    return torch.exp2(torch.ceil(torch.log2((largest / FP8.largest).clamp_min(SMALLEST_SCALE))))
+    return next_power((values * gates).amax() * ROUNDING_MARGIN / FP8.largest)
+
+
+def normed_scale(norm: Affine) -> Tensor:
+    """(), in float32, a power of two: the scale in float8, for each deviation that a number may be from the mean, of
+    what a group norm gives; a SiLU makes nothing larger. Where that is FEWEST_DEVIATIONS or more."""
+    offset = 0.0 if norm.bias is None else largest_of(norm.bias) / FEWEST_DEVIATIONS
+    return next_power((largest_of(norm.weight) + offset) / FP8.largest)
+
+
+def deviations(members: int) -> float:
+    """How many deviations from their mean any of so many numbers may be; rounded up to a power of two."""
+    return 2.0 ** math.ceil(math.log2(max(members, 1)) / 2)
+
+
+def next_power(number: Tensor) -> Tensor:
+    """The smallest power of two that is not smaller."""
+    return torch.exp2(torch.ceil(torch.log2(number.clamp_min(SMALLEST_SCALE))))
+
+
+def as_rows(weight: Tensor) -> Tensor:
+    """A weight (out, in) as it is; a convolution's, (out, in, height, width), as QuantizedWeight has it."""
+    return weight if weight.dim() == 2 else weight.detach().permute(0, 2, 3, 1).flatten(1).contiguous()
 
 
 def one_scale_suffices(weight: Tensor) -> bool:

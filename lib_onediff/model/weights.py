@@ -23,8 +23,9 @@ STORED_DTYPES = (*BOUND_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class QuantizedWeight(NamedTuple):
-    """The weight of a linear layer in float8 (e4m3) or int8: values (out, in), and scales (1, out), or (1, 1) for all
-    rows, in float32, by which they are multiplied."""
+    """The weight of a layer in float8 (e4m3) or int8: values (out, in), and scales (1, out), or (1, 1) for all rows, in
+    float32, by which they are multiplied. Of a convolution, in is each place of the kernel after the other, with all
+    channels: (out, height * width * channels)."""
 
     values: Tensor
     scales: Tensor
@@ -40,14 +41,18 @@ class LowRank(NamedTuple):
 
 class Affine(NamedTuple):
     """A weight and its bias, or None where the layer has no bias; the weight in eight bits, in each kind in which it is
-    wanted; and the LoRAs that are computed beside it. gated_scale: of a feed-forward's first layer in float8, the scale,
-    (1, 1) in float32, of what its GEGLU gives in float8."""
+    wanted; and the LoRAs that are computed beside it.
+
+    gated_scale: of a feed-forward's first layer in float8, the scale, (1, 1) in float32, of what its GEGLU gives in
+    float8. normed_scale: of a convolution in float8, the scale, (1, 1), that what its norm gives has for each deviation
+    that a number may be from its mean."""
 
     weight: Tensor
     bias: Tensor | None
     low_bit: tuple[QuantizedWeight, ...] = ()
     low_rank: LowRank | None = None
     gated_scale: Tensor | None = None
+    normed_scale: Tensor | None = None
 
 
 Weights = Mapping[str, Affine]

@@ -12,9 +12,9 @@ import torch
 
 from ..model.layout import CrossAttention, GroupNorm, LayerNorm
 from ..model.low_bit import FP8, INT8, Kind
-from ..model.operators import Stream
+from ..model.operators import QuantizedImage, QuantizedTokens, Stream
 from ..model.weights import QuantizedWeight
-from .quantized import int8_mm
+from .quantized import convolution, gated_product, int8_mm
 from .quantized import kernels as low_bit_kernels
 from .triton import attention as triton_attention
 from .triton import group_norm as triton_group_norm
@@ -24,7 +24,9 @@ from .triton import tokens as triton_tokens
 from .triton.launch_config import (
     ADDITION,
     APPLICATION,
+    CONVOLUTION,
     FEED_FORWARD,
+    GATED_PRODUCT,
     GEGLU,
     LARGE,
     LAYER_NORM,
@@ -40,6 +42,8 @@ from .tuning_cache import TuningCache
 
 MOST_THREADS = 8
 SIDE = 4
+# Of a multiple of 16, as every network's: Triton compiles another kernel for others.
+FEWEST_CHANNELS = 16
 
 
 def compile_kernels(
@@ -57,6 +61,8 @@ def compile_kernels(
         others += low_bit_launches(network, dtype, device, chosen, kind)
     if INT8 in low_bit:
         others += int8_products(dtype, device)
+    if FP8 in low_bit and gated_product.serves(device):
+        others += float8_products(dtype, device)
     # Triton sets itself up in the first launch of all, and not for several threads at once.
     launch(first, device)
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "onediff-kernels") as pool:
@@ -176,9 +182,37 @@ def int8_products(dtype: torch.dtype, device: torch.device) -> list[Callable[[],
         weight = QuantizedWeight(values, torch.zeros((1, int8_mm.ALIGNED), device=device))
         int8_mm.product(tokens, weight, None, dtype, config)
 
-    def attempt(config: tuple[int, ...]) -> None:
-        with contextlib.suppress(Exception):
-            work(config)
-
     first, *others = int8_mm.kernel_for(device).candidates
-    return [partial(work, first), *(partial(attempt, config) for config in others)]
+    return [partial(work, first), *(partial(attempt, work, config) for config in others)]
+
+
+def float8_products(dtype: torch.dtype, device: torch.device) -> list[Callable[[], object]]:
+    """As int8_products, for our own in float8: a feed-forward's first with its GEGLU, and convolutions."""
+    size = FEWEST_CHANNELS
+
+    def values(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, device=device).to(FP8.dtype)
+
+    one = torch.ones((1, 1), device=device)
+
+    def gate(config: tuple[int, ...]) -> None:
+        tokens, weight = QuantizedTokens(values(SIDE, size), one, (SIDE,)), QuantizedWeight(values(2 * size, size), one)
+        gated_product.product(tokens, weight, torch.zeros(2 * size, dtype=dtype, device=device), one, config)
+
+    def convolve(config: tuple[int, ...]) -> None:
+        image, weight = QuantizedImage(values(1, SIDE, SIDE, size), one), QuantizedWeight(values(size, 9 * size), one)
+        convolution.convolution(image, weight, dtype, config)
+
+    def norm() -> None:
+        image = torch.zeros((1, size, SIDE, SIDE), dtype=dtype, device=device).to(memory_format=torch.channels_last)
+        convolution.normed(image, None, torch.zeros((1, 2, size), device=device), one, size, True)
+
+    return [
+        norm, *(partial(attempt, gate, config) for config in GATED_PRODUCT.candidates if config != LIBRARY),
+        *(partial(attempt, convolve, config) for config in CONVOLUTION.candidates),
+    ]
+
+
+def attempt(work: Callable[[tuple[int, ...]], None], config: tuple[int, ...]) -> None:
+    with contextlib.suppress(Exception):
+        work(config)

@@ -1,6 +1,8 @@
 """A feed-forward's first product and its GEGLU in one kernel, in float8."""
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from builders import relative_error
@@ -84,7 +86,8 @@ def test_nothing_is_larger_than_the_scale_says(outlier: float) -> None:
 
 def test_the_scale_follows_the_weights() -> None:
     weight, norm = torch.randn(32, 16), Affine(torch.ones(16), None)
-    kept = LowBitWeights(None, lambda rows, values, scales: None)  # type: ignore[arg-type]
+    layout = SimpleNamespace(layers=lambda kind: (), residual_blocks=())
+    kept = LowBitWeights(layout, lambda rows, values, scales: None)  # type: ignore[arg-type]
     kept._norms = {"into": "norm"}
     weights = {"into": Affine(weight, None), "norm": norm, "out": Affine(torch.randn(16, 16), None)}
     kept.fit(lambda: 0, lambda: weights, {"into": (FP8, INT8), "out": (FP8,)}, torch.device("cpu"))

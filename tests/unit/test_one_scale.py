@@ -5,6 +5,7 @@ Rows in eight bits by torch, products by torch's own on a CPU: see low_bit_build
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -197,7 +198,8 @@ def test_the_next_norm_and_the_tokens_have_the_same_update(operators: LowBitOper
 def test_a_weight_that_is_edited_keeps_its_place_and_its_digits(operators: LowBitOperators) -> None:
     weight, far = torch.randn(OUT, WIDTH).half(), torch.randn(OUT, WIDTH).half()
     far[0] *= 1e4
-    kept = LowBitWeights(None, rounded_rows)  # type: ignore[arg-type]
+    layout = SimpleNamespace(layers=lambda kind: (), residual_blocks=())
+    kept = LowBitWeights(layout, rounded_rows)  # type: ignore[arg-type]
     weights = {"near": Affine(weight, None), "far": Affine(far, None)}
     wanted = {"near": (FP8,), "far": (FP8,)}
     kept.fit(lambda: 0, lambda: weights, wanted, torch.device("cpu"))

@@ -56,7 +56,8 @@ class OneFlowOperators:
         return functional.conv2d(image, affine.weight, affine.bias, shape.stride, shape.padding)
 
     def group_norm(
-        self, image: Tensor, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None
+        self, image: Tensor, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
+        reader: Affine | None = None,
     ) -> Tensor:
         if shift is not None:
             image = image + shift.reshape(*shift.shape, 1, 1)

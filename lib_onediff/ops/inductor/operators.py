@@ -43,7 +43,8 @@ class RegionOperators(ABC):
         return image if affine.bias is None else image.add_(affine.bias[:, None, None])
 
     def group_norm(
-        self, image: Tensor, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None
+        self, image: Tensor, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
+        reader: Affine | None = None,
     ) -> Tensor:
         image = channels_last(image)
         # Without a shift, a region of its own would take longer to compile than it ever saves.

@@ -9,20 +9,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...model.forward import transformer_blocks
-from ...model.layout import LayerNorm, UNetLayout
+from ...model.forward import sized_layers
+from ...model.layout import Convolution, GroupNorm, LayerNorm, ResidualBlock, TransformerBlock, UNetLayout, descriptions
 from ...model.low_bit import (
     FEED_FORWARD_IN,
     FP8,
     GATED,
     INT8,
+    KERNEL,
     KINDS,
     NORMED,
+    PADDING,
+    STRIDE,
     Kind,
     WantedKinds,
+    as_rows,
     classes_of_layers,
+    low_bit_convolutions,
     low_bit_layers,
     name_of,
+    normed_scale,
+    rows_of,
     width_of,
 )
 from ...model.operators import Operators, Stream
@@ -35,18 +42,22 @@ WORTHWHILE = 8_000_000_000
 WORTH_ROUNDING = 0.9
 # To look whether the weights are still those that were rounded takes a tenth of a millisecond a call.
 WORTH_LOOKING_MS = 0.15
+# Of an image whose convolutions may be in eight bits. The norm of a smaller one is another kernel, and gains less.
+FEWEST_PIXELS = 32 * 32
 TimeMs = Callable[[Callable[[], object]], float]
 Way = Callable[[Operators], object]
 
 
 class Product(NamedTuple):
     """rows x width tokens times a weight of width x out. source: what makes the tokens (model.low_bit); what comes from
-    a norm is written as it is, and the other products are added to tokens afterwards."""
+    a norm is written as it is, and the other products are added to tokens afterwards. size: (height, width) of the
+    images whose pixels the rows are, of a convolution."""
 
     rows: int
     width: int
     out: int
     source: str
+    size: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, tokens: Tensor, weight: Tensor, source: str) -> Product:
@@ -55,14 +66,25 @@ class Product(NamedTuple):
 
 
 def products(
-    layout: UNetLayout, height: int, width: int, batch: int, fewest_weights: int | None = None
+    layout: UNetLayout, height: int, width: int, batch: int, convolutions: bool = False,
+    fewest_weights: int | None = None,
 ) -> Iterator[tuple[str, Product]]:
     """The name of every layer that may be done in eight bits, and its product in a call. height, width: of the latent.
-    fewest_weights: see low_bit_layers.
+    convolutions: whether they may. fewest_weights: see low_bit_layers.
     """
-    for block, pixels in transformer_blocks(layout, height, width):
-        for layer, source, _ in low_bit_layers(block, fewest_weights):
-            yield name_of(layer), Product(batch * pixels, width_of(layer), layer.out_features, source)
+    for one, size in sized_layers(layout, height, width):
+        rows = batch * size[0] * size[1]
+        for block in descriptions(one, TransformerBlock):
+            for layer, source, _ in low_bit_layers(block, fewest_weights):
+                yield name_of(layer), Product(rows, width_of(layer), rows_of(layer), source)
+        if convolutions and isinstance(one, ResidualBlock) and size[0] * size[1] >= FEWEST_PIXELS:
+            for layer, source, _ in low_bit_convolutions(one):
+                yield name_of(layer), Product(rows, width_of(layer), rows_of(layer), source, size)
+
+
+def suited(product: Product, kinds: Sequence[Kind]) -> list[Kind]:
+    """Those of these kinds in which there is such a product."""
+    return [kind for kind in kinds if product.size is None or kind is FP8]
 
 
 class ProductChoice:
@@ -135,11 +157,11 @@ class ProductChoice:
             return f"this UNet's matrix products are too small to gain by {names}"
         total = 0.0
         for product, count in wanted.items():
-            gains = [self.gains(product, dtype, kind) for kind in kinds]
+            gains = [self.gains(product, dtype, kind) for kind in suited(product, kinds)]
             known = [gain for gain in gains if gain is not None]
             if len(known) < len(gains):
                 return None
-            total += max(known) * count
+            total += max(known, default=0.0) * count
         if total > WORTH_LOOKING_MS:
             return None
         return f"at this size the matrix products gain nothing by {names} on this machine (measured)"
@@ -187,33 +209,36 @@ class Plan:
             self._classes, self._classes_of = classes_of_layers(layout), layout
         return self._classes
 
-    def products(self, layout: UNetLayout, height: int, width: int, batch: int) -> Mapping[str, Product]:
+    def products(
+        self, layout: UNetLayout, height: int, width: int, batch: int, convolutions: bool
+    ) -> Mapping[str, Product]:
         """See products."""
-        made_for = layout, height, width, batch, 0 if self._choice.everywhere else None
+        made_for = layout, height, width, batch, convolutions, 0 if self._choice.everywhere else None
         if made_for != self._made_for:
             self._products, self._made_for = dict(products(*made_for)), made_for
         return self._products
 
-    def counted(self, layout: UNetLayout, height: int, width: int, batch: int) -> Counter[Product]:
-        return Counter(self.products(layout, height, width, batch).values())
+    def counted(
+        self, layout: UNetLayout, height: int, width: int, batch: int, convolutions: bool
+    ) -> Counter[Product]:
+        return Counter(self.products(layout, height, width, batch, convolutions).values())
 
-    def gated(self, layout: UNetLayout, height: int, width: int, batch: int) -> set[Product]:
+    def gated(self, layout: UNetLayout, height: int, width: int, batch: int, convolutions: bool) -> set[Product]:
         """Those of the feed-forward's first layers."""
-        classes, products = self.classes(layout), self.products(layout, height, width, batch)
+        classes, products = self.classes(layout), self.products(layout, height, width, batch, convolutions)
         return {product for name, product in products.items() if classes[name] == FEED_FORWARD_IN}
 
     def wanted(
-        self, layout: UNetLayout, height: int, width: int, batch: int, dtype: torch.dtype, kinds: Sequence[Kind],
-        every: bool = False,
+        self, layout: UNetLayout, height: int, width: int, batch: int, convolutions: bool, dtype: torch.dtype,
+        kinds: Sequence[Kind], every: bool = False,
     ) -> WantedKinds:
         """The kind in which each layer's weight is wanted; layers that are better off as they are have none. every: no
         layer is, nor are the keys and values of the cross attention, which are multiplied in the model's type."""
-        wanted_for = layout, height, width, batch, dtype, tuple(kinds), every, self._choice.changes
+        wanted_for = layout, height, width, batch, convolutions, dtype, tuple(kinds), every, self._choice.changes
         if wanted_for != self._wanted_for:
-            types: list[torch.dtype] = [kind.dtype for kind in kinds]
             found: dict[str, tuple[Kind, ...]] = {}
-            for name, product in self.products(layout, height, width, batch).items():
-                best = self._choice.best(product, dtype, types)
+            for name, product in self.products(layout, height, width, batch, convolutions).items():
+                best = self._choice.best(product, dtype, [kind.dtype for kind in suited(product, kinds)])
                 if best is None and every:
                     best = self._choice.shortest(product, dtype, kinds)
                 if best is not None:
@@ -235,18 +260,20 @@ def unmeasured(product: Product, kinds: Sequence[Kind]) -> Kind | None:
 
 
 def choice_name(product: Product, dtype: torch.dtype, kind: Kind) -> str:
-    shape = "x".join(map(str, product[:3]))
+    shape = "x".join(map(str, (*product[:3], *(product.size or ()))))
     # Not "fp8 product": that was measured with a scale for every row.
     scales = " by one scale" if kind is FP8 else ""
     return f"{kind.name} product{scales}, {product.source}, {shape}, {str(dtype).removeprefix('torch.')}"
 
 
-EPS = 1e-5
+EPS, GROUPS = 1e-5, 32
 
 
 def way_of(product: Product, dtype: torch.dtype, device: torch.device, kinds: Sequence[Kind]) -> Way:
     """What computes a product by any operators, with what makes its tokens and the norm after it; the weight is there
     in these kinds too."""
+    if product.size is not None:
+        return way_of_convolution(product, dtype, device)
     # Without Triton there are none, and this module is imported all the same.
     from .kernels import layer_norm, rounded_weight
 
@@ -267,3 +294,25 @@ def way_of(product: Product, dtype: torch.dtype, device: torch.device, kinds: Se
         return layer_norm(ops.add_linear(stream, given, affine), vector, None, EPS, kinds[0])
 
     return added
+
+
+def way_of_convolution(product: Product, dtype: torch.dtype, device: torch.device) -> Way:
+    """As way_of, in float8, with the group norm before it."""
+    from .kernels import rounded_weight
+
+    assert product.size is not None
+    pixels, channels = product.size, product.width // KERNEL**2
+    batch = product.rows // (pixels[0] * pixels[1])
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    image = random(batch, channels, *pixels).to(memory_format=torch.channels_last)
+    weight = random(product.out, channels, KERNEL, KERNEL).to(memory_format=torch.channels_last)
+    parameters = Affine(random(channels), random(channels))
+    affine = Affine(
+        weight, None, (rounded_weight(as_rows(weight), FP8),), normed_scale=normed_scale(parameters).view(1, 1)
+    )
+    norm = GroupNorm("norm", channels, GROUPS, EPS)
+    shape = Convolution("convolution", channels, product.out, KERNEL, STRIDE, PADDING)
+    return lambda ops: ops.convolution(ops.group_norm(image, parameters, norm, True, None, affine), affine, shape)

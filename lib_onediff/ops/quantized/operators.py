@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...model.layout import LayerNorm
-from ...model.low_bit import FP8, GATED, INT8, KINDS, NORMED, PLAIN, Kind
-from ...model.operators import QuantizedTokens, Stream
+from ...model.layout import Convolution, GroupNorm, LayerNorm
+from ...model.low_bit import FP8, GATED, GROUP_NORMED, INT8, KERNEL, KINDS, NORMED, PLAIN, Kind
+from ...model.operators import QuantizedImage, QuantizedTokens, Stream
 from ...model.weights import Affine, QuantizedWeight
-from ..triton.launch_config import GATED_PRODUCT, LAYER_NORM, LIBRARY, Launches, row_class
-from ..triton.operators import TritonOperators
-from . import gated_product, int8_mm, kernels, scaled_mm
-from .gains import Product
+from ..torch_ops import bias_or_zeros
+from ..triton.group_norm import channel_scales
+from ..triton.launch_config import (
+    APPLICATION,
+    CONVOLUTION,
+    GATED_PRODUCT,
+    LAYER_NORM,
+    LIBRARY,
+    STATISTICS,
+    Launches,
+    row_class,
+)
+from ..triton.operators import Image, TritonOperators, halves
+from . import convolution, gated_product, int8_mm, kernels, scaled_mm
+from .gains import FEWEST_PIXELS, Product
 
 ResultDtype = Callable[[torch.device, torch.dtype], torch.dtype]
 # What a layer norm or a GEGLU makes for a linear layer.
@@ -66,6 +78,38 @@ class LowBitOperators(TritonOperators):
 
     def materialize(self, stream: Stream) -> Tensor:
         return super().materialize(updated(stream))
+
+    def group_norm(
+        self, image: Image, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
+        reader: Affine | None = None,
+    ) -> Any:
+        batch, channels, *size = image.shape
+        scale = None if reader is None else reader.normed_scale
+        if reader is None or scale is None or not self._is_convolved(batch, channels, size, reader):
+            return super().group_norm(image, affine, norm, silu, shift)
+        first, second = halves(image)
+        scales = channel_scales(
+            first, second, affine.weight, bias_or_zeros(affine), norm.groups, norm.eps, shift, self._measured(image),
+            self._cut(STATISTICS, first),
+        )
+        return convolution.normed(first, second, scales, scale, norm.groups, silu, self._cut(APPLICATION, first))
+
+    def convolution(self, image: Any, affine: Affine, shape: Convolution) -> Tensor:
+        if not isinstance(image, QuantizedImage):
+            return super().convolution(image, affine, shape)
+        batch, height, width, channels = image.values.shape
+        shape_class = convolution.shape_class(batch, height, width, channels, shape.out_channels)
+        config = self._launches.of(CONVOLUTION, shape_class, affine.weight.dtype)
+        # The bias is added with the shift, or with the residual.
+        return convolution.convolution(image, affine.low_bit[0], affine.weight.dtype, config)
+
+    def _is_convolved(self, batch: int, channels: int, size: Sequence[int], reader: Affine) -> bool:
+        """Whether a convolution of such images is done in eight bits."""
+        if not reader.low_bit or size[0] * size[1] < FEWEST_PIXELS:
+            return False
+        rows, width = batch * size[0] * size[1], KERNEL**2 * channels
+        product = Product(rows, width, len(reader.weight), GROUP_NORMED, (size[0], size[1]))
+        return self._choose(product, reader.weight.dtype, [FP8.dtype]) is FP8
 
     def geglu(self, tokens: Tensor, reader: Affine) -> Rows:
         kind = self._kind(tokens, reader, GATED)

@@ -5,12 +5,12 @@ from functools import partial
 
 import torch
 
-from ...model.low_bit import FP8, INT8, gated_scale
-from ...model.operators import QuantizedTokens, Stream
+from ...model.low_bit import FP8, INT8, KERNEL, gated_scale
+from ...model.operators import QuantizedImage, QuantizedTokens, Stream
 from ...model.weights import Affine, QuantizedWeight
-from ..triton.launch_config import GATED_PRODUCT, LIBRARY, LaunchConfig, Launches
+from ..triton.launch_config import CONVOLUTION, GATED_PRODUCT, LIBRARY, LaunchConfig, Launches
 from ..triton.tuning import TimeMs, Trial, best_cut
-from . import gated_product, int8_mm, kernels, scaled_mm
+from . import convolution, gated_product, int8_mm, kernels, scaled_mm
 from .gains import Product
 
 
@@ -50,6 +50,22 @@ def tune_gated(
         return gated_product.product(tokens, weight, bias, output_scale, config)
 
     launches.choose(GATED_PRODUCT, shape_class, dtype, best_cut(Trial(GATED_PRODUCT, shape_class, run), time_ms))
+
+
+def tune_convolution(
+    launches: Launches, product: Product, dtype: torch.dtype, device: torch.device, time_ms: TimeMs
+) -> None:
+    """Choose how a convolution in float8 is cut, where that was not measured on this GPU. Raises what Triton raises."""
+    assert product.size is not None
+    (height, width), channels = product.size, product.width // KERNEL**2
+    batch = product.rows // (height * width)
+    shape_class = convolution.shape_class(batch, height, width, channels, product.out)
+    if launches.chosen(CONVOLUTION, shape_class, dtype) is None:
+        values = torch.randn((batch, height, width, channels), device=device).to(FP8.dtype)
+        image = QuantizedImage(values, torch.ones((1, 1), device=device))
+        weight = kernels.rounded_weight(torch.randn((product.out, product.width), device=device, dtype=dtype), FP8)
+        run = partial(convolution.convolution, image, weight, dtype)
+        launches.choose(CONVOLUTION, shape_class, dtype, best_cut(Trial(CONVOLUTION, shape_class, run), time_ms))
 
 
 def factors(product: Product, device: torch.device) -> tuple[QuantizedTokens, QuantizedWeight]:

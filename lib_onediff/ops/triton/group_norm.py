@@ -203,21 +203,35 @@ def large_group_norm(
     """As group_norm, by kernels that keep a whole GPU busy. measured: of the images, where whoever made them has."""
     output, images, of_channels = arrange(first, second)
     batch, channels, height, width = output.shape
-    pixels, group_width = height * width, channels // groups
-    here = measured[0] or measure(first, statistics_cut)
-    there = here if second is None else measured[1] or measure(second, statistics_cut)
-    scales = torch.empty((batch, 2, channels), device=output.device, dtype=torch.float32)
-    added, added_stride, has_shift = shifting(first, shift)
-    join_statistics[(groups, batch)](
-        here.statistics, there.statistics, added, weight, bias, scales, pixels, here.count, there.count, here.pixels,
-        there.pixels, added_stride, has_shift, eps, *of_channels, group_width, join_block(group_width), JOINED_STRIPS,
-        num_warps=8,
-    )
+    pixels = height * width
+    scales = channel_scales(first, second, weight, bias, groups, eps, shift, measured, statistics_cut)
     rows, warps = application_cut
     scale_and_shift[(triton.cdiv(pixels, rows), triton.cdiv(channels, CHANNEL_BLOCK), batch)](
         *images, scales, output, pixels, *of_channels, int(silu), CHANNEL_BLOCK, rows, num_warps=warps
     )
     return output
+
+
+def channel_scales(
+    first: Tensor, second: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, shift: Tensor | None,
+    measured: tuple[PartialStatistics | None, PartialStatistics | None],
+    statistics_cut: LaunchConfig = STATISTICS.candidates[0],
+) -> Tensor:
+    """(batch, scale then offset, channels) in float32: what the norm of large_group_norm does to each channel."""
+    batch, first_channels, height, width = first.shape
+    second_channels = 0 if second is None else second.shape[1]
+    channels = first_channels + second_channels
+    here = measured[0] or measure(first, statistics_cut)
+    there = here if second is None else measured[1] or measure(second, statistics_cut)
+    scales = torch.empty((batch, 2, channels), device=first.device, dtype=torch.float32)
+    added, added_stride, has_shift = shifting(first, shift)
+    group_width = channels // groups
+    join_statistics[(groups, batch)](
+        here.statistics, there.statistics, added, weight, bias, scales, height * width, here.count, there.count,
+        here.pixels, there.pixels, added_stride, has_shift, eps, first_channels, second_channels, group_width,
+        join_block(group_width), JOINED_STRIPS, num_warps=8,
+    )
+    return scales
 
 
 def arrange(first: Tensor, second: Tensor | None) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[int, int]]:

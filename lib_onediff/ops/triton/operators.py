@@ -3,7 +3,7 @@ twice."""
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as functional
@@ -104,12 +104,13 @@ class TritonOperators:
         return output
 
     def group_norm(
-        self, image: Image, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None
-    ) -> Tensor:
+        self, image: Image, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
+        reader: Affine | None = None,
+    ) -> Any:
         first, second = halves(image)
         return triton_group_norm.group_norm(
             first, second, affine.weight, bias_or_zeros(affine), norm.groups, norm.eps, silu, shift,
-            (self._strips.get(first), None if second is None else self._strips.get(second)),
+            self._measured(image),
             statistics_cut=self._cut(STATISTICS, first), application_cut=self._cut(APPLICATION, first),
         )
 
@@ -176,6 +177,13 @@ class TritonOperators:
         else:
             config = self._cut(MEASURED_ADDITION, output)
             self._strips[output] = triton_strips.add_and_measure(image, update, bias, output, config)
+
+    def _measured(
+        self, image: Image
+    ) -> tuple[triton_strips.PartialStatistics | None, triton_strips.PartialStatistics | None]:
+        """The statistics of its two halves, where they were measured on the way."""
+        first, second = halves(image)
+        return self._strips.get(first), None if second is None else self._strips.get(second)
 
     def _cut(self, kernel: Kernel, image: Tensor) -> LaunchConfig:
         return self._launches.of(kernel, image_class(image.shape[2] * image.shape[3]), image.dtype)
