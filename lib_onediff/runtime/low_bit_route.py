@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..engines import OFFLOADING
+from ..engines import OFFLOADING, WITHOUT_ATTENTION
 from ..engines.graphs.cache import GraphCache
 from ..engines.low_bit import KINDS_OF
 from ..engines.managed_unet import ManagedUNet
@@ -63,7 +63,13 @@ class LowBitRoute:
         if other or (alone and not managed.bound.offloaded):
             # Those of another choice.
             self._graphs.drop_low_bit(managed)
-        wanted, left_out = low_bit.wanted(backend, managed.bound.layout, call), frozenset[str]()
+        layout = managed.bound.layout
+        if backend in WITHOUT_ATTENTION:
+            # Measured a moment ago, maybe.
+            lack = low_bit.why_no_attention(layout, call)
+            if lack is not None:
+                return lack
+        wanted, left_out = low_bit.wanted(backend, layout, call), frozenset[str]()
         try:
             if alone:
                 managed.low_bit_choice = None
@@ -71,6 +77,8 @@ class LowBitRoute:
                     # What torch keeps unused is what was gained.
                     self._graphs.card.empty_cache()
                 return None
+            if backend in WITHOUT_ATTENTION:
+                wanted = {**wanted, **low_bit.attentions(layout, call)}
             if budget >= MOST_LOW_BIT_ERROR or low_bit.choice.everywhere:
                 managed.low_bit_choice = None
             else:
@@ -97,7 +105,7 @@ class LowBitRoute:
     ) -> Question:
         low_bit, dtype = self._operators.low_bit, str(call.latent.dtype).removeprefix("torch.")
         findings = Findings(low_bit.tuning_cache, managed.bound.checkpoint(), backend, dtype)
-        return Question(findings, wanted, low_bit.plan.classes(managed.bound.layout), budget)
+        return Question(findings, wanted, low_bit.classes(managed.bound.layout), budget)
 
     def _left_out(
         self, managed: ManagedUNet, backend: str, call: UNetCall, question: Question
@@ -151,21 +159,26 @@ class LowBitRoute:
         return True
 
     def _have(self, managed: ManagedUNet, wanted: WantedKinds, left_out: frozenset[str]) -> bool:
-        """Have the wanted layers in eight bits that are not of these classes; whether any is left. Raises
-        torch.cuda.OutOfMemoryError."""
+        """Have the wanted layers in eight bits that are not of these classes; whether any is left, or an attention.
+        Raises torch.cuda.OutOfMemoryError."""
         if managed.low_bit is not None and managed.low_bit.left_out != left_out:
             # Graphs have another choice in them.
             self._graphs.drop_low_bit(managed)
-        classes = self._operators.low_bit.plan.classes(managed.bound.layout)
+        low_bit, layout = self._operators.low_bit, managed.bound.layout
+        classes, layers = low_bit.classes(layout), low_bit.plan.classes(layout)
         left = {layer: kinds for layer, kinds in wanted.items() if classes[layer] not in left_out}
         if wanted and not left:
             return False
-        managed.fit_low_bit(self._operators.low_bit.quantizer(), left, left_out)
+        # An attention has no weights.
+        weights = {layer: kinds for layer, kinds in left.items() if layer in layers}
+        managed.fit_low_bit(low_bit.quantizer(), weights, left_out)
         return True
 
     def _output(self, managed: ManagedUNet, backend: str, call: UNetCall, layers: Collection[str]) -> Tensor:
         """The whole UNet's, with these layers alone in eight bits."""
         assert managed.low_bit is not None
+        if set(layers) <= self._operators.low_bit.plan.classes(managed.bound.layout).keys():
+            backend = WITHOUT_ATTENTION.get(backend, backend)
         binding = LowBitBinding(managed.bound.binding, managed.low_bit, KINDS_OF[backend], layers)
         whole = replace(call, deepcache=None)
         return compute(binding.layout, binding.weights(), self._operators.of(backend), whole, None)
