@@ -12,7 +12,8 @@ from ..engines.graphs.capture import CudaGraphs
 from ..engines.operator_sets import OperatorSets
 from ..model.read import read_layout
 from ..ops.attention_tuning import Shape, random_inputs, relative_error
-from ..ops.quantized.attention_gains import AttentionPlan, TimeMs, shape_class
+from ..ops.quantized.attention_gains import AttentionPlan, shape_class
+from ..ops.quantized.gains import TimeMs
 from ..ops.triton.launch_config import Launches, int8_attention_kernel
 from ..ops.tuning_cache import TuningCache
 from . import models

@@ -13,7 +13,7 @@ from ..model.low_bit import FP8, INT8, KINDS, Kind, Round, WantedKinds
 from ..model.operators import Operators
 from ..ops.attention import Attention
 from ..ops.attention_tuning import Shape, random_inputs
-from ..ops.quantized.attention_gains import AttentionChoice, AttentionPlan
+from ..ops.quantized.attention_gains import AttentionChoice, AttentionPlan, names
 from ..ops.quantized.gains import Plan, Product, ProductChoice, TimeMs, way_of
 from ..ops.quantized.scaled_mm import Float8Support, support
 from ..ops.quantized.support import why_no_int8
@@ -40,6 +40,8 @@ class LowBit:
         self.plan = Plan(self.choice)
         self.attention = AttentionChoice(tuning_cache, lambda: self.choice.everywhere)
         self._attentions = AttentionPlan()
+        self._classes_of: UNetLayout | None = None
+        self._classes: Mapping[str, str] = {}
         self._launches, self._attention = launches, attention
         self._float8: dict[tuple[torch.device, torch.dtype], Float8Support] = {}
         # What could not be timed: tried once in a process, and decided as on an H200.
@@ -192,7 +194,10 @@ class LowBit:
 
     def classes(self, layout: UNetLayout) -> Mapping[str, str]:
         """The class of every layer and self attention that can be in eight bits."""
-        return {**self.plan.classes(layout), **dict.fromkeys(self._attentions.names(layout), SELF_ATTENTION)}
+        if layout is not self._classes_of:
+            self._classes = {**self.plan.classes(layout), **dict.fromkeys(names(layout), SELF_ATTENTION)}
+            self._classes_of = layout
+        return self._classes
 
     def _attention_shapes(self, layout: UNetLayout, call: UNetCall) -> list[Shape]:
         return list(dict.fromkeys(self._attentions.shapes(*size_of(layout, call)).values()))

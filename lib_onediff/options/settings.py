@@ -98,7 +98,8 @@ class Settings:
     )
     low_bit_attention: bool = option(
         False, "Low-bit attention", "INT8 self attention where measured faster.",
-        group=SPEED, per_run=True, no_effect_when={**WITHOUT_KERNELS, "low_bit": ("off",)},
+        group=SPEED, per_run=True,
+        no_effect_when={**WITHOUT_KERNELS, "low_bit": ("off",), "attention_upcast": ("on",)},
     )
     own_presets: str = option(
         "", "Your presets", "For example: sketches: tf32 on; vae_precision fp16, careful: tf32 off",

@@ -48,27 +48,27 @@ class LowBitRoute:
         self._waits_for_compile = waits_for_compile
 
     def tune(self, managed: ManagedUNet, backend: str, call: UNetCall) -> bool:
-        """Measure which products in eight bits pay, where that is not known; whether it was so."""
+        """Measure which products and attentions in eight bits pay, where that is not known; whether it was so."""
         time_ms = partial(self._graphs.time_ms, call.latent.device, call.latent.dtype)
         return self._operators.tune_low_bit(backend, managed.bound.layout, call, time_ms)
 
     def fit(self, managed: ManagedUNet, backend: str, call: UNetCall, budget: float) -> str | None:
         """Have the weights in eight bits that a backend wants for this call: those that pay within a budget, or, where
-        they take the place of the host's, all. Returns why there are none, or None.
+        they take the place of the host's, all. Returns why there are none, or no attention that the backend has, or
+        None.
         """
         if managed.no_room_for_low_bit:
             return NO_ROOM
-        low_bit, alone = self._operators.low_bit, backend in OFFLOADING
-        other = managed.low_bit is not None and not managed.low_bit.kinds() <= set(KINDS_OF[backend])
-        if other or (alone and not managed.bound.offloaded):
-            # Those of another choice.
-            self._graphs.drop_low_bit(managed)
-        layout = managed.bound.layout
+        low_bit, alone, layout = self._operators.low_bit, backend in OFFLOADING, managed.bound.layout
         if backend in WITHOUT_ATTENTION:
             # Measured a moment ago, maybe.
             lack = low_bit.why_no_attention(layout, call)
             if lack is not None:
                 return lack
+        other = managed.low_bit is not None and not managed.low_bit.kinds() <= set(KINDS_OF[backend])
+        if other or (alone and not managed.bound.offloaded):
+            # Those of another choice.
+            self._graphs.drop_low_bit(managed)
         wanted, left_out = low_bit.wanted(backend, layout, call), frozenset[str]()
         try:
             if alone:

@@ -14,9 +14,8 @@ from ...model.layout import SelfAttention, TransformerBlock, UNetLayout
 from ..attention import FEW_KEYS, WIDEST_HEAD, choice_name
 from ..attention_tuning import Shape, relative_error
 from ..tuning_cache import TuningCache
-from .gains import WORTH_ROUNDING
+from .gains import WORTH_ROUNDING, TimeMs
 
-TimeMs = Callable[[Callable[[], object]], float]
 # As Attention.__call__.
 Attend = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 # Whether attentions of a shape (batch, heads, tokens, width) and dtype are in int8.
@@ -102,16 +101,6 @@ class AttentionPlan:
     def __init__(self) -> None:
         self._made_for: tuple[object, ...] = ()
         self._found: dict[str, Shape] = {}
-        self._names_of: UNetLayout | None = None
-        self._names: list[str] = []
-
-    def names(self, layout: UNetLayout) -> list[str]:
-        """Of every self attention."""
-        if layout is not self._names_of:
-            blocks = layout.layers(TransformerBlock)
-            self._names, self._names_of = [attention_name(block.self_attention) for block in blocks], layout
-        return self._names
-
     def shapes(self, layout: UNetLayout, height: int, width: int, batch: int) -> Mapping[str, Shape]:
         """By the names of those that may gain, the shape (batch, heads, tokens, width) of query, key and value. height,
         width: of the latent."""
@@ -125,6 +114,11 @@ class AttentionPlan:
             self._found = {name: shape for name, shape in found.items() if may_gain(shape)}
             self._made_for = made_for
         return self._found
+
+
+def names(layout: UNetLayout) -> list[str]:
+    """Of every self attention."""
+    return [attention_name(block.self_attention) for block in layout.layers(TransformerBlock)]
 
 
 def attention_name(attention: SelfAttention) -> str:
