@@ -21,7 +21,7 @@ from torch import Tensor
 from ..demo import SHIPPED
 from ..demo.train.captions import HeldOut
 from ..demo.train.scoring import said, verdicts
-from ..engines import LOW_BIT_BACKENDS, LOW_BIT_ONLY
+from ..engines import LOW_BIT_BACKENDS, LOW_BIT_ONLY, WITHOUT_ATTENTION
 from ..options.effects import why_no_effect
 from ..public import compile_pipe, uncompile_pipe
 from ..quality import compare
@@ -211,9 +211,12 @@ def note_of(choices: dict[str, Any], dtype: torch.dtype) -> str:
     wanted = LOW_BIT_BACKENDS.get(choices.get("low_bit", ""))
     if wanted is not None and "low_bit" not in without:
         found = runtime.status()["backend"]
+        attends = found in WITHOUT_ATTENTION
+        found = WITHOUT_ATTENTION.get(found, found)
         only = choices.get("low_bit_only", False)
         without += ["low_bit"] if found not in (wanted, LOW_BIT_ONLY[wanted]) else []
         without += ["low_bit_only"] if only and found != LOW_BIT_ONLY[wanted] else []
+        without += ["low_bit_attention"] if choices.get("low_bit_attention", False) and not attends else []
     idle = f"no effect here: {', '.join(without)}" if without else ""
     return "; ".join(part for part in (runtime.status()["route"] or "", idle) if part)
 

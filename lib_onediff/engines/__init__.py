@@ -14,8 +14,11 @@ FLOAT8, INT8, LOW_BIT = "native fp8", "native int8", "native low-bit"
 LOW_BIT_BACKENDS = {"fp8": FLOAT8, "int8": INT8, AUTO: LOW_BIT}
 # Those that have every weight that they can take in eight bits alone on the GPU, by those that have both.
 LOW_BIT_ONLY = {backend: f"{backend} only" for backend in LOW_BIT_BACKENDS.values()}
-OFFLOADING = tuple(LOW_BIT_ONLY.values())
-WITH_LOW_BIT = (FLOAT8, INT8, LOW_BIT, *OFFLOADING)
+# Those with self attention in INT8 as well where it gains, by those without.
+WITH_ATTENTION = {name: f"{name} + attention" for name in (*LOW_BIT_BACKENDS.values(), *LOW_BIT_ONLY.values())}
+WITHOUT_ATTENTION = {attending: name for name, attending in WITH_ATTENTION.items()}
+OFFLOADING = (*LOW_BIT_ONLY.values(), *(WITH_ATTENTION[only] for only in LOW_BIT_ONLY.values()))
+WITH_LOW_BIT = (*WITH_ATTENTION, *WITHOUT_ATTENTION)
 OUR_KERNELS = (*WITH_LOW_BIT, NATIVE)
 WITH_GRAPHS = (*OUR_KERNELS, INDUCTOR, CUDAGRAPH)
 # These take weights that a host casts or changes at each use. The others' operators hand on more than tensors, or were
@@ -76,6 +79,19 @@ def with_low_bit_only(found: Candidates, wanted: str, why_not: Callable[[str], s
     if lack is not None:
         return Candidates(found.backends, "; ".join(dict.fromkeys(filter(None, (lack, found.reason)))))
     return Candidates((backend, *found.backends), "")
+
+
+def with_low_bit_attention(found: Candidates, wanted: str, why_not: Callable[[], str | None]) -> Candidates:
+    """The steps of with_low_bit or with_low_bit_only with the first one's products and self attention in INT8 before
+    them, or also the reason why not. Where no product gains, attention may. why_not: what stands in its way."""
+    first = found.backends[0]
+    beside = LOW_BIT_BACKENDS[wanted] if first == NATIVE else first
+    if beside not in WITH_ATTENTION:
+        return found
+    lack = why_not()
+    if lack is not None:
+        return Candidates(found.backends, "; ".join(dict.fromkeys(filter(None, (found.reason, lack)))))
+    return Candidates((WITH_ATTENTION[beside], *found.backends), found.reason)
 
 
 def launched_candidates(

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,18 +12,23 @@ from ..model.layout import UNetLayout
 from ..model.low_bit import FP8, INT8, KINDS, Kind, Round, WantedKinds
 from ..model.operators import Operators
 from ..ops.attention import Attention
+from ..ops.attention_tuning import Shape, random_inputs
+from ..ops.quantized.attention_gains import AttentionChoice, AttentionPlan, names
 from ..ops.quantized.gains import Plan, Product, ProductChoice, TimeMs, suited, way_of
 from ..ops.quantized.scaled_mm import Float8Support, support
 from ..ops.quantized.support import why_no_int8
 from ..ops.triton.launch_config import Launches
 from ..ops.tuning_cache import TuningCache
-from . import FLOAT8, LOW_BIT, LOW_BIT_ONLY, OFFLOADING
+from . import FLOAT8, LOW_BIT, LOW_BIT_ONLY, OFFLOADING, WITH_ATTENTION, WITHOUT_ATTENTION
 from . import INT8 as INT8_BACKEND
 
 log = logging.getLogger("onediff")
 # The kinds of eight bits in which a backend has products.
 KINDS_OF: dict[str, tuple[Kind, ...]] = {FLOAT8: (FP8,), INT8_BACKEND: (INT8,), LOW_BIT: KINDS}
 KINDS_OF |= {only: KINDS_OF[backend] for backend, only in LOW_BIT_ONLY.items()}
+KINDS_OF |= {attending: KINDS_OF[backend] for backend, attending in WITH_ATTENTION.items()}
+# Beside the classes of layers (model.low_bit), what else can be in eight bits.
+SELF_ATTENTION = "self-attention"
 
 
 class LowBit:
@@ -32,10 +38,14 @@ class LowBit:
         self.tuning_cache = tuning_cache
         self.choice = ProductChoice(tuning_cache)
         self.plan = Plan(self.choice)
+        self.attention = AttentionChoice(tuning_cache, lambda: self.choice.everywhere)
+        self._attentions = AttentionPlan()
+        self._classes_of: UNetLayout | None = None
+        self._classes: Mapping[str, str] = {}
         self._launches, self._attention = launches, attention
         self._float8: dict[tuple[torch.device, torch.dtype], Float8Support] = {}
         # What could not be timed: tried once in a process, and decided as on an H200.
-        self._not_timed: set[tuple[Product, torch.dtype, Kind | None]] = set()
+        self._not_timed: set[tuple[Product | Shape, torch.dtype, Kind | None]] = set()
 
     def why_not(self, backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why a backend's products cannot be had on a device for a model of this dtype, in one sentence; None if they
@@ -67,11 +77,15 @@ class LowBit:
 
         return rounded_rows
 
-    def operators(self) -> Operators:
-        """Those of all these backends: the weights that are there in eight bits tell what is done in them."""
+    def operators(self, backend: str) -> Operators:
+        """Those of a backend. The weights that are there in eight bits tell what is done in them."""
+        from ..ops.quantized.int8_attention import Int8Attention
         from ..ops.quantized.operators import LowBitOperators
 
-        return LowBitOperators(self._launches, self._attention, self._float8_result, self.choice.best)
+        with_attention = backend in WITHOUT_ATTENTION
+        exact, attends = self._attention, self.attention.serves
+        attention = Int8Attention(exact, attends, self._launches) if with_attention else exact
+        return LowBitOperators(self._launches, attention, self._float8_result, self.choice.best)
 
     def wanted(self, backend: str, layout: UNetLayout, call: UNetCall) -> WantedKinds:
         """The kinds in which the weights of each layer are wanted for a call."""
@@ -85,14 +99,14 @@ class LowBit:
     ) -> tuple[UNetLayout, int, int, int, bool]:
         """What a Plan is asked with: the layout, the latent's height and width, the batch, and whether convolutions may
         be in eight bits. What takes the place of the host's weights is linear layers'."""
-        batch, _, height, width = call.latent.shape
         device = call.latent.device
         kinds = () if backend in OFFLOADING else self.kinds(backend, device, call.latent.dtype)
-        return layout, height, width, batch, FP8 in kinds and self._convolves(device)
+        return *size_of(layout, call), FP8 in kinds and self._convolves(device)
 
     # A test lets a CPU convolve.
     def _convolves(self, device: torch.device) -> bool:
         if device.type != "cuda":
+            # Triton may not be there.
             return False
         from ..ops.quantized import convolution
 
@@ -170,7 +184,77 @@ class LowBit:
         way = way_of(product, dtype, device, (kind,))
         self.choice.measure(product, dtype, kind, lambda: way(native), lambda: way(always), time_ms)
 
+    # --- attention ----------------------------------------------------------------------------------------------------
+
+    def why_no_attention(self, layout: UNetLayout, call: UNetCall) -> str | None:
+        """Why this call's self attention is not in INT8, in one sentence; None where it is, or may be."""
+        if call.upcast_attention:
+            return "attention is not in INT8 where it is computed in float32"
+        dtype, shapes = call.latent.dtype, self._attention_shapes(layout, call)
+        lack = why_no_int8(call.latent.device, dtype)
+        if lack is not None:
+            return lack
+        timed = [shape for shape in shapes if (shape, dtype, INT8) not in self._not_timed]
+        if shapes and not timed:
+            return "attention in INT8 could not be measured here (the log says why)"
+        return self.attention.why_none(timed, dtype)
+
+    def tune_attention(self, layout: UNetLayout, call: UNetCall, time_ms: TimeMs) -> bool:
+        """As tune, for this call's self attentions."""
+        dtype, device, measured = call.latent.dtype, call.latent.device, False
+        if self.choice.everywhere or call.upcast_attention:
+            return False
+        for shape in self._attention_shapes(layout, call):
+            if (shape, dtype, INT8) in self._not_timed or self.attention.gains(shape, dtype) is not None:
+                continue
+            measured = True
+            try:
+                self.measure_attention(shape, dtype, device, time_ms)
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except Exception:
+                # The call can be served all the same.
+                self._not_timed.add((shape, dtype, INT8))
+                log.warning("OneDiff: attention in INT8 at %s cannot be timed", shape, exc_info=True)
+        return measured
+
+    def measure_attention(
+        self, shape: Shape, dtype: torch.dtype, device: torch.device, time_ms: TimeMs
+    ) -> None:
+        """Measure what self attention of a shape (batch, heads, tokens, width) gains by INT8, against the fastest exact
+        one. Raises RuntimeError where it is wrong, and what Triton raises."""
+        from ..ops.quantized.int8_attention import Int8Attention
+        from ..ops.quantized.tuning import tune_int8_attention
+
+        exact, rounded = self._attention, Int8Attention(self._attention, lambda *given: True, self._launches)
+        exact.measure(shape, shape, dtype, device)
+        inputs = random_inputs(shape, shape, dtype, device)
+        tune_int8_attention(self._launches, inputs, time_ms)
+        expected = exact(*inputs, upcast=True)
+        self.attention.measure(shape, dtype, lambda: exact(*inputs), lambda: rounded(*inputs), expected, time_ms)
+
+    def attentions(self, layout: UNetLayout, call: UNetCall) -> WantedKinds:
+        """The self attentions that a call has in INT8, by names of their own, as layers."""
+        shapes, dtype = self._attentions.shapes(*size_of(layout, call)), call.latent.dtype
+        return {name: (INT8,) for name, shape in shapes.items() if self.attention.serves(shape, dtype)}
+
+    def classes(self, layout: UNetLayout) -> Mapping[str, str]:
+        """The class of every layer and self attention that can be in eight bits."""
+        if layout is not self._classes_of:
+            self._classes = {**self.plan.classes(layout), **dict.fromkeys(names(layout), SELF_ATTENTION)}
+            self._classes_of = layout
+        return self._classes
+
+    def _attention_shapes(self, layout: UNetLayout, call: UNetCall) -> list[Shape]:
+        return list(dict.fromkeys(self._attentions.shapes(*size_of(layout, call)).values()))
+
     def forget(self) -> None:
         """Trust no choice that was made before."""
         self.choice.forget()
+        self.attention.forget()
         self._not_timed.clear()
+
+
+def size_of(layout: UNetLayout, call: UNetCall) -> tuple[UNetLayout, int, int, int]:
+    batch, _, height, width = call.latent.shape
+    return layout, height, width, batch

@@ -21,8 +21,8 @@ from ..model.weights import Source
 from ..ops.precision import autocast_dtype
 from ..options.settings import Settings
 from ..shapes.key import ShapeKey, layout_fits
-from . import OFFLOADING
-from .low_bit import KINDS_OF
+from . import OFFLOADING, WITHOUT_ATTENTION
+from .low_bit import KINDS_OF, SELF_ATTENTION
 from .sensitivity import Choice
 
 
@@ -169,6 +169,12 @@ class ManagedUNet:
         if backend in KINDS_OF and self.low_bit is not None:
             return LowBitBinding(self.bound.binding, self.low_bit, KINDS_OF[backend], alone=backend in OFFLOADING)
         return self.bound.on_the_fly.source(self.bound.binding)
+
+    def computes_by(self, backend: str) -> str:
+        """The backend whose operators compute for this one: attention that errs too much stays exact."""
+        plain = WITHOUT_ATTENTION.get(backend)
+        exact = plain is not None and self.low_bit is not None and SELF_ATTENTION in self.low_bit.left_out
+        return plain if plain is not None and exact else backend
 
     @property
     def has_wide_norms(self) -> bool:

@@ -25,6 +25,7 @@ from ..ops.attention import Attention
 from ..ops.attention_tuning import attention_shapes, time_on_gpu
 from ..ops.availability import how_to_be_fast_here, why_no_triton
 from ..ops.quantized.gains import TimeMs
+from ..ops.quantized.support import why_no_int8
 from ..ops.triton.launch_config import Launches
 from ..ops.tuning_cache import TuningCache
 from ..options.settings import Settings
@@ -37,18 +38,19 @@ log = logging.getLogger("onediff")
 
 class Network(NamedTuple):
     """What decides which kernels are needed. users: descriptions of its layout. low_bit: the kinds of
-    products in eight bits."""
+    products in eight bits. attention: whether there is attention in int8."""
 
     architecture: str
     users: Sequence[Any]
     dtype: torch.dtype
     device: torch.device
     low_bit: tuple[Kind, ...] = ()
+    attention: bool = False
 
     @property
     def kind(self) -> Hashable:
         """Networks of the same kind need the same kernels."""
-        return self.architecture, self.dtype, self.device, self.low_bit
+        return self.architecture, self.dtype, self.device, self.low_bit, self.attention
 
 
 class OperatorSets:
@@ -102,7 +104,7 @@ class OperatorSets:
             from ..ops.triton.operators import TritonOperators
 
             return TritonOperators(self._launches, self.attention)
-        return self.low_bit.operators()
+        return self.low_bit.operators(backend)
 
     def prepare(self, network: Network, waits_for_compile: bool) -> bool:
         """Whether the native kernels that a network needs are compiled; if not, they soon will be, in a thread.
@@ -168,8 +170,10 @@ class OperatorSets:
                 return self.inductor.prepare_early(present, layout, dtype, device)
             # Compiling takes longer than a host may want to keep it.
             del present
-            low_bit = self.low_bit.kinds(backends.LOW_BIT_BACKENDS.get(settings.low_bit, ""), device, dtype)
-            self._compile(Network(layout.architecture, layout.kernel_users(), dtype, device, low_bit))
+            wanted = backends.LOW_BIT_BACKENDS.get(settings.low_bit, "")
+            attends = bool(wanted) and settings.low_bit_attention and why_no_int8(device, dtype) is None
+            users, low_bit = layout.kernel_users(), self.low_bit.kinds(wanted, device, dtype)
+            self._compile(Network(layout.architecture, users, dtype, device, low_bit, attends))
         return []
 
     def _compile(self, network: Network) -> None:
@@ -182,7 +186,9 @@ class OperatorSets:
             self.of(backends.NATIVE)
             from ..ops.compile_kernels import compile_kernels
 
-            compile_kernels(network.users, network.dtype, network.device, self._launches, network.low_bit)
+            compile_kernels(
+                network.users, network.dtype, network.device, self._launches, network.low_bit, network.attention
+            )
         except ImportError as error:
             # A half-removed Triton.
             self._failed[kind] = f"Triton cannot be imported ({error})"
@@ -205,8 +211,10 @@ class OperatorSets:
         return bool(unknown)
 
     def tune_low_bit(self, backend: str, layout: UNetLayout, call: UNetCall, time_ms: TimeMs) -> bool:
-        """See LowBit.tune."""
-        return self.low_bit.tune(backend, layout, call, self.of(backends.NATIVE), time_ms)
+        """See LowBit.tune and LowBit.tune_attention."""
+        measured = self.low_bit.tune(backend, layout, call, self.of(backends.NATIVE), time_ms)
+        attends = backend in backends.WITHOUT_ATTENTION
+        return attends and self.low_bit.tune_attention(layout, call, time_ms) or measured
 
     def measure_anew(self) -> None:
         """Trust no choice that was made before: those that are still there are read again, the others measured."""

@@ -14,7 +14,8 @@ from ..model.layout import CrossAttention, GroupNorm, LayerNorm
 from ..model.low_bit import FP8, INT8, Kind
 from ..model.operators import QuantizedImage, QuantizedTokens, Stream
 from ..model.weights import QuantizedWeight
-from .quantized import convolution, gated_product, int8_mm
+from .attention import WIDEST_HEAD
+from .quantized import convolution, gated_product, int8_attention, int8_mm
 from .quantized import kernels as low_bit_kernels
 from .triton import attention as triton_attention
 from .triton import group_norm as triton_group_norm
@@ -34,8 +35,10 @@ from .triton.launch_config import (
     MEASURED_ADDITION,
     SMALL,
     STATISTICS,
+    Kernel,
     Launches,
     attention_kernel,
+    int8_attention_kernel,
     row_class,
 )
 from .tuning_cache import TuningCache
@@ -48,12 +51,13 @@ FEWEST_CHANNELS = 16
 
 def compile_kernels(
     users: Iterable[Any], dtype: torch.dtype, device: torch.device, configs: Launches | None = None,
-    low_bit: Collection[Kind] = (),
+    low_bit: Collection[Kind] = (), attention: bool = False,
 ) -> None:
     """Launch every kernel that a network with these layers (model.layout) needs once, on a few numbers.
 
     configs: how they are launched, None for each one's first candidate. low_bit: also those of ops.quantized, for these
-    kinds. What was compiled before costs a millisecond. Raises what Triton raises.
+    kinds; attention: also its attention in int8. What was compiled before costs a millisecond. Raises what Triton
+    raises.
     """
     network, chosen = list(users), configs or Launches(TuningCache())
     first, *others = launches(network, dtype, device, chosen)
@@ -63,6 +67,8 @@ def compile_kernels(
         others += int8_products(dtype, device)
     if FP8 in low_bit and gated_product.serves(device):
         others += float8_products(dtype, device)
+    if attention:
+        others += int8_attentions(network, dtype, device)
     # Triton sets itself up in the first launch of all, and not for several threads at once.
     launch(first, device)
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "onediff-kernels") as pool:
@@ -119,8 +125,7 @@ def launches(
 
     def attend(head_width: int) -> object:
         config = configs.of(attention_kernel(head_width), str(head_width), dtype)
-        # Strides as they are in a network: Triton compiles another kernel for those that are no multiples of 16.
-        tokens = torch.zeros((1, SIDE, 3, 16, head_width), dtype=dtype, device=device).transpose(1, 3)
+        tokens = tokens_of_heads(head_width, dtype, device)
         query, key, value = (tokens[:, :, part] for part in range(3))
         return None if config == LIBRARY else triton_attention.attention(query, key, value, config)
 
@@ -182,8 +187,7 @@ def int8_products(dtype: torch.dtype, device: torch.device) -> list[Callable[[],
         weight = QuantizedWeight(values, torch.zeros((1, int8_mm.ALIGNED), device=device))
         int8_mm.product(tokens, weight, None, dtype, config)
 
-    first, *others = int8_mm.kernel_for(device).candidates
-    return [partial(work, first), *(partial(attempt, work, config) for config in others)]
+    return launches_of(work, int8_mm.kernel_for(device))
 
 
 def float8_products(dtype: torch.dtype, device: torch.device) -> list[Callable[[], object]]:
@@ -196,6 +200,8 @@ def float8_products(dtype: torch.dtype, device: torch.device) -> list[Callable[[
     one = torch.ones((1, 1), device=device)
 
     def gate(config: tuple[int, ...]) -> None:
+        if config == LIBRARY:
+            return
         tokens, weight = QuantizedTokens(values(SIDE, size), one, (SIDE,)), QuantizedWeight(values(2 * size, size), one)
         gated_product.product(tokens, weight, torch.zeros(2 * size, dtype=dtype, device=device), one, config)
 
@@ -207,12 +213,37 @@ def float8_products(dtype: torch.dtype, device: torch.device) -> list[Callable[[
         image = torch.zeros((1, size, SIDE, SIDE), dtype=dtype, device=device).to(memory_format=torch.channels_last)
         convolution.normed(image, None, torch.zeros((1, 2, size), device=device), one, size, True)
 
+    return [norm, *launches_of(gate, GATED_PRODUCT), *launches_of(convolve, CONVOLUTION)]
+
+
+def int8_attentions(users: list[Any], dtype: torch.dtype, device: torch.device) -> list[Callable[[], object]]:
+    """As int8_products, for the self attentions of a network: their heads are as wide as those of the cross attentions.
+    """
+
+    def work(head_width: int, config: tuple[int, ...]) -> object:
+        tokens = tokens_of_heads(head_width, dtype, device)
+        query, key, value = (tokens[:, :, part] for part in range(3))
+        return int8_attention.attention(query, key, value, config)
+
+    widths = sorted({user.head_width for user in users if isinstance(user, CrossAttention)})
     return [
-        norm, *(partial(attempt, gate, config) for config in GATED_PRODUCT.candidates if config != LIBRARY),
-        *(partial(attempt, convolve, config) for config in CONVOLUTION.candidates),
+        launched for width in widths if width <= WIDEST_HEAD
+        for launched in launches_of(partial(work, width), int8_attention_kernel(width))
     ]
 
 
-def attempt(work: Callable[[tuple[int, ...]], None], config: tuple[int, ...]) -> None:
-    with contextlib.suppress(Exception):
-        work(config)
+def tokens_of_heads(head_width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """(batch, heads, 3 of query, key and value, tokens, width), with strides as they are in a network: Triton compiles
+    another kernel for those that are no multiples of 16."""
+    return torch.zeros((1, SIDE, 3, 16, head_width), dtype=dtype, device=device).transpose(1, 3)
+
+
+def launches_of(work: Callable[[tuple[int, ...]], object], kernel: Kernel) -> list[Callable[[], object]]:
+    """One launch for each of a kernel's candidates; all but the first may fail."""
+
+    def attempt(config: tuple[int, ...]) -> None:
+        with contextlib.suppress(Exception):
+            work(config)
+
+    first, *others = kernel.candidates
+    return [partial(work, first), *(partial(attempt, config) for config in others)]

@@ -175,6 +175,10 @@ def of_low_bit_only(value: bool, machine: Machine, dtype: torch.dtype | None) ->
     return of_low_bit("auto", machine, dtype) if value else None
 
 
+def of_low_bit_attention(value: bool, machine: Machine, dtype: torch.dtype | None) -> str | None:
+    return of_low_bit("int8", machine, dtype) if value else None
+
+
 def of_second_gpu(value: str, machine: Machine, dtype: torch.dtype | None) -> str | None:
     if value == "off":
         return None
@@ -189,6 +193,7 @@ CHECKS: Mapping[str, Callable[[Any, Machine, torch.dtype | None], str | None]] =
     "matmul_accumulation": of_matmul, "convolution_accumulation": of_convolution,
     "reduced_precision_reduction": of_reduction, "tf32": of_tf32, "attention_upcast": of_upcast,
     "vae_precision": of_vae, "low_bit": of_low_bit, "low_bit_only": of_low_bit_only,
+    "low_bit_attention": of_low_bit_attention,
     "second_gpu": of_second_gpu,
 }
 

@@ -96,6 +96,11 @@ class Settings:
         group=SPEED, per_run=True, bounds=(0.0, MOST_LOW_BIT_ERROR), step=0.005,
         no_effect_when={"low_bit": ("off",), "low_bit_only": (True,)},
     )
+    low_bit_attention: bool = option(
+        False, "Low-bit attention", "INT8 self attention where measured faster.",
+        group=SPEED, per_run=True,
+        no_effect_when={**WITHOUT_KERNELS, "low_bit": ("off",), "attention_upcast": ("on",)},
+    )
     own_presets: str = option(
         "", "Your presets", "For example: sketches: tf32 on; vae_precision fp16, careful: tf32 off",
         group=ADVANCED, check=check_own_presets,
@@ -114,7 +119,7 @@ class Settings:
         group=PREWARM, check=parse_sizes,
     )
     prewarm_most_used: int = option(
-        0, "Pre-warm the most used sizes", "How many of the most used sizes to make ready after a checkpoint loads.",
+        0, "Pre-warm the most used sizes", "How many to make ready after a checkpoint loads.",
         group=PREWARM, bounds=(0, MOST_SIZES),
     )
     idle_prewarm: bool = option(

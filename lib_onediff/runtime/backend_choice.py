@@ -53,12 +53,14 @@ class BackendChoice:
             return candidates
         beside = backends.LOW_BIT_BACKENDS[wanted]
         found = backends.with_low_bit(candidates, wanted, lambda: self._why_no_low_bit(managed, beside, call))
-        if not settings.low_bit_only:
+        if settings.low_bit_only:
+            found = backends.with_low_bit_only(
+                found, wanted,
+                lambda backend: why_not_offloaded(managed, settings) or self._why_no_low_bit(managed, backend, call),
+            )
+        if not settings.low_bit_attention:
             return found
-        return backends.with_low_bit_only(
-            found, wanted,
-            lambda backend: why_not_offloaded(managed, settings) or self._why_no_low_bit(managed, backend, call),
-        )
+        return backends.with_low_bit_attention(found, wanted, lambda: self._why_no_attention(managed, call))
 
     def _candidates(self, settings: Settings, call: UNetCall, waits_for_compile: bool) -> backends.Candidates:
         device, operators = call.latent.device, self._operators
@@ -93,6 +95,12 @@ class BackendChoice:
             return NO_ROOM
         lack = self._operators.low_bit.why_not(backend, call.latent.device, call.latent.dtype)
         return lack or self._operators.low_bit.why_none_here(backend, managed.bound.layout, call)
+
+
+    def _why_no_attention(self, managed: ManagedUNet, call: UNetCall) -> str | None:
+        if managed.no_room_for_low_bit:
+            return NO_ROOM
+        return self._operators.low_bit.why_no_attention(managed.bound.layout, call)
 
 
 def why_not_offloaded(managed: ManagedUNet, settings: Settings) -> str:

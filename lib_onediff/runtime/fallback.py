@@ -184,7 +184,7 @@ class FallbackChain:
         if backend not in backends.OUR_KERNELS:
             return None
         kinds = self._operators.low_bit.kinds(backend, call.latent.device, call.latent.dtype)
-        network = network_of(managed, call, kinds)
+        network = network_of(managed, call, kinds, backend in backends.WITHOUT_ATTENTION)
         if not self._operators.prepare(network, self._waits_for_compile()):
             return COMPILING
         if self._waits_for_compile():
@@ -279,7 +279,8 @@ class FallbackChain:
 
     def _plainly(self, managed: ManagedUNet, entry: Entry, call: UNetCall, conditioning: Conditioning | None) -> Tensor:
         backend = entry.key.backend
-        binding, ops = managed.binding_for(backend), self._operators.of(backend, managed.has_wide_norms)
+        ops = self._operators.of(managed.computes_by(backend), managed.has_wide_norms)
+        binding = managed.binding_for(backend)
         return compute(binding.layout, binding.weights(), ops, call, conditioning)
 
 
@@ -295,7 +296,8 @@ def attempts(candidates: backends.Candidates, call: UNetCall, plan: StepPlan | N
             yield backend, one
 
 
-def network_of(managed: ManagedUNet, call: UNetCall, low_bit: tuple[Kind, ...] = ()) -> Network:
-    return Network(
-        managed.bound.architecture, managed.bound.kernel_users, call.latent.dtype, call.latent.device, low_bit
-    )
+def network_of(
+    managed: ManagedUNet, call: UNetCall, low_bit: tuple[Kind, ...] = (), attention: bool = False
+) -> Network:
+    bound, latent = managed.bound, call.latent
+    return Network(bound.architecture, bound.kernel_users, latent.dtype, latent.device, low_bit, attention)

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..engines import OFFLOADING
+from ..engines import OFFLOADING, WITHOUT_ATTENTION
 from ..engines.graphs.cache import GraphCache
 from ..engines.low_bit import KINDS_OF
 from ..engines.managed_unet import ManagedUNet
@@ -48,22 +48,28 @@ class LowBitRoute:
         self._waits_for_compile = waits_for_compile
 
     def tune(self, managed: ManagedUNet, backend: str, call: UNetCall) -> bool:
-        """Measure which products in eight bits pay, where that is not known; whether it was so."""
+        """Measure which products and attentions in eight bits pay, where that is not known; whether it was so."""
         time_ms = partial(self._graphs.time_ms, call.latent.device, call.latent.dtype)
         return self._operators.tune_low_bit(backend, managed.bound.layout, call, time_ms)
 
     def fit(self, managed: ManagedUNet, backend: str, call: UNetCall, budget: float) -> str | None:
         """Have the weights in eight bits that a backend wants for this call: those that pay within a budget, or, where
-        they take the place of the host's, all. Returns why there are none, or None.
+        they take the place of the host's, all. Returns why there are none, or no attention that the backend has, or
+        None.
         """
         if managed.no_room_for_low_bit:
             return NO_ROOM
-        low_bit, alone = self._operators.low_bit, backend in OFFLOADING
+        low_bit, alone, layout = self._operators.low_bit, backend in OFFLOADING, managed.bound.layout
+        if backend in WITHOUT_ATTENTION:
+            # Measured a moment ago, maybe.
+            lack = low_bit.why_no_attention(layout, call)
+            if lack is not None:
+                return lack
         other = managed.low_bit is not None and not managed.low_bit.kinds() <= set(KINDS_OF[backend])
         if other or (alone and not managed.bound.offloaded):
             # Those of another choice.
             self._graphs.drop_low_bit(managed)
-        wanted, left_out = low_bit.wanted(backend, managed.bound.layout, call), frozenset[str]()
+        wanted, left_out = low_bit.wanted(backend, layout, call), frozenset[str]()
         try:
             if alone:
                 managed.low_bit_choice = None
@@ -71,6 +77,8 @@ class LowBitRoute:
                     # What torch keeps unused is what was gained.
                     self._graphs.card.empty_cache()
                 return None
+            if backend in WITHOUT_ATTENTION:
+                wanted = {**wanted, **low_bit.attentions(layout, call)}
             if budget >= MOST_LOW_BIT_ERROR or low_bit.choice.everywhere:
                 managed.low_bit_choice = None
             else:
@@ -97,7 +105,7 @@ class LowBitRoute:
     ) -> Question:
         low_bit, dtype = self._operators.low_bit, str(call.latent.dtype).removeprefix("torch.")
         findings = Findings(low_bit.tuning_cache, managed.bound.checkpoint(), backend, dtype)
-        return Question(findings, wanted, low_bit.plan.classes(managed.bound.layout), budget)
+        return Question(findings, wanted, low_bit.classes(managed.bound.layout), budget)
 
     def _left_out(
         self, managed: ManagedUNet, backend: str, call: UNetCall, question: Question
@@ -151,21 +159,26 @@ class LowBitRoute:
         return True
 
     def _have(self, managed: ManagedUNet, wanted: WantedKinds, left_out: frozenset[str]) -> bool:
-        """Have the wanted layers in eight bits that are not of these classes; whether any is left. Raises
-        torch.cuda.OutOfMemoryError."""
+        """Have the wanted layers in eight bits that are not of these classes; whether any is left, or an attention.
+        Raises torch.cuda.OutOfMemoryError."""
         if managed.low_bit is not None and managed.low_bit.left_out != left_out:
             # Graphs have another choice in them.
             self._graphs.drop_low_bit(managed)
-        classes = self._operators.low_bit.plan.classes(managed.bound.layout)
+        low_bit, layout = self._operators.low_bit, managed.bound.layout
+        classes, layers = low_bit.classes(layout), low_bit.plan.classes(layout)
         left = {layer: kinds for layer, kinds in wanted.items() if classes[layer] not in left_out}
         if wanted and not left:
             return False
-        managed.fit_low_bit(self._operators.low_bit.quantizer(), left, left_out)
+        # An attention has no weights.
+        weights = {layer: kinds for layer, kinds in left.items() if layer in layers}
+        managed.fit_low_bit(low_bit.quantizer(), weights, left_out)
         return True
 
     def _output(self, managed: ManagedUNet, backend: str, call: UNetCall, layers: Collection[str]) -> Tensor:
         """The whole UNet's, with these layers alone in eight bits."""
         assert managed.low_bit is not None
+        if set(layers) <= self._operators.low_bit.plan.classes(managed.bound.layout).keys():
+            backend = WITHOUT_ATTENTION.get(backend, backend)
         binding = LowBitBinding(managed.bound.binding, managed.low_bit, KINDS_OF[backend], layers)
         whole = replace(call, deepcache=None)
         return compute(binding.layout, binding.weights(), self._operators.of(backend), whole, None)

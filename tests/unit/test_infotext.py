@@ -136,6 +136,8 @@ def test_a_run_has_exactly_the_settings_of_the_infotext_that_was_pasted(standing
     ("on; fp8 on", Settings(), [True, AS_IN_SETTINGS, "low_bit fp8"]),
     ("on; fp8 off", Settings(low_bit="int8"), [True, QUALITY, ""]),
     ("on; low_bit int8", Settings(), [True, AS_IN_SETTINGS, "low_bit int8"]),
+    ("on; low_bit int8; low_bit_attention on", Settings(),
+     [True, AS_IN_SETTINGS, "low_bit int8; low_bit_attention on"]),
     ("on; fp8 perhaps; deepcache_interval 99", Settings(), [True, QUALITY, ""]),
 ])
 def test_what_pasting_shows(text: str, standing: Settings, arguments: list[Any]) -> None:

@@ -171,7 +171,8 @@ class GraphCache(GraphRecords):
         self._graphs.rehearse(*computed_by, one.inputs, one.conditioning)
 
     def _computed_by(self, managed: ManagedUNet, backend: str) -> tuple[Source, Operators]:
-        return managed.binding_for(backend), self._operators_of(backend, managed.has_wide_norms)
+        operators = self._operators_of(managed.computes_by(backend), managed.has_wide_norms)
+        return managed.binding_for(backend), operators
 
     # --- to throw away --------------------------------------------------------------------------------------------
 

@@ -116,7 +116,8 @@ def convolution(
 
 def serves(device: torch.device) -> bool:
     """Whether it was measured on such a GPU to be worth trying."""
-    return TensorDescriptor is not None and torch.cuda.get_device_capability(device) == HOPPER
+    is_there = TensorDescriptor is not None and device.type == "cuda"
+    return is_there and torch.cuda.get_device_capability(device) == HOPPER
 
 
 def shape_class(batch: int, height: int, width: int, channels: int, out_channels: int) -> str:

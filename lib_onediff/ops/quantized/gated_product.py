@@ -77,4 +77,5 @@ def product(
 
 def serves(device: torch.device) -> bool:
     """Whether it was measured on such a GPU to be worth trying: where the GPU copies tiles by itself."""
-    return TensorDescriptor is not None and torch.cuda.get_device_capability(device) == HOPPER
+    is_there = TensorDescriptor is not None and device.type == "cuda"
+    return is_there and torch.cuda.get_device_capability(device) == HOPPER

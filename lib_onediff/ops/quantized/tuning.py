@@ -1,16 +1,24 @@
-"""Measure how our products in eight bits are best cut on this GPU."""
+"""Measure how our products and attentions in eight bits are best cut on this GPU."""
 from __future__ import annotations
 
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from ...model.low_bit import FP8, INT8, KERNEL, gated_scale
 from ...model.operators import QuantizedImage, QuantizedTokens, Stream
 from ...model.weights import Affine, QuantizedWeight
-from ..triton.launch_config import CONVOLUTION, GATED_PRODUCT, LIBRARY, LaunchConfig, Launches
+from ..triton.launch_config import (
+    CONVOLUTION,
+    GATED_PRODUCT,
+    LIBRARY,
+    LaunchConfig,
+    Launches,
+    int8_attention_kernel,
+)
 from ..triton.tuning import TimeMs, Trial, best_cut
-from . import convolution, gated_product, int8_mm, kernels, scaled_mm
+from . import attention_gains, convolution, gated_product, int8_attention, int8_mm, kernels, scaled_mm
 from .gains import Product
 
 
@@ -68,10 +76,19 @@ def tune_convolution(
         launches.choose(CONVOLUTION, shape_class, dtype, best_cut(Trial(CONVOLUTION, shape_class, run), time_ms))
 
 
+def tune_int8_attention(launches: Launches, inputs: tuple[Tensor, Tensor, Tensor], time_ms: TimeMs) -> None:
+    """As tune_int8, for attention in int8, with what it makes of this query, key and value first."""
+    shape, dtype = inputs[0].shape, inputs[0].dtype
+    kernel, shape_class = int8_attention_kernel(shape[3]), attention_gains.shape_class(shape)
+    if launches.chosen(kernel, shape_class, dtype) is None:
+        run = partial(int8_attention.attention, *inputs)
+        launches.choose(kernel, shape_class, dtype, best_cut(Trial(kernel, shape_class, run), time_ms))
+
+
 def factors(product: Product, device: torch.device) -> tuple[QuantizedTokens, QuantizedWeight]:
     """Random ones: a GPU multiplies zeros faster than others."""
 
-    def random(rows: int) -> torch.Tensor:
+    def random(rows: int) -> Tensor:
         return torch.randint(-127, 128, (rows, product.width), device=device, dtype=INT8.dtype)
 
     tokens = QuantizedTokens(random(product.rows), torch.ones((product.rows, 1), device=device), (product.rows,))
