@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -91,23 +92,18 @@ class LowBit:
         """The kinds in which the weights of each layer are wanted for a call."""
         dtype = call.latent.dtype
         kinds = self.kinds(backend, call.latent.device, dtype)
-        size = self._size(backend, layout, call)
-        return self.plan.wanted(*size, dtype, kinds, every=backend in OFFLOADING)
+        every, convolutions = backend in OFFLOADING, self._convolves(backend, call)
+        return self.plan.wanted(*size_of(layout, call), dtype, kinds, every, convolutions)
 
-    def _size(
-        self, backend: str, layout: UNetLayout, call: UNetCall
-    ) -> tuple[UNetLayout, int, int, int, bool]:
-        """What a Plan is asked with: the layout, the latent's height and width, the batch, and whether convolutions may
-        be in eight bits. What takes the place of the host's weights is linear layers'."""
+    def _counted(self, backend: str, layout: UNetLayout, call: UNetCall) -> Counter[Product]:
+        return self.plan.counted(*size_of(layout, call), self._convolves(backend, call))
+
+    def _convolves(self, backend: str, call: UNetCall) -> bool:
+        """Whether convolutions may be in eight bits. What takes the place of the host's weights is linear layers'."""
         device = call.latent.device
-        kinds = () if backend in OFFLOADING else self.kinds(backend, device, call.latent.dtype)
-        return *size_of(layout, call), FP8 in kinds and self._convolves(device)
-
-    # A test lets a CPU convolve.
-    def _convolves(self, device: torch.device) -> bool:
-        if device.type != "cuda":
-            # Triton may not be there.
+        if device.type != "cuda" or backend in OFFLOADING or FP8 not in self.kinds(backend, device, call.latent.dtype):
             return False
+        # Without Triton, this cannot be imported.
         from ..ops.quantized import convolution
 
         return convolution.serves(device)
@@ -116,7 +112,7 @@ class LowBit:
         """Why this call gains nothing by a backend's products, in one sentence; None where it does, or may."""
         dtype = call.latent.dtype
         kinds = self.kinds(backend, call.latent.device, dtype)
-        wanted = self.plan.counted(*self._size(backend, layout, call))
+        wanted = self._counted(backend, layout, call)
         # Where the GPU holds no other weights, it is memory that is gained.
         return None if wanted and backend in OFFLOADING else self.choice.why_none(wanted, dtype, kinds)
 
@@ -130,7 +126,7 @@ class LowBit:
         if self.choice.everywhere:
             return False
         for kind in self.kinds(backend, device, dtype):
-            for one in self.plan.counted(*self._size(backend, layout, call)):
+            for one in self._counted(backend, layout, call):
                 if kind not in suited(one, [kind]) or (one, dtype, kind) in self._not_timed:
                     continue
                 if self.choice.gains(one, dtype, kind) is not None:
@@ -145,15 +141,15 @@ class LowBit:
                     self._not_timed.add((one, dtype, kind))
                     log.warning("OneDiff: %s in %s cannot be timed", one, kind.name, exc_info=True)
         if FP8 in self.kinds(backend, device, dtype):
-            measured |= self._tune_gated(backend, layout, call, time_ms)
+            measured |= self._tune_gated(layout, call, time_ms)
         return measured
 
-    def _tune_gated(self, backend: str, layout: UNetLayout, call: UNetCall, time_ms: TimeMs) -> bool:
+    def _tune_gated(self, layout: UNetLayout, call: UNetCall, time_ms: TimeMs) -> bool:
         """As tune, for the feed-forward's first products in float8: how they are done with their GEGLU."""
         from ..ops.quantized.tuning import gated_is_known, tune_gated
 
         dtype, device, measured = call.latent.dtype, call.latent.device, False
-        for one in self.plan.gated(*self._size(backend, layout, call)):
+        for one in self.plan.gated(*size_of(layout, call)):
             if (one, dtype, None) in self._not_timed or gated_is_known(self._launches, one, dtype, device):
                 continue
             if self.choice.best(one, dtype, [FP8.dtype]) is None:

@@ -159,6 +159,16 @@ class ManagedUNet:
             bound.note_offloaded()
         return bool(missing)
 
+    def low_bit_is_decided(self, backend: str) -> bool:
+        """Whether later calls of a shape have the same layers in eight bits. What is offloaded comes back at any time.
+        """
+        choice = self.low_bit_choice
+        return backend not in OFFLOADING and (choice is None or not choice.awaits)
+
+    def low_bit_stands(self) -> bool:
+        """Whether the weights in eight bits are still those that were rounded; a tenth of a millisecond."""
+        return self.low_bit is not None and self.low_bit.is_fitted_to(self.bound.weights_in_sampling())
+
     def _low_bit(self, round_rows: Round, left_out: frozenset[str] = frozenset()) -> LowBitWeights:
         if self.low_bit is None or self.low_bit.layout is not self.bound.layout:
             self.low_bit = LowBitWeights(self.bound.layout, round_rows, left_out)

@@ -158,8 +158,8 @@ class LowBitWeights:
             affine = now.pop(name)
             weight, bias = affine.weight.to(device), affine.bias
             del affine
+            rows = as_rows(weight)
             for kind in kinds:
-                rows = as_rows(weight)
                 if (name, kind) not in self._kept:
                     self._kept[name, kind] = empty_like(rows, kind)
                 self._round(rows, *self._kept[name, kind])
@@ -169,9 +169,13 @@ class LowBitWeights:
                 norm = now[self._norms[name]]
                 scale = gated_scale(weight, bias, norm) if weight.dim() == 2 else normed_scale(norm)
                 self._scales[name].copy_(scale)
-            del weight
+            del weight, rows
             rounded(name)
         self._fitted_to = state()
+
+    def is_fitted_to(self, state: object) -> bool:
+        """Whether everything was rounded from weights in this state."""
+        return self._fitted_to == state
 
     def beside(
         self, weights: Weights, kinds: Collection[Kind], names: Collection[str] | None = None, alone: bool = False

@@ -304,11 +304,12 @@ class Accelerator(Services):
         self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: UNetCall, result: CallResult
     ) -> None:
         """Let later calls of this sampling go by replay, unless something is decided anew at each of them: the step of
-        DeepCache, rounded weights, OneFlow's compiling, the choice of a backend."""
+        DeepCache, which layers are in eight bits, OneFlow's compiling, the choice of a backend."""
         backend, device = result.entry.key.backend, call.latent.device
-        decides = backend in (*WITH_LOW_BIT, ONEFLOW) or result.plan is not None or settings.deepcache_interval > 1
+        decides = backend == ONEFLOW or result.plan is not None or settings.deepcache_interval > 1
         looks_again = decides or (
-            settings.low_bit != "off" or settings.backend == AUTO and self.operators.auto.is_choosing(backend, device)
+            settings.low_bit != "off" and not (backend in WITH_LOW_BIT and managed.low_bit_is_decided(backend))
+            or settings.backend == AUTO and self.operators.auto.is_choosing(backend, device)
         )
         if result.route != GRAPH or looks_again or self.waits_for_compile or call.patches is not None:
             return

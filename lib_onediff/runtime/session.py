@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..engines import WITH_LOW_BIT
 from ..engines.managed_unet import ManagedUNet
 from ..model.call import UNetCall
 from ..ops.precision import autocast_dtype, is_autocast_on
@@ -33,7 +34,7 @@ class Session:
     It ends with other settings, as those of a generation inside this one, with another autocast mode, and with another
     sampling, prompt or LoRA, or weights that have moved (BoundUNet.goes_on, looks). A call of another shape, or with
     other ControlNet residuals, has another signature. A runner that was purged is not found. Calls that decide anew at
-    each step (DeepCache, Low-bit, OneFlow) are never noted.
+    each step (DeepCache, Low-bit while it is measured, OneFlow) are never noted.
     """
 
     def __init__(self, managed: ManagedUNet, settings: Settings, device: torch.device) -> None:
@@ -70,6 +71,8 @@ class Session:
         if made.generation != bound.generation or (reads_prompt and known.prompts != bound.prompts.changes):
             return None
         if not bound.goes_on(call, managed.by_content, reads_prompt):
+            return None
+        if known.key.backend in WITH_LOW_BIT and not managed.low_bit_stands():
             return None
         output = known.entry.timed(self._device, partial(made.runner.run, call), GRAPH)
         return CallResult(output, known.entry, GRAPH, known.reason, None, call, None)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, relative_error, served
+from builders import SMALL_XL, a_call, diffusers_arguments, diffusers_output, diffusers_unet, relative_error, served
 from ladder_builders import Weather, entry_of, now, reason
 from torch import Tensor
 
@@ -17,12 +17,14 @@ from low_bit_builders import compiled, half_call, half_unet, use_low_bit
 
 from lib_onediff.engines import CUDAGRAPH, FLOAT8, INT8, LOW_BIT, LOW_BIT_BACKENDS, NATIVE, Candidates, with_low_bit
 from lib_onediff.model import low_bit
+from lib_onediff.model.call import UNetCall
 from lib_onediff.model.low_bit import FP8, GATED
 from lib_onediff.model.low_bit import INT8 as INT8_KIND
 from lib_onediff.ops.quantized import int8_mm, kernels, scaled_mm
 from lib_onediff.ops.quantized import support as int8_support
 from lib_onediff.ops.quantized.gains import products
 from lib_onediff.options.settings import MOST_LOW_BIT_ERROR, Settings
+from lib_onediff.runtime.fallback import FallbackChain
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import State
 
@@ -224,3 +226,30 @@ def test_where_only_bfloat16_comes_out_the_output_is_still_the_models(
     call = half_call(unet)
     assert relative_error(served(unet, call), diffusers_output(unet, call)) < 0.12
     assert now()[0] == FLOAT8, reason()
+
+
+def test_later_calls_replay_until_a_weight_changes(on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
+    found_out: list[UNetCall] = []
+    begin = FallbackChain.begin
+    monkeypatch.setattr(
+        FallbackChain, "begin", lambda self, *given: (found_out.append(given[-1]), begin(self, *given))[1]
+    )
+    unet = compiled(half_unet(), "fp8")
+    # A host hands over the same prompt in every call of a sampling.
+    arguments = diffusers_arguments(half_call(unet))
+
+    @torch.no_grad()
+    def answer() -> Tensor:
+        return unet(**arguments).sample
+
+    for _ in range(3):
+        before = answer()
+    count = len(found_out)
+    assert torch.equal(answer(), before) and now() == (FLOAT8, "graph")
+    assert len(found_out) == count, "nothing was looked at"
+    with torch.no_grad():
+        unet.get_submodule("mid_block.attentions.0.transformer_blocks.0.ff.net.2").weight.mul_(3)
+    assert relative_error(answer(), before) > 1e-3
+    assert len(found_out) == count + 1
+    answer()
+    assert len(found_out) == count + 1

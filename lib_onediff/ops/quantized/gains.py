@@ -66,11 +66,11 @@ class Product(NamedTuple):
 
 
 def products(
-    layout: UNetLayout, height: int, width: int, batch: int, convolutions: bool = False,
-    fewest_weights: int | None = None,
+    layout: UNetLayout, height: int, width: int, batch: int, fewest_weights: int | None = None,
+    convolutions: bool = False,
 ) -> Iterator[tuple[str, Product]]:
     """The name of every layer that may be done in eight bits, and its product in a call. height, width: of the latent.
-    convolutions: whether they may. fewest_weights: see low_bit_layers.
+    fewest_weights: see low_bit_layers. convolutions: whether they may.
     """
     for one, size in sized_layers(layout, height, width):
         rows = batch * size[0] * size[1]
@@ -210,27 +210,27 @@ class Plan:
         return self._classes
 
     def products(
-        self, layout: UNetLayout, height: int, width: int, batch: int, convolutions: bool
+        self, layout: UNetLayout, height: int, width: int, batch: int, convolutions: bool = False
     ) -> Mapping[str, Product]:
         """See products."""
-        made_for = layout, height, width, batch, convolutions, 0 if self._choice.everywhere else None
+        made_for = layout, height, width, batch, 0 if self._choice.everywhere else None, convolutions
         if made_for != self._made_for:
             self._products, self._made_for = dict(products(*made_for)), made_for
         return self._products
 
     def counted(
-        self, layout: UNetLayout, height: int, width: int, batch: int, convolutions: bool
+        self, layout: UNetLayout, height: int, width: int, batch: int, convolutions: bool = False
     ) -> Counter[Product]:
         return Counter(self.products(layout, height, width, batch, convolutions).values())
 
-    def gated(self, layout: UNetLayout, height: int, width: int, batch: int, convolutions: bool) -> set[Product]:
+    def gated(self, layout: UNetLayout, height: int, width: int, batch: int) -> set[Product]:
         """Those of the feed-forward's first layers."""
-        classes, products = self.classes(layout), self.products(layout, height, width, batch, convolutions)
+        classes, products = self.classes(layout), self.products(layout, height, width, batch)
         return {product for name, product in products.items() if classes[name] == FEED_FORWARD_IN}
 
     def wanted(
-        self, layout: UNetLayout, height: int, width: int, batch: int, convolutions: bool, dtype: torch.dtype,
-        kinds: Sequence[Kind], every: bool = False,
+        self, layout: UNetLayout, height: int, width: int, batch: int, dtype: torch.dtype, kinds: Sequence[Kind],
+        every: bool = False, convolutions: bool = False,
     ) -> WantedKinds:
         """The kind in which each layer's weight is wanted; layers that are better off as they are have none. every: no
         layer is, nor are the keys and values of the cross attention, which are multiplied in the model's type."""
