@@ -15,12 +15,13 @@ from ..engines import FLOAT8, LOW_BIT_BACKENDS, NATIVE
 from ..engines import INT8 as INT8_BACKEND
 from ..engines.graphs.capture import CudaGraphs
 from ..engines.operator_sets import OperatorSets
-from ..model.low_bit import FP8, INT8, NORMED, Kind
+from ..model.low_bit import FP8, INT8, KERNEL, NORMED, PADDING, Kind
 from ..model.operators import Stream
 from ..model.read import read_layout
 from ..model.weights import Affine
-from ..ops.quantized.gains import EPS, Product, products
-from ..ops.triton.launch_config import Launches
+from ..ops.quantized.gains import Product, products
+from ..ops.quantized.ways import EPS
+from ..ops.triton.launch_config import CONVOLUTION, Launches
 from ..ops.tuning_cache import TuningCache
 from . import models
 from .measure import Plan, Row, measure
@@ -77,9 +78,12 @@ class ProductTable:
         """Those of one model's step, in the order of their first use."""
         layout = read_layout(models.random_unet(model, torch.device("meta")))
         width, height = (pixels // PIXELS_OF_LATENT for pixels in SHAPES[model])
-        counted = Counter(product for _, product in products(layout, height, width, BATCH))
-        for product, count in counted.items():
-            yield self._row(model, product, count)
+        from ..ops.quantized import convolution
+
+        convolves = self.lacks[FP8] is None and convolution.serves(self._device)
+        every = (product for _, product in products(layout, height, width, BATCH, convolutions=convolves))
+        for product, count in Counter(every).items():
+            yield self._row(model, product, count) if product.size is None else self._convolution(model, product, count)
 
     def _row(self, model: str, product: Product, count: int) -> ProductRow:
         from ..ops.quantized import int8_mm
@@ -107,6 +111,27 @@ class ProductTable:
         placed = {kind: None if both is None else both[1] for kind, both in in_place.items()}
         return ProductRow(model, product, count, (library, fp8, int8), (plain, placed[FP8], placed[INT8]), cut)
 
+    def _convolution(self, model: str, product: Product, count: int) -> ProductRow:
+        """A convolution and the group norm before it; there is none in int8."""
+        from ..ops.quantized import convolution, kernels
+        from ..ops.quantized.tuning import image_of
+
+        assert product.size is not None
+        placed = self._in_place(product, FP8)
+        image = image_of(product, self._device)
+        weight = torch.randn((product.out, product.width), device=self._device, dtype=self._dtype)
+        rounded, channels = kernels.rounded_weight(weight, FP8), image.values.shape[3]
+        shape_class = convolution.shape_class(image, product.out)
+        config = self._launches.of(CONVOLUTION, shape_class, self._dtype)
+        fp8 = self._microseconds(lambda: convolution.convolution(image, rounded, self._dtype, config))
+        exact, matrix = image.values.to(self._dtype).permute(0, 3, 1, 2), weight.view(-1, KERNEL, KERNEL, channels)
+        library = self._microseconds(
+            lambda: functional.conv2d(exact, matrix.permute(0, 3, 1, 2), padding=PADDING)
+        )
+        plain, ours = placed or (library, None)
+        cut = " ".join(map(str, config))
+        return ProductRow(model, product, count, (library, fp8, None), (plain, ours, None), cut)
+
     def _fp8_microseconds(self, product: Product, tokens: Tensor, affine: Affine) -> float:
         """Of the product alone, as the operators do it: the next norm scales and adds what is added to tokens."""
         from ..ops.quantized import kernels
@@ -133,12 +158,12 @@ class ProductTable:
 
 
 def sums(rows: list[ProductRow]) -> str:
-    """What all products of a model's step take, in one line."""
-    parts = []
+    """What all products of a model's step take, in one line; without convolutions."""
+    linear, parts = [row for row in rows if row.product.size is None], []
     for name, index in (("library", 0), ("fp8", 1), ("int8", 2)):
-        times = [row.alone[index] for row in rows]
+        times = [row.alone[index] for row in linear]
         if None not in times:
-            total = sum(row.count * float(row.alone[index] or 0) for row in rows) / 1e3
+            total = sum(row.count * float(row.alone[index] or 0) for row in linear) / 1e3
             parts.append(f"{name} {total:.2f} ms")
     return f"{rows[0].model}, all of these products of a step: {', '.join(parts)}"
 

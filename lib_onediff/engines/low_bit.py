@@ -4,20 +4,22 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..model.call import UNetCall
 from ..model.layout import UNetLayout
-from ..model.low_bit import FP8, INT8, KINDS, Kind, Round, WantedKinds
+from ..model.low_bit import FP8, GATED, INT8, KINDS, NORMED, Kind, Round, WantedKinds
 from ..model.operators import Operators
 from ..ops.attention import Attention
 from ..ops.attention_tuning import Shape, random_inputs
 from ..ops.quantized.attention_gains import AttentionChoice, AttentionPlan, names
-from ..ops.quantized.gains import Plan, Product, ProductChoice, TimeMs, suited, way_of
+from ..ops.quantized.gains import Plan, Product, ProductChoice, TimeMs, suited
 from ..ops.quantized.scaled_mm import Float8Support, support
 from ..ops.quantized.support import why_no_int8
+from ..ops.quantized.ways import way_of
 from ..ops.triton.launch_config import Launches
 from ..ops.tuning_cache import TuningCache
 from . import FLOAT8, LOW_BIT, LOW_BIT_ONLY, OFFLOADING, WITH_ATTENTION, WITHOUT_ATTENTION
@@ -46,7 +48,7 @@ class LowBit:
         self._launches, self._attention = launches, attention
         self._float8: dict[tuple[torch.device, torch.dtype], Float8Support] = {}
         # What could not be timed: tried once in a process, and decided as on an H200.
-        self._not_timed: set[tuple[Product | Shape, torch.dtype, Kind | None]] = set()
+        self._not_timed: set[tuple[Product | Shape, torch.dtype, Kind]] = set()
 
     def why_not(self, backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why a backend's products cannot be had on a device for a model of this dtype, in one sentence; None if they
@@ -140,28 +142,6 @@ class LowBit:
                     # The call can be served all the same.
                     self._not_timed.add((one, dtype, kind))
                     log.warning("OneDiff: %s in %s cannot be timed", one, kind.name, exc_info=True)
-        if FP8 in self.kinds(backend, device, dtype):
-            measured |= self._tune_gated(layout, call, time_ms)
-        return measured
-
-    def _tune_gated(self, layout: UNetLayout, call: UNetCall, time_ms: TimeMs) -> bool:
-        """As tune, for the feed-forward's first products in float8: how they are done with their GEGLU."""
-        from ..ops.quantized.tuning import gated_is_known, tune_gated
-
-        dtype, device, measured = call.latent.dtype, call.latent.device, False
-        for one in self.plan.gated(*size_of(layout, call)):
-            if (one, dtype, None) in self._not_timed or gated_is_known(self._launches, one, dtype, device):
-                continue
-            if self.choice.best(one, dtype, [FP8.dtype]) is None:
-                continue
-            measured = True
-            try:
-                tune_gated(self._launches, one, dtype, device, self._float8_result(device, dtype), time_ms)
-            except torch.cuda.OutOfMemoryError:
-                raise
-            except RuntimeError:
-                self._not_timed.add((one, dtype, None))
-                log.warning("OneDiff: %s with its GEGLU cannot be timed", one, exc_info=True)
         return measured
 
     def measure(
@@ -170,15 +150,21 @@ class LowBit:
     ) -> None:
         """Measure what a product gains by a kind, by the native operators and in eight bits."""
         from ..ops.quantized.operators import LowBitOperators
-        from ..ops.quantized.tuning import tune_convolution, tune_int8
+        from ..ops.quantized.tuning import tune_convolution, tune_gated, tune_int8
 
         if kind is INT8:
             tune_int8(self._launches, product, dtype, device, time_ms)
         elif product.size is not None:
             tune_convolution(self._launches, product, dtype, device, time_ms)
-        always = LowBitOperators(self._launches, self._attention, self._float8_result, lambda *given: kind)
-        way = way_of(product, dtype, device, (kind,))
-        self.choice.measure(product, dtype, kind, lambda: way(native), lambda: way(always), time_ms)
+        elif product.source == GATED:
+            tune_gated(self._launches, product, dtype, device, self._float8_result(device, dtype), time_ms)
+        made_by = partial(LowBitOperators, self._launches, self._attention, self._float8_result)
+        always, way = made_by(lambda *given: kind), way_of(product, dtype, device, (kind,))
+        plain = native
+        if product.source == GATED:
+            # What makes its tokens is in eight bits both ways.
+            plain = made_by(lambda one, *given: kind if one.source == NORMED else None)
+        self.choice.measure(product, dtype, kind, lambda: way(plain), lambda: way(always), time_ms)
 
     # --- attention ----------------------------------------------------------------------------------------------------
 

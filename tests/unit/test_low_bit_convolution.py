@@ -57,7 +57,8 @@ def test_it_is_the_convolution_of_the_rounded_factors(
     assert found.is_contiguous(memory_format=torch.channels_last)
     # Each output channel by itself: they differ a million times.
     for one, other in zip(found.unbind(1), expected.unbind(1), strict=True):
-        assert relative_error(one, other) < 1e-5
+        # A GPU sums products of float8 in 22 bits.
+        assert relative_error(one, other) < (1e-5 if DEVICE.type == "cpu" else 2e-3)
     assert relative_error(found, functional.conv2d(given, weight, padding=1)) < 5e-2
 
 
@@ -104,12 +105,12 @@ def test_nothing_that_a_norm_can_give_is_too_large(members: int) -> None:
 
 
 def test_weights_are_rounded_in_the_order_that_the_kernel_reads() -> None:
-    weight, norm = torch.randn(16, 32, 3, 3), Affine(torch.rand(32), torch.rand(32))
+    weight, norm = torch.randn(16, 32, 3, 3, device=DEVICE), Affine(torch.rand(32), torch.rand(32))
     layout = SimpleNamespace(layers=lambda kind: (), residual_blocks=())
     kept = LowBitWeights(layout, kernels.rounded_rows)  # type: ignore[arg-type]
     kept._norms = {"conv": "norm"}
     weights = {"conv": Affine(weight, None), "norm": norm}
-    kept.fit(lambda: 0, lambda: weights, {"conv": (FP8,)}, torch.device("cpu"))
+    kept.fit(lambda: 0, lambda: weights, {"conv": (FP8,)}, DEVICE)
     found = kept.beside(weights, (FP8,))["conv"]
     values, scales = found.low_bit[0]
     back = (values.float() * scales.t()).view(16, 3, 3, 32).permute(0, 3, 1, 2)

@@ -120,6 +120,6 @@ def serves(device: torch.device) -> bool:
     return is_there and torch.cuda.get_device_capability(device) == HOPPER
 
 
-def shape_class(batch: int, height: int, width: int, channels: int, out_channels: int) -> str:
+def shape_class(image: QuantizedImage, out_channels: int) -> str:
     """The class of shapes of a convolution, for which its launch configuration is chosen."""
-    return f"{batch}x{height}x{width}x{channels}x{out_channels}"
+    return "x".join(map(str, (*image.values.shape, out_channels)))

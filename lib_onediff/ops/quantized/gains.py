@@ -10,30 +10,22 @@ import torch
 from torch import Tensor
 
 from ...model.forward import sized_layers
-from ...model.layout import Convolution, GroupNorm, LayerNorm, ResidualBlock, TransformerBlock, UNetLayout, descriptions
+from ...model.layout import ResidualBlock, TransformerBlock, UNetLayout, descriptions
 from ...model.low_bit import (
-    FEED_FORWARD_IN,
     FP8,
     GATED,
     INT8,
-    KERNEL,
     KINDS,
     NORMED,
-    PADDING,
-    STRIDE,
     Kind,
     WantedKinds,
-    as_rows,
     classes_of_layers,
     low_bit_convolutions,
     low_bit_layers,
     name_of,
-    normed_scale,
     rows_of,
     width_of,
 )
-from ...model.operators import Operators, Stream
-from ...model.weights import Affine
 from ..tuning_cache import TuningCache
 
 # Rows times in times out. On an H200 a product that is smaller, or comes after a GEGLU, gains less than it costs.
@@ -45,7 +37,6 @@ WORTH_LOOKING_MS = 0.15
 # Of an image whose convolutions may be in eight bits. The norm of a smaller one is another kernel, and gains less.
 FEWEST_PIXELS = 32 * 32
 TimeMs = Callable[[Callable[[], object]], float]
-Way = Callable[[Operators], object]
 
 
 class Product(NamedTuple):
@@ -223,11 +214,6 @@ class Plan:
     ) -> Counter[Product]:
         return Counter(self.products(layout, height, width, batch, convolutions).values())
 
-    def gated(self, layout: UNetLayout, height: int, width: int, batch: int) -> set[Product]:
-        """Those of the feed-forward's first layers."""
-        classes, products = self.classes(layout), self.products(layout, height, width, batch)
-        return {product for name, product in products.items() if classes[name] == FEED_FORWARD_IN}
-
     def wanted(
         self, layout: UNetLayout, height: int, width: int, batch: int, dtype: torch.dtype, kinds: Sequence[Kind],
         every: bool = False, convolutions: bool = False,
@@ -261,58 +247,7 @@ def unmeasured(product: Product, kinds: Sequence[Kind]) -> Kind | None:
 
 def choice_name(product: Product, dtype: torch.dtype, kind: Kind) -> str:
     shape = "x".join(map(str, (*product[:3], *(product.size or ()))))
-    # Not "fp8 product": that was measured with a scale for every row.
+    # Not "fp8 product": that was measured with a scale for every row. Nor "gated" alone: that began at the GEGLU.
     scales = " by one scale" if kind is FP8 else ""
-    return f"{kind.name} product{scales}, {product.source}, {shape}, {str(dtype).removeprefix('torch.')}"
-
-
-EPS, GROUPS = 1e-5, 32
-
-
-def way_of(product: Product, dtype: torch.dtype, device: torch.device, kinds: Sequence[Kind]) -> Way:
-    """What computes a product by any operators, with what makes its tokens and the norm after it; the weight is there
-    in these kinds too."""
-    if product.size is not None:
-        return way_of_convolution(product, dtype, device)
-    # Without Triton there are none, and this module is imported all the same.
-    from .kernels import layer_norm, rounded_weight
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
-    weight = random(product.out, product.width)
-    affine = Affine(weight, None, tuple(rounded_weight(weight, kind) for kind in kinds))
-    if product.source == NORMED:
-        tokens, parameters = random(product.rows, product.width), Affine(random(product.width), None)
-        norm = LayerNorm("norm", product.width, EPS)
-        return lambda ops: ops.linear(ops.layer_norm(Stream(tokens), parameters, norm, affine)[1], affine)
-    stream, vector = Stream(random(product.rows, product.out)), random(product.out)
-    hidden = random(product.rows, (2 if product.source == GATED else 1) * product.width)
-
-    def added(ops: Operators) -> object:
-        given = ops.geglu(hidden, affine) if product.source == GATED else hidden
-        return layer_norm(ops.add_linear(stream, given, affine), vector, None, EPS, kinds[0])
-
-    return added
-
-
-def way_of_convolution(product: Product, dtype: torch.dtype, device: torch.device) -> Way:
-    """As way_of, in float8, with the group norm before it."""
-    from .kernels import rounded_weight
-
-    assert product.size is not None
-    pixels, channels = product.size, product.width // KERNEL**2
-    batch = product.rows // (pixels[0] * pixels[1])
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
-    image = random(batch, channels, *pixels).to(memory_format=torch.channels_last)
-    weight = random(product.out, channels, KERNEL, KERNEL).to(memory_format=torch.channels_last)
-    parameters = Affine(random(channels), random(channels))
-    affine = Affine(
-        weight, None, (rounded_weight(as_rows(weight), FP8),), normed_scale=normed_scale(parameters).view(1, 1)
-    )
-    norm = GroupNorm("norm", channels, GROUPS, EPS)
-    shape = Convolution("convolution", channels, product.out, KERNEL, STRIDE, PADDING)
-    return lambda ops: ops.convolution(ops.group_norm(image, parameters, norm, True, None, affine), affine, shape)
+    source = f"{product.source} from the norm" if product.source == GATED else product.source
+    return f"{kind.name} product{scales}, {source}, {shape}, {str(dtype).removeprefix('torch.')}"

@@ -97,8 +97,7 @@ class LowBitOperators(TritonOperators):
     def convolution(self, image: Any, affine: Affine, shape: Convolution) -> Tensor:
         if not isinstance(image, QuantizedImage):
             return super().convolution(image, affine, shape)
-        batch, height, width, channels = image.values.shape
-        shape_class = convolution.shape_class(batch, height, width, channels, shape.out_channels)
+        shape_class = convolution.shape_class(image, shape.out_channels)
         config = self._launches.of(CONVOLUTION, shape_class, affine.weight.dtype)
         # The bias is added with the shift, or with the residual.
         return convolution.convolution(image, affine.low_bit[0], affine.weight.dtype, config)

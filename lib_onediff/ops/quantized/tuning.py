@@ -20,6 +20,7 @@ from ..triton.launch_config import (
 from ..triton.tuning import TimeMs, Trial, best_cut
 from . import attention_gains, convolution, gated_product, int8_attention, int8_mm, kernels, scaled_mm
 from .gains import Product
+from .ways import EPS
 
 
 def tune_int8(
@@ -33,23 +34,20 @@ def tune_int8(
         launches.choose(kernel, shape_class, dtype, best_cut(Trial(kernel, shape_class, run), time_ms))
 
 
-def gated_is_known(launches: Launches, product: Product, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether there is nothing to measure for a feed-forward's first product on this GPU."""
-    shape_class = int8_mm.shape_class(product.rows, product.out, product.width)
-    return not gated_product.serves(device) or launches.chosen(GATED_PRODUCT, shape_class, dtype) is not None
-
-
 def tune_gated(
     launches: Launches, product: Product, dtype: torch.dtype, device: torch.device, result: torch.dtype, time_ms: TimeMs
 ) -> None:
-    """Choose how a feed-forward's first product in float8 is done with its GEGLU. result: see scaled_mm.product. Raises
-    what Triton raises.
+    """Choose how what a feed-forward's second product reads is made in float8, by its first one and a GEGLU: where that
+    was not measured on this GPU. result: see scaled_mm.product. Raises what Triton raises.
     """
-    shape_class = int8_mm.shape_class(product.rows, product.out, product.width)
+    rows, half, width = product[:3]
+    shape_class = int8_mm.shape_class(rows, 2 * half, width)
+    if not gated_product.serves(device) or launches.chosen(GATED_PRODUCT, shape_class, dtype) is not None:
+        return
     random = partial(torch.randn, device=device, dtype=dtype)
-    norm, bias = Affine(random(product.width), None), random(product.out)
-    tokens = kernels.layer_norm(Stream(random(product.rows, product.width)), norm.weight, None, 1e-5, FP8)[1]
-    weight = kernels.rounded_weight(random(product.out, product.width), FP8)
+    norm, bias = Affine(random(width), None), random(2 * half)
+    tokens = kernels.layer_norm(Stream(random(rows, width)), norm.weight, None, EPS, FP8)[1]
+    weight = kernels.rounded_weight(random(2 * half, width), FP8)
     output_scale = gated_scale(weight.values, bias, norm).view(1, 1)
 
     def run(config: LaunchConfig) -> object:
@@ -64,13 +62,9 @@ def tune_convolution(
     launches: Launches, product: Product, dtype: torch.dtype, device: torch.device, time_ms: TimeMs
 ) -> None:
     """Choose how a convolution in float8 is cut, where that was not measured on this GPU. Raises what Triton raises."""
-    assert product.size is not None
-    (height, width), channels = product.size, product.width // KERNEL**2
-    batch = product.rows // (height * width)
-    shape_class = convolution.shape_class(batch, height, width, channels, product.out)
+    image = image_of(product, device)
+    shape_class = convolution.shape_class(image, product.out)
     if launches.chosen(CONVOLUTION, shape_class, dtype) is None:
-        values = torch.randn((batch, height, width, channels), device=device).to(FP8.dtype)
-        image = QuantizedImage(values, torch.ones((1, 1), device=device))
         weight = kernels.rounded_weight(torch.randn((product.out, product.width), device=device, dtype=dtype), FP8)
         run = partial(convolution.convolution, image, weight, dtype)
         launches.choose(CONVOLUTION, shape_class, dtype, best_cut(Trial(CONVOLUTION, shape_class, run), time_ms))
@@ -83,6 +77,14 @@ def tune_int8_attention(launches: Launches, inputs: tuple[Tensor, Tensor, Tensor
     if launches.chosen(kernel, shape_class, dtype) is None:
         run = partial(int8_attention.attention, *inputs)
         launches.choose(kernel, shape_class, dtype, best_cut(Trial(kernel, shape_class, run), time_ms))
+
+
+def image_of(product: Product, device: torch.device) -> QuantizedImage:
+    """A random one that a convolution takes."""
+    assert product.size is not None
+    height, width = product.size
+    shape = product.rows // (height * width), height, width, product.width // KERNEL**2
+    return QuantizedImage(torch.randn(shape, device=device).to(FP8.dtype), torch.ones((1, 1), device=device))
 
 
 def factors(product: Product, device: torch.device) -> tuple[QuantizedTokens, QuantizedWeight]:
