@@ -169,7 +169,7 @@ class OperatorSets:
             # Compiling takes longer than a host may want to keep it.
             del present
             low_bit = self.low_bit.kinds(backends.LOW_BIT_BACKENDS.get(settings.low_bit, ""), device, dtype)
-            self._compile(Network(layout.architecture, layout.kernel_users(), dtype, device, low_bit))
+            self._compile(Network(layout.architecture, layout.kernel_users, dtype, device, low_bit))
         return []
 
     def _compile(self, network: Network) -> None:

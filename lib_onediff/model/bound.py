@@ -6,7 +6,6 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any
 
 from torch import nn
 
@@ -48,8 +47,6 @@ class BoundUNet:
         self._all_edits: Edits | None = None
         self._channels_last = False
         self._binding: Binding | None = None
-        self._architecture: str | None = None
-        self._kernel_users: list[Any] = []
         self._unreadable: str | None = None
         self._refusal: str | None = None
         self._last_prompt = Sighting()
@@ -70,17 +67,8 @@ class BoundUNet:
         return layout
 
     @property
-    def kernel_users(self) -> list[Any]:
-        """layout.kernel_users(), which takes a millisecond to find."""
-        if not self._kernel_users:
-            self._kernel_users = self.layout.kernel_users()
-        return self._kernel_users
-
-    @property
     def architecture(self) -> str:
-        if self._architecture is None:
-            self._architecture = self.layout.architecture
-        return self._architecture
+        return self.layout.architecture
 
     @property
     def module(self) -> nn.Module:
@@ -316,8 +304,8 @@ class BoundUNet:
             return
         self._have_restored()
         self.undo_channels_last()
-        self._structure, self._binding, self._signature, self._architecture = structure, None, None, None
-        self._kernel_users, self._edits, self._all_edits = [], None, None
+        self._structure, self._binding, self._signature = structure, None, None
+        self._edits = self._all_edits = None
         self.drop_applied()
         if layout is not None:
             self._binding = Binding(unet, layout)
@@ -354,7 +342,7 @@ class BoundUNet:
         self.restore()
         if self._binding is not None:
             self._binding.unbind()
-        self._structure = self._signature = self._binding = self._architecture = None
+        self._structure = self._signature = self._binding = None
         self._edits = self._all_edits = None
         self._channels_last = False
         self._sampling_began = True

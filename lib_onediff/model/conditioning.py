@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .forward import Conditioning
+from .identity import UNCOUNTED, edit_count
 
 # Prompt, negative prompt and a few regions, called one at a time. SDXL's take 25 MiB each at 77 tokens.
 MOST_SAVED, MOST_SAVED_BYTES = 4, 256 << 20
@@ -21,15 +22,18 @@ MOST_SIZES = 4
 class Sighting:
     """Recognises the very tensors that it saw last, unedited, without keeping them alive."""
 
-    def __init__(self) -> None:
+    def __init__(self, tensors: tuple[Tensor | None, ...] | None = None) -> None:
+        """tensors: what it sees now, as by remember()."""
         self._seen: tuple[tuple[Callable[[], Tensor | None], int], ...] | None = None
+        if tensors is not None:
+            self.remember(tensors)
 
     def recognises(self, tensors: tuple[Tensor | None, ...]) -> bool:
         """True if these are the tensors of the last remember(). An inference tensor counts no edits and never is."""
         if self._seen is None or len(self._seen) != len(tensors):
             return False
         return all(
-            reference() is tensor and edits >= 0 and edits == edit_count(tensor)
+            reference() is tensor and edits != UNCOUNTED and edits == edit_count(tensor)
             for (reference, edits), tensor in zip(self._seen, tensors, strict=True)
         )
 
@@ -38,18 +42,9 @@ class Sighting:
             (weakref.ref(tensor) if tensor is not None else returns_none, edit_count(tensor)) for tensor in tensors
         )
 
-    def forget(self) -> None:
-        self._seen = None
-
 
 def returns_none() -> None:
     return None
-
-
-def edit_count(tensor: Tensor | None) -> int:
-    if tensor is None:
-        return 0
-    return -1 if tensor.is_inference() else tensor._version
 
 
 @dataclass(eq=False)
@@ -63,9 +58,7 @@ class HeldPrompt:
 
     @classmethod
     def of(cls, context: Tensor, y: Tensor | None, edits: tuple[Any, ...]) -> HeldPrompt:
-        sighting = Sighting()
-        sighting.remember((context, y))
-        return cls(edits, sighting)
+        return cls(edits, Sighting((context, y)))
 
     def is_same(self, context: Tensor, y: Tensor | None, edits: tuple[Any, ...]) -> bool:
         return self.edits == edits and self.sighting.recognises((context, y))

@@ -128,6 +128,11 @@ class Pass:
         """What every residual block is told of the timestep and the label: (batch, embedding width)."""
         return time_embedding(self.layout, self.weights, self.ops, self.call, label)
 
+    def whole(self) -> Tensor:
+        """Run all stages; returns the output as finish does."""
+        image, skips = self.encode(len(self.layout.input_stages))
+        return self.finish(self.decode(self.middle(image), skips, range(len(self.layout.output_stages)), None))
+
     def encode(self, stages: int) -> tuple[Tensor, list[Tensor]]:
         """Run the first input stages; returns the image and a skip from each stage."""
         image = self.call.latent.to(self.weights[self.layout.out_convolution.path].weight.dtype)
@@ -175,10 +180,7 @@ def forward(
     layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, conditioning: Conditioning | None
 ) -> Tensor:
     """The whole UNet: (batch, out channels, height, width) in the latent's dtype, for latents of any size."""
-    running = Pass(layout, weights, ops, call, conditioning)
-    image, skips = running.encode(len(layout.input_stages))
-    image = running.middle(image)
-    return running.finish(running.decode(image, skips, range(len(layout.output_stages)), None))
+    return Pass(layout, weights, ops, call, conditioning).whole()
 
 
 def add_residual(image: Tensor, residuals: tuple[Tensor | None, ...], index: int) -> Tensor:

@@ -100,8 +100,11 @@ def digest_of_values(architecture: str, tensors: Iterable[Tensor]) -> str:
     return hashlib.sha256(f"{architecture} {together.dtype} ".encode() + content).hexdigest()[:16]
 
 
-def edit_count(parameter: Tensor) -> int:
+def edit_count(tensor: Tensor | None) -> int:
+    """How often a tensor was edited in place; UNCOUNTED for an inference tensor, 0 for None."""
+    if tensor is None:
+        return 0
     try:
-        return parameter._version
+        return tensor._version
     except RuntimeError:
         return UNCOUNTED

@@ -23,10 +23,7 @@ def patched_forward(
 ) -> Tensor:
     """The whole UNet, as forward.forward, with the functions of other extensions that the call brings."""
     patches.begin(call.latent)
-    running = PatchedPass(layout, weights, ops, call, conditioning, patches)
-    hidden_states, skips = running.encode(len(layout.input_stages))
-    hidden_states = running.middle(hidden_states)
-    return running.finish(running.decode(hidden_states, skips, range(len(layout.output_stages)), None))
+    return PatchedPass(layout, weights, ops, call, conditioning, patches).whole()
 
 
 class PatchedPass(Pass):

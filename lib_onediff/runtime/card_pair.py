@@ -86,8 +86,7 @@ class Rest:
         sampling: Sighting | int = managed.bound.samplings
         if not managed.by_content:
             # This host hands the same prompt over in all of a sampling.
-            sampling = Sighting()
-            sampling.remember((call.context, call.y))
+            sampling = Sighting((call.context, call.y))
         weights = managed.bound.weights_now() if lasts and managed.bound.has_binding else None
         return cls(reason, option_of(settings), sampling, weights)
 

@@ -297,5 +297,5 @@ def attempts(candidates: backends.Candidates, call: UNetCall, plan: StepPlan | N
 
 def network_of(managed: ManagedUNet, call: UNetCall, low_bit: tuple[Kind, ...] = ()) -> Network:
     return Network(
-        managed.bound.architecture, managed.bound.kernel_users, call.latent.dtype, call.latent.device, low_bit
+        managed.bound.architecture, managed.bound.layout.kernel_users, call.latent.dtype, call.latent.device, low_bit
     )

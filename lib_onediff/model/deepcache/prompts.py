@@ -2,11 +2,15 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..identity import edit_count
+
+TILES = "an extension calls the UNet several times a step with the same prompt (tiles?)"
 # Words that take turns, several prompts at once: more are told apart by forgetting the oldest.
 MOST_PROMPTS = 32
 
@@ -68,12 +72,27 @@ class PromptNumbers:
         return sum(tensor.nbytes for tensor in kept)
 
 
+class FirstTimestep:
+    """Notices an extension that calls the UNet several times a step with the same prompt, as for tiles: at a sampling's
+    first timestep, the same prompt comes once. Later it may come twice: a Heun step ends at the timestep where the next
+    one begins."""
+
+    def __init__(self) -> None:
+        self._time: float | None = None
+        self._seen: set[Hashable] = set()
+
+    def comes_again(self, time: float, prompt: Hashable) -> bool:
+        """Whether a call at this timestep, of this prompt and shape, shows that."""
+        if self._time is None:
+            self._time = time
+        if time != self._time:
+            return False
+        came_before = prompt in self._seen
+        self._seen.add(prompt)
+        return came_before
+
+
 def same_values(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device) and torch.equal(one, other)
-
-
-def edit_count(tensor: Tensor | None) -> int:
-    """How often a tensor was edited in place; 0 for an inference tensor, which does not count."""
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
