@@ -5,11 +5,9 @@ patches. It serves every UNet: the loaded checkpoint's, the refiner's, the hires
 """
 from __future__ import annotations
 
-import contextlib
 import importlib
-import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,10 +19,10 @@ from ...model.rows import PromptRows
 from ...prewarm.job import TOKENS
 from ...runtime.runtime import runtime
 from .. import sampler_schedule
-from ..class_patch import ClassPatch, active_patches
-from ..contract import Need, first_missing
+from ..class_patch import ClassPatch
+from ..contract import Need, why_unknown
 from ..ldm_decoder import DecoderPatches
-from ..webui import PROMPT_NOISE, CannotWarm, Result, WebUI, network_name
+from ..webui import PROMPT_NOISE, CannotWarm, WebUI, network_name, random_state_kept
 from .casts import CASTS, why_cast_by_hand
 from .concatenation import replaced_concatenation
 from .controlnet_loop import HostLoop
@@ -33,7 +31,6 @@ from .inert import does_nothing_now, foreign_forward
 from .lora import apply_wanted_networks, wanted_networks, why_functional
 from .patches import ForeignModules, is_brought
 
-log = logging.getLogger("onediff")
 UNET_MODULES = ("ldm.modules.diffusionmodules.openaimodel", "sgm.modules.diffusionmodules.openaimodel")
 VAE_MODULES = ("ldm.modules.diffusionmodules.model", "sgm.modules.diffusionmodules.model")
 # The WebUI's own patches of layer classes: lazy LoRA (synced before a call), attention and norm variants that
@@ -112,11 +109,7 @@ class A1111(WebUI):
         runtime.guard.attempt("giving the UNets back", runtime.release_all)
 
     def hooks(self) -> int:
-        return max(
-            # Below another extension's patch ours cannot be counted, but it knows that it is there.
-            len(active_patches(patch.owner, patch.method)) or int(patch.active)
-            for patch in (*self._patches, *self._vae.patches)
-        )
+        return max(patch.count() for patch in (*self._patches, *self._vae.patches))
 
     def loads_at_start(self) -> bool:
         from modules import shared
@@ -124,12 +117,7 @@ class A1111(WebUI):
         return not getattr(shared.cmd_opts, "skip_load_model_at_start", False)
 
     def model_loaded(self, sd_model: Any) -> None:
-        path = first_missing(sd_model, MODEL_PATHS)
-        self._unmet = None if path is None else (
-            f"{self.release} has loaded a checkpoint without {path}: OneDiff does not know this release"
-        )
-        if self._unmet is not None:
-            log.warning("%s.", self._unmet)
+        self._unmet = why_unknown(self.release, sd_model, MODEL_PATHS)
         unet = unet_of(sd_model)
         if unet is not None:
             runtime.adopt(unet, host_traits=self._host_traits)
@@ -213,12 +201,6 @@ class A1111(WebUI):
 
         return network_name(unet_of(sd_models.model_data.sd_model if sd_model is None else sd_model))
 
-    def exclusively(self, work: Callable[[], Result]) -> Result:
-        from modules import call_queue
-
-        with call_queue.queue_lock:
-            return work()
-
     def _forward(
         self, original: Callable[..., Tensor], unet: nn.Module, x: Tensor, timesteps: Any = None, context: Any = None,
         *args: Any, **kwargs: Any,
@@ -288,10 +270,3 @@ def upcasts_attention() -> bool:
 
     return bool(shared.opts.upcast_attn)
 
-
-@contextlib.contextmanager
-def random_state_kept() -> Iterator[None]:
-    """What is drawn inside does not move the random numbers of the next image."""
-    devices = range(torch.cuda.device_count())
-    with torch.random.fork_rng(devices=list(devices)):
-        yield
