@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable
 
 from torch import nn
 
+from .binding import LAYERS_GONE, Binding
 from .call import UNetCall
 from .conditioning import PromptMemory, Sighting
 from .forward import Conditioning, condition
@@ -19,7 +20,7 @@ from .on_the_fly import News, OnTheFly
 from .operators import Operators
 from .patches import HostTraits, Structure, scan
 from .read import read_layout
-from .weights import LAYERS_GONE, Binding, Source, Weights
+from .weights import Source, Weights
 
 log = logging.getLogger("onediff")
 
@@ -30,10 +31,10 @@ class BoundUNet:
     """Keeps layout and binding true to a module that its host may change at any time. Holds no reference to it.
 
     generation counts the changes of addresses: what was captured under another generation must not be replayed. looks
-    counts how often a sampling began, or something moved, and everything was looked at again. on_the_fly: what the host
-    applies to the weights at each use. offloaded: the weights that lie in the computer's memory for the time being.
-    prompts: what was computed of prompts alone. last_call_ended: when a call of the UNet did, in seconds of
-    time.perf_counter.
+    counts how often a sampling began, or something moved, and everything was looked at again; samplings: how many were
+    announced. channels_last: whether the weights of convolutions were made to lie so. on_the_fly: what the host applies
+    to the weights at each use. offloaded: the weights that lie in the computer's memory for the time being. prompts:
+    what was computed of prompts alone. last_call_ended: when a call of the UNet did, in seconds of time.perf_counter.
     """
 
     def __init__(self, unet: nn.Module, host_traits: HostTraits = HostTraits()) -> None:  # noqa: B008
@@ -45,7 +46,7 @@ class BoundUNet:
         self._signature: Signature | None = None
         self._edits: Edits | None = None
         self._all_edits: Edits | None = None
-        self._channels_last = False
+        self.channels_last = False
         self._binding: Binding | None = None
         self._unreadable: str | None = None
         self._refusal: str | None = None
@@ -56,7 +57,7 @@ class BoundUNet:
         self.offloaded = OffloadedWeights()
         # Counts the changes of addresses and of what is applied: at equal numbers, what was computed still holds.
         self._revision = 0
-        self._samplings = 0
+        self.samplings = 0
         self._lora: Hashable = None
         # With the number of looks and what the weights were then.
         self._checkpoint: tuple[int, tuple[int, Edits, int], str] | None = None
@@ -76,16 +77,6 @@ class BoundUNet:
         if unet is None:
             raise UnsupportedUNet(LAYERS_GONE)
         return unet
-
-    @property
-    def channels_last(self) -> bool:
-        """Whether the weights of convolutions were made to lie so."""
-        return self._channels_last
-
-    @property
-    def samplings(self) -> int:
-        """How many were announced."""
-        return self._samplings
 
     @property
     def has_binding(self) -> bool:
@@ -118,7 +109,7 @@ class BoundUNet:
     def weights_in_sampling(self) -> tuple[int, Edits, int]:
         """As weights_now; where edits cannot be seen, also another at every sampling."""
         revision, edits = self.weights_now()
-        return revision, edits, self._samplings if UNCOUNTED in edits.counts else 0
+        return revision, edits, self.samplings if UNCOUNTED in edits.counts else 0
 
     def checkpoint(self) -> str:
         """A digest that tells checkpoints of an architecture apart and is the same under any LoRA that leaves biases
@@ -138,7 +129,7 @@ class BoundUNet:
     def begin_sampling(self) -> None:
         """The host says that a new sampling starts: look at everything again at the next call."""
         self._sampling_began = True
-        self._samplings += 1
+        self.samplings += 1
         self.prompts.forget()
 
     def layout_now(self) -> UNetLayout:
@@ -181,7 +172,7 @@ class BoundUNet:
             is_same_lora = self._lora == before
         if not goes_on:
             self.binding.cast_to = self.on_the_fly.cast_to(self.binding, call.latent.dtype)
-        if not (self._stands(goes_on) and channels_last == self._channels_last):
+        if not (self._stands(goes_on) and channels_last == self.channels_last):
             began = time.perf_counter()
             try:
                 copied = self.binding.bind(channels_last)
@@ -189,7 +180,7 @@ class BoundUNet:
                 # It stands for as long as they stay where they are.
                 self._refusal, self._signature = str(reason), self.binding.signature()
                 raise
-            self._signature, self._channels_last = self.binding.signature(), channels_last
+            self._signature, self.channels_last = self.binding.signature(), channels_last
             self._note_moved()
             goes_on = False
             milliseconds = (time.perf_counter() - began) * 1e3
@@ -224,7 +215,7 @@ class BoundUNet:
             if self._binding is not None:
                 with contextlib.suppress(UnsupportedUNet):
                     if not self.offloaded:
-                        self._binding.bind(self._channels_last)
+                        self._binding.bind(self.channels_last)
                     self._signature = self._binding.signature()
 
     def _have_restored(self) -> None:
@@ -330,10 +321,10 @@ class BoundUNet:
 
     def undo_channels_last(self) -> bool:
         """Let the host's own forward find the convolutions' weights as torch makes them. Returns whether they moved."""
-        if not self._channels_last or self._binding is None:
+        if not self.channels_last or self._binding is None:
             return False
         self._binding.turn_convolutions_back()
-        self._signature, self._channels_last = None, False
+        self._signature, self.channels_last = None, False
         self._note_moved()
         return True
 
@@ -344,7 +335,7 @@ class BoundUNet:
             self._binding.unbind()
         self._structure = self._signature = self._binding = None
         self._edits = self._all_edits = None
-        self._channels_last = False
+        self.channels_last = False
         self._sampling_began = True
         self.prompts = PromptMemory()
         self.drop_applied()

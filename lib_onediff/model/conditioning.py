@@ -93,8 +93,7 @@ class Slot:
 
     def overwrite(self, kept: Conditioning, fresh: Conditioning) -> None:
         """Let the tensors, kept, hold a conditioning whose prompt nobody will recognise."""
-        for target, source in zip(kept.tensors(), fresh.tensors(), strict=True):
-            target.copy_(source)
+        kept.copy_(fresh)
         self.forget()
 
     def show(self, kept: Conditioning, prompt: HeldPrompt, fresh: Conditioning) -> None:
@@ -109,8 +108,7 @@ class Slot:
             self._earlier.append(other)
             while len(self._earlier) > MOST_SAVED or sum(held.bytes() for held in self._earlier) > MOST_SAVED_BYTES:
                 del self._earlier[0]
-        for target, source in zip(kept.tensors(), fresh.tensors(), strict=True):
-            target.copy_(source)
+        kept.copy_(fresh)
         self.current = prompt
 
     def forget(self) -> None:
@@ -211,8 +209,5 @@ def prompt_size(context: Tensor, y: Tensor | None) -> tuple[Any, ...]:
 
 
 def fits(kept: Conditioning, fresh: Conditioning) -> bool:
-    pairs = list(zip(kept.tensors(), fresh.tensors(), strict=False))
-    same_count = len(kept.tensors()) == len(fresh.tensors())
-    return same_count and all(
-        (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device) for a, b in pairs
-    )
+    forms, wanted = ([(one.shape, one.dtype, one.device) for one in part.tensors()] for part in (kept, fresh))
+    return forms == wanted

@@ -32,6 +32,11 @@ class Conditioning:
     def tensors(self) -> list[Tensor]:
         return [*self.key_values, *([] if self.label is None else [self.label])]
 
+    def copy_(self, other: Conditioning) -> None:
+        """Take the values of another prompt's, which has the same shapes."""
+        for target, source in zip(self.tensors(), other.tensors(), strict=True):
+            target.copy_(source)
+
     def map(self, change: Callable[[Tensor], Tensor]) -> Conditioning:
         """The same with change(tensor) in the place of every tensor."""
         return Conditioning(tuple(map(change, self.key_values)), None if self.label is None else change(self.label))

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .binding import Binding
 from .layout import FusedLinear, Linear, TransformerBlock, UNetLayout
-from .weights import Binding, QuantizedWeight, Weights
+from .weights import QuantizedWeight, Weights
 
 
 class Kind(NamedTuple):

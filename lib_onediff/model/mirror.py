@@ -6,11 +6,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from .binding import Binding
 from .bound import BoundUNet
 from .call import UNetCall
 from .identity import Edits
 from .patches import HostTraits
-from .weights import Binding
 
 
 class MirrorUNet(BoundUNet):

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 
 from .applied_functions import AppliedBinding, AppliedFunctions
+from .binding import BOUND_DTYPES, Binding
 from .identity import UNCOUNTED, Edits
 from .layout import UnsupportedUNet
 from .weight_functions import Casts, FunctionReader, FunctionState
-from .weights import BOUND_DTYPES, Binding
 
 
 class News(enum.Enum):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...model.call import UNetCall
 from ...model.deepcache.sampling import Sampling
-from ...model.weights import shares_storage
+from ...model.fused_storage import shares_storage
 from ...model.patches import HostTraits, origin
 from ...model.rows import PromptRows
 from ...model.weight_functions import Casts
