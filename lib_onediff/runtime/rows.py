@@ -101,14 +101,14 @@ class ResolutionRow:
     resolution: str
     model: str
     state: str
-    reason: str
-    step_ms: float | None
-    host_ms: float | None
-    ratio: float | None
-    bytes: int
-    uses: int
-    last_used: float
-    shapes: tuple[ShapeRow, ...]
+    reason: str = ""
+    step_ms: float | None = None
+    host_ms: float | None = None
+    ratio: float | None = None
+    bytes: int = 0
+    uses: int = 0
+    last_used: float = 0.0
+    shapes: tuple[ShapeRow, ...] = ()
     needs: int = 0
     pinned: bool = False
     ratio_range: tuple[float, float] | None = None

@@ -113,7 +113,7 @@ class Job:
 
     @property
     def choice(self) -> str:
-        return getattr(self.settings, "vae_precision", AUTO)
+        return self.settings.vae_precision
 
     @property
     def wanted(self) -> torch.dtype:

@@ -13,7 +13,7 @@ from ...model.layout import UnsupportedUNet
 from ...model.patches import HostTraits
 from ...options.settings import Settings
 from ...weak_dictionary import WeakDictionary
-from ..services import Services
+from ..services import OUT_OF_MEMORY, SWITCHED_OFF, Services
 from .bound import BoundDecoder
 from .call_stats import HOST, OURS, DecodeStats
 from .checks import HostDecode, Outcome, misfit, why_not_now
@@ -108,7 +108,7 @@ class DecoderRoute:
         except UnsupportedUNet as refusal:
             return Outcome(None, HOST, str(refusal))
         except torch.cuda.OutOfMemoryError:
-            outcome = Outcome(None, HOST, "out of GPU memory: the graphs were freed")
+            outcome = Outcome(None, HOST, OUT_OF_MEMORY)
         except Exception as error:
             return Outcome(None, HOST, self._services.guard.note("the VAE's forward", error))
         # Only now is everything gone that our forward had computed before it failed.
@@ -123,7 +123,7 @@ class DecoderRoute:
         own = bound.settings or self._services.settings
         settings, why_off = self._services.run_settings or self._run or (own, "")
         if not settings.enabled:
-            return why_off or "OneDiff is switched off"
+            return why_off or SWITCHED_OFF
         return settings
 
     def _serve(self, decoder: nn.Module, latent: Tensor, host: HostDecode, upcast_attention: bool) -> Outcome:
