@@ -175,9 +175,8 @@ class Pass:
 
     def finish(self, image: Tensor) -> Tensor:
         """The output norm and convolution: (batch, out channels, height, width) in the latent's dtype."""
-        layout, weights = self.layout, self.weights
-        image = self.ops.group_norm(image, weights[layout.out_norm.path], layout.out_norm, silu=True)
-        image = self.ops.convolution(image, weights[layout.out_convolution.path], layout.out_convolution)
+        image, out = self.layers.norm(self.layout.out_norm, image), self.layout.out_convolution
+        image = self.ops.convolution(image, self.weights[out.path], out)
         return image.to(self.call.latent.dtype)
 
 

@@ -12,6 +12,7 @@ from .layout import (
     Convolution,
     CrossAttention,
     Downsample,
+    GroupNorm,
     ResidualBlock,
     SelfAttention,
     SpatialTransformer,
@@ -19,7 +20,7 @@ from .layout import (
     TransformerBlock,
     Upsample,
 )
-from .operators import Operators, Rows, Stream
+from .operators import Image, Operators, Rows, Stream
 from .weights import Weights
 
 
@@ -54,6 +55,10 @@ class Layers:
                 image = self.ops.convolution(image, self.weights[shape.path], shape)
         return image
 
+    def norm(self, norm: GroupNorm, image: Image, shift: Tensor | None = None) -> Tensor:
+        """Group norm of image + shift (batch, channels), and SiLU."""
+        return self.ops.group_norm(image, self.weights[norm.path], norm, silu=True, shift=shift)
+
     def _upsample(self, layer: Upsample, image: Tensor, following: Tensor | None) -> Tensor:
         height, width = image.shape[-2] * 2, image.shape[-1] * 2
         if layer.resize_before and following is not None:
@@ -63,11 +68,10 @@ class Layers:
 
     def _residual_block(self, block: ResidualBlock, image: Tensor) -> Tensor:
         weights, ops = self.weights, self.ops
-        hidden = ops.group_norm(image, weights[block.in_norm.path], block.in_norm, silu=True)
+        hidden = self.norm(block.in_norm, image)
         into = weights[block.in_convolution.path]._replace(bias=None)
         hidden = ops.convolution(hidden, into, block.in_convolution)
-        shift = self.shifts[block.embedding.path]
-        hidden = ops.group_norm(hidden, weights[block.out_norm.path], block.out_norm, silu=True, shift=shift)
+        hidden = self.norm(block.out_norm, hidden, self.shifts[block.embedding.path])
         out = weights[block.out_convolution.path]
         hidden = ops.convolution(hidden, out._replace(bias=None), block.out_convolution)
         skip = image if block.skip is None else ops.pointwise(image, weights[block.skip.path])
