@@ -11,10 +11,8 @@ from torch import nn
 
 from ..model.layout import UnsupportedUNet
 from ..model.read import read_layout
-from ..prewarm.job import CannotWarm
 from ..runtime.runtime import runtime
 
-__all__ = ["PROMPT_NOISE", "CannotWarm", "Result", "WebUI", "network_name", "random_state_kept"]
 Result = TypeVar("Result")
 # How loud the noise is that stands for a prompt in a warm-up: at 1 the softmaxes of some models choose between two
 # tokens that are nearly equal, and then rounding alone decides what comes out, the host's no less than ours.

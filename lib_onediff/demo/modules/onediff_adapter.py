@@ -15,8 +15,9 @@ from ...hosts.diffusers import schedule as diffusers_schedule
 from ...hosts.diffusers import unet as diffusers_host
 from ...hosts.diffusers import vae as diffusers_decoder
 from ...hosts.diffusers.instance_forward import attached
-from ...hosts.webui import PROMPT_NOISE, CannotWarm, WebUI, network_name, random_state_kept
+from ...hosts.webui import PROMPT_NOISE, WebUI, network_name, random_state_kept
 from ...model.layout import UNetLayout, UnsupportedUNet
+from ...prewarm.job import CannotWarm
 from ...runtime.runtime import runtime
 
 MIDDLE_OF_THE_SCHEDULE = 500

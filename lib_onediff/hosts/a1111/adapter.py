@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from ...model.call import UNetCall
 from ...model.patches import HostTraits, own_method
 from ...model.rows import PromptRows
-from ...prewarm.job import TOKENS
+from ...prewarm.job import TOKENS, CannotWarm
 from ...runtime.runtime import runtime
 from .. import sampler_schedule
 from ..class_patch import ClassPatch
 from ..contract import Need, why_unknown
 from ..ldm_decoder import DecoderPatches
-from ..webui import PROMPT_NOISE, CannotWarm, WebUI, network_name, random_state_kept
+from ..webui import PROMPT_NOISE, WebUI, network_name, random_state_kept
 from .casts import CASTS, why_cast_by_hand
 from .concatenation import replaced_concatenation
 from .controlnet_loop import HostLoop

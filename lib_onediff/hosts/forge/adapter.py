@@ -19,6 +19,7 @@ from ...model.fused_storage import shares_storage
 from ...model.patches import HostTraits, origin
 from ...model.rows import PromptRows
 from ...model.weight_functions import Casts
+from ...prewarm.job import CannotWarm
 from ...runtime.call_stats import HOST
 from ...runtime.runtime import runtime
 from ...weak_dictionary import WeakDictionary
@@ -27,7 +28,7 @@ from ..changed_modules import ChangedModules, is_block_or_attention
 from ..class_patch import ClassPatch
 from ..contract import why_unknown
 from ..ldm_decoder import DecoderPatches
-from ..webui import CannotWarm, Result, WebUI, network_name
+from ..webui import Result, WebUI, network_name
 from . import checks, warm
 from .additions import Additions, AdditionsReader
 from .call import copied_lists, unet_call

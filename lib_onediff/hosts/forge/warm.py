@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from ...guard import first_line, outcome_of
+from ...prewarm.job import CannotWarm
 from ...runtime.runtime import runtime
-from ..webui import PROMPT_NOISE, CannotWarm, Result
+from ..webui import PROMPT_NOISE, Result
 from .traits import Traits
 
 LATENT_PIXEL = 8

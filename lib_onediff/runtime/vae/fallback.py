@@ -2,20 +2,15 @@
 from __future__ import annotations
 
 import logging
-import threading
-import weakref
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ... import engines as backends
-from ...engines.operator_sets import Network
 from ...guard import first_line
-from ...model.layout import UnsupportedUNet
-from ...model.read import read_decoder
 from ...model.vae.forward import Decoding
 from ...model.vae.layout import DecoderLayout
 from ...model.weights import Weights
@@ -29,52 +24,11 @@ from ..services import Services
 from ..verify import blame, recall
 from .call_stats import HOST, OURS
 from .checks import HostDecode, Outcome, check, short_name
+from .kernels import decoder_candidates, kernels_are_ready
 from .overflow import ONE_COLOUR, SATURATED, Finding, WatchedOperators, described, look_at
 from .precision import AUTO, BY_THE_HOST, NAMED, SLOW_ON_CPU, CastWeights, KnownVaes, digest_of
 
 log = logging.getLogger("onediff")
-
-
-def decoder_candidates(services: Services, settings: Settings, device: torch.device) -> backends.Candidates:
-    """The backends to try for a decode. It is one call an image: no graph would pay for its memory."""
-    return backends.launched_candidates(settings.backend, device, services.operators.why_not_native)
-
-
-def kernels_are_ready(services: Services, layout: DecoderLayout, latent: Tensor) -> bool:
-    """Whether the native kernels of a decode are compiled; if not, they soon will be. Raises what Triton raised."""
-    network = Network(layout.architecture, layout.leaves(), latent.dtype, latent.device)
-    return services.operators.prepare(network, services.waits_for_compile)
-
-
-def prepare_early(services: Services, decoder: nn.Module, settings: Settings) -> None:
-    """Begin to compile, in a thread, what the first decode would have to do without."""
-    parameter = next(decoder.parameters(), None)
-    if not settings.enabled or parameter is None or not torch.cuda.is_available():
-        return
-    # A VAE that waits in the computer's memory goes to the GPU when it is used.
-    latent = torch.empty(0, dtype=parameter.dtype, device=torch.device("cuda", torch.cuda.current_device()))
-    work = (services, weakref.ref(decoder), settings, latent)
-    threading.Thread(target=prepare, args=work, name="onediff-vae", daemon=True).start()
-
-
-def prepare(
-    services: Services, decoder: weakref.ref[nn.Module], settings: Settings, latent: Tensor
-) -> None:
-    try:
-        if decoder_candidates(services, settings, latent.device).backends[0] == backends.NATIVE:
-            present = decoder()
-            if present is None:
-                return
-            layout = read_decoder(present)
-            # Compiling takes longer than a host may want to keep it.
-            del present
-            kernels_are_ready(services, layout, latent)
-    except UnsupportedUNet as reason:
-        log.debug("VAE: %s", reason)
-    except Exception:
-        # The first decode meets the same fault, and says so.
-        log.debug("VAE: its kernels could not be prepared", exc_info=True)
-
 
 # As a mark of a key: a decode with nothing to compare it with, because the host's own image cannot be shown.
 UNCOMPARED = "uncompared"

@@ -17,7 +17,8 @@ from ..services import OUT_OF_MEMORY, SWITCHED_OFF, Services
 from .bound import BoundDecoder
 from .call_stats import HOST, OURS, DecodeStats
 from .checks import HostDecode, Outcome, misfit, why_not_now
-from .fallback import DecodeFallbackChain, Job, prepare_early
+from .fallback import DecodeFallbackChain, Job
+from .kernels import prepare_early
 from .overflow import COLOURS, look_at
 
 log = logging.getLogger("onediff")
