@@ -15,7 +15,7 @@ TILES = "an extension calls the UNet several times a step with the same prompt (
 MOST_PROMPTS = 32
 
 
-class Seen(NamedTuple):
+class SeenPrompt(NamedTuple):
     """A prompt: the tensors that the host handed over, and, where they tell nothing, what was in them."""
 
     number: int
@@ -39,7 +39,7 @@ class PromptNumbers:
     """Gives every prompt of a sampling a number; a prompt that is edited in mid-sampling is another one."""
 
     def __init__(self) -> None:
-        self._seen: list[Seen] = []
+        self._seen: list[SeenPrompt] = []
         self._next = 0
 
     def number(self, context: Tensor, y: Tensor | None, by_content: bool) -> int:
@@ -57,7 +57,8 @@ class PromptNumbers:
                 return seen.number
         content = tuple(None if tensor is None else tensor.detach().clone() for tensor in tensors)
         objects = tuple(None if tensor is None else weakref.ref(tensor) for tensor in tensors)
-        self._seen.append(Seen(self._next, objects, tuple(map(edit_count, tensors)), content if by_content else None))
+        edits = tuple(map(edit_count, tensors))
+        self._seen.append(SeenPrompt(self._next, objects, edits, content if by_content else None))
         del self._seen[:-MOST_PROMPTS]
         self._next += 1
         return self._next - 1

@@ -17,7 +17,7 @@ from ..services import OUT_OF_MEMORY, SWITCHED_OFF, Services
 from .bound import BoundDecoder
 from .call_stats import HOST, OURS, DecodeStats
 from .checks import HostDecode, Outcome, misfit, why_not_now
-from .fallback import DecodeFallbackChain, Job
+from .fallback import DecodeFallbackChain, DecodeJob
 from .kernels import prepare_early
 from .overflow import COLOURS, look_at
 
@@ -136,7 +136,7 @@ class DecoderRoute:
 
     def _job(
         self, decoder: nn.Module, latent: Tensor, host: HostDecode, upcast_attention: bool, settings: Settings
-    ) -> Job | str:
+    ) -> DecodeJob | str:
         """The decode as we take it, or why the decoder or the latent is none of ours. Raises UnsupportedUNet."""
         bound = self._decoders.get(decoder)
         if bound is None:
@@ -144,7 +144,7 @@ class DecoderRoute:
             return "this VAE was given back"
         with self._lock:
             return bound.look() or misfit(bound, latent) or (
-                Job(bound.layout, bound.weights(), latent, host, upcast_attention, settings)
+                DecodeJob(bound.layout, bound.weights(), latent, host, upcast_attention, settings)
             )
 
     def _by_host(

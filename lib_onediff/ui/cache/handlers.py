@@ -12,7 +12,7 @@ from typing import Any
 import gradio as gr
 
 from ...prewarm.job import QUEUED, TOKENS, Job, rows_with_jobs
-from ...prewarm.presets import FAMILIES, Preset, families_for
+from ...prewarm.presets import FAMILIES, SizePreset, families_for
 from ...prewarm.worker import WarmUp
 from ...runtime.rows import ResolutionRow
 from ...runtime.runtime import Runtime
@@ -59,7 +59,7 @@ class Panel:
         """Queue the sizes that were typed."""
         return self._queue(lambda: parse_sizes(text or ""), batch, tokens, page)
 
-    def preset(self, preset: Preset) -> Callable[..., Shown]:
+    def preset(self, preset: SizePreset) -> Callable[..., Shown]:
         """A handler that queues the sizes of a preset."""
 
         return lambda batch, tokens, page: self._queue(lambda: preset.sizes, batch, tokens, page)
