@@ -110,4 +110,3 @@ def empty_like(parameter: Tensor, device: torch.device) -> nn.Parameter:
 def bytes_of(binding: Binding) -> int:
     """What a copy takes."""
     return sum(parameter.nbytes for parameter in binding.parameters())
-

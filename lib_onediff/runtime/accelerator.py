@@ -317,4 +317,3 @@ class Accelerator(ManagedUNets):
 
     def _notice(self, entry: Entry) -> None:
         self.call_stats.model, self.call_stats.entry, self.call_stats.backend = entry.model, entry, entry.key.backend
-

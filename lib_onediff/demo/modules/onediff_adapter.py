@@ -19,6 +19,7 @@ from ...hosts.webui import PROMPT_NOISE, WebUI, network_name, random_state_kept
 from ...model.layout import UNetLayout, UnsupportedUNet
 from ...prewarm.job import CannotWarm
 from ...runtime.runtime import runtime
+from ...shapes.key import LATENT_PIXEL
 
 MIDDLE_OF_THE_SCHEDULE = 500
 # Sizes, crop and target; the refiner takes a score in place of the target's two.
@@ -96,7 +97,7 @@ class Standalone(WebUI):
         vae = model.pipeline.vae
         with random_state_kept(), torch.no_grad():
             # One image after the other, however many there are.
-            latent = torch.randn((1, vae.config.latent_channels, height // 8, width // 8))
+            latent = torch.randn((1, vae.config.latent_channels, height // LATENT_PIXEL, width // LATENT_PIXEL))
             generation.decode(model, latent.to(vae.device, vae.dtype))
 
     def call_shapes(self, images: int, tokens: int) -> tuple[tuple[int, int], ...]:
@@ -118,7 +119,7 @@ def random_inputs(
         text = layout.y_width - numbers * unet.config.addition_time_embed_dim
         label = {"text_embeds": PROMPT_NOISE * noise(batch, text), "time_ids": noise(batch, numbers)}
     return {
-        "sample": noise(batch, layout.in_channels, height // 8, width // 8),
+        "sample": noise(batch, layout.in_channels, height // LATENT_PIXEL, width // LATENT_PIXEL),
         "timestep": torch.tensor(MIDDLE_OF_THE_SCHEDULE, device=unet.device),
         "encoder_hidden_states": PROMPT_NOISE * noise(batch, tokens, layout.context_width), "added_cond_kwargs": label,
     }

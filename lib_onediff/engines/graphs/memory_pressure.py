@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from ...guard import Guard
+from ...shapes.key import LATENT_PIXEL
 from .accounting import PoolKey
 from .cache import GraphCache
 
@@ -18,7 +19,6 @@ Result = TypeVar("Result")
 # The most that a VAE's decoder has in use at a time, for each pixel, in values: images of 256 channels before, between
 # and after its norms and convolutions.
 VALUES_PER_DECODED_PIXEL = 1024
-LATENT_PIXEL = 8
 SECONDS_BETWEEN_LOOKS = 2.0
 
 

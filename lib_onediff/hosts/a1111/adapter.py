@@ -18,6 +18,7 @@ from ...model.patches import HostTraits, own_method
 from ...model.rows import PromptRows
 from ...prewarm.job import TOKENS, CannotWarm
 from ...runtime.runtime import runtime
+from ...shapes.key import LATENT_PIXEL
 from .. import sampler_schedule
 from ..class_patch import ClassPatch
 from ..contract import Need, why_unknown
@@ -166,10 +167,10 @@ class A1111(WebUI):
         runtime.adopt(unet, host_traits=self._host_traits)
         layout = runtime.layout_of(unet)
         noise = lambda *shape: torch.randn(shape, dtype=devices.dtype, device=devices.device)  # noqa: E731
-        latent = noise(batch, 4, height // 8, width // 8)
+        latent = noise(batch, 4, height // LATENT_PIXEL, width // LATENT_PIXEL)
         timestep = torch.full((batch,), MIDDLE_OF_THE_SCHEDULE, device=devices.device)
         context = PROMPT_NOISE * noise(batch, tokens, layout.context_width)
-        extra = noise(batch, layout.in_channels - 4, height // 8, width // 8)
+        extra = noise(batch, layout.in_channels - 4, height // LATENT_PIXEL, width // LATENT_PIXEL)
         autocast = devices.without_autocast if devices.unet_needs_upcast else devices.autocast
         with random_state_kept(), torch.no_grad(), autocast():
             if layout.label is None:
@@ -183,7 +184,8 @@ class A1111(WebUI):
 
         with random_state_kept(), torch.no_grad():
             # One image after the other, however many there are.
-            latent = torch.randn((1, 4, height // 8, width // 8), dtype=devices.dtype_vae, device=devices.device)
+            shape = 1, 4, height // LATENT_PIXEL, width // LATENT_PIXEL
+            latent = torch.randn(shape, dtype=devices.dtype_vae, device=devices.device)
             sd_samplers_common.decode_first_stage(sd_models.model_data.sd_model, latent)
 
     def call_shapes(self, images: int, tokens: int) -> tuple[tuple[int, int], ...]:
@@ -269,4 +271,3 @@ def upcasts_attention() -> bool:
     from modules import shared
 
     return bool(shared.opts.upcast_attn)
-

@@ -136,4 +136,3 @@ class CacheRun:
         self._whole_steps = (0, 0)
         self._first_timestep = FirstTimestep()
         self.reason = self.failure = ""
-

@@ -23,7 +23,7 @@ from ..events import UNCHANGED
 from ..progress import jobs_html, outcome_of, sentence
 from . import purge as cache_purge
 from .page import Page, read_keys, read_message
-from .purge import Chore, Purge
+from .purge import Chore, Exclusively, Purge
 from .table import ALL_MODELS, ROWS_AT_FIRST, models_of, resolution_and_model, selected, table_html
 from .totals import chart_html, totals_html
 
@@ -34,7 +34,6 @@ SECONDS_FOR_A_CHORE = 1.0
 # The components that show what is so, in the order of the tab's outputs; the rows of presets follow.
 PARTS = ("totals", "jobs", "families", "models", "table", "more", "question", "confirm", "chart")
 Shown = tuple[Any, ...]
-Exclusively = Callable[[Callable[[], str]], str]
 
 
 class Panel:
@@ -274,5 +273,3 @@ def beat_html(page: Page) -> str:
     return (
         f'<span data-onediff-beat="{page.answered}" data-onediff-turn="{page.turn}" data-onediff-busy="{busy}"></span>'
     )
-
-
