@@ -30,11 +30,14 @@ SECONDS_WITHIN_A_SAMPLING = 0.1
 class BoundUNet:
     """Keeps layout and binding true to a module that its host may change at any time. Holds no reference to it.
 
-    generation counts the changes of addresses: what was captured under another generation must not be replayed. looks
-    counts how often a sampling began, or something moved, and everything was looked at again; samplings: how many were
-    announced. channels_last: whether the weights of convolutions were made to lie so. on_the_fly: what the host applies
-    to the weights at each use. offloaded: the weights that lie in the computer's memory for the time being. prompts:
-    what was computed of prompts alone. last_call_ended: when a call of the UNet did, in seconds of time.perf_counter.
+    generation: how often addresses have changed. What was captured under another generation must not be replayed.
+    looks: how often everything was looked at again, because a sampling began or something moved.
+    samplings: how many samplings were announced.
+    channels_last: whether the convolutions' weights were laid out so.
+    on_the_fly: what the host applies to the weights at each use.
+    offloaded: the weights that are in the computer's memory for the time being.
+    prompts: what was computed of prompts alone.
+    last_call_ended: when the last call of the UNet ended, by time.perf_counter.
     """
 
     def __init__(self, unet: nn.Module, host_traits: HostTraits = HostTraits()) -> None:  # noqa: B008

@@ -24,9 +24,13 @@ Known = tuple[ManagedUNet, Settings]
 
 @dataclass
 class Pair:
-    """A UNet's copy on the second card. unet: the copies' module. made_for: the option and the first card. bytes: of
-    the copied weights. equal: both cards are of one kind. same: gives the second card the same prompt for the same one.
+    """A UNet's copy on the second card.
 
+    unet: the copies' module.
+    made_for: the option and the first card.
+    bytes: of the copied weights.
+    equal: whether both cards are of one kind.
+    same: gives the second card the same prompt for the same one.
     shares: by the latent's shape, in which sampling (BoundUNet.looks) how many rows were chosen for the second card.
     entries: what both cards used last at a shape; their times choose the next share.
     """
