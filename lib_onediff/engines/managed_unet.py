@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from ..model.bound import BoundUNet
 from ..model.call import DeepCachePass, DeepFeature, UNetCall
-from ..model.conditioning import returns_none
 from ..model.deepcache.cache_run import CacheRun
 from ..model.deepcache.sampling import Sampling
 from ..model.forward import Conditioning
+from ..model.identity import returns_none
 from ..model.layout import UnsupportedUNet
 from ..model.low_bit import LowBitBinding, LowBitWeights, Round, WantedKinds
 from ..model.patches import HostTraits

@@ -11,9 +11,9 @@ from torch import nn
 
 from .binding import LAYERS_GONE, Binding
 from .call import UNetCall
-from .conditioning import PromptMemory, Sighting
+from .conditioning import PromptMemory
 from .forward import Conditioning, condition
-from .identity import UNCOUNTED, Edits, Signature, digest_of_values
+from .identity import UNCOUNTED, Edits, Sighting, Signature, digest_of_values
 from .layout import UNetLayout, UnsupportedUNet
 from .offload import OffloadedWeights
 from .on_the_fly import News, OnTheFly

@@ -11,40 +11,12 @@ import torch
 from torch import Tensor
 
 from .forward import Conditioning
-from .identity import UNCOUNTED, edit_count
+from .identity import Sighting
 
 # Prompt, negative prompt and a few regions, called one at a time. SDXL's take 25 MiB each at 77 tokens.
 MOST_SAVED, MOST_SAVED_BYTES = 4, 256 << 20
 # Of those that no graph reads.
 MOST_SIZES = 4
-
-
-class Sighting:
-    """Recognises the very tensors that it saw last, unedited, without keeping them alive."""
-
-    def __init__(self, tensors: tuple[Tensor | None, ...] | None = None) -> None:
-        """tensors: what it sees now, as by remember()."""
-        self._seen: tuple[tuple[Callable[[], Tensor | None], int], ...] | None = None
-        if tensors is not None:
-            self.remember(tensors)
-
-    def recognises(self, tensors: tuple[Tensor | None, ...]) -> bool:
-        """True if these are the tensors of the last remember(). An inference tensor counts no edits and never is."""
-        if self._seen is None or len(self._seen) != len(tensors):
-            return False
-        return all(
-            reference() is tensor and edits != UNCOUNTED and edits == edit_count(tensor)
-            for (reference, edits), tensor in zip(self._seen, tensors, strict=True)
-        )
-
-    def remember(self, tensors: tuple[Tensor | None, ...]) -> None:
-        self._seen = tuple(
-            (weakref.ref(tensor) if tensor is not None else returns_none, edit_count(tensor)) for tensor in tensors
-        )
-
-
-def returns_none() -> None:
-    return None
 
 
 @dataclass(eq=False)

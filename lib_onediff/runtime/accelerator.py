@@ -29,9 +29,9 @@ from .call_stats import GRAPH, HOST, PLAIN, CallResult
 from .fallback import FallbackChain
 from .forecast import ForecastRoute
 from .guidance import Guidance, GuidanceRoute
-from .managed_unets import ManagedUNets
+from .managed_unets import NOT_HANDED_OVER, ManagedUNets
 from .patched_route import WITHIN_FUNCTION
-from .services import OUT_OF_MEMORY
+from .services import OUT_OF_MEMORY, SWITCHED_OFF, TRAINING
 from .session import Session
 from .two_gpus import TwoGpusRoute
 from .vae.route import DecoderRoute
@@ -122,6 +122,18 @@ class Accelerator(ManagedUNets):
         if settings.guidance_end >= 1.0:
             return compute(call, host)
         return self._guidance.run(unet, settings.guidance_end, sampling, call, host, guidance, compute)
+
+    def managed_and_settings(self, unet: nn.Module) -> tuple[ManagedUNet, Settings] | str:
+        """What is kept for a UNet, and the settings that hold now; or why the host must run the call."""
+        managed = self._managed.get(unet)
+        if managed is None:
+            return NOT_HANDED_OVER
+        settings, why_off = self.run_settings or (managed.settings or self.settings, "")
+        if not settings.enabled:
+            return why_off or SWITCHED_OFF
+        if torch.is_grad_enabled():
+            return TRAINING
+        return managed, settings
 
     def _known(self, unet: nn.Module, host_traits: HostTraits | None) -> tuple[ManagedUNet, Settings] | str:
         """As managed_and_settings, for a UNet that its host may hand over only now. Never raises."""

@@ -11,7 +11,7 @@ from ..engines.graphs.inputs import mapped
 from ..engines.managed_unet import ManagedUNet
 from ..model.bound import BoundUNet
 from ..model.call import UNetCall
-from ..model.conditioning import Sighting
+from ..model.identity import Sighting
 from ..model.mirror import MirrorUNet
 from ..model.rows import take_rows
 from ..options.settings import Settings

@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..engines.managed_unet import ManagedUNet
@@ -15,7 +14,7 @@ from ..model.deepcache.sampling import Sampling
 from ..model.layout import UNetLayout, UnsupportedUNet
 from ..model.patches import HostTraits
 from ..options.settings import Settings
-from .services import SWITCHED_OFF, TRAINING, Services
+from .services import Services
 
 NOT_HANDED_OVER = "this UNet was not handed to OneDiff"
 
@@ -104,15 +103,3 @@ class ManagedUNets(Services):
             managed.bound.begin_sampling()
             budget = (managed.settings or self.settings).memory_budget
             self.pressure.before_sampling(managed.architecture, budget)
-
-    def managed_and_settings(self, unet: nn.Module) -> tuple[ManagedUNet, Settings] | str:
-        """What is kept for a UNet, and the settings that hold now; or why the host must run the call."""
-        managed = self._managed.get(unet)
-        if managed is None:
-            return NOT_HANDED_OVER
-        settings, why_off = self.run_settings or (managed.settings or self.settings, "")
-        if not settings.enabled:
-            return why_off or SWITCHED_OFF
-        if torch.is_grad_enabled():
-            return TRAINING
-        return managed, settings

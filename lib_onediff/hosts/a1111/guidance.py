@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...model.conditioning import returns_none
+from ...model.identity import returns_none
 from ...model.rows import APART, OTHER_ROWS, half_of
 
 NOT_TOLD = "the WebUI's denoiser does not make this call"

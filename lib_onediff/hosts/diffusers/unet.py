@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ...model.call import Control, UNetCall
-from ...model.conditioning import MOST_SAVED, Sighting, returns_none
+from ...model.conditioning import MOST_SAVED
+from ...model.identity import Sighting, returns_none
 from ...model.patches import HostTraits, replaced_by
 from ...model.read_diffusers import (
     PROCESSOR_OF,
