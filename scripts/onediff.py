@@ -13,7 +13,7 @@ from lib_onediff.options import infotext, xyz
 from lib_onediff.options.presets import all_presets
 from lib_onediff.options.settings import Settings
 from lib_onediff.prewarm.idle import IdleWarmUp
-from lib_onediff.prewarm.presets import Wanted, most_used
+from lib_onediff.prewarm.presets import WantedSize, most_used
 from lib_onediff.prewarm.readiness import Readiness
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.freed_memory import give_back_freed_memory
@@ -36,7 +36,7 @@ warmup = WarmUp(webui, runtime)
 readiness = Readiness(webui, warmup, runtime)
 
 
-def most_used_now() -> list[Wanted]:
+def most_used_now() -> list[WantedSize]:
     """The sizes that the loaded model has made the most images at on this machine."""
     count = runtime.settings.prewarm_most_used or MOST_WHILE_IDLE
     return most_used(runtime.history.used(), warmup.model, count)

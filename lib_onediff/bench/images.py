@@ -75,6 +75,14 @@ class Images:
             num_images_per_prompt=self.at_once,
         ).images
 
+    def make_ready(self, size: Size) -> None:
+        """Until nothing is left to compile, to check or to capture."""
+        with runtime.wait_for_compile():
+            for _ in range(WAITING_IMAGES):
+                self.draw(size)
+        for _ in range(SETTLING_IMAGES):
+            self.draw(size)
+
     @torch.no_grad()
     def _encode(self) -> None:
         """Encode a prompt and a negative one, for the time. The images are of the same noise with and without."""
@@ -127,11 +135,7 @@ def images(model: str, options: argparse.Namespace, device: torch.device) -> Ite
     yield ImageRow(model, name_of(size), HOST, host, 1.0, times=times)
     for name in options.settings or TIMED:
         compile_pipe(drawing.pipe, **IMAGE_SETTINGS[name])
-        with runtime.wait_for_compile():
-            for _ in range(WAITING_IMAGES):
-                drawing.draw(size)
-        for _ in range(SETTLING_IMAGES):
-            drawing.draw(size)
+        drawing.make_ready(size)
         times, output = drawing.timed(size, runs)
         difference = (output - expected).abs().float()
         route = runtime.status()["route"] or ""

@@ -13,7 +13,7 @@ from ..engines import NATIVE
 from ..public import compile_pipe, uncompile_pipe
 from ..runtime.runtime import runtime
 from .clock import give_back_memory, in_turn, seconds
-from .images import MOST_RUNS, SETTLING_IMAGES, WAITING_IMAGES, Images
+from .images import MOST_RUNS, Images
 from .models import inputs
 from .options import Size, kind_of, name_of
 
@@ -67,11 +67,7 @@ def at_size(
     images: list[Tensor] = []
     for drawing in drawings:
         drawing.steps = FEW_STEPS
-        with runtime.wait_for_compile():
-            for _ in range(WAITING_IMAGES):
-                drawing.draw(size)
-        for _ in range(SETTLING_IMAGES):
-            drawing.draw(size)
+        drawing.make_ready(size)
         drawing.steps = options.steps
         images.append(drawing.draw(size))
     second = runtime.status()["second_gpu"]

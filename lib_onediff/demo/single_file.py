@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from .checkpoint_config import Shapes, component_configs
+from .checkpoint_config import UNET, VAE, Shapes, component_configs
 from .errors import ModelProblem
 from .tokenizer import VOCABULARY, copy_vocabulary
 
-UNET, VAE, TEXT, SDXL_TEXT = "model.diffusion_model.", "first_stage_model.", "cond_stage_model.", "conditioner."
+TEXT, SDXL_TEXT = "cond_stage_model.", "conditioner."
 UNET_SIGN = UNET + "input_blocks.0.0.weight"
 FOREIGN_SIGNS = {
     "double_blocks.": "a Flux model",

@@ -181,4 +181,3 @@ def identity(conv: Any) -> None:
 def two_digits(value: float) -> float:
     """value to two digits, so that rounding differences between machines do not reach the weights."""
     return float(f"{value:.2g}")
-

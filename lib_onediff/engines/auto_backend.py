@@ -20,7 +20,7 @@ WORTH_LOOKING_MS = {"cuda": 20.0, "cpu": 500.0}
 WORTH_HAVING = 0.95
 
 
-class Seen(NamedTuple):
+class CallsMade(NamedTuple):
     """Calls that a backend has made at one shape."""
 
     entry: Entry
@@ -36,7 +36,7 @@ class AutoBackend:
 
     def __init__(self, tuning_cache: TuningCache) -> None:
         self._tuning_cache = tuning_cache
-        self._calls: dict[Hashable, dict[str, Seen]] = {}
+        self._calls: dict[Hashable, dict[str, CallsMade]] = {}
         self._failure = ""
 
     def candidates(self, plain: Candidates, call: UNetCall) -> Candidates:
@@ -57,7 +57,7 @@ class AutoBackend:
         if served_by not in (*PLAIN, INDUCTOR) or self._chosen(device):
             return
         calls = self._calls.setdefault(shape_of(call), {})
-        calls[served_by] = Seen(entry, calls[served_by].calls + 1 if served_by in calls else 1)
+        calls[served_by] = CallsMade(entry, calls[served_by].calls + 1 if served_by in calls else 1)
         plain = next((name for name in PLAIN if name in calls), None)
         if plain is None or INDUCTOR not in calls or calls[INDUCTOR].calls <= ENOUGH_CALLS:
             return

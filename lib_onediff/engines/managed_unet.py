@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from ..model.bound import BoundUNet
 from ..model.call import DeepCachePass, DeepFeature, UNetCall
-from ..model.conditioning import returns_none
 from ..model.deepcache.cache_run import CacheRun
 from ..model.deepcache.sampling import Sampling
 from ..model.forward import Conditioning
+from ..model.identity import returns_none
 from ..model.layout import UnsupportedUNet
 from ..model.low_bit import LowBitBinding, LowBitWeights, Round, WantedKinds
 from ..model.patches import HostTraits
@@ -66,11 +66,14 @@ class CachedRunner(NamedTuple):
 class ManagedUNet:
     """The bound module, its own settings, and its graphs.
 
-    cache_run: its DeepCache. sampling: what its own host says of the sampling that it is in, where that host says it.
-    low_bit: the weights in eight bits, while they are used. low_bit_choice: of which classes of layers, where that was
-    measured; low_bit_looks: bound.looks when that was asked last. no_room_for_low_bit: in this sampling.
-    why_not_offloaded: in this sampling, in one line; "" where nothing stands in the way. runners: those that were made,
-    each good for what stands beside it; see runner.
+    cache_run: its DeepCache.
+    sampling: what its own host says of the sampling in progress; None where that host says nothing.
+    runners: those that were made, each good for what stands beside it; see runner.
+    low_bit: the weights in eight bits, while they are used.
+    low_bit_choice: the classes of layers that use them, once that was measured.
+    low_bit_looks: bound.looks when low_bit_choice was asked for last.
+    no_room_for_low_bit: whether memory was too short for them in this sampling.
+    why_not_offloaded: what stands in the way of offloading in this sampling, in one line; "" where nothing does.
     """
 
     def __init__(

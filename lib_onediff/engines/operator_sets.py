@@ -172,7 +172,7 @@ class OperatorSets:
             del present
             wanted = backends.LOW_BIT_BACKENDS.get(settings.low_bit, "")
             attends = bool(wanted) and settings.low_bit_attention and why_no_int8(device, dtype) is None
-            users, low_bit = layout.kernel_users(), self.low_bit.kinds(wanted, device, dtype)
+            users, low_bit = layout.kernel_users, self.low_bit.kinds(wanted, device, dtype)
             self._compile(Network(layout.architecture, users, dtype, device, low_bit, attends))
         return []
 

@@ -69,6 +69,11 @@ class ClassPatch:
             self._in_chain = True
         self.active = True
 
+    def count(self) -> int:
+        """How many patches of ours are at work on the method; one below another extension's cannot be found, but knows
+        that it is there."""
+        return len(active_patches(self.owner, self.method)) or int(self.active)
+
     def keep_out_of_traces(self) -> None:
         """Let torch.compile step over the replacement instead of tracing it, which would take minutes.
 

@@ -7,6 +7,7 @@ import inspect
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from ..model.patches import origin, package
@@ -42,10 +43,9 @@ def first_unmet(needs: Iterable[Need]) -> str | None:
         except Exception as error:
             log.debug("%s cannot be imported", need.module, exc_info=True)
             return f"has no module {need.module} that can be imported ({type(error).__name__}: {error})"
-        for part in need.name.split("."):
-            if not hasattr(found, part):
-                return f"has no {need.name} in {need.module}"
-            found = getattr(found, part)
+        if first_missing(found, [need.name]):
+            return f"has no {need.name} in {need.module}"
+        found = attrgetter(need.name)(found)
         lacking = [name for name in need.parameters if not takes(found, name, need.module)]
         if lacking:
             return f"has a {need.name} in {need.module} that does not take {', '.join(lacking)}"
@@ -64,6 +64,17 @@ def takes(function: Any, parameter: str, module: str) -> bool:
     kinds = {found.kind for found in parameters.values()}
     takes_all = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
     return parameter in parameters or (takes_all and package(origin(function)) != package(module))
+
+
+def why_unknown(release: str, model: Any, paths: Iterable[str]) -> str | None:
+    """Why a checkpoint that this release has loaded is the host's, also for the log: it lacks one of these attribute
+    paths. None where it has all."""
+    path = first_missing(model, paths)
+    if path is None:
+        return None
+    reason = f"{release} has loaded a checkpoint without {path}: OneDiff does not know this release"
+    log.warning("%s.", reason)
+    return reason
 
 
 def first_missing(holder: Any, paths: Iterable[str]) -> str | None:

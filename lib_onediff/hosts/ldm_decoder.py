@@ -15,14 +15,6 @@ from ..runtime.runtime import runtime
 from .class_patch import ClassPatch
 
 
-def nothing_against_it(decoder: nn.Module) -> str | None:
-    return None
-
-
-def never_upcasts() -> bool:
-    return False
-
-
 class DecoderPatches:
     """Patches of these Decoder and Encoder classes.
 
@@ -32,8 +24,8 @@ class DecoderPatches:
 
     def __init__(
         self, decoder_classes: Iterable[type], host_traits: HostTraits,
-        why_host: Callable[[nn.Module], str | None] = nothing_against_it,
-        upcasts: Callable[[], bool] = never_upcasts,
+        why_host: Callable[[nn.Module], str | None] = lambda decoder: None,
+        upcasts: Callable[[], bool] = lambda: False,
     ) -> None:
         self.patches = [
             ClassPatch(

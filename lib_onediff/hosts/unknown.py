@@ -4,7 +4,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .webui import CannotWarm, Result, WebUI
+from ..prewarm.job import CannotWarm
+from .webui import Result, WebUI
 
 
 class UnknownHost(WebUI):

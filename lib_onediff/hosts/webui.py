@@ -1,18 +1,18 @@
 """What OneDiff needs to know of a WebUI; one adapter per host offers it."""
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import nn
 
 from ..model.layout import UnsupportedUNet
 from ..model.read import read_layout
-from ..prewarm.job import CannotWarm
 from ..runtime.runtime import runtime
 
-__all__ = ["PROMPT_NOISE", "CannotWarm", "Result", "WebUI", "network_name"]
 Result = TypeVar("Result")
 # How loud the noise is that stands for a prompt in a warm-up: at 1 the softmaxes of some models choose between two
 # tokens that are nearly equal, and then rounding alone decides what comes out, the host's no less than ours.
@@ -92,6 +92,17 @@ class WebUI(Protocol):
 
     def exclusively(self, work: Callable[[], Result]) -> Result:
         """Run work() while the host makes no image, on the thread that the host would use."""
+        from modules import call_queue
+
+        with call_queue.queue_lock:
+            return work()
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """What is drawn inside does not move the random numbers of the next image."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        yield
 
 
 def network_name(unet: nn.Module | None) -> str | None:

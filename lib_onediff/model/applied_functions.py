@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .binding import Binding
 from .layout import FusedLinear, UnsupportedUNet
 from .weight_functions import Change, LowRankUpdate, WeightFunctions
-from .weights import Affine, Binding, LowRank, Weights
+from .weights import Affine, LowRank, Weights
 
 MEBIBYTE = 2**20
 

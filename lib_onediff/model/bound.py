@@ -6,21 +6,21 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any
 
 from torch import nn
 
+from .binding import LAYERS_GONE, Binding
 from .call import UNetCall
-from .conditioning import PromptMemory, Sighting
+from .conditioning import PromptMemory
 from .forward import Conditioning, condition
-from .identity import UNCOUNTED, Edits, Signature, digest_of_values
+from .identity import UNCOUNTED, Edits, Sighting, Signature, digest_of_values
 from .layout import UNetLayout, UnsupportedUNet
 from .offload import OffloadedWeights
 from .on_the_fly import News, OnTheFly
 from .operators import Operators
 from .patches import HostTraits, Structure, scan
 from .read import read_layout
-from .weights import LAYERS_GONE, Binding, Source, Weights
+from .weights import Source, Weights
 
 log = logging.getLogger("onediff")
 
@@ -30,11 +30,14 @@ SECONDS_WITHIN_A_SAMPLING = 0.1
 class BoundUNet:
     """Keeps layout and binding true to a module that its host may change at any time. Holds no reference to it.
 
-    generation counts the changes of addresses: what was captured under another generation must not be replayed. looks
-    counts how often a sampling began, or something moved, and everything was looked at again. on_the_fly: what the host
-    applies to the weights at each use. offloaded: the weights that lie in the computer's memory for the time being.
-    prompts: what was computed of prompts alone. last_call_ended: when a call of the UNet did, in seconds of
-    time.perf_counter.
+    generation: how often addresses have changed. What was captured under another generation must not be replayed.
+    looks: how often everything was looked at again, because a sampling began or something moved.
+    samplings: how many samplings were announced.
+    channels_last: whether the convolutions' weights were laid out so.
+    on_the_fly: what the host applies to the weights at each use.
+    offloaded: the weights that are in the computer's memory for the time being.
+    prompts: what was computed of prompts alone.
+    last_call_ended: when the last call of the UNet ended, by time.perf_counter.
     """
 
     def __init__(self, unet: nn.Module, host_traits: HostTraits = HostTraits()) -> None:  # noqa: B008
@@ -46,10 +49,8 @@ class BoundUNet:
         self._signature: Signature | None = None
         self._edits: Edits | None = None
         self._all_edits: Edits | None = None
-        self._channels_last = False
+        self.channels_last = False
         self._binding: Binding | None = None
-        self._architecture: str | None = None
-        self._kernel_users: list[Any] = []
         self._unreadable: str | None = None
         self._refusal: str | None = None
         self._last_prompt = Sighting()
@@ -59,7 +60,7 @@ class BoundUNet:
         self.offloaded = OffloadedWeights()
         # Counts the changes of addresses and of what is applied: at equal numbers, what was computed still holds.
         self._revision = 0
-        self._samplings = 0
+        self.samplings = 0
         self._lora: Hashable = None
         # With the number of looks and what the weights were then.
         self._checkpoint: tuple[int, tuple[int, Edits, int], str] | None = None
@@ -70,17 +71,8 @@ class BoundUNet:
         return layout
 
     @property
-    def kernel_users(self) -> list[Any]:
-        """layout.kernel_users(), which takes a millisecond to find."""
-        if not self._kernel_users:
-            self._kernel_users = self.layout.kernel_users()
-        return self._kernel_users
-
-    @property
     def architecture(self) -> str:
-        if self._architecture is None:
-            self._architecture = self.layout.architecture
-        return self._architecture
+        return self.layout.architecture
 
     @property
     def module(self) -> nn.Module:
@@ -88,16 +80,6 @@ class BoundUNet:
         if unet is None:
             raise UnsupportedUNet(LAYERS_GONE)
         return unet
-
-    @property
-    def channels_last(self) -> bool:
-        """Whether the weights of convolutions were made to lie so."""
-        return self._channels_last
-
-    @property
-    def samplings(self) -> int:
-        """How many were announced."""
-        return self._samplings
 
     @property
     def has_binding(self) -> bool:
@@ -130,7 +112,7 @@ class BoundUNet:
     def weights_in_sampling(self) -> tuple[int, Edits, int]:
         """As weights_now; where edits cannot be seen, also another at every sampling."""
         revision, edits = self.weights_now()
-        return revision, edits, self._samplings if UNCOUNTED in edits.counts else 0
+        return revision, edits, self.samplings if UNCOUNTED in edits.counts else 0
 
     def checkpoint(self) -> str:
         """A digest that tells checkpoints of an architecture apart and is the same under any LoRA that leaves biases
@@ -150,7 +132,7 @@ class BoundUNet:
     def begin_sampling(self) -> None:
         """The host says that a new sampling starts: look at everything again at the next call."""
         self._sampling_began = True
-        self._samplings += 1
+        self.samplings += 1
         self.prompts.forget()
 
     def layout_now(self) -> UNetLayout:
@@ -193,7 +175,7 @@ class BoundUNet:
             is_same_lora = self._lora == before
         if not goes_on:
             self.binding.cast_to = self.on_the_fly.cast_to(self.binding, call.latent.dtype)
-        if not (self._stands(goes_on) and channels_last == self._channels_last):
+        if not (self._stands(goes_on) and channels_last == self.channels_last):
             began = time.perf_counter()
             try:
                 copied = self.binding.bind(channels_last)
@@ -201,7 +183,7 @@ class BoundUNet:
                 # It stands for as long as they stay where they are.
                 self._refusal, self._signature = str(reason), self.binding.signature()
                 raise
-            self._signature, self._channels_last = self.binding.signature(), channels_last
+            self._signature, self.channels_last = self.binding.signature(), channels_last
             self._note_moved()
             goes_on = False
             milliseconds = (time.perf_counter() - began) * 1e3
@@ -236,7 +218,7 @@ class BoundUNet:
             if self._binding is not None:
                 with contextlib.suppress(UnsupportedUNet):
                     if not self.offloaded:
-                        self._binding.bind(self._channels_last)
+                        self._binding.bind(self.channels_last)
                     self._signature = self._binding.signature()
 
     def _have_restored(self) -> None:
@@ -316,8 +298,8 @@ class BoundUNet:
             return
         self._have_restored()
         self.undo_channels_last()
-        self._structure, self._binding, self._signature, self._architecture = structure, None, None, None
-        self._kernel_users, self._edits, self._all_edits = [], None, None
+        self._structure, self._binding, self._signature = structure, None, None
+        self._edits = self._all_edits = None
         self.drop_applied()
         if layout is not None:
             self._binding = Binding(unet, layout)
@@ -342,10 +324,10 @@ class BoundUNet:
 
     def undo_channels_last(self) -> bool:
         """Let the host's own forward find the convolutions' weights as torch makes them. Returns whether they moved."""
-        if not self._channels_last or self._binding is None:
+        if not self.channels_last or self._binding is None:
             return False
         self._binding.turn_convolutions_back()
-        self._signature, self._channels_last = None, False
+        self._signature, self.channels_last = None, False
         self._note_moved()
         return True
 
@@ -354,9 +336,9 @@ class BoundUNet:
         self.restore()
         if self._binding is not None:
             self._binding.unbind()
-        self._structure = self._signature = self._binding = self._architecture = None
+        self._structure = self._signature = self._binding = None
         self._edits = self._all_edits = None
-        self._channels_last = False
+        self.channels_last = False
         self._sampling_began = True
         self.prompts = PromptMemory()
         self.drop_applied()

@@ -11,45 +11,12 @@ import torch
 from torch import Tensor
 
 from .forward import Conditioning
+from .identity import Sighting
 
 # Prompt, negative prompt and a few regions, called one at a time. SDXL's take 25 MiB each at 77 tokens.
 MOST_SAVED, MOST_SAVED_BYTES = 4, 256 << 20
 # Of those that no graph reads.
 MOST_SIZES = 4
-
-
-class Sighting:
-    """Recognises the very tensors that it saw last, unedited, without keeping them alive."""
-
-    def __init__(self) -> None:
-        self._seen: tuple[tuple[Callable[[], Tensor | None], int], ...] | None = None
-
-    def recognises(self, tensors: tuple[Tensor | None, ...]) -> bool:
-        """True if these are the tensors of the last remember(). An inference tensor counts no edits and never is."""
-        if self._seen is None or len(self._seen) != len(tensors):
-            return False
-        return all(
-            reference() is tensor and edits >= 0 and edits == edit_count(tensor)
-            for (reference, edits), tensor in zip(self._seen, tensors, strict=True)
-        )
-
-    def remember(self, tensors: tuple[Tensor | None, ...]) -> None:
-        self._seen = tuple(
-            (weakref.ref(tensor) if tensor is not None else returns_none, edit_count(tensor)) for tensor in tensors
-        )
-
-    def forget(self) -> None:
-        self._seen = None
-
-
-def returns_none() -> None:
-    return None
-
-
-def edit_count(tensor: Tensor | None) -> int:
-    if tensor is None:
-        return 0
-    return -1 if tensor.is_inference() else tensor._version
 
 
 @dataclass(eq=False)
@@ -63,9 +30,7 @@ class HeldPrompt:
 
     @classmethod
     def of(cls, context: Tensor, y: Tensor | None, edits: tuple[Any, ...]) -> HeldPrompt:
-        sighting = Sighting()
-        sighting.remember((context, y))
-        return cls(edits, sighting)
+        return cls(edits, Sighting((context, y)))
 
     def is_same(self, context: Tensor, y: Tensor | None, edits: tuple[Any, ...]) -> bool:
         return self.edits == edits and self.sighting.recognises((context, y))
@@ -100,8 +65,7 @@ class Slot:
 
     def overwrite(self, kept: Conditioning, fresh: Conditioning) -> None:
         """Let the tensors, kept, hold a conditioning whose prompt nobody will recognise."""
-        for target, source in zip(kept.tensors(), fresh.tensors(), strict=True):
-            target.copy_(source)
+        kept.copy_(fresh)
         self.forget()
 
     def show(self, kept: Conditioning, prompt: HeldPrompt, fresh: Conditioning) -> None:
@@ -116,8 +80,7 @@ class Slot:
             self._earlier.append(other)
             while len(self._earlier) > MOST_SAVED or sum(held.bytes() for held in self._earlier) > MOST_SAVED_BYTES:
                 del self._earlier[0]
-        for target, source in zip(kept.tensors(), fresh.tensors(), strict=True):
-            target.copy_(source)
+        kept.copy_(fresh)
         self.current = prompt
 
     def forget(self) -> None:
@@ -218,8 +181,5 @@ def prompt_size(context: Tensor, y: Tensor | None) -> tuple[Any, ...]:
 
 
 def fits(kept: Conditioning, fresh: Conditioning) -> bool:
-    pairs = list(zip(kept.tensors(), fresh.tensors(), strict=False))
-    same_count = len(kept.tensors()) == len(fresh.tensors())
-    return same_count and all(
-        (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device) for a, b in pairs
-    )
+    forms, wanted = ([(one.shape, one.dtype, one.device) for one in part.tensors()] for part in (kept, fresh))
+    return forms == wanted

@@ -32,6 +32,11 @@ class Conditioning:
     def tensors(self) -> list[Tensor]:
         return [*self.key_values, *([] if self.label is None else [self.label])]
 
+    def copy_(self, other: Conditioning) -> None:
+        """Take the values of another prompt's, which has the same shapes."""
+        for target, source in zip(self.tensors(), other.tensors(), strict=True):
+            target.copy_(source)
+
     def map(self, change: Callable[[Tensor], Tensor]) -> Conditioning:
         """The same with change(tensor) in the place of every tensor."""
         return Conditioning(tuple(map(change, self.key_values)), None if self.label is None else change(self.label))
@@ -128,6 +133,11 @@ class Pass:
         """What every residual block is told of the timestep and the label: (batch, embedding width)."""
         return time_embedding(self.layout, self.weights, self.ops, self.call, label)
 
+    def whole(self) -> Tensor:
+        """Run all stages; returns the output as finish does."""
+        image, skips = self.encode(len(self.layout.input_stages))
+        return self.finish(self.decode(self.middle(image), skips, range(len(self.layout.output_stages)), None))
+
     def encode(self, stages: int) -> tuple[Tensor, list[Tensor]]:
         """Run the first input stages; returns the image and a skip from each stage."""
         image = self.call.latent.to(self.weights[self.layout.out_convolution.path].weight.dtype)
@@ -165,9 +175,8 @@ class Pass:
 
     def finish(self, image: Tensor) -> Tensor:
         """The output norm and convolution: (batch, out channels, height, width) in the latent's dtype."""
-        layout, weights = self.layout, self.weights
-        image = self.ops.group_norm(image, weights[layout.out_norm.path], layout.out_norm, silu=True)
-        image = self.ops.convolution(image, weights[layout.out_convolution.path], layout.out_convolution)
+        image, out = self.layers.norm(self.layout.out_norm, image), self.layout.out_convolution
+        image = self.ops.convolution(image, self.weights[out.path], out)
         return image.to(self.call.latent.dtype)
 
 
@@ -175,10 +184,7 @@ def forward(
     layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, conditioning: Conditioning | None
 ) -> Tensor:
     """The whole UNet: (batch, out channels, height, width) in the latent's dtype, for latents of any size."""
-    running = Pass(layout, weights, ops, call, conditioning)
-    image, skips = running.encode(len(layout.input_stages))
-    image = running.middle(image)
-    return running.finish(running.decode(image, skips, range(len(layout.output_stages)), None))
+    return Pass(layout, weights, ops, call, conditioning).whole()
 
 
 def add_residual(image: Tensor, residuals: tuple[Tensor | None, ...], index: int) -> Tensor:

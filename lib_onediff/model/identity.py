@@ -54,6 +54,34 @@ class Edits:
         )
 
 
+class Sighting:
+    """Recognises the very tensors that it saw last, unedited, without keeping them alive."""
+
+    def __init__(self, tensors: tuple[Tensor | None, ...] | None = None) -> None:
+        """tensors: what it sees now, as by remember()."""
+        self._seen: tuple[tuple[Callable[[], Tensor | None], int], ...] | None = None
+        if tensors is not None:
+            self.remember(tensors)
+
+    def recognises(self, tensors: tuple[Tensor | None, ...]) -> bool:
+        """True if these are the tensors of the last remember(). An inference tensor counts no edits and never is."""
+        if self._seen is None or len(self._seen) != len(tensors):
+            return False
+        return all(
+            reference() is tensor and edits != UNCOUNTED and edits == edit_count(tensor)
+            for (reference, edits), tensor in zip(self._seen, tensors, strict=True)
+        )
+
+    def remember(self, tensors: tuple[Tensor | None, ...]) -> None:
+        self._seen = tuple(
+            (weakref.ref(tensor) if tensor is not None else returns_none, edit_count(tensor)) for tensor in tensors
+        )
+
+
+def returns_none() -> None:
+    return None
+
+
 class Signature:
     """Where parameters lay when this was taken. Equal if as many lie in the same places.
 
@@ -100,8 +128,11 @@ def digest_of_values(architecture: str, tensors: Iterable[Tensor]) -> str:
     return hashlib.sha256(f"{architecture} {together.dtype} ".encode() + content).hexdigest()[:16]
 
 
-def edit_count(parameter: Tensor) -> int:
+def edit_count(tensor: Tensor | None) -> int:
+    """How often a tensor was edited in place; UNCOUNTED for an inference tensor, 0 for None."""
+    if tensor is None:
+        return 0
     try:
-        return parameter._version
+        return tensor._version
     except RuntimeError:
         return UNCOUNTED

@@ -12,6 +12,7 @@ from .layout import (
     Convolution,
     CrossAttention,
     Downsample,
+    GroupNorm,
     ResidualBlock,
     SelfAttention,
     SpatialTransformer,
@@ -19,8 +20,8 @@ from .layout import (
     TransformerBlock,
     Upsample,
 )
-from .operators import Operators, Rows, Stream
-from .weights import Weights
+from .operators import Image, Operators, Rows, Stream
+from .weights import Affine, Weights
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,12 @@ class Layers:
                 image = self.ops.convolution(image, self.weights[shape.path], shape)
         return image
 
+    def norm(
+        self, norm: GroupNorm, image: Image, shift: Tensor | None = None, reader: Affine | None = None
+    ) -> Image:
+        """Group norm of image + shift (batch, channels), and SiLU. reader: the convolution that it is for."""
+        return self.ops.group_norm(image, self.weights[norm.path], norm, silu=True, shift=shift, reader=reader)
+
     def _upsample(self, layer: Upsample, image: Tensor, following: Tensor | None) -> Tensor:
         height, width = image.shape[-2] * 2, image.shape[-1] * 2
         if layer.resize_before and following is not None:
@@ -64,10 +71,8 @@ class Layers:
     def _residual_block(self, block: ResidualBlock, image: Tensor) -> Tensor:
         weights, ops = self.weights, self.ops
         into, out = weights[block.in_convolution.path]._replace(bias=None), weights[block.out_convolution.path]
-        hidden = ops.group_norm(image, weights[block.in_norm.path], block.in_norm, silu=True, reader=into)
-        hidden = ops.convolution(hidden, into, block.in_convolution)
-        shift, norm = self.shifts[block.embedding.path], block.out_norm
-        hidden = ops.group_norm(hidden, weights[norm.path], norm, silu=True, shift=shift, reader=out)
+        hidden = ops.convolution(self.norm(block.in_norm, image, None, into), into, block.in_convolution)
+        hidden = self.norm(block.out_norm, hidden, self.shifts[block.embedding.path], out)
         hidden = ops.convolution(hidden, out._replace(bias=None), block.out_convolution)
         skip = image if block.skip is None else ops.pointwise(image, weights[block.skip.path])
         return ops.residual_add(skip, hidden, out.bias)

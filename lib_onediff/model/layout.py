@@ -6,7 +6,7 @@ A path is the dotted name of a leaf module inside the host's UNet.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from typing import Any
@@ -202,6 +202,7 @@ class UNetLayout:
         return list(descriptions(tuple(getattr(self, item.name) for item in fields(self) if item.name != "embeddings"),
                                  (Linear, Convolution, GroupNorm, LayerNorm)))
 
+    @cached_property
     def kernel_users(self) -> list[Linear | Convolution | GroupNorm | LayerNorm | CrossAttention]:
         """Every description that decides which kernels are needed."""
         return [*self.leaves(), *self.cross_attentions]
@@ -228,20 +229,22 @@ class UNetLayout:
         name = known.get((self.context_width, self.y_width), other)
         return f"{name} inpainting" if self.in_channels == 9 else name
 
-    @property
+    @cached_property
     def architecture(self) -> str:
         """A digest that two UNets share exactly when they are the same network up to their weights and names."""
-        return hashlib.sha256(repr(self._without_paths(self)).encode()).hexdigest()[:16]
+        return digest_without(self, ("path", "name", "family", "foreign"))
 
-    @classmethod
-    def _without_paths(cls, node: Any) -> Any:
+
+def digest_without(layout: Any, names: Collection[str]) -> str:
+    """A digest of a tree of dataclasses and tuples, whatever the fields of these names hold."""
+
+    def plain(node: Any) -> Any:
         if is_dataclass(node):
-            kept = [cls._without_paths(getattr(node, item.name)) for item in fields(node)
-                    if item.name not in ("path", "name", "family", "foreign")]
-            return (type(node).__name__, *kept)
-        if isinstance(node, tuple):
-            return tuple(cls._without_paths(item) for item in node)
-        return node
+            kept = (item.name for item in fields(node) if item.name not in names)
+            return type(node).__name__, *(plain(getattr(node, name)) for name in kept)
+        return tuple(map(plain, node)) if isinstance(node, tuple) else node
+
+    return hashlib.sha256(repr(plain(layout)).encode()).hexdigest()[:16]
 
 
 def descriptions(node: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .binding import Binding
 from .layout import Convolution, FusedLinear, Linear, ResidualBlock, TransformerBlock, UNetLayout
-from .weights import Affine, Binding, QuantizedWeight, Weights
+from .weights import Affine, QuantizedWeight, Weights
 
 
 class Kind(NamedTuple):

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from .binding import Binding
 from .bound import BoundUNet
 from .call import UNetCall
 from .identity import Edits
 from .patches import HostTraits
-from .weights import Binding
 
 
 class MirrorUNet(BoundUNet):
@@ -110,4 +110,3 @@ def empty_like(parameter: Tensor, device: torch.device) -> nn.Parameter:
 def bytes_of(binding: Binding) -> int:
     """What a copy takes."""
     return sum(parameter.nbytes for parameter in binding.parameters())
-

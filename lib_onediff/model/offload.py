@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .weights import joined
+from .fused_storage import joined
 
 log = logging.getLogger("onediff")
 Hooked = list[tuple[weakref.ref[nn.Module], RemovableHandle]]

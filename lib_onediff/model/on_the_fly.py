@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 
 from .applied_functions import AppliedBinding, AppliedFunctions
+from .binding import BOUND_DTYPES, Binding
 from .identity import UNCOUNTED, Edits
 from .layout import UnsupportedUNet
-from .weight_functions import Casts, FunctionReader, FunctionState
-from .weights import BOUND_DTYPES, Binding
+from .weight_functions import Casts, FunctionReader, WeightFunctionState
 
 
 class News(enum.Enum):
@@ -31,7 +31,7 @@ class OnTheFly:
         self.is_asked = reader is not None
         self.applied: AppliedFunctions | None = None
         self._is_needed = False
-        self._state, self._glance = FunctionState(), list[object]()
+        self._state, self._glance = WeightFunctionState(), list[object]()
         # The parameters from which it was made, and the type that it was made for.
         self._edits, self._dtype = Edits([]), torch.float32
 
@@ -58,7 +58,7 @@ class OnTheFly:
         if goes_on and self.stands(binding):
             return News.NONE
         layers = binding.layers()
-        state = FunctionState() if reader is None else reader.state(layers)
+        state = WeightFunctionState() if reader is None else reader.state(layers)
         self._is_needed = bool(state.layers) or binding.cast_to is not None
         self.is_asked = reader is not None or self._is_needed
         if not self._is_needed:

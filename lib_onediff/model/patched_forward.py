@@ -11,10 +11,10 @@ from torch import Tensor
 from .call import UNetCall
 from .forward import Conditioning, Pass, add_residual
 from .layers import Layers, join_heads, split_heads
-from .layout import CrossAttention, ResidualBlock, SelfAttention, SpatialTransformer, TransformerBlock, UNetLayout
+from .layout import CrossAttention, GroupNorm, SelfAttention, SpatialTransformer, TransformerBlock, UNetLayout
 from .operators import Image, Operators, Stream
 from .patch_points import CROSS_ATTENTION, INPUT, LAST, MIDDLE, OUTPUT, SELF_ATTENTION, PatchPoints
-from .weights import Weights
+from .weights import Affine, Weights
 
 
 def patched_forward(
@@ -23,10 +23,7 @@ def patched_forward(
 ) -> Tensor:
     """The whole UNet, as forward.forward, with the functions of other extensions that the call brings."""
     patches.begin(call.latent)
-    running = PatchedPass(layout, weights, ops, call, conditioning, patches)
-    hidden_states, skips = running.encode(len(layout.input_stages))
-    hidden_states = running.middle(hidden_states)
-    return running.finish(running.decode(hidden_states, skips, range(len(layout.output_stages)), None))
+    return PatchedPass(layout, weights, ops, call, conditioning, patches).whole()
 
 
 class PatchedPass(Pass):
@@ -94,12 +91,8 @@ class PatchedPass(Pass):
 
     def finish(self, hidden_states: Tensor) -> Tensor:
         hidden_states = self.patches.before_stage(LAST, 0, hidden_states)
-        layout, weights, ops = self.layout, self.weights, self.ops
-        if self.patches.norm is not None:
-            hidden_states = ops.silu(self.patches.norm(layout.out_norm.path, hidden_states))
-        else:
-            hidden_states = ops.group_norm(hidden_states, weights[layout.out_norm.path], layout.out_norm, silu=True)
-        hidden_states = ops.convolution(hidden_states, weights[layout.out_convolution.path], layout.out_convolution)
+        hidden_states, out = self.patched.norm(self.layout.out_norm, hidden_states), self.layout.out_convolution
+        hidden_states = self.ops.convolution(hidden_states, self.weights[out.path], out)
         return self.patches.after_stage(LAST, 0, hidden_states).to(self.call.latent.dtype)
 
 
@@ -180,16 +173,10 @@ class PatchedLayers(Layers):
     def _projected(self, name: str, attention: SelfAttention | CrossAttention, mixed: Tensor) -> Tensor:
         return self.patches.attention_output(name, self.ops.linear(mixed, self.weights[attention.out.path]))
 
-    def _residual_block(self, block: ResidualBlock, hidden_states: Tensor) -> Tensor:
-        weights, ops, norm = self.weights, self.ops, self.patches.norm
-        if norm is None:
-            return super()._residual_block(block, hidden_states)
-        hidden = ops.silu(norm(block.in_norm.path, hidden_states))
-        into = weights[block.in_convolution.path]._replace(bias=None)
-        hidden = ops.convolution(hidden, into, block.in_convolution)
-        hidden = hidden + self.shifts[block.embedding.path][:, :, None, None]
-        hidden = ops.silu(norm(block.out_norm.path, hidden))
-        out = weights[block.out_convolution.path]
-        hidden = ops.convolution(hidden, out._replace(bias=None), block.out_convolution)
-        skip = hidden_states if block.skip is None else ops.pointwise(hidden_states, weights[block.skip.path])
-        return ops.residual_add(skip, hidden, out.bias)
+    def norm(
+        self, norm: GroupNorm, hidden_states: Image, shift: Tensor | None = None, reader: Affine | None = None
+    ) -> Image:
+        if self.patches.norm is None:
+            return super().norm(norm, hidden_states, shift, reader)
+        shifted = hidden_states if shift is None else hidden_states + shift[:, :, None, None]
+        return self.ops.silu(self.patches.norm(norm.path, shifted))

@@ -9,12 +9,10 @@ from torch import nn
 
 from .layout import (
     Convolution,
-    CrossAttention,
     Downsample,
     LabelEmbedding,
     Layer,
     ResidualBlock,
-    SelfAttention,
     SpatialTransformer,
     Stage,
     TimeEmbedding,
@@ -234,30 +232,16 @@ def read_block(block: Any, leaves: LeafReader) -> TransformerBlock:
         raise UnsupportedUNet(f"{path} is a transformer block of another kind")
     if getattr(block, "fuser", None) is not None:
         raise UnsupportedUNet(f"{path} has a GLIGEN layer")
-    if type(block.ff.net[0]).__name__ != "GEGLU":
-        raise UnsupportedUNet(f"{path} has a feed-forward layer without GEGLU")
-    own, cross = read_attention(block.attn1, leaves), read_attention(block.attn2, leaves)
-    if not cross.is_cross_attention:
+    for attention in (block.attn1, block.attn2):
+        refuse_variant(attention, leaves)
+    if not block.attn2.is_cross_attention:
         raise UnsupportedUNet(f"{path} has two self attentions")
-    return TransformerBlock(
-        self_norm=leaves.layer_norm(block.norm1),
-        self_attention=SelfAttention(
-            leaves.fused(f"{path}.attn1", own.to_q, own.to_k, own.to_v), leaves.linear(own.to_out[0]), own.heads
-        ),
-        cross_norm=leaves.layer_norm(block.norm2),
-        cross_attention=CrossAttention(
-            leaves.linear(cross.to_q), leaves.fused(f"{path}.attn2", cross.to_k, cross.to_v),
-            leaves.linear(cross.to_out[0]), cross.heads,
-        ),
-        feed_forward_norm=leaves.layer_norm(block.norm3),
-        feed_forward_in=leaves.linear(block.ff.net[0].proj), feed_forward_out=leaves.linear(block.ff.net[2]),
-    )
+    return leaves.transformer_block(block)
 
 
-def read_attention(attention: Any, leaves: LeafReader) -> Any:
+def refuse_variant(attention: Any, leaves: LeafReader) -> None:
     extras = ("group_norm", "spatial_norm", "norm_q", "norm_k", "norm_cross", "add_k_proj")
     odd = [name for name in extras if getattr(attention, name, None) is not None]
     scaled = attention.rescale_output_factor != 1 or attention.residual_connection or not attention.scale_qk
     if odd or scaled:
         raise UnsupportedUNet(f"{leaves.path(attention)} is an attention of another kind")
-    return attention

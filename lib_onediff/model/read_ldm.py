@@ -8,12 +8,10 @@ from torch import nn
 
 from .layout import (
     Convolution,
-    CrossAttention,
     Downsample,
     LabelEmbedding,
     Layer,
     ResidualBlock,
-    SelfAttention,
     SpatialTransformer,
     Stage,
     TimeEmbedding,
@@ -155,19 +153,4 @@ def read_block(block: Any, leaves: LeafReader) -> TransformerBlock:
         raise UnsupportedUNet(f"{path} is a {type(block).__module__}.{type(block).__name__}, which we do not know")
     if getattr(block, "disable_self_attn", False) or getattr(block, "ff_in", False) or block.attn2 is None:
         raise UnsupportedUNet(f"{path} is a transformer block of another kind")
-    if type(block.ff.net[0]).__name__ != "GEGLU":
-        raise UnsupportedUNet(f"{path} has a feed-forward layer without GEGLU")
-    own, cross = block.attn1, block.attn2
-    return TransformerBlock(
-        self_norm=leaves.layer_norm(block.norm1),
-        self_attention=SelfAttention(
-            leaves.fused(f"{path}.attn1", own.to_q, own.to_k, own.to_v), leaves.linear(own.to_out[0]), own.heads
-        ),
-        cross_norm=leaves.layer_norm(block.norm2),
-        cross_attention=CrossAttention(
-            leaves.linear(cross.to_q), leaves.fused(f"{path}.attn2", cross.to_k, cross.to_v),
-            leaves.linear(cross.to_out[0]), cross.heads,
-        ),
-        feed_forward_norm=leaves.layer_norm(block.norm3),
-        feed_forward_in=leaves.linear(block.ff.net[0].proj), feed_forward_out=leaves.linear(block.ff.net[2]),
-    )
+    return leaves.transformer_block(block)

@@ -57,7 +57,7 @@ class Casts:
 
 
 @dataclass
-class FunctionState:
+class WeightFunctionState:
     """What a host's functions consist of, as it was noted: equal as long as it is the same. Keeps nothing alive.
 
     layers: the places in the list of those to which anything is applied. facts: plain data, such as a LoRA's strength.
@@ -84,15 +84,16 @@ class FunctionState:
 
     def __eq__(self, other: object) -> bool:
         # A live object has one plain weak reference, so references can be compared without their objects.
-        return isinstance(other, FunctionState) and self.layers == other.layers and self.facts == other.facts and (
-            self.edits == other.edits and len(self.references) == len(other.references)
-        ) and all(map(operator.is_, self.references, other.references))
+        if not isinstance(other, WeightFunctionState) or len(self.references) != len(other.references):
+            return False
+        same = (self.layers, self.facts, self.edits) == (other.layers, other.facts, other.edits)
+        return same and all(map(operator.is_, self.references, other.references))
 
 
 class FunctionReader(Protocol):
     """Reads what one host's layers have."""
 
-    def state(self, layers: Sequence[nn.Module]) -> FunctionState:
+    def state(self, layers: Sequence[nn.Module]) -> WeightFunctionState:
         """What is applied to these layers; milliseconds for a LoRA on all of them."""
 
     def glance(self, layers: Sequence[nn.Module]) -> list[object]:

@@ -35,9 +35,10 @@ def describe(settings: Settings) -> str:
 
 def differences(settings: Settings, others: Settings) -> list[str]:
     """Every option of a run but the switch that has another value in others, with its value in settings, in words."""
+    of_a_run = options_of_a_run()
     return [
-        f"{name} {format_value(getattr(settings, name))}" for name in options_of_a_run()
-        if name != SWITCH and getattr(settings, name) != getattr(others, name)
+        f"{name} {format_value(value)}" for name, value in settings.changed_from(others).items()
+        if name != SWITCH and name in of_a_run
     ]
 
 

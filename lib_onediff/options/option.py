@@ -59,6 +59,11 @@ def parse_value(option_field: Field[Any], word: str) -> Any:
     return value
 
 
+def words_of(option_field: Field[Any]) -> list[str]:
+    """The words to choose from for an option; none where it takes any number or text."""
+    return list(BOOL_OF_WORD) if isinstance(option_field.default, bool) else list(option_field.metadata["choices"])
+
+
 def allowed_values(option_field: Field[Any]) -> str:
     """For people, what an option takes; nothing where it is any text."""
     metadata = option_field.metadata

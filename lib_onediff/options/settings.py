@@ -192,6 +192,13 @@ class Settings:
         kept = {name: getattr(base or cls(), name) for name in known}
         return cls(**{**kept, **values})
 
+    def changed_from(self, other: Settings) -> dict[str, Any]:
+        """The options that have another value in other, by name, with their values here."""
+        return {
+            option_field.name: getattr(self, option_field.name) for option_field in fields(self)
+            if getattr(self, option_field.name) != getattr(other, option_field.name)
+        }
+
     def for_run(self, values: dict[str, Any]) -> Settings:
         """These settings with other values for one generation. Raises ValueError as from_mapping does, and for an
         option that only holds for the whole WebUI."""

@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import HTTPException
 
 from .infotext import SWITCH, options_of_a_run
-from .option import BOOL_OF_WORD, check_value, parse_value
+from .option import check_value, parse_value, words_of
 from .presets import all_presets, with_preset
 from .settings import Settings
 
@@ -63,7 +63,7 @@ def add_axes(scripts_data: Iterable[Any], standing: Standing) -> None:
 
 def remove_axes(scripts_data: Iterable[Any]) -> None:
     """Undo add_axes."""
-    labels = {PREFIX + PRESET_LABEL, *(PREFIX + label_of(option) for option in options_of_a_run().values())}
+    labels = {PREFIX + PRESET_LABEL, *(PREFIX + option.metadata["label"] for option in options_of_a_run().values())}
     for plot in plots(scripts_data):
         plot.axis_options[:] = [axis for axis in plot.axis_options if axis.label not in labels]
 
@@ -101,7 +101,7 @@ def preset_axis(standing: Standing) -> dict[str, Any]:
 
 
 def option_axis(option: Field[Any], standing: Standing) -> dict[str, Any]:
-    label, kind, words = label_of(option), type(option.default), words_of(option)
+    label, kind, words = option.metadata["label"], type(option.default), words_of(option)
     read = partial(parse_axis_value, option)
     return {
         "label": PREFIX + label, "type": kind if kind in RANGES and not words else str,
@@ -111,15 +111,6 @@ def option_axis(option: Field[Any], standing: Standing) -> dict[str, Any]:
         "choices": (lambda: words) if words else None,
         "prepare": partial(split_numbers, label, kind) if kind in RANGES and not words else None,
     }
-
-
-def label_of(option: Field[Any]) -> str:
-    return str(option.metadata["label"])
-
-
-def words_of(option: Field[Any]) -> list[str]:
-    """What the plot offers to choose from; nothing where any number or text may be given."""
-    return list(BOOL_OF_WORD) if isinstance(option.default, bool) else list(option.metadata["choices"])
 
 
 def legend(label: str, value: Any) -> str:

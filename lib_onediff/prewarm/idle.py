@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ..runtime.rows import ResolutionRow
 from ..shapes.table import State
-from .presets import Wanted
+from .presets import WantedSize
 from .worker import WarmUp
 
 log = logging.getLogger("onediff")
@@ -22,7 +22,7 @@ class IdleWarmUp:
     """Its thread lives while the setting is on. Safe to use from any thread."""
 
     def __init__(
-        self, warmup: WarmUp, rows: Callable[[], list[ResolutionRow]], most_used: Callable[[], list[Wanted]],
+        self, warmup: WarmUp, rows: Callable[[], list[ResolutionRow]], most_used: Callable[[], list[WantedSize]],
         seconds: float = SECONDS_UNTIL_IDLE,
     ) -> None:
         """rows: what is known of every resolution now. most_used: what to make ready, the best first. seconds: without
@@ -31,7 +31,7 @@ class IdleWarmUp:
         self._rows = rows
         self._most_used = most_used
         self._seconds = seconds
-        self._unfinished: set[Wanted] = set()
+        self._unfinished: set[WantedSize] = set()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
@@ -111,7 +111,7 @@ class IdleWarmUp:
                 return
 
 
-def is_ready(wanted: Wanted, rows: list[ResolutionRow], model: str | None) -> bool:
+def is_ready(wanted: WantedSize, rows: list[ResolutionRow], model: str | None) -> bool:
     """Whether the usual call of a size is served by us in this process already."""
     return any(
         shape.state in USABLE and shape.tokens == wanted.tokens and shape.batch == 2 * wanted.size.batch

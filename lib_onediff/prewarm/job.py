@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ..runtime.rows import ResolutionRow
 from ..shapes.sizes import Size
@@ -82,13 +82,6 @@ def check_tokens(tokens: int) -> None:
         raise ValueError(f"A prompt takes {', '.join(choices)} or {last} tokens, not {tokens}.")
 
 
-# For a resolution that nobody has used yet.
-NOTHING_YET: dict[str, Any] = {
-    "reason": "", "step_ms": None, "host_ms": None, "ratio": None, "bytes": 0, "uses": 0, "last_used": 0.0,
-    "shapes": (), "pinned": False, "needs": 0, "ratio_range": None,
-}
-
-
 def rows_with_jobs(rows: Iterable[ResolutionRow], jobs: Iterable[Job], model: str | None) -> list[ResolutionRow]:
     """The rows, with the state "queued" or "warming 33 %" where a pending job has that resolution.
 
@@ -102,7 +95,10 @@ def rows_with_jobs(rows: Iterable[ResolutionRow], jobs: Iterable[Job], model: st
             states[job.size.resolution] = job_state(job)
     told = list(rows)
     present = {row.resolution for row in told if is_meant(row, model)}
-    new = [row_of_job(resolution, model, state) for resolution, state in states.items() if resolution not in present]
+    new = [
+        ResolutionRow(resolution, model or "", state) for resolution, state in states.items()
+        if resolution not in present
+    ]
     return new + [
         replace(row, state=states[row.resolution]) if row.resolution in states and is_meant(row, model) else row
         for row in told
@@ -116,8 +112,3 @@ def job_state(job: Job) -> str:
 
 def is_meant(row: ResolutionRow, model: str | None) -> bool:
     return not row.is_decode and model in (None, row.model)
-
-
-def row_of_job(resolution: str, model: str | None, state: str) -> ResolutionRow:
-    known = {"resolution": resolution, "model": model or "", "state": state, **NOTHING_YET}
-    return ResolutionRow(**{field.name: known[field.name] for field in fields(ResolutionRow)})

@@ -13,7 +13,7 @@ from .job import TOKEN_CHOICES, TOKENS
 
 
 @dataclass(frozen=True)
-class Preset:
+class SizePreset:
     """One click. label: for people; sizes: in the order in which they are made ready."""
 
     label: str
@@ -26,17 +26,17 @@ class Family:
 
     name: str
     model: str
-    presets: tuple[Preset, ...]
+    presets: tuple[SizePreset, ...]
 
 
 def family(name: str, model: str, sides: tuple[tuple[int, int], ...], hires: tuple[tuple[int, int], ...],
            factor: float) -> Family:
     """A family of single sizes, all of them together, and pairs with what hires fix makes of some by this factor."""
     sizes = tuple(Size(width, height) for width, height in sides)
-    single = tuple(Preset(size.resolution, (size,)) for size in sizes)
+    single = tuple(SizePreset(size.resolution, (size,)) for size in sizes)
     pairs = ((Size(*pair), Size(*(int(side * factor) for side in pair))) for pair in hires)
-    upscaled = tuple(Preset(f"{first.resolution} → {second.resolution}", (first, second)) for first, second in pairs)
-    together = (Preset(f"All {len(sizes)}", sizes),) if len(sizes) > 1 else ()
+    upscaled = tuple(SizePreset(f"{one.resolution} → {other.resolution}", (one, other)) for one, other in pairs)
+    together = (SizePreset(f"All {len(sizes)}", sizes),) if len(sizes) > 1 else ()
     return Family(name, model, (*single, *together, *upscaled))
 
 
@@ -57,14 +57,14 @@ def families_for(model: str | None) -> tuple[Family, ...]:
     return tuple(known for known in FAMILIES if known.model == first_word) or FAMILIES
 
 
-class Wanted(NamedTuple):
+class WantedSize(NamedTuple):
     """What could be made ready: a size with the number of images at once, and the length of the prompt."""
 
     size: Size
     tokens: int
 
 
-def most_used(rows: Iterable[HistoryRow], model: str | None, count: int) -> list[Wanted]:
+def most_used(rows: Iterable[HistoryRow], model: str | None, count: int) -> list[WantedSize]:
     """The sizes that this model ("SD1") has made the most UNet calls at, the most used first.
 
     Each resolution once, with the number of images and the prompt's length that were the most usual there.
@@ -72,7 +72,7 @@ def most_used(rows: Iterable[HistoryRow], model: str | None, count: int) -> list
     by_resolution: dict[str, Counter[tuple[int, int]]] = {}
     for row in rows:
         if row.model == model and row.uses and row.tokens:
-            by_resolution.setdefault(row.resolution, Counter())[pictures_of(row.batch), row.tokens] += row.uses
+            by_resolution.setdefault(row.resolution, Counter())[images_of(row.batch), row.tokens] += row.uses
     ordered = sorted(by_resolution, key=lambda resolution: -by_resolution[resolution].total())
     found = []
     for resolution in ordered:
@@ -80,11 +80,11 @@ def most_used(rows: Iterable[HistoryRow], model: str | None, count: int) -> list
         # What an extension has drawn at may be no size that a user could ask for.
         with contextlib.suppress(ValueError):
             size = parse_size(resolution)
-            found.append(Wanted(Size(size.width, size.height, images), usual_tokens(tokens)))
+            found.append(WantedSize(Size(size.width, size.height, images), usual_tokens(tokens)))
     return found[:count]
 
 
-def pictures_of(latents: int) -> int:
+def images_of(latents: int) -> int:
     """How many images a UNet call of so many latents makes, with guidance, which takes two for each."""
     return latents // 2 if latents % 2 == 0 else latents
 

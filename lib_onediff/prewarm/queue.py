@@ -12,6 +12,7 @@ from ..runtime.rows import ResolutionRow
 from ..shapes.sizes import Size
 from .job import CALLS_PER_SHAPE, CANCELLED, QUEUED, RUNNING, Call, Job, Shape
 
+FINISHED_JOBS_KEPT = 50
 MEASUREMENTS_KEPT = 12
 # Recording a graph launches every kernel once more, beside the step that it follows.
 STEPS_OF_A_CAPTURE = 2
@@ -58,9 +59,6 @@ def known_times(rows: Iterable[ResolutionRow], model: str | None) -> Known:
 def pixels(call: Call) -> int:
     """How much work a call is, about."""
     return call.size.width * call.size.height * call.shape.latents
-
-
-FINISHED_JOBS_KEPT = 50
 
 
 class JobQueue:

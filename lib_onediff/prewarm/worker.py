@@ -21,24 +21,21 @@ from ..runtime.rows import ResolutionRow
 from ..shapes.sizes import Size
 from ..shapes.table import ShapeTable, State
 from ..store.history import History
-from .job import (
-    CALLS_PER_SHAPE,
-    CANCELLED,
-    DONE,
-    FAILED,
-    PENDING,
-    QUEUED,
-    RUNNING,
-    TOKENS,
-    Call,
-    CannotWarm,
-    Job,
-    Shape,
-    check_tokens,
-)
+from .job import CALLS_PER_SHAPE, DONE, FAILED, TOKENS, Call, CannotWarm, Job, Shape, check_tokens
 from .queue import JobQueue, known_times
 
+log = logging.getLogger("onediff")
 Result = TypeVar("Result")
+
+# Python aborts when it ends below a thread that computes.
+SECONDS_AT_EXIT = 20.0
+# The hosts' queue lock goes to whoever is there first when it is released, and a thread that has just waited is not.
+SECONDS_LEFT_TO_IMAGES = 0.02
+SECONDS_BETWEEN_LOOKS = 0.2
+WAITING = "waiting for the image that is being made"
+COMPILING = "compiling"
+DECODING = "checking the VAE's decode"
+CHECKING, CAPTURING, MEASURING = "checking against the WebUI's own", "capturing a graph", "measuring"
 
 
 class Warms(Protocol):
@@ -79,20 +76,6 @@ class Reports(Protocol):
 
     def wait_for_compile(self) -> contextlib.AbstractContextManager[None]:
         """Inside, a UNet call waits for what is being compiled."""
-
-
-__all__ = ["CANCELLED", "DONE", "FAILED", "PENDING", "QUEUED", "RUNNING", "CannotWarm", "Job", "WarmUp", "first_line"]
-log = logging.getLogger("onediff")
-
-# Python aborts when it ends below a thread that computes.
-SECONDS_AT_EXIT = 20.0
-# The hosts' queue lock goes to whoever is there first when it is released, and a thread that has just waited is not.
-SECONDS_LEFT_TO_IMAGES = 0.02
-SECONDS_BETWEEN_LOOKS = 0.2
-WAITING = "waiting for the image that is being made"
-COMPILING = "compiling"
-DECODING = "checking the VAE's decode"
-CHECKING, CAPTURING, MEASURING = "checking against the WebUI's own", "capturing a graph", "measuring"
 
 
 class WarmUp:

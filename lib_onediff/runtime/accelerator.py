@@ -4,11 +4,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-import weakref
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +18,7 @@ from ..model.call import UNetCall
 from ..model.deepcache.cache_run import StepPlan
 from ..model.deepcache.options import DeepCacheOptions
 from ..model.deepcache.sampling import Sampling
-from ..model.layout import UNetLayout, UnsupportedUNet
+from ..model.layout import UnsupportedUNet
 from ..model.patches import HostTraits
 from ..ops.precision import AttentionOverflows, Flags, flags_for, our_modes, upcasts_attention
 from ..options.settings import ONE_GPU, Settings
@@ -32,8 +29,9 @@ from .call_stats import GRAPH, HOST, PLAIN, CallResult
 from .fallback import FallbackChain
 from .forecast import ForecastRoute
 from .guidance import Guidance, GuidanceRoute
+from .managed_unets import NOT_HANDED_OVER, ManagedUNets
 from .patched_route import WITHIN_FUNCTION
-from .services import Services
+from .services import OUT_OF_MEMORY, SWITCHED_OFF, TRAINING
 from .session import Session
 from .two_gpus import TwoGpusRoute
 from .vae.route import DecoderRoute
@@ -42,12 +40,10 @@ from .verify import prove
 log = logging.getLogger("onediff")
 
 HostForward = Callable[[], Tensor]
-OUT_OF_MEMORY = "out of GPU memory: the graphs were freed"
 PATCHES_REST = "DeepCache rests: other extensions compute within the UNet"
-NOT_HANDED_OVER = "this UNet was not handed to OneDiff"
 
 
-class Accelerator(Services):
+class Accelerator(ManagedUNets):
     """Routes the calls of every UNet that a host has handed over."""
 
     def __init__(self) -> None:
@@ -57,83 +53,19 @@ class Accelerator(Services):
         self._guidance = GuidanceRoute(self.guard, self.call_stats)
         self._forecast = ForecastRoute(self.guard, self.call_stats)
         self.two_gpus = TwoGpusRoute(self.guard, self.call_stats, self)
-        # What the host says of the sampling in progress.
-        self._sampling = Sampling()
-        self._fallback = FallbackChain(
-            self.table, self._graphs, self.operators, lambda: self.waits_for_compile
-        )
+        self._fallback = FallbackChain(self.table, self._graphs, self.operators, lambda: self.waits_for_compile)
         self.vae = DecoderRoute(self)
         # The adapter of the WebUI that we run in (a hosts.webui.WebUI): it must outlive a reload of the scripts.
         self.webui: Any = None
 
     # --- what hosts say -------------------------------------------------------------------------------------------
 
-    def adopt(self, unet: nn.Module, settings: Settings | None = None, host_traits: HostTraits = HostTraits()) -> None:  # noqa: B008
-        """Take a UNet into care; nothing of it changes before its first call. settings override the runtime's own."""
-        with self._lock:
-            known = self._managed.get(unet)
-            if known is None:
-                managed = self._managed[unet] = ManagedUNet(unet, settings, host_traits)
-                managed.bound.offloaded.restore_all = partial(self._restore_present, weakref.ref(unet))
-            else:
-                known.settings = settings
-                known.no_room_for_low_bit, known.why_not_offloaded = False, ""
-        if known is None:
-            self.operators.prepare_early(unet, settings or self.settings)
-
-    def compiling(self) -> Iterator[Future[Any]]:
-        """Begin what the UNets in care still lack; one after the other what has to end until nothing is lacking."""
-        for unet, managed in self._managed.items():
-            yield from self.operators.compiling(unet, managed.settings or self.settings)
-
-    def layout_of(self, unet: nn.Module) -> UNetLayout:
-        """The layout of a UNet in our care. Raises UnsupportedUNet with the reason."""
-        managed = self._managed.get(unet)
-        if managed is None:
-            raise UnsupportedUNet(NOT_HANDED_OVER)
-        with self._lock:
-            return managed.bound.layout_now()
-
-    def managed_unet(self, unet: nn.Module) -> ManagedUNet | None:
-        """What is kept for a UNet, or None if it was not handed over."""
-        return self._managed.get(unet)
-
     def release(self, unet: nn.Module) -> None:
-        """Give a UNet back as it was: ordinary parameters with the same values, and no memory of ours."""
         with self._lock:
-            managed = self._managed.pop(unet, None)
             self._sessions.pop(unet, None)
-            self.two_gpus.forget(unet)
-            self._guidance.forget(unet)
-            self._forecast.forget(unet)
-            if managed is not None:
-                managed.drop_runners()
-                self._graphs.restore(managed)
-                managed.bound.release()
-                self._graphs.note_lost()
-
-    def restore(self, unet: nn.Module) -> None:
-        """Have weights of a UNet that were offloaded back: somebody else is about to compute with them. Raises
-        torch.cuda.OutOfMemoryError."""
-        managed = self._managed.get(unet)
-        if managed is not None and managed.bound.offloaded:
-            with self.computing(managed.bound.offloaded.device):
-                self._graphs.restore(managed)
-
-    def _restore_present(self, unet: weakref.ref[nn.Module]) -> None:
-        present = unet()
-        if present is not None:
-            self.restore(present)
-
-    def configure(self, settings: Settings) -> None:
-        super().configure(settings)
-        if settings.second_gpu == ONE_GPU or not settings.enabled:
-            self.two_gpus.forget_all()
-
-    def take_in(self, unet: nn.Module, managed: ManagedUNet) -> None:
-        """Take a UNet of ours into care, which computes a part of the calls of a host's."""
-        with self._lock:
-            self._managed[unet] = managed
+            for route in (self.two_gpus, self._guidance, self._forecast):
+                route.forget(unet)
+            super().release(unet)
 
     def release_all(self) -> None:
         """Give every UNet and every decoder back."""
@@ -141,24 +73,10 @@ class Accelerator(Services):
             self.release(unet)
         self.vae.release_all()
 
-    def announce(self, sampling: Sampling, unet: nn.Module | None = None) -> None:
-        """A host says what it knows of the sampling that begins: of this UNet, or of all that it may use for it."""
-        if unet is None:
-            self._sampling = sampling
-        elif (managed := self._managed.get(unet)) is not None:
-            managed.sampling = sampling
-
-    def begin_sampling(self, unet: nn.Module, sampling: Sampling | None = None) -> None:
-        """A host that hands over a new context tensor at every call announces each sampling here."""
-        self.announce(sampling or Sampling())
-        managed = self._managed.get(unet)
-        if managed is not None:
-            managed.by_content = True
-            managed.served_in_sampling = managed.no_room_for_low_bit = False
-            managed.why_not_offloaded = ""
-            managed.bound.begin_sampling()
-            budget = (managed.settings or self.settings).memory_budget
-            self.pressure.before_sampling(managed.architecture, budget)
+    def configure(self, settings: Settings) -> None:
+        super().configure(settings)
+        if settings.second_gpu == ONE_GPU or not settings.enabled:
+            self.two_gpus.forget_all()
 
     # --- one call -------------------------------------------------------------------------------------------------
 
@@ -204,6 +122,18 @@ class Accelerator(Services):
         if settings.guidance_end >= 1.0:
             return compute(call, host)
         return self._guidance.run(unet, settings.guidance_end, sampling, call, host, guidance, compute)
+
+    def managed_and_settings(self, unet: nn.Module) -> tuple[ManagedUNet, Settings] | str:
+        """What is kept for a UNet, and the settings that hold now; or why the host must run the call."""
+        managed = self._managed.get(unet)
+        if managed is None:
+            return NOT_HANDED_OVER
+        settings, why_off = self.run_settings or (managed.settings or self.settings, "")
+        if not settings.enabled:
+            return why_off or SWITCHED_OFF
+        if torch.is_grad_enabled():
+            return TRAINING
+        return managed, settings
 
     def _known(self, unet: nn.Module, host_traits: HostTraits | None) -> tuple[ManagedUNet, Settings] | str:
         """As managed_and_settings, for a UNet that its host may hand over only now. Never raises."""
@@ -398,18 +328,5 @@ class Accelerator(Services):
                 if managed.bound.undo_channels_last():
                     managed.drop_runners()
 
-    def managed_and_settings(self, unet: nn.Module) -> tuple[ManagedUNet, Settings] | str:
-        """What is kept for a UNet, and the settings that hold now; or why the host must run the call."""
-        managed = self._managed.get(unet)
-        if managed is None:
-            return NOT_HANDED_OVER
-        settings, why_off = self.run_settings or (managed.settings or self.settings, "")
-        if not settings.enabled:
-            return why_off or "OneDiff is switched off"
-        if torch.is_grad_enabled():
-            return "gradients are being recorded (training?)"
-        return managed, settings
-
     def _notice(self, entry: Entry) -> None:
         self.call_stats.model, self.call_stats.entry, self.call_stats.backend = entry.model, entry, entry.key.backend
-

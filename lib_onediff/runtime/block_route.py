@@ -26,9 +26,10 @@ from ..options.settings import ONE_GPU, Settings
 from ..shapes.key import ShapeKey
 from ..shapes.table import Entry, State, Stopwatch
 from . import forecast, guidance
-from .accelerator import OUT_OF_MEMORY, Accelerator
+from .accelerator import Accelerator
 from .call_stats import BLOCKS
 from .fallback import COMPILING, network_of
+from .services import OUT_OF_MEMORY
 from .verify import blame, computed_twice, relative_error, rounding_limit, state_of
 
 log = logging.getLogger("onediff")

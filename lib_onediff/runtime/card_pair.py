@@ -11,7 +11,7 @@ from ..engines.graphs.inputs import mapped
 from ..engines.managed_unet import ManagedUNet
 from ..model.bound import BoundUNet
 from ..model.call import UNetCall
-from ..model.conditioning import Sighting
+from ..model.identity import Sighting
 from ..model.mirror import MirrorUNet
 from ..model.rows import take_rows
 from ..options.settings import Settings
@@ -24,9 +24,13 @@ Known = tuple[ManagedUNet, Settings]
 
 @dataclass
 class Pair:
-    """A UNet's copy on the second card. unet: the copies' module. made_for: the option and the first card. bytes: of
-    the copied weights. equal: both cards are of one kind. same: gives the second card the same prompt for the same one.
+    """A UNet's copy on the second card.
 
+    unet: the copies' module.
+    made_for: the option and the first card.
+    bytes: of the copied weights.
+    equal: whether both cards are of one kind.
+    same: gives the second card the same prompt for the same one.
     shares: by the latent's shape, in which sampling (BoundUNet.looks) how many rows were chosen for the second card.
     entries: what both cards used last at a shape; their times choose the next share.
     """
@@ -86,8 +90,7 @@ class Rest:
         sampling: Sighting | int = managed.bound.samplings
         if not managed.by_content:
             # This host hands the same prompt over in all of a sampling.
-            sampling = Sighting()
-            sampling.remember((call.context, call.y))
+            sampling = Sighting((call.context, call.y))
         weights = managed.bound.weights_now() if lasts and managed.bound.has_binding else None
         return cls(reason, option_of(settings), sampling, weights)
 

@@ -300,4 +300,4 @@ def network_of(
     managed: ManagedUNet, call: UNetCall, low_bit: tuple[Kind, ...] = (), attention: bool = False
 ) -> Network:
     bound, latent = managed.bound, call.latent
-    return Network(bound.architecture, bound.kernel_users, latent.dtype, latent.device, low_bit, attention)
+    return Network(bound.architecture, bound.layout.kernel_users, latent.dtype, latent.device, low_bit, attention)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from ..guard import Guard
 from ..model.call import UNetCall
 from ..model.deepcache.options import DeepCacheOptions
-from ..model.deepcache.prompts import PromptNumbers
-from ..model.deepcache.sampling import Sampling, Timelines
+from ..model.deepcache.prompts import TILES, FirstTimestep, PromptNumbers
+from ..model.deepcache.sampling import UNEQUAL_TIMES, Sampling, Timelines
 from ..model.deepcache.schedule import is_whole
 from ..model.deepcache.timeline import Step, Timeline
 from ..weak_dictionary import WeakDictionary
@@ -26,8 +26,6 @@ from .call_stats import HOST, CallStats
 from .session import signature
 
 RESTS = "Output forecast rests: "
-UNEQUAL_TIMES = "the images of this batch are at different steps"
-TILES = "an extension calls the UNet several times a step with the same prompt (tiles?)"
 PATCHES = "other extensions compute within the UNet"
 FAILED = "a fault of OneDiff"
 # The first steps change direction: they are computed.
@@ -73,8 +71,7 @@ class ForecastRun:
     def _begin_again(self) -> None:
         self._histories: dict[Hashable, OutputHistory] = {}
         self._prompts = PromptNumbers()
-        self._first_time: float | None = None
-        self._at_first: set[Hashable] = set()
+        self._first_timestep = FirstTimestep()
         self.refusal = ""
 
     def look(
@@ -95,19 +92,11 @@ class ForecastRun:
         if too_few := step.why_too_few(sampling.guidance_scale):
             return too_few
         which = signature(call), self._prompts.number(call.context, call.y, by_content)
-        self._look_for_tiles(time, which)
+        if self._first_timestep.comes_again(time, which):
+            self.refusal = TILES
         if self.refusal:
             return self.refusal
         return self._histories.setdefault(which, OutputHistory()), step.index, is_computed(interval, step)
-
-    def _look_for_tiles(self, time: float, which: Hashable) -> None:
-        """At a sampling's first timestep, the same prompt comes once."""
-        if self._first_time is None:
-            self._first_time = time
-        if time == self._first_time:
-            if which in self._at_first:
-                self.refusal = TILES
-            self._at_first.add(which)
 
 
 def is_computed(interval: int, step: Step) -> bool:

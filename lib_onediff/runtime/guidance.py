@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..guard import Guard
 from ..model.call import UNetCall
-from ..model.deepcache.sampling import Sampling, Timelines
+from ..model.deepcache.sampling import UNEQUAL_TIMES, Sampling, Timelines
 from ..model.deepcache.timeline import Timeline
 from ..model.rows import PromptRows, for_all_rows, halves, take_rows, why_not_taken
 from ..weak_dictionary import WeakDictionary
@@ -30,7 +30,6 @@ RESTS = "Guidance end rests: "
 NOBODY_SAYS = "the caller does not say which rows are the negative prompt's"
 SEVERAL_CALLS = "a step has calls of prompt and negative prompt, and others"
 UNLIKE_HALVES = "prompt and negative prompt are not computed for the same latents"
-UNEQUAL_TIMES = "the images of this batch are at different steps"
 FAILED = "a fault of OneDiff"
 ROUNDING = 1e-6
 

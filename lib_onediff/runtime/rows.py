@@ -33,13 +33,17 @@ class LowBitErrors:
 class Totals:
     """Everything together, in plain values.
 
-    vram: bytes of GPU memory that all graphs hold, with what was computed of prompts; budget: bytes that they may hold,
-    0 without a GPU. disk: bytes of the cache folder. calls: how many UNet calls went by each route. hit_rate: the share
-    of them that a graph served, None before the first. prompts: bytes of what was computed of prompts alone. low_bit:
-    bytes of the weights in eight bits, which lie beside the WebUI's own or stand for them. offloaded: bytes of the
-    computer's memory that the WebUI's own weights take meanwhile. inductor: how many "graphs" Inductor has
-    made, and how many calls were "refused" because they fit none of them. oneflow: how many "graphs" it has compiled,
-    and the "most" that it may. low_bit_errors: what was measured of Low-bit on the checkpoints that use it.
+    vram: bytes of GPU memory that all graphs hold, with what was computed of prompts.
+    budget: bytes that they may hold; 0 without a GPU.
+    disk: bytes of the cache folder.
+    calls: how many UNet calls went by each route.
+    hit_rate: the share of them that a graph served; None before the first.
+    prompts: bytes of what was computed of prompts alone.
+    low_bit: bytes of the weights in eight bits, which lie beside the WebUI's own or stand for them.
+    offloaded: bytes of the computer's memory that the WebUI's own weights take meanwhile.
+    inductor: how many "graphs" Inductor has made, and how many calls were "refused" because they fit none of them.
+    oneflow: how many "graphs" OneFlow has compiled, and the "most" that it may.
+    low_bit_errors: what was measured of Low-bit on the checkpoints that use it.
     """
 
     vram: int
@@ -59,13 +63,18 @@ class Totals:
 class ShapeRow:
     """One shape of a resolution, in plain values.
 
-    batch counts the latents of one UNet call, twice the images where guidance is batched. state is a State's value
-    or ON_DISK; reason says why it is not a better one. Times are medians in milliseconds. bytes is the GPU memory that
-    comes back when this graph alone goes, needs what it takes of the memory that all graphs share; last_used is a
-    time.time(), relative_error the distance from the host's own output, control whether a ControlNet or an adapter
-    adds to the call. part is DeepCache's pass, "" for the whole UNet; backend who computes it, "" where that is
-    not known. A decode of the VAE takes no tokens: 0. ratio is known when both sides were timed often enough;
-    ratio_range, between what their spread puts it, while this process has timed them.
+    batch: latents of one UNet call, twice the images where guidance is batched.
+    tokens: of the prompt; 0 for a decode of the VAE.
+    state: a State's value, or ON_DISK. reason: why it is not a better one.
+    step_ms, host_ms: medians in milliseconds.
+    ratio: known when both were timed often enough.
+    ratio_range: between what the spread of the times puts it, where this process has timed them.
+    bytes: the GPU memory that comes back when this graph alone goes. needs: what it takes of the memory that all share.
+    last_used: a time.time().
+    relative_error: from the host's own output.
+    control: whether a ControlNet or an adapter adds to the call.
+    part: DeepCache's pass; "" for the whole UNet.
+    backend: who computes it; "" where that is not known.
     """
 
     batch: int
@@ -101,14 +110,14 @@ class ResolutionRow:
     resolution: str
     model: str
     state: str
-    reason: str
-    step_ms: float | None
-    host_ms: float | None
-    ratio: float | None
-    bytes: int
-    uses: int
-    last_used: float
-    shapes: tuple[ShapeRow, ...]
+    reason: str = ""
+    step_ms: float | None = None
+    host_ms: float | None = None
+    ratio: float | None = None
+    bytes: int = 0
+    uses: int = 0
+    last_used: float = 0.0
+    shapes: tuple[ShapeRow, ...] = ()
     needs: int = 0
     pinned: bool = False
     ratio_range: tuple[float, float] | None = None

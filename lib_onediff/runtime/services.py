@@ -28,6 +28,10 @@ from .call_stats import CallStats
 
 # Where a generation carries its settings; a copy of it carries the same.
 GENERATION = "onediff_generation"
+# Why the host computes, in one line for the user.
+SWITCHED_OFF = "OneDiff is switched off"
+TRAINING = "gradients are being recorded (training?)"
+OUT_OF_MEMORY = "out of GPU memory: the graphs were freed"
 
 
 class Generation:

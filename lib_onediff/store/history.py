@@ -18,6 +18,14 @@ from .rows import CHOSEN, TUNED, VERDICTS, HistoryRow, PurgeFilter, ShapeName
 from .store import Store
 
 PINNED = "pinned"
+# What no update of anything changes.
+CHOSEN_BY_USERS = (PINNED,)
+# Findings come in bursts, and while something is being measured: one write for all, when it is over.
+WRITE_AFTER_SECONDS = 2.0
+# In the cache folder.
+COMPILED = "compiled"
+# The one thing that says where the cache folder is.
+CACHE_VARIABLE = "ONEDIFF_CACHE"
 
 
 class Pins:
@@ -46,16 +54,6 @@ class Pins:
     def replace(self, pairs: frozenset[tuple[str, str]]) -> None:
         """Pin these and no others."""
         self._tuning_cache.set(PINNED, sorted(map(list, pairs)))
-
-
-# What no update of anything changes.
-CHOSEN_BY_USERS = (PINNED,)
-# Findings come in bursts, and while something is being measured: one write for all, when it is over.
-WRITE_AFTER_SECONDS = 2.0
-# In the cache folder.
-COMPILED = "compiled"
-# The one thing that says where the cache folder is.
-CACHE_VARIABLE = "ONEDIFF_CACHE"
 
 
 def chosen_folder() -> Path | None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Callable
-from dataclasses import Field, fields
 from typing import Any
 
 import gradio as gr
 
 from ..options.effects import described
 from ..options.infotext import SWITCH, describe, options_of_a_run
-from ..options.option import WORD_OF_BOOL, format_value
+from ..options.option import format_value, words_of
 from ..options.presets import preset_options
 from ..options.settings import Settings
 from ..runtime.runtime import runtime
@@ -42,11 +41,6 @@ def a_control(tab: str, name: str) -> Any:
         slider = gr.Slider(least, most, value=option.default, step=option.metadata["step"], **about)
         return kept_out_of_defaults(slider)
     return kept_out_of_defaults(gr.Dropdown(words_of(option), value=format_value(option.default), **about))
-
-
-def words_of(option: Field[Any]) -> list[str]:
-    """The values of an option as the text box takes them; nothing where it takes any number."""
-    return [*WORD_OF_BOOL.values()] if isinstance(option.default, bool) else list(option.metadata["choices"])
 
 
 def a_text_of_changes(tab: str, label: str, value: str = "") -> Any:
@@ -109,11 +103,7 @@ def connect_controls(
 def what_it_will_be(settings: Settings) -> str:
     if not runtime.settings.enabled:
         return sentence(texts.NOTHING_HERE_COUNTS, wrong=True)
-    without_effect = described({
-        name: getattr(settings, name) for name in [option.name for option in fields(settings)]
-        if getattr(settings, name) != getattr(Settings(), name)
-    })
-    notes = [f"{label_of(name)}: {said}" for name, said in without_effect.items()]
+    notes = [f"{label_of(name)}: {said}" for name, said in described(settings.changed_from(Settings())).items()]
     return sentence(" ".join([texts.this_run(describe(settings)), *notes]))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ..options import infotext
 from ..options.changes import read_changes
 from ..options.effects import without_effect
-from ..options.infotext import KEY, PROBLEM, SWITCH, options_of_a_run
+from ..options.infotext import KEY, PROBLEM, options_of_a_run
 from ..options.presets import AS_IN_SETTINGS, with_preset
 from ..options.settings import OFF_IN_SETTINGS, Settings
 from ..runtime.runtime import runtime
@@ -79,8 +79,8 @@ def tell(p: Any, problem: str) -> None:
 def describe(p: Any, settings: Settings) -> None:
     """Put a run's settings into the infotext, and which of them cannot have counted on this machine."""
     p.extra_generation_params[KEY] = infotext.describe(settings)
-    changed = {name: getattr(settings, name) for name in options_of_a_run() if name != SWITCH}
-    unused = without_effect({name: value for name, value in changed.items() if value != getattr(Settings(), name)})
+    changed, of_a_run = settings.changed_from(Settings()), options_of_a_run()
+    unused = without_effect({name: value for name, value in changed.items() if name in of_a_run})
     if unused and settings.enabled:
         p.extra_generation_params[PROBLEM] = no_effect_here(unused)
 

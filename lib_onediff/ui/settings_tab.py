@@ -71,10 +71,7 @@ def in_groups() -> list[Field]:
 
 def tell_effects(before: Settings) -> None:
     """Say of every choice that was just made and that changes nothing on this machine, why."""
-    made = {
-        option.name: getattr(runtime.settings, option.name) for option in fields(Settings)
-        if getattr(runtime.settings, option.name) != getattr(before, option.name)
-    }
+    made = runtime.settings.changed_from(before)
     for name, said in (described(made, Machine.now(runtime.settings.backend == ONEFLOW)) if made else {}).items():
         tell(f"{label_of(name)}, {format_value(made[name])}: {said}")
 

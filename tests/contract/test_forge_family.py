@@ -16,9 +16,9 @@ from contract_hosts import FAMILY, Host, Sampler, calls_of, random
 from test_generations import OURS, close
 from torch import nn
 
-from lib_onediff.hosts.webui import CannotWarm
+from lib_onediff.model.fused_storage import shares_storage
 from lib_onediff.model.layout import UnsupportedUNet
-from lib_onediff.model.weights import shares_storage
+from lib_onediff.prewarm.job import CannotWarm
 from lib_onediff.runtime.runtime import runtime
 
 family = pytest.mark.parametrize("host", FAMILY, indirect=True)

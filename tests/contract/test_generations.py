@@ -11,7 +11,7 @@ from contract_hosts import ATTENTION, FAMILY, HOSTS, Host, Made, calls_of, rando
 from torch import Tensor
 
 from lib_onediff.hosts import this_webui
-from lib_onediff.model.weights import shares_storage
+from lib_onediff.model.fused_storage import shares_storage
 from lib_onediff.runtime.runtime import runtime
 
 RELEASES = {

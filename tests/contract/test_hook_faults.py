@@ -15,7 +15,7 @@ from lib_onediff.hosts.a1111 import adapter as a1111
 from lib_onediff.hosts.a1111 import lora
 from lib_onediff.hosts.forge import adapter as forge
 from lib_onediff.hosts.ldm_decoder import DecoderPatches
-from lib_onediff.model.weights import shares_storage
+from lib_onediff.model.fused_storage import shares_storage
 from lib_onediff.runtime.block_route import BlockRoute
 from lib_onediff.runtime.runtime import runtime
 

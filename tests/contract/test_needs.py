@@ -10,7 +10,7 @@ from test_generations import BY_HOST, OURS, RELEASES, close, same
 
 from lib_onediff.hosts import this_webui
 from lib_onediff.hosts.unknown import UnknownHost
-from lib_onediff.hosts.webui import CannotWarm
+from lib_onediff.prewarm.job import CannotWarm
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui import status
 

@@ -19,7 +19,7 @@ from vae_builders import diffusers_vae
 
 from lib_onediff import api
 from lib_onediff.demo.modules import modules_importable, paths, script_callbacks, scripts, sd_models, shared
-from lib_onediff.hosts.diffusers.vae import is_attached
+from lib_onediff.hosts.diffusers.instance_forward import attached
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui import settings_tab
 
@@ -178,7 +178,7 @@ def test_switched_off_whatever_fails(where: Any, standalone: Standalone, traceba
     others = {"stop": ["idle"], "follow": ["warm-up"]}
     assert stopped == (others.get(name, ["warm-up", "idle"]))
     assert runtime.settings.enabled is False and standalone.script.webui.hooks() == 0
-    assert not is_attached(standalone.vae.decoder) and "forward" not in standalone.unet.__dict__
+    assert attached(standalone.vae.decoder) is None and "forward" not in standalone.unet.__dict__
     assert len(runtime.guard.faults) >= 1 and tracebacks() == len(runtime.guard.faults)
     assert relative_error(standalone.generate(), expected) == 0
     standalone.switch(True)
@@ -276,4 +276,4 @@ def test_an_unloaded_script_leaves_no_hook(where: Any, standalone: Standalone) -
         patch.setattr(*where(standalone), broken)
         standalone.callback("script_unloaded")
     assert standalone.script.webui.hooks() == 0 and len(runtime.guard.faults) == 1
-    assert "forward" not in standalone.unet.__dict__ and not is_attached(standalone.vae.decoder)
+    assert "forward" not in standalone.unet.__dict__ and attached(standalone.vae.decoder) is None

@@ -16,7 +16,7 @@ pytest.importorskip("diffusers")
 
 from lib_onediff import status
 from lib_onediff.bench.models import inputs, random_unet
-from lib_onediff.engines.graphs.accounting import Place
+from lib_onediff.engines.graphs.accounting import PoolKey
 from lib_onediff.engines.graphs.cache import CARD_IS_FULL
 from lib_onediff.engines.graphs.pool_size import memory_of
 from lib_onediff.hosts.diffusers.unet import attach
@@ -200,7 +200,7 @@ def test_another_architecture_gives_its_memory_at_once(unet: nn.Module) -> None:
     other = random_unet("sd21", torch.device("cuda")).half()
     attach(other)
     use(other, SMALL)
-    both, alone = runtime.totals().vram, runtime._graphs.held_by(Place.of(key_of(LARGE)))
+    both, alone = runtime.totals().vram, runtime._graphs.held_by(PoolKey.of(key_of(LARGE)))
     runtime.configure(replace(Settings(), memory_budget=(both - alone) // MIB + 160))
     before = reserved()
     use(other, MIDDLE)

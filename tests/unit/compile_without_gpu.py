@@ -126,7 +126,7 @@ def main(name: str, capability: str, dtype_name: str, sizes: str, kind: str = ""
     kinds = () if in_eight_bits is None else (in_eight_bits,)
     with torch.no_grad():
         with count_compilations() as counted:
-            triton_warm.compile_kernels(layout.kernel_users(), dtype, META, None, kinds, with_attention)
+            triton_warm.compile_kernels(layout.kernel_users, dtype, META, None, kinds, with_attention)
         counts["beforehand"] = counted.count
         for width, height, batch in json.loads(sizes):
             with count_compilations() as counted:

@@ -15,11 +15,11 @@ from lib_onediff.engines.graphs.capture import CudaGraphs, SegmentsRunner
 from lib_onediff.engines.graphs.device_memory import Card
 from lib_onediff.engines.graphs.inputs import bytes_of, copy_inputs, rehearsal_of
 from lib_onediff.engines.graphs.segments import Segments, record
+from lib_onediff.model.binding import Binding
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.deepcache.forward import compute
 from lib_onediff.model.forward import Conditioning
 from lib_onediff.model.operators import Operators
-from lib_onediff.model.weights import Binding
 
 # As if the tiny networks of the tests were large ones.
 SCALE = 4096

@@ -14,7 +14,7 @@ from panel_builders import Seen, keys, used
 from test_warmup import wait_until_idle
 
 from lib_onediff.options.settings import Settings
-from lib_onediff.prewarm.presets import FAMILIES, Preset
+from lib_onediff.prewarm.presets import FAMILIES, SizePreset
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.sizes import Size
 from lib_onediff.ui.cache.page import Message, read_keys, read_message
@@ -66,7 +66,7 @@ def test_what_cannot_be_gets_a_sentence(seen: Seen, text: Any, batch: Any, token
 
 
 def test_a_preset_is_one_click(seen: Seen) -> None:
-    seen.do(seen.panel.preset(Preset("Both", (Size(64, 64), Size(72, 64)))), 2, "77")
+    seen.do(seen.panel.preset(SizePreset("Both", (Size(64, 64), Size(72, 64)))), 2, "77")
     seen.look_until_idle()
     assert [str(job.size) for job in seen.warmup.jobs()] == ["64x64 x2", "72x64 x2"]
     assert "2 sizes warmed up." in seen.text("told")

@@ -7,7 +7,7 @@ from builders import SMALL, SMALL_XL
 from deepcache_builders import STEPS, Rig, call_of, few_steps_suffice, passes  # noqa: F401
 from graph_builders import PretendedGraphs
 
-from lib_onediff.engines.graphs.recapture import Wanted
+from lib_onediff.engines.graphs.recapture import CaptureRequest
 from lib_onediff.model.deepcache import forward as compute
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
@@ -118,7 +118,7 @@ def test_graphs_that_are_captured_again_in_mid_sampling_leave_the_feature_alone(
         for names in prompts:
             rig.check(call_of(rig.unet, STEPS[index], names), names[0], deepcache)
             rehearsed = pretended.rehearsed
-            wanted = [Wanted.of(held) for held in runtime._graphs.graphs()]
+            wanted = [CaptureRequest.of(held) for held in runtime._graphs.graphs()]
             for one in wanted:
                 # Whatever call came last.
                 one.inputs.latent.fill_(index)

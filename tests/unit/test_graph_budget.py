@@ -12,7 +12,7 @@ from ladder_builders import attached, error, now, reason
 from simulated_memory import MEBIBYTE, PrivatePool
 from torch import nn
 
-from lib_onediff.engines.graphs.accounting import Place
+from lib_onediff.engines.graphs.accounting import PoolKey
 from lib_onediff.engines.graphs.pool_size import LEAST_GAIN, gives_back, memory_of, needs_of
 from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.options.settings import Settings
@@ -171,7 +171,7 @@ def test_another_architecture_goes_first(unet: nn.Module, pretended: PretendedGr
     make_ready(other, MIDDLE)
     make_ready(unet, SMALL)
     assert set(states().values()) == {"ready"}, "there is room for both"
-    budget = max(runtime._graphs.held_by(Place.of(entry(name).key)) for name in ("64x64", "96x96")) + 4 * MEBIBYTE
+    budget = max(runtime._graphs.held_by(PoolKey.of(entry(name).key)) for name in ("64x64", "96x96")) + 4 * MEBIBYTE
     allow(budget // MEBIBYTE)
     make_ready(unet, (8, 10))
     assert states() == {"80x64": "ready", "64x64": "ready", "96x96": "proved"}

@@ -13,13 +13,13 @@ from test_warmup import SECONDS, SmallWebUI, wait_until_idle
 from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.prewarm import idle as idle_module
 from lib_onediff.prewarm.idle import IdleWarmUp, count_ready
-from lib_onediff.prewarm.presets import Wanted
+from lib_onediff.prewarm.presets import WantedSize
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.sizes import Size
 
 IDLE = 0.15
-SIZES = [Wanted(Size(64, 64), 77), Wanted(Size(72, 64), 77), Wanted(Size(80, 64, 2), 154)]
+SIZES = [WantedSize(Size(64, 64), 77), WantedSize(Size(72, 64), 77), WantedSize(Size(80, 64, 2), 154)]
 
 
 class Rig:
@@ -139,7 +139,7 @@ def test_the_thread_lives_while_the_setting_is_on(rig: Rig) -> None:
 
 
 def test_switched_off_in_the_middle(rig: Rig) -> None:
-    rig.wanted = [Wanted(Size(64 + 8 * step, 64), 77) for step in range(20)]
+    rig.wanted = [WantedSize(Size(64 + 8 * step, 64), 77) for step in range(20)]
     rig.idle.follow(True)
     until(lambda: rig.webui.calls)
     rig.idle.follow(False)

@@ -30,11 +30,11 @@ from lib_onediff.engines.managed_unet import ManagedUNet
 from lib_onediff.model import low_bit, offload
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.forward import transformer_blocks
+from lib_onediff.model.fused_storage import shares_storage
 from lib_onediff.model.low_bit import FP8, KINDS, NORMED, width_of
 from lib_onediff.model.low_bit import INT8 as INT8_KIND
 from lib_onediff.model.offload import HostMemory, NoHostMemory, OffloadedWeights, RestoreFirst
 from lib_onediff.model.read import read_layout
-from lib_onediff.model.weights import shares_storage
 from lib_onediff.ops.quantized.gains import Plan, Product, ProductChoice
 from lib_onediff.ops.tuning_cache import TuningCache
 from lib_onediff.options.settings import Settings

@@ -246,7 +246,7 @@ def test_status_line_is_renewed_by_the_hosts_description_of_a_generation() -> No
 def test_script_serves_diffusers_models_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lib_onediff.demo.modules import modules_importable, paths, script_callbacks, scripts, sd_models
     from lib_onediff.demo.tiny_model import tiny_sd15_pipeline
-    from lib_onediff.hosts.diffusers.unet import is_attached
+    from lib_onediff.hosts.diffusers.instance_forward import attached
 
     root = settings_tab.__file__.rsplit("/lib_onediff/", 1)[0]
     script_callbacks.clear_callbacks()
@@ -258,12 +258,12 @@ def test_script_serves_diffusers_models_only(tmp_path: Path, monkeypatch: pytest
             sd_models.use_model(SimpleNamespace(model="something else"))
             assert "has no UNet2DConditionModel" in script.current_status()["reason"]
             sd_models.use_model(SimpleNamespace(unet=unet))
-            assert is_attached(unet)
+            assert attached(unet) is not None
             assert script.current_status() == {
                 "host": "standalone", "release": "OneDiff's own WebUI", "hooks": 1, "notes": [], **runtime.status()
             }
             script_callbacks.call_all("script_unloaded")
-            assert not is_attached(unet)
+            assert attached(unet) is None
         finally:
             sd_models.use_model(None)
             script_callbacks.clear_callbacks()

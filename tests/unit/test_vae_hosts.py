@@ -16,6 +16,7 @@ from vae_builders import a_latent, decodes, diffusers_vae, host_picture, last, l
 
 import lib_onediff
 from lib_onediff.hosts.diffusers import vae as diffusers_decoder
+from lib_onediff.hosts.diffusers.instance_forward import attached
 from lib_onediff.hosts.ldm_decoder import DecoderPatches
 from lib_onediff.model.patches import HostTraits
 
@@ -59,7 +60,7 @@ def test_compile_pipe_covers_the_vae_and_undoing_it_leaves_nothing() -> None:
 def test_ignores(ignores: Any, ours: bool) -> None:
     given = pipe()
     lib_onediff.compile_pipe(given, ignores=ignores)
-    assert diffusers_decoder.is_attached(given.vae.decoder) is ours
+    assert (attached(given.vae.decoder) is not None) is ours
 
 
 def test_options_hold_for_the_vae() -> None:

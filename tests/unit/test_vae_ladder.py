@@ -17,7 +17,7 @@ from lib_onediff.ops import torch_ops
 from lib_onediff.runtime.fallback import COMPILING
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.bound import BoundDecoder
-from lib_onediff.runtime.vae.fallback import decoder_candidates
+from lib_onediff.runtime.vae.kernels import decoder_candidates
 
 pytestmark = pytest.mark.usefixtures("fresh_route", "exact_products")
 

@@ -15,9 +15,10 @@ from test_verdicts import KEY
 from torch import nn
 
 from lib_onediff.model import conditioning as prompts_module
-from lib_onediff.model.conditioning import HeldPrompt, PromptMemory, Sighting
+from lib_onediff.model.conditioning import HeldPrompt, PromptMemory
 from lib_onediff.model.deepcache.buffers import Place, Record
 from lib_onediff.model.forward import Conditioning
+from lib_onediff.model.identity import Sighting
 from lib_onediff.model.low_bit import INT8, LowBitWeights
 from lib_onediff.model.weights import QuantizedWeight
 from lib_onediff.shapes.table import ShapeTable

@@ -10,9 +10,9 @@ from builders import CONTEXT_WIDTH, SD1, SDXL, a_call, diffusers_unet, ldm_unet,
 from torch import Tensor, nn
 
 import lib_onediff
+from lib_onediff.model.binding import Binding
 from lib_onediff.model.layout import UnsupportedUNet
 from lib_onediff.model.read import read_layout
-from lib_onediff.model.weights import Binding
 
 BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "SD1": lambda: diffusers_unet(**SD1), "SDXL": lambda: diffusers_unet(**SDXL), "ldm": ldm_unet,

@@ -5,7 +5,6 @@ OneDiff finds the adapter of this host here, as it finds those of others by the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,9 +14,12 @@ from torch import nn
 from ...hosts.diffusers import schedule as diffusers_schedule
 from ...hosts.diffusers import unet as diffusers_host
 from ...hosts.diffusers import vae as diffusers_decoder
-from ...hosts.webui import PROMPT_NOISE, CannotWarm, Result, WebUI, network_name
+from ...hosts.diffusers.instance_forward import attached
+from ...hosts.webui import PROMPT_NOISE, WebUI, network_name, random_state_kept
 from ...model.layout import UNetLayout, UnsupportedUNet
+from ...prewarm.job import CannotWarm
 from ...runtime.runtime import runtime
+from ...shapes.key import LATENT_PIXEL
 
 MIDDLE_OF_THE_SCHEDULE = 500
 # Sizes, crop and target; the refiner takes a score in place of the target's two.
@@ -47,7 +49,7 @@ class Standalone(WebUI):
 
     def hooks(self) -> int:
         unet = unet_of(loaded_model())
-        return int(unet is not None and diffusers_host.is_attached(unet))
+        return int(unet is not None and attached(unet) is not None)
 
     def model_loaded(self, sd_model: Any) -> None:
         unet = unet_of(sd_model)
@@ -85,7 +87,7 @@ class Standalone(WebUI):
             layout = runtime.layout_of(unet)
         except UnsupportedUNet as reason:
             raise CannotWarm(str(reason)) from reason
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())), torch.no_grad():
+        with random_state_kept(), torch.no_grad():
             unet(**random_inputs(unet, layout, width, height, batch, tokens))
 
     def warm_decode(self, width: int, height: int, images: int) -> None:
@@ -93,9 +95,9 @@ class Standalone(WebUI):
 
         model = loaded_model()
         vae = model.pipeline.vae
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())), torch.no_grad():
+        with random_state_kept(), torch.no_grad():
             # One image after the other, however many there are.
-            latent = torch.randn((1, vae.config.latent_channels, height // 8, width // 8))
+            latent = torch.randn((1, vae.config.latent_channels, height // LATENT_PIXEL, width // LATENT_PIXEL))
             generation.decode(model, latent.to(vae.device, vae.dtype))
 
     def call_shapes(self, images: int, tokens: int) -> tuple[tuple[int, int], ...]:
@@ -104,12 +106,6 @@ class Standalone(WebUI):
 
     def model_name(self, sd_model: Any = None) -> str | None:
         return network_name(unet_of(loaded_model() if sd_model is None else sd_model))
-
-    def exclusively(self, work: Callable[[], Result]) -> Result:
-        from modules import call_queue
-
-        with call_queue.queue_lock:
-            return work()
 
 
 def random_inputs(
@@ -123,7 +119,7 @@ def random_inputs(
         text = layout.y_width - numbers * unet.config.addition_time_embed_dim
         label = {"text_embeds": PROMPT_NOISE * noise(batch, text), "time_ids": noise(batch, numbers)}
     return {
-        "sample": noise(batch, layout.in_channels, height // 8, width // 8),
+        "sample": noise(batch, layout.in_channels, height // LATENT_PIXEL, width // LATENT_PIXEL),
         "timestep": torch.tensor(MIDDLE_OF_THE_SCHEDULE, device=unet.device),
         "encoder_hidden_states": PROMPT_NOISE * noise(batch, tokens, layout.context_width), "added_cond_kwargs": label,
     }

@@ -74,8 +74,3 @@ class Sprites:
             level = torch.cat([
                 functional.avg_pool2d(part.float(), 2).round().byte() for part in level.split(256)
             ])
-
-    def at_least(self, side: float) -> Tensor:
-        """The smallest that are not enlarged to this side."""
-        enough = [size for size in self.sizes if size >= side]
-        return self.sizes[min(enough) if enough else max(self.sizes)]

@@ -31,14 +31,14 @@ class GraphRecord(NamedTuple):
         return self.entry.key
 
 
-class Place(NamedTuple):
-    """Whose graphs share a memory. architecture: None for none that there is."""
+class PoolKey(NamedTuple):
+    """Whose graphs share a memory pool. architecture: None for that of none."""
 
     device: torch.device
     architecture: str | None
 
     @classmethod
-    def of(cls, key: ShapeKey) -> Place:
+    def of(cls, key: ShapeKey) -> PoolKey:
         return cls(key.device, key.architecture)
 
 
@@ -99,12 +99,12 @@ class GraphRecords:
             if architecture in (None, managed.architecture)
         )
 
-    def held_by(self, place: Place) -> int:
+    def held_by(self, pool: PoolKey) -> int:
         """Bytes that the graphs of an architecture hold, with the prompts that they read."""
-        if place.architecture is None:
+        if pool.architecture is None:
             return 0
-        own = own_bytes(held for held in self.graphs() if Place.of(held.key) == place)
-        return self._graphs.bytes(*place) + own + self.prompt_bytes(*place)
+        own = own_bytes(held for held in self.graphs() if PoolKey.of(held.key) == pool)
+        return self._graphs.bytes(*pool) + own + self.prompt_bytes(*pool)
 
     def left(self, device: torch.device) -> int:
         """Bytes of a card that anybody can have: what torch keeps unused is among it, but not in the graphs' memory."""
@@ -131,13 +131,13 @@ class GraphRecords:
             for managed in self._managed.values() for key, kept in managed.kept() if key in entries
         ]
 
-    def others(self, place: Place) -> list[set[ShapeKey]]:
+    def others(self, pool: PoolKey) -> list[set[ShapeKey]]:
         """The graphs of each other architecture on this device that has none pinned, the least recently used first."""
-        keys: dict[Place, set[ShapeKey]] = {}
+        keys: dict[PoolKey, set[ShapeKey]] = {}
         for held in sorted(self.graphs(), key=lambda held: held.entry.last_used):
-            other = Place.of(held.key)
-            if other.device == place.device and other != place:
-                # The last used of an architecture decides on its place.
+            other = PoolKey.of(held.key)
+            if other.device == pool.device and other != pool:
+                # The last used of an architecture decides on its turn.
                 keys[other] = keys.pop(other, set()) | {held.key}
         pinned = self.pinned()
         return [group for group in keys.values() if not group & pinned]

@@ -21,10 +21,10 @@ from ...store.history import Pins
 from ...weak_dictionary import WeakDictionary
 from .. import WITH_LOW_BIT
 from ..managed_unet import ManagedUNet
-from .accounting import GraphRecords, Place
+from .accounting import GraphRecords, PoolKey
 from .inputs import own_inputs
 from .pool_size import SMALL_THINGS, fits, memory_of, needs_of, too_large
-from .recapture import Wanted, capture_again, in_time
+from .recapture import CaptureRequest, capture_again, in_time
 
 log = logging.getLogger("onediff")
 Result = TypeVar("Result")
@@ -76,10 +76,10 @@ class GraphCache(GraphRecords):
         if entry.waits:
             return
         inputs = own_inputs(call, with_prompt=conditioning is None or call.patches is not None)
-        wanted = Wanted(managed, entry, managed.bound.generation, inputs, conditioning)
+        wanted = CaptureRequest(managed, entry, managed.bound.generation, inputs, conditioning)
         self._make(wanted)
         if not fits(self.held(device), allowed):
-            self._compact(Place.of(entry.key), allowed, wanted)
+            self._compact(PoolKey.of(entry.key), allowed, wanted)
         if not fits(self.held(device), allowed):
             self._without_the_others(wanted, allowed)
         if entry.key.patches and entry.state is not State.READY and not entry.no_graph:
@@ -88,12 +88,12 @@ class GraphCache(GraphRecords):
 
     def _why_wait(self, entry: Entry, allowed: int) -> str:
         """Make room for a graph that would fit alone; why that is not possible now, if so."""
-        place, device = Place.of(entry.key), entry.key.device
-        growth = max(0, memory_of([entry.needs]) - self._graphs.bytes(*place))
-        others = self.others(place)
+        pool, device = PoolKey.of(entry.key), entry.key.device
+        growth = max(0, memory_of([entry.needs]) - self._graphs.bytes(*pool))
+        others = self.others(pool)
         while others and not fits(self.held(device) + growth, allowed):
             self.drop(others.pop(0))
-        if not fits(self.held(device) + growth, allowed) and self.held(device) - self.held_by(place) > 0:
+        if not fits(self.held(device) + growth, allowed) and self.held(device) - self.held_by(pool) > 0:
             return PINNED_TAKE_IT
         while others and growth and self.left(device) < growth + self.card.spare(device):
             self.drop(others.pop(0))
@@ -104,7 +104,7 @@ class GraphCache(GraphRecords):
             self.card.empty_cache()
         return ""
 
-    def _make(self, wanted: Wanted) -> None:
+    def _make(self, wanted: CaptureRequest) -> None:
         entry, key = wanted.entry, wanted.entry.key
         before = self._graphs.bytes(key.device, key.architecture)
         runner = self._graphs.prepare(
@@ -122,26 +122,26 @@ class GraphCache(GraphRecords):
         wanted.managed.keep(key, wanted.conditioning, runner)
         self._shared_noticed = self.shared()
 
-    def keep_within(self, budget: int, place: Place) -> None:
+    def keep_within(self, budget: int, pool: PoolKey) -> None:
         """Make the graphs of a device hold no more than a budget in MiB, which may be another than when they were made.
-        place: whose UNet is used now; the graphs of others go first."""
-        device, allowed = place.device, self.allowed(budget, place.device)
-        others = self.others(place)
+        pool: whose UNet is used now; the graphs of others go first."""
+        device, allowed = pool.device, self.allowed(budget, pool.device)
+        others = self.others(pool)
         while others and not fits(self.held(device), allowed):
             self.drop(others.pop(0))
-        for one in {Place.of(key) for key in self.keys() if key.device == device}:
+        for one in {PoolKey.of(key) for key in self.keys() if key.device == device}:
             if not fits(self.held(device), allowed):
                 self._compact(one, allowed)
 
-    def _compact(self, place: Place, allowed: int, first: Wanted | None = None) -> None:
+    def _compact(self, pool: PoolKey, allowed: int, first: CaptureRequest | None = None) -> None:
         """Give the memory of an architecture up, and make it anew for the graph that is wanted now, the pinned, and as
         many of those used last as fit and an image can wait for."""
         pinned = self.pinned()
-        older = [held for held in self.graphs() if Place.of(held.key) == place]
+        older = [held for held in self.graphs() if PoolKey.of(held.key) == pool]
         older.sort(key=lambda held: (held.key in pinned, held.entry.last_used), reverse=True)
-        room = allowed - (self.held(place.device) - self.held_by(place))
+        room = allowed - (self.held(pool.device) - self.held_by(pool))
         new = [] if first is None else [first]
-        again = [Wanted.of(held) for held in older if not new or held.entry is not new[0].entry]
+        again = [CaptureRequest.of(held) for held in older if not new or held.entry is not new[0].entry]
         wanted = [*new, *in_time(again, pinned, room, new)]
         doomed = {held.key for held in older}
         # With the last that knows of it, the memory goes.
@@ -149,24 +149,24 @@ class GraphCache(GraphRecords):
         self._drop(doomed)
         self.capture_again(wanted, allowed)
 
-    def _without_the_others(self, wanted: Wanted, allowed: int) -> None:
+    def _without_the_others(self, wanted: CaptureRequest, allowed: int) -> None:
         """The last try: the graph alone. Where even that is too much, there is none."""
-        entry, place = wanted.entry, Place.of(wanted.entry.key)
-        self._drop({key for key in self.keys() if Place.of(key) == place})
+        entry, pool = wanted.entry, PoolKey.of(wanted.entry.key)
+        self._drop({key for key in self.keys() if PoolKey.of(key) == pool})
         self._make(wanted)
-        if not fits(self.held(place.device), allowed):
-            needed = self.held_by(place)
+        if not fits(self.held(pool.device), allowed):
+            needed = self.held_by(pool)
             self._drop({entry.key})
             entry.needs, entry.no_graph = needed, too_large(needed, allowed)
 
-    def capture_again(self, wanted: Collection[Wanted], allowed: int = 0) -> None:
+    def capture_again(self, wanted: Collection[CaptureRequest], allowed: int = 0) -> None:
         """Capture what was dropped a moment ago; see recapture.capture_again."""
         capture_again(
             wanted, self._make, self._rehearse, lambda device: fits(self.held(device), allowed),
             self.card.empty_cache,
         )
 
-    def _rehearse(self, one: Wanted) -> None:
+    def _rehearse(self, one: CaptureRequest) -> None:
         computed_by = self._computed_by(one.managed, one.entry.key.backend)
         self._graphs.rehearse(*computed_by, one.inputs, one.conditioning)
 
@@ -180,7 +180,7 @@ class GraphCache(GraphRecords):
         """Drop the graphs of these shapes and give their memory back: those that share it are captured again in less,
         where that is worth it. The next call at a dropped shape captures anew."""
         again = set(self.memory().captured_again_without(keys))
-        wanted = [Wanted.of(held) for held in self.graphs() if held.key in again]
+        wanted = [CaptureRequest.of(held) for held in self.graphs() if held.key in again]
         self._drop({*keys, *again})
         self.capture_again(wanted)
 

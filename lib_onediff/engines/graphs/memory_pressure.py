@@ -10,7 +10,8 @@ from typing import TypeVar
 import torch
 
 from ...guard import Guard
-from .accounting import Place
+from ...shapes.key import LATENT_PIXEL
+from .accounting import PoolKey
 from .cache import GraphCache
 
 log = logging.getLogger("onediff")
@@ -18,7 +19,6 @@ Result = TypeVar("Result")
 # The most that a VAE's decoder has in use at a time, for each pixel, in values: images of 256 channels before, between
 # and after its norms and convolutions.
 VALUES_PER_DECODED_PIXEL = 1024
-LATENT_PIXEL = 8
 SECONDS_BETWEEN_LOOKS = 2.0
 
 
@@ -39,9 +39,9 @@ class MemoryPressure:
         """A UNet of this architecture is about to be sampled; None: of one that is not known yet. budget: what graphs
         may hold, in MiB; 0: a quarter of the card."""
         for device in self._graphs.devices():
-            self._relieve(Place(device, architecture))
+            self._relieve(PoolKey(device, architecture))
             with self._lock:
-                self._graphs.keep_within(budget, Place(device, architecture))
+                self._graphs.keep_within(budget, PoolKey(device, architecture))
 
     def before_decode(self, latent: torch.Tensor) -> None:
         """A latent, (batch, channels, h, w), is about to be decoded; a host may need several GiB for that."""
@@ -49,7 +49,7 @@ class MemoryPressure:
             batch, _, height, width = latent.shape
             pixels = batch * height * width * LATENT_PIXEL**2
             wanted = pixels * VALUES_PER_DECODED_PIXEL * latent.element_size()
-            self._relieve(Place(latent.device, None), wanted)
+            self._relieve(PoolKey(latent.device, None), wanted)
 
     def run_host(self, host: Callable[[], Result]) -> Result:
         """What host() returns; once more without our graphs where it runs out of GPU memory beside them."""
@@ -83,17 +83,17 @@ class MemoryPressure:
         with self._lock:
             self._graphs.note_lost()
 
-    def _relieve(self, place: Place, wanted: int = 0) -> None:
+    def _relieve(self, pool: PoolKey, wanted: int = 0) -> None:
         """Where less than wanted bytes and some to spare are left of a card, drop graphs: those of other architectures,
         then all that are not pinned, then those. Some 100 microseconds where enough is left."""
-        graphs, enough = self._graphs, wanted + self._graphs.card.spare(place.device)
+        graphs, enough = self._graphs, wanted + self._graphs.card.spare(pool.device)
         with self._lock:
             graphs.note_lost()
-            here = {key for key in graphs.keys() if key.device == place.device}
+            here = {key for key in graphs.keys() if key.device == pool.device}
             pinned = here & graphs.pinned()
-            others = {key for key in here - pinned if Place.of(key) != place}
+            others = {key for key in here - pinned if PoolKey.of(key) != pool}
             for doomed in (others, here - pinned - others, pinned):
-                left = graphs.left(place.device)
+                left = graphs.left(pool.device)
                 if left >= enough:
                     return
                 if doomed:

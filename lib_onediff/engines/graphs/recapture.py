@@ -23,7 +23,7 @@ SECONDS_AN_IMAGE_WAITS = 1.0
 TIMES_TO_COMPUTE = 2
 
 
-class Wanted(NamedTuple):
+class CaptureRequest(NamedTuple):
     """What a graph is made of. generation: of the weights that it was made for; seconds: how long that took. Holds
     nothing of the graph itself."""
 
@@ -35,7 +35,7 @@ class Wanted(NamedTuple):
     seconds: float = 0.0
 
     @classmethod
-    def of(cls, held: GraphRecord) -> Wanted:
+    def of(cls, held: GraphRecord) -> CaptureRequest:
         kept, runner = held.kept, held.kept.runner
         return cls(held.managed, held.entry, kept.generation, runner.inputs, kept.conditioning, runner.seconds)
 
@@ -46,11 +46,11 @@ class Wanted(NamedTuple):
 
 
 def in_time(
-    older: Iterable[Wanted], pinned: Collection[ShapeKey], room: int, new: Iterable[Wanted] = ()
-) -> list[Wanted]:
+    older: Iterable[CaptureRequest], pinned: Collection[ShapeKey], room: int, new: Iterable[CaptureRequest] = ()
+) -> list[CaptureRequest]:
     """Those of the older graphs, in this order, that fit into so many bytes together with the new, and take no longer
     than an image can wait for. The pinned take the time that they need."""
-    chosen: list[Wanted] = []
+    chosen: list[CaptureRequest] = []
     largest, seconds = max((one.entry.needs for one in new), default=0), 0.0
     for one in older:
         needs, takes = max(largest, one.entry.needs), seconds + TIMES_TO_COMPUTE * one.seconds
@@ -62,7 +62,8 @@ def in_time(
 
 
 def capture_again(
-    wanted: Iterable[Wanted], make: Callable[[Wanted], None], rehearse: Callable[[Wanted], None],
+    wanted: Iterable[CaptureRequest], make: Callable[[CaptureRequest], None],
+    rehearse: Callable[[CaptureRequest], None],
     fits: Callable[[torch.device], bool], empty_cache: Callable[[], None],
 ) -> None:
     """Make these graphs, the largest first: it gets the memory in one piece, and the others fit into that.
@@ -80,7 +81,7 @@ def capture_again(
             break
 
 
-def attempted(one: Wanted, work: Callable[[Wanted], None]) -> bool:
+def attempted(one: CaptureRequest, work: Callable[[CaptureRequest], None]) -> bool:
     """Whether work(one) was possible; it may lack memory, or be what cannot be captured here."""
     try:
         with our_modes(one.entry.key.device, one.entry.key.precision):

@@ -22,6 +22,17 @@ from .disk import import_compiler, path_of
 
 log = logging.getLogger("onediff")
 
+Share = list[tuple[Region, Shapes]]
+REGIONS_FOR_A_HELPER = 4
+HELPER_LIMIT_S = 600
+PACKAGE_FOLDER = Path(__file__).resolve().parents[3]
+LOW_PRIORITY = 10
+# Or each would start a pool of processes when it imports Inductor, as many as there are cores.
+ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+# Or torch, asked whether there is a GPU, uses it, and cannot be copied any more.
+UNUSED_GPU = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+SWITCHES = ("allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+
 
 class CannotCompile(RuntimeError):
     """Inductor has failed on a region; the message says how, in one line for the user."""
@@ -40,20 +51,6 @@ def compile_region(compiled: CompiledRegion, shapes: Shapes, digest: str | None 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-log = logging.getLogger("onediff")
-
-Share = list[tuple[Region, Shapes]]
-REGIONS_FOR_A_HELPER = 4
-HELPER_LIMIT_S = 600
-PACKAGE_FOLDER = Path(__file__).resolve().parents[3]
-LOW_PRIORITY = 10
-# Or each would start a pool of processes when it imports Inductor, as many as there are cores.
-ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-# Or torch, asked whether there is a GPU, uses it, and cannot be copied any more.
-UNUSED_GPU = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-SWITCHES = ("allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
 
 
 def compile_in_processes(regions: Share, most: int) -> None:

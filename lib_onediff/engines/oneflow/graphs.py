@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...model.binding import Binding
 from ...model.call import UNetCall
 from ...model.deepcache.forward import cached_pass, full_pass
 from ...model.forward import Conditioning, forward
 from ...model.layout import UNetLayout
-from ...model.weights import Affine, Binding, Weights
+from ...model.weights import Affine, Weights
 from ...ops.precision import environment
 from ..graphs.inputs import bytes_of, copy_inputs, mapped, own_inputs
 from .gate import brief

@@ -5,11 +5,9 @@ patches. It serves every UNet: the loaded checkpoint's, the refiner's, the hires
 """
 from __future__ import annotations
 
-import contextlib
 import importlib
-import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,13 +16,14 @@ from torch import Tensor, nn
 from ...model.call import UNetCall
 from ...model.patches import HostTraits, own_method
 from ...model.rows import PromptRows
-from ...prewarm.job import TOKENS
+from ...prewarm.job import TOKENS, CannotWarm
 from ...runtime.runtime import runtime
+from ...shapes.key import LATENT_PIXEL
 from .. import sampler_schedule
-from ..class_patch import ClassPatch, active_patches
-from ..contract import Need, first_missing
+from ..class_patch import ClassPatch
+from ..contract import Need, why_unknown
 from ..ldm_decoder import DecoderPatches
-from ..webui import PROMPT_NOISE, CannotWarm, Result, WebUI, network_name
+from ..webui import PROMPT_NOISE, WebUI, network_name, random_state_kept
 from .casts import CASTS, why_cast_by_hand
 from .concatenation import replaced_concatenation
 from .controlnet_loop import HostLoop
@@ -33,7 +32,6 @@ from .inert import does_nothing_now, foreign_forward
 from .lora import apply_wanted_networks, wanted_networks, why_functional
 from .patches import ForeignModules, is_brought
 
-log = logging.getLogger("onediff")
 UNET_MODULES = ("ldm.modules.diffusionmodules.openaimodel", "sgm.modules.diffusionmodules.openaimodel")
 VAE_MODULES = ("ldm.modules.diffusionmodules.model", "sgm.modules.diffusionmodules.model")
 # The WebUI's own patches of layer classes: lazy LoRA (synced before a call), attention and norm variants that
@@ -112,11 +110,7 @@ class A1111(WebUI):
         runtime.guard.attempt("giving the UNets back", runtime.release_all)
 
     def hooks(self) -> int:
-        return max(
-            # Below another extension's patch ours cannot be counted, but it knows that it is there.
-            len(active_patches(patch.owner, patch.method)) or int(patch.active)
-            for patch in (*self._patches, *self._vae.patches)
-        )
+        return max(patch.count() for patch in (*self._patches, *self._vae.patches))
 
     def loads_at_start(self) -> bool:
         from modules import shared
@@ -124,12 +118,7 @@ class A1111(WebUI):
         return not getattr(shared.cmd_opts, "skip_load_model_at_start", False)
 
     def model_loaded(self, sd_model: Any) -> None:
-        path = first_missing(sd_model, MODEL_PATHS)
-        self._unmet = None if path is None else (
-            f"{self.release} has loaded a checkpoint without {path}: OneDiff does not know this release"
-        )
-        if self._unmet is not None:
-            log.warning("%s.", self._unmet)
+        self._unmet = why_unknown(self.release, sd_model, MODEL_PATHS)
         unet = unet_of(sd_model)
         if unet is not None:
             runtime.adopt(unet, host_traits=self._host_traits)
@@ -178,10 +167,10 @@ class A1111(WebUI):
         runtime.adopt(unet, host_traits=self._host_traits)
         layout = runtime.layout_of(unet)
         noise = lambda *shape: torch.randn(shape, dtype=devices.dtype, device=devices.device)  # noqa: E731
-        latent = noise(batch, 4, height // 8, width // 8)
+        latent = noise(batch, 4, height // LATENT_PIXEL, width // LATENT_PIXEL)
         timestep = torch.full((batch,), MIDDLE_OF_THE_SCHEDULE, device=devices.device)
         context = PROMPT_NOISE * noise(batch, tokens, layout.context_width)
-        extra = noise(batch, layout.in_channels - 4, height // 8, width // 8)
+        extra = noise(batch, layout.in_channels - 4, height // LATENT_PIXEL, width // LATENT_PIXEL)
         autocast = devices.without_autocast if devices.unet_needs_upcast else devices.autocast
         with random_state_kept(), torch.no_grad(), autocast():
             if layout.label is None:
@@ -195,7 +184,8 @@ class A1111(WebUI):
 
         with random_state_kept(), torch.no_grad():
             # One image after the other, however many there are.
-            latent = torch.randn((1, 4, height // 8, width // 8), dtype=devices.dtype_vae, device=devices.device)
+            shape = 1, 4, height // LATENT_PIXEL, width // LATENT_PIXEL
+            latent = torch.randn(shape, dtype=devices.dtype_vae, device=devices.device)
             sd_samplers_common.decode_first_stage(sd_models.model_data.sd_model, latent)
 
     def call_shapes(self, images: int, tokens: int) -> tuple[tuple[int, int], ...]:
@@ -212,12 +202,6 @@ class A1111(WebUI):
         from modules import sd_models
 
         return network_name(unet_of(sd_models.model_data.sd_model if sd_model is None else sd_model))
-
-    def exclusively(self, work: Callable[[], Result]) -> Result:
-        from modules import call_queue
-
-        with call_queue.queue_lock:
-            return work()
 
     def _forward(
         self, original: Callable[..., Tensor], unet: nn.Module, x: Tensor, timesteps: Any = None, context: Any = None,
@@ -287,11 +271,3 @@ def upcasts_attention() -> bool:
     from modules import shared
 
     return bool(shared.opts.upcast_attn)
-
-
-@contextlib.contextmanager
-def random_state_kept() -> Iterator[None]:
-    """What is drawn inside does not move the random numbers of the next image."""
-    devices = range(torch.cuda.device_count())
-    with torch.random.fork_rng(devices=list(devices)):
-        yield

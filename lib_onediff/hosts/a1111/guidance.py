@@ -13,15 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...model.identity import returns_none
 from ...model.rows import APART, OTHER_ROWS, half_of
 
 NOT_TOLD = "the WebUI's denoiser does not make this call"
 SEVERAL_PROMPTS = "AND joins several prompts"
 OTHER_PROMPTS = "an extension calls with other prompts than the WebUI's denoiser"
-
-
-def returns_none() -> None:
-    return None
 
 
 class DenoiserStep:

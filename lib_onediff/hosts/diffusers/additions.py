@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...model.additions import FreeU, ImagePrompt, PerturbedAttention
-from ...model.conditioning import Sighting
-from ...model.identity import Edits
+from ...model.identity import Edits, Sighting
 from ...model.read_diffusers import FREEU_FACTORS, has_freeu
 
 log = logging.getLogger("onediff")

@@ -1,9 +1,7 @@
 """Put our forward on a diffusers UNet2DConditionModel, and take it off again."""
 from __future__ import annotations
 
-import inspect
 import logging
-import types
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -13,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ...model.call import Control, UNetCall
-from ...model.conditioning import MOST_SAVED, Sighting, returns_none
+from ...model.conditioning import MOST_SAVED
+from ...model.identity import Sighting, returns_none
 from ...model.patches import HostTraits, replaced_by
 from ...model.read_diffusers import (
     PROCESSOR_OF,
@@ -27,13 +26,12 @@ from ...options.settings import Settings
 from ...runtime.runtime import runtime
 from .additions import Additions, AdditionsReader
 from .guidance import arguments_of_prompt, prompt_rows
+from .instance_forward import InstanceForward, attached, put_on, take_off
 from .patches import UNetPatches
 from .schedule import PipelineSchedule, reference_to
 
 log = logging.getLogger("onediff")
 
-# accelerate's offloading hooks put their forward in front and keep the one that they found here.
-BEHIND_A_HOOK = "_old_forward"
 # What a pipeline may hand to attention processors; "scale" is a LoRA's, which the host applies around its forward.
 KNOWN_ARGUMENTS = {"ip_adapter_masks"}
 
@@ -48,11 +46,11 @@ def why_weights_stay(unet: nn.Module) -> str:
 HOST_TRAITS = HostTraits(keeps_weights=why_weights_stay)
 
 
-class DiffusersForward:
-    """Stands in for UNet2DConditionModel.forward on one instance, with the same signature."""
+class DiffusersForward(InstanceForward):
+    """Stands in for UNet2DConditionModel.forward."""
 
     def __init__(self, unet: nn.Module) -> None:
-        self._unet = weakref.ref(unet)
+        super().__init__(unet)
         # The class and its forward that were found to be diffusers' own.
         self._own: tuple[type, Any] | None = None
         # The last labels: prompt and negative prompt may be called in turn.
@@ -66,12 +64,10 @@ class DiffusersForward:
         self.schedule: PipelineSchedule | None = None
         # The pipeline that calls, where that is known.
         self.pipeline: Callable[[], Any] = returns_none
-        self.__wrapped__ = type(unet).forward
-        self.__signature__ = inspect.signature(own_forward(unet))
         self._names = tuple(self.__signature__.parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        unet: Any = self._unet()  # its forward is called: it is there
+        unet: Any = self._module()  # its forward is called: it is there
         if (self._own is None or type(unet) is not self._own[0]) and not is_diffusers_unet(unet):
             runtime.note_host(f"{type(unet).__name__} is not a UNet that OneDiff knows")
             return type(unet).forward(unet, *args, **kwargs)
@@ -108,10 +104,6 @@ class DiffusersForward:
         from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
 
         return UNet2DConditionOutput(sample=sample)
-
-    def __reduce__(self) -> tuple:
-        # A copied or pickled UNet gets its class's own forward: the copy is not in our care.
-        return own_forward, (self._unet(),)
 
     def _call(
         self, unet: Any, sample: Tensor, timestep: Tensor | float, encoder_hidden_states: Tensor,
@@ -213,9 +205,7 @@ class DiffusersForward:
                 return label
         waves = unet.add_time_proj(sizes.flatten()).reshape(text.shape[0], -1)
         label = torch.cat([text, waves.to(text.dtype)], dim=-1)
-        sighting = Sighting()
-        sighting.remember((text, sizes))
-        self._labels.append((sighting, label))
+        self._labels.append((Sighting((text, sizes)), label))
         return label
 
 
@@ -238,11 +228,6 @@ def context_of(given: dict[str, Any]) -> Tensor | None:
     """The context among a call's arguments, if it is one tensor."""
     context = given.get("encoder_hidden_states")
     return context if isinstance(context, Tensor) else None
-
-
-def own_forward(unet: nn.Module) -> types.MethodType:
-    """The forward of a module's class, bound to it."""
-    return types.MethodType(type(unet).forward, unet)
 
 
 def timestep_of_batch(timestep: Tensor | float, sample: Tensor) -> Tensor:
@@ -304,40 +289,23 @@ def attach(unet: nn.Module, settings: Settings | None = None) -> None:
     A UNet that we cannot run keeps its own forward for every call, and runtime.status() says why.
     """
     runtime.adopt(unet, settings, HOST_TRAITS)
-    if is_attached(unet):
-        return
-    slot = BEHIND_A_HOOK if BEHIND_A_HOOK in unet.__dict__ else "forward"
-    present = unet.__dict__.get(slot)
-    if present is not None and getattr(present, "__func__", None) is not type(unet).forward:
-        raise ValueError(f"somebody else has replaced this UNet's forward ({present!r}); undo that first")
-    unet.__dict__[slot] = DiffusersForward(unet)
+    put_on(unet, DiffusersForward, "this UNet's")
 
 
 def follow(unet: nn.Module, pipe: Any) -> None:
     """Let an attached UNet know which pipeline uses it: its steps, for DeepCache, and its guidance."""
-    for slot in ("forward", BEHIND_A_HOOK):
-        if isinstance(unet.__dict__.get(slot), DiffusersForward):
-            unet.__dict__[slot].schedule = PipelineSchedule(pipe)
-            unet.__dict__[slot].pipeline = reference_to(pipe)
+    note_pipeline(unet, reference_to(pipe))
+    if (forward := attached(unet)) is not None:
+        forward.schedule = PipelineSchedule(pipe)
 
 
 def note_pipeline(unet: nn.Module, pipeline: Callable[[], Any]) -> None:
     """Let an attached UNet know which pipeline calls it, for what depends on its guidance."""
-    for slot in ("forward", BEHIND_A_HOOK):
-        if isinstance(unet.__dict__.get(slot), DiffusersForward):
-            unet.__dict__[slot].pipeline = pipeline
+    if (forward := attached(unet)) is not None:
+        forward.pipeline = pipeline
 
 
 def detach(unet: nn.Module) -> None:
     """Undo attach: the UNet has its own forward and ordinary parameters with the same values again."""
-    for slot in ("forward", BEHIND_A_HOOK):
-        if isinstance(unet.__dict__.get(slot), DiffusersForward):
-            if slot == "forward":
-                del unet.__dict__[slot]
-            else:
-                unet.__dict__[slot] = own_forward(unet)
+    take_off(unet)
     runtime.release(unet)
-
-
-def is_attached(unet: nn.Module) -> bool:
-    return any(isinstance(unet.__dict__.get(slot), DiffusersForward) for slot in ("forward", BEHIND_A_HOOK))

@@ -5,8 +5,6 @@ per tile.
 """
 from __future__ import annotations
 
-import inspect
-import weakref
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,19 +13,14 @@ from ...model.patches import replaced_by
 from ...model.vae.read_diffusers import is_diffusers_decoder, is_diffusers_encoder
 from ...options.settings import Settings
 from ...runtime.runtime import runtime
-from .unet import BEHIND_A_HOOK, own_forward
+from .instance_forward import InstanceForward, put_on, take_off
 
 
-class DecoderForward:
-    """Stands in for Decoder.forward on one instance, with the same signature. Holds no reference to it."""
-
-    def __init__(self, decoder: nn.Module) -> None:
-        self._decoder = weakref.ref(decoder)
-        self.__wrapped__ = type(decoder).forward
-        self.__signature__ = inspect.signature(own_forward(decoder))
+class DecoderForward(InstanceForward):
+    """Stands in for Decoder.forward, and Encoder.forward."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        decoder: Any = self._decoder()  # its forward is called: it is there
+        decoder: Any = self._module()  # its forward is called: it is there
 
         def host() -> Tensor:
             return type(decoder).forward(decoder, *args, **kwargs)
@@ -38,10 +31,6 @@ class DecoderForward:
         if reason is not None:
             return runtime.vae.decode_by_host(decoder, latent, host, reason)
         return runtime.vae.decode(decoder, latent, host)
-
-    def __reduce__(self) -> tuple:
-        # A copied or pickled decoder gets its class's own forward: the copy is not in our care.
-        return own_forward, (self._decoder(),)
 
 
 def why_host(decoder: nn.Module, latent: Any, others: dict[str, Any]) -> str | None:
@@ -76,25 +65,11 @@ def attach(decoder: nn.Module, settings: Settings | None = None) -> None:
 
     Raises ValueError if somebody else has replaced its forward.
     """
-    if not is_attached(decoder):
-        slot = BEHIND_A_HOOK if BEHIND_A_HOOK in decoder.__dict__ else "forward"
-        present = decoder.__dict__.get(slot)
-        if present is not None and getattr(present, "__func__", None) is not type(decoder).forward:
-            raise ValueError(f"somebody else has replaced the VAE decoder's forward ({present!r}); undo that first")
-        decoder.__dict__[slot] = DecoderForward(decoder)
+    put_on(decoder, DecoderForward, "the VAE decoder's")
     runtime.vae.adopt(decoder, settings)
 
 
 def detach(decoder: nn.Module) -> None:
     """Undo attach: the decoder has its own forward again."""
-    for slot in ("forward", BEHIND_A_HOOK):
-        if isinstance(decoder.__dict__.get(slot), DecoderForward):
-            if slot == "forward":
-                del decoder.__dict__[slot]
-            else:
-                decoder.__dict__[slot] = own_forward(decoder)
+    take_off(decoder)
     runtime.vae.release(decoder)
-
-
-def is_attached(decoder: nn.Module) -> bool:
-    return any(isinstance(decoder.__dict__.get(slot), DecoderForward) for slot in ("forward", BEHIND_A_HOOK))

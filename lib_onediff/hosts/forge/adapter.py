@@ -5,7 +5,6 @@ every UNet (the refiner's too), and leaves no attribute on the host's objects.
 """
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,19 +15,20 @@ from torch import Tensor, nn
 
 from ...model.call import UNetCall
 from ...model.deepcache.sampling import Sampling
+from ...model.fused_storage import shares_storage
 from ...model.patches import HostTraits, origin
 from ...model.rows import PromptRows
 from ...model.weight_functions import Casts
-from ...model.weights import shares_storage
+from ...prewarm.job import CannotWarm
 from ...runtime.call_stats import HOST
 from ...runtime.runtime import runtime
 from ...weak_dictionary import WeakDictionary
 from .. import sampler_schedule
 from ..changed_modules import ChangedModules, is_block_or_attention
-from ..class_patch import ClassPatch, active_patches
-from ..contract import first_missing
+from ..class_patch import ClassPatch
+from ..contract import why_unknown
 from ..ldm_decoder import DecoderPatches
-from ..webui import CannotWarm, Result, WebUI, network_name
+from ..webui import Result, WebUI, network_name
 from . import checks, warm
 from .additions import Additions, AdditionsReader
 from .call import copied_lists, unet_call
@@ -36,8 +36,6 @@ from .guidance import control_of_prompt, options_of_prompt, prompt_rows
 from .patches import OwnForwards
 from .traits import ENGINE_PATHS, FORGE, Traits
 from .weight_functions import LayerFunctions, cast_to_input
-
-log = logging.getLogger("onediff")
 
 
 class Announced(NamedTuple):
@@ -111,16 +109,10 @@ class Forge(WebUI):
             self._looks.clear()
 
     def hooks(self) -> int:
-        # Below another extension's patch ours cannot be counted, but it knows that it is there.
-        return len(active_patches(self._patch.owner, "forward")) or int(self._patch.active)
+        return self._patch.count()
 
     def model_loaded(self, sd_model: Any) -> None:
-        path = first_missing(sd_model, ENGINE_PATHS)
-        self._unmet = None if path is None else (
-            f"{self.release} has loaded a checkpoint without {path}: OneDiff does not know this release"
-        )
-        if self._unmet is not None:
-            log.warning("%s.", self._unmet)
+        self._unmet = why_unknown(self.release, sd_model, ENGINE_PATHS)
         unet = unet_of(sd_model, self.traits)
         if unet is not None and self._patch.active:
             runtime.adopt(unet, host_traits=self._host_traits)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...model.binding import BOUND_DTYPES, STORED_DTYPES
 from ...model.patches import origin, package
-from ...model.weights import BOUND_DTYPES, STORED_DTYPES
 from .traits import APPROXIMATE_ATTENTIONS, ATTENTIONS, Traits
 
 EXACT_ATTENTION = "attention_pytorch"

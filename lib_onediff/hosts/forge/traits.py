@@ -23,12 +23,15 @@ APPROXIMATE_ATTENTIONS = {"attention_sage", "attention_sage3"}
 class Traits:
     """One family of hosts.
 
-    release: the name and release of the one that we run in. unet, unet_class: the module and the class of the UNet.
-    vae: the module of the VAE's Decoder and Encoder. attention: the module with the UNet's attention functions.
-    attention_user, attention_name: the module and the global name by which the UNet calls the chosen one. helpers:
-    other global functions that the UNet calls (module, name), each with the module whose code it must be. memory,
-    sampling: the modules of the memory management and of sampling_prepare. selected_engine: loads the checkpoint that
-    the user has chosen. vae_attention: the function by which a decoder computes attention.
+    release: the name and release of the one that we run in.
+    unet, unet_class: the module and the class of the UNet.
+    vae: the module of the VAE's Decoder and Encoder.
+    attention: the module with the UNet's attention functions.
+    attention_user, attention_name: the module and the global name by which the UNet calls the chosen one.
+    helpers: other global functions that the UNet calls, (module, name), each with the module whose code it must be.
+    memory, sampling: the modules of the memory management and of sampling_prepare.
+    selected_engine: loads the checkpoint that the user has chosen.
+    vae_attention: the function by which a decoder computes attention.
     """
 
     name: str

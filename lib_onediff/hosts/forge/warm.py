@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from ...guard import first_line, outcome_of
+from ...prewarm.job import CannotWarm
 from ...runtime.runtime import runtime
-from ..webui import PROMPT_NOISE, CannotWarm, Result
+from ...shapes.key import LATENT_PIXEL
+from ..webui import PROMPT_NOISE, Result
 from .traits import Traits
 
-LATENT_PIXEL = 8
 # A timestep in the middle, where a UNet's output is of the size of its input.
 TIMESTEP = 500.0
 

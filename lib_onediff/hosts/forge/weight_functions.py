@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...model.patches import APPLIED_AT_CALL
-from ...model.weight_functions import Change, FunctionState, LowRankUpdate, WeightFunctions
+from ...model.weight_functions import Change, LowRankUpdate, WeightFunctions, WeightFunctionState
 
 ONLINE_LORAS, FUNCTIONS = "forge_online_loras", ("weight_function", "bias_function")
 # In half the time of asking their dictionaries.
@@ -30,8 +30,8 @@ CASTS = ("parameters_manual_cast", "ldm_patched_cast_weights")
 class LayerFunctions:
     """model.weight_functions.FunctionReader for hosts of the Forge family."""
 
-    def state(self, layers: Sequence[nn.Module]) -> FunctionState:
-        state, parts = FunctionState(applied_to(layers)), Parts([], [], [])
+    def state(self, layers: Sequence[nn.Module]) -> WeightFunctionState:
+        state, parts = WeightFunctionState(applied_to(layers)), Parts([], [], [])
         for place in state.layers:
             for name in APPLIED_AT_CALL:
                 take_apart(layers[place].__dict__.get(name), parts)

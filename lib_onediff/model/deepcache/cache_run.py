@@ -10,14 +10,12 @@ from ..layout import UNetLayout
 from .buffers import Features, Place, Record
 from .forward import deepest
 from .options import FORECAST, DeepCacheOptions
-from .prompts import PromptNumbers
-from .sampling import Sampling
+from .prompts import TILES, FirstTimestep, PromptNumbers
+from .sampling import UNEQUAL_TIMES, Sampling
 from .schedule import is_whole, last_whole
 from .timeline import Step, Timeline, timeline_of
 
 RESTS = "DeepCache rests: "
-UNEQUAL_TIMES = f"{RESTS}the images of this batch are at different steps"
-TILES = f"{RESTS}an extension calls the UNet several times a step with the same prompt (tiles?)"
 GraphRecord = Callable[[], Collection[DeepFeature]]
 
 
@@ -88,7 +86,7 @@ class CacheRun:
             return None
         time = sampling.read(call.timestep)
         if time is None:
-            self.reason = UNEQUAL_TIMES
+            self.reason = RESTS + UNEQUAL_TIMES
             return None
         if sampling is not self._sampling or choice != self._choice or self._timeline is None:
             self._sampling, self._choice = sampling, choice
@@ -103,7 +101,8 @@ class CacheRun:
         depth = min(choice.depth, deepest(layout))
         prompt = self._prompts.number(call.context, call.y, by_content)
         place = self._features.place((shape, depth))
-        self._look_for_tiles(time, (shape, prompt))
+        if self._first_timestep.comes_again(time, (shape, prompt)):
+            self.reason = RESTS + TILES
         whole = is_whole(choice, step)
         # Between steps that add noise, or that a sampler of a higher order joins, the feature does not follow a line.
         why_reused = sampling.why_no_forecast() if choice.feature == FORECAST else ""
@@ -135,17 +134,5 @@ class CacheRun:
         self._features.forget(held)
         self._prompts = PromptNumbers()
         self._whole_steps = (0, 0)
-        self._first_time: float | None = None
-        self._at_first: set[Hashable] = set()
+        self._first_timestep = FirstTimestep()
         self.reason = self.failure = ""
-
-    def _look_for_tiles(self, time: float, what: Hashable) -> None:
-        """At a sampling's first timestep, the same prompt comes once. Later it may come twice: a Heun step ends at the
-        timestep where the next one begins."""
-        if self._first_time is None:
-            self._first_time = time
-        if time == self._first_time:
-            if what in self._at_first:
-                self.reason = TILES
-            self._at_first.add(what)
-

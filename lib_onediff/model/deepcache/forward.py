@@ -17,7 +17,7 @@ from ..weights import Weights
 
 def check_depth(layout: UNetLayout, depth: int) -> None:
     """Raise ValueError unless both passes compute something."""
-    most = len(layout.input_stages) - 1
+    most = deepest(layout)
     if not 1 <= depth <= most:
         raise ValueError(f"DeepCache depth is 1 to {most} for this UNet, not {depth}.")
 

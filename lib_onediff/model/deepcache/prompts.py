@@ -2,16 +2,20 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..identity import edit_count
+
+TILES = "an extension calls the UNet several times a step with the same prompt (tiles?)"
 # Words that take turns, several prompts at once: more are told apart by forgetting the oldest.
 MOST_PROMPTS = 32
 
 
-class Seen(NamedTuple):
+class SeenPrompt(NamedTuple):
     """A prompt: the tensors that the host handed over, and, where they tell nothing, what was in them."""
 
     number: int
@@ -35,7 +39,7 @@ class PromptNumbers:
     """Gives every prompt of a sampling a number; a prompt that is edited in mid-sampling is another one."""
 
     def __init__(self) -> None:
-        self._seen: list[Seen] = []
+        self._seen: list[SeenPrompt] = []
         self._next = 0
 
     def number(self, context: Tensor, y: Tensor | None, by_content: bool) -> int:
@@ -53,7 +57,8 @@ class PromptNumbers:
                 return seen.number
         content = tuple(None if tensor is None else tensor.detach().clone() for tensor in tensors)
         objects = tuple(None if tensor is None else weakref.ref(tensor) for tensor in tensors)
-        self._seen.append(Seen(self._next, objects, tuple(map(edit_count, tensors)), content if by_content else None))
+        edits = tuple(map(edit_count, tensors))
+        self._seen.append(SeenPrompt(self._next, objects, edits, content if by_content else None))
         del self._seen[:-MOST_PROMPTS]
         self._next += 1
         return self._next - 1
@@ -68,12 +73,27 @@ class PromptNumbers:
         return sum(tensor.nbytes for tensor in kept)
 
 
+class FirstTimestep:
+    """Notices an extension that calls the UNet several times a step with the same prompt, as for tiles: at a sampling's
+    first timestep, the same prompt comes once. Later it may come twice: a Heun step ends at the timestep where the next
+    one begins."""
+
+    def __init__(self) -> None:
+        self._time: float | None = None
+        self._seen: set[Hashable] = set()
+
+    def comes_again(self, time: float, prompt: Hashable) -> bool:
+        """Whether a call at this timestep, of this prompt and shape, shows that."""
+        if self._time is None:
+            self._time = time
+        if time != self._time:
+            return False
+        came_before = prompt in self._seen
+        self._seen.add(prompt)
+        return came_before
+
+
 def same_values(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device) and torch.equal(one, other)
-
-
-def edit_count(tensor: Tensor | None) -> int:
-    """How often a tensor was edited in place; 0 for an inference tensor, which does not count."""
-    return 0 if tensor is None or tensor.is_inference() else tensor._version

@@ -8,6 +8,7 @@ from torch import Tensor
 from ...weak_dictionary import WeakDictionary
 from .timeline import Timeline, timeline_of
 
+UNEQUAL_TIMES = "the images of this batch are at different steps"
 OTHER_SAMPLER = "it is for the samplers Euler and DDIM (without added noise)"
 UNKNOWN_SAMPLER = "the caller does not say which sampler it uses"
 
@@ -31,13 +32,16 @@ def time_of(timestep: Tensor) -> float | None:
 class Sampling:
     """One sampling. Another object: another sampling.
 
-    second_pass: whether it is the second pass of hires fix. times: asked at the first UNet call for the timesteps, as
-    the UNet gets them, at which the steps begin, in any order; None where nobody knows. count: asked likewise for the
-    number of different timesteps that will come, where times are not known and each step has one. why_not: why no step
-    of it may be cut short, in one line for the user. why_no_forecast: asked at UNet calls, likewise, for why an output
-    does not follow from the ones before it; "" for samplers of the first order without added noise. read: as time_of,
-    by somebody who need not ask the GPU. guidance_scale: its CFG scale, 1 where the network has that built in; None
-    where nobody knows.
+    second_pass: whether it is the second pass of hires fix.
+    times: called at the first UNet call. Returns the timesteps, as the UNet gets them, at which the steps begin, in any
+        order; None where nobody knows.
+    count: called likewise. Returns how many different timesteps will come, where times are not known and each step has
+        one; else None.
+    why_not: why none of its steps may be cut short, in one line for the user.
+    why_no_forecast: called at each UNet call. Returns why an output does not follow from those before it, in one line;
+        "" for samplers of the first order without added noise.
+    read: reads the timestep of a call as time_of does, without asking the GPU.
+    guidance_scale: its CFG scale; 1 where the network has that built in; None where nobody knows.
     """
 
     def __init__(

@@ -4,12 +4,10 @@ The same row describes ldm's, sgm's, Forge's and diffusers' modules; read_ldm.py
 """
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
-from ..layout import Convolution, FusedLinear, GroupNorm, LayerNorm, Linear, Upsample, descriptions
+from ..layout import Convolution, FusedLinear, GroupNorm, LayerNorm, Linear, Upsample, descriptions, digest_without
 
 
 @dataclass(frozen=True)
@@ -93,15 +91,4 @@ class DecoderLayout:
     @cached_property
     def architecture(self) -> str:
         """A digest that two decoders share exactly when they are the same network up to their weights and names."""
-        return hashlib.sha256(repr(without_names(self)).encode()).hexdigest()[:16]
-
-
-def without_names(node: Any) -> Any:
-    """A tree of dataclasses and tuples as plain values, without the names that differ from host to host."""
-    if is_dataclass(node):
-        kept = [without_names(getattr(node, item.name)) for item in fields(node)
-                if item.name not in ("path", "family", "resize_before")]
-        return (type(node).__name__, *kept)
-    if isinstance(node, tuple):
-        return tuple(without_names(item) for item in node)
-    return node
+        return digest_without(self, ("path", "family", "resize_before"))

@@ -5,11 +5,12 @@ import weakref
 
 from torch import nn
 
+from ...model.binding import Binding
 from ...model.layout import UnsupportedUNet
 from ...model.patches import HostTraits, Structure, scan
 from ...model.read import read_decoder
 from ...model.vae.layout import DecoderLayout
-from ...model.weights import Binding, Weights
+from ...model.weights import Weights
 from ...options.settings import Settings
 
 

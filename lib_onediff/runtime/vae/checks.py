@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...ops.precision import autocast_dtype
 from ...shapes.table import Entry, State
+from ..services import TRAINING
 from ..verify import blame, relative_error, rounding_limit, time_host
 from .bound import BoundDecoder
 from .call_stats import HOST
@@ -75,7 +76,7 @@ def disagreement(entry: Entry, image: Tensor, expected: Tensor) -> str | None:
 def why_not_now(latent: Tensor) -> str | None:
     """What surrounds a decode that our forward takes no part in, or None."""
     if torch.is_grad_enabled():
-        return "gradients are being recorded (training?)"
+        return TRAINING
     if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
         return "a forward hook is set on all modules"
     autocast = autocast_dtype(latent.device.type)

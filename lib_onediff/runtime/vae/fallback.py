@@ -2,20 +2,15 @@
 from __future__ import annotations
 
 import logging
-import threading
-import weakref
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ... import engines as backends
-from ...engines.operator_sets import Network
 from ...guard import first_line
-from ...model.layout import UnsupportedUNet
-from ...model.read import read_decoder
 from ...model.vae.forward import Decoding
 from ...model.vae.layout import DecoderLayout
 from ...model.weights import Weights
@@ -29,52 +24,11 @@ from ..services import Services
 from ..verify import blame, recall
 from .call_stats import HOST, OURS
 from .checks import HostDecode, Outcome, check, short_name
+from .kernels import decoder_candidates, kernels_are_ready
 from .overflow import ONE_COLOUR, SATURATED, Finding, WatchedOperators, described, look_at
 from .precision import AUTO, BY_THE_HOST, NAMED, SLOW_ON_CPU, CastWeights, KnownVaes, digest_of
 
 log = logging.getLogger("onediff")
-
-
-def decoder_candidates(services: Services, settings: Settings, device: torch.device) -> backends.Candidates:
-    """The backends to try for a decode. It is one call an image: no graph would pay for its memory."""
-    return backends.launched_candidates(settings.backend, device, services.operators.why_not_native)
-
-
-def kernels_are_ready(services: Services, layout: DecoderLayout, latent: Tensor) -> bool:
-    """Whether the native kernels of a decode are compiled; if not, they soon will be. Raises what Triton raised."""
-    network = Network(layout.architecture, layout.leaves(), latent.dtype, latent.device)
-    return services.operators.prepare(network, services.waits_for_compile)
-
-
-def prepare_early(services: Services, decoder: nn.Module, settings: Settings) -> None:
-    """Begin to compile, in a thread, what the first decode would have to do without."""
-    parameter = next(decoder.parameters(), None)
-    if not settings.enabled or parameter is None or not torch.cuda.is_available():
-        return
-    # A VAE that waits in the computer's memory goes to the GPU when it is used.
-    latent = torch.empty(0, dtype=parameter.dtype, device=torch.device("cuda", torch.cuda.current_device()))
-    work = (services, weakref.ref(decoder), settings, latent)
-    threading.Thread(target=prepare, args=work, name="onediff-vae", daemon=True).start()
-
-
-def prepare(
-    services: Services, decoder: weakref.ref[nn.Module], settings: Settings, latent: Tensor
-) -> None:
-    try:
-        if decoder_candidates(services, settings, latent.device).backends[0] == backends.NATIVE:
-            present = decoder()
-            if present is None:
-                return
-            layout = read_decoder(present)
-            # Compiling takes longer than a host may want to keep it.
-            del present
-            kernels_are_ready(services, layout, latent)
-    except UnsupportedUNet as reason:
-        log.debug("VAE: %s", reason)
-    except Exception:
-        # The first decode meets the same fault, and says so.
-        log.debug("VAE: its kernels could not be prepared", exc_info=True)
-
 
 # As a mark of a key: a decode with nothing to compare it with, because the host's own image cannot be shown.
 UNCOMPARED = "uncompared"
@@ -88,7 +42,7 @@ BAD_LATENT = (
 
 
 @dataclass(frozen=True)
-class Job:
+class DecodeJob:
     """A decode that was asked for; or an encode: then latent is an image.
 
     weights: as they are now; nobody keeps them after the decode.
@@ -113,7 +67,7 @@ class Job:
 
     @property
     def choice(self) -> str:
-        return getattr(self.settings, "vae_precision", AUTO)
+        return self.settings.vae_precision
 
     @property
     def wanted(self) -> torch.dtype:
@@ -153,7 +107,7 @@ class DecodeFallbackChain:
         self._services = services
         self._known = KnownVaes(services.tuning_cache)
 
-    def serve(self, job: Job) -> Outcome:
+    def serve(self, job: DecodeJob) -> Outcome:
         """Our image, or the reason why the host is to decode. Raises torch.cuda.OutOfMemoryError."""
         wanted = job.wanted
         # Nothing is wider than float32.
@@ -180,7 +134,7 @@ class DecodeFallbackChain:
             log.warning("VAE: %s. From now on, it is not %s in %s.", outcome.reason, job.done, short_name(wanted))
         return outcome
 
-    def repeat(self, job: Job, saw: str) -> Outcome:
+    def repeat(self, job: DecodeJob, saw: str) -> Outcome:
         """Our image in place of the host's own, of which this was seen; or why there is none.
 
         Raises torch.cuda.OutOfMemoryError.
@@ -196,10 +150,10 @@ class DecodeFallbackChain:
         return outcome
 
     @staticmethod
-    def _has_one_colour(image: Tensor, job: Job) -> bool:
+    def _has_one_colour(image: Tensor, job: DecodeJob) -> bool:
         return look_at(image, job.latent).saw == ONE_COLOUR
 
-    def _wider(self, job: Job, done: str, why: str) -> Outcome:
+    def _wider(self, job: DecodeJob, done: str, why: str) -> Outcome:
         """The image in float32, or in bfloat16 where that does not fit into memory: it has the range, and fewer
         digits."""
         attempt = self._attempt_if_it_fits(job, torch.float32)
@@ -215,7 +169,7 @@ class DecodeFallbackChain:
             return Outcome(None, HOST, reason, attempt.entry, exhausted=True)
         return Outcome(attempt.image, OURS, f"{done} in {name}, because {why}", attempt.entry)
 
-    def _attempt_if_it_fits(self, job: Job, dtype: torch.dtype) -> Attempt | None:
+    def _attempt_if_it_fits(self, job: DecodeJob, dtype: torch.dtype) -> Attempt | None:
         try:
             return self._attempt(job, dtype, uncompared=True)
         except torch.cuda.OutOfMemoryError:
@@ -223,7 +177,7 @@ class DecodeFallbackChain:
                 raise
         return None
 
-    def _attempt(self, job: Job, dtype: torch.dtype, uncompared: bool) -> Attempt:
+    def _attempt(self, job: DecodeJob, dtype: torch.dtype, uncompared: bool) -> Attempt:
         """Decode in a type by the first backend that does not fail. What cannot be compared with the host's own is
         decoded by torch's operators, which all others are compared with."""
         services, sound, stored = self._services, Finding(None), job.latent.dtype
@@ -251,7 +205,7 @@ class DecodeFallbackChain:
             reason = entry.reason
         return Attempt(None, entry, reason, sound)
 
-    def _entry(self, job: Job, dtype: torch.dtype, backend: str, uncompared: bool) -> Entry:
+    def _entry(self, job: DecodeJob, dtype: torch.dtype, backend: str, uncompared: bool) -> Entry:
         flags = flags_for(job.settings, dtype, job.latent.device, job.upcast_attention)
         marks = (*((ENCODE,) if job.layout.encodes else ()), *((UNCOMPARED,) if uncompared else ()))
         key = ShapeKey.of_decode(
@@ -262,7 +216,7 @@ class DecodeFallbackChain:
             entry.state = State.PROVED
         return entry
 
-    def _image(self, job: Job, entry: Entry, latent: Tensor) -> tuple[Tensor, Finding]:
+    def _image(self, job: DecodeJob, entry: Entry, latent: Tensor) -> tuple[Tensor, Finding]:
         """The image of a latent in the type to compute in, in the type of the host's, and what it looks like."""
         key, device = entry.key, latent.device
         ops = self._services.operators.of(key.backend)
@@ -278,7 +232,7 @@ class DecodeFallbackChain:
             # Others wait for torch's switches; they need not wait for the GPU too.
             return image.to(job.latent.dtype), look_at(image, latent, watched.peaks if watched else ())
 
-    def _compared(self, job: Job, attempt: Attempt) -> Outcome:
+    def _compared(self, job: DecodeJob, attempt: Attempt) -> Outcome:
         """Our image if, the first time at a shape, it is like the host's own."""
         entry = attempt.entry
         ours = Outcome(attempt.image, OURS, attempt.reason or job.why_not_chosen, entry)

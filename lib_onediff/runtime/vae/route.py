@@ -13,11 +13,12 @@ from ...model.layout import UnsupportedUNet
 from ...model.patches import HostTraits
 from ...options.settings import Settings
 from ...weak_dictionary import WeakDictionary
-from ..services import Services
+from ..services import OUT_OF_MEMORY, SWITCHED_OFF, Services
 from .bound import BoundDecoder
 from .call_stats import HOST, OURS, DecodeStats
 from .checks import HostDecode, Outcome, misfit, why_not_now
-from .fallback import DecodeFallbackChain, Job, prepare_early
+from .fallback import DecodeFallbackChain, DecodeJob
+from .kernels import prepare_early
 from .overflow import COLOURS, look_at
 
 log = logging.getLogger("onediff")
@@ -108,7 +109,7 @@ class DecoderRoute:
         except UnsupportedUNet as refusal:
             return Outcome(None, HOST, str(refusal))
         except torch.cuda.OutOfMemoryError:
-            outcome = Outcome(None, HOST, "out of GPU memory: the graphs were freed")
+            outcome = Outcome(None, HOST, OUT_OF_MEMORY)
         except Exception as error:
             return Outcome(None, HOST, self._services.guard.note("the VAE's forward", error))
         # Only now is everything gone that our forward had computed before it failed.
@@ -123,7 +124,7 @@ class DecoderRoute:
         own = bound.settings or self._services.settings
         settings, why_off = self._services.run_settings or self._run or (own, "")
         if not settings.enabled:
-            return why_off or "OneDiff is switched off"
+            return why_off or SWITCHED_OFF
         return settings
 
     def _serve(self, decoder: nn.Module, latent: Tensor, host: HostDecode, upcast_attention: bool) -> Outcome:
@@ -135,7 +136,7 @@ class DecoderRoute:
 
     def _job(
         self, decoder: nn.Module, latent: Tensor, host: HostDecode, upcast_attention: bool, settings: Settings
-    ) -> Job | str:
+    ) -> DecodeJob | str:
         """The decode as we take it, or why the decoder or the latent is none of ours. Raises UnsupportedUNet."""
         bound = self._decoders.get(decoder)
         if bound is None:
@@ -143,7 +144,7 @@ class DecoderRoute:
             return "this VAE was given back"
         with self._lock:
             return bound.look() or misfit(bound, latent) or (
-                Job(bound.layout, bound.weights(), latent, host, upcast_attention, settings)
+                DecodeJob(bound.layout, bound.weights(), latent, host, upcast_attention, settings)
             )
 
     def _by_host(

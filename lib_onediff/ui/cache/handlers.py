@@ -12,7 +12,7 @@ from typing import Any
 import gradio as gr
 
 from ...prewarm.job import QUEUED, TOKENS, Job, rows_with_jobs
-from ...prewarm.presets import FAMILIES, Preset, families_for
+from ...prewarm.presets import FAMILIES, SizePreset, families_for
 from ...prewarm.worker import WarmUp
 from ...runtime.rows import ResolutionRow
 from ...runtime.runtime import Runtime
@@ -23,7 +23,7 @@ from ..events import UNCHANGED
 from ..progress import jobs_html, outcome_of, sentence
 from . import purge as cache_purge
 from .page import Page, read_keys, read_message
-from .purge import Chore, Purge
+from .purge import Chore, Exclusively, Purge
 from .table import ALL_MODELS, ROWS_AT_FIRST, models_of, resolution_and_model, selected, table_html
 from .totals import chart_html, totals_html
 
@@ -34,7 +34,6 @@ SECONDS_FOR_A_CHORE = 1.0
 # The components that show what is so, in the order of the tab's outputs; the rows of presets follow.
 PARTS = ("totals", "jobs", "families", "models", "table", "more", "question", "confirm", "chart")
 Shown = tuple[Any, ...]
-Exclusively = Callable[[Callable[[], str]], str]
 
 
 class Panel:
@@ -59,7 +58,7 @@ class Panel:
         """Queue the sizes that were typed."""
         return self._queue(lambda: parse_sizes(text or ""), batch, tokens, page)
 
-    def preset(self, preset: Preset) -> Callable[..., Shown]:
+    def preset(self, preset: SizePreset) -> Callable[..., Shown]:
         """A handler that queues the sizes of a preset."""
 
         return lambda batch, tokens, page: self._queue(lambda: preset.sizes, batch, tokens, page)
@@ -274,5 +273,3 @@ def beat_html(page: Page) -> str:
     return (
         f'<span data-onediff-beat="{page.answered}" data-onediff-turn="{page.turn}" data-onediff-busy="{busy}"></span>'
     )
-
-

@@ -13,10 +13,17 @@ from .table import ALL_MODELS, ROWS_AT_FIRST, USUAL_ORDER
 
 @dataclass
 class Page:
-    """All that the server keeps of a page. shown: a digest of each part as it was sent last. limit: rows of the table;
-    model, order: what the lists above it show. purge: what waits for the user's word. chore: what is being done for the
-    page. followed: the ids of the jobs that it shows. busy: whether it has to be told what came of them. answered: the
-    number of the last message. turn: the last answer's. all_families: whether it shows other models' usual sizes too.
+    """All that the server keeps of a page.
+
+    shown: a digest of each part as it was sent last.
+    limit: how many rows the table has.
+    model, order: what the lists above the table show.
+    purge: what waits for the user's confirmation.
+    chore: what is being done for the page.
+    followed: the ids of the jobs that it shows.
+    busy: whether it has to be told what came of them.
+    answered: the number of the last message. turn: the number of the last answer.
+    all_families: whether it shows other models' usual sizes too.
     """
 
     shown: dict[str, int] = field(default_factory=dict)

@@ -30,7 +30,8 @@ from ..events import (
     markup,
     nothing_seen,
 )
-from .handlers import PARTS, Exclusively, Panel, for_page
+from .handlers import PARTS, Panel, for_page
+from .purge import Exclusively
 from .table import ALL_MODELS, ORDERS, USUAL_ORDER, legend_html
 
 PLACEHOLDER = "1024x1024, 832x1216 x2"

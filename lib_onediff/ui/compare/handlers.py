@@ -13,9 +13,10 @@ from ...consistency import Facts, differences, parse, report
 from ...options.settings import Settings
 from ...quality import require_scikit_image
 from .. import texts
+from ..cache.purge import Exclusively
 from ..events import UNCHANGED
 from ..progress import bar_html, sentence
-from .job import CANCELLED, FAILED, Comparison, Exclusively, Request, request_of
+from .job import CANCELLED, FAILED, Comparison, Request, request_of
 from .markup import images_html, numbers_html, summary_html
 from .report import save
 from .sides import Presets, Side, choices, side_of

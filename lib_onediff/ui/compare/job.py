@@ -4,7 +4,6 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +12,7 @@ from ...quality import Difference, ImageComparison, compare, difference_map
 from ...shapes.sizes import Size
 from .. import texts
 from ..cache.handlers import whole_number
+from ..cache.purge import Exclusively
 from .sides import Side
 from .text_to_image import GeneratedImage, ImageRequest, TextToImage
 
@@ -21,7 +21,6 @@ STEPS_TO_WARM_UP = 6
 MOST_IMAGES, MOST_STEPS, LARGEST_SEED = 8, 150, 2**32 - 1
 LEAST_CFG, MOST_CFG = 1.0, 30.0
 RUNNING, DONE, CANCELLED, FAILED = "running", "done", "cancelled", "failed"
-Exclusively = Callable[[Callable[[], Any]], Any]
 log = logging.getLogger("onediff")
 
 

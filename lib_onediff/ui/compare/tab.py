@@ -145,28 +145,24 @@ class ComparePage:
 def build_facts_page(panel: ComparePanel, opened: Callable[..., Any]) -> None:
     """The comparison of two machines, on the page that is being built. opened: the event that it is looked at."""
     with gr.Column(elem_id=FACTS_ID):
-        build_facts(panel, opened)
-
-
-def build_facts(panel: ComparePanel, opened: Callable[..., Any]) -> None:
-    gr.HTML("<h3>The same seed, another image? Compare the machines</h3>")
-    gr.HTML(f'<p class="onediff-reason">{" ".join(REPORT_EXPLAINED)}</p>')
-    with gr.Row():
-        with gr.Column(min_width=320):
-            # gradio 4 would scroll to its end.
-            mine = a_text("This machine", "facts", lines=12, max_lines=12, interactive=False, autoscroll=False)
-            with gr.Row(elem_classes=ACTIONS):
-                copy, copied = a_button("Copy report", "facts_copy", variant="primary"), markup("compare_copied")
-        with gr.Column(min_width=320):
-            theirs = a_text(
-                "Another machine's report", "other_facts", lines=12, max_lines=12, placeholder=PASTE_HERE,
-            )
-    found = markup("compare_differences")
-    # What the page shows may be old by now.
-    fresh = copy.click(panel.report, inputs=[], outputs=[mine], queue=False, **QUIET)
-    fresh.then(None, inputs=[mine], outputs=[copied], api_name=False, **in_the_browser(COPY))
-    theirs.change(panel.differences, inputs=[theirs], outputs=[found], queue=False, **QUIET)
-    opened(lambda: (panel.report(), ""), inputs=[], outputs=[mine, copied], queue=False, **QUIET)
+        gr.HTML("<h3>The same seed, another image? Compare the machines</h3>")
+        gr.HTML(f'<p class="onediff-reason">{" ".join(REPORT_EXPLAINED)}</p>')
+        with gr.Row():
+            with gr.Column(min_width=320):
+                # gradio 4 would scroll to its end.
+                mine = a_text("This machine", "facts", lines=12, max_lines=12, interactive=False, autoscroll=False)
+                with gr.Row(elem_classes=ACTIONS):
+                    copy, copied = a_button("Copy report", "facts_copy", variant="primary"), markup("compare_copied")
+            with gr.Column(min_width=320):
+                theirs = a_text(
+                    "Another machine's report", "other_facts", lines=12, max_lines=12, placeholder=PASTE_HERE,
+                )
+        found = markup("compare_differences")
+        # What the page shows may be old by now.
+        fresh = copy.click(panel.report, inputs=[], outputs=[mine], queue=False, **QUIET)
+        fresh.then(None, inputs=[mine], outputs=[copied], api_name=False, **in_the_browser(COPY))
+        theirs.change(panel.differences, inputs=[theirs], outputs=[found], queue=False, **QUIET)
+        opened(lambda: (panel.report(), ""), inputs=[], outputs=[mine, copied], queue=False, **QUIET)
 
 
 def number(label: str, name: str, value: int, step: int = 1) -> gr.Number:

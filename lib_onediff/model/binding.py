@@ -1,0 +1,254 @@
+"""Bind a host's parameters to a layout: fuse by view, and notice moves, swaps and edits.
+
+A binding keeps no tensor. The host's parameters own their storage (after fusing: a few share one storage), every call
+reads them anew, and a fused weight is reconstructed as a view over its members. So an in-place edit is seen at once,
+and an unloaded model's memory is freed at once.
+"""
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Container, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .fused_storage import fuse, joined_affine, shares_storage
+from .identity import Edits, Signature
+from .layout import Convolution, FusedLinear, UNetLayout, UnsupportedUNet
+from .weights import Affine, Weights
+
+BOUND_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Of weights that a host casts at each use.
+STORED_DTYPES = (*BOUND_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
+PARTLY_LOADED = (
+    "a part of the UNet's weights is not on the GPU (low VRAM): the WebUI moves it there at every call"
+)
+LAYERS_GONE = "the host has replaced or unloaded layers of this UNet"
+
+
+class Layout(Protocol):
+    """What a binding needs to know of a network: which leaf modules hold its parameters, and how they are grouped."""
+
+    def leaves(self) -> Sequence[Any]:
+        """Every description of a module that holds parameters, each once."""
+
+    def fusions(self) -> Sequence[FusedLinear]:
+        """Every group of linear layers that is to lie in one tensor."""
+
+    def prompt_paths(self) -> Collection[str]:
+        """The leaves of whose outputs some are kept from call to call."""
+
+
+class Binding:
+    """The parameters of one module, in the order and grouping that a layout gives them.
+
+    cast_to: the type to which the host casts them at each use; None where it computes with them as they are stored.
+    offloaded: the layers, by path or fused layer's name, whose weights may lie elsewhere than the others.
+    """
+
+    def __init__(self, module: nn.Module, layout: Layout) -> None:
+        self.layout: Any = layout
+        leaves = layout.leaves()
+        self._leaves = {leaf.path: weakref.ref(module.get_submodule(leaf.path)) for leaf in leaves}
+        # The groups of layers whose weights lie in one tensor.
+        self.fusions = layout.fusions()
+        prompt_paths = layout.prompt_paths()
+        self._prompt_leaves = [leaf for path, leaf in self._leaves.items() if path in prompt_paths]
+        self._convolution_paths = [leaf.path for leaf in leaves if isinstance(leaf, Convolution) and leaf.kernel > 1]
+        self._turned: set[str] = set()
+        self._members = {fusion.name: [member.path for member in fusion.members] for fusion in self.fusions}
+        self.cast_to: torch.dtype | None = None
+        self.offloaded: Container[str] = ()
+
+    def holds_layers_of(self, module: nn.Module, layout: UNetLayout) -> bool:
+        """Whether these are the layers of a module as it is now, in the same order. layout: the module's."""
+        return replace(layout, foreign=()) == replace(self.layout, foreign=()) and all(
+            module.get_submodule(path) is leaf() for path, leaf in self._leaves.items()
+        )
+
+    def bind(self, channels_last: bool = False) -> int:
+        """Let the members of every fused layer share one storage, and the convolutions' weights lie channels-last, or
+        as torch makes them; what already does is left as it is.
+
+        Returns the bytes that were copied. Parameters are re-pointed (Parameter.data), never written: a host may keep
+        the old storage as its backup. Raises UnsupportedUNet if the parameters are of a dtype that we do not run, or
+        lie on several devices.
+        """
+        self.refuse_mixture()
+        affines = self._affines()
+        if channels_last:
+            copied = sum(self._turn(path, torch.channels_last) for path in self._convolution_paths)
+        else:
+            copied = self.turn_convolutions_back()
+        for fusion in self.fusions:
+            copied += fuse([affines[member.path].weight for member in fusion.members])
+            biases = [affines[member.path].bias for member in fusion.members]
+            if any(bias is not None for bias in biases):
+                copied += fuse([bias for bias in biases if bias is not None])
+        return copied
+
+    def unbind(self) -> None:
+        """Give every fused parameter a storage of its own again, and every convolution its usual memory format."""
+        self.turn_convolutions_back()
+        fused_paths = {member.path for fusion in self.fusions for member in fusion.members}
+        for path, leaf in self._leaves.items():
+            if path in fused_paths and leaf() is not None:
+                for parameter in self._parameters(leaf):
+                    if parameter is not None and shares_storage(parameter):
+                        with torch.no_grad(), torch.inference_mode(parameter.is_inference()):
+                            parameter.data = parameter.detach().clone()
+
+    def turn_convolutions_back(self) -> int:
+        """Let what we have turned lie as it did; a host may hold others channels-last by itself. Returns the bytes
+        copied."""
+        copied = sum(self._turn(path, torch.contiguous_format) for path in list(self._turned))
+        self._turned.clear()
+        return copied
+
+    def _turn(self, path: str, memory_format: torch.memory_format) -> int:
+        leaf = self._leaves[path]
+        if leaf() is None:
+            return 0
+        weight = self._parameters(leaf)[0]
+        if weight.is_contiguous(memory_format=memory_format):
+            return 0
+        with torch.no_grad(), torch.inference_mode(weight.is_inference()):
+            weight.data = weight.detach().contiguous(memory_format=memory_format)
+        self._turned.add(path)
+        return weight.numel() * weight.element_size()
+
+    def paths(self) -> list[str]:
+        """Of the modules that hold the parameters, in the order of layers."""
+        return list(self._leaves)
+
+    def layers(self) -> list[nn.Module]:
+        """The host's modules that hold the parameters. Drop the result after the call."""
+        layers: list[Any] = [leaf() for leaf in self._leaves.values()]
+        return [layer for layer in layers if layer is not None] if None in layers else layers
+
+    def layers_of(self, name: str) -> list[nn.Module]:
+        """The host's modules of a layer, by its path, or of a fused layer, by its name. Raises UnsupportedUNet if one
+        is gone."""
+        found: list[Any] = [self._leaves[path]() for path in self._members.get(name, [name])]
+        if None in found:
+            raise UnsupportedUNet(LAYERS_GONE)
+        return found
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Of all layers, in their order; as all_edits counts them. Drop the result after the call."""
+        return present_parameters(self._leaves.values())
+
+    def signature(self) -> Signature:
+        """Where every parameter lies now. Changes when the host moves, casts or swaps one: half a millisecond for SDXL.
+
+        Raises UnsupportedUNet if a layer is gone.
+        """
+        matrices: list[nn.Parameter] = []
+        vectors: list[nn.Parameter] = []
+        for leaf in self._leaves.values():
+            weight, bias = self._parameters(leaf)
+            (matrices if weight.dim() > 1 else vectors).append(weight)
+            if bias is not None:
+                vectors.append(bias)
+        return Signature(matrices, vectors)
+
+    def edits(self) -> Edits:
+        """How the attention's and the label embedding's parameters stand now.
+
+        Keys and values of a prompt are computed once and kept; they are stale as soon as this changes.
+        """
+        return Edits(present_parameters(self._prompt_leaves))
+
+    def all_edits(self) -> Edits:
+        """How every parameter stands now."""
+        return Edits(self.parameters())
+
+    def weights(self) -> Weights:
+        """Every layer's tensors by path, and every fused layer's by its name. Drop the result after the call.
+
+        Raises UnsupportedUNet if a fused layer's members no longer lie together (bind again).
+        """
+        affines = self._affines()
+        for fusion in self.fusions:
+            affines[fusion.name] = joined_affine(fusion, affines)
+        return affines
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Which is computed in."""
+        return self.cast_to or self.stored_dtype
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        return self._first_weight().dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._first_weight().device
+
+    def _first_weight(self) -> Tensor:
+        return self._parameters(next(iter(self._leaves.values())))[0]
+
+    def _affines(self) -> dict[str, Affine]:
+        return {path: Affine(*self._parameters(leaf)) for path, leaf in self._leaves.items()}
+
+    @staticmethod
+    def _parameters(leaf: weakref.ref[nn.Module]) -> tuple[nn.Parameter, nn.Parameter | None]:
+        module = leaf()
+        if module is None or (weight := module._parameters["weight"]) is None:
+            raise UnsupportedUNet(LAYERS_GONE)
+        return weight, module._parameters.get("bias")
+
+    def _offloaded_weights(self, affines: Weights) -> set[int]:
+        """The identities of the weights that may lie elsewhere."""
+        fused = [path for name, paths in self._members.items() if name in self.offloaded for path in paths]
+        alone = [path for path in affines if path in self.offloaded]
+        return {id(affines[path].weight) for path in (*fused, *alone)}
+
+    def refuse_mixture(self) -> None:
+        """Raise UnsupportedUNet if the parameters are of a dtype that we do not run, or lie on several devices. What is
+        cast to one type may be stored in several, layer by layer."""
+        known, stored = BOUND_DTYPES if self.cast_to is None else STORED_DTYPES, self.stored_dtype
+        affines = self._affines()
+        elsewhere = self._offloaded_weights(affines)
+        for path, affine in affines.items():
+            for parameter in (affine.weight, affine.bias):
+                if parameter is None:
+                    continue
+                if type(parameter.data) is not Tensor or parameter.dtype not in known:
+                    raise UnsupportedUNet(f"{path} is stored as {describe_storage(parameter)}, which we do not run")
+                devices = {parameter.device.type, self.device.type}
+                other_device = parameter.device != self.device and id(parameter) not in elsewhere
+                if other_device and "meta" not in devices:
+                    raise UnsupportedUNet(PARTLY_LOADED)
+                other_type = self.cast_to is None and parameter.dtype != stored
+                if other_device or other_type:
+                    raise UnsupportedUNet(
+                        f"its parameters are mixed: {stored} on {self.device}, "
+                        f"but {path} is {parameter.dtype} on {parameter.device}"
+                    )
+        if self.device.type == "meta":
+            raise UnsupportedUNet("its parameters are not loaded (they are on the meta device)")
+        for fusion in self.fusions:
+            members = [affines[member.path] for member in fusion.members]
+            parameters = [parameter for affine in members for parameter in affine[:2] if parameter is not None]
+            if len({parameter.dtype for parameter in parameters}) > 1:
+                raise UnsupportedUNet(f"the layers of {fusion.name} are stored in several types")
+
+
+def present_parameters(leaves: Iterable[weakref.ref[nn.Module]]) -> list[nn.Parameter]:
+    """The parameters of these layers as they are now. Raises UnsupportedUNet if a layer is gone."""
+    found: list[nn.Parameter] = []
+    for leaf in leaves:
+        layer = leaf()
+        if layer is None:
+            raise UnsupportedUNet(LAYERS_GONE)
+        found += [parameter for parameter in layer._parameters.values() if parameter is not None]
+    return found
+
+
+def describe_storage(parameter: Tensor) -> str:
+    kind = type(parameter.data)
+    return str(parameter.dtype).removeprefix("torch.") if kind is Tensor else kind.__name__
