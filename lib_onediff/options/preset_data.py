@@ -11,8 +11,8 @@ from typing import Any
 QUALITY, BALANCED, SPEED, DRAFTS = "Quality first", "Balanced", "Speed first", "Fast drafts"
 # How far a preset takes images from the host's in float32, by the judge (.readme/measuring.md): the rows of
 #   python -m lib_onediff.bench --quality 200 --steps 30 --dtype fp16 --settings "preset Balanced" ...
-# on a GPU with FP8, where Low-bit is in every layer. That of DRAFTS was measured with a scale for every row in FP8.
-DISTANCES = {BALANCED: 0.01, SPEED: 0.046, DRAFTS: 0.15}
+# on a GPU, where Low-bit is in every layer.
+DISTANCES = {BALANCED: 0.01, SPEED: 0.046, DRAFTS: 0.14}
 # What computes each layer faster than exactly, whatever DeepCache does.
 FASTER_LAYERS: Mapping[str, Any] = {
     "matmul_accumulation": "half", "convolution_accumulation": "half", "reduced_precision_reduction": "on",
@@ -57,8 +57,8 @@ PRESETS = (
     ),
     Preset(
         DRAFTS,
-        f"Three of four steps compute part of the UNet, in eight bits (distance {DISTANCES[DRAFTS]}).",
-        {"deepcache_interval": 4, "low_bit": "auto", **FASTER_LAYERS},
+        f"Four of five steps compute part of the UNet, products in INT8 (distance {DISTANCES[DRAFTS]}).",
+        {"deepcache_interval": 5, "deepcache_depth": 2, "low_bit": "int8", **FASTER_LAYERS},
     ),
 )
 PROFILES = (
