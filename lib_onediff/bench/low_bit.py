@@ -35,7 +35,10 @@ HEADINGS = (
     "model", "rows x in x out", "from", "a step", "library us", "fp8 us", "int8 us", "int8 gains", "cut",
     "in place: library", "fp8", "int8",
 )
-VARIANTS = tuple(f"onediff {backend}" for backend in (NATIVE, *LOW_BIT_BACKENDS.values()))
+VARIANTS = (
+    *(f"onediff {backend}" for backend in (NATIVE, *LOW_BIT_BACKENDS.values())),
+    f"onediff {FLOAT8}, within the budget",
+)
 
 
 @dataclass
