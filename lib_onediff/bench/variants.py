@@ -84,8 +84,8 @@ class Own:
         return output
 
     def settle(self, arguments: Arguments) -> Tensor:
-        """Nothing is waited for from now on, as in the later calls of an image. Within a budget, layers are measured late
-        in an image too. Returns the last output."""
+        """Wait for nothing from now on, as the later calls of an image. Within a budget, layers are measured late in an
+        image too. Returns the last output."""
         self._waits = False
         for timestep in (*LATER_TIMESTEPS, None):
             changed = {} if timestep is None else {"timestep": torch.full_like(arguments["timestep"], timestep)}
