@@ -50,7 +50,8 @@ def test_port_and_host_that_do_not_exist() -> None:
 
 
 def test_model_folder_is_used(model_folder: Path, tmp_path: Path) -> None:
-    host = HostProcess("--port", "0", "--data-dir", str(tmp_path), "--model", str(model_folder))
+    """By the command line, as a user starts it; most tests' hosts are forks."""
+    host = HostProcess("--port", "0", "--data-dir", str(tmp_path), "--model", str(model_folder), from_nothing=True)
     try:
         webui = WebUI(host.url())
         assert webui.get("/sdapi/v1/sd-models")[0]["model_name"] == "small-model"
