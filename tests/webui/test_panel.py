@@ -203,4 +203,5 @@ def test_prewarm_while_a_picture_is_made(panel: Panel, webui: WebUI) -> None:
     panel.wait_until_ready("104x64")
     page.choose_tab("txt2img")
     assert "Seed: 11," in page.wait_for_text("html_info_txt2img", "Steps: 30,")
+    page.type("#txt2img_steps input[type=number]", 3)
     make_picture(page)
