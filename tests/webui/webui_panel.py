@@ -47,6 +47,9 @@ class Panel:
         """
         show_inner_page(self.page, "Cache")
         self.page.wait(lambda: self.page.text(TOTALS), "what is so now", 20)
+        # It still has to say what came of an earlier test's jobs.
+        busy = "return document.querySelector('#onediff_cache [data-onediff-busy=true]')"
+        self.page.wait(lambda: not self.page.run(busy), "the end of the queue", 60)
         self.select()
         self.page.run(f"for (const at of document.querySelectorAll('#{TABLE} details[open]')) at.open = false")
         if self.page.find(f"#{KEEP}").is_displayed():
