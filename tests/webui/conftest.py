@@ -5,6 +5,7 @@ import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
@@ -31,7 +32,7 @@ def webui(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     # Random weights see every word of a prompt; emoji-sd does not. The documentation shows emoji-sd.
     model = [] if request.config.getoption("--pictures") else ["--random"]
     data_folder = str(tmp_path_factory.mktemp("data"))
-    host = HostProcess("--port", "0", "--data-dir", data_folder, *model, from_nothing=True)
+    host = HostProcess("--port", "0", "--data-dir", data_folder, *model)
     yield WebUI(host.url())
     host.stop()
     assert "Traceback" not in host.output, host.output
@@ -76,6 +77,13 @@ def sd15(models: Models) -> Iterator[Models]:
     models.use("sd15")
 
 
+@pytest.fixture(scope="module")
+def first_picture(webui: WebUI, models: Models) -> None:
+    """Some hosts load the checkpoint with the first picture."""
+    models.use("sd15")
+    webui.txt2img()
+
+
 @pytest.fixture(scope="session")
 def browser(webui: WebUI, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     """A browser with a new, empty profile, which is closed before the WebUI is stopped."""
@@ -90,3 +98,13 @@ def browser(webui: WebUI, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     yield opened
     opened.quit()
     shutil.rmtree(profile, ignore_errors=True)
+
+
+@pytest.fixture
+def opened(
+    request: pytest.FixtureRequest, browser: Any, webui: WebUI, sd15: Models, first_picture: None
+) -> Any:
+    """The browser with the WebUI's page as the last test of this file has left it; opened anew after one that failed.
+    To open a page takes as long as most tests."""
+    browser.reuse(webui.url, (request.module.__name__, request.session.testsfailed))
+    return browser

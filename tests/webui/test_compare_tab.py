@@ -34,16 +34,14 @@ from webui_compare_tab import (
     TOLD,
     Compare,
 )
-from webui_models import Models
-from webui_page import open_page
+from webui_page import show_tab
 
 
 @pytest.fixture
-def compare(browser, webui: WebUI, sd15: Models) -> Compare:
+def compare(opened: Any) -> Compare:
     """The Compare page."""
-    webui.txt2img()  # Some hosts load the checkpoint with the first image.
-    shown = Compare(open_page(browser, webui.url))
-    shown.show()
+    shown = Compare(opened)
+    shown.start_over()
     return shown
 
 
@@ -129,10 +127,10 @@ def test_wrong_input_gets_a_sentence(compare: Compare, webui: WebUI) -> None:
         ({"left_changes": "speed 9"}, "no option 'speed'"),
         ({"right_changes": "backend <b>warp</b>"}, "backend does not take '<b>warp</b>'"),
     ):
-        before = webui.calls()
+        before, images = webui.calls(), compare.images()
         compare.start(**{**right, **wrong})
         compare.told(part, TOLD)
-        assert webui.calls() == before and not compare.images()
+        assert webui.calls() == before and compare.images() == images
         assert not compare.page.driver.find_elements("css selector", f"#{TOLD} p b")
         compare.page.find("#onediff_compare_prompt textarea").send_keys("!")
         compare.page.wait(lambda: not compare.page.text(TOLD), "the end of what was said of other values", 10)
@@ -155,7 +153,7 @@ def test_cancel(compare: Compare, webui: WebUI) -> None:
 
 def test_values_come_from_txt2img(compare: Compare) -> None:
     page = compare.page
-    page.choose_tab("txt2img")
+    show_tab(page, "txt2img")
     page.type("#txt2img_prompt textarea", "an owl, \"quoted\" & <bold>")
     page.type("#txt2img_width input[type=number]", 96)
     compare.show()
@@ -259,11 +257,9 @@ def test_consistency_report(compare: Compare) -> None:
     compare.told("no consistency report", DIFFERENCES)
 
 
-def test_nothing_of_ours_sticks_out(browser, webui: WebUI, sd15: Models) -> None:
-    webui.txt2img()
+def test_nothing_of_ours_sticks_out(compare: Compare) -> None:
+    browser = compare.page
     try:
-        compare = Compare(open_page(browser, webui.url))
-        compare.show()
         compare.made(images=2)
         assert browser.sticking_out_at_any_width("onediff_compare") == []
         browser.forget_size()

@@ -26,11 +26,19 @@ def made(webui: WebUI, options: dict[str, Any], **request: Any) -> tuple[Picture
     return pictures, tuple(after - then for after, then in zip(passes(webui), before, strict=True))
 
 
+@pytest.fixture(scope="module")
+def exact(webui: WebUI, models: Models) -> Pictures:
+    """The whole UNet's image."""
+    models.use("sd15")
+    return made(webui, {})[0]
+
+
 @pytest.mark.parametrize(("interval", "expected"), [
     (1, (0, 0)), (2, (8, 5)), (3, (6, 7)), (5, (4, 9)), (20, (2, 11)),
 ])
-def test_the_deep_part_is_computed_as_scheduled(webui: WebUI, interval: int, expected: tuple[int, int]) -> None:
-    exact, _ = made(webui, {})
+def test_the_deep_part_is_computed_as_scheduled(
+    webui: WebUI, exact: Pictures, interval: int, expected: tuple[int, int]
+) -> None:
     pictures, counted = made(webui, {"deepcache_interval": interval})
     assert counted == expected
     assert (largest_difference(pictures, exact) > 0) is (interval > 1)
@@ -85,8 +93,7 @@ def test_without_guidance_steps_count_that_few_step_models_do_not_have(webui: We
     assert (full, shallow) in ((6, 10), (12, 20))
 
 
-def test_nothing_stays_behind(webui: WebUI, models: Models) -> None:
-    exact, _ = made(webui, {})
+def test_nothing_stays_behind(webui: WebUI, exact: Pictures) -> None:
     pictures, _ = made(webui, {**EVERY_THIRD, "deepcache_depth": 3})
     after, counted = made(webui, {})
     assert counted == (0, 0) and largest_difference(after, exact) == 0

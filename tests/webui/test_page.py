@@ -7,7 +7,6 @@ import pytest
 from grid import WHOLE
 from selenium.webdriver.common.keys import Keys
 from webui_client import WebUI, gradient, one_run
-from webui_models import Models
 from webui_page import (
     SMALL,
     accordion_values,
@@ -16,36 +15,37 @@ from webui_page import (
     enabled_checkbox,
     make_picture,
     open_advanced,
-    open_page,
     show_settings,
+    show_tab,
     status_line,
     told,
 )
 
 
 @pytest.fixture
-def page(browser, webui: WebUI, sd15: Models):
-    return open_page(browser, webui.url)
+def page(opened: Any) -> Any:
+    show_tab(opened, "txt2img")
+    return opened
 
 
 def test_generate_makes_a_picture(page, webui: WebUI) -> None:
-    assert page.pictures("txt2img_gallery") == []
-    before = webui.calls()
+    shown, before = page.pictures("txt2img_gallery"), webui.calls()
     infotext = make_picture(page)
     assert "a castle at night" in infotext
     assert "Steps: 3" in infotext and "Seed: 11" in infotext and "Size: 64x64" in infotext
-    assert len(page.wait(lambda: page.pictures("txt2img_gallery"), "a picture in the gallery")) >= 1
+    page.wait(lambda: page.pictures("txt2img_gallery") not in ([], shown), "another picture in the gallery")
     after = webui.calls()
     assert after["plain"] + after["graph"] >= before["plain"] + before["graph"] + 3
     assert after["host"] == before["host"] and after["blocks"] == before["blocks"]
 
 
 def test_status_line_tells_route_and_speed(page, webui: WebUI) -> None:
+    page.type("#txt2img_width input[type=number]", 72)
     make_picture(page)
     open_advanced(page, "txt2img")
+    page.wait_for_text(status_line("txt2img"), "72x64", 30)
     status = page.wait_for_text(status_line("txt2img"), "ms", 30)
     assert "plain launches" in status or "CUDA graph" in status
-    page.wait_for_text(status_line("txt2img"), "64x64", 30)
     known = webui.status()
     assert known["model"] in status and known["backend"] in status
 
@@ -64,7 +64,7 @@ def test_checkbox_switches_it_off_for_a_run(page, webui: WebUI) -> None:
 def test_img2img(page, webui: WebUI, tmp_path) -> None:
     file = tmp_path / "start.png"
     gradient(64, 64).save(file)
-    page.choose_tab("img2img")
+    show_tab(page, "img2img")
     page.driver.find_element("css selector", "#img2img_image input[type=file]").send_keys(str(file))
     page.wait(lambda: page.driver.execute_script(
         "return [...document.querySelectorAll('#img2img_image img, #img2img_image canvas')]"
@@ -104,6 +104,7 @@ def test_settings_refuse_nonsense(page, webui: WebUI) -> None:
     assert webui.status()["enabled"] is True
     make = webui.txt2img()
     assert make.image.size == (64, 64)
+    page.type("#setting_onediff_prewarm textarea, #setting_onediff_prewarm input", before)
 
 
 def seen_settings(page) -> dict[str, bool]:
@@ -128,12 +129,12 @@ def test_settings_have_groups_and_rows_that_apply(page) -> None:
     }
     page.type("#setting_onediff_deepcache_interval input[type=number]", 3)
     page.wait(lambda: seen_settings(page)["deepcache_depth"], "DeepCache's depth", 10)
+    page.type("#setting_onediff_deepcache_interval input[type=number]", 1)
 
 
 def test_settings_mark_what_is_changed_and_reset_it(page, webui: WebUI) -> None:
     with webui.options(onediff_tf32="on"):
-        page.driver.refresh()
-        page.wait(lambda: page.there("txt2img_generate"), "the page", 60)
+        page.refresh()
         section = show_settings(page)
         page.wait_for_text(section, "1 setting differs from its default.", 20)
         page.type("#setting_onediff_prewarm textarea, #setting_onediff_prewarm input", "huge")
@@ -147,8 +148,7 @@ def test_settings_mark_what_is_changed_and_reset_it(page, webui: WebUI) -> None:
         page.find("#settings_submit").click()
         # Some WebUIs' API names no option of an extension.
         page.wait(lambda: webui.get("/sdapi/v1/options").get("onediff_tf32", "auto") == "auto", "the default", 20)
-        page.driver.refresh()
-        page.wait(lambda: page.there("txt2img_generate"), "the page", 60)
+        page.refresh()
         page.wait_for_text(show_settings(page), "All settings are at their defaults.", 20)
 
 
@@ -205,7 +205,7 @@ def test_infotext_pastes_back(
     """The accordion takes what the picture says, whatever it showed before and whatever the settings tab says."""
     infotext = webui.txt2img(**one_run(**made_with)).info["infotexts"][0]
     assert "OneDiff: " in infotext
-    page.choose_tab(tab)
+    show_tab(page, tab)
     open_advanced(page, tab)
     page.find(enabled_checkbox(tab)).click()
     page.type(changed_options(tab), "verify off")

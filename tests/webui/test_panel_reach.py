@@ -5,7 +5,6 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 from test_panel import panel  # noqa: F401
 from webui_client import WebUI
-from webui_models import Models
 from webui_page import TAB, show_settings
 from webui_panel import PURGE, QUESTION, RESULT, SIZES, TABLE, Panel
 
@@ -71,12 +70,10 @@ def test_details_and_selection_survive_a_new_table(panel: Panel, webui: WebUI) -
     assert len(panel.selected()) == 2
 
 
-def test_nothing_of_ours_sticks_out(browser, webui: WebUI, sd15: Models) -> None:
+def test_nothing_of_ours_sticks_out(panel: Panel, webui: WebUI) -> None:  # noqa: F811
+    browser = panel.page
     webui.txt2img(width=72, height=88)
     try:
-        browser.open(webui.url)
-        panel = Panel(browser)
-        panel.show()
         browser.wait(lambda: "72x88" in panel.rows(), "a row", 20)
         panel.select("72x88")
         panel.click(PURGE)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from selenium.webdriver.common.keys import Keys
 from webui_client import WebUI
-from webui_models import Models
 from webui_page import (
     accordion,
     accordion_values,
@@ -15,9 +14,9 @@ from webui_page import (
     choose_preset,
     make_picture,
     open_advanced,
-    open_page,
     show_inner_page,
     show_settings,
+    show_tab,
     told,
 )
 from webui_panel import Panel
@@ -25,7 +24,7 @@ from webui_panel import Panel
 LIST, USE, DELETE, NAME, SAVE = (f"onediff_preset_{name}" for name in ("chosen", "use", "delete", "name", "save"))
 TABLE, TOLD, CHECKPOINT = (f"onediff_presets_{name}" for name in ("table", "told", "checkpoint"))
 PAGE = "onediff_presets"
-OWN = "my drafts"
+OWN, FIRST = "my drafts", "Quality first"
 
 
 class Presets(Panel):
@@ -34,6 +33,15 @@ class Presets(Panel):
     def show(self) -> None:
         show_inner_page(self.page, "Presets")
         self.page.wait(lambda: self.rows(), "the presets", 20)
+
+    def start_over(self) -> None:
+        """Show the page anew, with nothing chosen and nothing said of what an earlier test has clicked."""
+        show_inner_page(self.page, "Cache")
+        self.show()
+        self.page.wait(lambda: self.in_force() == ["Quality first"] and len(self.rows()) == 4, "the four presets", 20)
+        if self.page.run("return document.querySelector(arguments[0]).value", f"#{LIST} input") not in ("", FIRST):
+            self.choose(LIST, FIRST)
+        self.save(" ")
 
     def rows(self) -> dict[str, str]:
         """Name to the rest of its row."""
@@ -57,17 +65,16 @@ class Presets(Panel):
 
 
 @pytest.fixture
-def presets(browser, webui: WebUI, sd15: Models) -> Iterator[Presets]:
+def presets(opened: Any, webui: WebUI) -> Iterator[Presets]:
     """The page, with every option of a preset at its default, now and afterwards."""
     standing = {
         "onediff_own_presets": "", "onediff_tf32": "auto", "onediff_deepcache_interval": 1, "onediff_low_bit": "off",
         "onediff_vae_precision": "auto", "onediff_matmul_accumulation": "full",
         "onediff_convolution_accumulation": "full", "onediff_reduced_precision_reduction": "auto",
     }
-    webui.txt2img()  # Some hosts load the checkpoint with the first picture.
     webui.set_options(**standing)
-    shown = Presets(open_page(browser, webui.url))
-    shown.show()
+    shown = Presets(opened)
+    shown.start_over()
     yield shown
     webui.set_options(**standing)
 
@@ -95,6 +102,8 @@ def test_what_it_shows(presets: Presets) -> None:
 
 def test_use_these_settings(presets: Presets, webui: WebUI) -> None:
     """They hold for every picture, and the settings tab, open all the while, shows them and keeps them when applied."""
+    presets.page.open(webui.url)  # The settings tab shows what was so when the page was opened.
+    presets.show()
     assert "Changed: DeepCache interval." in presets.use("Balanced")
     assert presets.in_force() == ["Balanced"] and run_says(webui) == "on; deepcache_interval 2"
     page = presets.page
@@ -119,7 +128,7 @@ def test_own_preset_is_saved_used_and_deleted(presets: Presets, webui: WebUI) ->
     presets.use("Quality first")
     assert run_says(webui) == "on"
     page = presets.page
-    page.choose_tab("txt2img")
+    show_tab(page, "txt2img")
     open_advanced(page, "txt2img")
     choose_preset(page, "txt2img", OWN)
     page.wait_for_text(told("txt2img"), "This run: on; deepcache_interval 4.", 30)
@@ -145,7 +154,7 @@ def test_own_preset_is_saved_used_and_deleted(presets: Presets, webui: WebUI) ->
 def test_pasting_a_preset_that_is_younger_than_the_page(presets: Presets, webui: WebUI) -> None:
     page = presets.page
     webui.set_options(onediff_own_presets=f"{OWN}: deepcache_interval 4")
-    page.choose_tab("txt2img")
+    show_tab(page, "txt2img")
     open_advanced(page, "txt2img")
     page.type("#txt2img_prompt textarea", "a fox\nSteps: 3, Sampler: Euler a, CFG scale: 7, Seed: 11, Size: 64x64, "
               "OneDiff: on; deepcache_interval 4; verify off")
@@ -203,7 +212,7 @@ def test_nothing_sticks_out_of_what_is_new(presets: Presets, webui: WebUI) -> No
     browser = presets.page
     webui.set_options(onediff_own_presets=f"{'w' * 60}: deepcache_interval 4; deepcache_hires off; tf32 on")
     try:
-        browser.open(webui.url)
+        show_tab(browser, "txt2img")
         open_advanced(browser, "txt2img")
         browser.type(changed_options("txt2img"), "deepcache_interval " + "9" * 60)
         browser.find(changed_options("txt2img")).send_keys(Keys.TAB)

@@ -9,19 +9,16 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 from webui_client import PICTURE, WebUI
-from webui_process import Ended, HostProcess, run_to_end
+from webui_process import ROOT, Ended, HostProcess, run_to_end
 
-from lib_onediff.demo.tiny_model import tiny_sd15_pipeline
-
+EMOJI_SD = ROOT / "lib_onediff" / "demo" / "emoji-sd"
 UNET_WEIGHTS = Path("unet", "diffusion_pytorch_model.safetensors")
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole model in diffusers' layout."""
-    folder = tmp_path_factory.mktemp("models") / "small-model"
-    tiny_sd15_pipeline(seed=3).save_pretrained(folder)
-    return folder
+    return Path(shutil.copytree(EMOJI_SD, tmp_path_factory.mktemp("models") / "small-model"))
 
 
 def assert_one_sentence(ended: Ended, *parts: str) -> None:
@@ -50,7 +47,8 @@ def test_port_and_host_that_do_not_exist() -> None:
 
 
 def test_model_folder_is_used(model_folder: Path, tmp_path: Path) -> None:
-    host = HostProcess("--port", "0", "--data-dir", str(tmp_path), "--model", str(model_folder))
+    """By the command line, as a user starts it; most tests' hosts are forks."""
+    host = HostProcess("--port", "0", "--data-dir", str(tmp_path), "--model", str(model_folder), from_nothing=True)
     try:
         webui = WebUI(host.url())
         assert webui.get("/sdapi/v1/sd-models")[0]["model_name"] == "small-model"
@@ -90,8 +88,6 @@ def test_nan_weights_give_a_sentence_and_the_host_lives_on(model_folder: Path, t
 
 def test_broken_extension_does_not_stop_the_host(tmp_path: Path) -> None:
     """The host must start and make pictures when scripts/onediff.py cannot be loaded."""
-    from webui_process import ROOT
-
     copy = tmp_path / "checkout"
     shutil.copytree(ROOT / "lib_onediff", copy / "lib_onediff", ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "scripts").mkdir()

@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import requests
+from grid import WHOLE
 from test_busy import LONG, SECONDS, ask, state, wait_until
 from webui_process import HostProcess
 
 
-@pytest.fixture(params=[signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-def ending(request: pytest.FixtureRequest) -> int:
-    return request.param
+def ended_by(signal_number: int) -> pytest.MarkDecorator:
+    """Both signals have one handler: each test has one of them by day, and both at night."""
+    signals = (signal.SIGTERM, signal.SIGINT) if WHOLE else (signal_number,)
+    return pytest.mark.parametrize("ending", signals, ids=lambda number: number.name)
 
 
 @pytest.fixture
@@ -49,6 +51,7 @@ def end(host: HostProcess, number: int, folder: Path) -> None:
     assert list((folder / "temporary").glob("onediff-page-*")) == []
 
 
+@ended_by(signal.SIGTERM)
 def test_with_images_waiting(host: HostProcess, tmp_path: Path, ending: int) -> None:
     url = host.url()
     connections = [ask(url, LONG) for _ in range(3)]
@@ -58,6 +61,7 @@ def test_with_images_waiting(host: HostProcess, tmp_path: Path, ending: int) -> 
         connection.close()
 
 
+@ended_by(signal.SIGINT)
 def test_with_streams_of_pages_open(host: HostProcess, tmp_path: Path, ending: int) -> None:
     url = host.url()
     streams = [requests.get(f"{url}/heartbeat/{number}", stream=True, timeout=SECONDS) for number in range(5)]
@@ -72,6 +76,7 @@ def wait_for_nothing(url: str) -> None:
         requests.post(f"{url}/onediff/v1/purge", json={"all": True, "wait": 60}, timeout=SECONDS)
 
 
+@ended_by(signal.SIGTERM)
 def test_with_a_page_open_that_makes_an_image(browser: Any, host: HostProcess, tmp_path: Path, ending: int) -> None:
     url = host.url()
     browser.open(url)
@@ -83,6 +88,7 @@ def test_with_a_page_open_that_makes_an_image(browser: Any, host: HostProcess, t
     browser.driver.get("about:blank")
 
 
+@ended_by(signal.SIGINT)
 @pytest.mark.parametrize("from_nothing", [True])
 def test_while_the_model_is_loaded(host: HostProcess, tmp_path: Path, ending: int) -> None:
     wait_until(lambda: any("Loading the model" in line for line in host.lines))

@@ -4,7 +4,8 @@ from __future__ import annotations
 from importlib.resources import files
 from typing import Any
 
-LEVELS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]
+LEVELS = {"type": "tag", "values": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]}
+CONTRAST = {"type": "rule", "values": ["color-contrast"]}
 # axe measures no placeholder, no text on a gradient or an image, and none below something: a field is given its
 # placeholder's colour, a gradient one of its ends, and what lies over text is there with one of these ends only.
 PREPARE = """
@@ -21,10 +22,14 @@ RESTORE = """
 const [root] = arguments;
 for (const at of [root, ...root.querySelectorAll('[data-ends]')]) { at.style.background = ''; delete at.dataset.ends; }
 """
-# Whether anything has two ends, or lies over text.
-TWO_ENDS = "return [...document.querySelectorAll('[data-ends], .onediff-title')].some(at => arguments[0].contains(at))"
+# What has two ends, and what axe could not tell, as below something that lies over it.
+AGAIN = """
+const [root] = arguments;
+return [root, ...root.querySelectorAll('*')].filter(at => at.dataset.ends || window.onediffUndecided.includes(at));
+"""
 RUN = """
-const [root, only, done] = arguments;
+const [roots, only, done] = arguments;
+window.onediffUndecided = [];
 const told = (rules) => rules.flatMap(rule => rule.nodes.map(({html, any, all, none}) =>
   `${rule.id}: ${html.slice(0, 120)} ${[...any, ...all, ...none].map(check => check.message).join('; ')}`));
 // What a box that scrolls cuts is measured where the page has room for all of it.
@@ -35,28 +40,33 @@ const cut = ({target}) => {
 const isContrast = ({id}) => id === 'color-contrast';
 const undecided = (rule) => ({...rule, nodes: isContrast(rule) ? rule.nodes.filter(node => !cut(node)) : []});
 // No rule of these levels reads style sheets, which axe would fetch once more.
-axe.run(root, {runOnly: only, preload: false}).then(({violations, incomplete, passes}) => done({
-  violations: told(violations),
-  // An arrow that is drawn as a letter is no text.
-  undecided: told(incomplete.map(undecided)).filter(text => !text.includes('non-text')),
-  texts: passes.filter(rule => rule.id === 'color-contrast').flatMap(rule => rule.nodes).length,
-})).catch(error => done({violations: [String(error)], undecided: [], texts: 0}));
+const options = {runOnly: only, preload: false, elementRef: true};
+axe.run({include: roots}, options).then(({violations, incomplete, passes}) => {
+  window.onediffUndecided = incomplete.flatMap(rule => rule.nodes).map(node => node.element);
+  done({
+    violations: told(violations),
+    // An arrow that is drawn as a letter is no text.
+    undecided: told(incomplete.map(undecided)).filter(text => !text.includes('non-text')),
+    texts: passes.filter(rule => rule.id === 'color-contrast').flatMap(rule => rule.nodes).length,
+  });
+}).catch(error => done({violations: [String(error)], undecided: [], texts: 0}));
 """
 
 
-def violations(page: Any, selector: str, least: int) -> list[str]:
+def violations(page: Any, selector: str, least: int, rules: dict[str, Any] = LEVELS) -> list[str]:
     """What is wrong inside an element, and the texts whose contrast axe cannot tell. least: so many texts must be
-    there, or nothing was looked at."""
+    there, or nothing was looked at. rules: LEVELS or CONTRAST."""
     if not page.run("return 'axe' in window"):
         page.run(files("axe_playwright_python").joinpath("axe.min.js").read_text(encoding="utf-8") + "\n;return null;")
     root = page.driver.find_element("css selector", selector)
     page.run(PREPARE, root, 0)
-    answers = [page.driver.execute_async_script(RUN, root, LEVELS)]
-    if page.run(TWO_ENDS, root):
+    answers = [page.driver.execute_async_script(RUN, [root], rules)]
+    again = page.run(AGAIN, root)
+    if again:
         page.run(PREPARE, root, -1)
-        answers.append(page.driver.execute_async_script(RUN, root, {"type": "rule", "values": ["color-contrast"]}))
+        answers.append(page.driver.execute_async_script(RUN, again, CONTRAST))
     page.run(RESTORE, root)
     undecided = set.intersection(*(set(answer["undecided"]) for answer in answers))
     wrong = sorted({text for answer in answers for text in answer["violations"]} | undecided)
-    texts = min(answer["texts"] for answer in answers)
+    texts = answers[0]["texts"]
     return wrong if wrong or texts >= least else [f"axe found {texts} texts"]

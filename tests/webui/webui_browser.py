@@ -19,6 +19,14 @@ FLAGS = (
 SECONDS_FOR_A_PICTURE = 300
 # A machine that does other work too takes so many times as long as one that does not.
 PATIENCE = 3
+# What moves is drawn anew 60 times a second, without a GPU by the cores that the tests share.
+NOTHING_MOVES = """
+document.addEventListener("DOMContentLoaded", () => {
+    const sheet = document.createElement("style");
+    sheet.textContent = "*, ::before, ::after { animation: none !important; transition: none !important; }";
+    document.head.append(sheet);
+});
+"""
 # Counts what the page has asked the server for and has no answer to. beforeAnswer may hold an answer back: gradio keeps
 # the fetch that it finds when it loads.
 WATCH_REQUESTS = """
@@ -33,6 +41,20 @@ window.fetch = async (...request) => {
         return answer;
     } finally { window.requestsInProgress--; }
 };
+"""
+FILL = """
+const [values, again] = arguments;
+for (const [selector, value] of Object.entries(values)) {
+  const field = document.querySelector(selector);
+  if (field.value === value && !again) continue;
+  field.value = value;
+  for (const kind of ['input', 'change']) field.dispatchEvent(new Event(kind, {bubbles: true}));
+}
+"""
+TEXT = """
+const at = document.getElementById(arguments[0]);
+const seen = at.checkVisibility({visibilityProperty: true, opacityProperty: true});
+return seen ? at.innerText.replace(/[\\t\u00a0]/g, ' ').replace(/\\s*\\n\\s*/g, '\\n').trim() : '';
 """
 STICKING_OUT = """
 const root = document.getElementById(arguments[0]);
@@ -65,14 +87,38 @@ class Browser:
             options.add_argument(flag)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         self.driver = webdriver.Chrome(options=options, service=Service(chromedriver))
-        self.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": WATCH_REQUESTS})
+        for source in (WATCH_REQUESTS, NOTHING_MOVES):
+            self.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": source})
+        # The browser tells the driver of every request, for its log.
+        self.watch_network(False)
+        self._user: Any = None
+
+    def watch_network(self, on: bool) -> None:
+        """Whether the driver's performance log has the page's requests."""
+        self.driver.execute_cdp_cmd(f"Network.{'enable' if on else 'disable'}", {})
 
     def open(self, url: str) -> None:
+        self._user = None
         self.driver.get(url)
+        self._wait_until_open()
+
+    def refresh(self) -> None:
+        self.driver.refresh()
+        self._wait_until_open()
+
+    def _wait_until_open(self) -> None:
         self.wait(lambda: self.driver.find_elements(By.ID, "txt2img_generate"), "the Generate button", 60)
         # A1111's and Forge's scripts still move parts of the page about then.
         time.sleep(0.3 if self.driver.title == "OneDiff" else 4)
         self.wait_for_answers()
+
+    def reuse(self, url: str, user: Any) -> None:
+        """Show the page as this user has left it, at the top: whoever is equal to the last one. Else open it anew."""
+        # Some hosts add a theme to the address.
+        if user != self._user or self.driver.current_url.partition("?")[0].rstrip("/") != url:
+            self.open(url)
+            self._user = user
+        self.run("scrollTo(0, 0)")
 
     def wait_for_answers(self) -> None:
         """Wait until the page has been without an open request for half a second: it fills fields when it loads, and
@@ -96,8 +142,14 @@ class Browser:
 
     def open_accordion(self, elem_id: str) -> None:
         """Unfold an accordion of either gradio version, unless it is open."""
+        self._fold(elem_id, True)
+
+    def close_accordion(self, elem_id: str) -> None:
+        self._fold(elem_id, False)
+
+    def _fold(self, elem_id: str, wanted: bool) -> None:
         label = self.find(f"#{elem_id} .label-wrap")
-        if "open" not in label.get_attribute("class").split():
+        if ("open" in label.get_attribute("class").split()) is not wanted:
             label.click()
             time.sleep(0.5)
 
@@ -123,7 +175,9 @@ class Browser:
         return found
 
     def text(self, elem_id: str) -> str:
-        return self.driver.find_element(By.ID, elem_id).text
+        """What a user reads in an element, a line for each block. WebDriver's own way takes the page five times as
+        long."""
+        return self.run(TEXT, elem_id)
 
     def click(self, elem_id: str) -> None:
         self.driver.find_element(By.ID, elem_id).click()
@@ -139,11 +193,11 @@ class Browser:
 
     def type(self, selector: str, value: Any) -> None:
         """Put a value into an input as typing does."""
-        self.driver.execute_script(
-            "const field = document.querySelector(arguments[0]); field.value = arguments[1];"
-            "for (const kind of ['input', 'change']) field.dispatchEvent(new Event(kind, {bubbles: true}));",
-            selector, str(value),
-        )
+        self.fill({selector: value}, again=True)
+
+    def fill(self, values: dict[str, Any], again: bool = False) -> None:
+        """The same for several inputs, by their selectors. again: those too that have their value already."""
+        self.run(FILL, {selector: str(value) for selector, value in values.items()}, again)
 
     def wait(self, condition: Callable[[], Any], what: str, seconds: float = SECONDS_FOR_A_PICTURE) -> Any:
         """Wait until condition() is true and return its value. AssertionError naming what was awaited otherwise.
@@ -159,11 +213,18 @@ class Browser:
         raise AssertionError(f"waited {seconds:g} s in vain for {what}")
 
     def wait_for_text(self, elem_id: str, part: str, seconds: float = SECONDS_FOR_A_PICTURE) -> str:
+        says = ""
+
+        def there() -> bool:
+            nonlocal says
+            says = self.text(elem_id)
+            return part in says
+
         try:
-            self.wait(lambda: part in self.text(elem_id), f"{part!r} in #{elem_id}", seconds)
+            self.wait(there, f"{part!r} in #{elem_id}", seconds)
         except AssertionError as in_vain:
-            raise AssertionError(f"{in_vain}, which says {self.text(elem_id)!r}") from None
-        return self.text(elem_id)
+            raise AssertionError(f"{in_vain}, which says {says!r}") from None
+        return says
 
     def pictures(self, gallery_id: str) -> list[str]:
         """The addresses of the pictures in a gallery."""

@@ -29,6 +29,18 @@ class Compare(Panel):
         elem_id = {"Compare": START, "Consistency": FACTS_COPY}[inner]
         self.page.wait(lambda: self.page.driver.find_element("id", elem_id).is_displayed(), f"the page {inner}", 20)
 
+    def start_over(self) -> None:
+        """Show the page with what a new one has on its sides and in its fields; the last comparison stays."""
+        self.show()
+        value = "return document.querySelector(arguments[0])?.value"
+        for side, choice in ((LEFT, OFF), (RIGHT, CURRENT)):
+            # Where nothing of a side counts, it has no controls.
+            if self.page.run(value, f"#{side}_changes :is(textarea, input)"):
+                self.page.type(f"#{side}_changes :is(textarea, input)", "")
+            if self.page.run(value, f"#{side} input") != choice:
+                self.choose(side, choice)
+        self.ask(negative="", images=1)
+
     def choose(self, elem_id: str, choice: str) -> None:
         """Choose from a list when no other list is closing any more."""
         lists = "return document.querySelectorAll('ul.options').length"
@@ -37,9 +49,9 @@ class Compare(Panel):
 
     def ask(self, **values: Any) -> None:
         """Fill in the fields of a small image; values: other than in SMALL, left_changes and right_changes too."""
-        for name, value in {**SMALL, **values}.items():
-            field = f"#onediff_compare_{name}"
-            self.page.type(f"{field} textarea, {field} input", value)
+        self.page.fill({
+            f"#onediff_compare_{name} :is(textarea, input)": value for name, value in {**SMALL, **values}.items()
+        })
 
     def start(self, **values: Any) -> None:
         self.ask(**values)

@@ -7,6 +7,7 @@ from typing import Any
 from selenium.webdriver.common.action_chains import ActionChains
 
 TAB, TAB_TITLE = "tab_onediff", "OneDiff"
+AS_NEW = (True, "As in the settings", "")
 SMALL = {"steps": 3, "width": 64, "height": 64, "seed": 11}
 
 
@@ -77,14 +78,43 @@ def prewarm_result(tab: str) -> str:
 def open_page(browser: Any, url: str, **values: Any) -> Any:
     """Open the page and ask for a small picture in its txt2img tab; values: other fields than in SMALL."""
     browser.open(url)
-    browser.type("#txt2img_prompt textarea", "a castle at night")
-    for name, value in {**SMALL, **values}.items():
-        browser.type(f"#txt2img_{name} input[type=number]", value)
+    ask_for_small_picture(browser, **values)
     return browser
 
 
+def ask_for_small_picture(page: Any, **values: Any) -> None:
+    numbers = {f"#txt2img_{name} input[type=number]": value for name, value in {**SMALL, **values}.items()}
+    page.fill({"#txt2img_prompt textarea": "a castle at night", **numbers})
+
+
+def show_tab(page: Any, tab: str) -> None:
+    """Show txt2img or img2img with what a new page has there, but for pictures: their text and the status of the last
+    one stay."""
+    page.choose_tab(tab)
+    if tab == "txt2img":
+        ask_for_small_picture(page)
+    reset_accordion(page, tab)
+
+
+def reset_accordion(page: Any, tab: str) -> None:
+    """Close the accordion, as a new page has it: on, as in the settings, nothing changed."""
+    if accordion_values(page, tab) != AS_NEW:
+        open_advanced(page, tab)
+        if accordion_values(page, tab)[1] != AS_NEW[1]:
+            choose(page, preset_list(tab), AS_NEW[1])
+        if not accordion_values(page, tab)[0]:
+            page.find(enabled_checkbox(tab)).click()
+        page.type(changed_options(tab), "")
+        page.wait(lambda: accordion_values(page, tab) == AS_NEW, f"{AS_NEW} in the accordion", 20)
+    page.close_accordion(accordion(tab))
+
+
 def make_picture(page: Any, tab: str = "txt2img", seed: int = SMALL["seed"]) -> str:
-    """Click Generate and return the text under the pictures."""
+    """Click Generate and return the text under the pictures. seed: as the page has it; another where the last picture
+    has it too, whose text still stands there."""
+    if f"Seed: {seed}," in page.text(f"html_info_{tab}"):
+        seed += 1
+        page.type(f"#{tab}_seed input[type=number]", seed)
     page.click(f"{tab}_generate")
     return page.wait_for_text(f"html_info_{tab}", f"Seed: {seed},")
 

@@ -3,11 +3,12 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 from selenium.common.exceptions import StaleElementReferenceException
 from webui_client import WebUI
-from webui_page import TAB, TAB_TITLE
+from webui_page import TAB, TAB_TITLE, show_inner_page
 
 SIZES, BATCH, TOKENS, PREWARM, CANCEL = (
     f"onediff_{name}" for name in ("prewarm_sizes", "prewarm_batch", "tokens", "prewarm", "prewarm_cancel")
@@ -15,8 +16,8 @@ SIZES, BATCH, TOKENS, PREWARM, CANCEL = (
 RESULT, JOBS, TABLE, TOTALS, CHART, OUTCOME, QUESTION = (
     f"onediff_cache_{name}" for name in ("result", "jobs", "table", "totals", "chart", "outcome", "question")
 )
-PIN, UNPIN, RELEASE, CONFIRM, KEEP, MODEL, ORDER = (
-    f"onediff_{name}" for name in ("pin", "unpin", "release", "purge_confirm", "purge_keep", "model", "order")
+PIN, UNPIN, RELEASE, CONFIRM, KEEP, MODEL, ORDER, LENGTH = (
+    f"onediff_{name}" for name in ("pin", "unpin", "release", "purge_confirm", "purge_keep", "model", "order", "tokens")
 )
 PURGE, PURGE_MODEL, PURGE_ALL, PURGE_DISK = (
     f"onediff_purge{name}" for name in ("", "_model", "_all", "_disk")
@@ -39,12 +40,36 @@ class Panel:
         self.page.wait(lambda: self.page.driver.find_element("id", TAB).is_displayed(), "the OneDiff tab", 20)
         self.page.wait(lambda: self.page.text(TOTALS), "what is so now", 20)
 
+    def start_over(self, tidy: Callable[[], None]) -> None:
+        """Show the Cache page with nothing chosen, and what is so when tidy() has brought the server into a state.
+
+        RESULT, OUTCOME and the queue are those of this, and no earlier test's.
+        """
+        show_inner_page(self.page, "Cache")
+        self.page.wait(lambda: self.page.text(TOTALS), "what is so now", 20)
+        # It still has to say what came of an earlier test's jobs.
+        busy = "return document.querySelector('#onediff_cache [data-onediff-busy=true]')"
+        self.page.wait(lambda: not self.page.run(busy), "the end of the queue", 60)
+        self.select()
+        self.page.run(f"for (const at of document.querySelectorAll('#{TABLE} details[open]')) at.open = false")
+        if self.page.find(f"#{KEEP}").is_displayed():
+            self.click(KEEP)
+        for elem_id, first in ((MODEL, "All models"), (ORDER, "Last used"), (LENGTH, "77")):
+            if first not in self.page.run("return document.querySelector(arguments[0]).value", f"#{elem_id} input"):
+                self.choose(elem_id, first)
+        self.page.type(f"#{BATCH} input", 1)
+        tidy()
+        self.prewarm("")
+        self.told("Type at least one size", RESULT)
+
     def click(self, elem_id: str) -> None:
         self.page.wait(lambda: self.enabled(elem_id), f"a {elem_id} that can be clicked", 20)
         self.click_at(f"#{elem_id}")
 
     def enabled(self, *elem_ids: str) -> bool:
-        return all(self.page.find(f"#{elem_id}").is_enabled() for elem_id in elem_ids)
+        return self.page.run(
+            "return [...arguments].every(id => !document.getElementById(id).disabled)", *elem_ids
+        )
 
     def click_at(self, selector: str) -> None:
         """Click something that may be drawn anew at any moment."""
