@@ -18,8 +18,9 @@ from lib_onediff.ops.triton.launch_config import CONVOLUTION, GATED_PRODUCT, LIB
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
-# What three bits after the point make of normal numbers, and how a GPU sums products of float8: in 22 bits.
-ROUNDED, SUMMED = 3e-2, 2e-3
+# What three bits after the point make of normal numbers, and how a GPU sums products of float8: in 22 bits, the more of
+# them the farther off (2.5e-3 of 11,520).
+ROUNDED, SUMMED = 3e-2, 5e-3
 
 
 @pytest.fixture(autouse=True)
