@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -33,10 +34,17 @@ def take_the_processors_word() -> None:
     os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 
 
+def keep_what_workers_compile() -> None:
+    """pytest rewrites every test file, which takes a process half of its time to collect. Here one does it for all."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        sys.dont_write_bytecode = False
+
+
 # Now, and not in a hook: the conftest.py files below this one are imported before any hook is called.
 one_thread_for_each_worker()
 interpret_kernels_without_a_gpu()
 take_the_processors_word()
+keep_what_workers_compile()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -71,6 +79,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--pictures", action="store_true", help="draw the pictures of the documentation anew, and no more")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[Any]:
+    """Each worker begins with files of its own, and finds those of the others compiled when it comes to them."""
+    report = yield
+    if isinstance(collector, pytest.Dir) and "PYTEST_XDIST_WORKER" in os.environ and report.passed:
+        number, count = os.environ["PYTEST_XDIST_WORKER"][2:], os.environ["PYTEST_XDIST_WORKER_COUNT"]
+        first = len(report.result) * int(number) // int(count)
+        report.result[:] = report.result[first:] + report.result[:first]
+    return report
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put the tests into the order in which processes take them, and skip what needs an NVIDIA GPU without one."""
@@ -79,7 +98,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if find_spec("xdist") is not None:
         from sharing import turn
 
-        items.sort(key=lambda item: turn(item.nodeid.partition("::")[0]))
+        items.sort(key=lambda item: (turn(item.nodeid.partition("::")[0]), item.nodeid.partition("::")[0]))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return
@@ -96,6 +115,14 @@ def pytest_collection_finish() -> None:
     """What the tests' modules have imported stays for good: each look for garbage among it took up to a second."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """So does what the tests of a file have imported."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture
