@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 MOST_WORKERS = 6
+MANY_TESTS = 2000
 
 
 def interpret_kernels_without_a_gpu() -> None:
@@ -111,18 +112,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_finish() -> None:
-    """What the tests' modules have imported stays for good: each look for garbage among it took up to a second."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What the tests' modules have imported stays for good: each look for garbage among it took up to a second. So does
+    what a worker of the whole suite is going to import."""
+    if "PYTEST_XDIST_WORKER" in os.environ and len(session.items) > MANY_TESTS and find_spec("diffusers") is not None:
+        from diffusers import StableDiffusionPipeline, UNet2DConditionModel  # noqa: F401
     gc.collect()
     gc.freeze()
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """So does what the tests of a file have imported."""
-    if nextitem is not None and nextitem.path != item.path:
-        gc.collect()
-        gc.freeze()
 
 
 @pytest.fixture
