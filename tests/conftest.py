@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 MOST_WORKERS = 6
+MANY_TESTS = 2000
 
 
 def interpret_kernels_without_a_gpu() -> None:
@@ -33,10 +35,17 @@ def take_the_processors_word() -> None:
     os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 
 
+def keep_what_workers_compile() -> None:
+    """pytest rewrites every test file, which takes a process half of its time to collect. Here one does it for all."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        sys.dont_write_bytecode = False
+
+
 # Now, and not in a hook: the conftest.py files below this one are imported before any hook is called.
 one_thread_for_each_worker()
 interpret_kernels_without_a_gpu()
 take_the_processors_word()
+keep_what_workers_compile()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -71,6 +80,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--pictures", action="store_true", help="draw the pictures of the documentation anew, and no more")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[Any]:
+    """Each worker begins with files of its own, and finds those of the others compiled when it comes to them."""
+    report = yield
+    if isinstance(collector, pytest.Dir) and "PYTEST_XDIST_WORKER" in os.environ and report.passed:
+        number, count = os.environ["PYTEST_XDIST_WORKER"][2:], os.environ["PYTEST_XDIST_WORKER_COUNT"]
+        first = len(report.result) * int(number) // int(count)
+        report.result[:] = report.result[first:] + report.result[:first]
+    return report
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put the tests into the order in which processes take them, and skip what needs an NVIDIA GPU without one."""
@@ -79,7 +99,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if find_spec("xdist") is not None:
         from sharing import turn
 
-        items.sort(key=lambda item: turn(item.nodeid.partition("::")[0]))
+        items.sort(key=lambda item: (turn(item.nodeid.partition("::")[0]), item.nodeid.partition("::")[0]))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return
@@ -92,8 +112,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_finish() -> None:
-    """What the tests' modules have imported stays for good: each look for garbage among it took up to a second."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What the tests' modules have imported stays for good: each look for garbage among it took up to a second. So does
+    what a worker of the whole suite is going to import."""
+    if "PYTEST_XDIST_WORKER" in os.environ and len(session.items) > MANY_TESTS and find_spec("diffusers") is not None:
+        from diffusers import StableDiffusionPipeline, UNet2DConditionModel  # noqa: F401
     gc.collect()
     gc.freeze()
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fastapi import APIRouter, Body, FastAPI, HTTPException, Path, Query, Response
+from fastapi import Body, FastAPI, HTTPException, Path, Query, Response
 from fastapi.responses import StreamingResponse
 
 from ..prewarm.job import Job, check_tokens, rows_with_jobs
@@ -51,30 +51,31 @@ def add_routes(
     if not (getattr(cmd_opts, "api", False) or getattr(cmd_opts, "nowebui", False)):
         return
     routes = Routes(runtime, warmup, webui, status, why_not_ready)
-    router = APIRouter(
-        prefix=PREFIX, tags=[TAG], route_class=SentenceRoute, dependencies=protection(cmd_opts),
-        responses=described(PROBLEMS),
-    )
-    add = router.add_api_route
-    busy, unknown = {409: "An image is being made."}, {404: "Not known."}
-    add("/status", routes.status, response_model=models.StatusAnswer, summary="What runs, and why",
-        responses=described({503: "Not ready, where probe asks."}))
+    checked, busy, unknown = protection(cmd_opts), {409: "An image is being made."}, {404: "Not known."}
+
+    def add(path: str, route: Callable[..., Response], problems: Mapping[int, str] = PROBLEMS, **more: Any) -> None:
+        # Not through a router of our own: FastAPI would read each route's signature and models once more.
+        app.router.add_api_route(
+            f"{PREFIX}{path}", route, tags=[TAG], route_class_override=SentenceRoute, dependencies=checked,
+            responses=described({**PROBLEMS, **problems}), **more,
+        )
+
+    add("/status", routes.status, {503: "Not ready, where probe asks."}, response_model=models.StatusAnswer,
+        summary="What runs, and why")
     add("/shapes", routes.shapes, response_model=models.ShapesAnswer, summary="Every resolution and its state")
-    add("/prewarm", routes.prewarm, methods=["POST"], status_code=202, response_model=models.JobsAnswer,
-        summary="Make sizes ready", responses=described({409: "OneDiff is off.", 429: "The queue is full."}))
+    add("/prewarm", routes.prewarm, {409: "OneDiff is off.", 429: "The queue is full."}, methods=["POST"],
+        status_code=202, response_model=models.JobsAnswer, summary="Make sizes ready")
     add("/jobs", routes.jobs, response_model=models.JobsAnswer, summary="The pre-warm queue")
-    add("/jobs/{id}", routes.job, response_model=models.JobAnswer, summary="One job", responses=described(unknown))
-    add("/jobs/{id}", routes.cancel, methods=["DELETE"], response_model=models.JobAnswer, summary="Cancel a job",
-        responses=described({**unknown, 409: "The job is over."}))
-    add("/purge", routes.purge, methods=["POST"], response_model=models.PurgedAnswer, summary="Forget resolutions",
-        responses=described({**unknown, **busy}))
-    add("/pin", routes.pin, methods=["POST"], response_model=models.PinnedAnswer, summary="Keep a resolution",
-        responses=described(unknown))
-    add("/release", routes.release, methods=["POST"], response_model=models.ReleasedAnswer, summary="Free GPU memory",
-        responses=described(busy))
-    add("/pack", routes.pack, response_class=StreamingResponse, summary="What other machines can start warm with",
-        responses=described({404: "Nothing is remembered."}))
-    app.include_router(router)
+    add("/jobs/{id}", routes.job, unknown, response_model=models.JobAnswer, summary="One job")
+    add("/jobs/{id}", routes.cancel, {**unknown, 409: "The job is over."}, methods=["DELETE"],
+        response_model=models.JobAnswer, summary="Cancel a job")
+    add("/purge", routes.purge, {**unknown, **busy}, methods=["POST"], response_model=models.PurgedAnswer,
+        summary="Forget resolutions")
+    add("/pin", routes.pin, unknown, methods=["POST"], response_model=models.PinnedAnswer, summary="Keep a resolution")
+    add("/release", routes.release, busy, methods=["POST"], response_model=models.ReleasedAnswer,
+        summary="Free GPU memory")
+    add("/pack", routes.pack, {404: "Nothing is remembered."}, response_class=StreamingResponse,
+        summary="What other machines can start warm with")
 
 
 def described(problems: dict[int, str]) -> dict[int | str, dict[str, Any]]:

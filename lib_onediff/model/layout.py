@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 
@@ -249,11 +249,19 @@ def digest_without(layout: Any, names: Collection[str]) -> str:
 
 def descriptions(node: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
     """Every description of this kind in a tree of dataclasses and tuples, depth first."""
-    if isinstance(node, kind):
-        yield node
-    if isinstance(node, tuple):
-        for item in node:
-            yield from descriptions(item, kind)
-    elif is_dataclass(node):
-        for item in fields(node):
-            yield from descriptions(getattr(node, item.name), kind)
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, kind):
+            yield node
+        if isinstance(node, tuple):
+            waiting.extend(reversed(node))
+        else:
+            known: Any = type(node)
+            waiting.extend(getattr(node, name) for name in _names_backwards(known))
+
+
+@cache
+def _names_backwards(kind: type) -> tuple[str, ...]:
+    """The names of a dataclass's fields, the last one first; none for what is no dataclass."""
+    return tuple(item.name for item in reversed(fields(kind))) if is_dataclass(kind) else ()

@@ -3,8 +3,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import pytest
@@ -72,15 +73,26 @@ LAYOUTS = {
 
 def randomise(module: nn.Module, seed: int = 0) -> nn.Module:
     """Give every parameter random values of a size at which every layer counts, those that start as zero too."""
-    generator = torch.Generator().manual_seed(seed)
+    parameters = dict(module.named_parameters())
+    values = random_values(seed, tuple((name, tuple(parameter.shape)) for name, parameter in parameters.items()))
     with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            values = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() > 1:
-                parameter.copy_(values / parameter[0].numel() ** 0.5)
-            else:
-                parameter.copy_(0.1 * values + (0.0 if name.endswith("bias") else 1.0))
+        for parameter, value in zip(parameters.values(), values, strict=True):
+            parameter.copy_(value)
     return module.eval()
+
+
+@lru_cache(maxsize=16)
+def random_values(seed: int, parameters: tuple[tuple[str, tuple[int, ...]], ...]) -> list[Tensor]:
+    """Those of randomise, for parameters of these names and shapes. Most tests of a file ask for the same ones."""
+    generator, made = torch.Generator().manual_seed(seed), []
+    with torch.inference_mode(False), torch.no_grad():
+        for name, shape in parameters:
+            values = torch.randn(shape, generator=generator)
+            if len(shape) > 1:
+                made.append(values / math.prod(shape[1:]) ** 0.5)
+            else:
+                made.append(0.1 * values + (0.0 if name.endswith("bias") else 1.0))
+    return made
 
 
 @contextlib.contextmanager
@@ -130,6 +142,10 @@ def ldm_unet(seed: int = 0, **config: Any) -> Any:
     return randomise(ldm_structure(config), seed)
 
 
+# As few layers as show everything that is not about topology.
+SMALL_LDM = {
+    "model_channels": 32, "num_res_blocks": 1, "channel_mult": [1, 2], "num_heads": 2, "attention_resolutions": [2, 1],
+}
 LDM_SD2 = {"num_heads": -1, "num_head_channels": 16, "use_linear_in_transformer": True}
 LDM_LAYOUTS = {"SD1": {}, "SD2": LDM_SD2, "inpainting": {"in_channels": 9}}
 

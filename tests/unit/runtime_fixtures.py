@@ -19,9 +19,17 @@ __all__ = ["fresh_runtime", "host_timed_often", "no_machine_is_too_slow"]
 torch.set_num_threads(1)
 
 
+def seed() -> None:
+    """torch.manual_seed(0). Where no GPU is, that asks for all kinds of them, and takes down for each who has asked."""
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:
+        torch.default_generator.manual_seed(0)
+
+
 @pytest.fixture(autouse=True)
 def fresh_runtime() -> Iterator[None]:
-    torch.manual_seed(0)
+    seed()
     runtime.tuning_cache.clear()
     runtime.purge()
     runtime.configure(Settings())

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 MEBIBYTE = 2**20
 LEAST_BLOCK = 512
@@ -89,6 +88,11 @@ class PrivatePool:
 class Requests(TorchDispatchMode):
     """Takes down what is allocated inside, and when it is given back. scale: as if everything were so much larger."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and saying so to torch takes longer than noting a tensor."""
+        return False
+
     def __init__(self, scale: int = 1) -> None:
         super().__init__()
         self.trace: list[tuple[int, int]] = []
@@ -98,7 +102,7 @@ class Requests(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = function(*args, **(kwargs or {}))
-        given = {tensor.untyped_storage()._cdata for tensor in tensors((args, kwargs))}
+        given = {tensor.untyped_storage()._cdata for tensor in tensors((args, *(kwargs or {}).values()))}
         for tensor in tensors(outputs):
             storage = tensor.untyped_storage()._cdata
             if storage not in self._numbers and storage not in given and tensor.untyped_storage().nbytes():
@@ -116,7 +120,10 @@ class Requests(TorchDispatchMode):
 
 
 def tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, Tensor)]
+    """Those among an operator's arguments or results, in lists as well."""
+    if isinstance(values, (list, tuple)):
+        return [tensor for value in values for tensor in tensors(value)]
+    return [values] if isinstance(values, Tensor) else []
 
 
 def requests_of(work: Callable[[], Tensor], scale: int = 1) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import a_call, ldm_output, ldm_unet, relative_error
+from builders import SMALL_LDM, a_call, ldm_output, ldm_unet, relative_error
 from torch import Tensor, nn
 
 from lib_onediff.hosts.a1111.inert import does_nothing_now
@@ -67,7 +67,7 @@ def networks(monkeypatch: pytest.MonkeyPatch) -> LazyNetworks:
 
 @pytest.fixture
 def unet() -> Any:
-    unet = ldm_unet()
+    unet = ldm_unet(**SMALL_LDM)
     for name, layer in unet.named_modules():
         if isinstance(layer, ADAPTED):
             layer.network_layer_name = name
@@ -85,7 +85,7 @@ def ours(unet: Any) -> Tensor:
 
 
 def merged_by_hand(networks: list[Network]) -> Tensor:
-    unet = ldm_unet()
+    unet = ldm_unet(**SMALL_LDM)
     with torch.no_grad():
         for layer in unet.modules():
             if isinstance(layer, ADAPTED):

@@ -11,7 +11,7 @@ from typing import Any
 import builders
 import pytest
 import torch
-from builders import a_call, ldm_output, ldm_unet, our_output, relative_error
+from builders import SMALL_LDM, a_call, ldm_output, ldm_unet, our_output, relative_error
 from tape import TapeRecording
 from test_blocks import controlled_forward
 from torch import Tensor
@@ -101,7 +101,7 @@ CASES = {"image prompt": image_prompt, "tiles": tiles, "merging": merging}
 
 @pytest.fixture
 def unet() -> Iterator[Any]:
-    unet = ldm_unet()
+    unet = ldm_unet(**SMALL_LDM)
     runtime.adopt(unet, host_traits=HostTraits(inert=does_nothing_now, by_content=True, brought=is_brought))
     yield unet
     runtime.release_all()

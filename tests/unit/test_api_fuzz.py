@@ -23,7 +23,7 @@ from grid import WHOLE
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.store.history import History
 
-REQUESTS = 2000 if WHOLE else 500
+REQUESTS = 2000 if WHOLE else 300
 PREFIX, OURS = "/onediff/v1", "onediff"
 # What must have come up, so that not all was refused at the door.
 OUTCOMES = [

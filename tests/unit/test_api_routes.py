@@ -141,7 +141,8 @@ def test_ready_waits_for_sizes_that_somebody_asks_for(api: Api) -> None:
         api.post("prewarm", {"sizes": "128x64, 64x128"}, 202)
         assert ready(api) == "2 sizes are being made ready."
     # No model is loaded, so they fail: that holds nobody up.
-    wait_until(lambda: ready(api) == "")
+    wait_until(lambda: api.get("status")["ready"])
+    assert ready(api) == ""
     assert {job["state"] for job in api.get("jobs")["jobs"]} == {"failed"}
 
 

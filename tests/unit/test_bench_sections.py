@@ -77,9 +77,15 @@ def test_a_task_survives_its_way_to_another_process() -> None:
 
 
 def test_why_another_process_failed_is_one_line() -> None:
+    assert ask(task("no such job")) == {"problem": "KeyError: 'no such job'"}
+
+
+def test_a_process_says_what_it_cannot_measure(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    assert ask(task("cold", "host eager + CUDA graph")) == {"problem": "CUDA graphs need a GPU"}
+    asked = json.dumps(vars(task("cold", "host eager + CUDA graph")))
+    assert bench.work_for_parent(asked, CPU) == 0
+    assert json.loads(capsys.readouterr().out) == {"problem": "CUDA graphs need a GPU"}
 
 
 def test_a_process_that_dies_is_a_failure_with_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:

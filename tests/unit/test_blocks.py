@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import a_call, ldm_unet, randomise, relative_error
+from builders import SMALL_LDM, a_call, ldm_unet, randomise, relative_error
 from ladder_builders import Weather
 from torch import Tensor, nn
 
@@ -44,7 +44,7 @@ def controlled_forward(unet: Any, x: Tensor, timesteps: Tensor, context: Tensor,
 
 @pytest.fixture
 def unet() -> Any:
-    return ldm_unet()
+    return ldm_unet(**SMALL_LDM)
 
 
 @pytest.fixture
@@ -248,7 +248,7 @@ def test_weights_changed_between_passes_are_seen(unet: Any, loop: HostLoop) -> N
 
 
 def test_nothing_keeps_the_weights_between_passes(loop: HostLoop) -> None:
-    unet = ldm_unet(seed=2)
+    unet = ldm_unet(seed=2, **SMALL_LDM)
     runtime.adopt(unet, host_traits=HostTraits(by_content=True))
     loop.watch(unet)
     own_loop(unet)
@@ -261,7 +261,7 @@ def test_nothing_keeps_the_weights_between_passes(loop: HostLoop) -> None:
 
 
 def test_blocks_of_a_unet_that_nobody_watches_are_the_hosts(loop: HostLoop) -> None:
-    other: nn.Module = ldm_unet(seed=3)
+    other: nn.Module = ldm_unet(seed=3, **SMALL_LDM)
     own_loop(other)
     before = runtime.call_stats.total
     controlled(other)

@@ -130,8 +130,7 @@ def test_onediffs_arguments(passes: Any) -> None:
     assert passes() == (3, 4)
 
 
-@pytest.mark.parametrize("scheduler", ["HeunDiscreteScheduler", "KDPM2DiscreteScheduler"])
-@pytest.mark.parametrize("name", ["SD1", "SD1 img2img"])
+@grid(name=["SD1", "SD1 img2img"], scheduler=["HeunDiscreteScheduler", "KDPM2DiscreteScheduler"])
 def test_schedulers_that_call_twice_a_step(name: str, scheduler: str, passes: Any) -> None:
     """A step's calls go the same way, and interval 1 is exact."""
     pipe = pipeline(*PIPELINES[name], scheduler)

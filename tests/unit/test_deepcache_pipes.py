@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import ONE_LAYER_A_BLOCK, SD1, a_call, diffusers_unet, served
+from builders import ONE_LAYER_A_BLOCK, SD1, SMALL, a_call, diffusers_unet, served
 from deepcache_builders import few_steps_suffice
 from test_public_api_pipelines import inputs, pipeline, quiet
 
@@ -55,8 +55,8 @@ def test_onediffs_arguments(config: dict[str, Any], arguments: dict[str, int], d
 
 
 def test_without_them_nothing_is_cached() -> None:
-    exact = picture(pipeline(NAME, SD1))
-    found = picture(lib_onediff.compile_pipe(pipeline(NAME, SD1), ignores=("vae",)))
+    exact = picture(pipeline(NAME, SMALL))
+    found = picture(lib_onediff.compile_pipe(pipeline(NAME, SMALL), ignores=("vae",)))
     assert counted() == (0, 0)
     assert torch.allclose(found, exact, atol=1e-4)
 
@@ -67,7 +67,7 @@ def test_without_them_nothing_is_cached() -> None:
     {"deepcache_schedule": "odd"}, {"deepcache_hires": "own values"}, {"cache_interval": 2.5},
 ], ids=str)
 def test_wrong_arguments_are_refused_with_a_sentence(wrong: dict[str, Any]) -> None:
-    pipe = pipeline(NAME, SD1)
+    pipe = pipeline(NAME, SMALL)
     with pytest.raises(ValueError, match="DeepCache|cache_layer_id|deepcache_"):
         lib_onediff.compile_pipe(pipe, ignores=("vae",), **wrong)
 
@@ -79,7 +79,7 @@ def test_whole_numbers_are_fractions_too() -> None:
 
 def test_every_picture_of_a_pipeline_begins_with_a_whole_step() -> None:
     """An interrupted one, and then one that begins where that one stopped."""
-    pipe = lib_onediff.compile_pipe(pipeline(NAME, SD1), ignores=("vae",), cache_interval=4, **UNIFORM)
+    pipe = lib_onediff.compile_pipe(pipeline(NAME, SMALL), ignores=("vae",), cache_interval=4, **UNIFORM)
 
     def stop(pipe: Any, step: int, time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         pipe._interrupt = step >= 1
@@ -95,7 +95,7 @@ def test_every_picture_of_a_pipeline_begins_with_a_whole_step() -> None:
 def test_a_scheduler_that_is_exchanged_is_followed() -> None:
     from diffusers import LCMScheduler
 
-    pipe = lib_onediff.compile_pipe(pipeline(NAME, SD1), ignores=("vae",), cache_interval=4, **UNIFORM)
+    pipe = lib_onediff.compile_pipe(pipeline(NAME, SMALL), ignores=("vae",), cache_interval=4, **UNIFORM)
     pipe.scheduler = LCMScheduler.from_config(pipe.scheduler.config)
     # Its last timestep is far from zero: who does not know the schedule takes no step for the last one.
     picture(pipe, 4)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from builders import SD1, SDXL, SMALL, SMALL_XL, diffusers_output, diffusers_unet, relative_error
 from deepcache_builders import EVERY_THIRD, STEPS, Rig, call_of, few_steps_suffice, passes  # noqa: F401
+from grid import grid
 
 from lib_onediff.model.call import Control
 from lib_onediff.model.deepcache.prompts import PromptNumbers
@@ -38,8 +39,7 @@ def test_interval_one_is_exact_and_keeps_nothing() -> None:
     assert rig.runtime.status()["deepcache"] == {"full": 0, "cached": 0, "reason": "", "reused": ""}
 
 
-@pytest.mark.parametrize("interval", [2, 3, 5, 20])
-@pytest.mark.parametrize("total", [1, 2, 7, 20])
+@grid(interval=[2, 3, 5, 20], total=[20, 7, 1, 2])
 def test_the_deep_part_is_computed_exactly_as_scheduled(interval: int, total: int) -> None:
     rig = Rig.of(deepcache_interval=interval)
     for _ in range(2):

@@ -21,7 +21,7 @@ from lib_onediff.quality.pixels import pixels_of
 
 JUDGE = Path(models.__file__).with_name("emoji-judge.safetensors")
 MOST_BYTES, MOST_PARAMETERS = 20 << 20, 10_000_000
-HOW = {"steps": 10, "cfg_scale": 4.0}
+HOW = {"steps": 7, "cfg_scale": 4.0}
 SQUARE = {"width": 256, "height": 256, **HOW}
 
 
@@ -75,8 +75,8 @@ def test_compare_s_verdicts_on_its_images() -> None:
             ("an owl on a blue background", 2),
         )
     )
-    exact, another, other = drawn(pipe, [rocket, again, owl], 20)
+    exact, another, other = drawn(pipe, [rocket, again, owl], 12)
     compile_pipe(pipe, backend="eager", deepcache_interval=2)
-    cached, = drawn(pipe, [rocket], 20)
+    cached, = drawn(pipe, [rocket], 12)
     found = [compare(exact, image).verdict for image in (exact, cached, another, other)]
     assert found == [IDENTICAL, FINE_DETAILS, DETAILS, UNLIKE]

@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from builders import LCM, SD1
+from builders import LCM, SMALL
 from test_public_api_pipelines import inputs, pipeline, quiet
 
 import lib_onediff
@@ -15,6 +15,7 @@ from lib_onediff.runtime.runtime import runtime
 
 __all__ = ["quiet"]
 NAME = "StableDiffusionPipeline"
+WITH_GUIDANCE = {**SMALL, "time_cond_proj_dim": LCM["time_cond_proj_dim"]}
 CACHES: dict[str, dict[str, Any]] = {"deepcache": {"deepcache_interval": 3}, "forecast": {"forecast_interval": 3}}
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "DeprecationWarning")]
 
@@ -46,18 +47,18 @@ def told(pipe: Any, cache: str, steps: int, scale: float, **more: Any) -> str:
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_pipelines_guidance_scale(cache: str) -> None:
-    pipe = compiled(SD1, **CACHES[cache])
+    pipe = compiled(SMALL, **CACHES[cache])
     assert told(pipe, cache, 12, 1.5) == FEW_STEP_MODEL
     assert told(pipe, cache, 12, 5.0) == ""
     assert told(pipe, cache, 16, 1.5) == ""
 
 
 def test_guidance_that_is_built_in_is_none() -> None:
-    assert told(compiled(LCM, deepcache_interval=3), "deepcache", 12, 8.0) == FEW_STEP_MODEL
+    assert told(compiled(WITH_GUIDANCE, deepcache_interval=3), "deepcache", 12, 8.0) == FEW_STEP_MODEL
 
 
 def test_guidance_that_a_callback_ends_is_still_the_samplings() -> None:
-    pipe = compiled(SD1, deepcache_interval=3)
+    pipe = compiled(SMALL, deepcache_interval=3)
 
     def end(pipe: Any, step: int, time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         if step == 6:

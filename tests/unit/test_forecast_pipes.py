@@ -6,7 +6,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from builders import SD1
+from builders import SMALL
 from test_public_api_pipelines import inputs, pipeline, quiet
 
 import lib_onediff
@@ -24,7 +24,7 @@ def latents(pipe: Any) -> torch.Tensor:
 
 def drawn(scheduler: str, arguments: dict[str, Any], **options: Any) -> tuple[torch.Tensor, int]:
     """The latents, and how many UNet calls were forecast."""
-    pipe = pipeline(NAME, SD1)
+    pipe = pipeline(NAME, SMALL)
     pipe.scheduler = getattr(diffusers, scheduler).from_config(pipe.scheduler.config, **arguments)
     lib_onediff.compile_pipe(pipe, ignores=("vae",), **options)
     before = runtime.call_stats.forecasts
@@ -51,7 +51,7 @@ def test_schedulers_of_the_first_order(scheduler: str, arguments: dict[str, Any]
 def test_a_unet_alone_knows_no_sampler() -> None:
     # Of what another test has announced, this knows nothing.
     runtime.announce(Sampling())
-    pipe = pipeline(NAME, SD1)
+    pipe = pipeline(NAME, SMALL)
     lib_onediff.compile_unet(pipe.unet, forecast_interval=3)
     before = runtime.call_stats.forecasts
     latents(pipe)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from builders import SMALL, SMALL_XL, diffusers_output, diffusers_unet, relative_error
+from builders import LAYOUTS, SMALL, diffusers_output, diffusers_unet, relative_error
 from deepcache_builders import STEPS, WEBUI, Rig, call_of
+from grid import grid
 from torch import Tensor
 
 from lib_onediff.model.additions import PerturbedAttention
@@ -76,21 +77,20 @@ def steps(whole: int, count: int = 20) -> list[str]:
     return [LATE] * whole + [EARLY] * (count - whole)
 
 
-@pytest.mark.parametrize("images", [1, 2])
-@pytest.mark.parametrize("prompt_first", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("config", [SMALL, SMALL_XL], ids=["SD1", "SDXL"])
+@grid(layout=["small", "small XL"], kind=list(KINDS), images=[1, 2])
 def test_half_of_the_steps_are_the_hosts_own_unet_on_the_prompts_rows(
-    config: dict[str, Any], prompt_first: bool, images: int
+    layout: str, kind: str, images: int
 ) -> None:
+    config, prompt_first = LAYOUTS[layout], KINDS[kind]
     ours, plain = Samplings.of(config, prompt_first), Samplings.of(config, guidance_end=1.0)
     ours.begin()
     plain.begin()
     found = []
     for time in STEPS:
         call = ours.call(time, images)
-        kind, output = ours.run(call)
-        found.append(kind)
-        if kind == LATE:
+        which, output = ours.run(call)
+        found.append(which)
+        if which == LATE:
             assert torch.equal(output, plain.run(call)[1])
             continue
         prompt, negative = output[half_of(2 * images, prompt_first)], output[half_of(2 * images, not prompt_first)]

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import diffusers
 import pytest
 import torch
-from builders import LCM, SD1, SMALL, SMALL_XL, a_call, diffusers_unet, randomise, relative_error, served
+from builders import LCM, SMALL, SMALL_XL, a_call, diffusers_unet, randomise, relative_error, served
 from test_diffusers_patches import images, load_ip_adapters
 from test_public_api_pipelines import inputs, picture, pipeline, quiet
 from torch import Tensor
@@ -114,7 +114,7 @@ def test_an_ip_adapters_rows_and_masks(called: list[Called]) -> None:
 def test_a_controlnets_residuals(called: list[Called]) -> None:
     from diffusers import ControlNetModel
 
-    pipe, oracle = pipeline("StableDiffusionPipeline", SD1), diffusers_unet(**SD1, sample_size=8)
+    pipe, oracle = pipeline("StableDiffusionPipeline", SMALL), diffusers_unet(**SMALL, sample_size=8)
     controlnet = randomise(ControlNetModel.from_unet(pipe.unet, conditioning_embedding_out_channels=(4,) * 4))
     with_control = diffusers.StableDiffusionControlNetPipeline(
         **pipe.components, controlnet=controlnet, requires_safety_checker=False
@@ -187,7 +187,7 @@ def test_a_unet_without_its_pipeline() -> None:
 
 def test_calling_the_unet_by_oneself_after_an_image() -> None:
     """The pipeline still knows the guidance of its last image, but these are no halves of one call."""
-    pipe = compiled("StableDiffusionPipeline", SD1)
+    pipe = compiled("StableDiffusionPipeline", SMALL)
     generate(pipe)
     count = told()[0]
     for step in range(900, 0, -50):

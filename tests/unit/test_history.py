@@ -28,7 +28,7 @@ def wait_for_the_disk() -> None:
 @pytest.fixture
 def used(tmp_path: Path) -> Path:
     """A cache folder in which one picture's calls were taken down."""
-    unet = shared_unet("SD1")
+    unet = shared_unet("small")
     runtime.history.open(tmp_path)
     lib_onediff.compile_unet(unet)
     for _ in range(4):
@@ -112,7 +112,7 @@ def test_a_verdict_of_a_model_that_was_never_in_a_picture(tmp_path: Path) -> Non
 
 
 def test_uses_after_a_purge_are_counted_from_one(used: Path) -> None:
-    unet = shared_unet("SD1")
+    unet = shared_unet("small")
     runtime.purge(["64x64"])
     lib_onediff.compile_unet(unet)
     with torch.no_grad():

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as functional
-from builders import relative_error
+from builders import diffusers_structure, relative_error
 from torch import Tensor
 
-from lib_onediff.bench.models import random_unet
+from lib_onediff.bench.models import CONFIGURATIONS
 from lib_onediff.engines.inductor.helper import CannotCompile
 from lib_onediff.engines.inductor.plan import regions_of, weights_without_numbers
 from lib_onediff.model.call import DeepCachePass, DeepFeature, UNetCall
@@ -33,6 +33,10 @@ from lib_onediff.ops.inductor.size_guard import LONGEST, SizeGuard
 CPU, META = torch.device("cpu"), torch.device("meta")
 # Height, width, batch and tokens: what the plan does not think of, and with halves that are odd.
 CALLS = [(90, 120, 5, 231), (45, 23, 2, 77), (45, 23, 1, 154)]
+
+
+# As wide as the real ones. Of SDXL's ten transformer blocks one behind another, all need the same.
+ONE_BLOCK = {"sdxl": {"transformer_layers_per_block": 1}}
 
 
 def of(*shape: int) -> Tensor:
@@ -55,7 +59,8 @@ def a_call(layout: UNetLayout, shape: tuple[int, ...], deepcache: DeepCachePass 
 
 @pytest.mark.parametrize("name", ["sd15", "sd21", "sdxl"])
 def test_no_call_needs_a_region_that_is_not_planned(name: str) -> None:
-    unet = random_unet(name, META)
+    with META:
+        unet = diffusers_structure({**CONFIGURATIONS[name], **ONE_BLOCK.get(name, {})})
     layout = read_layout(unet)
     absent = weights_without_numbers(unet, layout, torch.float16)
     planned = {single: set(regions_of(layout, absent, CPU, single)) for single in (False, True)}

@@ -311,10 +311,13 @@ def test_offline_is_said_and_a_half_made_venv_is_repaired(tmp_path, wheels):
     assert online.returncode == 7
 
 
-def test_pips_retries_are_not_shown(tmp_path):
-    checkout = make_checkout(tmp_path / "checkout")
+def test_pips_retries_are_not_shown(installed):
+    checkout, _ = installed
+    project = checkout / "pyproject.toml"
+    project.write_text(TINY_PYPROJECT.replace('"pytest==1.0"', '"pytest==1.0", "not-there"'))
     nobody = {**EMPTY_PACKAGE_INDEX, "PIP_NO_INDEX": "", "PIP_INDEX_URL": "http://127.0.0.1:9/", "PIP_RETRIES": "1"}
-    answer = run_install(checkout, "--demo", **nobody)
+    answer = run_install(checkout, "--test", **nobody)
+    project.write_text(TINY_PYPROJECT)
     assert answer.returncode == 1
     assert answer.stderr.startswith("pip cannot reach its package index") and answer.stderr.count("\n") == 1
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from grid import first
 
 from lib_onediff.engines.oneflow import gate as oneflow_gate
 from lib_onediff.engines.oneflow.gate import OneFlowGate, Verdict, brief, read, said, why_no_package, why_not_for
@@ -104,16 +105,19 @@ def test_types_that_it_does_not_compute(device: torch.device, dtype: torch.dtype
     assert why_not_for(CPU, torch.float32) is None
 
 
-@pytest.mark.parametrize(("source", "words"), [
+IMPORTS_THAT_FAIL = [
+    ("raise RuntimeError('\\x1b[1mtoo\\x1b[0m hot\\nand more')", ["cannot be imported: RuntimeError: too hot"]),
+    ("import os; os.abort()", ["ended its process when it was imported"]),
     ("raise ImportError('libcublas.so.11: cannot open shared object file: No such file or directory')",
      ["libcublas.so.11", "pip install --no-deps nvidia-cublas-cu11"]),
     ("raise ImportError('Unable to import Numpy array, try to upgrade Numpy version!')", ["NumPy 1"]),
     ("raise TypeError('Descriptors cannot be created directly.')", ["protobuf 3"]),
     ("import google_weather", ["cannot be imported: ModuleNotFoundError"]),
     ("raise ImportError(\"No module named 'google.protobuf'\")", ["protobuf 3"]),
-    ("raise RuntimeError('\\x1b[1mtoo\\x1b[0m hot\\nand more')", ["cannot be imported: RuntimeError: too hot"]),
-    ("import os; os.abort()", ["ended its process when it was imported"]),
-])
+]
+
+
+@pytest.mark.parametrize(("source", "words"), first(2, IMPORTS_THAT_FAIL))
 def test_imports_that_fail(
     machine: Path, monkeypatch: pytest.MonkeyPatch, source: str, words: list[str]
 ) -> None:
@@ -122,6 +126,18 @@ def test_imports_that_fail(
     why = tried(machine)
     assert a_sentence(why) and all(word in why for word in words), why
     assert "oneflow" not in sys.modules
+
+
+@pytest.mark.parametrize(("source", "words"), [failing for failing in IMPORTS_THAT_FAIL if "abort" not in failing[0]])
+def test_errors_of_an_import_are_explained(monkeypatch: pytest.MonkeyPatch, source: str, words: list[str]) -> None:
+    """As the other process tells of them: its own way is that of test_imports_that_fail."""
+    monkeypatch.setattr(oneflow_gate, "installed", lambda name: "9.1.0.70" if "cudnn" in name else "0.9.0")
+    try:
+        exec(source)
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    why = read({"at": "importing", "error": error}, 0).reason
+    assert a_sentence(why) and all(word in why for word in words), why
 
 
 def test_one_that_never_ends(machine: Path) -> None:

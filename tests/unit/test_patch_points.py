@@ -8,6 +8,7 @@ import pytest
 import torch
 from builders import CONTEXT_WIDTH, a_call, ldm_unet, our_output, relative_error, shared_ldm_unet
 from comfy_unet import attended, patched_output
+from grid import grid
 from torch import Tensor
 from torch.nn import functional
 
@@ -108,8 +109,7 @@ def copied(options: Options) -> Options:
     return {name: dict(value) if isinstance(value, dict) else value for name, value in options.items()}
 
 
-@pytest.mark.parametrize("size", [(16, 16), (16, 32)], ids=["square", "wide"])
-@pytest.mark.parametrize("case", CASES)
+@grid(case=list(CASES), size=[(16, 16), (16, 32)])
 def test_our_forward_calls_them_where_the_hosts_does(case: str, size: tuple[int, int]) -> None:
     unet = shared_ldm_unet()
     call = a_call(unet, *size)

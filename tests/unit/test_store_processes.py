@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+from grid import WHOLE
 
 import lib_onediff
 from lib_onediff.store.machine import Fingerprint
@@ -25,6 +26,8 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="starts its proc
 MACHINE = Fingerprint("a GPU", "580.1", "2.9.0", "3.5.0", "0.1.0")
 # How often a writer is killed, at random moments; each time takes some 40 ms. The nightly run asks for 200.
 KILLS = int(os.environ.get("ONEDIFF_TEST_KILLS", "25"))
+# How often several open one at once: with none, with two that are no database, and with one that only looks well.
+ATTEMPTS = 20 if WHOLE else 8
 FORK = multiprocessing.get_context("fork") if hasattr(os, "fork") else multiprocessing.get_context()
 WRITER = """
 import sys, time
@@ -128,7 +131,7 @@ def damage_a_value(folder: Path) -> None:
 
 
 def test_several_processes_find_no_store_or_a_damaged_one_at_once(tmp_path: Path) -> None:
-    for attempt in range(20):
+    for attempt in range(ATTEMPTS):
         folder = tmp_path / str(attempt)
         folder.mkdir()
         damaged = attempt % 4 > 0
