@@ -1,6 +1,6 @@
 """Self attention in INT8 on a real GPU: its error and its time beside the fastest exact one, and SDXL's step with it.
 
-    .venv/bin/python -m pytest -m gpu tests/gpu/test_int8_attention.py -s
+    .venv/bin/python -m pytest -m gpu tests/gpu/test_int8_attention_times.py -s
 """
 from __future__ import annotations
 
