@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from builders import SMALL, diffusers_output, diffusers_unet
@@ -53,11 +54,14 @@ class TwoCpus(Cards):
 
 @dataclass
 class Image:
-    """Samplings of a UNet on two cards, in a runtime of their own."""
+    """Samplings of a UNet on two cards, in a runtime of their own, or in one that still knows other tests' UNets."""
 
     runtime: Runtime
     unet: Any
     cards: TwoCpus
+
+    def __post_init__(self) -> None:
+        self._others = WeakSet(self.runtime._managed)
 
     @classmethod
     def of(
@@ -90,7 +94,7 @@ class Image:
 
     @property
     def copies(self) -> list[nn.Module]:
-        return [unet for unet in self.runtime._managed if unet is not self.unet]
+        return [unet for unet in self.runtime._managed if unet is not self.unet and unet not in self._others]
 
 
 def near(output: Tensor, expected: Tensor) -> bool:
