@@ -101,6 +101,7 @@ class AttentionPlan:
     def __init__(self) -> None:
         self._made_for: tuple[object, ...] = ()
         self._found: dict[str, Shape] = {}
+
     def shapes(self, layout: UNetLayout, height: int, width: int, batch: int) -> Mapping[str, Shape]:
         """By the names of those that may gain, the shape (batch, heads, tokens, width) of query, key and value. height,
         width: of the latent."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...model.low_bit import FP8, deviations
 from ...model.operators import QuantizedImage
 from ...model.weights import QuantizedWeight
-from ..triton.group_norm import beside
+from ..triton.group_norm import scaled_and_shifted
 from ..triton.launch_config import APPLICATION, CONVOLUTION, LaunchConfig
 from ..triton.partial_statistics import CHANNEL_BLOCK
 from .int8_mm import HOPPER, tile_at
@@ -38,12 +38,9 @@ def scale_and_shift_rounded(
     inside = channel < channels
     valid = (row < pixels) & inside
     pixel = sample * pixels + row
-    scale = tl.load(scales + sample * 2 * channels + channel, inside, 0.0)
-    offset = tl.load(scales + sample * 2 * channels + channels + channel, inside, 0.0)
-    place = beside(first, second, pixel, channel, first_channels, second_channels)
-    values = tl.load(place, valid, 0.0).to(tl.float32) * scale + offset
-    if silu != 0:
-        values = values * tl.sigmoid(values)
+    values = scaled_and_shifted(
+        first, second, scales, sample, pixel, channel, inside, valid, first_channels, second_channels, silu
+    )
     nothing = tl.zeros((1, 1), tl.int32)
     unit = tl.load(normed_scale + nothing) * farthest
     is_first = tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from ...model.forward import sized_layers
 from ...model.layout import ResidualBlock, TransformerBlock, UNetLayout, descriptions
@@ -49,11 +48,6 @@ class Product(NamedTuple):
     out: int
     source: str
     size: tuple[int, int] | None = None
-
-    @classmethod
-    def of(cls, tokens: Tensor, weight: Tensor, source: str) -> Product:
-        """tokens: those that the GEGLU or the norm takes. weight: (out, in)."""
-        return cls(tokens.numel() // tokens.shape[-1], weight.shape[1], weight.shape[0], source)
 
 
 def products(

@@ -99,7 +99,8 @@ class LowBitOperators(TritonOperators):
             return super().convolution(image, affine, shape)
         shape_class = convolution.shape_class(image, shape.out_channels)
         config = self._launches.of(CONVOLUTION, shape_class, affine.weight.dtype)
-        # The bias is added with the shift, or with the residual.
+        # It is added with the shift, or with the residual.
+        assert affine.bias is None
         return convolution.convolution(image, affine.low_bit[0], affine.weight.dtype, config)
 
     def _is_convolved(self, batch: int, channels: int, size: Sequence[int], reader: Affine) -> bool:

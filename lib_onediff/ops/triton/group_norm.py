@@ -98,6 +98,22 @@ def join_statistics(
     tl.store(target + channels, addend + (added - centre - moved) * scale, inside)
 
 
+@triton.jit
+def scaled_and_shifted(
+    first, second, scales, sample, pixel, channel, inside, valid, first_channels, second_channels, silu
+):
+    """(pixels, channels) in float32: what the norm and the SiLU make of two images that lie side by side. scales: see
+    join_statistics."""
+    channels = first_channels + second_channels
+    scale = tl.load(scales + sample * 2 * channels + channel, inside, 0.0)
+    offset = tl.load(scales + sample * 2 * channels + channels + channel, inside, 0.0)
+    place = beside(first, second, pixel, channel, first_channels, second_channels)
+    values = tl.load(place, valid, 0.0).to(tl.float32) * scale + offset
+    if silu != 0:
+        values = values * tl.sigmoid(values)
+    return values
+
+
 @triton.jit(do_not_specialize=["pixels", "silu"])
 def scale_and_shift(
     first, second, scales, output, pixels, first_channels, second_channels, silu, BLOCK: tl.constexpr,
@@ -110,12 +126,9 @@ def scale_and_shift(
     inside = channel < channels
     valid = (row < pixels) & inside
     pixel = sample * pixels + row
-    scale = tl.load(scales + sample * 2 * channels + channel, inside, 0.0)
-    offset = tl.load(scales + sample * 2 * channels + channels + channel, inside, 0.0)
-    place = beside(first, second, pixel, channel, first_channels, second_channels)
-    values = tl.load(place, valid, 0.0).to(tl.float32) * scale + offset
-    if silu != 0:
-        values = values * tl.sigmoid(values)
+    values = scaled_and_shifted(
+        first, second, scales, sample, pixel, channel, inside, valid, first_channels, second_channels, silu
+    )
     tl.store(output + pixel * channels + channel, values.to(output.dtype.element_ty), valid)
 
 
