@@ -51,11 +51,11 @@ class Rest:
 
 @pytest.fixture
 def rest(webui: WebUI, sd15: Models) -> Iterator[Rest]:
-    """A model is loaded, and 64x64 and 96x72 have been used."""
+    """A model is loaded, and 64x64 and 128x64 have been used."""
     found = Rest(webui)
     # Most tests leave them as they are.
     known = {resolution for resolution, _ in found.rows()}
-    for width, height in ((64, 64), (96, 72)):
+    for width, height in ((64, 64), (128, 64)):
         if f"{width}x{height}" not in known:
             webui.txt2img(width=width, height=height)
     yield found
@@ -72,7 +72,7 @@ def test_documented_in_the_hosts_docs(rest: Rest) -> None:
 
 def test_rows_and_totals_fit_together(rest: Rest) -> None:
     answer = rest.webui.get(f"{PREFIX}/shapes")
-    row, status = rest.row("96x72"), rest.webui.status()
+    row, status = rest.row("128x64"), rest.webui.status()
     assert row["model"] == status["model"]
     assert row["uses"] > 0 and row["shapes"] and row["last_used"] <= time.time() + 60
     assert set(row["shapes"][0]) > {"batch", "tokens", "state", "reason", "step_ms", "host_ms", "bytes", "needs"}
@@ -83,15 +83,15 @@ def test_rows_and_totals_fit_together(rest: Rest) -> None:
 
 
 def test_purge_one_and_the_others_stay(rest: Rest) -> None:
-    before = rest.webui.txt2img(width=96, height=72)
+    before = rest.webui.txt2img(width=128, height=64)
     known = set(rest.rows())
-    name = ("96x72", rest.row("96x72")["model"])
-    answer = rest.done("purge", {"resolutions": ["96x72"], "model": name[1]})
-    assert answer["purged"] == [{"resolution": "96x72", "model": name[1]}]
+    name = ("128x64", rest.row("128x64")["model"])
+    answer = rest.done("purge", {"resolutions": ["128x64"], "model": name[1]})
+    assert answer["purged"] == [{"resolution": "128x64", "model": name[1]}]
     # What the VAE has decoded at this size belongs to no model, and is now a row of its own.
     assert {row for row in rest.rows() if row[1] == name[1]} == {row for row in known if row[1] == name[1]} - {name}
-    assert "No such resolution" in rest.refused(404, "POST", "purge", {"resolutions": ["96x72"], "model": name[1]})
-    again = rest.webui.txt2img(width=96, height=72)
+    assert "No such resolution" in rest.refused(404, "POST", "purge", {"resolutions": ["128x64"], "model": name[1]})
+    again = rest.webui.txt2img(width=128, height=64)
     assert numpy.abs(again.pixels - before.pixels).max() <= 1
     assert name in rest.rows()
 
@@ -105,15 +105,15 @@ def test_release_keeps_rows_and_pictures(rest: Rest) -> None:
 
 
 def test_pin_shows_in_the_row(rest: Rest) -> None:
-    row = rest.row("96x72")
-    named = {"resolution": "96x72", "model": row["model"]}
+    row = rest.row("128x64")
+    named = {"resolution": "128x64", "model": row["model"]}
     try:
         assert rest.done("pin", named) == {**named, "pinned": True}
-        assert rest.row("96x72")["pinned"] is True and rest.row("64x64")["pinned"] is False
+        assert rest.row("128x64")["pinned"] is True and rest.row("64x64")["pinned"] is False
     finally:
         assert rest.done("pin", {**named, "pinned": False})["pinned"] is False
-    assert rest.row("96x72")["pinned"] is False
-    rest.refused(404, "POST", "pin", {"resolution": "96x72", "model": "no such model"})
+    assert rest.row("128x64")["pinned"] is False
+    rest.refused(404, "POST", "pin", {"resolution": "128x64", "model": "no such model"})
 
 
 def test_a_picture_in_progress_is_not_disturbed(rest: Rest) -> None:
@@ -176,10 +176,10 @@ def test_rows_and_pins_outlive_the_process(tmp_path: Path) -> None:
         try:
             rest = Rest(WebUI(host.url()))
             if number == 0:
-                rest.webui.txt2img(width=96, height=72)
-                rest.done("pin", {"resolution": "96x72", "model": rest.row("96x72")["model"]})
+                rest.webui.txt2img(width=128, height=64)
+                rest.done("pin", {"resolution": "128x64", "model": rest.row("128x64")["model"]})
             elif number == 1:
-                assert (rest.row("96x72")["state"], rest.row("96x72")["pinned"]) == ("on disk", True)
+                assert (rest.row("128x64")["state"], rest.row("128x64")["pinned"]) == ("on disk", True)
                 assert rest.done("purge", {"all": True})["purged"]
                 assert rest.rows() == {}
             else:
