@@ -1,6 +1,7 @@
 """Make Stable Diffusion's UNet fast without changing its images.
 
-compile_pipe(pipe) and compile_unet(unet) for users of diffusers; the WebUI extension in scripts/ uses the same parts.
+compile_pipe(pipe) and compile_unet(unet) for users of diffusers, sampling(unet) for loops of their own; the WebUI
+extension in scripts/ uses the same parts.
 """
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .options.settings import Settings
-    from .public import compile_pipe, compile_unet, status, uncompile_pipe, uncompile_unet
+    from .public import compile_pipe, compile_unet, sampling, status, uncompile_pipe, uncompile_unet
 
-__all__ = ["Settings", "__version__", "compile_pipe", "compile_unet", "status", "uncompile_pipe", "uncompile_unet"]
+__all__ = [
+    "Settings", "__version__", "compile_pipe", "compile_unet", "sampling", "status", "uncompile_pipe", "uncompile_unet",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,15 +1,18 @@
 """The API for users of diffusers."""
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
 from .hosts.diffusers import unet as diffusers
 from .hosts.diffusers import vae as diffusers_decoder
+from .hosts.diffusers.schedule import no_longer_announce
 from .model.deepcache.options import depth_of
+from .model.deepcache.sampling import Sampling
 from .model.layout import UnsupportedUNet
 from .model.read import read_decoder, read_layout
 from .options.settings import Settings
@@ -87,6 +90,23 @@ def compile_pipe(
     return pipe
 
 
+@contextlib.contextmanager
+def sampling(unet: nn.Module, timesteps: Iterable[float] | None = None) -> Iterator[None]:
+    """Say that the calls of a compiled UNet made inside are the steps of one sampling, for loops of one's own.
+
+    DeepCache, the output forecast and the end of the negative prompt reuse what earlier steps of a sampling have
+    computed; outside of one, nothing is remembered from call to call. A pipeline says so by itself. timesteps: at which
+    the steps begin, as the UNet gets them, where they are known.
+    """
+    must_be_network(unet, "sampling")
+    times = None if timesteps is None else [float(time) for time in timesteps]
+    runtime.begin_sampling(unet, Sampling(times=lambda: times), of_all=False)
+    try:
+        yield
+    finally:
+        runtime.end_sampling(unet)
+
+
 def settings_of(settings: Settings | None, options: dict[str, Any]) -> Settings:
     """The settings that a caller asks for. Raises TypeError and ValueError with a sentence."""
     if not isinstance(settings, Settings | None):
@@ -157,6 +177,7 @@ def uncompile_pipe(pipe: Pipe) -> Pipe:
     """Undo compile_pipe. Returns the same pipe."""
     must_be_pipeline(pipe, "uncompile_pipe")
     unet = getattr(pipe, "unet", None)
+    no_longer_announce(pipe)
     if unet is not None:
         uncompile_unet(unet)
     for half in diffusers_decoder.halves_of(pipe):

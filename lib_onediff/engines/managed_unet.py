@@ -1,8 +1,7 @@
 """What the runtime keeps for one UNet module: what its runners are, and which of them are still good."""
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -12,8 +11,6 @@ from ..model.bound import BoundUNet
 from ..model.call import DeepCachePass, DeepFeature, UNetCall
 from ..model.deepcache.cache_run import CacheRun
 from ..model.deepcache.sampling import Sampling
-from ..model.forward import Conditioning
-from ..model.identity import returns_none
 from ..model.layout import UnsupportedUNet
 from ..model.low_bit import LowBitBinding, LowBitWeights, Round, WantedKinds
 from ..model.patches import HostTraits
@@ -37,7 +34,7 @@ class Memory(Protocol):
 
 
 class Runner(Protocol):
-    """A forward made ready for one shape, one set of weight addresses and one held conditioning.
+    """A forward made ready for one shape, and one set of weight addresses.
 
     inputs: its own, into which each call's are copied. own_bytes: the GPU memory that it has for itself alone. seconds:
     how long it took to make.
@@ -52,14 +49,13 @@ class Runner(Protocol):
         """What it shares with others: the engine's own kind."""
 
     def run(self, call: UNetCall) -> Tensor:
-        """The UNet's output as a new tensor. The conditioning is read from where it was when this was made."""
+        """The UNet's output as a new tensor."""
 
 
 class CachedRunner(NamedTuple):
     """A runner, and what it was made for: it serves as long as both are the same."""
 
     generation: int
-    conditioning: Conditioning | None
     runner: Runner
 
 
@@ -71,7 +67,8 @@ class ManagedUNet:
     runners: those that were made, each good for what stands beside it; see runner.
     low_bit: the weights in eight bits, while they are used.
     low_bit_choice: the classes of layers that use them, once that was measured.
-    low_bit_looks: bound.looks when low_bit_choice was asked for last.
+    low_bit_sampling: bound.samplings when low_bit_choice was asked for last.
+    served_last: whether we have served the last call, in this sampling where its host announces them.
     no_room_for_low_bit: whether memory was too short for them in this sampling.
     why_not_offloaded: what stands in the way of offloading in this sampling, in one line; "" where nothing does.
     """
@@ -82,20 +79,18 @@ class ManagedUNet:
         """bound: the UNet, where it is bound in another way than a host's."""
         self.settings = settings
         self.bound = bound or BoundUNet(unet, host_traits)
-        self.by_content = host_traits.by_content
-        self.served_in_sampling = False
-        self._served_context: Callable[[], Tensor | None] = returns_none
+        self.served_last = False
         self.cache_run = CacheRun()
         self.sampling: Sampling | None = None
         self.low_bit: LowBitWeights | None = None
         self.low_bit_choice: Choice | None = None
-        self.low_bit_looks = 0
+        self.low_bit_sampling = 0
         self.no_room_for_low_bit = False
         self.why_not_offloaded = ""
         self.runners: dict[ShapeKey, CachedRunner] = {}
         # Beside the graphs that are torch's: OneFlow's memory is no part of any budget.
         self.oneflow: dict[ShapeKey, CachedRunner] = {}
-        # The graphs come and go with weights and prompts; their memory stays for the next ones.
+        # The graphs come and go with the weights; their memory stays for the next ones.
         self._memory: Memory | None = None
 
     @property
@@ -126,26 +121,22 @@ class ManagedUNet:
             return f"autocast to {autocast} is on, but the UNet's weights are {binding.dtype}"
         return None
 
-    def note_served(self, context: Tensor) -> None:
-        """A call with this context was served."""
-        self.served_in_sampling, self._served_context = True, weakref.ref(context)
-
-    def takes_turns(self, context: Tensor | None) -> bool:
-        """Whether the sampling of a call with this context, which the host serves, was served by us before.
-
-        A host that does not announce its samplings, as diffusers, hands over the same context tensor in all of one.
-        """
-        if self.by_content:
-            return self.served_in_sampling
-        return context is not None and self._served_context() is context
+    def takes_turns(self) -> bool:
+        """Whether the host, which serves a call now, takes turns with us: within a sampling, or, where no sampling was
+        announced, from one call to the next."""
+        served = self.served_last
+        if not self.bound.in_sampling:
+            self.served_last = False
+        return served
 
     def fit_low_bit(self, round_rows: Round, wanted: WantedKinds, left_out: frozenset[str] = frozenset()) -> None:
         """Have these weights in eight bits, as they are now; left_out: see LowBitWeights. Raises
         torch.cuda.OutOfMemoryError."""
         bound = self.bound
         self._low_bit(round_rows, left_out).fit(
-            bound.weights_in_sampling, bound.binding.weights, wanted, bound.binding.device
+            lambda: bound.edition, bound.binding.weights, wanted, bound.binding.device
         )
+        bound.watch_contents(whole=False)
 
     def fit_low_bit_alone(self, round_rows: Round, wanted: WantedKinds) -> bool:
         """As fit_low_bit, and offload the weights: what is there in eight bits keeps its kind. Layer by layer, so that
@@ -154,7 +145,7 @@ class ManagedUNet:
         Raises torch.cuda.OutOfMemoryError and NoHostMemory; some weights are offloaded then.
         """
         bound, low_bit = self.bound, self._low_bit(round_rows)
-        state = lambda: (*bound.weights_in_sampling(), bound.offloaded.content(bound.looks))  # noqa: E731
+        state = lambda: (bound.edition, bound.offloaded.content())  # noqa: E731
         there = low_bit.names()
         missing = {name: kinds for name, kinds in wanted.items() if name not in there}
         low_bit.fit(state, bound.binding.weights, missing, bound.binding.device, bound.offload)
@@ -169,8 +160,8 @@ class ManagedUNet:
         return backend not in OFFLOADING and (choice is None or not choice.awaits)
 
     def low_bit_stands(self) -> bool:
-        """Whether the weights in eight bits are still those that were rounded; a tenth of a millisecond."""
-        return self.low_bit is not None and self.low_bit.is_fitted_to(self.bound.weights_in_sampling())
+        """Whether the weights in eight bits are still those that were rounded."""
+        return self.low_bit is not None and self.low_bit.is_fitted_to(self.bound.edition)
 
     def _low_bit(self, round_rows: Round, left_out: frozenset[str] = frozenset()) -> LowBitWeights:
         if self.low_bit is None or self.low_bit.layout is not self.bound.layout:
@@ -205,29 +196,29 @@ class ManagedUNet:
         return self.bound.on_the_fly.kinds(self.bound.binding)
 
     def runner(
-        self, key: ShapeKey, conditioning: Conditioning | None, deepcache: DeepCachePass | None = None
+        self, key: ShapeKey, deepcache: DeepCachePass | None = None
     ) -> Runner | None:
-        """The runner for a shape, unless weights, conditioning or deep feature have moved since it was made."""
+        """The runner for a shape, unless weights or deep feature have moved since it was made."""
         kept = self.runners.get(key)
         if kept is None:
             return None
-        if self.serves(kept, conditioning, deepcache):
+        if self.serves(kept, deepcache):
             return kept.runner
         del self.runners[key]
         return None
 
-    def serves(self, kept: CachedRunner, conditioning: Conditioning | None, deepcache: DeepCachePass | None) -> bool:
+    def serves(self, kept: CachedRunner, deepcache: DeepCachePass | None) -> bool:
         """Whether a runner is still good for these."""
-        return kept.generation == self.bound.generation and kept.conditioning is conditioning and (
+        return kept.generation == self.bound.generation and (
             feature_of(kept.runner) is (deepcache and deepcache.feature)
         )
 
-    def keep(self, key: ShapeKey, conditioning: Conditioning | None, runner: Runner) -> None:
+    def keep(self, key: ShapeKey, runner: Runner) -> None:
         """Keep a runner that was made just now; those that weights have moved away from go."""
         self.runners = {
             other: kept for other, kept in self.runners.items() if kept.generation == self.bound.generation
         }
-        self.runners[key] = CachedRunner(self.bound.generation, conditioning, runner)
+        self.runners[key] = CachedRunner(self.bound.generation, runner)
         self._memory = runner.memory
 
     def held_features(self) -> list[DeepFeature]:
@@ -253,7 +244,6 @@ class ManagedUNet:
             self.oneflow = {}
             self.cache_run.forget()
             self.low_bit = None
-            self.bound.prompts.drop()
             self.bound.drop_applied()
         if not self.runners:
             self._memory = None
@@ -266,7 +256,7 @@ class ManagedUNet:
         """Drop graphs and their memory where the weights are elsewhere by now, as when the host has taken the UNet off
         the GPU: half a millisecond."""
         holds = (
-            self._memory is not None or self.low_bit is not None or self.cache_run.bytes() or self.bound.prompts.bytes()
+            self._memory is not None or self.low_bit is not None or self.cache_run.bytes()
             or self.bound.on_the_fly.bytes
         )
         if holds and not self.bound.unmoved():

@@ -5,14 +5,13 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import nn
 
 from ..model.patch_points import CROSS_ATTENTION, SELF_ATTENTION
 from ..model.patches import own_method
 from ..model.read_ldm import is_block, is_derived_block
-from ..runtime.runtime import runtime
 from .author import author
 
 METHODS = ("forward", "_forward")
@@ -24,13 +23,7 @@ SELF_NORM = ".norm1"
 Changed = dict[str, dict[str, Any]]
 
 
-class Structured(Protocol):
-    @property
-    def structure(self) -> tuple[str, ...]:
-        """As in model.patch_points.PatchPoints."""
-
-
-Found = TypeVar("Found", bound=Structured)
+Found = TypeVar("Found")
 
 
 class Places(NamedTuple):
@@ -66,22 +59,15 @@ class ChangedModules(Generic[Found]):
     ) -> None:
         self._made_of, self._inert = made_of, inert
         self._places: weakref.WeakKeyDictionary[nn.Module, Places] = weakref.WeakKeyDictionary()
-        self._last: weakref.WeakKeyDictionary[nn.Module, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
     def forget(self, unet: nn.Module) -> None:
         """A sampling begins: somebody may have put other modules into the UNet."""
         self._places.pop(unet, None)
 
     def at_call(self, unet: nn.Module) -> Found | None:
-        """What stands on its modules now, or None. Where that is something else than at the last call, the UNet is
-        looked at again, as when a sampling begins."""
+        """What stands on its modules now, or None."""
         changed = self._find(unet)
-        found = self._made_of(changed) if changed else None
-        structure = () if found is None else found.structure
-        before, self._last[unet] = self._last.get(unet, ()), structure
-        if structure != before and (managed := runtime.managed_unet(unet)) is not None:
-            managed.bound.begin_sampling()
-        return found
+        return self._made_of(changed) if changed else None
 
     def _find(self, unet: nn.Module) -> Changed:
         places = self._places.get(unet)

@@ -242,7 +242,7 @@ class AppliedBinding:
 
     def weights(self) -> Weights:
         """As Binding.weights."""
-        return AppliedWeights(self._binding.weights(), self._applied, self.dtype)
+        return AppliedWeights(self._binding.weights(wider=False), self._applied, self.dtype)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -7,15 +7,14 @@ and an unloaded model's memory is freed at once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from .fused_storage import fuse, joined_affine, shares_storage
-from .identity import Edits, Signature
+from .fused_storage import fuse, joined, joined_affine, shares_storage
 from .layout import Convolution, FusedLinear, UNetLayout, UnsupportedUNet
 from .weights import Affine, Weights
 
@@ -37,8 +36,8 @@ class Layout(Protocol):
     def fusions(self) -> Sequence[FusedLinear]:
         """Every group of linear layers that is to lie in one tensor."""
 
-    def prompt_paths(self) -> Collection[str]:
-        """The leaves of whose outputs some are kept from call to call."""
+    def wider_fusions(self) -> Sequence[FusedLinear]:
+        """Groups of these groups that lie in one tensor too, where they are of one type and without bias."""
 
 
 class Binding:
@@ -54,8 +53,7 @@ class Binding:
         self._leaves = {leaf.path: weakref.ref(module.get_submodule(leaf.path)) for leaf in leaves}
         # The groups of layers whose weights lie in one tensor.
         self.fusions = layout.fusions()
-        prompt_paths = layout.prompt_paths()
-        self._prompt_leaves = [leaf for path, leaf in self._leaves.items() if path in prompt_paths]
+        self._wider = layout.wider_fusions()
         self._convolution_paths = [leaf.path for leaf in leaves if isinstance(leaf, Convolution) and leaf.kernel > 1]
         self._turned: set[str] = set()
         self._members = {fusion.name: [member.path for member in fusion.members] for fusion in self.fusions}
@@ -82,6 +80,10 @@ class Binding:
             copied = sum(self._turn(path, torch.channels_last) for path in self._convolution_paths)
         else:
             copied = self.turn_convolutions_back()
+        for wider in self._wider:
+            members = [affines[member.path] for member in wider.members]
+            if can_be_one(members):
+                copied += fuse([affine.weight for affine in members])
         for fusion in self.fusions:
             copied += fuse([affines[member.path].weight for member in fusion.members])
             biases = [affines[member.path].bias for member in fusion.members]
@@ -128,6 +130,13 @@ class Binding:
         layers: list[Any] = [leaf() for leaf in self._leaves.values()]
         return [layer for layer in layers if layer is not None] if None in layers else layers
 
+    def holders(self) -> list[nn.Module]:
+        """The modules whose own the parameters are. Raises UnsupportedUNet if one is gone."""
+        layers: list[Any] = [leaf() for leaf in self._leaves.values()]
+        if None in layers:
+            raise UnsupportedUNet(LAYERS_GONE)
+        return layers
+
     def layers_of(self, name: str) -> list[nn.Module]:
         """The host's modules of a layer, by its path, or of a fused layer, by its name. Raises UnsupportedUNet if one
         is gone."""
@@ -137,42 +146,24 @@ class Binding:
         return found
 
     def parameters(self) -> list[nn.Parameter]:
-        """Of all layers, in their order; as all_edits counts them. Drop the result after the call."""
+        """Of all layers, in their order. Drop the result after the call."""
         return present_parameters(self._leaves.values())
 
-    def signature(self) -> Signature:
-        """Where every parameter lies now. Changes when the host moves, casts or swaps one: half a millisecond for SDXL.
-
-        Raises UnsupportedUNet if a layer is gone.
-        """
-        matrices: list[nn.Parameter] = []
-        vectors: list[nn.Parameter] = []
-        for leaf in self._leaves.values():
-            weight, bias = self._parameters(leaf)
-            (matrices if weight.dim() > 1 else vectors).append(weight)
-            if bias is not None:
-                vectors.append(bias)
-        return Signature(matrices, vectors)
-
-    def edits(self) -> Edits:
-        """How the attention's and the label embedding's parameters stand now.
-
-        Keys and values of a prompt are computed once and kept; they are stale as soon as this changes.
-        """
-        return Edits(present_parameters(self._prompt_leaves))
-
-    def all_edits(self) -> Edits:
-        """How every parameter stands now."""
-        return Edits(self.parameters())
-
-    def weights(self) -> Weights:
+    def weights(self, wider: bool = True) -> Weights:
         """Every layer's tensors by path, and every fused layer's by its name. Drop the result after the call.
+
+        wider: those of wider groups too, by their names, where they lie together.
 
         Raises UnsupportedUNet if a fused layer's members no longer lie together (bind again).
         """
         affines = self._affines()
         for fusion in self.fusions:
             affines[fusion.name] = joined_affine(fusion, affines)
+        for group in self._wider if wider else ():
+            members = [affines[member.path] for member in group.members]
+            weight = joined([affine.weight for affine in members]) if can_be_one(members) else None
+            if weight is not None:
+                affines[group.name] = Affine(weight, None)
         return affines
 
     @property
@@ -217,6 +208,8 @@ class Binding:
             for parameter in (affine.weight, affine.bias):
                 if parameter is None:
                     continue
+                if not isinstance(parameter, nn.Parameter):
+                    raise UnsupportedUNet(f"{path} holds a tensor that is none of its parameters (functional_call?)")
                 if type(parameter.data) is not Tensor or parameter.dtype not in known:
                     raise UnsupportedUNet(f"{path} is stored as {describe_storage(parameter)}, which we do not run")
                 devices = {parameter.device.type, self.device.type}
@@ -236,6 +229,15 @@ class Binding:
             parameters = [parameter for affine in members for parameter in affine[:2] if parameter is not None]
             if len({parameter.dtype for parameter in parameters}) > 1:
                 raise UnsupportedUNet(f"the layers of {fusion.name} are stored in several types")
+
+
+def can_be_one(members: Sequence[Affine]) -> bool:
+    """Whether linear layers can lie in one tensor whatever they are: of one type, on one device, without biases."""
+    first = members[0].weight
+    return all(
+        affine.bias is None and (affine.weight.dtype, affine.weight.device) == (first.dtype, first.device)
+        for affine in members
+    )
 
 
 def present_parameters(leaves: Iterable[weakref.ref[nn.Module]]) -> list[nn.Parameter]:

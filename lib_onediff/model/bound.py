@@ -1,4 +1,4 @@
-"""One UNet module in our care: its layout, its bound parameters, and what it remembers between calls."""
+"""One UNet module in our care: its layout and its bound parameters, true to what the host has made of it."""
 from __future__ import annotations
 
 import contextlib
@@ -7,63 +7,56 @@ import time
 import weakref
 from collections.abc import Callable, Hashable
 
-from torch import nn
+from torch import Tensor, nn
 
+from ..weights.contents import PART, Contents, Sums, digest_of_values, few_rows
+from ..weights.watch import Parameters, Tree
 from .binding import LAYERS_GONE, Binding
 from .call import UNetCall
-from .conditioning import PromptMemory
-from .forward import Conditioning, condition
-from .identity import UNCOUNTED, Edits, Sighting, Signature, digest_of_values
 from .layout import UNetLayout, UnsupportedUNet
 from .offload import OffloadedWeights
 from .on_the_fly import News, OnTheFly
-from .operators import Operators
-from .patches import HostTraits, Structure, scan
+from .patches import LOOKED_AT_BY_OTHERS, HostTraits, scan
 from .read import read_layout
-from .weights import Source, Weights
+from .weights import Weights
 
 log = logging.getLogger("onediff")
-
-SECONDS_WITHIN_A_SAMPLING = 0.1
 
 
 class BoundUNet:
     """Keeps layout and binding true to a module that its host may change at any time. Holds no reference to it.
 
     generation: how often addresses have changed. What was captured under another generation must not be replayed.
-    looks: how often everything was looked at again, because a sampling began or something moved.
-    samplings: how many samplings were announced.
+    looks: how often something else than values was found changed.
+    edition: how often the weights were found to be others, in place or not.
+    samplings: how many samplings the host has announced. in_sampling: whether one goes on.
     channels_last: whether the convolutions' weights were laid out so.
     on_the_fly: what the host applies to the weights at each use.
     offloaded: the weights that are in the computer's memory for the time being.
-    prompts: what was computed of prompts alone.
-    last_call_ended: when the last call of the UNet ended, by time.perf_counter.
+    sums: how the contents of weights are read, where there is something better than torch's operators.
     """
 
     def __init__(self, unet: nn.Module, host_traits: HostTraits = HostTraits()) -> None:  # noqa: B008
         self._unet = weakref.ref(unet)
         self.host_traits = host_traits
-        self._structure: Structure | None = None
-        self._sampling_began = True
-        self.last_call_ended = 0.0
-        self._signature: Signature | None = None
-        self._edits: Edits | None = None
-        self._all_edits: Edits | None = None
+        self._tree: Tree | None = None
+        self._parameters: Parameters | None = None
+        self._contents: Contents | None = None
+        self._part = 0
+        self.sums: Sums | None = None
+        # Places of parameters with other values than when somebody asked last.
+        self._edited: set[int] | None = None
         self.channels_last = False
         self._binding: Binding | None = None
-        self._unreadable: str | None = None
         self._refusal: str | None = None
-        self._last_prompt = Sighting()
-        self.prompts = PromptMemory()
-        self.generation = self.looks = 0
+        self.generation = self.looks = self.edition = 0
         self.on_the_fly = OnTheFly(host_traits.functions, host_traits.casts)
         self.offloaded = OffloadedWeights()
-        # Counts the changes of addresses and of what is applied: at equal numbers, what was computed still holds.
-        self._revision = 0
         self.samplings = 0
+        self.in_sampling = False
         self._lora: Hashable = None
-        # With the number of looks and what the weights were then.
-        self._checkpoint: tuple[int, tuple[int, Edits, int], str] | None = None
+        self._checkpoint: tuple[Hashable, str] | None = None
+        self._identity: tuple[Hashable, str] | None = None
 
     @property
     def layout(self) -> UNetLayout:
@@ -101,39 +94,123 @@ class BoundUNet:
         if self.on_the_fly.drop():
             self._note_moved()
 
-    def weights_now(self) -> tuple[int, Edits]:
-        """What the weights are: equal values as long as none was moved, exchanged or, where that can be seen, edited.
-        A tenth of a millisecond."""
-        known = self._all_edits
-        if known is None or (UNCOUNTED not in known.counts and not known.still_true()):
-            known = self._all_edits = self.binding.all_edits()
-        return self._revision, known
+    # --- whose image it is ----------------------------------------------------------------------------------------
 
-    def weights_in_sampling(self) -> tuple[int, Edits, int]:
-        """As weights_now; where edits cannot be seen, also another at every sampling."""
-        revision, edits = self.weights_now()
-        return revision, edits, self.samplings if UNCOUNTED in edits.counts else 0
+    def begin_sampling(self) -> None:
+        """The host says that a new sampling starts."""
+        self.samplings += 1
+        self.in_sampling = True
+
+    def end_sampling(self) -> None:
+        """The host says that it is over."""
+        self.in_sampling = False
+
+    # --- has anything changed? ------------------------------------------------------------------------------------
+
+    def lies_still(self) -> bool:
+        """Whether what a graph reads is alive and where it was: to be asked before a replay."""
+        if self._refusal is not None or self._parameters is None:
+            return False
+        if self.host_traits.wanted_lora is not None and self.host_traits.wanted_lora() != self._lora:
+            return False
+        return self._parameters.lie_still()
+
+    def begin_look(self) -> Callable[[], bool]:
+        """Whether everything stands as the last refresh has found it, told by the function that this returns. What has
+        to be read on a GPU is launched now, before the replay that it is for; the rest is looked at while that runs."""
+        contents, values = self._contents, self._begin_contents()
+        applied = self.on_the_fly.begin_contents()
+
+        def stands() -> bool:
+            unet, tree, parameters = self._unet(), self._tree, self._parameters
+            if unet is None or tree is None or parameters is None:
+                return False
+            if not (tree.stands(unet) and parameters.stand()):
+                return False
+            if self._note_edits(contents, values()) and not self.in_sampling:
+                return False
+            return not self.on_the_fly.is_asked or (applied() and self.on_the_fly.stands(self.binding))
+
+        return stands
+
+    def _begin_contents(self) -> Callable[[], Tensor | None]:
+        if self._contents is None:
+            return lambda: None
+        try:
+            return self._contents.begin()
+        except ReferenceError:
+            return lambda: None
+
+    def _note_edits(self, contents: Contents | None, values: Tensor | None) -> bool:
+        """Count an edit of values, if there was any since the last time; whether there was."""
+        parameters = self._parameters
+        assert parameters is not None
+        edited = set(parameters.edited())
+        if contents is not None:
+            edited |= set(contents.changed(values)) if values is not None else set(range(len(parameters)))
+        if not edited:
+            return False
+        self.edition += 1
+        parameters.note_versions()
+        if contents is not None and values is not None:
+            contents.known = values.clone()
+        if self._edited is not None:
+            self._edited |= edited
+        return True
+
+    def watch_contents(self, whole: bool) -> None:
+        """Somebody keeps what was made of the weights' values: let edits be seen that torch does not count. whole: by
+        every number; otherwise by one part in contents.PART."""
+        part = 1 if whole else PART
+        if self._contents is None or part < self._part:
+            self._part = min(part, self._part or part)
+            self._watch_parameters()
+
+    def edited_since(self, before: int | None) -> set[int] | None:
+        """Which parameters, by their places, have other values since this was asked last, at an edition; None: all may
+        have."""
+        edited, self._edited = self._edited, set()
+        return None if before is None else edited
+
+    def _watch_parameters(self) -> None:
+        layers = self.binding.holders()
+        self._parameters = Parameters(layers)
+        self._contents = Contents(self._parameters.now() or [], self._part, self.sums) if self._part else None
 
     def checkpoint(self) -> str:
         """A digest that tells checkpoints of an architecture apart and is the same under any LoRA that leaves biases
-        and norms as they are: only those are looked at. Copies 3 MB of SDXL's from the device and waits for it, when a
-        sampling begins with other weights; where they are what they were, it is known."""
-        known = self._checkpoint
-        if known is None or known[0] != self.looks:
-            state = self.weights_in_sampling()
-            if known is not None and known[1] == state:
-                digest = known[2]
-            else:
-                vectors = [parameter for parameter in self.binding.parameters() if parameter.dim() == 1]
-                digest = digest_of_values(self.architecture, vectors)
-            known = self._checkpoint = self.looks, state, digest
-        return known[2]
+        and norms as they are: only those are looked at. Copies 3 MB of SDXL's from the device and waits for it, where
+        the weights may be others than when it was asked last."""
+        state = self._state()
+        if self._checkpoint is None or self._checkpoint[0] != state:
+            vectors = [parameter for parameter in self.binding.parameters() if parameter.dim() == 1]
+            self._checkpoint = state, digest_of_values(self.architecture, vectors)
+        return self._checkpoint[1]
 
-    def begin_sampling(self) -> None:
-        """The host says that a new sampling starts: look at everything again at the next call."""
-        self._sampling_began = True
-        self.samplings += 1
-        self.prompts.forget()
+    def identity(self) -> str:
+        """What a verdict belongs to: these weights, what is applied to them, and the sources of the host's forward.
+
+        Read when a sampling begins, and outside of samplings whenever a change was seen: a few rows of each matrix,
+        which waits for the device.
+        """
+        state = self._state()
+        if self._identity is None or self._identity[0] != state:
+            sources = "" if self._tree is None else self._tree.digest()
+            label = f"{self.architecture} {sources} {self.on_the_fly.identity()}"
+            self._identity = state, digest_of_values(label, few_rows(self.binding.parameters()))
+        return self._identity[1]
+
+    @property
+    def last_identity(self) -> str:
+        """As it was when it was asked for last; "" before that."""
+        return "" if self._identity is None else self._identity[1]
+
+    def _state(self) -> Hashable:
+        """In a sampling, LoRAs that others schedule may edit the weights at each step."""
+        where = (self.looks, self.generation, self.on_the_fly.changes)
+        return (*where, self.samplings) if self.in_sampling else (*where, -1, self.edition)
+
+    # --- made true for a call -------------------------------------------------------------------------------------
 
     def layout_now(self) -> UNetLayout:
         """The layout as the module tree is now. Raises UnsupportedUNet with the reason."""
@@ -143,57 +220,51 @@ class BoundUNet:
         return self.layout
 
     def refresh(
-        self, call: UNetCall, by_content: bool, channels_last: bool = False, room: Callable[[], int] | None = None
+        self, call: UNetCall, channels_last: bool = False, room: Callable[[], int] | None = None
     ) -> None:
         """Make the binding true for this call. Raises UnsupportedUNet with the reason if that is impossible.
 
         channels_last: how the weights of convolutions are to lie in memory. room: how many bytes copies of weights may
         take, to which the host applies functions; None: any number.
-
-        The module tree is looked at when a sampling begins: announced by begin_sampling, or seen by a context tensor
-        that was not there at the last call, or, where every call brings a new one (by_content), by a pause. Then every
-        layer is asked for its parameters; at every other call those that were found are asked where they lie.
         """
-        # Parameters that have moved within a sampling come with other changes: a LoRA that is applied at every call
-        # from now on, say, because the host has put a part of the weights aside.
-        goes_on = self._is_same_sampling(call, by_content) and self.unmoved()
-        if not goes_on:
-            if self.offloaded and not self.unmoved():
-                # The host has moved or exchanged weights, and knows nothing of those that lie elsewhere.
-                self._have_restored()
-            self.looks += 1
-            self._refusal = self._look()
-            self._sampling_began = False
-            self._last_prompt.remember((call.context, call.y))
+        if self.offloaded and not self.unmoved():
+            # The host has moved or exchanged weights, and knows nothing of those that lie elsewhere.
+            self._have_restored()
+        self._refusal = self._look()
         if self._refusal is not None:
             raise UnsupportedUNet(self._refusal)
         if self.host_traits.sync_lora is not None:
             self.host_traits.sync_lora(self.binding.layers())
-        is_same_lora = True
         if self.host_traits.wanted_lora is not None:
-            before, self._lora = self._lora, self.host_traits.wanted_lora()
-            is_same_lora = self._lora == before
-        if not goes_on:
-            self.binding.cast_to = self.on_the_fly.cast_to(self.binding, call.latent.dtype)
-        if not (self._stands(goes_on) and channels_last == self.channels_last):
-            began = time.perf_counter()
-            try:
-                copied = self.binding.bind(channels_last)
-            except UnsupportedUNet as reason:
-                # It stands for as long as they stay where they are.
-                self._refusal, self._signature = str(reason), self.binding.signature()
-                raise
-            self._signature, self.channels_last = self.binding.signature(), channels_last
-            self._note_moved()
-            goes_on = False
-            milliseconds = (time.perf_counter() - began) * 1e3
-            log.debug("bound %s: %.0f MiB copied in %.0f ms", self.layout.model_name, copied / 2**20, milliseconds)
-        # A LoRA that was merged just now has edited parameters where they lie.
-        news = self.on_the_fly.refresh(self.binding, goes_on and is_same_lora, room)
+            self._lora = self.host_traits.wanted_lora()
+        before = self.binding.cast_to
+        self.binding.cast_to = self.on_the_fly.cast_to(self.binding, call.latent.dtype)
+        stand = self.unmoved() and channels_last == self.channels_last and self.binding.cast_to == before
+        if not stand:
+            self._bind(channels_last)
+        elif self._note_edits(self._contents, self._begin_contents()()):
+            stand = False
+        news = self.on_the_fly.refresh(self.binding, stand, room)
         if news is News.MOVED:
             self._note_moved()
         elif news is News.CHANGED:
-            self._revision += 1
+            self.edition += 1
+        if self.on_the_fly.copies:
+            self.watch_contents(whole=self.on_the_fly.copies_matrices)
+
+    def _bind(self, channels_last: bool) -> None:
+        began = time.perf_counter()
+        self._parameters = None
+        copied = self.binding.bind(channels_last)
+        self.channels_last = channels_last
+        self._watch_parameters()
+        self._note_moved()
+        milliseconds = (time.perf_counter() - began) * 1e3
+        log.debug("bound %s: %.0f MiB copied in %.0f ms", self.layout.model_name, copied / 2**20, milliseconds)
+
+    def bind_anew(self) -> None:
+        """Something failed over these weights: read and bind everything again at the next call."""
+        self._tree = self._parameters = self._contents = None
 
     def offload(self, name: str) -> None:
         """Have the weight of a layer, by its path or fused layer's name, in the computer's memory until it is needed.
@@ -203,14 +274,15 @@ class BoundUNet:
 
     def note_offloaded(self) -> None:
         """Graphs that know where the weights lay are of no use."""
-        self._signature = self.binding.signature()
+        self._watch_parameters()
+        self._tree = None if self._tree is None else Tree(self.module, LOOKED_AT_BY_OTHERS)
         self.generation += 1
 
     def restore(self) -> None:
         """Have all weights where the UNet is. Raises torch.cuda.OutOfMemoryError; the rest is still offloaded then."""
         if not self.offloaded:
             return
-        self._signature = None
+        self._parameters = None
         self._note_moved()
         try:
             self.offloaded.restore(self._unet())
@@ -219,7 +291,7 @@ class BoundUNet:
                 with contextlib.suppress(UnsupportedUNet):
                     if not self.offloaded:
                         self._binding.bind(self.channels_last)
-                    self._signature = self._binding.signature()
+                    self._watch_parameters()
 
     def _have_restored(self) -> None:
         """As restore, by whoever has more to do with it."""
@@ -230,104 +302,55 @@ class BoundUNet:
     def _note_moved(self) -> None:
         """Some weights lie elsewhere now."""
         self.generation += 1
-        self._revision += 1
-
-    def goes_on(self, call: UNetCall, by_content: bool, reads_prompt: bool) -> bool:
-        """Whether this call belongs to the sampling of the last one, over the same weights in the same places: what
-        refresh found then still holds. 0.1 ms for SDXL. reads_prompt: what was computed of the prompt must hold too.
-
-        Within a sampling, hosts move whole blocks: biases and norms go with the matrices beside them. What edits
-        weights in place is seen by whoever reads them anew. A LoRA that is merged now is another wanted_lora; what
-        makes a host's layers forget which one they hold, as loading a checkpoint does, comes between samplings.
-        """
-        if self._refusal is not None or self._signature is None or not self._is_same_sampling(call, by_content):
-            return False
-        if self.host_traits.wanted_lora is not None and self.host_traits.wanted_lora() != self._lora:
-            return False
-        if reads_prompt and self._edits is None:
-            return False
-        return self._signature.matrices_stand(self._edits if reads_prompt else None) and (
-            not self.on_the_fly.is_asked or self.on_the_fly.stands(self.binding)
-        )
-
-    def _is_same_sampling(self, call: UNetCall, by_content: bool) -> bool:
-        """Whether this call belongs to the sampling of the last one."""
-        if self._sampling_began:
-            return False
-        if by_content:
-            return time.perf_counter() - self.last_call_ended < SECONDS_WITHIN_A_SAMPLING
-        return self._last_prompt.recognises((call.context, call.y))
+        self.edition += 1
+        self._edited = None
 
     def unmoved(self) -> bool:
-        """Whether the parameters that were bound lie where they lay; half a millisecond."""
-        return self._signature is not None and self._signature.still_true()
-
-    def _stands(self, goes_on: bool) -> bool:
-        """Whether every parameter lies where it lay. Within a sampling, parameters move but are not exchanged."""
-        if self._signature is None:
-            return False
-        if goes_on:
-            # sync_lora may have given a layer another parameter.
-            return self.host_traits.sync_lora is None or self._signature.still_true()
-        self._edits = self._all_edits = None
-        return self._signature == self.binding.signature()
+        """Whether the parameters that were bound are there, and lie where and as they lay; a millisecond."""
+        return self._parameters is not None and self._parameters.stand()
 
     def _look(self) -> str | None:
-        """Look through the module tree, and read it again if it has changed. Returns why it cannot be run, or None."""
+        """See whether the module tree computes as it did, and read it again if not. Returns why it cannot be run, or
+        None."""
         unet = self._unet()
         if unet is None:
             return "the host has unloaded this UNet"
-        structure = scan(unet, self.host_traits)
-        if structure.patched is not None:
+        if self._tree is not None and self._tree.stands(unet):
+            return self._refusal
+        self.looks += 1
+        self._tree = Tree(unet, LOOKED_AT_BY_OTHERS)
+        patched = scan(unet, self.host_traits).patched
+        if patched is not None:
             self.undo_channels_last()
-            return structure.patched
-        if structure != self._structure:
-            self._read(unet, structure)
-        return self._unreadable
+            return patched
+        return self._read(unet)
 
-    def _read(self, unet: nn.Module, structure: Structure) -> None:
-        """Find out what the module tree is. Where others have only put something into it that calls bring as patches,
-        or have taken that out, weights and graphs stay as they are."""
-        layout, self._unreadable = None, None
+    def _read(self, unet: nn.Module) -> str | None:
+        """Find out what the module tree is, or why it cannot be run. Where layers and layout are what they were,
+        weights and graphs stay as they are."""
+        layout, unreadable = None, None
         try:
             layout = read_layout(unet)
         except UnsupportedUNet as reason:
-            self._unreadable = str(reason)
+            unreadable = str(reason)
         if layout is not None and self._binding is not None and self._binding.holds_layers_of(unet, layout):
-            self._structure, self._binding.layout = structure, layout
-            return
+            self._binding.layout = layout
+            return None
         self._have_restored()
         self.undo_channels_last()
-        self._structure, self._binding, self._signature = structure, None, None
-        self._edits = self._all_edits = None
+        self._binding = self._parameters = self._contents = None
         self.drop_applied()
+        self._note_moved()
         if layout is not None:
             self._binding = Binding(unet, layout)
-
-    def conditioning(
-        self, ops: Operators, call: UNetCall, by_content: bool, precision: Hashable = (), source: Source | None = None
-    ) -> Conditioning:
-        """What depends on the prompt alone, computed only when prompt, weights or precision have changed.
-
-        by_content: the host hands over new tensors at every call, so that no prompt is recognised. An inference tensor
-        never is. source: whose weights are read, where they are others than the host computes with; precision must
-        tell them apart.
-        """
-        weights = self.weights if source is None else source.weights
-        compute = lambda: condition(self.layout, weights(), ops, call.context, call.y)  # noqa: E731
-        if by_content or call.context.is_inference():
-            return self.prompts.computed_anew(call.context, call.y, compute)
-        if self._edits is None or not self._edits.still_true():
-            self._edits = self.binding.edits()
-        edits = (self._revision, self._edits, precision)
-        return self.prompts.conditioning(call.context, call.y, edits, compute)
+        return unreadable
 
     def undo_channels_last(self) -> bool:
         """Let the host's own forward find the convolutions' weights as torch makes them. Returns whether they moved."""
         if not self.channels_last or self._binding is None:
             return False
         self._binding.turn_convolutions_back()
-        self._signature, self.channels_last = None, False
+        self._parameters, self.channels_last = None, False
         self._note_moved()
         return True
 
@@ -336,10 +359,9 @@ class BoundUNet:
         self.restore()
         if self._binding is not None:
             self._binding.unbind()
-        self._structure = self._signature = self._binding = None
-        self._edits = self._all_edits = None
-        self.channels_last = False
-        self._sampling_began = True
-        self.prompts = PromptMemory()
+        self._tree = self._parameters = self._contents = self._binding = None
+        self._refusal = None
+        self.channels_last = self.in_sampling = False
+        self._part = 0
         self.drop_applied()
         self._note_moved()

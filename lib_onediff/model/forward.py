@@ -1,13 +1,13 @@
 """The forward pass of a Stable Diffusion UNet, as pure functions of tensors against a set of operators.
 
 The arithmetic is that of ldm's openaimodel.UNetModel and attention.SpatialTransformer (Rombach et al. 2022), which
-sgm, Forge and diffusers share. What differs from the hosts is only how often things are computed: keys and values of
-the context and the label embedding once per prompt (condition), all time embedding projections in one GEMM.
+sgm, Forge and diffusers share. What differs from the hosts is only how many products it takes: all time embedding
+projections are one GEMM, and the keys and values of many layers are one. Nothing that is computed of weights or of the
+prompt outlives a call, so an edit of either counts at the next one.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor
 
@@ -16,39 +16,6 @@ from .layers import Layers
 from .layout import Convolution, Downsample, Layer, TransformerBlock, UNetLayout, Upsample, descriptions
 from .operators import Operators
 from .weights import Weights, bias_of
-
-
-@dataclass(frozen=True)
-class Conditioning:
-    """What depends on the prompt alone.
-
-    key_values: for each cross attention in the layout's order, (batch, tokens, keys then values).
-    label: (batch, embedding width), or None.
-    """
-
-    key_values: tuple[Tensor, ...]
-    label: Tensor | None
-
-    def tensors(self) -> list[Tensor]:
-        return [*self.key_values, *([] if self.label is None else [self.label])]
-
-    def copy_(self, other: Conditioning) -> None:
-        """Take the values of another prompt's, which has the same shapes."""
-        for target, source in zip(self.tensors(), other.tensors(), strict=True):
-            target.copy_(source)
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Conditioning:
-        """The same with change(tensor) in the place of every tensor."""
-        return Conditioning(tuple(map(change, self.key_values)), None if self.label is None else change(self.label))
-
-
-def condition(layout: UNetLayout, weights: Weights, ops: Operators, context: Tensor, y: Tensor | None) -> Conditioning:
-    """Compute what depends on the prompt alone from context (batch, tokens, width) and y (batch, width)."""
-    context = context.to(weights[layout.time.first.path].weight.dtype)
-    key_values = tuple(
-        ops.linear(context, weights[attention.key_value.name]) for attention in layout.cross_attentions
-    )
-    return Conditioning(key_values, embedded_label(layout, weights, ops, y))
 
 
 def embedded_label(layout: UNetLayout, weights: Weights, ops: Operators, y: Tensor | None) -> Tensor | None:
@@ -61,15 +28,27 @@ def embedded_label(layout: UNetLayout, weights: Weights, ops: Operators, y: Tens
 
 
 class ContextProjections(Mapping[str, Tensor]):
-    """Keys and values of each cross attention, by the name of its fused layer, computed where they are used."""
+    """Keys and values of each cross attention, (batch, tokens, keys then values), by the name of its fused layer.
+
+    They are computed where they are used: for a whole group of layers at once where the weights have the group.
+    """
 
     def __init__(self, layout: UNetLayout, weights: Weights, ops: Operators, context: Tensor) -> None:
         self._names = tuple(attention.key_value.name for attention in layout.cross_attentions)
+        self._groups = layout.context_groups
         self._weights, self._ops = weights, ops
         self._context = context.to(weights[layout.time.first.path].weight.dtype)
+        # What a group has given and was not asked for yet.
+        self._waiting: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._ops.linear(self._context, self._weights[name])
+        group = self._groups.get(name)
+        if group is None or group.name not in self._weights:
+            return self._ops.linear(self._context, self._weights[name])
+        if name not in self._waiting:
+            parts = self._ops.linear(self._context, self._weights[group.name]).split(group.widths, dim=-1)
+            self._waiting.update(zip(group.parts, parts, strict=True))
+        return self._waiting.pop(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -102,31 +81,17 @@ def block_shifts(layout: UNetLayout, weights: Weights, ops: Operators, embedding
     return {block.embedding.path: shift for block, shift in zip(blocks, shifts, strict=True)}
 
 
-def key_values_by_name(layout: UNetLayout, conditioning: Conditioning) -> dict[str, Tensor]:
-    names = (attention.key_value.name for attention in layout.cross_attentions)
-    return dict(zip(names, conditioning.key_values, strict=True))
-
-
 class Pass:
-    """One forward pass in progress: the inputs that every layer needs, and the way through the layers.
+    """One forward pass in progress: the inputs that every layer needs, and the way through the layers."""
 
-    conditioning: of the call's prompt; None: it is computed on the way from the call's context and y.
-    """
-
-    def __init__(
-        self, layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, conditioning: Conditioning | None
-    ) -> None:
+    def __init__(self, layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall) -> None:
         self.layout, self.weights, self.ops, self.call = layout, weights, ops, call
         self.control = call.control or Control()
-        key_values: Mapping[str, Tensor]
-        if conditioning is None:
-            label = embedded_label(layout, weights, ops, call.y)
-            key_values = ContextProjections(layout, weights, ops, call.context)
-        else:
-            label, key_values = conditioning.label, key_values_by_name(layout, conditioning)
+        label = embedded_label(layout, weights, ops, call.y)
         shifts = block_shifts(layout, weights, ops, self.embedding(label))
         self.layers = Layers(
-            weights, ops, shifts, key_values, call.upcast_attention, call.image_prompts, call.perturbed
+            weights, ops, shifts, ContextProjections(layout, weights, ops, call.context), call.upcast_attention,
+            call.image_prompts, call.perturbed,
         )
 
     def embedding(self, label: Tensor | None) -> Tensor:
@@ -180,11 +145,9 @@ class Pass:
         return image.to(self.call.latent.dtype)
 
 
-def forward(
-    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, conditioning: Conditioning | None
-) -> Tensor:
+def forward(layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall) -> Tensor:
     """The whole UNet: (batch, out channels, height, width) in the latent's dtype, for latents of any size."""
-    return Pass(layout, weights, ops, call, conditioning).whole()
+    return Pass(layout, weights, ops, call).whole()
 
 
 def add_residual(image: Tensor, residuals: tuple[Tensor | None, ...], index: int) -> Tensor:

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache, cached_property
 from typing import Any
 
+# Weights of one group of context projections: all of SD1.5's. Binding needs as much memory again for a moment.
+LARGEST_GROUP = 1 << 25
+
 
 class UnsupportedUNet(Exception):
     """The module is not a UNet, or half of a VAE, that we can run; the message is one line for the user.
@@ -67,6 +70,22 @@ class FusedLinear:
     @property
     def out_features(self) -> int:
         return sum(member.out_features for member in self.members)
+
+
+@dataclass(frozen=True)
+class ContextGroup:
+    """Keys and values of several cross attentions, over the same context, as one linear layer.
+
+    parts: the names of their fused layers; widths: the output features of each, in this order.
+    """
+
+    fused: FusedLinear
+    parts: tuple[str, ...]
+    widths: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.fused.name
 
 
 @dataclass(frozen=True)
@@ -197,6 +216,25 @@ class UNetLayout:
     def cross_attentions(self) -> tuple[CrossAttention, ...]:
         return tuple(self.layers(CrossAttention))
 
+    @cached_property
+    def context_groups(self) -> dict[str, ContextGroup]:
+        """By the name of each attention's fused layer, the group that it is computed with."""
+        groups: list[list[FusedLinear]] = [[]]
+        for part in (attention.key_value for attention in self.cross_attentions):
+            present = groups[-1]
+            if present and sum(map(weights_of, (*present, part))) > LARGEST_GROUP:
+                groups.append([])
+            groups[-1].append(part)
+        found: dict[str, ContextGroup] = {}
+        for number, parts in enumerate(groups):
+            members = tuple(member for part in parts for member in part.members)
+            group = ContextGroup(
+                FusedLinear(f"context projections {number}", members), tuple(part.name for part in parts),
+                tuple(part.out_features for part in parts),
+            )
+            found.update(dict.fromkeys(group.parts, group))
+        return found
+
     def leaves(self) -> list[Linear | Convolution | GroupNorm | LayerNorm]:
         """Every description of a module that holds parameters, each once."""
         return list(descriptions(tuple(getattr(self, item.name) for item in fields(self) if item.name != "embeddings"),
@@ -211,10 +249,9 @@ class UNetLayout:
         """Every group of linear layers that is to lie in one tensor."""
         return [*self.layers(FusedLinear), self.embeddings]
 
-    def prompt_paths(self) -> set[str]:
-        """The layers whose outputs depend on the prompt alone (keys, values, labels), and those fused with them."""
-        paths = {member.path for fusion in self.fusions()[:-1] for member in fusion.members}
-        return paths if self.label is None else paths | {self.label.first.path, self.label.second.path}
+    def wider_fusions(self) -> list[FusedLinear]:
+        """Groups of such groups that lie in one tensor too, where nothing is applied to their weights at each use."""
+        return list(dict.fromkeys(group.fused for group in self.context_groups.values()))
 
     @property
     def y_width(self) -> int | None:
@@ -233,6 +270,11 @@ class UNetLayout:
     def architecture(self) -> str:
         """A digest that two UNets share exactly when they are the same network up to their weights and names."""
         return digest_without(self, ("path", "name", "family", "foreign"))
+
+
+def weights_of(fused: FusedLinear) -> int:
+    """How many numbers its weight has."""
+    return fused.members[0].in_features * fused.out_features
 
 
 def digest_without(layout: Any, names: Collection[str]) -> str:

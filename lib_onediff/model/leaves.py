@@ -1,6 +1,7 @@
 """Read the leaf modules that hold parameters, and keep account of them; and the block that all families have."""
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch import nn
@@ -16,6 +17,7 @@ from .layout import (
     TransformerBlock,
     UnsupportedUNet,
 )
+from .patches import package
 
 # Forge's Linear is not an nn.Linear, but the same parameters with the same meaning.
 LINEAR_CLASSES = {"ForgeOperations.Linear"}
@@ -34,11 +36,19 @@ class LeafReader:
     """Turns leaf modules into descriptions and remembers which parameters have been accounted for."""
 
     def __init__(self, unet: nn.Module) -> None:
+        self._packages = ("torch", package(type(unet).__module__))
         self._paths: dict[nn.Module, str] = {module: name for name, module in unet.named_modules()}
         self._unclaimed = {name for name, _ in unet.named_parameters()}
 
     def path(self, module: nn.Module) -> str:
         return self._paths[module]
+
+    def kind(self, module: object) -> str:
+        """The name of a module's class where it is the one that torch or the UNet's own package has by this name; else
+        its full name, which no reader knows."""
+        kind = type(module)
+        known = package(kind.__module__) in self._packages and is_genuine(kind)
+        return kind.__name__ if known else f"{kind.__module__}.{kind.__qualname__}"
 
     def refuse_unclaimed(self) -> None:
         """Raise UnsupportedUNet if the module has parameters that no description covers (an adapter's, say)."""
@@ -99,7 +109,7 @@ class LeafReader:
     def transformer_block(self, block: Any) -> TransformerBlock:
         """A block of self attention, cross attention and feed-forward layers, as ldm and diffusers call its parts."""
         path, own, cross = self.path(block), block.attn1, block.attn2
-        if type(block.ff.net[0]).__name__ != "GEGLU":
+        if self.kind(block.ff.net[0]) != "GEGLU":
             raise UnsupportedUNet(f"{path} has a feed-forward layer without GEGLU")
         return TransformerBlock(
             self_norm=self.layer_norm(block.norm1),
@@ -138,5 +148,13 @@ class LeafReader:
 def computes_as_torch(kind: type) -> bool:
     """Whether a layer's class has torch's own forward, or one that is known to compute the same."""
     owner = next(base for base in kind.__mro__ if "forward" in base.__dict__)
-    package = owner.__module__.partition(".")[0]
-    return package == "torch" or owner.__qualname__ in KNOWN_FORWARDS.get(package, ())
+    known = package(owner.__module__)
+    return (known == "torch" and is_genuine(owner)) or owner.__qualname__ in KNOWN_FORWARDS.get(known, ())
+
+
+def is_genuine(kind: type) -> bool:
+    """Whether a class is what its module has by its name, and no other that calls itself so."""
+    found: Any = sys.modules.get(kind.__module__)
+    for name in kind.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is kind

@@ -1,7 +1,7 @@
 """A copy of a UNet's weights on another device, kept true to them: rows of a call can be computed there."""
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from .binding import Binding
 from .bound import BoundUNet
 from .call import UNetCall
-from .identity import Edits
 from .patches import HostTraits
 
 
@@ -24,8 +23,8 @@ class MirrorUNet(BoundUNet):
         """copy: made by empty_copy of the source's binding; whoever calls keeps it alive."""
         super().__init__(copy, HostTraits(yardstick=source.host_traits.yardstick))
         self._source, self._of = source, source.binding
-        self._seen: tuple[int, int] | None = None
-        self._copied: tuple[int, Edits, int] | None = None
+        # The source's edition that the copies are of.
+        self._copied: int | None = None
         self.copied_bytes = 0
 
     def is_of(self, source: BoundUNet) -> bool:
@@ -33,55 +32,51 @@ class MirrorUNet(BoundUNet):
         return source is self._source and source.has_binding and source.binding is self._of
 
     def is_true(self) -> bool:
-        """Whether the weights are those of the source: a tenth of a millisecond."""
-        return self.is_of(self._source) and self._copied == self._source.weights_in_sampling()
+        """Whether the weights are those of the source, as far as its own last look has told."""
+        return self.is_of(self._source) and self._copied == self._source.edition
 
-    def refresh(self, call: UNetCall, by_content: bool, channels_last: bool = False, room: object = None) -> None:
-        """As of BoundUNet, where the source was refreshed for the same sampling. Copies changed weights, behind what
-        the devices are doing. Raises torch.cuda.OutOfMemoryError too."""
-        if self._seen is not None and self._seen[1] != self._source.samplings:
-            self.begin_sampling()
-        super().refresh(call, by_content, channels_last)
-        self._copy_changes()
-        self.binding.layout = self._source.layout
-        self._seen = self._source.looks, self._source.samplings
-
-    def goes_on(self, call: UNetCall, by_content: bool, reads_prompt: bool) -> bool:
-        """Whether the call belongs to the sampling of the last refresh. Our own parameters lie where they lay: is_true
-        tells whether they are still the source's."""
-        return self._is_same_sampling(call, by_content) and (not reads_prompt or self._edits is not None)
-
-    def _is_same_sampling(self, call: UNetCall, by_content: bool) -> bool:
-        if self._sampling_began or self._seen != (self._source.looks, self._source.samplings):
-            return False
-        return by_content or self._last_prompt.recognises((call.context, call.y))
-
-    def _look(self) -> str | None:
+    def refresh(self, call: UNetCall, channels_last: bool = False, room: Callable[[], int] | None = None) -> None:
+        """As of BoundUNet, where the source was refreshed for the same call. Copies changed weights, behind what the
+        devices are doing. Raises torch.cuda.OutOfMemoryError too."""
+        self.samplings, self.in_sampling = self._source.samplings, self._source.in_sampling
         if self._binding is None:
             self._binding = Binding(self.module, self._source.layout)
-        return None
+        if channels_last != self.channels_last or not self.unmoved():
+            self._bind(channels_last)
+        self._copy_changes()
+        self.binding.layout = self._source.layout
+
+    def identity(self) -> str:
+        """The source's: these are its weights."""
+        return self._source.identity()
+
+    def lies_still(self) -> bool:
+        """Our own parameters lie where they lay."""
+        return self._parameters is not None
+
+    def begin_look(self) -> Callable[[], bool]:
+        """Whoever computes on both cards asks is_true, once the source was looked at."""
+        return lambda: True
 
     def _copy_changes(self) -> None:
-        now, before = self._source.weights_in_sampling(), self._copied
+        now, before = self._source.edition, self._copied
         if now == before:
             return
+        # From now on, every edit of a number counts.
+        self._source.watch_contents(whole=True)
         theirs, ours = self._of.parameters(), self.binding.parameters()
-        changed: Iterable[int] = range(len(ours))
-        if before is not None and now[0] == before[0]:
-            # All lie where they lay.
-            changed = now[1].changed_since(before[1])
+        edited = self._source.edited_since(before)
         # Until all is copied, it is true to nothing.
         self._copied = None
         with torch.inference_mode(False), torch.no_grad():
-            for index in changed:
+            for index in range(len(ours)) if edited is None else edited:
                 ours[index].copy_(theirs[index], non_blocking=True)
                 self.copied_bytes += ours[index].nbytes
-        self._copied = now
+        self._copied = self._source.edition
 
     def release(self) -> None:
         """Forget everything. The copies go with their module."""
-        self._binding = self._signature = self._copied = None
-        self.prompts.drop()
+        self._binding = self._parameters = self._copied = None
 
 
 def empty_copy(binding: Binding, device: torch.device) -> nn.Module:

@@ -73,7 +73,6 @@ class OffloadedWeights:
         self._layers: dict[str, Hooked] = {}
         self._memory = HostMemory()
         self._restored: deque[float] = deque(maxlen=MANY_TIMES)
-        self._content: tuple[int, list[int]] = (-1, [])
 
     def __bool__(self) -> bool:
         return bool(self._layers)
@@ -105,7 +104,6 @@ class OffloadedWeights:
         move(weights, lambda shape, dtype: self._memory.empty(shape, dtype, self.device.type == "cuda"))
         hook = RestoreFirst(self)
         self._layers[name] = [(weakref.ref(layer), layer.register_forward_pre_hook(hook)) for layer in layers]
-        self._content = (-1, [])
 
     def restore(self, unet: nn.Module | None) -> None:
         """Move all back to where the UNet is now, with what others have put beside them meanwhile.
@@ -139,13 +137,11 @@ class OffloadedWeights:
                 if tensor.device.type == "cpu":
                     move_alone(tensor, device)
 
-    def content(self, sampling: int) -> list[int]:
+    def content(self) -> list[int]:
         """What tells whether the weights were edited where no edit is counted (weight.data += ...): of the first row of
-        each; 10 microseconds a layer, looked at once a sampling."""
-        if self._content[0] != sampling:
-            rows = (weight[:1] for kept in self._layers.values() for weight in weights_of(kept))
-            self._content = sampling, [hash(bytes_of(row.cpu())) for row in rows]
-        return self._content[1]
+        each; 10 microseconds a layer."""
+        rows = (weight[:1] for kept in self._layers.values() for weight in weights_of(kept))
+        return [hash(bytes_of(row.cpu())) for row in rows]
 
 
 class HostMemory:

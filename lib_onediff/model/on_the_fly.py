@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from ..weights.contents import Contents, digest_of
 from .applied_functions import AppliedBinding, AppliedFunctions
 from .binding import BOUND_DTYPES, Binding
-from .identity import UNCOUNTED, Edits
 from .layout import UnsupportedUNet
 from .weight_functions import Casts, FunctionReader, WeightFunctionState
 
@@ -23,6 +23,7 @@ class News(enum.Enum):
 class OnTheFly:
     """reader, casts: see HostTraits.functions and HostTraits.casts. is_asked: whether stands tells anything.
 
+    changes: how often something else was applied.
     applied: what was made of the host's functions, and of small parameters that it casts; None where the host computes
     with the parameters as they are."""
 
@@ -32,8 +33,10 @@ class OnTheFly:
         self.applied: AppliedFunctions | None = None
         self._is_needed = False
         self._state, self._glance = WeightFunctionState(), list[object]()
-        # The parameters from which it was made, and the type that it was made for.
-        self._edits, self._dtype = Edits([]), torch.float32
+        # What is in the tensors that the host's functions hold.
+        self._contents: Contents | None = None
+        self._dtype = torch.float32
+        self.changes = 0
 
     def cast_to(self, binding: Binding, dtype: torch.dtype) -> torch.dtype | None:
         """The type to which the host casts the parameters for inputs of this type, or None."""
@@ -46,16 +49,17 @@ class OnTheFly:
         torch.autocast has them wide."""
         return binding.cast_to is not None and self._casts is not None and not self._casts.norms
 
-    def refresh(self, binding: Binding, goes_on: bool, room: Callable[[], int] | None) -> News:
-        """Apply what the host would apply now. goes_on: a sampling does, and no parameter has moved in it. room: how
-        many bytes copies of weights may take; None: any number.
+    def refresh(self, binding: Binding, stand: bool, room: Callable[[], int] | None) -> News:
+        """Apply what the host would apply now. stand: whether the parameters are known to be what they were at the last
+        refresh. room: how many bytes copies of weights may take; None: any number.
 
         Raises UnsupportedUNet if they do not fit.
         """
         reader = self._reader
         if reader is None and self._casts is None:
             return News.NONE
-        if goes_on and self.stands(binding):
+        contents_stand = self.begin_contents()()
+        if stand and contents_stand and self.stands(binding):
             return News.NONE
         layers = binding.layers()
         state = WeightFunctionState() if reader is None else reader.state(layers)
@@ -63,14 +67,16 @@ class OnTheFly:
         self.is_asked = reader is not None or self._is_needed
         if not self._is_needed:
             return News.MOVED if self.drop() else News.NONE
-        if self._lasts() and state == self._state and self._parameters_stand(binding):
+        if stand and contents_stand and self._lasts() and state == self._state and self._dtype == binding.dtype:
             return News.NONE
         applied, self.applied = self.applied or AppliedFunctions(), None
         paths = binding.paths()
         functions = {} if reader is None else {paths[place]: reader.of(layers[place]) for place in state.layers}
         casts_norms = self._casts is None or self._casts.norms
-        moved = applied.fit(functions, binding.weights(), binding.fusions, binding.dtype, room, casts_norms)
-        self.applied, self._state, self._edits, self._dtype = applied, state, binding.all_edits(), binding.dtype
+        moved = applied.fit(functions, binding.weights(wider=False), binding.fusions, binding.dtype, room, casts_norms)
+        self.applied, self._state, self._dtype = applied, state, binding.dtype
+        self._contents = Contents(state.tensors()) if state.references else None
+        self.changes += 1
         self._glance = [] if reader is None else reader.glance(layers)
         return News.MOVED if moved else News.CHANGED
 
@@ -86,16 +92,37 @@ class OnTheFly:
         """Whether there is something that holds until the host changes it."""
         return self.applied is not None and self.applied.lasting
 
-    def _parameters_stand(self, binding: Binding) -> bool:
-        """Whether the parameters are known to be those from which it was made: in some, no edit can be seen."""
-        return self._dtype == binding.dtype and UNCOUNTED not in self._edits.counts and (
-            self._edits == binding.all_edits()
+    def begin_contents(self) -> Callable[[], bool]:
+        """Whether what is in the tensors that the host's functions hold is what it was: read now, told later."""
+        contents = self._contents
+        if contents is None:
+            return lambda: True
+        try:
+            now = contents.begin()
+        except ReferenceError:
+            return lambda: False
+        return lambda: not contents.changed(now())
+
+    def identity(self) -> str:
+        """What tells this from other things that could be applied."""
+        return "" if self._contents is None or self.applied is None else digest_of(
+            self._contents.known, repr(self._state.facts)
         )
 
     def drop(self) -> bool:
         """Give all memory back; the next refresh makes it anew. Returns whether there was any."""
-        dropped, self.applied = self.applied is not None, None
+        dropped, self.applied, self._contents = self.applied is not None, None, None
+        self.changes += dropped
         return dropped
+
+    @property
+    def copies(self) -> bool:
+        """Whether anything was made of the host's own parameters, as they were."""
+        return self.applied is not None and bool(self.applied.weights or self.applied.biases)
+
+    @property
+    def copies_matrices(self) -> bool:
+        return self.applied is not None and any(tensor.dim() > 1 for tensor in self.applied.weights.values())
 
     def source(self, binding: Binding) -> Binding | AppliedBinding:
         """The weights that the host computes with. Raises UnsupportedUNet between drop and refresh."""

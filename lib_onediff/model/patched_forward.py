@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .call import UNetCall
-from .forward import Conditioning, Pass, add_residual
+from .forward import Pass, add_residual
 from .layers import Layers, join_heads, split_heads
 from .layout import CrossAttention, GroupNorm, SelfAttention, SpatialTransformer, TransformerBlock, UNetLayout
 from .operators import Image, Operators, Stream
@@ -18,21 +18,19 @@ from .weights import Affine, Weights
 
 
 def patched_forward(
-    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, conditioning: Conditioning | None,
-    patches: PatchPoints,
+    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, patches: PatchPoints
 ) -> Tensor:
     """The whole UNet, as forward.forward, with the functions of other extensions that the call brings."""
     patches.begin(call.latent)
-    return PatchedPass(layout, weights, ops, call, conditioning, patches).whole()
+    return PatchedPass(layout, weights, ops, call, patches).whole()
 
 
 class PatchedPass(Pass):
     def __init__(
-        self, layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, conditioning: Conditioning | None,
-        patches: PatchPoints,
+        self, layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, patches: PatchPoints
     ) -> None:
         self.patches = patches
-        super().__init__(layout, weights, ops, call, conditioning)
+        super().__init__(layout, weights, ops, call)
         dtype = weights[layout.time.first.path].weight.dtype
         self.patched = PatchedLayers(**vars(self.layers), patches=patches, context=call.context.to(dtype))
 

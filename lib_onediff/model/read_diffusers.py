@@ -40,8 +40,8 @@ def is_diffusers_unet(unet: nn.Module) -> bool:
 
 def read_diffusers(unet: Any) -> UNetLayout:
     """The layout of a UNet2DConditionModel. Raises UnsupportedUNet with the reason."""
-    refuse_variants(unet)
     leaves = LeafReader(unet)
+    refuse_variants(unet, leaves)
     input_stages: list[Stage] = [(leaves.convolution(unet.conv_in),)]
     for block in unet.down_blocks:
         input_stages += read_down_block(block, leaves)
@@ -94,7 +94,7 @@ def foreign_parts(unet: Any, kinds: Collection[type]) -> tuple[str, ...]:
     return (*found, "FreeU") if any(map(has_freeu, unet.up_blocks)) else tuple(found)
 
 
-def refuse_variants(unet: Any) -> None:
+def refuse_variants(unet: Any, leaves: LeafReader) -> None:
     config = unet.config
     text_too = getattr(unet, "text_encoder_hid_proj", None) is not None
     if unet.encoder_hid_proj is not None and (text_too or not has_ip_adapter(unet)):
@@ -106,19 +106,19 @@ def refuse_variants(unet: Any) -> None:
         raise UnsupportedUNet(f"its extra embedding is of type {config.addition_embed_type}")
     if getattr(unet, "position_net", None) is not None:
         raise UnsupportedUNet("it is a GLIGEN model")
-    if type(unet.time_proj).__name__ != "Timesteps" or type(unet.conv_norm_out).__name__ != "GroupNorm":
+    if leaves.kind(unet.time_proj) != "Timesteps" or leaves.kind(unet.conv_norm_out) != "GroupNorm":
         raise UnsupportedUNet("its time projection or output norm is of another kind")
-    require_silu(unet.conv_act, "the output's activation")
+    require_silu(unet.conv_act, "the output's activation", leaves)
 
 
-def require_silu(activation: Any, where: str) -> None:
-    if type(activation).__name__ != "SiLU":
-        raise UnsupportedUNet(f"{where} is {type(activation).__name__}, not SiLU")
+def require_silu(activation: Any, where: str, leaves: LeafReader) -> None:
+    if leaves.kind(activation) != "SiLU":
+        raise UnsupportedUNet(f"{where} is {leaves.kind(activation)}, not SiLU")
 
 
 def read_time(unet: Any, leaves: LeafReader) -> TimeEmbedding:
     projection, embedding = unet.time_proj, unet.time_embedding
-    require_silu(embedding.act, "the time embedding's activation")
+    require_silu(embedding.act, "the time embedding's activation", leaves)
     if embedding.post_act is not None:
         raise UnsupportedUNet("its time embedding has a second activation")
     return TimeEmbedding(
@@ -133,7 +133,7 @@ def read_label(unet: Any, leaves: LeafReader) -> LabelEmbedding | None:
     if unet.config.addition_embed_type is None:
         return None
     embedding = unet.add_embedding
-    require_silu(embedding.act, "the extra embedding's activation")
+    require_silu(embedding.act, "the extra embedding's activation", leaves)
     return LabelEmbedding(leaves.linear(embedding.linear_1), leaves.linear(embedding.linear_2))
 
 
@@ -161,8 +161,8 @@ def read_up_block(block: Any, leaves: LeafReader) -> list[Stage]:
 
 
 def require_block(block: Any, known: set[str], leaves: LeafReader) -> None:
-    if type(block).__name__ not in known:
-        raise UnsupportedUNet(f"{leaves.path(block)} is a {type(block).__name__}, which we do not know")
+    if leaves.kind(block) not in known:
+        raise UnsupportedUNet(f"{leaves.path(block)} is a {leaves.kind(block)}, which we do not know")
 
 
 def residual_stages(block: Any, leaves: LeafReader) -> list[Stage]:
@@ -188,13 +188,13 @@ def read_middle(block: Any, leaves: LeafReader) -> Stage:
 
 def read_downsample(layer: Any, leaves: LeafReader) -> Downsample:
     convolution = leaves.convolution(layer.conv)
-    if type(layer).__name__ != "Downsample2D" or not layer.use_conv or layer.norm is not None or layer.padding == 0:
+    if leaves.kind(layer) != "Downsample2D" or not layer.use_conv or layer.norm is not None or layer.padding == 0:
         raise UnsupportedUNet(f"{leaves.path(layer)} is a downsampling layer of another kind")
     return Downsample(convolution)
 
 
 def read_upsample(layer: Any, leaves: LeafReader) -> Upsample:
-    plain = type(layer).__name__ == "Upsample2D" and layer.use_conv and layer.norm is None
+    plain = leaves.kind(layer) == "Upsample2D" and layer.use_conv and layer.norm is None
     if not plain or layer.use_conv_transpose or not layer.interpolate:
         raise UnsupportedUNet(f"{leaves.path(layer)} is an upsampling layer of another kind")
     return Upsample(leaves.convolution(layer.conv), resize_before=True)
@@ -202,10 +202,10 @@ def read_upsample(layer: Any, leaves: LeafReader) -> Upsample:
 
 def read_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
     path = leaves.path(block)
-    plain = type(block).__name__ == "ResnetBlock2D" and block.upsample is None and block.downsample is None
+    plain = leaves.kind(block) == "ResnetBlock2D" and block.upsample is None and block.downsample is None
     if not plain or block.time_embedding_norm != "default" or block.skip_time_act or block.output_scale_factor != 1.0:
         raise UnsupportedUNet(f"{path} is a residual block of another kind")
-    require_silu(block.nonlinearity, f"the activation of {path}")
+    require_silu(block.nonlinearity, f"the activation of {path}", leaves)
     convolution: Convolution = leaves.convolution(block.conv1)
     return ResidualBlock(
         in_norm=leaves.group_norm(block.norm1), in_convolution=convolution,
@@ -216,8 +216,8 @@ def read_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
 
 
 def read_transformer(transformer: Any, leaves: LeafReader) -> SpatialTransformer:
-    if type(transformer).__name__ != "Transformer2DModel" or not transformer.is_input_continuous:
-        raise UnsupportedUNet(f"{leaves.path(transformer)} is a {type(transformer).__name__}, which we do not know")
+    if leaves.kind(transformer) != "Transformer2DModel" or not transformer.is_input_continuous:
+        raise UnsupportedUNet(f"{leaves.path(transformer)} is a {leaves.kind(transformer)}, which we do not know")
     return SpatialTransformer(
         norm=leaves.group_norm(transformer.norm), project_in=leaves.linear(transformer.proj_in),
         blocks=tuple(read_block(block, leaves) for block in transformer.transformer_blocks),
@@ -227,7 +227,7 @@ def read_transformer(transformer: Any, leaves: LeafReader) -> SpatialTransformer
 
 def read_block(block: Any, leaves: LeafReader) -> TransformerBlock:
     path = leaves.path(block)
-    plain = type(block).__name__ == "BasicTransformerBlock" and block.norm_type == "layer_norm"
+    plain = leaves.kind(block) == "BasicTransformerBlock" and block.norm_type == "layer_norm"
     if not plain or block.pos_embed is not None or block.attn2 is None or block.only_cross_attention:
         raise UnsupportedUNet(f"{path} is a transformer block of another kind")
     if getattr(block, "fuser", None) is not None:

@@ -20,7 +20,7 @@ from .layout import (
     UnsupportedUNet,
     Upsample,
 )
-from .leaves import LeafReader
+from .leaves import LeafReader, is_genuine
 
 BLOCK = "BasicTransformerBlock"
 UNET_CLASSES = {"UNetModel", "IntegratedUNet2DConditionModel"}
@@ -40,7 +40,7 @@ def is_block(kind: type) -> bool:
 @lru_cache(maxsize=64)
 def is_derived_block(kind: type) -> bool:
     """Whether somebody has derived a class from a transformer block's: token merging does so."""
-    return kind.__name__ != BLOCK and is_block(kind)
+    return is_block(kind) and not (kind.__name__ == BLOCK and is_genuine(kind))
 
 
 def read_ldm(unet: Any) -> UNetLayout:
@@ -108,7 +108,7 @@ def context_width(middle: Stage, inputs: tuple[Stage, ...]) -> int:
 
 
 def read_layer(layer: Any, leaves: LeafReader, family: str) -> Layer:
-    kind = type(layer).__name__
+    kind = leaves.kind(layer)
     if kind == "ResBlock":
         return read_residual_block(layer, leaves)
     if kind == "SpatialTransformer":
@@ -121,7 +121,8 @@ def read_layer(layer: Any, leaves: LeafReader, family: str) -> Layer:
         return Upsample(leaves.convolution(layer.conv), resize_before=family in FAMILIES_THAT_RESIZE_BEFORE)
     if isinstance(layer, nn.Conv2d):
         return leaves.convolution(layer)
-    raise UnsupportedUNet(f"{leaves.path(layer)} is a {type(layer).__module__}.{kind}, which we do not know")
+    full = kind if "." in kind else f"{type(layer).__module__}.{kind}"
+    raise UnsupportedUNet(f"{leaves.path(layer)} is a {full}, which we do not know")
 
 
 def read_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:

@@ -46,33 +46,29 @@ def why_not_taken(call: UNetCall) -> str:
     return PERTURBED if call.perturbed is not None else ""
 
 
-def take_rows(call: UNetCall, rows: slice, same: Callable[[Tensor, slice], Tensor] | None = None) -> UNetCall:
-    """The call of these rows alone. same: gives the rows of what a host hands over at every call, and the same tensor
-    for the same one. Raises ValueError for an input that has neither the batch's rows nor one for all."""
-    batch, same = call.latent.shape[0], same or cut
+def take_rows(call: UNetCall, rows: slice) -> UNetCall:
+    """The call of these rows alone. Raises ValueError for an input that has neither the batch's rows nor one for all.
+    """
+    batch = call.latent.shape[0]
 
     def take(tensor: Tensor) -> Tensor:
         return rows_of(tensor, rows, batch)
 
     y, condition = (
-        None if tensor is None else rows_of(tensor, rows, batch, same) for tensor in (call.y, call.timestep_condition)
+        None if tensor is None else take(tensor) for tensor in (call.y, call.timestep_condition)
     )
     return replace(
         call, latent=take(call.latent), timestep=take(call.timestep),
-        context=rows_of(call.context, rows, batch, same), y=y, timestep_condition=condition,
+        context=take(call.context), y=y, timestep_condition=condition,
         control=rows_of_control(call.control, rows, batch),
         image_prompts=tuple(prompt.map(take) for prompt in call.image_prompts),
     )
 
 
-def cut(tensor: Tensor, rows: slice) -> Tensor:
-    return tensor[rows]
-
-
-def rows_of(tensor: Tensor, rows: slice, batch: int, take: Callable[[Tensor, slice], Tensor] = cut) -> Tensor:
+def rows_of(tensor: Tensor, rows: slice, batch: int) -> Tensor:
     """These rows of an input, (batch, ...); one of a single row is for all of them. Raises ValueError for others."""
     if tensor.shape[0] == batch:
-        return take(tensor, rows)
+        return tensor[rows]
     if tensor.shape[0] != 1:
         raise ValueError(f"an input has {tensor.shape[0]} rows in a batch of {batch}")
     return tensor

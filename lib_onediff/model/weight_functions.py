@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .identity import edit_count
+from ..weights.watch import edit_count
 
 Change = Callable[[Tensor], Tensor]
 VERSION = operator.attrgetter("_version")
@@ -77,6 +77,10 @@ class WeightFunctionState:
             self.edits += list(map(VERSION, tensors))
         except RuntimeError:  # an inference tensor counts none
             self.edits += map(edit_count, tensors)
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the objects that still are."""
+        return [one for reference in self.references if isinstance(one := reference(), Tensor)]
 
     def is_alive(self) -> bool:
         """Whether every object that was noted still is: else another may have its identity."""

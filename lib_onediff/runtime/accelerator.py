@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,6 @@ from ..guard import HostFunction
 from ..model.call import UNetCall
 from ..model.deepcache.cache_run import StepPlan
 from ..model.deepcache.options import DeepCacheOptions
-from ..model.deepcache.sampling import Sampling
 from ..model.layout import UnsupportedUNet
 from ..model.patches import HostTraits
 from ..ops.precision import AttentionOverflows, Flags, flags_for, our_modes, upcasts_attention
@@ -62,6 +60,10 @@ class Accelerator(ManagedUNets):
 
     def release(self, unet: nn.Module) -> None:
         with self._lock:
+            managed = self._managed.get(unet)
+            if managed is not None:
+                for entry in self.table.entries():
+                    entry.forget_failures(managed.bound.last_identity)
             self._sessions.pop(unet, None)
             for route in (self.two_gpus, self._guidance, self._forecast):
                 route.forget(unet)
@@ -90,18 +92,13 @@ class Accelerator(ManagedUNets):
 
         Never raises for a reason of ours: what we cannot serve, the host serves, and status() says why.
         """
-        try:
-            known = self._known(unet, host_traits)
-            if isinstance(known, str) or (known[1].guidance_end >= 1.0 and known[1].forecast_interval <= 1):
-                return self._run(unet, call, host, known)
-            # A call that makes a shape ready belongs to no image.
-            if self.waits_for_compile:
-                return self._run(unet, call, host, known)
-            return self._run_by_step(unet, call, host, known, guidance)
-        finally:
-            managed = self._managed.get(unet)
-            if managed is not None:
-                managed.bound.last_call_ended = time.perf_counter()
+        known = self._known(unet, host_traits)
+        if isinstance(known, str) or (known[1].guidance_end >= 1.0 and known[1].forecast_interval <= 1):
+            return self._run(unet, call, host, known)
+        # A call that makes a shape ready belongs to no image.
+        if self.waits_for_compile:
+            return self._run(unet, call, host, known)
+        return self._run_by_step(unet, call, host, known, guidance)
 
     def _run_by_step(
         self, unet: nn.Module, call: UNetCall, host: HostForward, known: tuple[ManagedUNet, Settings],
@@ -109,14 +106,14 @@ class Accelerator(ManagedUNets):
     ) -> Tensor:
         """As run, for samplings whose steps are not all computed whole: guidance end, output forecast."""
         managed, settings = known
-        sampling = managed.sampling or self._sampling
+        sampling = self.sampling_of(managed)
 
         def compute(call: UNetCall, host: HostForward) -> Tensor:
             if settings.forecast_interval <= 1:
                 return self._run(unet, call, host, known)
             return self._forecast.run(
                 unet, settings.forecast_interval, sampling, call, lambda: self._run(unet, call, host, known),
-                managed.by_content, managed.bound.weights_now,
+                lambda: managed.bound.edition,
             )
 
         if settings.guidance_end >= 1.0:
@@ -174,7 +171,7 @@ class Accelerator(ManagedUNets):
         # Only now is everything gone that our forward had computed before it failed.
         if result is OUT_OF_MEMORY:
             self.free_graphs()
-        return self._decline(unet, result, host, call.context)
+        return self._decline(unet, result, host)
 
     def serve(
         self, unet: nn.Module, call: UNetCall, host: HostForward, times_host: bool = True
@@ -193,11 +190,13 @@ class Accelerator(ManagedUNets):
             result = self._compute(managed, settings, candidates, call) if candidates.backends else candidates.reason
         if isinstance(result, str):
             return result
-        if result.entry.state is State.COLD:
+        entry = result.entry
+        is_noise = self.waits_for_compile
+        if entry.state is State.COLD or not (entry.verdict.of_image or is_noise or entry.key.is_cached_pass):
             # Outside our modes: the host's forward must run exactly as the host would run it.
             yardstick = managed.bound.host_traits.yardstick(host)
             refusal = prove(
-                result.entry, result.output, settings.verify, self.history, host, yardstick, self.waits_for_compile,
+                entry, result.output, settings.verify, self.history, host, yardstick, is_noise,
                 () if call.patches is None else call.patches.functions(), times_host,
             )
             if refusal is not None:
@@ -208,7 +207,7 @@ class Accelerator(ManagedUNets):
             if result.route == PLAIN:
                 with self.computing(call.latent.device), our_modes(call.latent.device, result.entry.key.precision):
                     self._fallback.make_ready(managed, settings, result)
-        managed.note_served(call.context)
+        managed.served_last = True
         self._note_session(unet, managed, settings, call, result)
         return result
 
@@ -256,9 +255,9 @@ class Accelerator(ManagedUNets):
         The first output of a shape that overflows is computed again with attention in float32, where the choice is
         auto; so is every other of this network from then on.
         """
-        architecture, dtype = managed.bound.architecture, managed.bound.binding.dtype
+        checkpoint, dtype = managed.bound.checkpoint(), managed.bound.binding.dtype
         device, by_host = call.latent.device, call.upcast_attention
-        overflows = self.attention_overflows.seen(architecture, dtype)
+        overflows = self.attention_overflows.seen(checkpoint, dtype)
         while True:
             upcast = upcasts_attention(settings, by_host, overflows)
             if upcast != call.upcast_attention:
@@ -277,16 +276,15 @@ class Accelerator(ManagedUNets):
             if result.entry.state is not State.COLD or not untried or bool(torch.isfinite(result.output).all()):
                 break
             overflows = True
-        news = overflows and not self.attention_overflows.seen(architecture, dtype)
+        news = overflows and not self.attention_overflows.seen(checkpoint, dtype)
         if news and bool(torch.isfinite(result.output).all()):
-            self.attention_overflows.note(architecture, dtype)
+            self.attention_overflows.note(checkpoint, dtype)
             log.warning("This model's attention overflows in %s: it is computed in float32 from now on.", dtype)
         return result
 
     def _step_plan(self, managed: ManagedUNet, settings: Settings, call: UNetCall, flags: Flags) -> StepPlan | None:
         """What DeepCache says of a call."""
-        # A call that makes a shape ready belongs to no image.
-        sampling = Sampling() if self.waits_for_compile else managed.sampling or self._sampling
+        sampling = self.sampling_of(managed)
         choice, bound = DeepCacheOptions.of(settings, sampling.second_pass), managed.bound
         if choice.interval <= 1:
             managed.cache_run.rest(managed.held_features)
@@ -296,26 +294,26 @@ class Accelerator(ManagedUNets):
         return managed.cache_run.plan(
             choice, sampling, bound.layout, call,
             ShapeKey.of(bound.architecture, bound.binding.dtype, call, precision=flags, marks=managed.kinds),
-            managed.by_content, managed.held_features,
+            managed.held_features,
         )
 
-    def _decline(self, unet: nn.Module, reason: str, host: HostForward, context: Tensor) -> Tensor:
+    def _decline(self, unet: nn.Module, reason: str, host: HostForward) -> Tensor:
         """Run the host's forward, with the reason for the user."""
         self.call_stats.note(HOST, reason)
-        self._leave_as_found(unet, context)
+        self._leave_as_found(unet)
         return self.pressure.run_host(host)
 
-    def note_host(self, reason: str, unet: nn.Module | None = None, context: Tensor | None = None) -> None:
-        """Take down that a host runs a call of which we know nothing, and why. unet: the one that it runs; context: the
-        call's, where the host does not announce its samplings."""
+    def note_host(self, reason: str, unet: nn.Module | None = None) -> None:
+        """Take down that a host runs a call of which we know nothing, and why. unet: the one that it runs."""
         self.call_stats.begin()
         self.call_stats.note(HOST, reason)
         if unet is not None:
-            self._leave_as_found(unet, context)
+            self._leave_as_found(unet)
 
-    def _leave_as_found(self, unet: nn.Module, context: Tensor | None = None) -> None:
+    def _leave_as_found(self, unet: nn.Module) -> None:
         """A sampling that begins with the host's own forward finds the weights laid out as the host had them, and so
-        makes the host's own image to the bit. One that takes turns with us does not move them at every turn."""
+        makes the host's own image to the bit. One that takes turns with us does not move them at every turn: there the
+        host convolves the same numbers in channels-last order, which some processors round in another way."""
         managed = self._managed.get(unet)
         if self._fallback.patched.is_between_graphs:
             # The call around this one goes on with the weights where they are.
@@ -323,7 +321,7 @@ class Accelerator(ManagedUNets):
         # Where there is too little memory, it is the host that runs out of it.
         with contextlib.suppress(torch.cuda.OutOfMemoryError):
             self.restore(unet)
-        if managed is not None and managed.bound.channels_last and not managed.takes_turns(context):
+        if managed is not None and managed.bound.channels_last and not managed.takes_turns():
             with self.computing(managed.bound.binding.device):
                 if managed.bound.undo_channels_last():
                     managed.drop_runners()

@@ -36,7 +36,7 @@ class BackendChoice:
         channels_last = self._wants_channels_last(managed, candidates.backends[0], call)
         device, budget = call.latent.device, settings.memory_budget
         managed.bound.refresh(
-            call, managed.by_content, channels_last, lambda: self._graphs.room(budget, device)
+            call, channels_last, lambda: self._graphs.room(budget, device)
         )
         misfit = managed.misfit(call)
         if misfit is not None:

@@ -14,7 +14,7 @@ from ..engines import NATIVE, launched_candidates
 from ..engines.managed_unet import ManagedUNet
 from ..guard import first_line
 from ..model.call import UNetCall
-from ..model.forward import block_shifts, key_values_by_name
+from ..model.forward import ContextProjections, block_shifts
 from ..model.layers import Layers
 from ..model.layout import Stage, UnsupportedUNet
 from ..model.operators import Operators
@@ -28,7 +28,7 @@ from ..shapes.table import Entry, State, Stopwatch
 from . import forecast, guidance
 from .accelerator import Accelerator
 from .call_stats import BLOCKS
-from .fallback import COMPILING, network_of
+from .fallback import COMPILING, network_of, sampling_now
 from .services import OUT_OF_MEMORY
 from .verify import blame, computed_twice, relative_error, rounding_limit, state_of
 
@@ -172,7 +172,7 @@ class BlockRoute:
         ops = self._accelerator.operators.of(entry.key.backend, managed.has_wide_norms)
         with our_modes(hidden_states.device, entry.key.precision):
             layers = self._layers(managed, ops, call, embedding, entry.key.precision)
-        managed.note_served(context)
+        managed.served_last = True
         if settings.deepcache_interval > 1:
             call_stats.note_pass("", f"DeepCache rests: {owner} runs the UNet's loop itself")
         within = "" if patches is None else (
@@ -202,13 +202,14 @@ class BlockRoute:
         there is none."""
         bound, operators = managed.bound, self._accelerator.operators
         names, reason = launched_candidates(settings.backend, call.latent.device, operators.why_not_native)
-        bound.refresh(call, managed.by_content, channels_last=names[0] == NATIVE)
+        bound.refresh(call, channels_last=names[0] == NATIVE)
         misfit = managed.misfit(call, y_is_embedded=True)
         if misfit is not None:
             return misfit
         for backend in names:
             key = key_of(managed, settings, call, backend)
             entry = self._accelerator.table.entry(key, bound.layout.model_name)
+            entry.of_weights(bound.identity(), sampling_now(bound))
             if backend == NATIVE and entry.state is not State.FAILED:
                 try:
                     ready = operators.prepare(network_of(managed, call), self._accelerator.waits_for_compile)
@@ -228,17 +229,20 @@ class BlockRoute:
         names, _ = launched_candidates(settings.backend, call.latent.device, operators.why_not_native)
         try:
             entries = [known.get(key_of(managed, settings, call, backend)) for backend in names]
+            weights = managed.bound.identity()
         except UnsupportedUNet:  # not bound yet
             return None
-        return next((entry for entry in entries if entry is not None and entry.state is State.PROVED), None)
+        return next((entry for entry in entries if entry is not None and (
+            entry.weights == weights and entry.state is State.PROVED
+        )), None)
 
     @staticmethod
     def _layers(managed: ManagedUNet, ops: Operators, call: UNetCall, embedding: Tensor, flags: Flags) -> Layers:
         bound = managed.bound
         weights, layout = bound.weights(), bound.layout
-        conditioning = bound.conditioning(torch_ops, call, managed.by_content, flags)
         shifts = block_shifts(layout, weights, ops, embedding.to(bound.binding.dtype))
-        key_values = key_values_by_name(layout, conditioning)
+        # Plain GEMMs: no operator of ours would make them otherwise.
+        key_values = ContextProjections(layout, weights, torch_ops, call.context)
         if call.patches is None:
             return Layers(weights, ops, shifts, key_values, call.upcast_attention)
         return PatchedLayers(

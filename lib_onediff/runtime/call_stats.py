@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..model.call import CACHED, FULL, UNetCall
 from ..model.deepcache.cache_run import StepPlan
-from ..model.forward import Conditioning
 from ..shapes.table import Entry
 from .rows import ratio_values
 
@@ -31,7 +30,6 @@ class CallResult(NamedTuple):
     entry: Entry
     route: str
     reason: str
-    conditioning: Conditioning | None
     call: UNetCall
     plan: StepPlan | None
     rewind: Callable[[], None] | None = None

@@ -14,10 +14,10 @@ from ..engines.managed_unet import ManagedUNet, Runner
 from ..engines.oneflow.route import OneFlowRoute
 from ..engines.operator_sets import Network, OperatorSets
 from ..guard import first_line
+from ..model.bound import BoundUNet
 from ..model.call import UNetCall
 from ..model.deepcache.cache_run import StepPlan
 from ..model.deepcache.forward import compute
-from ..model.forward import Conditioning
 from ..model.low_bit import Kind
 from ..ops.precision import Flags
 from ..options.settings import Settings
@@ -95,7 +95,9 @@ class FallbackChain:
                 except torch.cuda.OutOfMemoryError:
                     raise
                 except Exception as error:
-                    blame(entry, f"our forward failed: {first_line(error)}")
+                    what, sampling = f"our forward failed: {first_line(error)}", sampling_now(managed.bound)
+                    blame(entry, what, sampling, is_final=False)
+                    managed.bound.bind_anew()
                     log.exception("%s (%s)", entry.reason, entry.key)
                 else:
                     if compiling or isinstance(result, CallResult):
@@ -123,10 +125,10 @@ class FallbackChain:
         if result.route != PLAIN or entry.state is State.COLD:
             return
         if result.rewind is not None:
-            capture = lambda: self._capture(managed, settings, entry, result.call, result.conditioning)  # noqa: E731
+            capture = lambda: self._capture(managed, settings, entry, result.call)  # noqa: E731
             self.patched.capture(managed, result, result.rewind, capture)
             return
-        self._capture(managed, settings, entry, result.call, result.conditioning)
+        self._capture(managed, settings, entry, result.call)
         if self._waits_for_compile() and result.plan is not None and entry.state is State.READY:
             self._make_cached_pass_ready(managed, settings, result, result.plan)
 
@@ -137,11 +139,11 @@ class FallbackChain:
         call = replace(result.call, deepcache=plan.cached)
         entry = self._entry(managed, call, result.entry.key.backend, result.entry.key.precision)
         if entry.state is State.PROVED and not entry.no_graph:
-            self._graphs.measured(entry, lambda: self._plainly(managed, entry, call, result.conditioning))
-            self._capture(managed, settings, entry, call, result.conditioning)
+            self._graphs.measured(entry, lambda: self._plainly(managed, entry, call))
+            self._capture(managed, settings, entry, call)
 
     def _capture(
-        self, managed: ManagedUNet, settings: Settings, entry: Entry, call: UNetCall, conditioning: Conditioning | None
+        self, managed: ManagedUNet, settings: Settings, entry: Entry, call: UNetCall
     ) -> None:
         backend = entry.key.backend
         if not backends.has_graphs(backend, entry.key.device) or entry.no_graph:
@@ -149,11 +151,11 @@ class FallbackChain:
         try:
             if backend in backends.TUNED and self._tune(managed, settings, backend, call):
                 # Something else was chosen: let it do its first work outside the capture.
-                self._plainly(managed, entry, replace(call, patches=None), conditioning)
+                self._plainly(managed, entry, replace(call, patches=None))
             if backend in backends.WITH_LOW_BIT and managed.low_bit is None:
                 # By what was measured now, the next call goes another way.
                 return
-            self._graphs.capture(managed, entry, settings.memory_budget, call, conditioning)
+            self._graphs.capture(managed, entry, settings.memory_budget, call)
         except torch.cuda.OutOfMemoryError:
             self._graphs.free()
             entry.no_graph = "out of GPU memory while its graph was captured: the other graphs were freed"
@@ -172,7 +174,7 @@ class FallbackChain:
     def _entry(self, managed: ManagedUNet, call: UNetCall, backend: str, flags: Flags) -> Entry:
         bound = managed.bound
         key = ShapeKey.of(bound.architecture, bound.binding.dtype, call, backend, flags, managed.kinds)
-        return self._table.entry(key, bound.layout.model_name)
+        return self._table.entry(key, bound.layout.model_name).of_weights(bound.identity(), sampling_now(bound))
 
     def _compiling(self, managed: ManagedUNet, backend: str, call: UNetCall) -> str | None:
         """What is being compiled for a backend, for which the host serves the call; None where all is there."""
@@ -180,7 +182,7 @@ class FallbackChain:
             if not self._operators.inductor.prepare(managed.bound, call.latent, self._waits_for_compile()):
                 return INDUCTOR_COMPILES
             if not managed.bound.channels_last:
-                managed.bound.refresh(call, managed.by_content, channels_last=True)
+                managed.bound.refresh(call, channels_last=True)
         if backend not in backends.OUR_KERNELS:
             return None
         kinds = self._operators.low_bit.kinds(backend, call.latent.device, call.latent.dtype)
@@ -205,70 +207,54 @@ class FallbackChain:
             lack = self._low_bit.fit(managed, backend, call, settings.low_bit_budget)
             if lack is not None:
                 return lack
-        conditioning = self._conditioning(managed, entry, call)
         if plan is not None:
             is_cached_pass = entry.key.is_cached_pass
-            if is_cached_pass and not plan.may_use_cache(managed.bound.weights_now()):
+            if is_cached_pass and not plan.may_use_cache(managed.bound.edition):
                 # The deep feature is not one of these weights: the full pass comes next.
                 return reason
             plan.prepare(is_cached_pass)
         if call.patches is not None:
-            plainly = lambda: self._plainly(managed, entry, call, conditioning)  # noqa: E731
-            return self.patched.run(managed, entry, call, call.patches, conditioning, plainly, reason)
+            plainly = lambda: self._plainly(managed, entry, call)  # noqa: E731
+            return self.patched.run(managed, entry, call, call.patches, plainly, reason)
         runner: Runner | str | None
         if backend == backends.ONEFLOW:
-            runner = self._oneflow.runner(managed, entry.key, call, conditioning, self._waits_for_compile())
+            runner = self._oneflow.runner(managed, entry.key, call, self._waits_for_compile())
             if isinstance(runner, str):
                 return runner
         else:
             # What a graph replays was launched and judged before.
-            runner = None if entry.state is State.COLD else managed.runner(entry.key, conditioning, call.deepcache)
+            runner = None if entry.state is State.COLD else managed.runner(entry.key, call.deepcache)
         if runner is not None:
+            entry.state = State.READY
             output = entry.own.time(device, lambda: runner.run(call), GRAPH)
-            self._note_full(managed, entry, call, conditioning, plan, output)
-            return CallResult(output, entry, GRAPH, reason, conditioning, call, plan)
+            self._note_full(managed, entry, call, plan, output)
+            return CallResult(output, entry, GRAPH, reason, call, plan)
         stopwatch = Stopwatch() if entry.state is State.COLD else entry.own
-        plainly = lambda: self._plainly(managed, entry, call, conditioning)  # noqa: E731
+        plainly = lambda: self._plainly(managed, entry, call)  # noqa: E731
         # A first call of all chooses algorithms, and takes more memory for that than any later one.
         has_graphs = backends.has_graphs(backend, device)
         measures = has_graphs and entry.state is not State.COLD
         output = stopwatch.time(device, lambda: self._graphs.measured(entry, plainly) if measures else plainly(), PLAIN)
-        self._note_full(managed, entry, call, conditioning, plan, output)
+        self._note_full(managed, entry, call, plan, output)
         if has_graphs:
             reason = reason or entry.no_graph or entry.waits or (
                 "first call at this shape" if entry.state is State.COLD else "its graph is captured after this step"
             )
-        return CallResult(output, entry, PLAIN, reason, conditioning, call, plan)
-
-    def _conditioning(self, managed: ManagedUNet, entry: Entry, call: UNetCall) -> Conditioning | None:
-        """What was computed of the call's prompt before. None where the host hands over new tensors at every call:
-        whether they hold the same prompt could only be told by waiting for the GPU, so keys and values are computed in
-        the call: 0.5 % of a step of SDXL on an H200, less than what waiting takes from SD 1.5's."""
-        by_content = managed.by_content or call.context.is_inference()
-        if by_content and entry.key.backend != backends.ONEFLOW:
-            return None
-        backend, precision = entry.key.backend, entry.key.precision
-        if backend in backends.OFFLOADING:
-            return managed.bound.conditioning(
-                self._operators.of(backend), call, managed.by_content, (backend, precision),
-                managed.binding_for(backend),
-            )
-        # Keys and values are plain GEMMs: no operator of ours would make them otherwise.
-        return managed.bound.conditioning(self._operators.of(backends.EAGER), call, managed.by_content, precision)
+        return CallResult(output, entry, PLAIN, reason, call, plan)
 
     def _note_full(
-        self, managed: ManagedUNet, entry: Entry, call: UNetCall, conditioning: Conditioning | None,
+        self, managed: ManagedUNet, entry: Entry, call: UNetCall,
         plan: StepPlan | None, output: Tensor,
     ) -> None:
         """A full pass was computed: its feature can be used, once the cached pass has shown that it repeats it."""
         if plan is None or entry.key.is_cached_pass:
             return
-        plan.note_full(managed.bound.weights_now())
+        plan.note_full(managed.bound.edition)
         again = replace(call, deepcache=plan.cached)
         cached = self._entry(managed, again, entry.key.backend, entry.key.precision)
         if cached.state is State.COLD:
             try:
-                miss = judge_cached_pass(cached, output, lambda: self._plainly(managed, cached, again, conditioning))
+                miss = judge_cached_pass(cached, output, lambda: self._plainly(managed, cached, again))
                 if miss is not None:
                     blame(cached, miss)
             except torch.cuda.OutOfMemoryError:
@@ -277,11 +263,11 @@ class FallbackChain:
                 blame(cached, f"DeepCache's cached pass failed: {first_line(error)}")
                 log.exception("%s (%s)", cached.reason, cached.key)
 
-    def _plainly(self, managed: ManagedUNet, entry: Entry, call: UNetCall, conditioning: Conditioning | None) -> Tensor:
+    def _plainly(self, managed: ManagedUNet, entry: Entry, call: UNetCall) -> Tensor:
         backend = entry.key.backend
         ops = self._operators.of(managed.computes_by(backend), managed.has_wide_norms)
         binding = managed.binding_for(backend)
-        return compute(binding.layout, binding.weights(), ops, call, conditioning)
+        return compute(binding.layout, binding.weights(), ops, call)
 
 
 def attempts(candidates: backends.Candidates, call: UNetCall, plan: StepPlan | None) -> Iterator[tuple[str, UNetCall]]:
@@ -294,6 +280,11 @@ def attempts(candidates: backends.Candidates, call: UNetCall, plan: StepPlan | N
     for backend in candidates.backends:
         for one in wanted:
             yield backend, one
+
+
+def sampling_now(bound: BoundUNet) -> int | None:
+    """The number of the sampling in progress; None outside of any."""
+    return bound.samplings if bound.in_sampling else None
 
 
 def network_of(

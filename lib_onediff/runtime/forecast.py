@@ -75,7 +75,7 @@ class ForecastRun:
         self.refusal = ""
 
     def look(
-        self, interval: int, sampling: Sampling, timeline: Timeline, call: UNetCall, by_content: bool
+        self, interval: int, sampling: Sampling, timeline: Timeline, call: UNetCall
     ) -> tuple[OutputHistory, int, bool] | str:
         """The history of a call, its step's index, and whether the schedule wants it computed; or why it is computed in
         any case, in one line for the user."""
@@ -91,7 +91,7 @@ class ForecastRun:
             self._begin_again()
         if too_few := step.why_too_few(sampling.guidance_scale):
             return too_few
-        which = signature(call), self._prompts.number(call.context, call.y, by_content)
+        which = signature(call), self._prompts.number(call.context, call.y)
         if self._first_timestep.comes_again(time, which):
             self.refusal = TILES
         if self.refusal:
@@ -114,7 +114,7 @@ class ForecastRoute:
 
     def run(
         self, unet: nn.Module, interval: int, sampling: Sampling, call: UNetCall, compute: Callable[[], Tensor],
-        by_content: bool, weights: Callable[[], Any],
+        weights: Callable[[], Any],
     ) -> Tensor:
         """The output of a call: computed, or a forecast between computed ones. Only outputs that we have computed
         ourselves are continued, never the host's."""
@@ -123,7 +123,7 @@ class ForecastRoute:
             run = self._runs[unet] = ForecastRun()
         history, step, reason = None, 0, PATCHES if call.patches is not None else ""
         try:
-            found = reason or run.look(interval, sampling, self._timelines.of(sampling), call, by_content)
+            found = reason or run.look(interval, sampling, self._timelines.of(sampling), call)
             if isinstance(found, str):
                 reason = found
             else:

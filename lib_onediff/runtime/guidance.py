@@ -7,7 +7,6 @@ outputs too, which did not pay (.readme/guidance-end.md).
 """
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -42,35 +41,11 @@ class PromptCall:
     host: Callable[[], Tensor]
 
 
-class SameRows:
-    """Rows of tensors; of the same tensor as before, unedited, the same ones, by which a prompt is known. They go with
-    it. place: puts rows where they are needed."""
-
-    def __init__(self, place: Callable[[Tensor], Tensor] = lambda rows: rows) -> None:
-        self._place = place
-        self._taken: dict[int, tuple[weakref.ref[Tensor], int, slice, Tensor]] = {}
-
-    def __call__(self, tensor: Tensor, rows: slice) -> Tensor:
-        if tensor.is_inference():
-            return self._place(tensor[rows])
-        known = self._taken.get(id(tensor))
-        if known is not None and known[0]() is tensor and known[1:3] == (tensor._version, rows):
-            return known[3]
-        # A view of the tensor itself would keep it alive.
-        found = self._place(tensor.detach()[rows])
-        self._taken[id(tensor)] = weakref.ref(tensor, self._forget), tensor._version, rows, found
-        return found
-
-    def _forget(self, gone: weakref.ref[Tensor]) -> None:
-        self._taken = {number: known for number, known in self._taken.copy().items() if known[0] is not gone}
-
-
 class GuidanceRun:
     """The samplings of one UNet, as far as the negative prompt goes."""
 
     def __init__(self) -> None:
         self._timeline: Timeline | None = None
-        self._same = SameRows()
         self._begin_again()
 
     def _begin_again(self) -> None:
@@ -123,7 +98,7 @@ class GuidanceRun:
                 self._refusal = UNLIKE_HALVES
                 return UNLIKE_HALVES
             self._is_confirmed = True
-        return PromptCall(take_rows(call, found.rows, self._same), found.host)
+        return PromptCall(take_rows(call, found.rows), found.host)
 
     def _look_for_others(self, time: float, is_pair: bool) -> None:
         """Where a timestep has calls of prompt and negative prompt and others too, more than these two make the image:

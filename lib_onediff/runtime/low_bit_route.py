@@ -137,8 +137,8 @@ class LowBitRoute:
     def _may_be(self, managed: ManagedUNet) -> int:
         """The halves of an image that this call may be in, where nobody has asked the GPU for its timestep: one that
         begins in the second never comes to the first."""
-        begins = managed.low_bit_looks != managed.bound.looks
-        managed.low_bit_looks = managed.bound.looks
+        begins = not managed.bound.in_sampling or managed.low_bit_sampling != managed.bound.samplings
+        managed.low_bit_sampling = managed.bound.samplings
         return BOTH if begins else SECOND_HALF
 
     def _measure(self, managed: ManagedUNet, backend: str, call: UNetCall, question: Question, half: int) -> bool:
@@ -181,4 +181,4 @@ class LowBitRoute:
             backend = WITHOUT_ATTENTION.get(backend, backend)
         binding = LowBitBinding(managed.bound.binding, managed.low_bit, KINDS_OF[backend], layers)
         whole = replace(call, deepcache=None)
-        return compute(binding.layout, binding.weights(), self._operators.of(backend), whole, None)
+        return compute(binding.layout, binding.weights(), self._operators.of(backend), whole)

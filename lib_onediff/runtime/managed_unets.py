@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..engines.managed_unet import ManagedUNet
-from ..model.deepcache.sampling import Sampling
+from ..model.deepcache.sampling import UNANNOUNCED, Sampling
 from ..model.layout import UNetLayout, UnsupportedUNet
 from ..model.patches import HostTraits
 from ..options.settings import Settings
@@ -24,8 +24,8 @@ class ManagedUNets(Services):
 
     def __init__(self) -> None:
         super().__init__()
-        # What the host says of the sampling in progress.
-        self._sampling = Sampling()
+        # What the host says of the sampling in progress, whichever UNets it may use for that.
+        self._sampling: Sampling | None = None
 
     def adopt(self, unet: nn.Module, settings: Settings | None = None, host_traits: HostTraits = HostTraits()) -> None:  # noqa: B008
         """Take a UNet into care; nothing of it changes before its first call. settings override the runtime's own."""
@@ -85,21 +85,34 @@ class ManagedUNets(Services):
         if present is not None:
             self.restore(present)
 
-    def announce(self, sampling: Sampling, unet: nn.Module | None = None) -> None:
-        """A host says what it knows of the sampling that begins: of this UNet, or of all that it may use for it."""
-        if unet is None:
-            self._sampling = sampling
-        elif (managed := self._managed.get(unet)) is not None:
-            managed.sampling = sampling
+    def sampling_of(self, managed: ManagedUNet) -> Sampling:
+        """The sampling in progress; one whose steps are all whole where nobody has announced any."""
+        if self.waits_for_compile:
+            # A call that makes a shape ready belongs to no image.
+            return Sampling()
+        return managed.sampling or self._sampling or Sampling(why_not=UNANNOUNCED)
 
-    def begin_sampling(self, unet: nn.Module, sampling: Sampling | None = None) -> None:
-        """A host that hands over a new context tensor at every call announces each sampling here."""
-        self.announce(sampling or Sampling())
+    def begin_sampling(self, unet: nn.Module, sampling: Sampling | None = None, of_all: bool = True) -> None:
+        """A host announces a sampling. sampling: what it says of it. of_all: it may use other UNets for it too, as a
+        refiner."""
         managed = self._managed.get(unet)
+        if of_all:
+            self._sampling = sampling or Sampling()
+        elif managed is not None:
+            managed.sampling = sampling or Sampling()
         if managed is not None:
-            managed.by_content = True
-            managed.served_in_sampling = managed.no_room_for_low_bit = False
+            managed.served_last = managed.no_room_for_low_bit = False
             managed.why_not_offloaded = ""
             managed.bound.begin_sampling()
             budget = (managed.settings or self.settings).memory_budget
             self.pressure.before_sampling(managed.architecture, budget)
+
+    def end_sampling(self, unet: nn.Module | None = None) -> None:
+        """A host says that the sampling of a UNet, or of all that it uses, is over: nothing of it counts for later
+        calls."""
+        if unet is None:
+            self._sampling = None
+        for one, managed in self._managed.items():
+            if unet is None or one is unet:
+                managed.sampling = None
+                managed.bound.end_sampling()

@@ -13,7 +13,6 @@ from ..engines.graphs.capture import SegmentsRunner
 from ..engines.graphs.segments import DoesNotFit
 from ..engines.managed_unet import ManagedUNet
 from ..model.call import UNetCall
-from ..model.forward import Conditioning
 from ..model.patch_points import PatchPoints
 from ..shapes.table import Entry, State
 from .call_stats import GRAPH, PLAIN, CallResult
@@ -38,7 +37,7 @@ class PatchedRoute:
 
     def run(
         self, managed: ManagedUNet, entry: Entry, call: UNetCall, patches: PatchPoints,
-        conditioning: Conditioning | None, plainly: Callable[[], Tensor], why_not_better: str = "",
+        plainly: Callable[[], Tensor], why_not_better: str = "",
     ) -> CallResult | str:
         """The output, or why this backend does not serve the call. plainly: computes it operator by operator.
         why_not_better: why the backend before did not."""
@@ -53,22 +52,22 @@ class PatchedRoute:
         elif not has_graphs:
             output = entry.own.time(device, plainly, PLAIN)
         else:
-            replayed = self._replayed(managed, entry, call, conditioning)
+            replayed = self._replayed(managed, entry, call)
             if replayed is not None:
-                return CallResult(replayed, entry, GRAPH, reason, conditioning, call, None)
+                return CallResult(replayed, entry, GRAPH, reason, call, None)
             if entry.no_graph and entry.key.backend in backends.OUR_KERNELS:
                 # Operator by operator, PyTorch launches its own faster.
                 return entry.no_graph
             reason = "; ".join(filter(None, (reason, entry.no_graph or entry.waits)))
             rewind = None if entry.no_graph else state_of(device, patches.functions())
             output = entry.own.time(device, lambda: self._graphs.measured(entry, plainly), PLAIN)
-        return CallResult(output, entry, PLAIN, reason, conditioning, call, None, rewind)
+        return CallResult(output, entry, PLAIN, reason, call, None, rewind)
 
     def _replayed(
-        self, managed: ManagedUNet, entry: Entry, call: UNetCall, conditioning: Conditioning | None
+        self, managed: ManagedUNet, entry: Entry, call: UNetCall
     ) -> Tensor | None:
         """The output by graphs; None where there are none for this call."""
-        runner = managed.runner(entry.key, conditioning)
+        runner = managed.runner(entry.key)
         if runner is None:
             return None
         self.is_between_graphs = True
@@ -98,7 +97,7 @@ class PatchedRoute:
         finally:
             self.is_between_graphs = False
             go_on()
-        runner = managed.runner(entry.key, result.conditioning)
+        runner = managed.runner(entry.key)
         if not isinstance(runner, SegmentsRunner):
             return
         error = relative_error(runner.segments.output.nan_to_num(), result.output.nan_to_num())

@@ -38,7 +38,7 @@ class Runtime(Accelerator):
         return Totals(
             vram=self._look().vram, budget=self._graphs.allowed(self.settings.memory_budget),
             disk=self.history.size_bytes(), calls=calls, hit_rate=calls[GRAPH] / count if count else None,
-            prompts=self._graphs.prompt_bytes(), low_bit=self._graphs.low_bit_bytes(),
+            low_bit=self._graphs.low_bit_bytes(),
             offloaded=self._graphs.offloaded_bytes(),
             inductor=self.operators.inductor.status(), oneflow=self._fallback.oneflow_graphs,
             low_bit_errors=list(self._low_bit_errors()),

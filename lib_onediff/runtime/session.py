@@ -1,4 +1,4 @@
-"""What the first calls of a sampling have found out, so that later ones look it up and replay."""
+"""What earlier calls have found out, so that a call like one of them looks it up and replays."""
 from __future__ import annotations
 
 from collections.abc import Hashable
@@ -20,46 +20,48 @@ from .call_stats import GRAPH, CallResult
 class KnownCall(NamedTuple):
     """Who serves a call. It names the runner by its key and does not hold it: one that was dropped meanwhile is gone.
 
-    reason: why it does not go by a faster route. prompts: PromptMemory.changes when it was served."""
+    reason: why it does not go by a faster route."""
 
     key: ShapeKey
     entry: Entry
     reason: str
-    prompts: int
 
 
 class Session:
-    """One sampling of one UNet, by the same settings, in the same autocast mode.
+    """The calls of one UNet, by the same settings, in the same autocast mode, over the same weights in the same places.
 
-    It ends with other settings, as those of a generation inside this one, with another autocast mode, and with another
-    sampling, prompt or LoRA, or weights that have moved (BoundUNet.goes_on, looks). A call of another shape, or with
+    It ends with other settings, as those of a generation inside this one, with another autocast mode, with an announced
+    sampling, and with any change that the UNet's look finds (BoundUNet.begin_look). A call of another shape, or with
     other ControlNet residuals, has another signature. A runner that was purged is not found. Calls that decide anew at
     each step (DeepCache, Low-bit while it is measured, OneFlow) are never noted.
     """
 
     def __init__(self, managed: ManagedUNet, settings: Settings, device: torch.device) -> None:
         self._managed, self._settings, self._device = managed, settings, device
-        self._looks = managed.bound.looks
+        self._where = managed.bound.looks, managed.bound.samplings
         self._autocast = autocast_dtype(device.type)
         self._known: dict[Hashable, KnownCall] = {}
 
     def holds(self, settings: Settings, device: torch.device) -> bool:
         """Whether a call by these settings can belong to it."""
         return (
-            settings is self._settings and device == self._device and self._managed.bound.looks == self._looks
+            settings is self._settings and device == self._device
+            and self._where == (self._managed.bound.looks, self._managed.bound.samplings)
             and is_autocast_on(device.type) is (self._autocast is not None)
             and (self._autocast is None or autocast_dtype(device.type) is self._autocast)
         )
 
     def note(self, call: UNetCall, entry: Entry, reason: str) -> None:
         """Calls like this one are served by this entry's runner."""
-        self._known[signature(call)] = KnownCall(entry.key, entry, reason, self._managed.bound.prompts.changes)
+        self._known[signature(call)] = KnownCall(entry.key, entry, reason)
 
     def replay(self, call: UNetCall, settings: Settings, device: torch.device) -> CallResult | None:
         """The answer to a call like an earlier one: look up, copy the inputs, replay, clone. device: where it is
         computed; inputs that are copied may come from elsewhere.
 
-        None where something has to be found out first.
+        Whether anything has changed is looked at while the GPU computes, but for what the graph would read from memory
+        that is not there any more. None where something has to be found out first: what was computed goes, and the call
+        is made as the first of its kind.
         """
         if not self.holds(settings, device):
             return None
@@ -67,19 +69,18 @@ class Session:
         made = None if known is None else managed.runners.get(known.key)
         if known is None or made is None or known.entry.state is not State.READY:
             return None
-        bound, reads_prompt = managed.bound, made.conditioning is not None
-        if made.generation != bound.generation or (reads_prompt and known.prompts != bound.prompts.changes):
+        bound = managed.bound
+        if made.generation != bound.generation or not bound.lies_still():
             return None
-        if not bound.goes_on(call, managed.by_content, reads_prompt):
-            return None
-        if known.key.backend in WITH_LOW_BIT and not managed.low_bit_stands():
-            return None
+        stands = bound.begin_look()
         output = known.entry.timed(self._device, partial(made.runner.run, call), GRAPH)
-        return CallResult(output, known.entry, GRAPH, known.reason, None, call, None)
+        if not stands() or (known.key.backend in WITH_LOW_BIT and not managed.low_bit_stands()):
+            return None
+        return CallResult(output, known.entry, GRAPH, known.reason, call, None)
 
 
 def signature(call: UNetCall) -> Hashable:
-    """What tells calls of one sampling apart; microseconds."""
+    """What tells calls of one UNet apart; microseconds."""
     latent, y, condition = call.latent, call.y, call.timestep_condition
     added = bool(call.image_prompts) or (call.freeu or call.perturbed or call.shrink) is not None
     return (

@@ -27,7 +27,6 @@ from .call_stats import GRAPH, PLAIN, CallResult, CallStats
 from .card_pair import Known, Pair, Rest
 from .cards import Cards, second_card, second_share
 from .fallback import COMPILING
-from .guidance import SameRows
 
 ONE_ROW = "the call has one row"
 CAPTURES = "the caller captures a CUDA graph of its own"
@@ -70,7 +69,6 @@ class TwoGpusRoute:
         self.cards = cards or Cards()
         self._pairs: WeakDictionary[nn.Module, Pair] = WeakDictionary()
         self._rests: WeakDictionary[nn.Module, Rest] = WeakDictionary()
-        self._same = SameRows()
 
     @property
     def in_use(self) -> bool:
@@ -121,8 +119,9 @@ class TwoGpusRoute:
             if drops:
                 # Only now is everything gone that was computed before it failed.
                 self._guard.attempt("giving the second GPU back", lambda: self.forget(unet))
-            if reason != COMPILING:
-                self._rests[unet] = Rest.now(reason, known, call, lasts)
+            # Where nobody says when a sampling ends, the next call may go.
+            if reason != COMPILING and (lasts or managed.bound.in_sampling):
+                self._rests[unet] = Rest.now(reason, known, lasts)
         self._call_stats.note_one_gpu(reason)
         return None
 
@@ -134,7 +133,7 @@ class TwoGpusRoute:
             return CAPTURES
         rest = self._rests.get(unet)
         if rest is not None:
-            if rest.holds(settings, managed.bound, call):
+            if rest.holds(settings, managed.bound):
                 return rest.reason
             self._rests.pop(unet, None)
         if settings.backend in ONE_CARD_BACKENDS:
@@ -152,7 +151,7 @@ class TwoGpusRoute:
             card = self._choose(unet, managed, settings, call.latent.device)
             if isinstance(card, str):
                 return card
-        share = second_share(batch) if pair is None else pair.share(call, managed.bound.looks)
+        share = second_share(batch) if pair is None else pair.share(call, managed.bound.samplings)
         if not share:
             return TOO_SLOW
         first_rows, second_rows = slice(0, batch - share), slice(batch - share, batch)
@@ -160,9 +159,9 @@ class TwoGpusRoute:
         if pair is not None and pair.mirror.has_binding:
             with self._on(pair):
                 # Its graph's inputs are copied from the first card.
-                there, where = take_rows(call, second_rows, pair.same), pair.mirror.binding.device
+                there, where = take_rows(call, second_rows), pair.mirror.binding.device
                 second = self._serves.replay(pair.unet, there, (pair.managed, settings), where)
-        here = take_rows(call, first_rows, self._same)
+        here = take_rows(call, first_rows)
         first: CallResult | str | None = self._serves.replay(unet, here, known)
         was_known = first is not None
         if first is None:
@@ -183,7 +182,7 @@ class TwoGpusRoute:
             if isinstance(found, str):
                 return found
             second = found
-        managed.note_served(call.context)
+        managed.served_last = True
         pair.entries[call.latent.shape] = first.entry, second.entry
         output = torch.cat([first.output, second.output.to(call.latent.device, non_blocking=True)])
         self._note(first, second, was_known, call.latent.device, pair)
@@ -247,10 +246,8 @@ class TwoGpusRoute:
             copy = empty_copy(binding, device)
         mirror = MirrorUNet(managed.bound, copy)
         copied = ManagedUNet(copy, settings, mirror.host_traits, mirror)
-        on_device = lambda tensor: tensor.to(device, non_blocking=True)  # noqa: E731
         pair = Pair(
             copy, copied, mirror, device, (settings.second_gpu, first), needs, self.cards.are_equal(first, device),
-            SameRows(on_device),
         )
         self._serves.take_in(copy, copied)
         self._pairs[unet] = pair

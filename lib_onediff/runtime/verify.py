@@ -5,7 +5,7 @@ import logging
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -45,8 +45,8 @@ def prove(
 
     Returns why it cannot be used, or None.
     """
-    # The code of another extension may have changed since.
-    known = not entry.key.patches and recall(entry, history)
+    # The code of another extension may have changed since. Noise that makes a shape ready proves nothing for a prompt.
+    known = not entry.key.patches and (recall(entry, history) or (nobody_waits and entry.state is not State.COLD))
     if known and nobody_waits and times_host and entry.host.timing is None:
         time_host(entry, output.device, host, often=True)
     if not known and (compares or entry.key.patches):
@@ -64,24 +64,29 @@ def prove(
             return blame(entry, miss)
         else:
             log.debug("checked %s: relative error %.1e", entry.key, entry.relative_error)
-            if not entry.key.patches:
-                history.keep_verdict(entry.key.backend, entry.key, entry.relative_error)
-    entry.state = State.PROVED
+            if not (entry.key.patches or nobody_waits):
+                history.keep_verdict(entry.key.backend, entry.key, entry.weights, entry.relative_error)
+    if entry.state is not State.READY:
+        entry.state = State.PROVED
+    entry.verdict.failures = 0
+    entry.verdict.of_image |= known or not nobody_waits
     return None
 
 
-def blame(entry: Entry, what: str) -> str:
-    """Take down what went wrong at a shape, with the backend's name where another one may do better. Returns it."""
+def blame(entry: Entry, what: str, sampling: Hashable = None, is_final: bool = True) -> str:
+    """Take down what went wrong at a shape, with the backend's name where another one may do better. Returns it.
+    sampling, is_final: see Entry.fail."""
     backend = entry.key.backend
-    entry.fail(what if backend == EAGER else f"{what} (backend {backend})")
+    entry.fail(what if backend == EAGER else f"{what} (backend {backend})", sampling, is_final)
     return entry.reason
 
 
 def recall(entry: Entry, history: History) -> bool:
-    """Whether the first use of this shape was checked on this machine before; then the entry knows what was found."""
-    entry.relative_error = history.verdict(entry.key.backend, entry.key)
-    if entry.relative_error is None:
+    """Whether this shape was checked over these weights on this machine before; then the entry knows what was found."""
+    error = history.verdict(entry.key.backend, entry.key, entry.weights)
+    if error is None:
         return False
+    entry.relative_error = error
     host_ms = history.host_ms(entry)
     if host_ms is not None and entry.host.timing is None:
         entry.host.remember(host_ms)

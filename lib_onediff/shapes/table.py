@@ -4,7 +4,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, TypeVar
@@ -141,26 +141,98 @@ class State(str, Enum):
 
 
 @dataclass
-class Entry:
-    """model: its name for people. bytes: how much GPU memory comes back when its graph alone goes. needs: how much its
-    graph takes of the memory that all graphs share, alone; known from its plain calls on. no_graph: why it has no graph
-    and will get none; waits: why it has none yet. misfits: how often functions of other extensions did not fit its
-    graphs."""
+class Verdict:
+    """What was found of a shape over one network's weights and sources.
 
-    key: ShapeKey
-    model: str = ""
-    bytes: int = 0
-    needs: int = 0
+    failures: how often our forward has failed in a row; failed_in: the sampling in which it did last. of_image: whether
+    a call of an image was checked, and not only noise.
+    """
+
     state: State = State.COLD
     reason: str = ""
     no_graph: str = ""
+    relative_error: float | None = None
+    failures: int = 0
+    failed_in: Hashable = None
+    of_image: bool = False
+
+
+# Of one shape; LoRAs make more of them.
+MOST_VERDICTS = 64
+
+
+@dataclass
+class Entry:
+    """A shape, and what was found of it over the weights of the last call.
+
+    weights: whose verdict that is (BoundUNet.identity). model: its name for people. bytes: how much GPU memory comes
+    back when its graph alone goes. needs: how much its graph takes of the memory that all graphs share, alone; known
+    from its plain calls on. waits: why it has no graph yet. misfits: how often functions of other extensions did not
+    fit its graphs. no_graph, of its verdict: why it has no graph and will get none.
+    """
+
+    key: ShapeKey
+    model: str = ""
+    weights: str = ""
+    bytes: int = 0
+    needs: int = 0
     waits: str = ""
     misfits: int = 0
-    relative_error: float | None = None
     uses: int = 0
     last_used: float = field(default_factory=time.time)
     own: Stopwatch = field(default_factory=Stopwatch)
     host: Stopwatch = field(default_factory=Stopwatch)
+    verdict: Verdict = field(default_factory=Verdict)
+    _others: dict[str, Verdict] = field(default_factory=dict)
+
+    def of_weights(self, weights: str, sampling: Hashable = None) -> Entry:
+        """The same entry, with what was found of it over these weights. Our forward is tried again where it has failed
+        once, in another sampling; None: at another call."""
+        if weights != self.weights:
+            self._others[self.weights] = self.verdict
+            self.verdict, self.weights = self._others.pop(weights, Verdict()), weights
+            if self.state is State.READY:
+                self.state = State.PROVED
+            while len(self._others) > MOST_VERDICTS:
+                del self._others[next(iter(self._others))]
+        known = self.verdict
+        if known.state is State.FAILED and known.failures == 1 and (sampling is None or known.failed_in != sampling):
+            known.state, known.reason = State.COLD, ""
+        return self
+
+    def forget_failures(self, weights: str) -> None:
+        """These weights are given back: what has failed over them may go well another time."""
+        known = self.verdict if weights == self.weights else self._others.get(weights)
+        if known is not None and known.state is State.FAILED:
+            known.state, known.reason, known.failures = State.COLD, "", 0
+
+    @property
+    def state(self) -> State:
+        return self.verdict.state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self.verdict.state = state
+
+    @property
+    def reason(self) -> str:
+        return self.verdict.reason
+
+    @property
+    def no_graph(self) -> str:
+        return self.verdict.no_graph
+
+    @no_graph.setter
+    def no_graph(self, reason: str) -> None:
+        self.verdict.no_graph = reason
+
+    @property
+    def relative_error(self) -> float | None:
+        return self.verdict.relative_error
+
+    @relative_error.setter
+    def relative_error(self, error: float | None) -> None:
+        self.verdict.relative_error = error
 
     @property
     def ratio(self) -> Ratio | None:
@@ -177,8 +249,11 @@ class Entry:
         self.note_use()
         return self.own.time(device, work, route)
 
-    def fail(self, reason: str) -> None:
-        self.state, self.reason = State.FAILED, reason
+    def fail(self, reason: str, sampling: Hashable = None, is_final: bool = True) -> None:
+        """The host serves this shape over these weights. is_final: otherwise it is tried once more; see of_weights."""
+        known = self.verdict
+        known.state, known.reason, known.failed_in = State.FAILED, reason, sampling
+        known.failures = known.failures + 1 if not is_final else 2
 
 
 class ShapeTable:

@@ -152,16 +152,17 @@ class History:
                 self._store.record(row)
             self._write_soon()
 
-    def verdict(self, backend: str, key: ShapeKey) -> float | None:
-        """How far a backend's output was from the host's when this shape was checked, by whichever process; None if
-        it was not, or if that was forgotten. Looks into memory alone."""
-        return self._verdicts.get(verdict_name(backend, key))
+    def verdict(self, backend: str, key: ShapeKey, weights: str) -> float | None:
+        """How far a backend's output was from the host's when this shape was checked over these weights
+        (BoundUNet.identity), by whichever process; None if it was not, or if that was forgotten. Looks into memory
+        alone."""
+        return self._verdicts.get(verdict_name(backend, key, weights))
 
-    def keep_verdict(self, backend: str, key: ShapeKey, error: float | None) -> None:
+    def keep_verdict(self, backend: str, key: ShapeKey, weights: str, error: float | None) -> None:
         """Remember a relative error, so that no process need check again. One that is not finite is not kept."""
         if error is None or not is_error(error):
             return
-        name = verdict_name(backend, key)
+        name = verdict_name(backend, key, weights)
         with self._lock:
             self._verdicts[name] = error
         self._save(VERDICTS, name, error)
@@ -223,9 +224,9 @@ class History:
             self._writer.start()
 
 
-def verdict_name(backend: str, key: ShapeKey) -> str:
+def verdict_name(backend: str, key: ShapeKey, weights: str) -> str:
     """The name of a verdict: first resolution and architecture, by which it is purged; the digest tells the rest."""
-    digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(f"{key!r} {weights}".encode()).hexdigest()[:16]
     dtype = str(key.dtype).removeprefix("torch.")
     return f"{key.resolution} {key.architecture} {backend}, batch {key.batch}, {key.tokens} tokens, {dtype}, {digest}"
 

@@ -61,16 +61,16 @@ class Standalone(WebUI):
 
     def before_sampling(self, p: Any) -> None:
         self.model_loaded(loaded_model())
-        runtime.announce(diffusers_schedule.sampling_to_come(p))
         unet, generation = unet_of(loaded_model()), weakref.ref(p)
         if unet is not None:
+            runtime.begin_sampling(unet, diffusers_schedule.sampling_to_come(p))
             diffusers_host.note_pipeline(unet, lambda: getattr(generation(), "pipeline", None))
-        runtime.pressure.before_sampling(None, runtime.settings.memory_budget)
         runtime.vae.begin_run()
 
     def after_run(self, p: Any) -> None:
         # diffusers calls the UNet's own forward, which nobody bypasses here.
         runtime.vae.end_run()
+        runtime.end_sampling()
 
     def why_not_served(self) -> str | None:
         model = loaded_model()

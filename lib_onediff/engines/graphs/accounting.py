@@ -77,10 +77,9 @@ class GraphRecords:
         return sum(map(self._graphs.bytes, self.devices()))
 
     def held(self, device: torch.device) -> int:
-        """Bytes that all graphs of a device hold, with the prompts that they read, and with what was made of functions
-        that hosts apply to their weights."""
+        """Bytes that all graphs of a device hold, with what was made of functions that hosts apply to their weights."""
         own = own_bytes(held for held in self.graphs() if held.key.device == device)
-        return self._graphs.bytes(device) + own + self.prompt_bytes(device) + self.applied_bytes(device)
+        return self._graphs.bytes(device) + own + self.applied_bytes(device)
 
     def applied_bytes(self, device: torch.device) -> int:
         """Bytes that lie on a device beside the hosts' weights, because of functions that they apply to these."""
@@ -92,19 +91,12 @@ class GraphRecords:
             return budget * MEBIBYTE - self.applied_bytes(device) if budget else UNLIMITED
         return min(self.allowed(budget, device) - self.held(device), self.left(device) - self.card.spare(device))
 
-    def prompt_bytes(self, device: torch.device | None = None, architecture: str | None = None) -> int:
-        """Bytes of what was computed of prompts alone: on a device, or on all; for an architecture, or for all."""
-        return sum(
-            managed.bound.prompts.bytes(device) for managed in self._managed.values()
-            if architecture in (None, managed.architecture)
-        )
-
     def held_by(self, pool: PoolKey) -> int:
-        """Bytes that the graphs of an architecture hold, with the prompts that they read."""
+        """Bytes that the graphs of an architecture hold."""
         if pool.architecture is None:
             return 0
         own = own_bytes(held for held in self.graphs() if PoolKey.of(held.key) == pool)
-        return self._graphs.bytes(*pool) + own + self.prompt_bytes(*pool)
+        return self._graphs.bytes(*pool) + own
 
     def left(self, device: torch.device) -> int:
         """Bytes of a card that anybody can have: what torch keeps unused is among it, but not in the graphs' memory."""

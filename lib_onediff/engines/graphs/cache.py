@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ...model.call import UNetCall
-from ...model.forward import Conditioning
 from ...model.offload import empty_pinned_cache
 from ...model.operators import Operators
 from ...model.weights import Source
@@ -60,7 +59,7 @@ class GraphCache(GraphRecords):
         return self._graphs.time_ms(device, dtype, work)
 
     def capture(
-        self, managed: ManagedUNet, entry: Entry, budget: int, call: UNetCall, conditioning: Conditioning | None
+        self, managed: ManagedUNet, entry: Entry, budget: int, call: UNetCall
     ) -> None:
         """Make the graph of a shape that a call was just served at, within a budget in MiB for all graphs of the device
         (0: a quarter of the card).
@@ -75,8 +74,8 @@ class GraphCache(GraphRecords):
         entry.waits = self._why_wait(entry, allowed)
         if entry.waits:
             return
-        inputs = own_inputs(call, with_prompt=conditioning is None or call.patches is not None)
-        wanted = CaptureRequest(managed, entry, managed.bound.generation, inputs, conditioning)
+        inputs = own_inputs(call)
+        wanted = CaptureRequest(managed, entry, managed.bound.generation, inputs)
         self._make(wanted)
         if not fits(self.held(device), allowed):
             self._compact(PoolKey.of(entry.key), allowed, wanted)
@@ -108,7 +107,7 @@ class GraphCache(GraphRecords):
         entry, key = wanted.entry, wanted.entry.key
         before = self._graphs.bytes(key.device, key.architecture)
         runner = self._graphs.prepare(
-            key.architecture, *self._computed_by(wanted.managed, key.backend), wanted.inputs, wanted.conditioning,
+            key.architecture, *self._computed_by(wanted.managed, key.backend), wanted.inputs,
             entry.needs,
         )
         log.debug("captured %s in %.0f ms", key, runner.seconds * 1e3)
@@ -119,7 +118,7 @@ class GraphCache(GraphRecords):
         # What was captured into a new memory has shown exactly what it needs.
         entry.needs = max(entry.needs, 0 if before else grown - SMALL_THINGS) or grown
         entry.state, entry.waits = State.READY, ""
-        wanted.managed.keep(key, wanted.conditioning, runner)
+        wanted.managed.keep(key, runner)
         self._shared_noticed = self.shared()
 
     def keep_within(self, budget: int, pool: PoolKey) -> None:
@@ -168,7 +167,7 @@ class GraphCache(GraphRecords):
 
     def _rehearse(self, one: CaptureRequest) -> None:
         computed_by = self._computed_by(one.managed, one.entry.key.backend)
-        self._graphs.rehearse(*computed_by, one.inputs, one.conditioning)
+        self._graphs.rehearse(*computed_by, one.inputs)
 
     def _computed_by(self, managed: ManagedUNet, backend: str) -> tuple[Source, Operators]:
         operators = self._operators_of(managed.computes_by(backend), managed.has_wide_norms)
@@ -189,7 +188,6 @@ class GraphCache(GraphRecords):
         # What torch keeps unused would be counted as if these graphs had held it.
         self.card.empty_cache()
         reserved = self.card.reserved()
-        self._drop_prompts()
         self.drop(keys)
         self._table.forget(keys)
         return max(0, reserved - self.card.reserved())
@@ -202,7 +200,6 @@ class GraphCache(GraphRecords):
             managed.cache_run.forget()
             self._drop_low_bit_weights(managed)
             managed.bound.drop_applied()
-        self._drop_prompts()
         self._drop({*self.keys(), *(entry.key for entry in self._table.entries() if entry.state is State.READY)})
         return max(0, reserved - self.card.reserved())
 
@@ -234,11 +231,6 @@ class GraphCache(GraphRecords):
         # Their graphs know where they lie.
         self._drop({key for key in managed.ready_keys() if key.backend in WITH_LOW_BIT})
         managed.low_bit = None
-
-    def _drop_prompts(self) -> None:
-        """Give back what was computed of prompts that no graph reads. The others' goes with their graphs."""
-        for managed in self._managed.values():
-            managed.bound.prompts.drop()
 
     def low_bit_bytes(self) -> int:
         """GPU memory of all weights in eight bits, which lie beside the hosts' own or stand for them."""

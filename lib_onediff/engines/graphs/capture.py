@@ -2,7 +2,7 @@
 
 The graphs of an architecture share one memory pool, so their intermediates lie over each other; this is safe because
 one replay ends before the next begins and outputs are copied out. A graph holds addresses, not tensors: whoever replays
-it must know that weights and conditioning still lie where they were.
+it must know that the weights still lie where they were.
 """
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ...model.call import UNetCall
 from ...model.deepcache.forward import compute
-from ...model.forward import Conditioning
 from ...model.operators import Operators
 from ...model.weights import Source
 from ...weak_dictionary import WeakDictionary
@@ -82,7 +81,7 @@ class CudaGraphs:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def prepare(
-        self, architecture: str, binding: Source, ops: Operators, inputs: UNetCall, conditioning: Conditioning | None,
+        self, architecture: str, binding: Source, ops: Operators, inputs: UNetCall,
         needs: int = 0,
     ) -> GraphRunner | SegmentsRunner:
         """Capture the forward for calls of this shape, with own_inputs of one. Such a call must have been made in this
@@ -102,9 +101,9 @@ class CudaGraphs:
             recorded: torch.cuda.CUDAGraph | Segments
             try:
                 if inputs.patches is not None:
-                    recorded = capture_segments(binding, ops, inputs, conditioning, pool.handle, stream, piece)
+                    recorded = capture_segments(binding, ops, inputs, pool.handle, stream, piece)
                 else:
-                    recorded, output = capture(binding, ops, inputs, conditioning, pool.handle, stream, piece)
+                    recorded, output = capture(binding, ops, inputs, pool.handle, stream, piece)
             except BaseException:
                 # torch may believe that this pool is still being recorded to, and would refuse every further capture.
                 del self._pools[device, architecture]
@@ -115,10 +114,10 @@ class CudaGraphs:
         if isinstance(recorded, Segments):
             # Whose functions they were must not be kept.
             inputs = replace(inputs, patches=None)
-            return SegmentsRunner(recorded, inputs, conditioning, pool, bytes_of(inputs), seconds)
-        return GraphRunner(recorded, inputs, output, conditioning, pool, bytes_of(inputs), seconds)
+            return SegmentsRunner(recorded, inputs, pool, bytes_of(inputs), seconds)
+        return GraphRunner(recorded, inputs, output, pool, bytes_of(inputs), seconds)
 
-    def rehearse(self, binding: Source, ops: Operators, inputs: UNetCall, conditioning: Conditioning | None) -> None:
+    def rehearse(self, binding: Source, ops: Operators, inputs: UNetCall) -> None:
         """Make a call as the capture will, so that this thread has chosen its algorithms.
 
         Raises torch.cuda.OutOfMemoryError.
@@ -128,7 +127,7 @@ class CudaGraphs:
             stream = self._stream(device, binding.dtype)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                compute(binding.layout, binding.weights(), ops, rehearsal_of(inputs), conditioning)
+                compute(binding.layout, binding.weights(), ops, rehearsal_of(inputs))
             stream.synchronize()
 
     def bytes(self, device: torch.device, architecture: str | None = None) -> int:
@@ -181,7 +180,6 @@ class GraphRunner:
     graph: torch.cuda.CUDAGraph
     inputs: UNetCall
     output: Tensor
-    conditioning: Conditioning | None
     memory: Pool
     own_bytes: int
     seconds: float
@@ -198,7 +196,6 @@ class SegmentsRunner:
 
     segments: Segments
     inputs: UNetCall
-    conditioning: Conditioning | None
     memory: Pool
     own_bytes: int
     seconds: float
@@ -208,7 +205,7 @@ class SegmentsRunner:
 
 
 def capture_segments(
-    binding: Source, ops: Operators, inputs: UNetCall, conditioning: Conditioning | None, pool: Any,
+    binding: Source, ops: Operators, inputs: UNetCall, pool: Any,
     stream: torch.cuda.Stream, piece: int,
 ) -> Segments:
     """As capture, with the functions that the call brings, which are called."""
@@ -220,7 +217,7 @@ def capture_segments(
         try:
             return record(
                 recording, inputs.patches,
-                lambda points: compute(binding.layout, weights, ops, replace(inputs, patches=points), conditioning),
+                lambda points: compute(binding.layout, weights, ops, replace(inputs, patches=points)),
             )
         except BaseException:
             with contextlib.suppress(RuntimeError):
@@ -229,7 +226,7 @@ def capture_segments(
 
 
 def capture(
-    binding: Source, ops: Operators, inputs: UNetCall, conditioning: Conditioning | None, pool: Any,
+    binding: Source, ops: Operators, inputs: UNetCall, pool: Any,
     stream: torch.cuda.Stream, piece: int,
 ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """A graph, and the output that it writes. piece: bytes that the pool gets in one piece before."""
@@ -243,7 +240,7 @@ def capture(
         try:
             if piece:
                 torch.empty(piece, dtype=torch.uint8, device=device)
-            output = compute(binding.layout, weights, ops, inputs, conditioning)
+            output = compute(binding.layout, weights, ops, inputs)
         except BaseException:
             with contextlib.suppress(RuntimeError):
                 graph.capture_end()

@@ -11,23 +11,18 @@ from torch import Tensor
 from ...model.call import Control, UNetCall
 
 
-def own_inputs(
-    call: UNetCall, memory_format: torch.memory_format = torch.preserve_format, with_prompt: bool = False
-) -> UNetCall:
-    """The call with inputs that belong to the graph. with_prompt: context and y are among them; otherwise a
-    conditioning stands for them.
+def own_inputs(call: UNetCall, memory_format: torch.memory_format = torch.preserve_format) -> UNetCall:
+    """The call with inputs that belong to the graph.
 
     The timestep becomes a float, whole or not, so that samplers of either kind share a graph.
     """
-    of = lambda tensor: tensor.detach().clone(memory_format=memory_format)  # noqa: E731
-    own = mapped(call, of)
-    own = replace(own, timestep=own.timestep.float())
-    return replace(own, context=of(call.context), y=None if call.y is None else of(call.y)) if with_prompt else own
+    own = mapped(call, lambda tensor: tensor.detach().clone(memory_format=memory_format))
+    return replace(own, timestep=own.timestep.float())
 
 
 def mapped(call: UNetCall, of: Callable[[Tensor], Any]) -> UNetCall:
     """The call with of(tensor) in the place of every tensor that a graph reads, in an order that depends on the shape
-    alone; without context and y."""
+    alone."""
     change = lambda tensor: None if tensor is None else of(tensor)  # noqa: E731
     latent, timestep, condition = of(call.latent), of(call.timestep), change(call.timestep_condition)
     parts = (getattr(call.control, part.name) for part in fields(Control)) if call.control else ()
@@ -36,7 +31,7 @@ def mapped(call: UNetCall, of: Callable[[Tensor], Any]) -> UNetCall:
     freeu = None if call.freeu is None else replace(call.freeu, factors=of(call.freeu.factors))
     return replace(
         call, latent=latent, timestep=timestep, timestep_condition=condition, control=control,
-        context=call.context.new_empty(0), y=None, image_prompts=prompts, freeu=freeu,
+        context=of(call.context), y=change(call.y), image_prompts=prompts, freeu=freeu,
     )
 
 
@@ -67,8 +62,7 @@ def copy_inputs(source: UNetCall, target: UNetCall) -> None:
     # Calls of one shape have the same tensors: where the target has one, so has the source.
     pairs: list[tuple[Any, Tensor | None]] = [(source.latent, target.latent), (source.timestep, target.timestep)]
     pairs += [(source.timestep_condition, target.timestep_condition), (source.y, target.y)]
-    if target.context.numel():
-        pairs.append((source.context, target.context))
+    pairs.append((source.context, target.context))
     if source.control is not None:
         for part in fields(Control):
             pairs += zip(getattr(source.control, part.name), getattr(target.control, part.name), strict=True)

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 
 from ...model.call import UNetCall
-from ...model.forward import Conditioning
 from ...ops.precision import our_modes
 from ...shapes.key import ShapeKey
 from ...shapes.table import Entry, State
@@ -31,13 +30,12 @@ class CaptureRequest(NamedTuple):
     entry: Entry
     generation: int
     inputs: UNetCall
-    conditioning: Conditioning | None
     seconds: float = 0.0
 
     @classmethod
     def of(cls, held: GraphRecord) -> CaptureRequest:
         kept, runner = held.kept, held.kept.runner
-        return cls(held.managed, held.entry, kept.generation, runner.inputs, kept.conditioning, runner.seconds)
+        return cls(held.managed, held.entry, kept.generation, runner.inputs, runner.seconds)
 
     def can_be(self) -> bool:
         """Whether the weights lie where they lay, and nothing has come between. Functions of other extensions are

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...model.call import UNetCall
-from ...model.forward import condition, forward
+from ...model.forward import forward
 from ...model.layout import FusedLinear, SpatialTransformer, UNetLayout
 from ...model.weights import Affine, Weights
 from ...ops.inductor.operators import Recorder
@@ -28,8 +28,7 @@ def regions_of(layout: UNetLayout, absent: Weights, device: torch.device, single
     layout = with_shorter_transformers(layout)
     call = a_call(layout, absent[layout.out_convolution.path].weight.dtype, 1 if single else BATCH)
     with torch.no_grad():
-        conditioning = condition(layout, absent, recorder, call.context, call.y)
-        forward(layout, absent, recorder, call, conditioning)
+        forward(layout, absent, recorder, call)
     return recorder.needed
 
 

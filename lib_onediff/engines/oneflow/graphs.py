@@ -20,7 +20,7 @@ from torch import Tensor
 from ...model.binding import Binding
 from ...model.call import UNetCall
 from ...model.deepcache.forward import cached_pass, full_pass
-from ...model.forward import Conditioning, forward
+from ...model.forward import forward
 from ...model.layout import UNetLayout
 from ...model.weights import Affine, Weights
 from ...ops.precision import environment
@@ -85,10 +85,10 @@ class OneFlowGraphs:
         return len({*self._compiled, *self._pending})
 
     def runner(
-        self, key: Hashable, binding: Binding, call: UNetCall, conditioning: Conditioning,
+        self, key: Hashable, binding: Binding, call: UNetCall,
         variables: Mapping[str, str] | None = None, fused_attention: bool = False, waits_for_compile: bool = False,
     ) -> OneFlowRunner | str:
-        """A runner for calls of this shape with this conditioning, or why there is none, in one line for the user:
+        """A runner for calls of this shape, or why there is none, in one line for the user:
         COMPILING as long as its graph is made in another thread, seconds where the shape or the address of a weight is
         new.
 
@@ -99,13 +99,13 @@ class OneFlowGraphs:
         weights = present(binding.weights())
         identity = key, addresses(weights)
         inputs = own_inputs(call, torch.contiguous_format)
-        given = tensors_of(inputs, conditioning)
+        given = tensors_of(inputs)
         with self._lock:
             if identity not in self._compiled and identity not in self._pending:
                 refusal = self._why_no_other(weights)
                 if refusal is not None:
                     return refusal
-                forward = forward_of(binding.layout, inputs, conditioning, fused_attention)
+                forward = forward_of(binding.layout, inputs, fused_attention)
                 self._pending[identity] = self._worker.submit(self._compile, identity, forward, weights, given)
             pending = self._pending.get(identity)
         if pending is not None:
@@ -116,7 +116,7 @@ class OneFlowGraphs:
         if compiled is None:
             return FAILED.format(self.failure)
         return OneFlowRunner(
-            compiled.graph, inputs, conditioning, OutsideMemory(inputs.latent.device), bytes_of(inputs),
+            compiled.graph, inputs, OutsideMemory(inputs.latent.device), bytes_of(inputs),
             compiled.seconds, given, dict(variables or {}), self._running,
         )
 
@@ -155,7 +155,6 @@ class OneFlowRunner:
 
     graph: Any
     inputs: UNetCall
-    conditioning: Conditioning
     memory: OutsideMemory
     own_bytes: int
     seconds: float
@@ -173,30 +172,28 @@ class OneFlowRunner:
         return output
 
 
-def forward_of(layout: UNetLayout, inputs: UNetCall, conditioning: Conditioning, fused_attention: bool) -> Forward:
-    """The forward for inputs and conditioning like these."""
-    deepcache, has_label, count = inputs.deepcache, conditioning.label is not None, len(conditioning.key_values)
+def forward_of(layout: UNetLayout, inputs: UNetCall, fused_attention: bool) -> Forward:
+    """The forward for inputs like these."""
+    deepcache = inputs.deepcache
 
     def build(weights: Weights, *given: Any) -> tuple[Any, ...]:
         from .operators import OneFlowOperators
 
         ops, rest = OneFlowOperators(fused_attention), iter(given)
         call = mapped(inputs, lambda _: next(rest))
-        prompt = Conditioning(tuple(next(rest) for _ in range(count)), next(rest) if has_label else None)
         if deepcache is None:
-            return (forward(layout, weights, ops, call, prompt),)
+            return (forward(layout, weights, ops, call),)
         if deepcache.is_cached_pass:
-            return (cached_pass(layout, weights, ops, call, prompt, deepcache.depth, next(rest)),)
-        return full_pass(layout, weights, ops, call, prompt, deepcache.depth)
+            return (cached_pass(layout, weights, ops, call, deepcache.depth, next(rest)),)
+        return full_pass(layout, weights, ops, call, deepcache.depth)
 
     return build
 
 
-def tensors_of(inputs: UNetCall, conditioning: Conditioning) -> list[Tensor]:
-    """What a graph takes: the inputs, what depends on the prompt, and the deep feature where it is read."""
+def tensors_of(inputs: UNetCall) -> list[Tensor]:
+    """What a graph takes: the inputs, and the deep feature where it is read."""
     tensors: list[Tensor] = []
     mapped(inputs, tensors.append)
-    tensors += [tensor.detach().contiguous() for tensor in conditioning.tensors()]
     if inputs.deepcache is not None and inputs.deepcache.is_cached_pass:
         tensors.append(inputs.deepcache.feature.read())
     return tensors

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ...model.call import UNetCall
-from ...model.forward import Conditioning
 from ...ops.precision import oneflow_variables
 from ...options.settings import Settings
 from ...shapes.key import ShapeKey
@@ -49,22 +48,21 @@ class OneFlowRoute:
         return Candidates((ONEFLOW, *others.backends), "")
 
     def runner(
-        self, managed: ManagedUNet, key: ShapeKey, call: UNetCall, conditioning: Conditioning | None,
+        self, managed: ManagedUNet, key: ShapeKey, call: UNetCall,
         waits_for_compile: bool,
     ) -> OneFlowRunner | str:
         """What runs a call, or why OneFlow does not, in one line for the user."""
         kept = managed.oneflow.get(key)
-        if kept is not None and managed.serves(kept, conditioning, call.deepcache):
+        if kept is not None and managed.serves(kept, call.deepcache):
             if self._graphs.is_compiling and not waits_for_compile:
                 return COMPILING_ANOTHER
             # Settings change, and graphs do not know them.
             serving: Any = kept.runner
             return replace(serving, variables=self._variables)
-        assert conditioning is not None, "what depends on the prompt is an input of OneFlow's graphs"
         runner = self._graphs.runner(
-            replace(key, precision=()), managed.bound.binding, call, conditioning, self._variables,
+            replace(key, precision=()), managed.bound.binding, call, self._variables,
             self._fused_attention.get((call.latent.device, call.latent.dtype), False), waits_for_compile,
         )
         if not isinstance(runner, str):
-            managed.oneflow[key] = CachedRunner(managed.bound.generation, conditioning, runner)
+            managed.oneflow[key] = CachedRunner(managed.bound.generation, runner)
         return runner

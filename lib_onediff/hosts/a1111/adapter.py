@@ -86,7 +86,7 @@ class A1111(WebUI):
             upcasts_attention,
         )
         self._host_traits = HostTraits(
-            TRUSTED, does_nothing_now, apply_wanted_networks, wanted_networks, by_content=True, brought=is_brought,
+            TRUSTED, does_nothing_now, apply_wanted_networks, wanted_networks, brought=is_brought,
             casts=CASTS,
         )
         modules = [importlib.import_module(name) for name in VAE_MODULES]
@@ -147,6 +147,7 @@ class A1111(WebUI):
         if bypassed and not (shared.state.interrupted or shared.state.skipped):
             runtime.note_host("another extension runs the UNet past OneDiff's hook")
         self._calls_before = None
+        runtime.end_sampling()
         self._vae.end_run()
 
     def why_not_served(self) -> str | None:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...model.identity import returns_none
 from ...model.rows import APART, OTHER_ROWS, half_of
+from ...weights.watch import no_object
 
 NOT_TOLD = "the WebUI's denoiser does not make this call"
 SEVERAL_PROMPTS = "AND joins several prompts"
@@ -25,7 +25,7 @@ class DenoiserStep:
     """What CFGDenoiser has said of the step that it is in."""
 
     def __init__(self) -> None:
-        self._said: Callable[[], Any] = returns_none
+        self._said: Callable[[], Any] = no_object
 
     def note(self, params: Any) -> None:
         """params: the host's CFGDenoiserParams, which live as long as the step; other callbacks may change them."""

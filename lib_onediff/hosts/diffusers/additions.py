@@ -2,15 +2,13 @@
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ...model.additions import FreeU, ImagePrompt, PerturbedAttention
-from ...model.identity import Edits, Sighting
 from ...model.read_diffusers import FREEU_FACTORS, has_freeu
 
 log = logging.getLogger("onediff")
@@ -33,10 +31,9 @@ class Additions(NamedTuple):
 
 
 class AdditionsReader:
-    """Reads the additions of one UNet at each call; what depends on the prompt alone is computed once."""
+    """Reads the additions of one UNet at each call."""
 
     def __init__(self) -> None:
-        self._image_prompts = ImagePromptReader()
         self._freeu: FreeU | None = None
         self._freeu_of: tuple[Any, ...] = ()
 
@@ -49,9 +46,7 @@ class AdditionsReader:
         adapters, perturbed = of_classes(processors, IP_ADAPTERS), of_classes(processors, PERTURBED)
         prompts: tuple[ImagePrompt, ...] | None = None
         if adapters:
-            prompts = self._image_prompts.read(adapters, latent, image_tokens, len(unet.down_blocks), arguments)
-        else:
-            self._image_prompts = ImagePromptReader()
+            prompts = read_image_prompts(adapters, latent, image_tokens, len(unet.down_blocks), arguments)
         guidance = perturbed_attention(perturbed, latent.shape[0]) if perturbed else None
         computed = [*(adapters.values() if prompts else ()), *(perturbed.values() if guidance else ())]
         freeu = self._read_freeu(unet, latent.device)
@@ -76,46 +71,21 @@ def of_classes(processors: dict[str, Any], names: Collection[str]) -> dict[str, 
     return {path: one for path, one in processors.items() if type(one) in wanted} if wanted else {}
 
 
-class ImagePromptReader:
-    """The image prompts of one UNet's IP-Adapters, kept while adapters, images, scales and masks are the same."""
-
-    def __init__(self) -> None:
-        self._processors: list[Callable[[], Any]] = []
-        self._edits: Edits | None = None
-        self._of: tuple[Any, ...] = ()
-        self._tensors = Sighting()
-        self._prompts: tuple[ImagePrompt, ...] | None = None
-
-    def read(
-        self, processors: dict[str, Any], latent: Tensor, image_tokens: list[Tensor] | None, levels: int,
-        arguments: dict[str, Any],
-    ) -> tuple[ImagePrompt, ...] | None:
-        """One for each adapter, and with masks one for each of its images; None where diffusers has to run these
-        processors, or to refuse their inputs. processors: by the path of their attention. levels: how many sizes the
-        hidden states have."""
-        masks = arguments.get(MASKS)
-        if isinstance(masks, Tensor):
-            masks = list(masks.unsqueeze(1))
-        found = list(processors.values())
-        tensors = (*(image_tokens or ()), *(mask for mask in masks or () if isinstance(mask, Tensor)))
-        # A scale is a number or a list of numbers, which a user may change in place.
-        of = tuple(processors), str([processor.scale for processor in found]), latent.shape, latent.dtype, masks is None
-        stands = self._of == of and self._tensors.recognises(tensors) and self._edits is not None and (
-            self._edits.still_true() and all(known() is one for known, one in zip(self._processors, found, strict=True))
-        )
-        if stands:
-            return self._prompts
-        adapters = adapters_of(processors, latent, image_tokens, masks)
-        if isinstance(adapters, str):
-            log.debug("diffusers' IP-Adapter processors run as they are: %s", adapters)
-            self._prompts = None
-        else:
-            self._prompts = tuple(prompt for one in adapters for prompt in image_prompts(one, latent, levels))
-        self._of = of
-        self._processors = [weakref.ref(processor) for processor in found]
-        self._edits = Edits([parameter for processor in found for parameter in processor.parameters()])
-        self._tensors.remember(tensors)
-        return self._prompts
+def read_image_prompts(
+    processors: dict[str, Any], latent: Tensor, image_tokens: list[Tensor] | None, levels: int,
+    arguments: dict[str, Any],
+) -> tuple[ImagePrompt, ...] | None:
+    """One for each adapter, and with masks one for each of its images; None where diffusers has to run these
+    processors, or to refuse their inputs. processors: by the path of their attention. levels: how many sizes the hidden
+    states have."""
+    masks = arguments.get(MASKS)
+    if isinstance(masks, Tensor):
+        masks = list(masks.unsqueeze(1))
+    adapters = adapters_of(processors, latent, image_tokens, masks)
+    if isinstance(adapters, str):
+        log.debug("diffusers' IP-Adapter processors run as they are: %s", adapters)
+        return None
+    return tuple(prompt for one in adapters for prompt in image_prompts(one, latent, levels))
 
 
 class Adapter(NamedTuple):

@@ -1,38 +1,85 @@
 """At which timesteps the steps of a diffusers pipeline begin: its scheduler says so."""
 from __future__ import annotations
 
+import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...model.deepcache.sampling import OTHER_SAMPLER, Sampling, time_of
 from ...runtime.runtime import runtime
 
+BAR = "progress_bar"
 # These go on from one output, and add no noise between their steps as the pipelines call them (eta 0).
 FIRST_ORDER = ("EulerDiscreteScheduler", "DDIMScheduler")
 
 
-class PipelineSchedule:
-    """Follows the scheduler of a pipeline without keeping the pipeline alive. Every set_timesteps is a new sampling."""
+class LoopAnnouncer:
+    """Stands for the progress_bar of one pipeline, within which each of diffusers' pipelines runs its steps: so its
+    samplings begin and end. Keeps neither pipeline nor UNet alive."""
 
-    def __init__(self, pipe: Any) -> None:
-        self._pipe = reference_to(pipe)
-        self._timesteps: weakref.ref[Tensor] | None = None
-        self._sampling = Sampling()
+    def __init__(self, pipe: Any, unet: nn.Module) -> None:
+        self._pipe, self._unet = reference_to(pipe), reference_to(unet)
 
-    def sampling(self) -> Sampling:
-        """The sampling that the pipeline is in."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         pipe = self._pipe()
-        scheduler = getattr(pipe, "scheduler", None)
-        timesteps = getattr(scheduler, "timesteps", None)
-        if isinstance(timesteps, Tensor) and (self._timesteps is None or self._timesteps() is not timesteps):
-            self._timesteps = weakref.ref(timesteps)
+        bar = type(pipe).progress_bar(pipe, *args, **kwargs)
+        return AnnouncedLoop(bar, self._begin, self._end)
+
+    def _begin(self) -> None:
+        pipe, unet = self._pipe(), self._unet()
+        if pipe is not None and unet is not None:
             # Now: callbacks may end the guidance in mid-sampling.
-            scale = runtime.guard.attempt("reading the guidance scale", lambda: guidance_scale_of(pipe))
-            self._sampling = sampling_of(scheduler, scale)
-        return self._sampling
+            runtime.begin_sampling(unet, sampling_of(pipe.scheduler, guidance_scale_of(pipe)), of_all=False)
+
+    def _end(self) -> None:
+        unet = self._unet()
+        if unet is not None:
+            runtime.end_sampling(unet)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copied pipeline gets its class's own: the copy's UNet is not in our care.
+        pipe = self._pipe()
+        return types.MethodType, (type(pipe).progress_bar, pipe)
+
+
+class AnnouncedLoop:
+    """A progress bar, as the context of a loop or as what it iterates over."""
+
+    def __init__(self, bar: Any, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        self._bar, self._begin, self._end = bar, begin, end
+
+    def __enter__(self) -> Any:
+        runtime.guard.attempt("noting that a sampling begins", self._begin)
+        return self._bar.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        runtime.guard.attempt("noting that a sampling ends", self._end)
+        return self._bar.__exit__(*error)
+
+    def __iter__(self) -> Iterator[Any]:
+        runtime.guard.attempt("noting that a sampling begins", self._begin)
+        try:
+            yield from self._bar
+        finally:
+            runtime.guard.attempt("noting that a sampling ends", self._end)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bar, name)
+
+
+def announce_samplings(pipe: Any, unet: nn.Module) -> None:
+    """Have this pipeline's samplings announced. One without diffusers' progress_bar announces none."""
+    if callable(getattr(type(pipe), BAR, None)):
+        vars(pipe)[BAR] = LoopAnnouncer(pipe, unet)
+
+
+def no_longer_announce(pipe: Any) -> None:
+    """Undo announce_samplings."""
+    if isinstance(getattr(pipe, "__dict__", {}).get(BAR), LoopAnnouncer):
+        del vars(pipe)[BAR]
 
 
 def reference_to(pipe: Any) -> Callable[[], Any]:

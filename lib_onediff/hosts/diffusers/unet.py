@@ -1,18 +1,17 @@
 """Put our forward on a diffusers UNet2DConditionModel, and take it off again."""
 from __future__ import annotations
 
+import inspect
 import logging
 import weakref
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...guard import HostFunction
 from ...model.call import Control, UNetCall
-from ...model.conditioning import MOST_SAVED
-from ...model.identity import Sighting, returns_none
 from ...model.patches import HostTraits, replaced_by
 from ...model.read_diffusers import (
     PROCESSOR_OF,
@@ -24,11 +23,12 @@ from ...model.read_diffusers import (
 from ...model.rows import PromptRows
 from ...options.settings import Settings
 from ...runtime.runtime import runtime
+from ...weights.watch import no_object
 from .additions import Additions, AdditionsReader
 from .guidance import arguments_of_prompt, prompt_rows
-from .instance_forward import InstanceForward, attached, put_on, take_off
+from .instance_forward import InstanceForward, attached, own_forward, put_on, take_off
 from .patches import UNetPatches
-from .schedule import PipelineSchedule, reference_to
+from .schedule import announce_samplings, reference_to
 
 log = logging.getLogger("onediff")
 
@@ -49,34 +49,35 @@ HOST_TRAITS = HostTraits(keeps_weights=why_weights_stay)
 class DiffusersForward(InstanceForward):
     """Stands in for UNet2DConditionModel.forward."""
 
+    hook = "the UNet's forward"
+
     def __init__(self, unet: nn.Module) -> None:
         super().__init__(unet)
-        # The class and its forward that were found to be diffusers' own.
+        # The class and its forward that were found to be diffusers' own, and what that takes.
         self._own: tuple[type, Any] | None = None
-        # The last labels: prompt and negative prompt may be called in turn.
-        self._labels: deque[tuple[Sighting, Tensor]] = deque(maxlen=MOST_SAVED + 1)
+        self._names: tuple[str, ...] = ()
         self._attentions: dict[str, weakref.ref[Any]] = {}
         self._additions = AdditionsReader()
-        # What the projection of an IP-Adapter made of the embeddings that were sighted.
-        self._embeddings = Sighting()
-        self._projection: Callable[[], Any] = returns_none
-        self._image_tokens: list[Tensor] | None = None
-        self.schedule: PipelineSchedule | None = None
         # The pipeline that calls, where that is known.
-        self.pipeline: Callable[[], Any] = returns_none
-        self._names = tuple(self.__signature__.parameters)
+        self.pipeline: Callable[[], Any] = no_object
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        unet: Any = self._module()  # its forward is called: it is there
-        if (self._own is None or type(unet) is not self._own[0]) and not is_diffusers_unet(unet):
-            runtime.note_host(f"{type(unet).__name__} is not a UNet that OneDiff knows")
-            return type(unet).forward(unet, *args, **kwargs)
+    def serve(self, host: HostFunction, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        reason = self._why_host(module)
+        if reason is not None:
+            runtime.note_host(reason, module)
+            return runtime.pressure.run_host(lambda: host(*args, **kwargs))
         # Signature.bind says the same in a tenth of a millisecond; what does not fit is the host's to refuse.
         given = {**dict(zip(self._names, args)), **kwargs}  # noqa: B905
+        try:
+            call = self._call(module, **{name: value for name, value in given.items() if name != "return_dict"})
+        except Exception as fault:
+            # Inputs that we cannot even read are the host's to judge.
+            call = f"the inputs of this call were not understood: {fault}"
+            log.debug(call, exc_info=True)
+        if isinstance(call, str):
+            runtime.note_host(call, module)
+            return runtime.pressure.run_host(lambda: host(**again(given)))
         return_dict = given.pop("return_dict", True)
-
-        def host() -> Tensor:
-            return host_of(unet, given)
 
         def guidance() -> PromptRows | str:
             batch = given["sample"].shape[0]
@@ -84,26 +85,31 @@ class DiffusersForward(InstanceForward):
             if isinstance(rows, str):
                 return rows
             alone = arguments_of_prompt(given, rows, batch)
-            return PromptRows(rows, lambda: host_of(unet, alone))
+            return PromptRows(rows, lambda: sample_of(host, alone))
 
-        try:
-            call = self._call(unet, **given)
-        except Exception as fault:
-            # Inputs that we cannot even read are the host's to judge.
-            call = f"the inputs of this call were not understood: {fault}"
-            log.debug(call, exc_info=True)
-        if isinstance(call, str):
-            runtime.note_host(call, unet, context_of(given))
-            sample = runtime.pressure.run_host(host)
-        else:
-            if self.schedule is not None:
-                runtime.announce(self.schedule.sampling(), unet)
-            sample = runtime.run(unet, call, host, guidance=guidance)
+        sample = runtime.run(module, call, lambda: sample_of(host, given), guidance=guidance)
         if not return_dict:
             return (sample,)
         from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
 
         return UNet2DConditionOutput(sample=sample)
+
+    def declined(self, module: Any) -> None:
+        runtime.note_host(runtime.guard.suspended or "a fault of OneDiff; see the log", module)
+
+    def _why_host(self, unet: Any) -> str | None:
+        """Why this UNet's forward is none that we know, or None."""
+        own = type(unet), type(unet).forward
+        if own == self._own:
+            return None
+        if not is_diffusers_unet(unet):
+            return f"{type(unet).__name__} is not a UNet that OneDiff knows"
+        replaced = replaced_by(type(unet))
+        if replaced is not None:
+            return f"UNet2DConditionModel.forward was replaced by {replaced}"
+        self._names = tuple(inspect.signature(own_forward(unet)).parameters)
+        self._own = own
+        return None
 
     def _call(
         self, unet: Any, sample: Tensor, timestep: Tensor | float, encoder_hidden_states: Tensor,
@@ -113,14 +119,6 @@ class DiffusersForward(InstanceForward):
         **others: Any,
     ) -> UNetCall | str:
         """The call as ours, or what in it a UNetCall cannot say, in one line for the user."""
-        if runtime.guard.suspended:
-            return runtime.guard.suspended
-        own = type(unet), type(unet).forward
-        if own != self._own:
-            replaced = replaced_by(type(unet))
-            if replaced is not None:
-                return f"UNet2DConditionModel.forward was replaced by {replaced}"
-            self._own = own
         if isinstance(encoder_hidden_states, (tuple, list)):
             return "the context has several parts"
         attentions = self._attentions_of(unet)
@@ -174,47 +172,33 @@ class DiffusersForward(InstanceForward):
             self._attentions = {path: weakref.ref(module) for path, module in found.items()}
         return found
 
-    def _tokens_of_images(self, unet: Any, added: dict[str, Any]) -> list[Tensor] | None:
-        """What an IP-Adapter makes of the image embeddings, (batch, images, tokens, width) for each; kept while the
-        pipeline hands over the same to the same adapter."""
-        projection = unet.encoder_hid_proj
-        if not has_ip_adapter(unet):
-            self._image_tokens = None
-            return None
-        embeddings = added["image_embeds"]
-        given = tuple(embeddings) if isinstance(embeddings, (list, tuple)) else (embeddings,)
-        if self._projection() is not projection or not self._embeddings.recognises(given):
-            self._image_tokens = projection(embeddings)
-            self._projection = weakref.ref(projection)
-            self._embeddings.remember(given)
-        return self._image_tokens
+    @staticmethod
+    def _tokens_of_images(unet: Any, added: dict[str, Any]) -> list[Tensor] | None:
+        """What an IP-Adapter makes of the image embeddings, (batch, images, tokens, width) for each."""
+        return unet.encoder_hid_proj(added["image_embeds"]) if has_ip_adapter(unet) else None
 
-    def _label(self, unet: Any, added: dict[str, Tensor] | None) -> Tensor | str | None:
+    @staticmethod
+    def _label(unet: Any, added: dict[str, Tensor] | None) -> Tensor | str | None:
         """y of an SDXL-like UNet, (batch, width): pooled text beside the sinusoids of the size numbers; or what the
-        pipeline passes instead of them.
-
-        As UNet2DConditionModel.get_aug_embed. Kept while the pipeline hands over the same tensors.
-        """
+        pipeline passes instead of them. As UNet2DConditionModel.get_aug_embed."""
         if unet.config.addition_embed_type is None:
             return None
         if not added or set(added) - {"image_embeds"} != {"text_embeds", "time_ids"}:
             return f"added_cond_kwargs holds {', '.join(sorted(added or {})) or 'nothing'}"
         text, sizes = added["text_embeds"], added["time_ids"]
-        for sighting, label in self._labels:
-            if sighting.recognises((text, sizes)):
-                return label
         waves = unet.add_time_proj(sizes.flatten()).reshape(text.shape[0], -1)
-        label = torch.cat([text, waves.to(text.dtype)], dim=-1)
-        self._labels.append((Sighting((text, sizes)), label))
-        return label
+        return torch.cat([text, waves.to(text.dtype)], dim=-1)
 
 
-def host_of(unet: Any, given: dict[str, Any]) -> Tensor:
+def again(given: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments: the host consumes a list of them, and must find it whole however often it runs."""
+    return {name: list(value) if name == "down_intrablock_additional_residuals" and value else value
+            for name, value in given.items()}
+
+
+def sample_of(host: Callable[..., Any], given: dict[str, Any]) -> Tensor:
     """What the UNet's own forward makes of these arguments."""
-    # The host consumes this list; it must find it whole however often it runs.
-    again = {name: list(value) if name == "down_intrablock_additional_residuals" and value else value
-             for name, value in given.items()}
-    sample: Tensor = type(unet).forward(unet, **again, return_dict=False)[0]
+    sample: Tensor = host(**again({**given, "return_dict": False}))[0]
     return sample
 
 
@@ -222,12 +206,6 @@ def upcasts_attention(attentions: list[Any]) -> bool:
     """Whether the host computes attention scores in float32: only its older attention processor does."""
     first: Any = attentions[0] if attentions else None
     return bool(getattr(first, "upcast_attention", False)) and type(first.processor).__name__ == "AttnProcessor"
-
-
-def context_of(given: dict[str, Any]) -> Tensor | None:
-    """The context among a call's arguments, if it is one tensor."""
-    context = given.get("encoder_hidden_states")
-    return context if isinstance(context, Tensor) else None
 
 
 def timestep_of_batch(timestep: Tensor | float, sample: Tensor) -> Tensor:
@@ -293,10 +271,9 @@ def attach(unet: nn.Module, settings: Settings | None = None) -> None:
 
 
 def follow(unet: nn.Module, pipe: Any) -> None:
-    """Let an attached UNet know which pipeline uses it: its steps, for DeepCache, and its guidance."""
+    """Let an attached UNet know which pipeline uses it: its samplings, for DeepCache, and its guidance."""
     note_pipeline(unet, reference_to(pipe))
-    if (forward := attached(unet)) is not None:
-        forward.schedule = PipelineSchedule(pipe)
+    announce_samplings(pipe, unet)
 
 
 def note_pipeline(unet: nn.Module, pipeline: Callable[[], Any]) -> None:

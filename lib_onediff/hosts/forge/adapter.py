@@ -72,7 +72,7 @@ class Forge(WebUI):
             [vae.Decoder, vae.Encoder], HostTraits(), lambda decoder: checks.replaced_vae_helper(traits, decoder)
         )
         self._host_traits = HostTraits(
-            by_content=True, yardstick=lambda host: checks.with_exact_attention(traits, host),
+            yardstick=lambda host: checks.with_exact_attention(traits, host),
             functions=LayerFunctions(), casts=Casts(cast_to_input),
             brought=lambda unet, module: is_block_or_attention(module),
             keeps_weights=lambda unet: f"Low-bit only is not for {traits.release()}, which moves the weights itself",
@@ -141,6 +141,7 @@ class Forge(WebUI):
 
     def after_run(self, p: Any) -> None:
         self._vae.end_run()
+        runtime.end_sampling()
         self._note_bypass()
 
     def _note_bypass(self) -> None:

@@ -74,11 +74,11 @@ class CacheRun:
 
     def plan(
         self, choice: DeepCacheOptions, sampling: Sampling, layout: UNetLayout, call: UNetCall, shape: Hashable,
-        by_content: bool, held: GraphRecord,
+        held: GraphRecord,
     ) -> StepPlan | None:
         """What to do with a call; None where DeepCache cannot be for this call, and reason says why.
 
-        shape: two calls of the same shape have deep features of the same shape. by_content: see PromptNumbers. held:
+        shape: two calls of the same shape have deep features of the same shape. held:
         the features that graphs write and read.
         """
         if sampling.why_not:
@@ -99,7 +99,7 @@ class CacheRun:
             self.reason = RESTS + too_few
             return None
         depth = min(choice.depth, deepest(layout))
-        prompt = self._prompts.number(call.context, call.y, by_content)
+        prompt = self._prompts.number(call.context, call.y)
         place = self._features.place((shape, depth))
         if self._first_timestep.comes_again(time, (shape, prompt)):
             self.reason = RESTS + TILES

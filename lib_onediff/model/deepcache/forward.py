@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..call import UNetCall
-from ..forward import Conditioning, Pass, forward
+from ..forward import Pass, forward
 from ..layout import UNetLayout
 from ..operators import Operators
 from ..patched_forward import patched_forward
@@ -23,11 +23,11 @@ def check_depth(layout: UNetLayout, depth: int) -> None:
 
 
 def full_pass(
-    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, conditioning: Conditioning | None, depth: int
+    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, depth: int
 ) -> tuple[Tensor, Tensor]:
     """The whole UNet; returns (output, deep feature). The output is exactly forward's."""
     check_depth(layout, depth)
-    running = Pass(layout, weights, ops, call, conditioning)
+    running = Pass(layout, weights, ops, call)
     stages = len(layout.output_stages)
     image, skips = running.encode(len(layout.input_stages))
     shallow_skips, deep_skips = skips[:depth], skips[depth:]
@@ -37,12 +37,12 @@ def full_pass(
 
 
 def cached_pass(
-    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, conditioning: Conditioning | None, depth: int,
+    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, depth: int,
     deep: Tensor,
 ) -> Tensor:
     """The outer stages only, around a deep feature from an earlier step."""
     check_depth(layout, depth)
-    running = Pass(layout, weights, ops, call, conditioning)
+    running = Pass(layout, weights, ops, call)
     stages = len(layout.output_stages)
     _, skips = running.encode(depth)
     return running.finish(running.decode(deep, skips, range(stages - depth, stages), None))
@@ -54,7 +54,7 @@ def deepest(layout: UNetLayout) -> int:
 
 
 def compute(
-    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, conditioning: Conditioning | None
+    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall
 ) -> Tensor:
     """The UNet's output, (batch, out channels, height, width) in the latent's dtype: see forward.forward.
 
@@ -63,11 +63,11 @@ def compute(
     """
     deepcache = call.deepcache
     if call.patches is not None:
-        return patched_forward(layout, weights, ops, call, conditioning, call.patches)
+        return patched_forward(layout, weights, ops, call, call.patches)
     if deepcache is None:
-        return forward(layout, weights, ops, call, conditioning)
+        return forward(layout, weights, ops, call)
     if deepcache.is_cached_pass:
-        return cached_pass(layout, weights, ops, call, conditioning, deepcache.depth, deepcache.feature.read())
-    output, deep = full_pass(layout, weights, ops, call, conditioning, deepcache.depth)
+        return cached_pass(layout, weights, ops, call, deepcache.depth, deepcache.feature.read())
+    output, deep = full_pass(layout, weights, ops, call, deepcache.depth)
     deepcache.feature.write(deep)
     return output

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..identity import edit_count
+from ...weights.watch import UNCOUNTED, edit_count
 
 TILES = "an extension calls the UNet several times a step with the same prompt (tiles?)"
 # Words that take turns, several prompts at once: more are told apart by forgetting the oldest.
@@ -16,23 +16,23 @@ MOST_PROMPTS = 32
 
 
 class SeenPrompt(NamedTuple):
-    """A prompt: the tensors that the host handed over, and, where they tell nothing, what was in them."""
+    """A prompt: the tensors that the host handed over, and what was in them."""
 
     number: int
     objects: tuple[weakref.ref[Tensor] | None, ...]
     edits: tuple[int, ...]
-    content: tuple[Tensor | None, ...] | None
+    content: tuple[Tensor | None, ...]
 
     def is_same(self, tensors: tuple[Tensor | None, ...]) -> bool:
         """Whether these are the very tensors, unedited as far as that can be seen."""
-        return self.edits == tuple(map(edit_count, tensors)) and all(
+        return UNCOUNTED not in self.edits and self.edits == tuple(map(edit_count, tensors)) and all(
             tensor is (None if reference is None else reference())
             for reference, tensor in zip(self.objects, tensors, strict=True)
         )
 
     def is_equal(self, tensors: tuple[Tensor | None, ...]) -> bool:
         """Whether these hold the same values; on a GPU this waits for the queue."""
-        return self.content is not None and all(map(same_values, self.content, tensors))
+        return all(map(same_values, self.content, tensors))
 
 
 class PromptNumbers:
@@ -42,23 +42,20 @@ class PromptNumbers:
         self._seen: list[SeenPrompt] = []
         self._next = 0
 
-    def number(self, context: Tensor, y: Tensor | None, by_content: bool) -> int:
-        """The number of context (batch, tokens, width) and y (batch, width).
-
-        by_content: the host hands over new tensors at every call, so what is in them tells. Otherwise another tensor is
-        another prompt.
-        """
+    def number(self, context: Tensor, y: Tensor | None) -> int:
+        """The number of context (batch, tokens, width) and y (batch, width): what is in them tells, which waits for the
+        GPU unless they are the very tensors that came before."""
         tensors = (context, y)
         for seen in reversed(self._seen):
             if seen.is_same(tensors):
                 return seen.number
-        for seen in reversed(self._seen) if by_content else ():
+        for seen in reversed(self._seen):
             if seen.is_equal(tensors):
                 return seen.number
         content = tuple(None if tensor is None else tensor.detach().clone() for tensor in tensors)
         objects = tuple(None if tensor is None else weakref.ref(tensor) for tensor in tensors)
         edits = tuple(map(edit_count, tensors))
-        self._seen.append(SeenPrompt(self._next, objects, edits, content if by_content else None))
+        self._seen.append(SeenPrompt(self._next, objects, edits, content))
         del self._seen[:-MOST_PROMPTS]
         self._next += 1
         return self._next - 1
@@ -68,8 +65,8 @@ class PromptNumbers:
         self._seen = []
 
     def bytes(self) -> int:
-        """Memory of what was in the prompts, where that is kept."""
-        kept = [tensor for seen in list(self._seen) for tensor in seen.content or () if tensor is not None]
+        """Memory of what was in the prompts."""
+        kept = [tensor for seen in list(self._seen) for tensor in seen.content if tensor is not None]
         return sum(tensor.nbytes for tensor in kept)
 
 

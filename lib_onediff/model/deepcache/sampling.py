@@ -8,6 +8,7 @@ from torch import Tensor
 from ...weak_dictionary import WeakDictionary
 from .timeline import Timeline, timeline_of
 
+UNANNOUNCED = "nobody says when a sampling begins and ends (own loops: with lib_onediff.sampling(unet): ...)"
 UNEQUAL_TIMES = "the images of this batch are at different steps"
 OTHER_SAMPLER = "it is for the samplers Euler and DDIM (without added noise)"
 UNKNOWN_SAMPLER = "the caller does not say which sampler it uses"

@@ -84,9 +84,9 @@ class DecoderLayout:
         """Nothing needs to lie together: the few linear layers are a hundredth of the work."""
         return []
 
-    def prompt_paths(self) -> set[str]:
-        """No layer takes the prompt."""
-        return set()
+    def wider_fusions(self) -> list[FusedLinear]:
+        """Nor these."""
+        return []
 
     @cached_property
     def architecture(self) -> str:

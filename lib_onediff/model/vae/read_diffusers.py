@@ -44,7 +44,7 @@ def read_diffusers_encoder(encoder: Any) -> DecoderLayout:
 
 
 def with_ends(half: Any, layers: list[Layer], leaves: LeafReader) -> DecoderLayout:
-    require_silu(half.conv_act, "the output's activation")
+    require_silu(half.conv_act, "the output's activation", leaves)
     layout = DecoderLayout(
         family="diffusers", in_convolution=leaves.convolution(half.conv_in), layers=tuple(layers),
         out_norm=leaves.group_norm(half.conv_norm_out), out_convolution=leaves.convolution(half.conv_out),
@@ -55,8 +55,8 @@ def with_ends(half: Any, layers: list[Layer], leaves: LeafReader) -> DecoderLayo
 
 def read_middle(block: Any, leaves: LeafReader) -> list[Layer]:
     """A residual block, then an attention (None in a decoder without) and a residual block, any number of times."""
-    if type(block).__name__ != "UNetMidBlock2D" or len(block.resnets) != len(block.attentions) + 1:
-        raise UnsupportedUNet(f"{leaves.path(block)} is a {type(block).__name__} of another kind")
+    if leaves.kind(block) != "UNetMidBlock2D" or len(block.resnets) != len(block.attentions) + 1:
+        raise UnsupportedUNet(f"{leaves.path(block)} is a {leaves.kind(block)} of another kind")
     layers: list[Layer] = [read_residual_block(block.resnets[0], leaves)]
     for attention, resnet in zip(block.attentions, list(block.resnets)[1:], strict=True):
         if attention is not None:
@@ -67,8 +67,8 @@ def read_middle(block: Any, leaves: LeafReader) -> list[Layer]:
 
 def read_block(block: Any, known: set[str], leaves: LeafReader) -> list[Layer]:
     """The layers of one resolution, without the one that leads to the next."""
-    if type(block).__name__ not in known:
-        raise UnsupportedUNet(f"{leaves.path(block)} is a {type(block).__name__}, which we do not know")
+    if leaves.kind(block) not in known:
+        raise UnsupportedUNet(f"{leaves.path(block)} is a {leaves.kind(block)}, which we do not know")
     attentions = list(getattr(block, "attentions", ()))
     if len(attentions) not in (0, len(block.resnets)):
         raise UnsupportedUNet(f"{leaves.path(block)} has another number of attentions than of residual blocks")
@@ -82,17 +82,17 @@ def read_block(block: Any, known: set[str], leaves: LeafReader) -> list[Layer]:
 
 def read_downsample(layer: Any, leaves: LeafReader) -> PaddedDownsample:
     path = leaves.path(layer)
-    if type(layer).__name__ != "Downsample2D" or not layer.use_conv or layer.norm is not None or layer.padding != 0:
+    if leaves.kind(layer) != "Downsample2D" or not layer.use_conv or layer.norm is not None or layer.padding != 0:
         raise UnsupportedUNet(f"{path} is a downsampling layer of another kind")
     return padded(leaves.convolution(layer.conv), path)
 
 
 def read_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
     path = leaves.path(block)
-    plain = type(block).__name__ == "ResnetBlock2D" and block.upsample is None and block.downsample is None
+    plain = leaves.kind(block) == "ResnetBlock2D" and block.upsample is None and block.downsample is None
     if not plain or block.time_emb_proj is not None or block.output_scale_factor != 1.0:
         raise UnsupportedUNet(f"{path} is a residual block of another kind")
-    require_silu(block.nonlinearity, f"the activation of {path}")
+    require_silu(block.nonlinearity, f"the activation of {path}", leaves)
     return ResidualBlock(
         in_norm=leaves.group_norm(block.norm1), in_convolution=leaves.convolution(block.conv1),
         out_norm=leaves.group_norm(block.norm2), out_convolution=leaves.convolution(block.conv2),

@@ -82,7 +82,7 @@ def read_level(level: Any, count: int, leaves: LeafReader) -> list[Layer]:
 
 
 def read_layer(module: Any, leaves: LeafReader) -> list[Layer]:
-    kind = type(module).__name__
+    kind = leaves.kind(module)
     if kind == "ResnetBlock":
         return [read_residual_block(module, leaves)]
     if kind in ATTENTION_BLOCKS:
@@ -112,13 +112,13 @@ def read_attention(block: Any, leaves: LeafReader) -> PixelAttention:
 
 
 def read_upsample(layer: Any, leaves: LeafReader) -> Upsample:
-    if type(layer).__name__ != "Upsample" or not layer.with_conv:
+    if leaves.kind(layer) != "Upsample" or not layer.with_conv:
         raise UnsupportedUNet(f"{leaves.path(layer)} is an upsampling layer of another kind")
     return Upsample(leaves.convolution(layer.conv), resize_before=True)
 
 
 def read_downsample(layer: Any, leaves: LeafReader) -> PaddedDownsample:
-    if type(layer).__name__ != "Downsample" or not layer.with_conv:
+    if leaves.kind(layer) != "Downsample" or not layer.with_conv:
         raise UnsupportedUNet(f"{leaves.path(layer)} is a downsampling layer of another kind")
     return padded(leaves.convolution(layer.conv), leaves.path(layer))
 

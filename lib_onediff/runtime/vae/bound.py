@@ -7,11 +7,12 @@ from torch import nn
 
 from ...model.binding import Binding
 from ...model.layout import UnsupportedUNet
-from ...model.patches import HostTraits, Structure, scan
+from ...model.patches import LOOKED_AT_BY_OTHERS, HostTraits, scan
 from ...model.read import read_decoder
 from ...model.vae.layout import DecoderLayout
 from ...model.weights import Weights
 from ...options.settings import Settings
+from ...weights.watch import Tree
 
 
 class BoundDecoder:
@@ -21,10 +22,9 @@ class BoundDecoder:
         self._decoder = weakref.ref(decoder)
         self.settings = settings
         self.host_traits = host_traits
-        self._structure: Structure | None = None
-        self._options: tuple[bool, ...] = ()
+        self._tree: Tree | None = None
         self._binding: Binding | None = None
-        self._unreadable: str | None = None
+        self._refusal: str | None = None
 
     @property
     def binding(self) -> Binding:
@@ -37,23 +37,25 @@ class BoundDecoder:
         return self.binding.layout
 
     def look(self) -> str | None:
-        """Look through the module tree, and read it again if it has changed: a millisecond, at every decode. Returns
-        why the decoder cannot be run, or None."""
+        """See whether the module tree computes as it did, and read it again if not: at every decode. Returns why the
+        decoder cannot be run, or None."""
         decoder = self._decoder()
         if decoder is None:
             return "the host has unloaded this decoder"
-        structure = scan(decoder, self.host_traits)
-        if structure.patched is not None:
-            return structure.patched
-        options = tuple(bool(getattr(decoder, name, False)) for name in ("give_pre_end", "tanh_out"))
-        if (structure, options) != (self._structure, self._options):
-            self._structure, self._options = structure, options
-            self._binding = self._unreadable = None
+        if self._tree is not None and self._tree.stands(decoder):
+            return self._refusal
+        self._tree, self._binding = Tree(decoder, LOOKED_AT_BY_OTHERS), None
+        self._refusal = scan(decoder, self.host_traits).patched
+        if self._refusal is None:
             try:
                 self._binding = Binding(decoder, read_decoder(decoder))
             except UnsupportedUNet as reason:
-                self._unreadable = str(reason)
-        return self._unreadable
+                self._refusal = str(reason)
+        return self._refusal
+
+    def sources(self) -> str:
+        """What tells the host's own decode from those of other sources; see Tree.digest."""
+        return "" if self._tree is None else self._tree.digest()
 
     def weights(self) -> Weights:
         """Every layer's tensors by path, as they are now. Drop the result after the decode.

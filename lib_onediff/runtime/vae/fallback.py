@@ -45,7 +45,7 @@ BAD_LATENT = (
 class DecodeJob:
     """A decode that was asked for; or an encode: then latent is an image.
 
-    weights: as they are now; nobody keeps them after the decode.
+    weights: as they are now; nobody keeps them after the decode. sources: what tells the host's forward from others.
     """
 
     layout: DecoderLayout
@@ -54,6 +54,7 @@ class DecodeJob:
     host: HostDecode
     upcast_attention: bool
     settings: Settings
+    sources: str = ""
 
     @property
     def small(self) -> Tensor:
@@ -198,7 +199,7 @@ class DecodeFallbackChain:
                 except torch.cuda.OutOfMemoryError:
                     raise
                 except Exception as error:
-                    blame(entry, f"our forward failed: {first_line(error)}")
+                    blame(entry, f"our forward failed: {first_line(error)}", is_final=False)
                     log.exception("%s (%s)", entry.reason, entry.key)
                 else:
                     return Attempt(image, entry, "" if uncompared else reason, finding)
@@ -211,7 +212,7 @@ class DecodeFallbackChain:
         key = ShapeKey.of_decode(
             job.layout.architecture, job.small, job.upcast_attention, backend, dtype, flags, marks
         )
-        entry = self._services.table.entry(key, job.layout.model_name)
+        entry = self._services.table.entry(key, job.layout.model_name).of_weights(f"{job.digest} {job.sources}")
         if uncompared and entry.state is State.COLD:
             entry.state = State.PROVED
         return entry
@@ -246,7 +247,7 @@ class DecodeFallbackChain:
                 if job.wanted != torch.float32:
                     self._known.remember(job.digest, BY_THE_HOST, checked.host_saw)
             elif checked is ours:
-                history.keep_verdict(entry.key.backend, entry.key, entry.relative_error)
+                history.keep_verdict(entry.key.backend, entry.key, entry.weights, entry.relative_error)
             return checked
         entry.state = State.PROVED
         return ours

@@ -144,7 +144,7 @@ class DecoderRoute:
             return "this VAE was given back"
         with self._lock:
             return bound.look() or misfit(bound, latent) or (
-                DecodeJob(bound.layout, bound.weights(), latent, host, upcast_attention, settings)
+                DecodeJob(bound.layout, bound.weights(), latent, host, upcast_attention, settings, bound.sources())
             )
 
     def _by_host(

@@ -1,0 +1,1 @@
+"""Which weights hold now: whether anything has changed under us."""
