@@ -340,7 +340,6 @@ class BoundUNet:
         self.undo_channels_last()
         self._binding = self._parameters = self._contents = None
         self.drop_applied()
-        self._note_moved()
         if layout is not None:
             self._binding = Binding(unet, layout)
         return unreadable

@@ -42,7 +42,7 @@ def under_autocast(unet: nn.Module, call: UNetCall) -> Callable[[], Tensor]:
 
 def served(unet: nn.Module, call: UNetCall, backend: str, calls: int = 3) -> Tensor:
     """The output of the last of several calls: plain, plain and captured afterwards, replayed."""
-    runtime.adopt(unet, Settings(backend=backend), HostTraits(by_content=True, casts=CASTS))
+    runtime.adopt(unet, Settings(backend=backend), HostTraits(casts=CASTS))
     with torch.no_grad(), torch.autocast(call.latent.device.type):
         for _ in range(calls):
             output = runtime.run(unet, call, under_autocast(unet, call))

@@ -201,7 +201,7 @@ def test_binding_sdxl_adds_less_than_64_mib_and_ten_cycles_leak_nothing() -> Non
     allocated, requested = torch.cuda.memory_allocated(), requested_bytes()
     torch.cuda.reset_peak_memory_stats()
     bound = BoundUNet(unet)
-    bound.refresh(UNetCall(given["sample"], torch.zeros(2), given["encoder_hidden_states"]), by_content=False)
+    bound.refresh(UNetCall(given["sample"], torch.zeros(2), given["encoder_hidden_states"]))
     assert torch.cuda.memory_allocated() - allocated < 64 * MIB
     assert torch.cuda.max_memory_allocated() - allocated < 64 * MIB
     bound.release()

@@ -87,7 +87,7 @@ def test_both_halves_of_sdxl_are_ready_and_the_feature_is_counted() -> None:
     with runtime.wait_for_compile():
         unet(**given, return_dict=False)
     times = [float(time) for time in range(960, 0, -40)]
-    runtime.announce(Sampling(times=lambda: times), unet)
+    runtime.begin_sampling(unet, Sampling(times=lambda: times), of_all=False)
     for time in times:
         unet(**{**given, "timestep": torch.tensor(time, device="cuda")}, return_dict=False)
     entries = {entry.key.part: entry for entry in runtime.table.entries()}

@@ -137,7 +137,7 @@ def forward(unet: Any, call: UNetCall) -> Callable[[], Tensor]:
 
 
 def host_traits() -> HostTraits:
-    return HostTraits(trusted={__name__}, by_content=True, functions=LayerFunctions(), casts=Casts(cast_to_input))
+    return HostTraits(trusted={__name__}, functions=LayerFunctions(), casts=Casts(cast_to_input))
 
 
 def served(unet: nn.Module, call: UNetCall, backend: str, calls: int = 3) -> Tensor:

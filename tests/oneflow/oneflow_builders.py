@@ -9,7 +9,6 @@ from torch import Tensor
 from lib_onediff.engines.oneflow.graphs import OneFlowGraphs, OneFlowRunner
 from lib_onediff.model.bound import BoundUNet
 from lib_onediff.model.call import UNetCall
-from lib_onediff.ops import torch_ops
 from lib_onediff.ops.precision import Precision, oneflow_variables
 from lib_onediff.shapes.key import ShapeKey
 
@@ -27,12 +26,11 @@ class Ours:
         self.graphs = graphs
 
     def runner(self, call: UNetCall, waits_for_compile: bool = True) -> OneFlowRunner | str:
-        self.bound.refresh(call, by_content=False)
-        conditioning = self.bound.conditioning(torch_ops, call, by_content=False)
+        self.bound.refresh(call)
         key = ShapeKey.of(self.bound.architecture, self.bound.binding.dtype, call)
         variables = oneflow_variables(Precision())
         return self.graphs.runner(
-            key, self.bound.binding, call, conditioning, variables, waits_for_compile=waits_for_compile
+            key, self.bound.binding, call, variables, waits_for_compile=waits_for_compile
         )
 
     def output(self, call: UNetCall) -> Tensor:

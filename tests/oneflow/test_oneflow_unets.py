@@ -82,16 +82,15 @@ def test_control() -> None:
     unet = diffusers_unet(**builders.SMALL)
     call = a_call(unet)
     ours = Ours(unet)
-    ours.bound.refresh(call, by_content=False)
+    ours.bound.refresh(call)
     layout, weights = ours.bound.layout, ours.bound.binding.weights()
-    conditioning = ours.bound.conditioning(torch_ops, call, by_content=False)
     residual = torch.randn(2, 16, 8, 8)
     call = replace(call, control=Control(input=(None, residual), output=(None, None, None, residual)))
-    expected = deepcache.full_pass(layout, weights, torch_ops, call, conditioning, 1)[0]
+    expected = deepcache.full_pass(layout, weights, torch_ops, call, 1)[0]
     assert agree(ours.output(call), expected)
     # Other residuals, by the same graph.
     other = replace(call, control=Control(input=(None, residual * 2), output=(None, None, None, residual * 3)))
-    assert agree(ours.output(other), deepcache.full_pass(layout, weights, torch_ops, other, conditioning, 1)[0])
+    assert agree(ours.output(other), deepcache.full_pass(layout, weights, torch_ops, other, 1)[0])
 
 
 def test_both_halves_of_deepcache() -> None:

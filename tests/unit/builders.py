@@ -245,9 +245,8 @@ def wrap_round(network: nn.Module) -> None:
 @torch.no_grad()
 def our_output(unet: nn.Module, call: UNetCall, ops: Operators = torch_ops) -> Tensor:
     bound = BoundUNet(unet)
-    bound.refresh(call, by_content=False)
-    conditioning = bound.conditioning(ops, call, by_content=False)
-    return compute(bound.layout, bound.binding.weights(), ops, call, conditioning)
+    bound.refresh(call)
+    return compute(bound.layout, bound.binding.weights(), ops, call)
 
 
 def relative_error(output: Tensor, expected: Tensor) -> float:

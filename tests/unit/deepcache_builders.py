@@ -21,7 +21,7 @@ from lib_onediff.ops import torch_ops
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import Runtime
 
-WEBUI = HostTraits(by_content=True)
+WEBUI = HostTraits()
 STEPS = [float(time) for time in range(951, 0, -50)]
 EVERY_THIRD: dict[str, Any] = {
     "deepcache_interval": 3, "deepcache_schedule": "uniform", "deepcache_feature": "reused"
@@ -69,7 +69,7 @@ class Oracle:
 
     def _inputs(self, call: UNetCall) -> tuple:
         self._bound.begin_sampling()
-        self._bound.refresh(call, by_content=False)
+        self._bound.refresh(call)
         binding = self._bound.binding
         weights = binding.weights()
         return binding.layout, weights, torch_ops, call, forward.condition(

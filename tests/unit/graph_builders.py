@@ -18,7 +18,6 @@ from lib_onediff.engines.graphs.segments import Segments, record
 from lib_onediff.model.binding import Binding
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.deepcache.forward import compute
-from lib_onediff.model.forward import Conditioning
 from lib_onediff.model.operators import Operators
 
 # As if the tiny networks of the tests were large ones.
@@ -65,12 +64,12 @@ class PretendedGraphs(CudaGraphs):
         self.most = 0
 
     def prepare(
-        self, architecture: str, binding: Binding, ops: Operators, inputs: UNetCall, conditioning: Conditioning,
+        self, architecture: str, binding: Binding, ops: Operators, inputs: UNetCall,
         needs: int = 0,
     ) -> Any:
         assert not torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
         device, weights = inputs.latent.device, binding.weights()
-        again = lambda: compute(binding.layout, binding.weights(), ops, inputs, conditioning)  # noqa: E731
+        again = lambda: compute(binding.layout, binding.weights(), ops, inputs)  # noqa: E731
         pool = self._pools.get((device, architecture))
         if pool is None:
             pool = self._pools[device, architecture] = PretendedPool(device)
@@ -82,10 +81,10 @@ class PretendedGraphs(CudaGraphs):
             nonlocal segments
             if inputs.patches is None:
                 # A recording computes nothing.
-                return compute(binding.layout, weights, ops, rehearsal_of(inputs), conditioning)
+                return compute(binding.layout, weights, ops, rehearsal_of(inputs))
             segments = record(
                 TapeRecording(), inputs.patches,
-                lambda points: compute(binding.layout, weights, ops, replace(inputs, patches=points), conditioning),
+                lambda points: compute(binding.layout, weights, ops, replace(inputs, patches=points)),
             )
             return segments.output
 
@@ -101,12 +100,12 @@ class PretendedGraphs(CudaGraphs):
         self.captured.append(f"{width * 8}x{height * 8}")
         self.most = max(self.most, self.bytes(device))
         if segments is not None:
-            return SegmentsRunner(segments, replace(inputs, patches=None), conditioning, pool, bytes_of(inputs), 0.1)
+            return SegmentsRunner(segments, replace(inputs, patches=None), pool, bytes_of(inputs), 0.1)
         return PretendedGraph(self, again, inputs, pool)
 
-    def rehearse(self, binding: Binding, ops: Operators, inputs: UNetCall, conditioning: Conditioning) -> None:
+    def rehearse(self, binding: Binding, ops: Operators, inputs: UNetCall) -> None:
         self.rehearsed += 1
-        compute(binding.layout, binding.weights(), ops, rehearsal_of(inputs), conditioning)
+        compute(binding.layout, binding.weights(), ops, rehearsal_of(inputs))
 
     def peak(self, device: torch.device, work: Callable[[], Any]) -> tuple[Any, int]:
         alone, results = PrivatePool(), []

@@ -71,7 +71,7 @@ def unet() -> Any:
     for name, layer in unet.named_modules():
         if isinstance(layer, ADAPTED):
             layer.network_layer_name = name
-    runtime.adopt(unet, host_traits=HostTraits(sync_lora=apply_wanted_networks, by_content=True))
+    runtime.adopt(unet, host_traits=HostTraits(sync_lora=apply_wanted_networks))
     yield unet
     runtime.release_all()
 

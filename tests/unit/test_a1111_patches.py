@@ -102,7 +102,7 @@ CASES = {"image prompt": image_prompt, "tiles": tiles, "merging": merging}
 @pytest.fixture
 def unet() -> Iterator[Any]:
     unet = ldm_unet(**SMALL_LDM)
-    runtime.adopt(unet, host_traits=HostTraits(inert=does_nothing_now, by_content=True, brought=is_brought))
+    runtime.adopt(unet, host_traits=HostTraits(inert=does_nothing_now, brought=is_brought))
     yield unet
     runtime.release_all()
 
@@ -220,7 +220,7 @@ def test_what_joins_skips_is_called_between_recorded_parts(unet: Any, boosting: 
     first, second = (replace(a_call(unet, seed=seed), patches=boosting.at_call(unet)) for seed in (0, 1))
     inputs = replace(first, patches=None, latent=first.latent.clone(), context=first.context.clone())
     with torch.no_grad():
-        bound.refresh(first, by_content=False)
+        bound.refresh(first)
         weights = bound.binding.weights()
         segments = record(
             TapeRecording(), first.patches,

@@ -53,7 +53,7 @@ def loop(unet: Any) -> Iterator[HostLoop]:
 
     loop = HostLoop([TimestepEmbedSequential])
     loop.serve()
-    runtime.adopt(unet, host_traits=HostTraits(by_content=True))
+    runtime.adopt(unet, host_traits=HostTraits())
     loop.watch(unet)
     yield loop
     loop.stop()
@@ -134,7 +134,7 @@ def test_the_slower_blocks_are_not_used(
 
     monkeypatch.setattr(torch_ops, "geglu", taking(ours, torch_ops.geglu))
     monkeypatch.setattr(FeedForward, "forward", taking(theirs, FeedForward.forward))
-    runtime.managed_unet(unet).bound.host_traits = HostTraits(trusted={__name__}, by_content=True)
+    runtime.managed_unet(unet).bound.host_traits = HostTraits(trusted={__name__})
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     routes, reasons = [], []
     for _ in range(10):
@@ -249,7 +249,7 @@ def test_weights_changed_between_passes_are_seen(unet: Any, loop: HostLoop) -> N
 
 def test_nothing_keeps_the_weights_between_passes(loop: HostLoop) -> None:
     unet = ldm_unet(seed=2, **SMALL_LDM)
-    runtime.adopt(unet, host_traits=HostTraits(by_content=True))
+    runtime.adopt(unet, host_traits=HostTraits())
     loop.watch(unet)
     own_loop(unet)
     controlled(unet)

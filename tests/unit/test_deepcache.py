@@ -27,9 +27,8 @@ class TwoPasses:
 
     @torch.no_grad()
     def _run(self, function: object, call: UNetCall, *more: object) -> object:
-        self.bound.refresh(call, by_content=False)
-        conditioning = self.bound.conditioning(torch_ops, call, by_content=False)
-        return function(self.bound.layout, self.bound.binding.weights(), torch_ops, call, conditioning, *more)
+        self.bound.refresh(call)
+        return function(self.bound.layout, self.bound.binding.weights(), torch_ops, call, *more)
 
     def forward(self, call: UNetCall) -> Tensor:
         return self._run(forward.forward, call)

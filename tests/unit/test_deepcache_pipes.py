@@ -12,7 +12,7 @@ from test_public_api_pipelines import inputs, pipeline, quiet
 
 import lib_onediff
 from lib_onediff.hosts.diffusers.schedule import Clock
-from lib_onediff.model.deepcache.sampling import Sampling, time_of
+from lib_onediff.model.deepcache.sampling import time_of
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 
@@ -36,7 +36,7 @@ def counted() -> tuple[int, int]:
 def from_zero() -> None:
     runtime.call_stats.passes.clear()
     # Of what a WebUI in another test has announced, these know nothing.
-    runtime.announce(Sampling())
+    runtime.end_sampling()
 
 
 def depths() -> set[int]:

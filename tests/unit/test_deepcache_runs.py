@@ -272,12 +272,12 @@ def test_a_release_gives_the_features_back() -> None:
 
 def test_prompts_known_by_their_content_are_counted_and_given_back() -> None:
     call, prompts = call_of(diffusers_unet(**SMALL_XL), STEPS[0]), PromptNumbers()
-    first = prompts.number(call.context, call.y, by_content=True)
+    first = prompts.number(call.context, call.y)
     assert prompts.bytes() == call.context.nbytes + call.y.nbytes
-    assert prompts.number(call.context.clone(), call.y.clone(), by_content=True) == first
+    assert prompts.number(call.context.clone(), call.y.clone()) == first
     prompts.forget()
     assert prompts.bytes() == 0
-    assert prompts.number(call.context.clone(), call.y.clone(), by_content=True) != first, "its features are gone too"
+    assert prompts.number(call.context.clone(), call.y.clone()) != first, "its features are gone too"
 
 
 def test_a_reason_of_the_hosts_is_passed_on() -> None:

@@ -9,7 +9,6 @@ from test_public_api_pipelines import inputs, pipeline, quiet
 
 import lib_onediff
 from lib_onediff.hosts.diffusers.schedule import guidance_scale_of, sampling_to_come
-from lib_onediff.model.deepcache.sampling import Sampling
 from lib_onediff.model.deepcache.timeline import FEW_STEP_MODEL, FEW_STEPS, Step
 from lib_onediff.runtime.runtime import runtime
 
@@ -30,7 +29,7 @@ def test_the_rule(total: int | None, guidance_scale: float | None, reason: str) 
 
 
 def compiled(config: dict[str, Any], **options: Any) -> Any:
-    runtime.announce(Sampling())
+    runtime.end_sampling()
     return lib_onediff.compile_pipe(pipeline(NAME, config), ignores=("vae",), **options)
 
 

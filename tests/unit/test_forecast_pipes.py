@@ -10,7 +10,6 @@ from builders import SMALL
 from test_public_api_pipelines import inputs, pipeline, quiet
 
 import lib_onediff
-from lib_onediff.model.deepcache.sampling import Sampling
 from lib_onediff.runtime.runtime import runtime
 
 __all__ = ["quiet"]
@@ -50,7 +49,7 @@ def test_schedulers_of_the_first_order(scheduler: str, arguments: dict[str, Any]
 
 def test_a_unet_alone_knows_no_sampler() -> None:
     # Of what another test has announced, this knows nothing.
-    runtime.announce(Sampling())
+    runtime.end_sampling()
     pipe = pipeline(NAME, SMALL)
     lib_onediff.compile_unet(pipe.unet, forecast_interval=3)
     before = runtime.call_stats.forecasts

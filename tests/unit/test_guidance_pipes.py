@@ -14,7 +14,6 @@ from torch import Tensor
 import lib_onediff
 from lib_onediff.hosts.diffusers.guidance import NO_GUIDANCE, NO_PIPELINE, TWO_HALVES, arguments_of_prompt
 from lib_onediff.hosts.diffusers.unet import DiffusersForward
-from lib_onediff.model.deepcache.sampling import Sampling
 from lib_onediff.model.rows import half_of
 from lib_onediff.runtime.runtime import runtime
 
@@ -26,7 +25,7 @@ STEPS = 12
 @pytest.fixture(autouse=True)
 def nothing_announced() -> None:
     # Of what a WebUI in another test has announced, these know nothing.
-    runtime.announce(Sampling())
+    runtime.end_sampling()
 
 
 class Called(NamedTuple):

@@ -18,6 +18,8 @@ from lib_onediff.store.machine import Fingerprint
 from lib_onediff.store.rows import CHOSEN, TUNED, HistoryRow
 from lib_onediff.store.store import Store
 
+WEIGHTS = "weights and sources"
+
 
 def wait_for_the_disk() -> None:
     for thread in threading.enumerate():
@@ -80,8 +82,8 @@ def test_purging_a_model_leaves_the_others(tmp_path: Path) -> None:
     ) for model in ("SD1", "SDXL")}
     for model, key in keys.items():
         history.keep([Entry(key, model, uses=3), Entry(dataclasses.replace(key, width=72), model, uses=2)])
-        history.keep_verdict("native", key, 1e-3)
-        history.keep_verdict("native", dataclasses.replace(key, width=72), 1e-3)
+        history.keep_verdict("native", key, WEIGHTS, 1e-3)
+        history.keep_verdict("native", dataclasses.replace(key, width=72), WEIGHTS, 1e-3)
     wait_for_the_disk()
     history.forget(["512x512"], model="SD1")
     later = History()
@@ -90,12 +92,12 @@ def test_purging_a_model_leaves_the_others(tmp_path: Path) -> None:
         assert sorted((row.model, row.resolution) for row in known.rows()) == [
             ("SD1", "576x512"), ("SDXL", "512x512"), ("SDXL", "576x512"),
         ]
-        assert known.verdict("native", keys["SD1"]) is None
-        assert known.verdict("native", dataclasses.replace(keys["SD1"], width=72)) == 1e-3
-        assert known.verdict("native", keys["SDXL"]) == 1e-3
+        assert known.verdict("native", keys["SD1"], WEIGHTS) is None
+        assert known.verdict("native", dataclasses.replace(keys["SD1"], width=72), WEIGHTS) == 1e-3
+        assert known.verdict("native", keys["SDXL"], WEIGHTS) == 1e-3
     history.forget(model="SDXL")
     assert {row.model for row in history.rows()} == {"SD1"}
-    assert history.verdict("native", keys["SDXL"]) is None
+    assert history.verdict("native", keys["SDXL"], WEIGHTS) is None
     history.keep([Entry(keys["SDXL"], "SDXL", uses=3)])
     assert {row.uses for row in history.rows() if row.model == "SDXL"} == {3}, "its uses count from the first again"
 
@@ -104,11 +106,11 @@ def test_a_verdict_of_a_model_that_was_never_in_a_picture(tmp_path: Path) -> Non
     history = History()
     history.open(tmp_path)
     key = ShapeKey("other", 64, 64, 2, 77, torch.float16, torch.float16, torch.device("cpu"), (), (), False)
-    history.keep_verdict("native", key, 1e-3)
+    history.keep_verdict("native", key, WEIGHTS, 1e-3)
     history.forget(model="SD1")
-    assert history.verdict("native", key) == 1e-3
+    assert history.verdict("native", key, WEIGHTS) == 1e-3
     history.forget(model="SD1", architectures=["other"])
-    assert history.verdict("native", key) is None
+    assert history.verdict("native", key, WEIGHTS) is None
 
 
 def test_uses_after_a_purge_are_counted_from_one(used: Path) -> None:

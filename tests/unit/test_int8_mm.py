@@ -111,7 +111,7 @@ def test_a_whole_unet_by_the_kernels_themselves(monkeypatch: pytest.MonkeyPatch,
     unet = diffusers_unet(0, **SMALL_XL).to(DEVICE, torch.float16)
     call = on_device(a_call(diffusers_unet(0, **SMALL_XL), 4, 4, 1, 5))
     bound, wanted = BoundUNet(unet), {}
-    bound.refresh(call, by_content=False)
+    bound.refresh(call)
     for name, _ in products(bound.layout, 4, 4, 1):
         wanted[name] = (INT8,)
     if alone:

@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from lib_onediff.engines import CUDAGRAPH, FLOAT8, INDUCTOR, NATIVE, ONEFLOW, Candidates
 from lib_onediff.hosts.forge.weight_functions import LayerFunctions
-from lib_onediff.model import bound
 from lib_onediff.model.patches import HostTraits
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.backend_choice import without_engines
@@ -67,8 +66,6 @@ def unet() -> Any:
 
 @pytest.fixture(autouse=True)
 def pauses(monkeypatch: pytest.MonkeyPatch) -> Any:
-    # A busy machine makes pauses of its own.
-    monkeypatch.setattr(bound, "SECONDS_WITHIN_A_SAMPLING", 60.0)
     yield
     if hasattr(nn.Conv2d, "weight_function"):
         del nn.Conv2d.weight_function
@@ -82,7 +79,7 @@ def put_on(unet: nn.Module, patches: dict[str, list[Any]]) -> None:
 
 
 def run(unet: Any, backend: str = CUDAGRAPH) -> str:
-    traits = HostTraits(trusted={__name__}, by_content=True, functions=LayerFunctions())
+    traits = HostTraits(trusted={__name__}, functions=LayerFunctions())
     runtime.adopt(unet, Settings(backend=backend), traits)
     call = a_call(unet)
     with torch.no_grad():

@@ -13,7 +13,6 @@ import lib_onediff
 from lib_onediff.engines import ONEFLOW
 from lib_onediff.engines.oneflow import graphs as oneflow
 from lib_onediff.engines.oneflow.route import COMPILING_ANOTHER, OneFlowRoute
-from lib_onediff.ops import torch_ops
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.key import ShapeKey
 
@@ -57,9 +56,8 @@ def test_nothing_runs_while_another_shape_is_compiled(watched: Watched) -> None:
 
     def runner(index: int, waits_for_compile: bool = False) -> oneflow.OneFlowRunner | str:
         call, bound = calls[index], managed.bound
-        conditioning = bound.conditioning(torch_ops, call, by_content=True)
         key = ShapeKey.of(bound.architecture, bound.binding.dtype, call, ONEFLOW)
-        return route.runner(managed, key, call, conditioning, waits_for_compile)
+        return route.runner(managed, key, call, waits_for_compile)
 
     runner(0, waits_for_compile=True).run(calls[0])
     watched.may_end.clear()

@@ -113,7 +113,7 @@ def test_what_a_prompt_gave_is_computed_anew_for_another_precision(
 def test_precision_is_part_of_a_verdict() -> None:
     call = a_call(diffusers_unet())
     keys = [ShapeKey.of("abc", torch.float16, call, "native", flags) for flags in ((), REDUCED, FULL)]
-    assert len({verdict_name("native", key) for key in keys}) == 3
+    assert len({verdict_name("native", key, "weights") for key in keys}) == 3
     latent = torch.empty(1, 4, 8, 8)
     assert len({ShapeKey.of_decode("abc", latent, False, "native", None, flags) for flags in ((), REDUCED, FULL)}) == 3
 

@@ -11,7 +11,7 @@ import pytest
 LIBRARY = Path(__file__).parents[2] / "lib_onediff"
 # A room is a folder of lib_onediff, or a file that lies loose in it. Each may import those before it.
 ROOMS = (
-    "version", "logs", "weak_dictionary", "guard", "model", "quality", "ops", "shapes", "options", "store",
+    "version", "logs", "weak_dictionary", "guard", "weights", "model", "quality", "ops", "shapes", "options", "store",
     "consistency", "engines", "runtime", "prewarm", "hosts", "public", "serving", "api", "ui", "demo", "bench",
     "__init__",
 )

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from builders import SD1, SDXL, a_call, diffusers_output, diffusers_unet, relative_error
-from torch import Tensor
 
 from lib_onediff.model.additions import ImagePrompt, PerturbedAttention
 from lib_onediff.model.call import Control, UNetCall
@@ -15,7 +14,6 @@ from lib_onediff.model.patch_points import PatchPoints
 from lib_onediff.model.rows import (
     PATCHED,
     PERTURBED,
-    cut,
     for_all_rows,
     half_of,
     halves,
@@ -23,7 +21,6 @@ from lib_onediff.model.rows import (
     take_rows,
     why_not_taken,
 )
-from lib_onediff.runtime.guidance import SameRows
 
 HALVES = [True, False]
 
@@ -93,20 +90,3 @@ def test_rows_within_what_hosts_hold() -> None:
     assert torch.equal(found["a"][0], tensor[2:]) and found["a"][1] is None and found["a"][2] is shared
     assert isinstance(found["b"], tuple) and torch.equal(found["b"][0], tensor[2:])
     assert found["c"].item() == 7 and found["d"] == "text"
-    assert torch.equal(cut(tensor, rows), tensor[2:])
-
-
-def test_rows_of_the_same_tensor_are_the_same_tensor_until_it_is_edited_or_goes() -> None:
-    same, rows = SameRows(), half_of(4, False)
-    tensor: Tensor | None = torch.randn(4, 3)
-    first = same(tensor, rows)
-    assert same(tensor, rows) is first and torch.equal(first, tensor[rows])
-    assert same(tensor, half_of(4, True)) is not first
-    again = same(tensor, rows)
-    tensor.add_(1)
-    assert same(tensor, rows) is not again and torch.equal(same(tensor, rows), tensor[rows])
-    del tensor
-    assert same._taken == {}
-    with torch.inference_mode():
-        untold = torch.randn(4, 3)
-        assert same(untold, rows) is not same(untold, rows) and same._taken == {}

@@ -15,7 +15,6 @@ from torch import nn
 from two_cpus import SECOND, Image, TwoCpus, change_by_data, change_in_place, change_one_layer, exact, near
 
 from lib_onediff.engines import NATIVE
-from lib_onediff.model import bound
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.patches import HostTraits
 from lib_onediff.options.settings import Settings
@@ -36,8 +35,6 @@ def found_out(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> li
         return serve(self, unet, call, *given, **more)
 
     monkeypatch.setattr(Accelerator, "serve", counting)
-    # A busy machine makes pauses of its own.
-    monkeypatch.setattr(bound, "SECONDS_WITHIN_A_SAMPLING", 60.0)
     return parts
 
 
@@ -58,7 +55,7 @@ def calls_of(image: Image, traits: HostTraits, count: int, start: int = 0) -> li
     """The calls of some steps, with one prompt."""
     first = image.call(STEPS[0])
     calls = [image.call(STEPS[step]) for step in range(start, start + count)]
-    if traits.by_content:
+    if traits is WEBUI:
         return calls
     return [replace(call, context=first.context, y=first.y) for call in calls]
 

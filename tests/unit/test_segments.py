@@ -27,7 +27,7 @@ SEED = 7
 
 def recorded(unet: Any, call: UNetCall) -> tuple[Segments, UNetCall, TapeRecording]:
     bound = BoundUNet(unet)
-    bound.refresh(call, by_content=False)
+    bound.refresh(call)
     inputs, recording = own_inputs(call, with_prompt=True), TapeRecording()
     weights = bound.binding.weights()
     segments = record(

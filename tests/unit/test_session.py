@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import lib_onediff
 from lib_onediff import Settings
 from lib_onediff.engines import NATIVE
-from lib_onediff.model import bound
 from lib_onediff.model.binding import Binding
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.deepcache.forward import compute
@@ -41,8 +40,6 @@ def found_out(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> li
         return begin(self, managed, settings, call)
 
     monkeypatch.setattr(FallbackChain, "begin", counting)
-    # A busy machine makes pauses of its own.
-    monkeypatch.setattr(bound, "SECONDS_WITHIN_A_SAMPLING", 60.0)
     return calls
 
 
@@ -141,10 +138,11 @@ def other_settings(unet: nn.Module, call: UNetCall) -> UNetCall:
     return call
 
 
-CHANGES = [
-    move, move_everything, replace_parameter, edit_keys, edit_prompt, another_prompt, another_size, purge,
-    other_settings,
-]
+# With whether something has to be found out.
+CHANGES = {
+    move: True, move_everything: True, replace_parameter: True, edit_keys: True, edit_prompt: False,
+    another_prompt: False, another_size: True, purge: True, other_settings: True,
+}
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -157,7 +155,7 @@ def test_what_changes_between_two_calls_is_found_out(
     assert len(found_out) == 3
     changed = change(unet, call)
     route, error = run(unet, changed, 4)
-    assert route in ("plain", "graph") and error < CLOSE and len(found_out) == 4
+    assert route in ("plain", "graph") and error < CLOSE and len(found_out) == 3 + CHANGES[change]
 
 
 def test_a_lora_of_another_strength_is_merged_before_the_replay(unet: Any, found_out: list[UNetCall]) -> None:
@@ -170,7 +168,7 @@ def test_a_lora_of_another_strength_is_merged_before_the_replay(unet: Any, found
         lora["merged"] = lora["wanted"]
 
     lib_onediff.uncompile_unet(unet)
-    traits = HostTraits(sync_lora=merge, wanted_lora=lambda: lora["wanted"], by_content=True)
+    traits = HostTraits(sync_lora=merge, wanted_lora=lambda: lora["wanted"])
     runtime.adopt(unet, Settings(backend=NATIVE), traits)
     call = a_call(unet)
     runtime.begin_sampling(unet)
@@ -226,7 +224,7 @@ def test_a_call_with_a_function_in_it_is_not_taken_for_another(unet: Any, found_
     patched = replace(call, patches=Louder())
     bound = runtime.managed_unet(unet).bound
     with torch.no_grad():
-        expected = compute(bound.layout, bound.binding.weights(), torch_ops, patched, None)
+        expected = compute(bound.layout, bound.binding.weights(), torch_ops, patched)
     for route in ("plain", "plain", "graph", "graph"):
         assert run(unet, call, 3)[0] == "graph"
         with torch.no_grad():
@@ -273,4 +271,4 @@ def test_the_way_of_a_later_call_is_short(unet: Any, found_out: list[UNetCall]) 
             work()
         entered = moves_between_files(work)
     assert runtime.status()["route"] == "graph" and len(found_out) == 3
-    assert len(entered) <= 14, entered
+    assert len(entered) <= 22, entered

@@ -101,7 +101,7 @@ def test_five_hundred_ready_rows_are_little_work(unet: nn.Module) -> None:
         key = type(entry.key)(**{**vars(entry.key), "height": height})
         again = runtime.table.entry(key, entry.model)
         again.state, again.needs = State.READY, height << 20
-        managed.keep(key, kept.conditioning, kept.runner)
+        managed.keep(key, kept.runner)
         again.own._times.extend([1.0] * 32)
         again.host._times.extend([2.0] * 32)
     rows = runtime.rows()

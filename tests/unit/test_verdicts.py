@@ -25,6 +25,7 @@ from lib_onediff.store.machine import Fingerprint
 from lib_onediff.store.rows import TUNED, VERDICTS, HistoryRow, PurgeFilter
 from lib_onediff.store.store import Store
 
+WEIGHTS = "weights and sources"
 KEY = ShapeKey(
     architecture="sd1", height=64, width=64, batch=2, tokens=77, dtype=torch.float16, latent_dtype=torch.float16,
     device=torch.device("cuda", 0), inputs=(), control=(), upcast_attention=False,
@@ -55,22 +56,22 @@ def opened(folder: Path) -> History:
 
 def test_a_verdict_is_known_at_once_and_in_the_next_history(tmp_path: Path) -> None:
     history = opened(tmp_path)
-    assert history.verdict("native", KEY) is None
-    history.keep_verdict("native", KEY, 1.25e-3)
-    assert history.verdict("native", KEY) == 1.25e-3
-    history.keep_verdict("native", KEY, 2e-3)
-    assert opened(tmp_path).verdict("native", dataclasses.replace(KEY)) == 2e-3
+    assert history.verdict("native", KEY, WEIGHTS) is None
+    history.keep_verdict("native", KEY, WEIGHTS, 1.25e-3)
+    assert history.verdict("native", KEY, WEIGHTS) == 1.25e-3
+    history.keep_verdict("native", KEY, WEIGHTS, 2e-3)
+    assert opened(tmp_path).verdict("native", dataclasses.replace(KEY), WEIGHTS) == 2e-3
 
 
 @pytest.mark.parametrize(("backend", "change"), [("cudagraph", {}), *(("native", change) for change in OTHERS)])
 def test_another_shape_or_backend_is_another_verdict(tmp_path: Path, backend: str, change: dict[str, Any]) -> None:
     other = dataclasses.replace(KEY, **change)
     history = opened(tmp_path)
-    history.keep_verdict("native", KEY, 1e-3)
-    assert history.verdict(backend, other) is None
-    history.keep_verdict(backend, other, 2e-3)
+    history.keep_verdict("native", KEY, WEIGHTS, 1e-3)
+    assert history.verdict(backend, other, WEIGHTS) is None
+    history.keep_verdict(backend, other, WEIGHTS, 2e-3)
     later = opened(tmp_path)
-    assert (later.verdict("native", KEY), later.verdict(backend, other)) == (1e-3, 2e-3)
+    assert (later.verdict("native", KEY, WEIGHTS), later.verdict(backend, other, WEIGHTS)) == (1e-3, 2e-3)
 
 
 def test_every_field_of_a_shape_counts() -> None:
@@ -82,9 +83,9 @@ def test_every_field_of_a_shape_counts() -> None:
 def test_another_machine_checks_for_itself(tmp_path: Path, part: str) -> None:
     here = Fingerprint.of()
     store = Store.open(tmp_path, dataclasses.replace(here, **{part: "another"}))
-    store.save(VERDICTS, verdict_name("native", KEY), 1e-3)
+    store.save(VERDICTS, verdict_name("native", KEY, WEIGHTS), 1e-3)
     store.close()
-    assert opened(tmp_path).verdict("native", KEY) is None
+    assert opened(tmp_path).verdict("native", KEY, WEIGHTS) is None
 
 
 def test_purging_a_resolution_forgets_its_verdicts_and_no_others(tmp_path: Path) -> None:
@@ -92,22 +93,22 @@ def test_purging_a_resolution_forgets_its_verdicts_and_no_others(tmp_path: Path)
     history = opened(tmp_path)
     for key in (KEY, wider, tall, dataclasses.replace(KEY, batch=4)):
         for backend in ("native", "cudagraph"):
-            history.keep_verdict(backend, key, 1e-3)
+            history.keep_verdict(backend, key, WEIGHTS, 1e-3)
     history.tune("tile", 64)
     opened(tmp_path)
-    history.keep_verdict("native", dataclasses.replace(KEY, batch=6), 1e-3)
+    history.keep_verdict("native", dataclasses.replace(KEY, batch=6), WEIGHTS, 1e-3)
     history.forget(["512x512", "8x8", "%", "512x51_"])
     for kept in (history, opened(tmp_path)):
         for batch in (2, 4, 6):
-            assert kept.verdict("native", dataclasses.replace(KEY, batch=batch)) is None
-        assert kept.verdict("cudagraph", KEY) is None
-        assert [kept.verdict("native", key) for key in (wider, tall)] == [1e-3, 1e-3]
+            assert kept.verdict("native", dataclasses.replace(KEY, batch=batch), WEIGHTS) is None
+        assert kept.verdict("cudagraph", KEY, WEIGHTS) is None
+        assert [kept.verdict("native", key, WEIGHTS) for key in (wider, tall)] == [1e-3, 1e-3]
         assert kept.tuned() == {"tile": 64}
 
 
 def test_purging_a_resolution_forgets_the_verdicts_of_every_machine(tmp_path: Path) -> None:
     other = Store.open(tmp_path, dataclasses.replace(Fingerprint.of(), torch="1.0"))
-    other.save(VERDICTS, verdict_name("native", KEY), 1e-3)
+    other.save(VERDICTS, verdict_name("native", KEY, WEIGHTS), 1e-3)
     other.flush()
     opened(tmp_path).forget(["512x512"])
     assert other.saved(VERDICTS) == {}
@@ -116,7 +117,7 @@ def test_purging_a_resolution_forgets_the_verdicts_of_every_machine(tmp_path: Pa
 def test_a_purge_reaches_what_could_not_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     store = Store.open(tmp_path / "file")
-    store.save(VERDICTS, verdict_name("native", KEY), 1e-3)
+    store.save(VERDICTS, verdict_name("native", KEY, WEIGHTS), 1e-3)
     store.save(TUNED, "512x512 is no verdict", 1)
     assert store.trouble
     store.forget(PurgeFilter(["512x512"]))
@@ -125,36 +126,36 @@ def test_a_purge_reaches_what_could_not_be_written(tmp_path: Path) -> None:
 
 def test_purging_everything_forgets_all(tmp_path: Path) -> None:
     history = opened(tmp_path)
-    history.keep_verdict("native", KEY, 1e-3)
+    history.keep_verdict("native", KEY, WEIGHTS, 1e-3)
     history.forget()
-    assert history.verdict("native", KEY) is None and opened(tmp_path).verdict("native", KEY) is None
+    assert history.verdict("native", KEY, WEIGHTS) is None and opened(tmp_path).verdict("native", KEY, WEIGHTS) is None
 
 
 def test_without_a_folder_a_verdict_holds_in_this_process() -> None:
     history = History()
-    history.keep_verdict("native", KEY, 1e-3)
-    assert history.verdict("native", KEY) == 1e-3
+    history.keep_verdict("native", KEY, WEIGHTS, 1e-3)
+    assert history.verdict("native", KEY, WEIGHTS) == 1e-3
     history.forget(["512x512"])
-    assert history.verdict("native", KEY) is None
+    assert history.verdict("native", KEY, WEIGHTS) is None
 
 
 @pytest.mark.parametrize("error", [math.nan, math.inf, -1.0])
 def test_what_is_no_error_is_not_kept(error: float) -> None:
     history = History()
-    history.keep_verdict("native", KEY, error)
-    assert history.verdict("native", KEY) is None
+    history.keep_verdict("native", KEY, WEIGHTS, error)
+    assert history.verdict("native", KEY, WEIGHTS) is None
 
 
 @pytest.mark.parametrize("value", [None, True, "1e-3", [1e-3], {"error": 1e-3}, math.nan, math.inf, -1e-3], ids=repr)
 def test_a_strange_stored_verdict_is_none(tmp_path: Path, value: Any) -> None:
     store = Store.open(tmp_path)
-    store.save(VERDICTS, verdict_name("native", KEY), value)
+    store.save(VERDICTS, verdict_name("native", KEY, WEIGHTS), value)
     store.close()
-    assert opened(tmp_path).verdict("native", KEY) is None
+    assert opened(tmp_path).verdict("native", KEY, WEIGHTS) is None
 
 
 def test_a_purge_finds_a_verdict_by_its_name() -> None:
-    name = verdict_name("native", KEY)
+    name = verdict_name("native", KEY, WEIGHTS)
     for resolutions, model, architectures, goes in (
         (None, None, [], True), (["512x512"], None, [], True), (["512x51"], None, [], False),
         (None, "SD1", ["sd1"], True), (None, "SD1", ["sd"], False), (["512x512"], "SD1", ["sd1"], True),
@@ -170,7 +171,7 @@ def test_the_oldest_verdicts_make_room(tmp_path: Path) -> None:
     store.save(TUNED, "layout", "nhwc")
     for batch in range(0, 2000, 100):
         for number in range(batch, batch + 100):
-            store.save(VERDICTS, verdict_name("native", dataclasses.replace(KEY, batch=number)), number / 1e6)
+            store.save(VERDICTS, verdict_name("native", dataclasses.replace(KEY, batch=number), WEIGHTS), number / 1e6)
         store.record(HistoryRow("sd1", "SD1", f"{batch}x8", 2, 77, "float16"))
         assert store.flush() and store.size_bytes() <= limit
     kept = sorted(store.saved(VERDICTS).values())

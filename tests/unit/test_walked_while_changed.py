@@ -14,11 +14,7 @@ import torch
 from test_verdicts import KEY
 from torch import nn
 
-from lib_onediff.model import conditioning as prompts_module
-from lib_onediff.model.conditioning import HeldPrompt, PromptMemory
 from lib_onediff.model.deepcache.buffers import Place, Record
-from lib_onediff.model.forward import Conditioning
-from lib_onediff.model.identity import Sighting
 from lib_onediff.model.low_bit import INT8, LowBitWeights
 from lib_onediff.model.weights import QuantizedWeight
 from lib_onediff.shapes.table import ShapeTable
@@ -85,9 +81,9 @@ def test_an_entry_that_comes_while_others_are_forgotten_stays() -> None:
 def test_verdicts_that_are_forgotten_while_others_come(tmp_path: Path) -> None:
     history = History()
     for number in range(500):
-        history.keep_verdict("native", key(number), 1e-3)
+        history.keep_verdict("native", key(number), "weights", 1e-3)
     while_another_adds(
-        lambda number: history.keep_verdict("native", key(number), 1e-3), lambda: history.forget(["8x8"])
+        lambda number: history.keep_verdict("native", key(number), "weights", 1e-3), lambda: history.forget(["8x8"])
     )
 
 
@@ -119,14 +115,3 @@ def test_weights_in_eight_bits_that_are_counted_while_they_are_made() -> None:
 def test_deep_features_that_are_counted_while_others_come() -> None:
     place = Place()
     while_another_adds(lambda number: place.records.__setitem__(number, Record()), place.bytes)
-
-
-def test_prompts_that_are_forgotten_while_others_come() -> None:
-    prompts, conditioning = PromptMemory(), Conditioning((torch.zeros(1),), None)
-
-    def add(number: int) -> None:
-        prompts._slots[(number, torch.device("cpu"))] = prompts_module.Slot(
-            conditioning, HeldPrompt((), Sighting())
-        )
-
-    while_another_adds(add, lambda: (prompts.forget(), prompts.bytes()))

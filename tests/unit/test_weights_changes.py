@@ -135,17 +135,16 @@ def test_a_parameter_that_takes_the_place_of_a_freed_one_is_seen() -> None:
 
 @EVERY_LAYER
 @torch.no_grad()
-def test_an_edit_behind_autograds_back_is_seen_at_the_next_prompt(path: str) -> None:
-    """weight.data.mul_() counts no edit; kept keys and values are stale until a new context tensor comes."""
+def test_an_edit_behind_autograds_back_counts_at_the_next_call(path: str) -> None:
+    """weight.data.mul_() counts no edit, and the prompt's tensors are the same."""
     compiled = Compiled()
     compiled.layer(path).weight.data.mul_(1.5)
-    compiled.call = replace(compiled.call, context=compiled.call.context.clone())
     compiled.answers_with_the_changed_weights(moved=False)
 
 
 @pytest.mark.parametrize("path", [f"{CROSS_ATTENTION}.to_k", LAYERS["label embedding"], LAYERS["convolution"]])
 @pytest.mark.parametrize("inference_context", [False, True])
-def test_an_edit_of_parameters_made_in_inference_mode_is_seen_at_the_next_prompt(
+def test_an_edit_of_parameters_made_in_inference_mode_counts_at_the_next_call(
     path: str, inference_context: bool
 ) -> None:
     """Inference tensors count no edits at all."""

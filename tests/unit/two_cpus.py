@@ -74,12 +74,8 @@ class Image:
         return cls(runtime, unet, cards)
 
     def begin(self, **known: Any) -> None:
-        """As a WebUI does, or as a pipeline of diffusers: there another context tensor begins a sampling."""
-        sampling, managed = Sampling(times=lambda: STEPS, **known), self.runtime._managed[self.unet]
-        if managed.bound.host_traits.by_content:
-            self.runtime.begin_sampling(self.unet, sampling)
-        else:
-            self.runtime.announce(sampling, self.unet)
+        """As a host does."""
+        self.runtime.begin_sampling(self.unet, Sampling(times=lambda: STEPS, **known))
 
     def call(self, time: float = 501.0, names: Any = NAMES, **more: Any) -> UNetCall:
         return call_of(self.unet, time, names, **more)

@@ -40,18 +40,18 @@ def replaying_graphs() -> Any:
     class Replayed:
         seconds = 0.0
 
-        def __init__(self, binding: Any, ops: Any, inputs: Any, conditioning: Any, memory: SharedMemory) -> None:
+        def __init__(self, binding: Any, ops: Any, inputs: Any, memory: SharedMemory) -> None:
             self.inputs, self.memory, self.own_bytes = inputs, memory, bytes_of(inputs)
-            self._layout, self._ops, self._conditioning = binding.layout, ops, conditioning
+            self._layout, self._ops = binding.layout, ops
             self._weights = all_lying_still(binding.weights())
 
         def run(self, call: Any) -> Tensor:
             copy_inputs(call, self.inputs)
-            return compute(self._layout, self._weights, self._ops, self.inputs, self._conditioning)
+            return compute(self._layout, self._weights, self._ops, self.inputs)
 
     class Graphs(CudaGraphs):
         def prepare(
-            self, architecture: str, binding: Any, ops: Any, inputs: Any, conditioning: Any, needs: int = 0
+            self, architecture: str, binding: Any, ops: Any, inputs: Any, needs: int = 0
         ) -> Any:
             place = (inputs.latent.device, architecture)
             memory = self._pools.get(place)
@@ -59,17 +59,17 @@ def replaying_graphs() -> Any:
                 memory = self._pools[place] = SharedMemory(inputs.latent.device)
                 self._alive[memory] = None
             if inputs.patches is None:
-                return Replayed(binding, ops, inputs, conditioning, memory)
+                return Replayed(binding, ops, inputs, memory)
             weights = all_lying_still(binding.weights())
             segments = record(
                 tape().TapeRecording(), inputs.patches,
-                lambda points: compute(binding.layout, weights, ops, replace(inputs, patches=points), conditioning),
+                lambda points: compute(binding.layout, weights, ops, replace(inputs, patches=points)),
             )
             return SegmentsRunner(
-                segments, replace(inputs, patches=None), conditioning, memory, bytes_of(inputs), 0.0
+                segments, replace(inputs, patches=None), memory, bytes_of(inputs), 0.0
             )
 
-        def rehearse(self, binding: Any, ops: Any, inputs: Any, conditioning: Any) -> None:
+        def rehearse(self, binding: Any, ops: Any, inputs: Any) -> None:
             pass
 
         def peak(self, device: torch.device, work: Any) -> tuple[Any, int]:
