@@ -6,12 +6,12 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import engines as backends
 from ..guard import first_line
@@ -29,6 +29,7 @@ from ..ops.quantized.support import why_no_int8
 from ..ops.triton.launch_config import Launches
 from ..ops.tuning_cache import TuningCache
 from ..options.settings import Settings
+from ..weights.contents import Reader
 from .auto_backend import AutoBackend
 from .inductor.compiler import Inductor
 from .low_bit import LowBit
@@ -53,6 +54,21 @@ class Network(NamedTuple):
         return self.architecture, self.dtype, self.device, self.low_bit, self.attention
 
 
+def read_contents(tensors: Sequence[Tensor], part: int) -> Callable[[], Tensor] | None:
+    """See weights.contents.Reader."""
+    from ..ops.triton.contents import sums_of
+
+    try:
+        launch = sums_of(tensors, part)
+        if launch is not None:
+            # It compiles now.
+            launch()
+        return launch
+    except Exception:
+        log.exception("the contents of weights are read by PyTorch's operators")
+        return None
+
+
 class OperatorSets:
     """The operators of every backend, made when they are first needed."""
 
@@ -73,6 +89,10 @@ class OperatorSets:
         self._failed: dict[Hashable, str] = {}
         self._worker = ThreadPoolExecutor(1, "onediff-kernels")
         self._lock = threading.Lock()
+
+    def contents_reader(self, device: torch.device) -> Reader | None:
+        """Reads the contents of many tensors on a device in one launch; None where torch's operators do it."""
+        return None if device.type != "cuda" or self.why_not_native(device) is not None else read_contents
 
     def why_not_native(self, device: torch.device) -> str | None:
         """Why our kernels cannot run on a device, in one sentence; None if nothing is known to stand in the way."""

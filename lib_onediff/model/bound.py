@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 
 from torch import Tensor, nn
 
-from ..weights.contents import PART, Contents, Sums, digest_of_values, few_rows
+from ..weights.contents import PART, Contents, Reader, digest_of_values, few_rows
 from ..weights.watch import Parameters, Tree
 from .binding import LAYERS_GONE, Binding
 from .call import UNetCall
@@ -33,7 +33,7 @@ class BoundUNet:
     channels_last: whether the convolutions' weights were laid out so.
     on_the_fly: what the host applies to the weights at each use.
     offloaded: the weights that are in the computer's memory for the time being.
-    sums: how the contents of weights are read, where there is something better than torch's operators.
+    reader: reads the contents of weights, where there is something better than torch's operators.
     """
 
     def __init__(self, unet: nn.Module, host_traits: HostTraits = HostTraits()) -> None:  # noqa: B008
@@ -43,7 +43,6 @@ class BoundUNet:
         self._parameters: Parameters | None = None
         self._contents: Contents | None = None
         self._part = 0
-        self.sums: Sums | None = None
         # Places of parameters with other values than when somebody asked last.
         self._edited: set[int] | None = None
         self.channels_last = False
@@ -57,6 +56,14 @@ class BoundUNet:
         self._lora: Hashable = None
         self._checkpoint: tuple[Hashable, str] | None = None
         self._identity: tuple[Hashable, str] | None = None
+
+    @property
+    def reader(self) -> Reader | None:
+        return self.on_the_fly.contents_reader
+
+    @reader.setter
+    def reader(self, reader: Reader | None) -> None:
+        self.on_the_fly.contents_reader = reader
 
     @property
     def layout(self) -> UNetLayout:
@@ -175,7 +182,7 @@ class BoundUNet:
     def _watch_parameters(self) -> None:
         layers = self.binding.holders()
         self._parameters = Parameters(layers)
-        self._contents = Contents(self._parameters.now() or [], self._part, self.sums) if self._part else None
+        self._contents = Contents(self._parameters.now() or [], self._part, self.reader) if self._part else None
 
     def checkpoint(self) -> str:
         """A digest that tells checkpoints of an architecture apart and is the same under any LoRA that leaves biases

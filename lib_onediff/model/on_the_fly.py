@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..weights.contents import Contents, digest_of
+from ..weights.contents import Contents, Reader, digest_of_values
 from .applied_functions import AppliedBinding, AppliedFunctions
 from .binding import BOUND_DTYPES, Binding
 from .layout import UnsupportedUNet
@@ -36,6 +36,7 @@ class OnTheFly:
         # What is in the tensors that the host's functions hold.
         self._contents: Contents | None = None
         self._dtype = torch.float32
+        self.contents_reader: Reader | None = None
         self.changes = 0
 
     def cast_to(self, binding: Binding, dtype: torch.dtype) -> torch.dtype | None:
@@ -75,7 +76,7 @@ class OnTheFly:
         casts_norms = self._casts is None or self._casts.norms
         moved = applied.fit(functions, binding.weights(wider=False), binding.fusions, binding.dtype, room, casts_norms)
         self.applied, self._state, self._dtype = applied, state, binding.dtype
-        self._contents = Contents(state.tensors()) if state.references else None
+        self._contents = Contents(state.tensors(), reader=self.contents_reader) if state.references else None
         self.changes += 1
         self._glance = [] if reader is None else reader.glance(layers)
         return News.MOVED if moved else News.CHANGED
@@ -105,9 +106,9 @@ class OnTheFly:
 
     def identity(self) -> str:
         """What tells this from other things that could be applied."""
-        return "" if self._contents is None or self.applied is None else digest_of(
-            self._contents.known, repr(self._state.facts)
-        )
+        if self._contents is None or self.applied is None:
+            return ""
+        return digest_of_values(repr(self._state.facts), [self._contents.known])
 
     def drop(self) -> bool:
         """Give all memory back; the next refresh makes it anew. Returns whether there was any."""

@@ -35,6 +35,7 @@ class BackendChoice:
         candidates = self._candidates(settings, call, waits_for_compile)
         channels_last = self._wants_channels_last(managed, candidates.backends[0], call)
         device, budget = call.latent.device, settings.memory_budget
+        managed.bound.reader = self._operators.contents_reader(device)
         managed.bound.refresh(
             call, channels_last, lambda: self._graphs.room(budget, device)
         )

@@ -16,40 +16,46 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Words of 32 bits that are read together, and of so many such pieces one, where not all are read.
+WORD = 4
+# Words that are read together; of so many such pieces one, where not all are read.
 PIECE, PART = 8, 17
+# Every row of a larger matrix is touched all the same.
+SMALLEST_PARTLY_READ = 1 << 16
 
-# The sums of tensors, (tensors,) in int64 on their device, of every part-th piece. Launched and not waited for.
-Sums = Callable[[Sequence[Tensor], int], Tensor]
+# Makes ready what launches the sums of tensors, (tensors,) in int64 on their device; None where it cannot read them.
+Reader = Callable[[Sequence[Tensor], int], "Callable[[], Tensor] | None"]
 
 
 class Contents:
     """What was in some tensors when it was asked for last. Keeps none of them alive.
 
-    sums: computes them where there is something better than torch's operators.
+    part: one in so many pieces of a matrix is read; 1: all. reader: where there is something better than torch's
+    operators.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], part: int = 1, sums: Sums | None = None) -> None:
+    def __init__(self, tensors: Sequence[Tensor], part: int = 1, reader: Reader | None = None) -> None:
         self._references = list(map(weakref.ref, tensors))
-        self._part, self._sums = part, sums or sums_by_torch
-        self.known = self.begin()()
+        self._places = list(map(place_of, tensors))
+        self._part = part
+        self._launch = reader(tensors, part) if reader is not None and tensors and tensors[0].is_cuda else None
+        self.known = self.begin()().clone()
 
     def begin(self) -> Callable[[], Tensor]:
         """Launch the reading. What is returned waits for it, and for nothing launched after it: (tensors,) in int64 on
-        the CPU. Raises ReferenceError if a tensor is gone."""
+        the CPU. Raises ReferenceError if a tensor is gone, or lies elsewhere."""
         tensors: list[Any] = [reference() for reference in self._references]
-        if any(tensor is None for tensor in tensors):
-            raise ReferenceError("a tensor is gone")
+        if any(tensor is None for tensor in tensors) or list(map(place_of, tensors)) != self._places:
+            raise ReferenceError("a tensor is gone, or lies elsewhere")
         if not tensors:
             return lambda: torch.empty(0, dtype=torch.int64)
         with torch.no_grad():
-            found = self._sums(tensors, self._part)
+            found = sums_by_torch(tensors, self._part) if self._launch is None else self._launch()
         if not found.is_cuda:
             return lambda: found
         on_cpu = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
         on_cpu.copy_(found, non_blocking=True)
         done = torch.cuda.Event()
-        done.record()
+        done.record(torch.cuda.current_stream(found.device))
 
         def wait() -> Tensor:
             done.synchronize()
@@ -59,13 +65,22 @@ class Contents:
 
     def changed(self, now: Tensor) -> list[int]:
         """Which tensors have other values than those known."""
-        return torch.nonzero(now != self.known).flatten().tolist()
+        places: list[int] = torch.nonzero(now != self.known).flatten().tolist()
+        return places
+
+
+def place_of(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.nbytes
+
+
+def step_of(tensor: Tensor, words: int, part: int) -> int:
+    """One in how many pieces of a tensor's words is read."""
+    return part if tensor.dim() > 1 and words > SMALLEST_PARTLY_READ else 1
 
 
 def sums_by_torch(tensors: Sequence[Tensor], part: int) -> Tensor:
-    """See Sums; a few launches for each tensor."""
-    found = torch.stack([sum_of(tensor.detach(), part).to(tensors[0].device) for tensor in tensors])
-    return found
+    """(tensors,), in int64; a few launches for each tensor."""
+    return torch.stack([sum_of(tensor.detach(), part).to(tensors[0].device) for tensor in tensors])
 
 
 def sum_of(tensor: Tensor, part: int) -> Tensor:
@@ -73,10 +88,10 @@ def sum_of(tensor: Tensor, part: int) -> Tensor:
     if tensor.device.type == "meta" or not tensor.numel():
         return torch.zeros((), dtype=torch.int64)
     words = words_of(tensor)
-    if part > 1 and tensor.dim() > 1 and len(words) > PIECE * part:
-        whole = len(words) // (PIECE * part) * (PIECE * part)
-        # The last piece too, or an edit of the last row alone could go unseen.
-        words = torch.cat([words[:whole].view(-1, part, PIECE)[:, 0].flatten(), words[-PIECE:]])
+    step = step_of(tensor, len(words), part)
+    if step > 1:
+        whole = len(words) // (PIECE * step) * (PIECE * step)
+        words = words[:whole].view(-1, step, PIECE)[:, 0].flatten()
     odd = torch.arange(1, 2 * len(words), 2, dtype=torch.int64, device=words.device)
     return (words * odd).sum()
 
@@ -85,7 +100,7 @@ def words_of(tensor: Tensor) -> Tensor:
     """A tensor's memory as int32, or as bytes where that does not come out even; in the order in which it lies."""
     flat = tensor.flatten() if tensor.is_contiguous() else tensor.permute(memory_order(tensor)).flatten()
     as_bytes = flat.view(torch.uint8)
-    even = as_bytes.numel() % 4 == 0 and as_bytes.storage_offset() % 4 == 0
+    even = as_bytes.numel() % WORD == 0 and as_bytes.storage_offset() % WORD == 0
     return as_bytes.view(torch.int32) if even else as_bytes
 
 
@@ -115,8 +130,3 @@ def few_rows(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
             yield tensor
         else:
             yield from (tensor[row] for row in sorted({0, len(tensor) // 2, len(tensor) - 1}))
-
-
-def digest_of(known: Tensor, more: str = "") -> str:
-    """A name for sums, (tensors,) in int64, that other values do not have."""
-    return hashlib.sha256(more.encode() + known.numpy().tobytes()).hexdigest()[:16]

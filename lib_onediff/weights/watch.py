@@ -38,6 +38,7 @@ ATOMS = (
     torch.memory_format, torch.layout, type, types.BuiltinFunctionType, types.GetSetDescriptorType,
     types.MemberDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType,
 )
+CONTAINERS = (dict, list, tuple, set, frozenset)
 # Of the entries of an attribute: a longer one is known by its length alone.
 MOST_ENTRIES, DEEPEST = 256, 4
 # torch's own check of its CUDA graphs: builds with CUDA have it, and it takes half the time of a loop here. Private, so
@@ -86,7 +87,7 @@ def token(value: Any, depth: int = 0) -> Any:
     their plain attributes."""
     if is_atom(value):
         return value
-    if isinstance(value, (dict, list, tuple, set, frozenset)):
+    if isinstance(value, CONTAINERS):
         size, kind = len(value), type(value)
         if size > MOST_ENTRIES or depth > DEEPEST:
             return kind, size
@@ -114,7 +115,9 @@ class Other:
         value = space[name]
         self.name, self.known = name, token(value)
         self.reference: Callable[[], Any] = no_object
-        if isinstance(value, types.FunctionType) or (hasattr(value, "__dict__") and not vars(value)):
+        # What is in a container may change.
+        is_bare = not isinstance(value, CONTAINERS) and hasattr(value, "__dict__") and not vars(value)
+        if isinstance(value, types.FunctionType) or is_bare:
             with suppress(TypeError):
                 self.reference = weakref.ref(value)
 

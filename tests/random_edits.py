@@ -1,0 +1,283 @@
+"""Random edits of a UNet, as users, LoRAs, tiling and training scripts make them: what tests hold against the host.
+
+An edit is a function of the UNet and a random generator; it returns what undoes it, or None where it stays.
+"""
+from __future__ import annotations
+
+import random
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Undo = Callable[[], object]
+Edit = Callable[[Any, random.Random], "Undo | None"]
+
+
+def some(unet: nn.Module, chance: random.Random, kinds: Any, of: Callable[[Any], bool] = lambda module: True) -> Any:
+    found = [
+        module for name, module in unet.named_modules()
+        if isinstance(module, kinds) and "lora_" not in name and of(module)
+    ]
+    return chance.choice(found)
+
+
+def weighted(unet: nn.Module, chance: random.Random) -> Any:
+    return some(unet, chance, (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm))
+
+
+def set_attribute(module: Any, name: str, value: Any) -> Undo:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    return lambda: setattr(module, name, before)
+
+
+def hide(module: Any, name: str, value: Any) -> Undo:
+    """Set on the instance what its class has."""
+    setattr(module, name, value)
+    return lambda: delattr(module, name)
+
+
+# --- weights ------------------------------------------------------------------------------------------------------
+
+@torch.no_grad()
+def multiply(unet: Any, chance: random.Random) -> None:
+    weighted(unet, chance).weight.mul_(chance.uniform(0.5, 1.5))
+
+
+def add_to_data(unet: Any, chance: random.Random) -> None:
+    weight = weighted(unet, chance).weight
+    weight.data += chance.uniform(0.01, 0.1)
+
+
+def edit_one_row(unet: Any, chance: random.Random) -> None:
+    weight = weighted(unet, chance).weight
+    weight.data[chance.randrange(len(weight))] *= 1.5
+
+
+def point_elsewhere(unet: Any, chance: random.Random) -> None:
+    weight = weighted(unet, chance).weight
+    weight.data = weight.data.clone() * 1.1
+
+
+def point_to_transposed(unet: Any, chance: random.Random) -> None:
+    weight = some(unet, chance, nn.Linear, lambda layer: layer.in_features == layer.out_features).weight
+    weight.data = weight.data.t()
+
+
+def exchange(unet: Any, chance: random.Random) -> Undo:
+    """A new Parameter, while the old one lives as a backup."""
+    layer = weighted(unet, chance)
+    old = layer.weight
+    layer.weight = nn.Parameter(old.detach() * 0.9, requires_grad=False)
+    return lambda: setattr(layer, "weight", old)
+
+
+def exchange_for_good(unet: Any, chance: random.Random) -> None:
+    layer = weighted(unet, chance)
+    layer.weight = nn.Parameter(layer.weight.detach() * 1.1, requires_grad=False)
+
+
+def drop_bias(unet: Any, chance: random.Random) -> Undo:
+    layer = some(unet, chance, (nn.Linear, nn.Conv2d), lambda layer: layer.bias is not None)
+    return set_attribute(layer, "bias", None)
+
+
+def load(unet: Any, chance: random.Random) -> None:
+    state = {name: one.clone() * 1.02 for name, one in unet.state_dict().items() if "lora_" not in name}
+    unet.load_state_dict(state, assign=chance.random() < 0.5, strict=False)
+
+
+def parametrise(unet: Any, chance: random.Random) -> Undo:
+    class Louder(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight * 1.2
+
+    layer = some(unet, chance, nn.Linear, lambda layer: "weight" in layer._parameters)
+    nn.utils.parametrize.register_parametrization(layer, "weight", Louder())
+    return lambda: nn.utils.parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
+
+
+# --- attributes ---------------------------------------------------------------------------------------------------
+
+def pad_circular(unet: Any, chance: random.Random) -> Undo:
+    return set_attribute(some(unet, chance, nn.Conv2d, lambda one: one.padding == (1, 1)), "padding_mode", "circular")
+
+
+def dilate(unet: Any, chance: random.Random) -> Undo:
+    layer = some(unet, chance, nn.Conv2d, lambda one: one.kernel_size == (3, 3) and one.stride == (1, 1))
+    undos = [set_attribute(layer, "padding", (2, 2)), set_attribute(layer, "dilation", (2, 2))]
+    return lambda: [undo() for undo in undos]
+
+
+def other_eps(unet: Any, chance: random.Random) -> Undo:
+    return set_attribute(some(unet, chance, (nn.GroupNorm, nn.LayerNorm)), "eps", chance.choice([0.5, 0.01]))
+
+
+def other_groups(unet: Any, chance: random.Random) -> Undo:
+    norm = some(unet, chance, nn.GroupNorm, lambda one: one.num_groups > 2)
+    return set_attribute(norm, "num_groups", norm.num_groups // 2)
+
+
+def other_heads(unet: Any, chance: random.Random) -> Undo:
+    return set_attribute(some(unet, chance, nn.Module, lambda one: type(one).__name__ == "Attention"), "heads", 1)
+
+
+def scale_output(unet: Any, chance: random.Random) -> Undo:
+    name = chance.choice(["ResnetBlock2D", "Attention"])
+    which = {"ResnetBlock2D": "output_scale_factor", "Attention": "rescale_output_factor"}[name]
+    return set_attribute(some(unet, chance, nn.Module, lambda one: type(one).__name__ == name), which, 2.0)
+
+
+def flip_sinusoids(unet: Any, chance: random.Random) -> Undo:
+    return set_attribute(unet.time_proj, "flip_sin_to_cos", not unet.time_proj.flip_sin_to_cos)
+
+
+# --- code ---------------------------------------------------------------------------------------------------------
+
+def hook(unet: Any, chance: random.Random) -> Undo:
+    module = chance.choice([unet.mid_block, unet.conv_in, unet.up_blocks[0], weighted(unet, chance)])
+    louder = lambda module, inputs, output: output * 1.1 if isinstance(output, Tensor) else output  # noqa: E731
+    return module.register_forward_hook(louder).remove
+
+
+def hook_before(unet: Any, chance: random.Random) -> Undo:
+    return some(unet, chance, (nn.Conv2d, nn.Linear)).register_forward_pre_hook(
+        lambda module, inputs: (inputs[0] * 1.1, *inputs[1:])
+    ).remove
+
+
+def hook_everywhere(unet: Any, chance: random.Random) -> Undo:
+    def louder(module: nn.Module, inputs: Any, output: Any) -> Any:
+        return output * 1.05 if isinstance(module, nn.SiLU) else None
+
+    return nn.modules.module.register_module_forward_hook(louder).remove
+
+
+def own_forward(unet: Any, chance: random.Random) -> Undo:
+    module = chance.choice([unet.mid_block, unet.conv_in, some(unet, chance, (nn.Linear, nn.GroupNorm, nn.SiLU))])
+    below = type(module).forward
+    return hide(module, "forward", types.MethodType(lambda self, *a, **k: below(self, *a, **k) * 0.9, module))
+
+
+def tile_along_x(self: Any, image: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    across = self.padding[1]
+    padded = F.pad(F.pad(image, (across, across, 0, 0), mode="circular"), (0, 0, self.padding[0], self.padding[0]))
+    return F.conv2d(padded, weight, bias, self.stride, 0, self.dilation, self.groups)
+
+
+def tile_instances(unet: Any, chance: random.Random) -> Undo:
+    layers = [one for one in unet.modules() if isinstance(one, nn.Conv2d) and one.padding == (1, 1)]
+    for layer in layers:
+        layer._conv_forward = types.MethodType(tile_along_x, layer)
+    own = types.MethodType(nn.Conv2d._conv_forward, layers[0]) if chance.random() < 0.5 else None
+
+    def undo() -> None:
+        for layer in layers:
+            if own is None:
+                del layer._conv_forward
+            else:
+                layer._conv_forward = types.MethodType(nn.Conv2d._conv_forward, layer)
+
+    return undo
+
+
+def tile_class(unet: Any, chance: random.Random) -> Undo:
+    return set_attribute(nn.Conv2d, "_conv_forward", tile_along_x)
+
+
+def class_forward(unet: Any, chance: random.Random) -> Undo:
+    kind = type(unet.mid_block.resnets[0])
+    below = kind.forward
+    return set_attribute(kind, "forward", lambda self, *a, **k: below(self, *a, **k) * 0.9)
+
+
+def another_class(unet: Any, chance: random.Random) -> Undo:
+    module = chance.choice([unet.mid_block.resnets[0], some(unet, chance, nn.Linear)])
+    kind = type(module)
+    named = {"__module__": kind.__module__} if chance.random() < 0.5 else {}
+    body = {"forward": lambda self, *a, **k: kind.forward(self, *a, **k) * 1.1, **named}
+    module.__class__ = type(kind.__name__, (kind,), body)
+    return lambda: setattr(module, "__class__", kind)
+
+
+def replace_function(unet: Any, chance: random.Random) -> Undo:
+    below = F.scaled_dot_product_attention
+    return set_attribute(F, "scaled_dot_product_attention", lambda *a, **k: below(*a, **k) * 1.1)
+
+
+def exchange_layer(unet: Any, chance: random.Random) -> Undo:
+    block = unet.mid_block.resnets[0]
+    before, other = block.conv1, nn.Conv2d(block.conv1.in_channels, block.conv1.out_channels, 3, padding=1)
+    return set_attribute(block, "conv1", other.to(before.weight)) if before is not None else (lambda: None)
+
+
+def swap_layers(unet: Any, chance: random.Random) -> Undo:
+    attention = unet.mid_block.attentions[0].transformer_blocks[0].attn1
+    key, value = attention.to_k, attention.to_v
+
+    def put(first: Any, second: Any) -> None:
+        attention.to_k, attention.to_v = first, second
+
+    put(value, key)
+    return lambda: put(key, value)
+
+
+# --- adapters -----------------------------------------------------------------------------------------------------
+
+def add_lora(unet: Any, chance: random.Random) -> Undo:
+    from peft import LoraConfig
+
+    name = f"lora{chance.randrange(10**6)}"
+    targets = chance.choice([["to_q", "to_k"], ["to_v", "to_out.0"], ["conv1"], ["proj_in", "ff.net.0.proj"]])
+    unet.add_adapter(LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False), adapter_name=name)
+    unet.to(next(unet.parameters()).device)
+    for parameter in unet.parameters():
+        parameter.requires_grad_(False)
+    doing = chance.choice(["plain", "scaled", "disabled", "fused", "edited"])
+    if doing == "scaled":
+        unet.set_adapters([name], [chance.uniform(0.2, 0.8)])
+    elif doing == "disabled":
+        unet.disable_adapters()
+    elif doing == "fused":
+        unet.fuse_lora(adapter_names=[name])
+    elif doing == "edited":
+        for one, parameter in unet.named_parameters():
+            if "lora_A" in one:
+                parameter.data *= 1.3
+
+    def undo() -> None:
+        if doing == "fused":
+            unet.unfuse_lora()
+        unet.unload_lora() if hasattr(unet, "unload_lora") else unet.delete_adapters([name])
+
+    return undo
+
+
+EDITS: tuple[Edit, ...] = (
+    multiply, add_to_data, edit_one_row, point_elsewhere, point_to_transposed, exchange, exchange_for_good, drop_bias,
+    load, parametrise, pad_circular, dilate, other_eps, other_groups, other_heads, scale_output, flip_sinusoids, hook,
+    hook_before, hook_everywhere, own_forward, tile_instances, tile_class, class_forward, another_class,
+    replace_function, exchange_layer, swap_layers, add_lora,
+)
+
+
+def edited(unet: Any, chance: random.Random, count: int) -> Iterator[str]:
+    """Makes so many edits, one after the other, each undone or not before the next but one; what it is called, when it
+    was made or undone."""
+    standing: list[tuple[str, Undo]] = []
+    for number in range(count):
+        edit = EDITS[number % len(EDITS)] if number < len(EDITS) else chance.choice(EDITS)
+        undo = edit(unet, chance)
+        yield edit.__name__
+        if undo is not None:
+            standing.append((edit.__name__, undo))
+        while standing and (len(standing) > 1 or chance.random() < 0.7):
+            name, undo = standing.pop()
+            undo()
+            yield f"{name} undone"
+    while standing:
+        standing.pop()[1]()
