@@ -20,7 +20,7 @@ from lib_onediff.bench.models import CONFIGURATIONS
 from lib_onediff.engines.inductor.helper import CannotCompile
 from lib_onediff.engines.inductor.plan import regions_of, weights_without_numbers
 from lib_onediff.model.call import DeepCachePass, DeepFeature, UNetCall
-from lib_onediff.model.forward import condition, forward
+from lib_onediff.model.forward import forward
 from lib_onediff.model.layout import LayerNorm, UNetLayout
 from lib_onediff.model.operators import Stream
 from lib_onediff.model.read import read_layout
@@ -46,7 +46,7 @@ def of(*shape: int) -> Tensor:
 def needed(layout: UNetLayout, absent: Weights, call: UNetCall) -> set:
     recorder = Recorder(CPU)
     with torch.no_grad():
-        forward(layout, absent, recorder, call, condition(layout, absent, recorder, call.context, call.y))
+        forward(layout, absent, recorder, call)
     return set(recorder.needed)
 
 

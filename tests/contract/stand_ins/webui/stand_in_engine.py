@@ -12,6 +12,16 @@ from torch.nn.functional import scaled_dot_product_attention
 CPU = torch.device("cpu")
 
 
+def in_own_classes(network: nn.Module, namespace: dict[str, Any]) -> None:
+    """ldm's layers in classes of the host's own, by the same names, as each host has them in files of its own.
+    namespace: of the host's file."""
+    for module in network.modules():
+        kind = type(module)
+        if kind.__module__.partition(".")[0] == "ldm":
+            derived = type(kind.__name__, (kind,), {"__module__": namespace["__name__"]})
+            module.__class__ = namespace.setdefault(kind.__name__, derived)
+
+
 def walk(
     unet: Any, x: Tensor, embedding: Tensor, context: Tensor, control: Any, apply_control: Callable[..., Tensor],
     stage: Callable[..., Tensor], output_block_patches: Any, block_modifiers: Any = (),

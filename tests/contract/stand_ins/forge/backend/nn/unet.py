@@ -6,7 +6,7 @@ from typing import Any
 from backend.attention import attention_function
 from ldm.modules import attention
 from ldm.modules.diffusionmodules import openaimodel, util
-from stand_in_engine import popped, walk
+from stand_in_engine import in_own_classes, popped, walk
 from torch import Tensor
 
 
@@ -34,9 +34,7 @@ class CrossAttention(attention.CrossAttention):
 class IntegratedUNet2DConditionModel(openaimodel.UNetModel):
     def __init__(self, **config: Any) -> None:
         super().__init__(**config)
-        for module in self.modules():
-            if type(module) is attention.CrossAttention:
-                module.__class__ = CrossAttention
+        in_own_classes(self, globals())
 
     def forward(
         self, x, timesteps=None, context=None, y=None, control=None, transformer_options={}, **kwargs  # noqa: B006

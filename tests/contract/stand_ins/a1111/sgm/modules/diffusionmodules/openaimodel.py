@@ -5,4 +5,5 @@ from importlib.util import find_spec
 from pathlib import Path
 
 origin = find_spec("ldm.modules.diffusionmodules.openaimodel").origin
-exec(compile(Path(origin).read_text(), origin, "exec"))
+source = Path(origin).read_text().replace("from ldm.modules.attention import", "from sgm.modules.attention import")
+exec(compile(source, origin, "exec"))

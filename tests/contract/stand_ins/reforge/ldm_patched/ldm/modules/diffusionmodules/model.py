@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import Any
 
 from ldm.modules.diffusionmodules import model
-from stand_in_engine import attention_of_pixels
+from stand_in_engine import attention_of_pixels, in_own_classes
 from torch import Tensor
 
 
@@ -21,7 +21,7 @@ class AttnBlock(model.AttnBlock):
 
 
 def with_own_attention(part: Any) -> None:
-    part.mid.attn_1.__class__ = AttnBlock
+    in_own_classes(part, globals())
     part.mid.attn_1.optimized_attention = pytorch_attention
 
 

@@ -3,12 +3,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ldm.modules import attention as ldm_attention
 from ldm.modules.diffusionmodules import openaimodel
-from ldm_patched.ldm.modules.attention import CrossAttention
+from ldm_patched.ldm.modules.attention import CrossAttention  # noqa: F401
 from ldm_patched.ldm.modules.diffusionmodules.util import timestep_embedding
 from ldm_patched.modules.patcher_extension import WrapperExecutor
-from stand_in_engine import popped, walk
+from stand_in_engine import in_own_classes, popped, walk
 from torch import Tensor
 
 
@@ -23,9 +22,7 @@ def forward_timestep_embed(ts: Any, x: Tensor, emb: Tensor, context: Any = None)
 class UNetModel(openaimodel.UNetModel):
     def __init__(self, **config: Any) -> None:
         super().__init__(**config)
-        for module in self.modules():
-            if type(module) is ldm_attention.CrossAttention:
-                module.__class__ = CrossAttention
+        in_own_classes(self, globals())
 
     def forward(
         self, x, timesteps=None, context=None, y=None, control=None, transformer_options={}, **kwargs  # noqa: B006
