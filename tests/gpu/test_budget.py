@@ -117,9 +117,9 @@ def test_a_new_memory_holds_what_its_largest_graph_needs(unet: nn.Module) -> Non
 
 def test_many_sizes_within_a_budget(unet: nn.Module) -> None:
     use(unet, LARGE)
-    needs, prompts = row(LARGE).needs, runtime.totals().prompts
+    needs = row(LARGE).needs
     runtime.purge()
-    allowed = (memory_of([needs]) + prompts) // MIB + 4
+    allowed = memory_of([needs]) // MIB + 4
     runtime.configure(replace(Settings(), memory_budget=allowed))
     model = ""
     for count, size in enumerate([(512 + 32 * (i % 8), 512 + 32 * (i % 5)) for i in range(16)] + [LARGE]):
@@ -136,9 +136,9 @@ def test_many_sizes_within_a_budget(unet: nn.Module) -> None:
 def test_a_hundred_crops_of_random_sizes(unet: nn.Module) -> None:
     """As ADetailer inpaints faces: a new size for each, which is hardly ever met again."""
     use(unet, LARGE)
-    needs, prompts = row(LARGE).needs, runtime.totals().prompts
+    needs = row(LARGE).needs
     runtime.purge()
-    allowed = (memory_of([needs]) + prompts) // MIB + 4
+    allowed = memory_of([needs]) // MIB + 4
     runtime.configure(replace(Settings(), memory_budget=allowed))
     use(unet, SMALL)
     assert runtime.pin("512x512", row(SMALL).model, True)

@@ -1,4 +1,4 @@
-"""Threads with CUDA streams of their own: graphs, their inputs and the prompts' keys and values are shared."""
+"""Threads with CUDA streams of their own: graphs and their inputs are shared."""
 from __future__ import annotations
 
 import threading

@@ -10,7 +10,6 @@ import torch
 from builders import CONTEXT_WIDTH, SMALL, diffusers_output, diffusers_unet, relative_error
 from torch import Tensor
 
-from lib_onediff.model import forward
 from lib_onediff.model.bound import BoundUNet
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.deepcache import forward as deepcache
@@ -71,10 +70,7 @@ class Oracle:
         self._bound.begin_sampling()
         self._bound.refresh(call)
         binding = self._bound.binding
-        weights = binding.weights()
-        return binding.layout, weights, torch_ops, call, forward.condition(
-            binding.layout, weights, torch_ops, call.context, call.y
-        )
+        return binding.layout, binding.weights(), torch_ops, call
 
 
 @dataclass

@@ -224,7 +224,7 @@ def test_what_joins_skips_is_called_between_recorded_parts(unet: Any, boosting: 
         weights = bound.binding.weights()
         segments = record(
             TapeRecording(), first.patches,
-            lambda points: compute(bound.layout, weights, torch_ops, replace(inputs, patches=points), None),
+            lambda points: compute(bound.layout, weights, torch_ops, replace(inputs, patches=points)),
         )
         output, expected = segments.run(second, inputs), ldm_output(unet, second)
     assert relative_error(output, expected) < CLOSE

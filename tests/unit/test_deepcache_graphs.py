@@ -65,7 +65,6 @@ def test_prompts_in_calls_of_their_own_share_the_graphs(pretended: PretendedGrap
     prompts = (("cat",), ("ugly",))
     for _ in range(3):
         routes = sample(rig, prompts=prompts)
-    # Their keys and values lie in one place, too.
     assert len(pretended.captured) == 2 and set(routes) == {"graph"}
 
 

@@ -12,7 +12,7 @@ from test_public_api_pipelines import inputs, pipeline, quiet
 
 import lib_onediff
 from lib_onediff.hosts.diffusers.schedule import Clock
-from lib_onediff.model.deepcache.sampling import time_of
+from lib_onediff.model.deepcache.sampling import UNANNOUNCED, time_of
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 
@@ -102,13 +102,20 @@ def test_a_scheduler_that_is_exchanged_is_followed() -> None:
     assert counted() == (2, 2)
 
 
-def test_a_unet_alone_finds_its_steps_by_their_timesteps() -> None:
-    unet = lib_onediff.compile_unet(diffusers_unet(), deepcache_interval=3)
-    call = a_call(unet)
+@pytest.mark.parametrize("is_known", [True, False], ids=["known timesteps", "learned timesteps"])
+def test_a_loop_of_ones_own_says_when_a_sampling_begins(is_known: bool) -> None:
+    unet, times = lib_onediff.compile_unet(diffusers_unet(), deepcache_interval=3, **UNIFORM), range(981, 0, -140)
+
+    def sample() -> None:
+        for time in times:
+            served(unet, replace(a_call(unet), timestep=torch.full((2,), float(time))))
+
     for _ in range(2):
-        for time in range(981, 0, -140):
-            served(unet, replace(call, timestep=torch.full((2,), float(time))))
+        with lib_onediff.sampling(unet, times if is_known else None):
+            sample()
     assert counted() == (2 * 4, 2 * 4)
+    sample()
+    assert counted() == (2 * 4, 2 * 4) and lib_onediff.status()["deepcache"]["reason"].endswith(UNANNOUNCED)
 
 
 # --- the clock ----------------------------------------------------------------------------------------------------

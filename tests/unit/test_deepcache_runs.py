@@ -12,7 +12,7 @@ from grid import grid
 
 from lib_onediff.model.call import Control
 from lib_onediff.model.deepcache.prompts import PromptNumbers
-from lib_onediff.model.patches import HostTraits
+from lib_onediff.model.deepcache.sampling import UNANNOUNCED
 from lib_onediff.options.settings import Settings
 
 
@@ -249,14 +249,15 @@ def test_weights_that_change_inside_a_sampling_make_the_next_step_whole(path: st
     assert rig.log[-2:] == ["full", "cached"]
 
 
-def test_a_host_whose_prompt_tensors_stay_is_known_by_them() -> None:
-    rig = Rig.of(host_traits=HostTraits())
-    first, second = call_of(rig.unet, 0.0), call_of(rig.unet, 0.0)
-    for time, deepcache in zip(STEPS[:8], passes([0, 3, 6], 8), strict=True):
-        rig.check(replace(call_of(rig.unet, time), context=first.context), "a", deepcache)
-    # The next picture begins lower than the last one ended, with the same prompt in another tensor.
-    for time, deepcache in zip(STEPS[10:14], ["full", "full", "cached", "cached"], strict=True):
-        rig.check(replace(call_of(rig.unet, time), context=second.context), "b", deepcache)
+def test_where_nobody_says_when_a_sampling_begins_every_step_is_whole() -> None:
+    rig = Rig.of()
+    cache_run = rig.runtime.managed_unet(rig.unet).cache_run
+    assert set(rig.sample(STEPS[:6])) == {"whole"} and rig.reason == f"DeepCache rests: {UNANNOUNCED}"
+    rig.begin()
+    assert rig.sample(STEPS[:2]) == ["full", "cached"] and cache_run.bytes() > 0
+    # The next timesteps would go on where these stopped.
+    rig.runtime.end_sampling()
+    assert set(rig.sample(STEPS[2:5])) == {"whole"} and cache_run.bytes() == 0
 
 
 def test_a_release_gives_the_features_back() -> None:

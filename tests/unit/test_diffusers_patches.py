@@ -233,10 +233,10 @@ def test_a_graph_takes_what_is_added_from_each_call() -> None:
     (first, _), (second, expected) = calls
     assert first.additions == second.additions and len(second.additions) == 3
     binding = runtime.managed_unet(unet).bound.binding
-    inputs = own_inputs(first, with_prompt=True)
+    inputs = own_inputs(first)
     copy_inputs(second, inputs)
     with torch.no_grad():
-        output = compute(binding.layout, binding.weights(), torch_ops, inputs, None)
+        output = compute(binding.layout, binding.weights(), torch_ops, inputs)
     assert relative_error(output, expected) < CLOSE
     assert bytes_of(inputs) > sum(prompt.key_values.nbytes for prompt in second.image_prompts)
 

@@ -10,6 +10,7 @@ from builders import SMALL
 from test_public_api_pipelines import inputs, pipeline, quiet
 
 import lib_onediff
+from lib_onediff.model.deepcache.sampling import UNANNOUNCED, UNKNOWN_SAMPLER
 from lib_onediff.runtime.runtime import runtime
 
 __all__ = ["quiet"]
@@ -54,5 +55,8 @@ def test_a_unet_alone_knows_no_sampler() -> None:
     lib_onediff.compile_unet(pipe.unet, forecast_interval=3)
     before = runtime.call_stats.forecasts
     latents(pipe)
+    assert lib_onediff.status()["forecast"]["reason"] == f"Output forecast rests: {UNANNOUNCED}"
+    with lib_onediff.sampling(pipe.unet):
+        latents(pipe)
+    assert lib_onediff.status()["forecast"]["reason"] == f"Output forecast rests: {UNKNOWN_SAMPLER}"
     assert runtime.call_stats.forecasts == before
-    assert "does not say which sampler" in lib_onediff.status()["forecast"]["reason"]

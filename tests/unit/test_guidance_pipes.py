@@ -14,6 +14,7 @@ from torch import Tensor
 import lib_onediff
 from lib_onediff.hosts.diffusers.guidance import NO_GUIDANCE, NO_PIPELINE, TWO_HALVES, arguments_of_prompt
 from lib_onediff.hosts.diffusers.unet import DiffusersForward
+from lib_onediff.model.deepcache.sampling import UNANNOUNCED
 from lib_onediff.model.rows import half_of
 from lib_onediff.runtime.runtime import runtime
 
@@ -141,15 +142,6 @@ def test_before_the_fraction_calls_are_exactly_those_without_it(called: list[Cal
         assert torch.equal(ours.output, exact.output)
 
 
-def test_the_prompt_is_computed_once_for_all_calls_without_the_negative_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe = compiled("StableDiffusionXLPipeline", SMALL_XL, verify=False)
-    generate(pipe)
-    before = runtime.managed_unet(pipe.unet).bound.prompts.changes
-    generate(pipe)
-    # With the negative prompt, and without it.
-    assert runtime.managed_unet(pipe.unet).bound.prompts.changes - before <= 4
-
-
 @pytest.mark.parametrize(("guidance", "reason"), [(1.0, NO_GUIDANCE), (0.0, NO_GUIDANCE)])
 def test_without_guidance_there_is_nothing_to_leave_out(guidance: float, reason: str) -> None:
     generate(compiled("StableDiffusionPipeline", SMALL), guidance_scale=guidance)
@@ -180,8 +172,11 @@ def test_another_kind_of_pipeline_is_not_guessed_at() -> None:
 
 def test_a_unet_without_its_pipeline() -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL), guidance_end=0.5)
-    served(unet, a_call(unet))
+    with lib_onediff.sampling(unet):
+        served(unet, a_call(unet))
     assert told()[1] == f"Guidance end rests: {NO_PIPELINE}"
+    served(unet, a_call(unet))
+    assert told()[1] == f"Guidance end rests: {UNANNOUNCED}"
 
 
 def test_calling_the_unet_by_oneself_after_an_image() -> None:

@@ -127,7 +127,7 @@ def test_a_whole_unet_by_the_kernels_themselves(monkeypatch: pytest.MonkeyPatch,
 
     ops = LowBitOperators(Launches(TuningCache()), torch_ops.attention, lambda device, dtype: dtype, choose)
     with torch.no_grad():
-        output = compute(bound.layout, source.weights(), ops, call, None)
+        output = compute(bound.layout, source.weights(), ops, call)
     wide = replace(call, **{name: getattr(call, name).float() for name in ("latent", "context", "y")})
     expected = diffusers_output(diffusers_unet(0, **SMALL_XL).to(DEVICE), wide)
     assert all(weight.weight.is_meta is alone for name, weight in source.weights().items() if name in wanted)

@@ -212,15 +212,16 @@ def test_weights_may_change_between_calls_of_the_native_backend(weather: Weather
 
 
 def test_a_sampling_that_the_host_serves_finds_its_own_layout_after_one_of_ours(weather: Weather) -> None:
-    """diffusers announces no sampling: another context tensor is another one."""
     unet = diffusers_unet(**SMALL_XL)
-    first, second = a_call(unet), a_call(unet, seed=1)
+    call = a_call(unet)
     lib_onediff.compile_unet(unet, backend=NATIVE)
-    served(unet, first)
+    with lib_onediff.sampling(unet):
+        served(unet, call)
     assert now() == ("native", "plain") and convolutions_lie(unet, torch.channels_last)
-    for _ in range(2):
-        by_the_host(unet, second)
-        assert convolutions_lie(unet, torch.contiguous_format)
+    with lib_onediff.sampling(unet):
+        for _ in range(2):
+            by_the_host(unet, call)
+            assert convolutions_lie(unet, torch.contiguous_format)
 
 
 def test_weights_do_not_move_where_we_and_the_host_take_turns_in_a_sampling(weather: Weather) -> None:
@@ -228,10 +229,13 @@ def test_weights_do_not_move_where_we_and_the_host_take_turns_in_a_sampling(weat
     call = a_call(unet)
     given = call.latent, call.timestep, call.context
     added = {"text_embeds": call.y, "time_ids": torch.empty(len(call.y), 0)}
-    for others in ({}, {"cross_attention_kwargs": {"scale": 1.0}}) * 2:
-        with torch.no_grad():
-            unet(*given, added_cond_kwargs=added, **others)
-        assert now()[1] == ("host" if others else "plain") and convolutions_lie(unet, torch.channels_last)
+    ours, hosts = {}, {"cross_attention_kwargs": {"scale": 1.0}}
+    announced = lib_onediff.sampling(unet), (ours, hosts, hosts, ours)
+    for sampling, calls in (announced, (contextlib.nullcontext(), (ours, hosts, ours, hosts))):
+        with sampling, torch.no_grad():
+            for others in calls:
+                unet(*given, added_cond_kwargs=added, **others)
+                assert now()[1] == ("host" if others else "plain") and convolutions_lie(unet, torch.channels_last)
 
 
 def by_the_host(unet: nn.Module, call: UNetCall) -> None:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import builders
@@ -13,7 +13,7 @@ from lib_onediff.model.call import Control, UNetCall
 from lib_onediff.runtime.rows import ResolutionRow, rows_of
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.key import ShapeKey
-from lib_onediff.shapes.table import Entry, State
+from lib_onediff.shapes.table import Entry, State, Verdict
 
 MEBIBYTE = 2**20
 
@@ -22,11 +22,13 @@ def an_entry(
     width: int = 64, height: int = 64, batch: int = 2, tokens: int = 77, model: str = "SD1",
     own: tuple[float, ...] = (), host: tuple[float, ...] = (), control: Control | None = None, **others: Any,
 ) -> Entry:
+    """others: of the entry, or of its verdict."""
     call = UNetCall(
         latent=torch.empty(batch, 4, height // 8, width // 8), timestep=torch.empty(batch),
         context=torch.empty(batch, tokens, 48), control=control,
     )
-    entry = Entry(ShapeKey.of(model, torch.float16, call), model=model, **others)
+    found = {name: others.pop(name) for name in set(others) & {part.name for part in fields(Verdict)}}
+    entry = Entry(ShapeKey.of(model, torch.float16, call), model=model, verdict=Verdict(**found), **others)
     for stopwatch, times in ((entry.own, own), (entry.host, host)):
         stopwatch._times.extend(times)
     return entry

@@ -28,11 +28,11 @@ SEED = 7
 def recorded(unet: Any, call: UNetCall) -> tuple[Segments, UNetCall, TapeRecording]:
     bound = BoundUNet(unet)
     bound.refresh(call)
-    inputs, recording = own_inputs(call, with_prompt=True), TapeRecording()
+    inputs, recording = own_inputs(call), TapeRecording()
     weights = bound.binding.weights()
     segments = record(
         recording, inputs.patches,
-        lambda points: compute(bound.layout, weights, torch_ops, replace(inputs, patches=points), None),
+        lambda points: compute(bound.layout, weights, torch_ops, replace(inputs, patches=points)),
     )
     return segments, replace(inputs, patches=None), recording
 
