@@ -106,7 +106,7 @@ def refuse_variants(unet: Any, leaves: LeafReader) -> None:
         raise UnsupportedUNet(f"its extra embedding is of type {config.addition_embed_type}")
     if getattr(unet, "position_net", None) is not None:
         raise UnsupportedUNet("it is a GLIGEN model")
-    if leaves.kind(unet.time_proj) != "Timesteps" or leaves.kind(unet.conv_norm_out) != "GroupNorm":
+    if leaves.kind(unet.time_proj) != "Timesteps" or not isinstance(unet.conv_norm_out, nn.GroupNorm):
         raise UnsupportedUNet("its time projection or output norm is of another kind")
     require_silu(unet.conv_act, "the output's activation", leaves)
 
