@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 
 from torch import Tensor, nn
 
@@ -42,6 +42,8 @@ class BoundUNet:
         self._tree: Tree | None = None
         self._parameters: Parameters | None = None
         self._contents: Contents | None = None
+        # For identity alone.
+        self._sampled: Contents | None = None
         self._part = 0
         # Places of parameters with other values than when somebody asked last.
         self._edited: set[int] | None = None
@@ -180,7 +182,7 @@ class BoundUNet:
         return None if before is None else edited
 
     def _watch_parameters(self) -> None:
-        layers = self.binding.holders()
+        layers, self._sampled = self.binding.holders(), None
         self._parameters = Parameters(layers)
         self._contents = Contents(self._parameters.now() or [], self._part, self.reader) if self._part else None
 
@@ -204,8 +206,21 @@ class BoundUNet:
         if self._identity is None or self._identity[0] != state:
             sources = "" if self._tree is None else self._tree.digest()
             label = f"{self.architecture} {sources} {self.on_the_fly.identity()}"
-            self._identity = state, digest_of_values(label, few_rows(self.binding.parameters()))
+            self._identity = state, digest_of_values(label, self._some_values())
         return self._identity[1]
+
+    def _some_values(self) -> Iterable[Tensor]:
+        """What tells these weights from others: sums, where they are read in one launch, or a few rows."""
+        parameters = self.binding.parameters()
+        if self.reader is None or not parameters[0].is_cuda:
+            return few_rows(parameters)
+        if self._sampled is None:
+            self._sampled = Contents(parameters, PART, self.reader)
+        try:
+            return [self._sampled.begin()()]
+        except ReferenceError:
+            self._sampled = None
+            return few_rows(parameters)
 
     @property
     def last_identity(self) -> str:
@@ -271,7 +286,7 @@ class BoundUNet:
 
     def bind_anew(self) -> None:
         """Something failed over these weights: read and bind everything again at the next call."""
-        self._tree = self._parameters = self._contents = None
+        self._tree = self._parameters = self._contents = self._sampled = None
 
     def offload(self, name: str) -> None:
         """Have the weight of a layer, by its path or fused layer's name, in the computer's memory until it is needed.

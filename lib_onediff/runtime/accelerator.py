@@ -255,9 +255,9 @@ class Accelerator(ManagedUNets):
         The first output of a shape that overflows is computed again with attention in float32, where the choice is
         auto; so is every other of this network from then on.
         """
-        checkpoint, dtype = managed.bound.checkpoint(), managed.bound.binding.dtype
+        weights, dtype = managed.bound.identity(), managed.bound.binding.dtype
         device, by_host = call.latent.device, call.upcast_attention
-        overflows = self.attention_overflows.seen(checkpoint, dtype)
+        overflows = self.attention_overflows.seen(weights, dtype)
         while True:
             upcast = upcasts_attention(settings, by_host, overflows)
             if upcast != call.upcast_attention:
@@ -276,9 +276,9 @@ class Accelerator(ManagedUNets):
             if result.entry.state is not State.COLD or not untried or bool(torch.isfinite(result.output).all()):
                 break
             overflows = True
-        news = overflows and not self.attention_overflows.seen(checkpoint, dtype)
+        news = overflows and not self.attention_overflows.seen(weights, dtype)
         if news and bool(torch.isfinite(result.output).all()):
-            self.attention_overflows.note(checkpoint, dtype)
+            self.attention_overflows.note(weights, dtype)
             log.warning("This model's attention overflows in %s: it is computed in float32 from now on.", dtype)
         return result
 

@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from gpu_calls import arguments, host
 
-from lib_onediff import compile_unet, status, uncompile_unet
+from lib_onediff import compile_unet, sampling, status, uncompile_unet
 from lib_onediff.bench.models import random_unet
 from lib_onediff.engines import LOW_BIT_BACKENDS, LOW_BIT_ONLY
 from lib_onediff.model import low_bit
@@ -242,12 +242,12 @@ def test_what_was_put_beside_offloaded_weights_comes_with_them(tiny: nn.Module, 
 def test_an_edit_in_the_computers_memory_reaches_the_graph(tiny: nn.Module, option: str) -> None:
     compile_unet(tiny, low_bit=option, low_bit_only=True)
     given = arguments(tiny)
-    before = replayed(tiny, given, option)
-    with torch.no_grad():
+    with sampling(tiny), torch.no_grad():
+        before = replayed(tiny, given, option)
         for name, parameter in tiny.named_parameters():
             if "ff.net" in name:
                 parameter.mul_(0.5)
-    after = called(tiny, given)
+        after = called(tiny, given)
     assert status()["route"] == "graph" and is_offloaded(tiny), "the same graph"
     expected = host(tiny, given)
     assert relative_error(before, expected) > 2 * relative_error(after, expected)

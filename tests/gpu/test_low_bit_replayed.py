@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from gpu_calls import arguments, host
 
-from lib_onediff import compile_unet, status, uncompile_unet
+from lib_onediff import compile_unet, sampling, status, uncompile_unet
 from lib_onediff.bench.models import random_unet
 from lib_onediff.engines import FLOAT8, INT8, LOW_BIT, LOW_BIT_BACKENDS
 from lib_onediff.engines.graphs.capture import CudaGraphs
@@ -85,13 +85,12 @@ def test_a_replay_is_near_the_hosts(unet: nn.Module, option: str, size: tuple[in
 def test_an_edit_reaches_the_graph(unet: nn.Module, option: str) -> None:
     compile_unet(unet, low_bit=option)
     given = arguments(unet)
-    before = replayed(unet, given, option)
-    with torch.no_grad():
+    with sampling(unet), torch.no_grad():
+        before = replayed(unet, given, option)
         for name, parameter in unet.named_parameters():
             if "attn1" in name or "ff.net" in name:
                 parameter.mul_(0.5)
-    expected = host(unet, given)
-    with torch.no_grad():
+        expected = host(unet, given)
         after = unet(**given, return_dict=False)[0]
     assert (status()["backend"], status()["route"]) == (LOW_BIT_BACKENDS[option], "graph"), "the same graph"
     assert relative_error(before, expected) > 2 * relative_error(after, expected)

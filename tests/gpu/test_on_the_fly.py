@@ -172,12 +172,12 @@ def test_no_farther_from_float32_than_the_host(name: str, side: int, stored: tor
     mine, theirs = relative_error(served(unet, call, backend), exact), relative_error(host, exact)
     print(f"{name} {stored} {backend}: {mine:.2e}, the host {theirs:.2e}")
     assert mine <= WORST_RATIO * theirs
-    # Another strength: the same memory, so the same graph.
+    # Another strength is checked once; then the same graph serves it, in the same memory.
     before = runtime.status()["calls"]["graph"]
     for entries in patches.values():
         entries[0][0] = -0.25
     exact, host = exact_output(unet, call), forward(unet, call)()
-    mine, theirs = relative_error(served(unet, call, backend, calls=1), exact), relative_error(host, exact)
+    mine, theirs = relative_error(served(unet, call, backend, calls=2), exact), relative_error(host, exact)
     print(f"another strength: {mine:.2e}, the host {theirs:.2e}")
     assert mine <= WORST_RATIO * theirs
     assert runtime.status()["calls"]["graph"] == before + (backend != "eager")

@@ -2,6 +2,7 @@
 backend by torch's, rows in eight bits by torch, products by torch's own."""
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -112,7 +113,10 @@ def watch_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert weight.data_ptr() not in places, "computed with a weight that is in the computer's memory"
         return linear(x, weight, bias)
 
-    monkeypatch.setattr(torch.nn.functional, "linear", watched)
+    # As one of ours: a function of somebody else's in this place is left to the host.
+    space = {**globals(), "__name__": "lib_onediff.tests"}
+    ours = types.FunctionType(watched.__code__, space, "linear", (None,), watched.__closure__)
+    monkeypatch.setattr(torch.nn.functional, "linear", ours)
 
 
 def use_low_bit(monkeypatch: pytest.MonkeyPatch, result: torch.dtype = torch.float16) -> None:

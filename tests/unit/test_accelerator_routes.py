@@ -65,16 +65,6 @@ def test_every_new_shape_is_checked(accelerator: Runtime, adopted: Any, other: d
     assert len(accelerator.table.entries()) == 2
 
 
-def test_each_checkpoint_of_an_architecture_is_checked_once(accelerator: Runtime, adopted: Any) -> None:
-    other = diffusers_unet(1)
-    accelerator.adopt(other)
-    for is_first in (True, False):
-        for unet in (adopted, other):
-            output, checks = run(accelerator, unet, a_call(unet))
-            assert (checks > 0) is is_first
-            assert relative_error(output, diffusers_output(unet, a_call(unet))) < 1e-5
-
-
 def test_without_verification_the_host_never_runs(accelerator: Runtime, adopted: Any) -> None:
     accelerator.configure(Settings(verify=False))
     assert run(accelerator, adopted, a_call(adopted))[1] == 0

@@ -14,7 +14,6 @@ from graph_builders import PretendedGraphs
 from ladder_builders import Weather, entry_of, error, now, reason, small_xl
 from torch import Tensor, nn
 
-import lib_onediff
 from lib_onediff.engines import CUDAGRAPH, NATIVE
 from lib_onediff.ops import torch_ops
 from lib_onediff.runtime.runtime import runtime
@@ -51,18 +50,6 @@ def test_a_kernel_that_fails_leaves_the_call_to_the_next_backend(
         tried = weather.calls
         assert error(unet, call) < CLOSE
         assert (weather.calls > tried) is once_more, "what failed twice is not tried again"
-
-
-def test_what_has_failed_once_is_tried_again_in_the_next_sampling(unet: nn.Module, weather: Weather) -> None:
-    call = a_call(unet)
-    weather.raises(RuntimeError("busy"))
-    for backend in ("cudagraph", "native"):
-        with lib_onediff.sampling(unet):
-            for _ in range(2):
-                assert error(unet, call) < CLOSE
-                assert now()[0] == backend
-                weather.clears()
-    assert entry_of(NATIVE).state is State.PROVED
 
 
 def test_what_failed_at_one_shape_lives_on_at_the_others(unet: nn.Module, weather: Weather) -> None:

@@ -235,7 +235,7 @@ def test_later_calls_replay_until_a_weight_changes(on_a_gpu: Weather, monkeypatc
         FallbackChain, "begin", lambda self, *given: (found_out.append(given[-1]), begin(self, *given))[1]
     )
     unet = compiled(half_unet(), "fp8")
-    # A host hands over the same prompt in every call of a sampling.
+    runtime.begin_sampling(unet)
     arguments = diffusers_arguments(half_call(unet))
 
     @torch.no_grad()

@@ -296,14 +296,15 @@ def other_weights(unet: nn.Module, factor: float) -> dict[str, Tensor]:
     return {name: value * factor if "ff.net" in name else value for name, value in bits(unet).items()}
 
 
-def test_weights_that_change_are_rounded_again_where_the_old_were(unet: nn.Module) -> None:
+def test_weights_that_change_in_a_sampling_are_rounded_again_where_the_old_were(unet: nn.Module) -> None:
     call = half_call(unet)
-    before = twice(unet, call)
-    served(unet, call)
-    addresses = {name: kept.values.data_ptr() for name, kept in managed(unet).low_bit._kept.items()}
-    unet.load_state_dict(other_weights(unet, 1.5))
-    assert offloaded(unet), "they are changed in the computer's memory"
-    output = served(unet, call)
+    with lib_onediff.sampling(unet):
+        before = twice(unet, call)
+        served(unet, call)
+        addresses = {name: kept.values.data_ptr() for name, kept in managed(unet).low_bit._kept.items()}
+        unet.load_state_dict(other_weights(unet, 1.5))
+        assert offloaded(unet), "they are changed in the computer's memory"
+        output = served(unet, call)
     assert now() == (ONLY, "graph"), "the graph knows where the rounded ones lie"
     assert {name: kept.values.data_ptr() for name, kept in managed(unet).low_bit._kept.items()} == addresses
     other = half_unet()
@@ -312,7 +313,7 @@ def test_weights_that_change_are_rounded_again_where_the_old_were(unet: nn.Modul
     assert relative_error(output, before) > 0.1
 
 
-def test_a_merge_that_counts_no_edit_is_seen_when_a_sampling_begins(unet: nn.Module) -> None:
+def test_a_merge_that_counts_no_edit_is_seen(unet: nn.Module) -> None:
     """As peft merges a LoRA."""
     twice(unet, half_call(unet))
     for name, parameter in unet.named_parameters():
@@ -321,7 +322,7 @@ def test_a_merge_that_counts_no_edit_is_seen_when_a_sampling_begins(unet: nn.Mod
             parameter.data += 0.5 * parameter.data
             assert parameter._version == versions
     call = half_call(unet, seed=1)
-    output = served(unet, call)
+    output = twice(unet, call)
     assert now()[0] == ONLY and offloaded(unet), reason()
     other = half_unet()
     with torch.no_grad():

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...weights.contents import PIECE, WORD, step_of
 
 # Of one program, and of one of its loads.
-WORDS, BLOCK, WARPS = 1 << 15, 1024, 4
+WORDS, BLOCK, WARPS = 1 << 13, 1024, 4
 
 
 @triton.jit
