@@ -211,8 +211,11 @@ def replace_function(unet: Any, chance: random.Random) -> Undo:
 
 def exchange_layer(unet: Any, chance: random.Random) -> Undo:
     block = unet.mid_block.resnets[0]
-    before, other = block.conv1, nn.Conv2d(block.conv1.in_channels, block.conv1.out_channels, 3, padding=1)
-    return set_attribute(block, "conv1", other.to(before.weight)) if before is not None else (lambda: None)
+    if not isinstance(block.conv1, nn.Conv2d):
+        # It has a LoRA.
+        return lambda: None
+    other = nn.Conv2d(block.conv1.in_channels, block.conv1.out_channels, 3, padding=1)
+    return set_attribute(block, "conv1", other.to(block.conv1.weight).requires_grad_(False))
 
 
 def swap_layers(unet: Any, chance: random.Random) -> Undo:

@@ -157,7 +157,6 @@ class TotalsAnswer(Answer):
     disk: int = Field(..., description="Bytes on the disk.")
     calls: dict[str, int] = Field(..., description="UNet calls by route.")
     hit_rate: float | None = Field(None, description="The share of calls that a ready entry served.")
-    prompts: int = Field(0, description="Bytes of what was computed of prompts alone; on a GPU, vram includes them.")
     low_bit: int = Field(0, description="Bytes of GPU memory of the weights in eight bits.")
     offloaded: int = Field(0, description="Bytes of the computer's memory of the WebUI's weights that they stand for.")
     inductor: dict[str, int] = Field({}, description="Graphs that Inductor has made, and calls that they did not fit.")

@@ -229,6 +229,8 @@ class Binding:
             parameters = [parameter for affine in members for parameter in affine[:2] if parameter is not None]
             if len({parameter.dtype for parameter in parameters}) > 1:
                 raise UnsupportedUNet(f"the layers of {fusion.name} are stored in several types")
+            if len({affine.bias is None for affine in members}) > 1:
+                raise UnsupportedUNet(f"{fusion.name} has a bias on some of its layers only")
 
 
 def can_be_one(members: Sequence[Affine]) -> bool:

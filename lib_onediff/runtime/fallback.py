@@ -18,6 +18,7 @@ from ..model.bound import BoundUNet
 from ..model.call import UNetCall
 from ..model.deepcache.cache_run import StepPlan
 from ..model.deepcache.forward import compute
+from ..model.layout import UnsupportedUNet
 from ..model.low_bit import Kind
 from ..ops.precision import Flags
 from ..options.settings import Settings
@@ -92,7 +93,7 @@ class FallbackChain:
                         self._graphs.restore(managed)
                     compiling = self._compiling(managed, backend, call)
                     result = compiling or self._run(managed, settings, entry, wanted, reason, plan)
-                except torch.cuda.OutOfMemoryError:
+                except (torch.cuda.OutOfMemoryError, UnsupportedUNet):
                     raise
                 except Exception as error:
                     what, sampling = f"our forward failed: {first_line(error)}", sampling_now(managed.bound)

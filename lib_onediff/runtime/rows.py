@@ -33,12 +33,11 @@ class LowBitErrors:
 class Totals:
     """Everything together, in plain values.
 
-    vram: bytes of GPU memory that all graphs hold, with what was computed of prompts.
+    vram: bytes of GPU memory that all graphs hold.
     budget: bytes that they may hold; 0 without a GPU.
     disk: bytes of the cache folder.
     calls: how many UNet calls went by each route.
     hit_rate: the share of them that a graph served; None before the first.
-    prompts: bytes of what was computed of prompts alone.
     low_bit: bytes of the weights in eight bits, which lie beside the WebUI's own or stand for them.
     offloaded: bytes of the computer's memory that the WebUI's own weights take meanwhile.
     inductor: how many "graphs" Inductor has made, and how many calls were "refused" because they fit none of them.
@@ -51,7 +50,6 @@ class Totals:
     disk: int
     calls: dict[str, int]
     hit_rate: float | None
-    prompts: int = 0
     low_bit: int = 0
     offloaded: int = 0
     inductor: dict[str, int] = field(default_factory=dict)

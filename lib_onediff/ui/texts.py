@@ -102,7 +102,7 @@ WORDS = {
     "Error alone": "as Error, with only these layers in eight bits, from the exact step",
 }
 TOTALS = {
-    "Graph memory": "GPU memory that all graphs and their prompts hold, of what they may hold",
+    "Graph memory": "GPU memory that all graphs hold, of what they may hold",
     "Low-bit weights": "GPU memory of the weights in eight bits, beside the WebUI's own or in their place",
     "Inductor": "graphs that PyTorch's compiler has made, each for all sizes",
     "OneFlow": "graphs that OneFlow has compiled in this process, of those that it may",

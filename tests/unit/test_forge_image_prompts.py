@@ -16,7 +16,7 @@ from torch.nn import functional
 from lib_onediff.hosts.forge import image_prompts
 from lib_onediff.hosts.forge.additions import Additions
 from lib_onediff.hosts.forge.call import unet_call
-from lib_onediff.hosts.forge.image_prompts import ImagePrompts, is_known, source_digest
+from lib_onediff.hosts.forge.image_prompts import is_known, read_image_prompts, source_digest
 from lib_onediff.hosts.forge.patches import PATCHES, REPLACED
 from lib_onediff.model.call import UNetCall
 
@@ -88,10 +88,10 @@ def adapters(count: int = 1, kind: type[Adapter] = Adapter, mask: Tensor | None 
     return {REPLACED: {"attn2": functions}, "cond_or_uncond": [1, 0], "sigmas": torch.tensor([5.0])}
 
 
-def made(options: dict[str, Any], reader: ImagePrompts, **changes: Any) -> UNetCall:
+def made(options: dict[str, Any], **changes: Any) -> UNetCall:
     call = a_call(shared_ldm_unet(), *SIZE, **changes)
     with torch.no_grad():
-        found = reader.read(shared_ldm_unet(), options, call.latent)
+        found = read_image_prompts(shared_ldm_unet(), options, call.latent)
         added = Additions() if found is None else Additions(found, stand_for=frozenset({"attn2"}))
         given = call.latent, call.timestep, call.context, None, None, dict(options), False, READ, {}, added
         ours = unet_call(shared_ldm_unet(), *given)
@@ -99,9 +99,9 @@ def made(options: dict[str, Any], reader: ImagePrompts, **changes: Any) -> UNetC
     return ours
 
 
-def error(options: dict[str, Any], reader: ImagePrompts | None = None, **changes: Any) -> float:
+def error(options: dict[str, Any], **changes: Any) -> float:
     """How far our forward is from the host's with the functions in it."""
-    ours = made(options, reader or ImagePrompts(), **changes)
+    ours = made(options, **changes)
     with torch.no_grad():
         expected = patched_output(shared_ldm_unet(), a_call(shared_ldm_unet(), *SIZE, **changes), dict(options))
         return relative_error(our_output(shared_ldm_unet(), ours), expected)
@@ -114,7 +114,7 @@ def error(options: dict[str, Any], reader: ImagePrompts | None = None, **changes
 ], ids=["one", "two", "with a mask", "in its steps", "past its steps", "one prompt"])
 def test_they_are_part_of_our_forward(options: Any) -> None:
     options = options()
-    ours = made(options, ImagePrompts())
+    ours = made(options)
     assert ours.patches is None and ours.image_prompts
     assert error(options) < CLOSE
     plain = relative_error(
@@ -126,23 +126,17 @@ def test_they_are_part_of_our_forward(options: Any) -> None:
 
 def test_beside_other_functions() -> None:
     options = {**adapters(), PATCHES: {"output_block_patch": [free_u]}}
-    ours = made(options, ImagePrompts())
+    ours = made(options)
     assert ours.patches.structure and not any("attn2" in name for name in ours.patches.structure)
     assert error(options) < CLOSE
 
 
-def test_what_is_known_of_a_prompt_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    computed: list[int] = []
-    parts_of = image_prompts.parts_of
-    monkeypatch.setattr(image_prompts, "parts_of", lambda *given: computed.append(1) or parts_of(*given))
-    reader, options = ImagePrompts(), adapters(sigma_start=9.0, sigma_end=1.0)
-    for sigma in (20.0, 5.0, 0.5):
-        assert error({**options, "sigmas": torch.tensor([sigma])}, reader) < CLOSE
-    assert len(computed) == 1
-    for order in ([0], [1], [0], [1]):
-        assert error({**options, "cond_or_uncond": order}, reader) < CLOSE
-    assert len(computed) == 3
-    assert error(adapters(weights=0.1), reader) < CLOSE and len(computed) == 4
+def test_what_is_changed_in_place_counts_at_the_next_call() -> None:
+    options = adapters()
+    assert error(options) < CLOSE
+    for one in options[REPLACED]["attn2"].values():
+        one.weights[0] = 0.3
+    assert error(options) < CLOSE
 
 
 @pytest.mark.parametrize("options", [
@@ -153,14 +147,14 @@ def test_what_is_known_of_a_prompt_is_computed_once(monkeypatch: pytest.MonkeyPa
 ], ids=["another source", "another way", "frames", "AnimateDiff", "no such batch", "a function"])
 def test_what_is_used_otherwise_runs_as_the_function_that_it_is(options: Any) -> None:
     latent = a_call(shared_ldm_unet(), *SIZE).latent
-    assert ImagePrompts().read(shared_ldm_unet(), options(), latent) is None
-    assert made(options(), ImagePrompts()).patches is not None
+    assert read_image_prompts(shared_ldm_unet(), options(), latent) is None
+    assert made(options()).patches is not None
 
 
 def test_a_mask_that_does_not_cover_the_image_is_the_hosts() -> None:
     latent = a_call(shared_ldm_unet(), 28, 9).latent
     options = adapters(mask=torch.rand(1, 40, 60))
-    assert ImagePrompts().read(shared_ldm_unet(), options, latent) is None
+    assert read_image_prompts(shared_ldm_unet(), options, latent) is None
 
 
 def test_the_releases_that_are_known() -> None:

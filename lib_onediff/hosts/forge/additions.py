@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...model.additions import FreeU, ImagePrompt, PerturbedAttention, Shrink
 from .image_prompts import ATTENTION as CROSS_ATTENTION
-from .image_prompts import ImagePrompts, queries_at, source_digest
+from .image_prompts import queries_at, read_image_prompts, source_digest
 from .patches import PATCHES, REPLACED
 
 SELF_ATTENTION, JOIN = "attn1", "output_block_patch"
@@ -56,7 +56,6 @@ class AdditionsReader:
     """Reads the additions of one UNet at each call."""
 
     def __init__(self) -> None:
-        self._image_prompts = ImagePrompts()
         self._freeu: FreeU | None = None
         self._freeu_of: tuple[Any, ...] = ()
         self._perturbed: dict[frozenset[Any], PerturbedAttention] = {}
@@ -66,7 +65,7 @@ class AdditionsReader:
         found = Additions()
         if not options.get(PATCHES) and not options.get(REPLACED):
             return found
-        prompts = self._image_prompts.read(unet, options, latent)
+        prompts = read_image_prompts(unet, options, latent)
         if prompts is not None:
             found = found._replace(image_prompts=prompts, stand_for=frozenset({CROSS_ATTENTION}))
         alone = (options.get(REPLACED) or {}).get(SELF_ATTENTION) or {}

@@ -11,8 +11,7 @@ import hashlib
 import inspect
 import math
 import textwrap
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ ATTENTION = "attn2"
 # lib_ipadapter's CrossAttentionPatch of Forge (June 2025) and Forge Neo 2.26, as Python 3.10 and later ones write it.
 KNOWN = {"8e182e7ffcc7ecf0", "6fad6df6ee380c99"}
 QUERY = "{}.{}.transformer_blocks.{}.{}.to_q"
-MOST_BATCHES, MOST_LEVELS = 4, 4
+MOST_LEVELS = 4
 # What percent_to_sigma of the host returns for 0 and 1: at every step.
 ANY_SIGMA = (999999999.9, 0.0)
 
@@ -39,43 +38,29 @@ class Part(NamedTuple):
     sigmas: tuple[float, float]
 
 
-class ImagePrompts:
-    """Those of one UNet, kept while the same functions stand there, for the last kinds of batches."""
+def read_image_prompts(
+    unet: nn.Module, options: Mapping[str, Any], latent: Tensor
+) -> tuple[ImagePrompt, ...] | None:
+    """One for each adapter at this step's sigma; None where something else stands for cross attentions, or an adapter
+    is used in a way that only the host knows. options: the call's transformer_options. Computed at every call, as the
+    host does."""
+    functions = (options.get(REPLACED) or {}).get(ATTENTION)
+    if not functions or not all(map(is_known, set(map(type, functions.values())))):
+        return None
+    parts = parts_of(unet, functions, tuple(options.get("cond_or_uncond") or ()), latent)
+    if parts is None or options.get("ad_params") is not None:
+        return None
+    return tuple(at_sigma(part, options.get("sigmas")) for part in parts)
 
-    def __init__(self) -> None:
-        self._functions: list[Callable[[], Any]] = []
-        self._places: tuple[Any, ...] = ()
-        self._parts: dict[tuple[Any, ...], list[Part] | None] = {}
 
-    def read(self, unet: nn.Module, options: Mapping[str, Any], latent: Tensor) -> tuple[ImagePrompt, ...] | None:
-        """One for each adapter at this step's sigma; None where something else stands for cross attentions, or an
-        adapter is used in a way that only the host knows. options: the call's transformer_options."""
-        functions = (options.get(REPLACED) or {}).get(ATTENTION)
-        if not functions or not all(map(is_known, set(map(type, functions.values())))):
-            return None
-        # Further adapters are added to the functions of the first.
-        places = tuple((key, len(function.weights)) for key, function in functions.items())
-        if self._places != places or any(
-            known() is not function for known, function in zip(self._functions, functions.values(), strict=True)
-        ):
-            self._functions, self._places, self._parts = list(map(weakref.ref, functions.values())), places, {}
-        order = tuple(options.get("cond_or_uncond") or ())
-        batch = order, latent.shape, latent.dtype, latent.device
-        if batch not in self._parts:
-            # Both prompts at once, or one after the other; each before and after a hires fix.
-            self._parts = {**dict(list(self._parts.items())[1 - MOST_BATCHES:]), batch: parts_of(
-                unet, functions, order, latent
-            )}
-        parts = self._parts[batch]
-        if parts is None or options.get("ad_params") is not None:
-            return None
-        return tuple(at_sigma(part, options.get("sigmas")) for part in parts)
+def is_known(kind: type) -> bool:
+    """Whether a class's source is one that we know."""
+    return has_known_source(kind.__call__)
 
 
 @lru_cache(maxsize=64)
-def is_known(kind: type) -> bool:
-    """Whether a class's source is one that we know."""
-    return source_digest(kind.__call__) in KNOWN
+def has_known_source(function: Any) -> bool:
+    return source_digest(function) in KNOWN
 
 
 def source_digest(function: Any) -> str | None:
