@@ -16,7 +16,7 @@ from torch.nn import functional
 from lib_onediff.hosts.forge import image_prompts
 from lib_onediff.hosts.forge.additions import Additions
 from lib_onediff.hosts.forge.call import unet_call
-from lib_onediff.hosts.forge.image_prompts import is_known, read_image_prompts, source_digest
+from lib_onediff.hosts.forge.image_prompts import has_known_source, read_image_prompts, source_digest
 from lib_onediff.hosts.forge.patches import PATCHES, REPLACED
 from lib_onediff.model.call import UNetCall
 
@@ -59,7 +59,7 @@ class Stranger(Adapter):
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_prompts, "KNOWN", {source_digest(Adapter.__call__)})
-    is_known.cache_clear()
+    has_known_source.cache_clear()
 
 
 def adapters(count: int = 1, kind: type[Adapter] = Adapter, mask: Tensor | None = None, **changed: Any) -> dict:
