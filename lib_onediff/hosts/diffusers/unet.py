@@ -49,8 +49,8 @@ HOST_TRAITS = HostTraits(keeps_weights=why_weights_stay)
 class DiffusersForward(InstanceForward):
     """Stands in for UNet2DConditionModel.forward."""
 
-    def __init__(self, unet: nn.Module) -> None:
-        super().__init__(unet)
+    def __init__(self, unet: nn.Module, compiled: Any = None) -> None:
+        super().__init__(unet, compiled)
         # The class and its forward that were found to be diffusers' own.
         self._own: tuple[type, Any] | None = None
         # The last labels: prompt and negative prompt may be called in turn.
@@ -66,7 +66,7 @@ class DiffusersForward(InstanceForward):
         self.pipeline: Callable[[], Any] = returns_none
         self._names = tuple(self.__signature__.parameters)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def serve(self, *args: Any, **kwargs: Any) -> Any:
         unet: Any = self._module()  # its forward is called: it is there
         if (self._own is None or type(unet) is not self._own[0]) and not is_diffusers_unet(unet):
             runtime.note_host(f"{type(unet).__name__} is not a UNet that OneDiff knows")

@@ -13,13 +13,13 @@ from ...model.patches import replaced_by
 from ...model.vae.read_diffusers import is_diffusers_decoder, is_diffusers_encoder
 from ...options.settings import Settings
 from ...runtime.runtime import runtime
-from .instance_forward import InstanceForward, put_on, take_off
+from .instance_forward import InstanceForward, put_on, take_off, unwrapped
 
 
 class DecoderForward(InstanceForward):
     """Stands in for Decoder.forward, and Encoder.forward."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def serve(self, *args: Any, **kwargs: Any) -> Tensor:
         decoder: Any = self._module()  # its forward is called: it is there
 
         def host() -> Tensor:
@@ -48,13 +48,13 @@ def why_host(decoder: nn.Module, latent: Any, others: dict[str, Any]) -> str | N
 
 def decoder_of(owner: Any) -> nn.Module | None:
     """The decoder of a pipeline's AutoencoderKL; None for pipelines without one, and for every other kind of VAE."""
-    decoder = getattr(getattr(owner, "vae", None), "decoder", None)
+    decoder = unwrapped(getattr(getattr(owner, "vae", None), "decoder", None))
     return decoder if isinstance(decoder, nn.Module) and is_diffusers_decoder(decoder) else None
 
 
 def halves_of(owner: Any) -> list[nn.Module]:
     """The decoder and the encoder of a pipeline's AutoencoderKL; nothing of any other kind of VAE."""
-    decoder, encoder = decoder_of(owner), getattr(getattr(owner, "vae", None), "encoder", None)
+    decoder, encoder = decoder_of(owner), unwrapped(getattr(getattr(owner, "vae", None), "encoder", None))
     if decoder is None:
         return []
     return [decoder, encoder] if isinstance(encoder, nn.Module) and is_diffusers_encoder(encoder) else [decoder]
