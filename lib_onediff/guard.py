@@ -35,7 +35,7 @@ class Guard:
 
     generation: how many generations have begun.
     suspended: why the host serves every call until the next generation begins; "" where OneDiff serves. A fault in one
-    hook leaves the rest of its generation to the host, whose image is then its own to the bit.
+    hook leaves the rest of its generation to the host.
     """
 
     def __init__(self) -> None:

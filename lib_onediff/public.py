@@ -10,6 +10,7 @@ from torch import nn
 
 from .hosts.diffusers import unet as diffusers
 from .hosts.diffusers import vae as diffusers_decoder
+from .hosts.diffusers.instance_forward import unwrapped
 from .hosts.diffusers.schedule import no_longer_announce
 from .model.deepcache.options import depth_of
 from .model.deepcache.sampling import Sampling
@@ -42,18 +43,19 @@ def compile_unet(unet: Network, settings: Settings | None = None, **options: Any
     chosen, folder = settings_of(settings, options), chosen_folder()
     if folder is not None:
         runtime.guard.attempt("opening the cache", lambda: runtime.open_cache(folder))
+    network = unwrapped(unet)
     try:
-        read_layout(unet)
+        read_layout(network)
     except UnsupportedUNet as reason:
         log.warning("OneDiff: the UNet keeps its own forward for now: %s.", reason)
-    diffusers.attach(unet, chosen)
+    diffusers.attach(network, chosen)
     return unet
 
 
 def uncompile_unet(unet: Network) -> Network:
     """Undo compile_unet: the module is as it was, bit for bit. Returns the same module."""
     must_be_network(unet, "uncompile_unet")
-    diffusers.detach(unet)
+    diffusers.detach(unwrapped(unet))
     return unet
 
 
@@ -75,7 +77,7 @@ def compile_pipe(
     """
     must_be_pipeline(pipe, "compile_pipe")
     left, chosen = parts_of(pipe, ignores), settings_of(settings, options)
-    unet = getattr(pipe, "unet", None)
+    unet = unwrapped(getattr(pipe, "unet", None))
     if unet is None:
         log.warning("OneDiff: %s has no UNet; it stays as it is.", type(pipe).__name__)
         return pipe

@@ -15,6 +15,7 @@ from ..model.low_bit import FP8, GATED, INT8, KINDS, NORMED, Kind, Round, Wanted
 from ..model.operators import Operators
 from ..ops.attention import Attention
 from ..ops.attention_tuning import Shape, random_inputs
+from ..ops.card import current_card
 from ..ops.quantized.attention_gains import AttentionChoice, AttentionPlan, names
 from ..ops.quantized.gains import Plan, Product, ProductChoice, TimeMs, suited
 from ..ops.quantized.scaled_mm import Float8Support, support
@@ -48,7 +49,7 @@ class LowBit:
         self._launches, self._attention = launches, attention
         self._float8: dict[tuple[torch.device, torch.dtype], Float8Support] = {}
         # What could not be timed: tried once in a process, and decided as on an H200.
-        self._not_timed: set[tuple[Product | Shape, torch.dtype, Kind]] = set()
+        self._not_timed: set[tuple[Product | Shape, torch.dtype, Kind, int]] = set()
 
     def why_not(self, backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why a backend's products cannot be had on a device for a model of this dtype, in one sentence; None if they
@@ -129,7 +130,7 @@ class LowBit:
             return False
         for kind in self.kinds(backend, device, dtype):
             for one in self._counted(backend, layout, call):
-                if kind not in suited(one, [kind]) or (one, dtype, kind) in self._not_timed:
+                if kind not in suited(one, [kind]) or (one, dtype, kind, current_card()) in self._not_timed:
                     continue
                 if self.choice.gains(one, dtype, kind) is not None:
                     continue
@@ -140,7 +141,7 @@ class LowBit:
                     raise
                 except RuntimeError:
                     # The call can be served all the same.
-                    self._not_timed.add((one, dtype, kind))
+                    self._not_timed.add((one, dtype, kind, current_card()))
                     log.warning("OneDiff: %s in %s cannot be timed", one, kind.name, exc_info=True)
         return measured
 
@@ -176,7 +177,7 @@ class LowBit:
         lack = why_no_int8(call.latent.device, dtype)
         if lack is not None:
             return lack
-        timed = [shape for shape in shapes if (shape, dtype, INT8) not in self._not_timed]
+        timed = [shape for shape in shapes if (shape, dtype, INT8, current_card()) not in self._not_timed]
         if shapes and not timed:
             return "attention in INT8 could not be measured here (the log says why)"
         return self.attention.why_none(timed, dtype)
@@ -187,7 +188,8 @@ class LowBit:
         if self.choice.everywhere or call.upcast_attention:
             return False
         for shape in self._attention_shapes(layout, call):
-            if (shape, dtype, INT8) in self._not_timed or self.attention.gains(shape, dtype) is not None:
+            one = shape, dtype, INT8, current_card()
+            if one in self._not_timed or self.attention.gains(shape, dtype) is not None:
                 continue
             measured = True
             try:
@@ -196,7 +198,7 @@ class LowBit:
                 raise
             except Exception:
                 # The call can be served all the same.
-                self._not_timed.add((shape, dtype, INT8))
+                self._not_timed.add(one)
                 log.warning("OneDiff: attention in INT8 at %s cannot be timed", shape, exc_info=True)
         return measured
 

@@ -24,6 +24,7 @@ from ..ops import torch_ops
 from ..ops.attention import Attention
 from ..ops.attention_tuning import attention_shapes, time_on_gpu
 from ..ops.availability import how_to_be_fast_here, why_no_triton
+from ..ops.card import on_card
 from ..ops.quantized.gains import TimeMs
 from ..ops.quantized.support import why_no_int8
 from ..ops.triton.launch_config import Launches
@@ -150,10 +151,12 @@ class OperatorSets:
         if not settings.enabled:
             return None
         parameter = next(unet.parameters(), None)
-        # A UNet that waits in the computer's memory goes to the GPU when it is used.
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        if parameter is None or parameter.device.type not in ("cpu", device.type):
+        if parameter is None or parameter.device.type not in ("cpu", "cuda"):
             return None
+        device = parameter.device
+        if device.type == "cpu" and torch.cuda.is_available():
+            # A UNet that waits in the computer's memory goes to the GPU when it is used.
+            device = torch.device("cuda", torch.cuda.current_device())
         begun = self._worker.submit(self._prepare_early, weakref.ref(unet), settings, parameter.dtype, device)
         if settings.backend == backends.INDUCTOR:
             # What it does itself is Python, which would take the time from the first images.
@@ -206,9 +209,10 @@ class OperatorSets:
             self.of(backends.NATIVE)
             from ..ops.compile_kernels import compile_kernels
 
-            compile_kernels(
-                network.users, network.dtype, network.device, self._launches, network.low_bit, network.attention
-            )
+            with on_card(network.device):
+                compile_kernels(
+                    network.users, network.dtype, network.device, self._launches, network.low_bit, network.attention
+                )
         except ImportError as error:
             # A half-removed Triton.
             self._failed[kind] = f"Triton cannot be imported ({error})"
@@ -256,7 +260,7 @@ class OperatorSets:
         try:
             from ..ops.triton.tuning import tune_kernels
 
-            with torch.cuda.device(network.device):
+            with on_card(network.device):
                 count = tune_kernels(self._launches, network.users, network.dtype, network.device, time_on_gpu)
             log.debug("%d kernels measured in %.1f s", count, time.perf_counter() - began)
         except Exception as error:

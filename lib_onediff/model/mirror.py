@@ -73,6 +73,7 @@ class MirrorUNet(BoundUNet):
                 ours[index].copy_(theirs[index], non_blocking=True)
                 self.copied_bytes += ours[index].nbytes
         self._copied = self._source.edition
+        self.edition += 1
 
     def release(self) -> None:
         """Forget everything. The copies go with their module."""

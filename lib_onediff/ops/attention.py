@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.backends import cuda as switches
 
 from .attention_tuning import Shape, TimeMs, fastest, random_inputs, time_on_gpu
+from .card import current_card, named
 from .precision import our_modes, switch_of
 from .tuning_cache import TuningCache
 
@@ -53,7 +54,7 @@ class Attention:
     def __init__(self, tuning_cache: TuningCache, time_ms: TimeMs = time_on_gpu) -> None:
         self._tuning_cache = tuning_cache
         self._time_ms = time_ms
-        self._picks: dict[tuple[int, int, int, torch.dtype], str] = {}
+        self._picks: dict[tuple[int, int, int, torch.dtype, int], str] = {}
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, upcast: bool = False) -> Tensor:
         """The mix of values, in query's dtype and shape. upcast: computed in float32."""
@@ -64,8 +65,8 @@ class Attention:
         return self.run(self.pick(query.shape, key.shape, query.dtype), query, key, value)
 
     def pick(self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype) -> str:
-        """Which implementation serves these shapes on a GPU."""
-        seen = (query_shape[2], key_shape[2], query_shape[3], dtype)
+        """Which implementation serves these shapes on the GPU that computes."""
+        seen = (query_shape[2], key_shape[2], query_shape[3], dtype, current_card())
         picked = self._picks.get(seen)
         if picked is None:
             chosen = self.chosen(query_shape, key_shape, dtype)
@@ -106,13 +107,12 @@ class Attention:
         user's generators. Any thread may call it; None on a CPU, while a graph is captured, and where nothing runs.
         Raises torch.cuda.OutOfMemoryError.
         """
-        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        if device.type != "cuda":
             return None
-        known = self.chosen(query_shape, key_shape, dtype)
-        if known is not None:
-            return known
         with torch.cuda.device(device):
-            return self.time_all(query_shape, key_shape, dtype, device)
+            if torch.cuda.is_current_stream_capturing():
+                return None
+            return self.chosen(query_shape, key_shape, dtype) or self.time_all(query_shape, key_shape, dtype, device)
 
     def time_all(self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype, device: torch.device) -> str | None:
         """measure() without its conditions."""
@@ -149,10 +149,11 @@ def candidates(query_shape: Shape) -> tuple[str, ...]:
 
 
 def choice_name(query_shape: Shape, key_shape: Shape, dtype: torch.dtype) -> str:
-    """The name of a class of shapes: head width, dtype, and the next powers of two of the token counts."""
+    """The name of a class of shapes on the card that computes: head width, dtype, and the next powers of two of the
+    token counts."""
     queries, keys = (1 << (shape[2] - 1).bit_length() for shape in (query_shape, key_shape))
     dtype_name = str(dtype).removeprefix("torch.")
-    return f"attention, {dtype_name}, width {query_shape[3]}, {queries} queries, {max(keys, FEW_KEYS)} keys"
+    return named(f"attention, {dtype_name}, width {query_shape[3]}, {queries} queries, {max(keys, FEW_KEYS)} keys")
 
 
 def may_use(backend: str) -> bool:

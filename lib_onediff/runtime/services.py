@@ -136,8 +136,8 @@ class Services:
 
     @contextlib.contextmanager
     def computing(self, device: torch.device) -> Iterator[None]:
-        """Kernels launched inside run alone: other threads wait for the lock, and the GPU finishes the work of other
-        streams first."""
+        """Kernels launched inside run alone, and on this device, whichever is torch's current one outside: other
+        threads wait for the lock, and the GPU finishes the work of other streams first."""
         with self._lock, self._order.after_the_last(device):
             yield
 

@@ -91,10 +91,11 @@ class Stopwatch:
             began = time.perf_counter()
             return lambda: self._times.append((time.perf_counter() - began) * 1e3)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
+        # Events go to the current card, which need not be this one.
+        begin.record(torch.cuda.current_stream(device))
 
         def stop() -> None:
-            end.record()
+            end.record(torch.cuda.current_stream(device))
             self._pending.append((begin, end))
 
         return stop

@@ -1,6 +1,7 @@
 """The shape table's memory: what was used on this machine in this process and in those before it."""
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import os
@@ -9,10 +10,12 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+from ..ops.card import card_name
 from ..ops.tuning_cache import TuningCache
 from ..shapes.key import ShapeKey
 from ..shapes.table import Entry
 from .compiler_caches import CompilerCaches
+from .machine import Fingerprint
 from .private_folder import private_folder
 from .rows import CHOSEN, TUNED, VERDICTS, HistoryRow, PurgeFilter, ShapeName
 from .store import Store
@@ -70,6 +73,8 @@ class History:
 
     def __init__(self) -> None:
         self._store: Store | None = None
+        # The card whose times are kept: the history names no other.
+        self._gpu = ""
         self.compiled: CompilerCaches | None = None
         self._elsewhere = ""
         self._lock = threading.Lock()
@@ -95,7 +100,8 @@ class History:
             if self._store.folder == folder:
                 return
             self._store.close()
-        self._store = Store.open(folder)
+        machine = Fingerprint.of()
+        self._store, self._gpu = Store.open(folder, machine), machine.gpu
         compiled, self._elsewhere = private_folder(folder / COMPILED)
         self.compiled = CompilerCaches(compiled)
         with self._lock:
@@ -130,7 +136,8 @@ class History:
             ]
             for entry in used:
                 uses = entry.uses - self._counted.get(entry.key, 0) if in_images else 0
-                self._store.record(history_row(entry, uses))
+                row = history_row(entry, uses)
+                self._store.record(row if self._is_of(entry) else dataclasses.replace(row, step_ms=None, host_ms=None))
                 self._counted[entry.key] = entry.uses
         if used and in_images:
             threading.Thread(target=self._store.flush, name="onediff-history", daemon=True).start()
@@ -169,7 +176,12 @@ class History:
 
     def host_ms(self, entry: Entry) -> float | None:
         """What the host's own forward took at this shape in an earlier process, in milliseconds; None if unknown."""
-        return self._host_ms.get(history_row(entry, 0).shape)
+        return self._host_ms.get(history_row(entry, 0).shape) if self._is_of(entry) else None
+
+    def _is_of(self, entry: Entry) -> bool:
+        """Whether an entry's times may be kept: they are not another card's."""
+        device = entry.key.device
+        return card_name(device) in (self._gpu, device.type)
 
     def tuned(self) -> dict[str, Any]:
         """What was measured to be best on this machine, by name; see ops.tuning_cache.TuningCache.attach."""
@@ -225,8 +237,9 @@ class History:
 
 
 def verdict_name(backend: str, key: ShapeKey, weights: str) -> str:
-    """The name of a verdict: first resolution and architecture, by which it is purged; the digest tells the rest."""
-    digest = hashlib.sha256(f"{key!r} {weights}".encode()).hexdigest()[:16]
+    """The name of a verdict: first resolution and architecture, by which it is purged; the digest tells the rest, the
+    card included."""
+    digest = hashlib.sha256(f"{key!r} {weights} on {card_name(key.device)}".encode()).hexdigest()[:16]
     dtype = str(key.dtype).removeprefix("torch.")
     return f"{key.resolution} {key.architecture} {backend}, batch {key.batch}, {key.tokens} tokens, {dtype}, {digest}"
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as functional
 from builders import diffusers_arguments, diffusers_output, relative_error, served
 from graph_builders import PretendedGraphs
 from ladder_builders import Weather, entry_of, now, reason
@@ -75,6 +76,29 @@ def on_a_gpu(weather: Weather, pretended: PretendedGraphs, monkeypatch: pytest.M
     """A machine with INT8 and FP8, on which nobody computes with a weight that was offloaded."""
     use_low_bit(monkeypatch)
     watch_offloaded(monkeypatch)
+
+
+def host_over(unet: nn.Module, call: UNetCall) -> Tensor:
+    """The host's forward over the weights that it was given, laid out as this UNet's are now: after calls of ours a
+    convolution's are channels-last, and some processors round those otherwise (rounds_by_layout)."""
+    fresh = half_unet()
+    for own, kept in zip(fresh.parameters(), unet.parameters(), strict=True):
+        own.data = torch.empty_strided(kept.shape, kept.stride(), dtype=own.dtype).copy_(own.data)
+    return diffusers_output(fresh, call)
+
+
+@pytest.fixture(autouse=True)
+def rounds_by_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor that rounds a convolution over channels-last weights otherwise than over others, as a Zen 5 does in
+    float16: what is bit for bit the same here is so on any."""
+    real = functional.conv2d
+
+    def conv2d(image: Tensor, weight: Tensor, *more: Any, **named: Any) -> Tensor:
+        output = real(image, weight, *more, **named)
+        only_last = weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
+        return output * (1 + torch.finfo(output.dtype).eps) if only_last else output
+
+    monkeypatch.setattr(functional, "conv2d", conv2d)
 
 
 @pytest.fixture
@@ -209,25 +233,26 @@ def test_where_no_kind_gains_the_one_that_takes_the_least_time_is_taken(
 # --- the host finds its weights ---------------------------------------------------------------------------------------
 
 
-def test_the_hosts_own_forward_is_its_own_bit_for_bit(unet: nn.Module) -> None:
+def test_the_hosts_own_forward_has_its_weights_bit_for_bit(unet: nn.Module) -> None:
     call, before = half_call(unet), bits(unet)
     expected = diffusers_output(unet, call)
     twice(unet, call)
     assert offloaded(unet) and hooks(unet)
     # Past our forward: the first layer that was offloaded has all of them back.
-    assert torch.equal(diffusers_output(unet, call), expected)
+    assert torch.equal(diffusers_output(unet, call), host_over(unet, call))
     assert not offloaded(unet) and not hooks(unet) and managed(unet).low_bit is None
     assert is_unchanged(unet, before)
     twice(unet, call)
     assert now()[0] == ONLY and offloaded(unet)
+    lib_onediff.uncompile_unet(unet)
+    assert torch.equal(diffusers_output(unet, call), expected), "given back, they lie as they did"
 
 
 def test_a_call_that_we_do_not_know_is_the_hosts(unet: nn.Module) -> None:
     call = half_call(unet)
     labels = {"class_labels": torch.zeros(1, dtype=torch.long)}
-    expected = diffusers_output(unet, call)
     twice(unet, call)
-    assert torch.equal(served(unet, call, **labels), expected)
+    assert torch.equal(served(unet, call, **labels), host_over(unet, call))
     assert now()[1] == "host" and "class_labels" in reason() and not offloaded(unet)
 
 
@@ -268,7 +293,7 @@ def test_switched_off_the_weights_are_where_they_were(unet: nn.Module) -> None:
             assert bool(runtime.totals().low_bit) is (backend == INT8) and runtime.totals().offloaded == 0
         assert torch.equal(served(unet, call), exact) and now()[0] == ONLY
     with runtime.settings_for_run(Settings(enabled=False)):
-        assert torch.equal(served(unet, call), expected) and not offloaded(unet)
+        assert torch.equal(served(unet, call), host_over(unet, call)) and not offloaded(unet)
     served(unet, call)
     lib_onediff.uncompile_unet(unet)
     assert torch.equal(diffusers_output(unet, call), expected) and is_unchanged(unet, before)
@@ -286,7 +311,7 @@ def test_functions_of_other_extensions_get_the_hosts_weights(unet: nn.Module) ->
     fresh = half_call(unet, seed=1)
     served(unet, fresh)
     assert now()[0] != ONLY and not offloaded(unet)
-    assert torch.equal(diffusers_output(unet, fresh), diffusers_output(half_unet(), fresh))
+    assert torch.equal(diffusers_output(unet, fresh), host_over(unet, fresh))
 
 
 # --- the host changes its weights -------------------------------------------------------------------------------------
@@ -361,7 +386,6 @@ def test_another_type_is_noticed(unet: nn.Module) -> None:
 
 def test_a_copy_is_a_model_of_its_own(unet: nn.Module) -> None:
     call = half_call(unet)
-    expected = diffusers_output(unet, call)
     twice(unet, call)
     copied = copy.deepcopy(unet)
     file = io.BytesIO()
@@ -369,6 +393,7 @@ def test_a_copy_is_a_model_of_its_own(unet: nn.Module) -> None:
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
     for other in (copied, loaded):
+        expected = host_over(other, call)
         assert torch.equal(diffusers_output(other, call), expected)
         with torch.no_grad():
             assert torch.equal(other(**diffusers_arguments(call)).sample, expected)
@@ -435,7 +460,6 @@ def test_weights_that_find_no_room_for_their_return_are_not_lost(
     unet: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call, before = half_call(unet), bits(unet)
-    expected = diffusers_output(unet, call)
     for _ in range(3):
         served(unet, call)
     assert now() == (ONLY, "graph")
@@ -449,7 +473,8 @@ def test_weights_that_find_no_room_for_their_return_are_not_lost(
     full = torch.cuda.OutOfMemoryError("CUDA out of memory")
     with monkeypatch.context() as patch:
         patch.setattr(OffloadedWeights, "restore", fails_at(1, full, real))
-        assert torch.equal(diffusers_output(unet, call), expected) and freed, "without any graph there is room"
+        output = diffusers_output(unet, call)
+        assert torch.equal(output, host_over(unet, call)) and freed, "without any graph there is room"
     for _ in range(2):
         served(unet, call)
     with monkeypatch.context() as patch:
@@ -463,7 +488,7 @@ def test_weights_that_find_no_room_for_their_return_are_not_lost(
         with pytest.raises(torch.cuda.OutOfMemoryError), runtime.settings_for_run(Settings(enabled=False)):
             served(unet, call)
         assert offloaded(unet)
-    assert torch.equal(diffusers_output(unet, call), expected) and is_unchanged(unet, before)
+    assert torch.equal(diffusers_output(unet, call), host_over(unet, call)) and is_unchanged(unet, before)
 
 
 def test_weights_of_which_some_found_no_room_can_be_gone_on_with(

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import torch
 
+from ...ops.card import on_card
+
 
 class StreamOrder:
     """Remembers, for each GPU, the stream of the last work and the event at its end. Whoever uses it holds the
@@ -21,8 +23,13 @@ class StreamOrder:
     @contextlib.contextmanager
     def after_the_last(self, device: torch.device) -> Iterator[None]:
         """Kernels launched inside start on the GPU when those of the last use, in whichever stream, have ended. No
-        thread waits for that. Does nothing while the caller captures a CUDA graph of its own: a capture cannot wait
-        for an event from outside."""
+        thread waits for that. The GPU is torch's current one inside, as Triton and graphs want it. Waits for nothing
+        while the caller captures a CUDA graph of its own: a capture cannot wait for an event from outside."""
+        with on_card(device), self._after_the_last(device):
+            yield
+
+    @contextlib.contextmanager
+    def _after_the_last(self, device: torch.device) -> Iterator[None]:
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             yield
             return

@@ -2,32 +2,55 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import sys
 import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...guard import HostFunction
 from ...runtime.runtime import runtime
 
+log = logging.getLogger("onediff")
+
 # accelerate's offloading hooks put their forward in front and keep the one that they found here.
 BEHIND_A_HOOK = "_old_forward"
 SLOTS = ("forward", BEHIND_A_HOOK)
+# Older torch has none; whether somebody traces cannot be asked then.
+is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", lambda: False)
 
 
 class InstanceForward:
-    """Stands in for the forward of one module, with the same signature. Holds no reference to the module."""
+    """Stands in for the forward of one module, with the same signature. Holds no reference to the module.
+
+    torch.compile steps over it instead of tracing it, which would take minutes. Where it may not (fullgraph=True), it
+    traces the module's own forward, as if we were not there.
+    """
 
     # What it does, in words that complete "a fault of OneDiff in ...".
     hook = "the forward"
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, compiled: Any = None) -> None:
+        """compiled: the module's own forward as torch.compile(module.forward) has put it on the module."""
         self._module = weakref.ref(module)
+        self.compiled = compiled
         self.__wrapped__ = type(module).forward
         self.__signature__ = inspect.signature(own_forward(module))
+        # diffusers itself imports the compiler, which takes seconds; where it has not, nobody can have compiled.
+        untraced = type(self)._guarded
+        self._untraced = not_compiled(untraced) if "torch._dynamo" in sys.modules else untraced
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling() and must_be_whole():
+            module: Any = self._module()
+            return type(module).forward(module, *args, **kwargs)
+        return self._untraced(self, *args, **kwargs)
+
+    def _guarded(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()  # its forward is called: it is there
         host = HostFunction(lambda *args, **kwargs: type(module).forward(module, *args, **kwargs))
         if not runtime.guard.suspended:
@@ -53,6 +76,34 @@ class InstanceForward:
         return own_forward, (self._module(),)
 
 
+def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which torch.compile does not look into."""
+    disabled: Callable[..., Any] = torch.compiler.disable(function)
+    return disabled
+
+
+def must_be_whole() -> bool:
+    """Asked of the compiler while it traces: whether it may not leave its graph for a call (fullgraph=True)."""
+    try:
+        tracer = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx()
+        whole = bool(tracer.one_graph or getattr(tracer, "error_on_graph_break", False))
+    except Exception:
+        # Another torch, or another tracer: nothing of ours is for either.
+        whole = True
+    if whole:
+        log.warning("OneDiff leaves this call to torch.compile, whose graph must be whole (fullgraph=True).")
+    return whole
+
+
+# torch.compile runs it while it traces, as torch.compiler.assume_constant_result has it do.
+vars(must_be_whole)["_dynamo_marked_constant"] = True
+
+
+def unwrapped(module: Any) -> Any:
+    """The module that torch.compile(module) has wrapped; any other as it is."""
+    return vars(module).get("_modules", {}).get("_orig_mod", module) if isinstance(module, nn.Module) else module
+
+
 def own_forward(module: nn.Module) -> types.MethodType:
     """The forward of a module's class, bound to it."""
     return types.MethodType(type(module).forward, module)
@@ -71,16 +122,19 @@ def put_on(module: nn.Module, forward: type[InstanceForward], whose: str) -> Non
         return
     slot = BEHIND_A_HOOK if BEHIND_A_HOOK in module.__dict__ else "forward"
     present = module.__dict__.get(slot)
-    if present is not None and getattr(present, "__func__", None) is not type(module).forward:
+    own = getattr(present, "_torchdynamo_orig_callable", present)
+    if own is not None and getattr(own, "__func__", None) is not type(module).forward:
         raise ValueError(f"somebody else has replaced {whose} forward ({present!r}); undo that first")
-    module.__dict__[slot] = forward(module)
+    module.__dict__[slot] = forward(module, None if own is present else present)
 
 
 def take_off(module: nn.Module) -> None:
     """Undo put_on: the module has its own forward again."""
     for slot in SLOTS:
-        if isinstance(module.__dict__.get(slot), InstanceForward):
-            if slot == "forward":
-                del module.__dict__[slot]
-            else:
-                module.__dict__[slot] = own_forward(module)
+        forward = module.__dict__.get(slot)
+        if not isinstance(forward, InstanceForward):
+            continue
+        if slot == "forward" and forward.compiled is None:
+            del module.__dict__[slot]
+        else:
+            module.__dict__[slot] = forward.compiled or own_forward(module)

@@ -51,8 +51,8 @@ class DiffusersForward(InstanceForward):
 
     hook = "the UNet's forward"
 
-    def __init__(self, unet: nn.Module) -> None:
-        super().__init__(unet)
+    def __init__(self, unet: nn.Module, compiled: Any = None) -> None:
+        super().__init__(unet, compiled)
         # The class and its forward that were found to be diffusers' own, and what that takes.
         self._own: tuple[type, Any] | None = None
         self._names: tuple[str, ...] = ()

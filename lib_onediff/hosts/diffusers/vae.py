@@ -9,34 +9,34 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...guard import HostFunction
 from ...model.patches import replaced_by
 from ...model.vae.read_diffusers import is_diffusers_decoder, is_diffusers_encoder
 from ...options.settings import Settings
 from ...runtime.runtime import runtime
-from .instance_forward import InstanceForward, put_on, take_off
+from .instance_forward import InstanceForward, put_on, take_off, unwrapped
 
 
 class DecoderForward(InstanceForward):
     """Stands in for Decoder.forward, and Encoder.forward."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        decoder: Any = self._module()  # its forward is called: it is there
+    hook = "the VAE's forward"
 
-        def host() -> Tensor:
-            return type(decoder).forward(decoder, *args, **kwargs)
-
+    def serve(self, host: HostFunction, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = self.__signature__.bind(*args, **kwargs).arguments
         latent = given.pop("sample", None)
-        reason = why_host(decoder, latent, given)
+        reason = why_host(module, latent, given)
+        decode = lambda: host(*args, **kwargs)  # noqa: E731
         if reason is not None:
-            return runtime.vae.decode_by_host(decoder, latent, host, reason)
-        return runtime.vae.decode(decoder, latent, host)
+            return runtime.vae.decode_by_host(module, latent, decode, reason)
+        return runtime.vae.decode(module, latent, decode)
+
+    def declined(self, module: Any) -> None:
+        runtime.vae.note_host(runtime.guard.suspended or "a fault of OneDiff; see the log")
 
 
 def why_host(decoder: nn.Module, latent: Any, others: dict[str, Any]) -> str | None:
     """Why a call of diffusers' Decoder.forward is not ours, in one line; None where nothing is known against it."""
-    if runtime.guard.suspended:
-        return runtime.guard.suspended
     source = replaced_by(type(decoder))
     if source is not None:
         return f"{type(decoder).__name__}.forward was replaced by {source}"
@@ -48,13 +48,13 @@ def why_host(decoder: nn.Module, latent: Any, others: dict[str, Any]) -> str | N
 
 def decoder_of(owner: Any) -> nn.Module | None:
     """The decoder of a pipeline's AutoencoderKL; None for pipelines without one, and for every other kind of VAE."""
-    decoder = getattr(getattr(owner, "vae", None), "decoder", None)
+    decoder = unwrapped(getattr(getattr(owner, "vae", None), "decoder", None))
     return decoder if isinstance(decoder, nn.Module) and is_diffusers_decoder(decoder) else None
 
 
 def halves_of(owner: Any) -> list[nn.Module]:
     """The decoder and the encoder of a pipeline's AutoencoderKL; nothing of any other kind of VAE."""
-    decoder, encoder = decoder_of(owner), getattr(getattr(owner, "vae", None), "encoder", None)
+    decoder, encoder = decoder_of(owner), unwrapped(getattr(getattr(owner, "vae", None), "encoder", None))
     if decoder is None:
         return []
     return [decoder, encoder] if isinstance(encoder, nn.Module) and is_diffusers_encoder(encoder) else [decoder]

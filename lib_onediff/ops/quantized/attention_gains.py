@@ -13,6 +13,7 @@ from ...model.forward import transformer_blocks
 from ...model.layout import SelfAttention, TransformerBlock, UNetLayout
 from ..attention import FEW_KEYS, WIDEST_HEAD, choice_name
 from ..attention_tuning import Shape, relative_error
+from ..card import current_card
 from ..tuning_cache import TuningCache
 from .gains import WORTH_ROUNDING, TimeMs
 
@@ -35,13 +36,13 @@ class AttentionChoice:
     def __init__(self, tuning_cache: TuningCache, everywhere: Callable[[], bool] = lambda: False) -> None:
         self._tuning_cache = tuning_cache
         self._everywhere = everywhere
-        self._known: dict[tuple[int, int, torch.dtype], bool] = {}
+        self._known: dict[tuple[int, int, torch.dtype, int], bool] = {}
 
     def serves(self, shape: Shape, dtype: torch.dtype) -> bool:
         """Whether attentions of this shape and its class are in int8: only where they were measured to gain."""
         if self._everywhere():
             return may_gain(shape)
-        key = shape[2], shape[3], dtype
+        key = shape[2], shape[3], dtype, current_card()
         known = self._known.get(key)
         if known is None:
             gains = self.gains(shape, dtype)

@@ -1,4 +1,4 @@
-"""Which matrix products are done in eight bits, and in which kind: as was measured, once on a machine."""
+"""Which matrix products are done in eight bits, and in which kind: as was measured, once on a kind of card."""
 from __future__ import annotations
 
 import contextlib
@@ -25,6 +25,7 @@ from ...model.low_bit import (
     rows_of,
     width_of,
 )
+from ..card import current_card, named
 from ..tuning_cache import TuningCache
 
 # Rows times in times out. On an H200 a product that is smaller, or comes after a GEGLU, gains less than it costs.
@@ -80,7 +81,7 @@ class ProductChoice:
 
     def __init__(self, tuning_cache: TuningCache) -> None:
         self._tuning_cache = tuning_cache
-        self._known: dict[tuple[Product, torch.dtype, tuple[torch.dtype, ...]], Kind | None] = {}
+        self._known: dict[tuple[Product, torch.dtype, tuple[torch.dtype, ...], int], Kind | None] = {}
         self.changes = 0
 
     def best(self, product: Product, dtype: torch.dtype, kinds: Sequence[torch.dtype]) -> Kind | None:
@@ -88,7 +89,7 @@ class ProductChoice:
 
         kinds: their types.
         """
-        key = product, dtype, tuple(kinds)
+        key = product, dtype, tuple(kinds), current_card()
         if key not in self._known:
             self._known[key] = self._best(product, dtype, [kind for kind in KINDS if kind.dtype in kinds])
         return self._known[key]
@@ -214,7 +215,8 @@ class Plan:
     ) -> WantedKinds:
         """The kind in which each layer's weight is wanted; layers that are better off as they are have none. every: no
         layer is, nor are the keys and values of the cross attention, which are multiplied in the model's type."""
-        wanted_for = layout, height, width, batch, convolutions, dtype, tuple(kinds), every, self._choice.changes
+        call = layout, height, width, batch, convolutions, dtype
+        wanted_for = *call, tuple(kinds), every, self._choice.changes, current_card()
         if wanted_for != self._wanted_for:
             found: dict[str, tuple[Kind, ...]] = {}
             for name, product in self.products(layout, height, width, batch, convolutions).items():
@@ -244,4 +246,4 @@ def choice_name(product: Product, dtype: torch.dtype, kind: Kind) -> str:
     # Not "fp8 product": that was measured with a scale for every row. Nor "gated" alone: that began at the GEGLU.
     scales = " by one scale" if kind is FP8 else ""
     source = f"{product.source} from the norm" if product.source == GATED else product.source
-    return f"{kind.name} product{scales}, {source}, {shape}, {str(dtype).removeprefix('torch.')}"
+    return named(f"{kind.name} product{scales}, {source}, {shape}, {str(dtype).removeprefix('torch.')}")

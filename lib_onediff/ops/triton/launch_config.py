@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..card import current_card, named
 from ..tuning_cache import TuningCache
 
 LaunchConfig = tuple[int, ...]
@@ -73,15 +74,16 @@ CONVOLUTION = Kernel("fp8 convolution", (
 
 
 class Launches:
-    """The launch configuration of every kernel, by its class of shapes: an image's size, or a token's width."""
+    """The launch configuration of every kernel on the card that computes, by its class of shapes: an image's size, or a
+    token's width."""
 
     def __init__(self, tuning_cache: TuningCache) -> None:
         self._tuning_cache = tuning_cache
-        self._known: dict[tuple[str, str, torch.dtype], LaunchConfig] = {}
+        self._known: dict[tuple[str, str, torch.dtype, int], LaunchConfig] = {}
 
     def of(self, kernel: Kernel, shape_class: str, dtype: torch.dtype) -> LaunchConfig:
         """The configuration that was chosen, or the kernel's first."""
-        known = self._known.get((kernel.name, shape_class, dtype))
+        known = self._known.get((kernel.name, shape_class, dtype, current_card()))
         return known or self.chosen(kernel, shape_class, dtype) or kernel.candidates[0]
 
     def chosen(self, kernel: Kernel, shape_class: str, dtype: torch.dtype) -> LaunchConfig | None:
@@ -90,7 +92,7 @@ class Launches:
         config = tuple(value) if isinstance(value, list) else None
         if config not in kernel.candidates:
             return None
-        self._known[kernel.name, shape_class, dtype] = config
+        self._known[kernel.name, shape_class, dtype, current_card()] = config
         return config
 
     def forget(self) -> None:
@@ -99,7 +101,7 @@ class Launches:
 
     def choose(self, kernel: Kernel, shape_class: str, dtype: torch.dtype, config: LaunchConfig) -> None:
         """Cut it so from now on; graphs that were captured before stay as they are."""
-        self._known.pop((kernel.name, shape_class, dtype), None)
+        self._known.pop((kernel.name, shape_class, dtype, current_card()), None)
         self._tuning_cache.set(choice_name(kernel, shape_class, dtype), list(config))
 
 
@@ -123,4 +125,4 @@ def row_class(width: int) -> str:
 
 
 def choice_name(kernel: Kernel, shape_class: str, dtype: torch.dtype) -> str:
-    return f"kernel {kernel.name}, {shape_class}, {str(dtype).removeprefix('torch.')}"
+    return named(f"kernel {kernel.name}, {shape_class}, {str(dtype).removeprefix('torch.')}")

@@ -14,6 +14,7 @@ from ...guard import first_line
 from ...model.vae.forward import Decoding
 from ...model.vae.layout import DecoderLayout
 from ...model.weights import Weights
+from ...ops.card import on_card
 from ...ops.precision import applied, flags_for, our_modes
 from ...options.effects import FP16_ON_CPU
 from ...options.settings import Settings
@@ -227,7 +228,7 @@ class DecodeFallbackChain:
             weights, watched or ops, key.upcast_attention, fold_biases=key.backend == backends.NATIVE
         )
         stopwatch = Stopwatch() if entry.state is State.COLD else entry.own
-        with our_modes(device):
+        with on_card(device), our_modes(device):
             with applied(key.precision):
                 image = stopwatch.time(device, lambda: decoding.run(job.layout, latent).contiguous())
             # Others wait for torch's switches; they need not wait for the GPU too.

@@ -36,7 +36,8 @@ def prepare_early(services: Services, decoder: nn.Module, settings: Settings) ->
     if not settings.enabled or parameter is None or not torch.cuda.is_available():
         return
     # A VAE that waits in the computer's memory goes to the GPU when it is used.
-    latent = torch.empty(0, dtype=parameter.dtype, device=torch.device("cuda", torch.cuda.current_device()))
+    device = parameter.device if parameter.is_cuda else torch.device("cuda", torch.cuda.current_device())
+    latent = torch.empty(0, dtype=parameter.dtype, device=device)
     work = (services, weakref.ref(decoder), settings, latent)
     threading.Thread(target=prepare, args=work, name="onediff-vae", daemon=True).start()
 

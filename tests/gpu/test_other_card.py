@@ -1,0 +1,158 @@
+"""Models on a GPU that is not torch's current one: exact, by graph, timed, tuned under its own card's name, and the
+current device is as the caller had it."""
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("diffusers")
+
+from gpu_calls import arguments, host
+
+from lib_onediff import compile_unet, status
+from lib_onediff.bench.models import random_unet, random_vae
+from lib_onediff.hosts.diffusers import vae as diffusers_vae
+from lib_onediff.runtime.runtime import runtime
+from lib_onediff.runtime.verify import relative_error
+
+pytestmark = [
+    pytest.mark.gpu, pytest.mark.usefixtures("fresh_runtime"),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed"),
+]
+CLOSE = 1e-2
+CALLS, SECONDS = 30, 120
+
+
+@pytest.fixture(autouse=True)
+def wait_for_compile() -> Iterator[None]:
+    """Not for whole tests: calls that wait for kernels are found out anew each time."""
+    torch.cuda.set_device(0)
+    yield
+    runtime.release_all()
+    torch.cuda.set_device(0)
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Cards of different names, where the machine's are of one kind."""
+    monkeypatch.setattr(
+        torch.cuda, "get_device_name",
+        lambda device=None: f"card {torch.cuda.current_device() if device is None else torch.device(device).index}",
+    )
+    return ["card 0", "card 1"]
+
+
+def half_unet(card: int) -> nn.Module:
+    return random_unet("tiny-sdxl", torch.device("cuda", card)).half()
+
+
+@torch.no_grad()
+def call(unet: nn.Module, given: dict[str, Any]) -> Tensor:
+    before = torch.cuda.current_device()
+    output: Tensor = unet(**given, return_dict=False)[0]
+    assert torch.cuda.current_device() == before, "as the caller had it"
+    return output
+
+
+def ready(unet: nn.Module, given: dict[str, Any]) -> Tensor:
+    """The output of a call that is replayed."""
+    with runtime.wait_for_compile():
+        for _ in range(2):
+            call(unet, given)
+    for _ in range(6):
+        output = call(unet, given)
+    assert status()["route"] == "graph", status()["reason"]
+    return output
+
+
+@pytest.mark.parametrize("backend", ["auto", "cudagraph"])
+@pytest.mark.parametrize(("card", "current"), [(1, 0), (0, 1)], ids=["the second", "the first"])
+def test_a_unet(card: int, current: int, backend: str, names: list[str]) -> None:
+    torch.cuda.set_device(current)
+    unet = half_unet(card)
+    given = arguments(unet)
+    expected = host(unet, given)
+    compile_unet(unet, backend=backend)
+    output = ready(unet, given)
+    assert output.device == torch.device("cuda", card) and relative_error(output, expected) < CLOSE
+    torch.cuda.synchronize(card)
+    shown = status()
+    assert shown["step_ms"] > 0 and shown["host_ms"] > 0 and runtime.guard.faults == []
+    torch.cuda.synchronize(current)
+    assert torch.cuda.memory_allocated(current) < 2**26, "nothing of it lies on the current card"
+    tuned = [name for name in runtime.tuning_cache._values if name.startswith(("attention, ", "kernel "))]
+    assert all(name.endswith(names[card]) for name in tuned) and (tuned or backend != "auto")
+
+
+def test_what_one_card_has_measured_the_other_measures_itself(names: list[str]) -> None:
+    for card in range(2):
+        unet = half_unet(card)
+        compile_unet(unet)
+        ready(unet, arguments(unet))
+    tuned = {name for name in runtime.tuning_cache._values if name.startswith(("attention, ", "kernel "))}
+    own = [{name.removesuffix(one) for name in tuned if name.endswith(one)} for one in names]
+    assert own[0] == own[1] and len(own[0]) + len(own[1]) == len(tuned) > 0
+
+
+@pytest.mark.parametrize("low_bit", ["int8", "fp8"])
+def test_low_bit(low_bit: str) -> None:
+    unet = half_unet(1)
+    given = arguments(unet)
+    expected = host(unet, given)
+    with runtime.operators.low_bit.choice.used_everywhere():
+        compile_unet(unet, low_bit=low_bit)
+        with runtime.wait_for_compile():
+            outputs = [call(unet, given) for _ in range(5)]
+        assert all(bool(torch.isfinite(output).all()) for output in outputs)
+        assert max(relative_error(output, expected) for output in outputs) < 0.2
+    assert runtime.guard.faults == []
+
+
+@torch.no_grad()
+def test_a_vae() -> None:
+    device = torch.device("cuda", 1)
+    vae: Any = random_vae(True, device).half()
+    latent = torch.randn(1, 4, 24, 16, device=device, dtype=torch.float16)
+    pixels = torch.randn(1, 3, 128, 64, device=device, dtype=torch.float16)
+    for half, given in ((vae.decoder, latent), (vae.encoder, pixels)):
+        expected = half(given)
+        diffusers_vae.attach(half)
+        with runtime.wait_for_compile():
+            for _ in range(3):
+                output = half(given)
+        assert runtime.vae.status()["route"] == "ours", runtime.vae.status()["reason"]
+        assert output.device == device and relative_error(output, expected) < CLOSE
+        assert torch.cuda.current_device() == 0
+        diffusers_vae.detach(half)
+    assert runtime.guard.faults == []
+
+
+def test_two_unets_on_both_cards_at_once() -> None:
+    unets = [half_unet(card) for card in range(2)]
+    calls = [arguments(unet) for unet in unets]
+    calls[1] = {**calls[1], "sample": torch.randn_like(calls[1]["sample"])}
+    expected = [host(unet, given) for unet, given in zip(unets, calls, strict=True)]
+    for unet, given in zip(unets, calls, strict=True):
+        compile_unet(unet)
+        ready(unet, given)
+    errors: list[list[float]] = [[], []]
+    start = threading.Barrier(2)
+
+    def work(card: int) -> None:
+        start.wait(SECONDS)
+        outputs = [call(unets[card], calls[card]) for _ in range(CALLS)]
+        torch.cuda.synchronize(card)
+        errors[card] = [relative_error(output, expected[card]) for output in outputs]
+
+    threads = [threading.Thread(target=work, args=(card,)) for card in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert [len(each) for each in errors] == [CALLS, CALLS], "a thread has failed"
+    assert max(map(max, errors)) < CLOSE and status()["route"] == "graph" and runtime.guard.faults == []

@@ -1,0 +1,118 @@
+"""Two kinds of GPU, simulated: our work goes to the one that a model is on, and choices hold on their kind alone."""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lib_onediff.model.low_bit import FP8, INT8, NORMED
+from lib_onediff.ops.attention import FLASH, Attention
+from lib_onediff.ops.attention import choice_name as attention_name
+from lib_onediff.ops.quantized.attention_gains import AttentionChoice
+from lib_onediff.ops.quantized.attention_gains import name_of as int8_name
+from lib_onediff.ops.quantized.gains import Product, ProductChoice
+from lib_onediff.ops.triton.launch_config import LAYER_NORM, Launches
+from lib_onediff.ops.tuning_cache import TuningCache
+from lib_onediff.runtime.services import Services
+from lib_onediff.shapes.key import ShapeKey
+from lib_onediff.shapes.table import Entry, Stopwatch
+from lib_onediff.store.history import History
+
+HALF, SHAPE = torch.float16, (2, 8, 4096, 64)
+PRODUCT = Product(8, 16, 32, NORMED)
+FIRST, SECOND = (torch.device("cuda", index) for index in range(2))
+
+
+class TwoCards:
+    """torch's current card is 0 until somebody makes it another. on: to which cards events went."""
+
+    def __init__(self) -> None:
+        self.current = 0
+        self.on: list[torch.device] = []
+
+    @contextlib.contextmanager
+    def using(self, device: torch.device) -> Iterator[None]:
+        before, self.current = self.current, device.index
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch) -> TwoCards:
+    cards = TwoCards()
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.enable_timing = enable_timing
+
+        def record(self, stream: torch.device | None = None) -> None:
+            cards.on.append(stream or torch.device("cuda", cards.current))
+
+    patched: dict[str, Any] = {
+        "is_available": lambda: True, "is_initialized": lambda: True, "current_device": lambda: cards.current,
+        "get_device_name": lambda device: ("Large", "Small")[cards.current if device.index is None else device.index],
+        "device": cards.using, "is_current_stream_capturing": lambda: True, "Event": Event,
+        "current_stream": lambda device=None: device or torch.device("cuda", cards.current),
+    }
+    for name, function in patched.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    return cards
+
+
+def test_what_computes_does_so_on_the_card_of_the_model(cards: TwoCards) -> None:
+    with Services().computing(SECOND):
+        assert cards.current == 1
+    assert cards.current == 0, "as the caller had it"
+    Stopwatch().time(SECOND, lambda: None)
+    assert cards.on == [SECOND, SECOND]
+
+
+def test_choices_hold_on_the_kind_of_card_that_was_measured(cards: TwoCards) -> None:
+    cache = TuningCache()
+    launches, attention, products = Launches(cache), Attention(cache), ProductChoice(cache)
+    int8_attention = AttentionChoice(cache)
+
+    def choices() -> tuple[object, ...]:
+        return (
+            launches.of(LAYER_NORM, "64", HALF), attention.pick(SHAPE, SHAPE, HALF),
+            products.best(PRODUCT, HALF, [FP8.dtype, INT8.dtype]), int8_attention.serves(SHAPE, HALF),
+        )
+
+    unmeasured = choices()
+    times = iter((2.0, 1.0))
+    launches.choose(LAYER_NORM, "64", HALF, LAYER_NORM.candidates[1])
+    cache.set(attention_name(SHAPE, SHAPE, HALF), {"backend": FLASH})
+    products.measure(PRODUCT, HALF, FP8, lambda: None, lambda: None, lambda work: next(times))
+    cache.set(int8_name(SHAPE, HALF), [2.0, 1.0])
+    measured = LAYER_NORM.candidates[1], FLASH, FP8, True
+    for _ in range(2):
+        assert choices() == measured
+        with cards.using(SECOND):
+            assert choices() == unmeasured
+    assert all(name.endswith(", Large") for name in cache._values)
+
+
+def test_the_history_keeps_no_times_of_another_card(cards: TwoCards, tmp_path: Path) -> None:
+    history = History()
+    history.open(tmp_path)
+
+    def entry(device: torch.device, side: int) -> Entry:
+        made = Entry(ShapeKey("sd", side, side, 2, 77, HALF, HALF, device, (), (), False), "SD1", uses=3)
+        for stopwatch in (made.own, made.host):
+            stopwatch._times.extend((1.0, 2.0, 3.0))
+        return made
+
+    history.keep([entry(FIRST, 64), entry(SECOND, 72)], in_images=False)
+    history.close()
+    later = History()
+    later.open(tmp_path)
+    assert {row.resolution: (row.step_ms, row.host_ms) for row in later.rows()} == {
+        "512x512": (2.0, 2.0), "576x576": (None, None),
+    }
+    assert later.host_ms(entry(FIRST, 64)) == 2.0 and later.host_ms(entry(SECOND, 64)) is None

@@ -1,0 +1,113 @@
+"""torch.compile around, before and after ours: it traces nothing of ours, and the module computes what it did."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from builders import SMALL, diffusers_unet, relative_error
+from test_public_api_pipelines import inputs, pipeline
+from torch import Tensor, nn
+
+from lib_onediff import compile_pipe, compile_unet, status, uncompile_pipe, uncompile_unet
+from lib_onediff.hosts.diffusers.instance_forward import InstanceForward
+from lib_onediff.runtime.runtime import runtime
+
+
+class Traced:
+    """A backend of torch.compile that runs what was traced as it is, and counts it."""
+
+    def __init__(self) -> None:
+        self.operators = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.operators += sum(node.op.startswith("call_") for node in graph.graph.nodes)
+        return graph.forward
+
+
+@pytest.fixture
+def traced() -> Iterator[Traced]:
+    torch._dynamo.reset()
+    yield Traced()
+    torch._dynamo.reset()
+
+
+def unet_inputs(side: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(side)
+    latent = torch.randn(2, 4, side, side, generator=generator)
+    return latent, torch.tensor(417.0), torch.randn(2, 77, SMALL["cross_attention_dim"], generator=generator)
+
+
+def wrapped_first(unet: nn.Module, traced: Traced) -> Callable[..., Any]:
+    return compile_unet(torch.compile(unet, backend=traced))
+
+
+def in_place_first(unet: nn.Module, traced: Traced) -> Callable[..., Any]:
+    unet.compile(backend=traced)
+    return compile_unet(unet)
+
+
+def forward_first(unet: Any, traced: Traced) -> Callable[..., Any]:
+    unet.forward = torch.compile(unet.forward, backend=traced)
+    return compile_unet(unet)
+
+
+def wrapped_later(unet: nn.Module, traced: Traced) -> Callable[..., Any]:
+    return torch.compile(compile_unet(unet), backend=traced)
+
+
+def in_place_later(unet: nn.Module, traced: Traced) -> Callable[..., Any]:
+    compile_unet(unet).compile(backend=traced)
+    return unet
+
+
+def within_a_function(unet: nn.Module, traced: Traced) -> Callable[..., Any]:
+    compile_unet(unet)
+    return torch.compile(lambda *given: unet(*given), backend=traced)
+
+
+@pytest.mark.parametrize(
+    "compiled", [wrapped_first, in_place_first, forward_first, wrapped_later, in_place_later, within_a_function]
+)
+@torch.no_grad()
+def test_nothing_of_ours_is_traced(compiled: Callable[..., Any], traced: Traced) -> None:
+    unet = diffusers_unet(**SMALL)
+    call = compiled(unet, traced)
+    for side in (8, 8, 10):
+        given = unet_inputs(side)
+        assert relative_error(call(*given).sample, type(unet).forward(unet, *given).sample) < 1e-5
+        assert status()["route"] == "plain"
+    assert traced.operators == 0 and runtime.guard.faults == []
+
+
+def test_uncompile_finds_what_torch_compile_left(traced: Traced) -> None:
+    unet: Any = diffusers_unet(**SMALL)
+    unet.forward = compiled = torch.compile(unet.forward, backend=traced)
+    uncompile_unet(compile_unet(unet))
+    assert unet.__dict__["forward"] is compiled
+
+
+@torch.no_grad()
+def test_a_whole_graph_is_the_hosts_own(traced: Traced, caplog: pytest.LogCaptureFixture) -> None:
+    """With fullgraph=True the compiler may not step over anything, and raises where it would have to."""
+    pipe = pipeline("StableDiffusionPipeline", SMALL, "DDIMScheduler")
+    decoder, latent = pipe.vae.decoder, torch.randn(1, 4, 8, 8)
+    expected = decoder(latent)
+    compile_pipe(pipe)
+    assert isinstance(decoder.__dict__["forward"], InstanceForward)
+    torch.testing.assert_close(torch.compile(decoder, backend=traced, fullgraph=True)(latent), expected)
+    assert traced.operators > 0 and "fullgraph=True" in caplog.text
+
+
+def test_a_pipe_with_compiled_parts(traced: Traced) -> None:
+    pipe = pipeline("StableDiffusionPipeline", SMALL, "DDIMScheduler")
+    expected = pipe(**inputs("StableDiffusionPipeline", 64, 64, 0)).images
+    unet, decoder = pipe.unet, pipe.vae.decoder
+    pipe.unet, pipe.vae.decoder = (torch.compile(part, backend=traced) for part in (unet, decoder))
+    compile_pipe(pipe)
+    images = pipe(**inputs("StableDiffusionPipeline", 64, 64, 0)).images
+    assert abs(images - expected).max() < 1 / 255 and traced.operators == 0
+    assert runtime.status()["route"] == "plain" and runtime.vae.status()["route"] == "ours"
+    uncompile_pipe(pipe)
+    assert "forward" not in unet.__dict__ and "forward" not in decoder.__dict__
