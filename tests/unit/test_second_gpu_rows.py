@@ -14,6 +14,7 @@ from two_cpus import (
     SECOND,
     Image,
     TwoCpus,
+    change_in_place,
     exact,
     near,
 )
@@ -112,6 +113,21 @@ def test_deepcache_keeps_a_feature_on_each_card(traits: HostTraits) -> None:
     passes = [image.runtime.status()["deepcache"] for image in (one, two)]
     assert passes[0] == passes[1] and passes[0]["cached"] > 3
     assert two.runtime.call_stats.calls == one.runtime.call_stats.calls
+
+
+def test_weights_that_change_in_mid_sampling_make_the_next_step_whole_on_each_card() -> None:
+    one, two = (Image.of(second_gpu=option, **EVERY_THIRD) for option in ("off", "auto"))
+    for image in (one, two):
+        image.begin()
+    for step, time in enumerate(STEPS[:6]):
+        if step == 2:
+            with torch.no_grad():
+                change_in_place(one.unet)
+                change_in_place(two.unet)
+        call = two.call(time)
+        assert near(two.run(call), one.run(call)), step
+        assert two.second["split"]
+    assert two.runtime.status()["deepcache"] == one.runtime.status()["deepcache"]
 
 
 def test_two_different_cards_share_by_what_was_measured() -> None:
