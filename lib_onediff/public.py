@@ -96,9 +96,8 @@ def compile_pipe(
 def sampling(unet: nn.Module, timesteps: Iterable[float] | None = None) -> Iterator[None]:
     """Say that the calls of a compiled UNet made inside are the steps of one sampling, for loops of one's own.
 
-    DeepCache, the output forecast and the end of the negative prompt reuse what earlier steps of a sampling have
-    computed; outside of one, nothing is remembered from call to call. A pipeline says so by itself. timesteps: at which
-    the steps begin, as the UNet gets them, where they are known.
+    DeepCache reuses what earlier steps of a sampling have computed; outside of one, nothing is remembered from call to
+    call. A pipeline says so by itself. timesteps: at which the steps begin, as the UNet gets them, where they are known.
     """
     must_be_network(unet, "sampling")
     times = None if timesteps is None else [float(time) for time in timesteps]
@@ -122,7 +121,8 @@ def settings_of(settings: Settings | None, options: dict[str, Any]) -> Settings:
 def must_be_network(unet: Any, caller: str) -> None:
     """Raise TypeError with a sentence for what is no network."""
     if not isinstance(unet, nn.Module):
-        pipeline = f"; for a whole pipeline there is {caller.replace('unet', 'pipe')}" if is_pipeline(unet) else ""
+        other = caller.replace("unet", "pipe")
+        pipeline = f"; for a whole pipeline there is {other}" if is_pipeline(unet) and other != caller else ""
         raise TypeError(f"{caller} takes a UNet, such as pipe.unet, not a {type(unet).__name__}{pipeline}.")
 
 

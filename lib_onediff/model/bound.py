@@ -167,6 +167,14 @@ class BoundUNet:
             self._edited |= edited
         return True
 
+    def edition_now(self) -> int:
+        """edition, with edits of values counted that no call has met yet; another one where weights lie elsewhere by
+        now."""
+        if not self.unmoved():
+            return self.edition + 1
+        self._note_edits(self._contents, self._begin_contents()())
+        return self.edition
+
     def watch_contents(self, whole: bool) -> None:
         """Somebody keeps what was made of the weights' values: let edits be seen that torch does not count. whole: by
         every number; otherwise by one part in contents.PART."""

@@ -113,7 +113,7 @@ class Accelerator(ManagedUNets):
                 return self._run(unet, call, host, known)
             return self._forecast.run(
                 unet, settings.forecast_interval, sampling, call, lambda: self._run(unet, call, host, known),
-                lambda: managed.bound.edition,
+                managed.bound.edition_now,
             )
 
         if settings.guidance_end >= 1.0:

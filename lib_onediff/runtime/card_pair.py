@@ -64,6 +64,7 @@ class Pair:
     def follow(self, first: ManagedUNet) -> None:
         """What is known of the first card's UNet holds for this one."""
         self.managed.settings = first.settings
+        self.mirror.samplings, self.mirror.in_sampling = first.bound.samplings, first.bound.in_sampling
         self.managed.sampling, self.managed.no_room_for_low_bit = first.sampling, first.no_room_for_low_bit
 
 

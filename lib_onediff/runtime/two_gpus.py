@@ -157,6 +157,7 @@ class TwoGpusRoute:
         first_rows, second_rows = slice(0, batch - share), slice(batch - share, batch)
         second = None
         if pair is not None and pair.mirror.has_binding:
+            pair.follow(managed)
             with self._on(pair):
                 # Its graph's inputs are copied from the first card.
                 there, where = take_rows(call, second_rows), pair.mirror.binding.device
