@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..logs import one_line
 from . import SHIPPED
 from .errors import ModelProblem
 from .folder_parts import load_folder
@@ -57,7 +58,7 @@ def place(pipeline: Any, name: str, about: str = "") -> LoadedModel:
     pipeline.to(devices.device, devices.dtype)
     if pipeline.vae.config.force_upcast:
         pipeline.vae.to(dtype=torch.float32)
-    return LoadedModel(pipeline, name, about)
+    return LoadedModel(pipeline, one_line(name), about)
 
 
 @contextmanager

@@ -91,11 +91,17 @@ def get_options() -> dict[str, Any]:
 def set_options(values: dict[str, Any]) -> None:
     """Set options and save them."""
     check_options(values)
-    for key, value in values.items():
-        shared.opts.set(key, value)
-        if getattr(shared.opts, key) != value:
-            raise Refusal(f"The option {key} did not accept {value!r}.")
-    shared.opts.save(shared.config_filename)
+    with shared.opts.lock:
+        for key, value in values.items():
+            shared.opts.set(key, value)
+            if getattr(shared.opts, key) != value:
+                raise Refusal(f"The option {key} did not accept {value!r}.")
+        try:
+            shared.opts.save(shared.config_filename)
+        except OSError as error:
+            raise Refusal(
+                f"The options hold until the server ends; they could not be saved ({error.strerror}).", status=507
+            ) from error
 
 
 def check_options(values: dict[str, Any]) -> None:

@@ -26,7 +26,8 @@ NUMBERS = [
 ]
 WHOLE_BODIES = [
     b"", b"null", b"[]", b'"x"', b"1", b"NaN", b"{", b'{"sizes":', b"\xff\xfe", b'{"\xff": 1}', b"\x00", b"{} {}",
-    b"[" * 30_000, b'{"sizes":' * 6_000, b'{"sizes": "\\ud800"}', b'{"\\ud800": 1}', b'{"sizes": [{"\\udfff": 1}]}',
+    b'{"sizes": ' + b"[" * 600 + b"]" * 600 + b"}", b"[" * 30_000, b'{"sizes":' * 6_000,
+    b'{"sizes": "\\ud800"}', b'{"\\ud800": 1}', b'{"sizes": [{"\\udfff": 1}]}',
     b'{"model": "\\ud800", "resolution": "\\ud800"}', b'{"resolutions": ["\\ud800"]}', b'{"__class__": 1}',
     b'{"sizes": "64x64", "sizes": NaN}', b"sizes=64x64",
 ]

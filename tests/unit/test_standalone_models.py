@@ -134,6 +134,11 @@ def test_folder_is_loaded_as_it_was_saved(model_folder: Path) -> None:
     assert all(torch.equal(tensor, saved[name]) for name, tensor in model.unet.state_dict().items())
 
 
+def test_a_models_name_is_one_line_that_no_console_obeys(model_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "a\x1b[31m\nb")
+    assert load_model(str(folder)).name == "a?[31m?b"
+
+
 def test_sdxl_folder(tmp_path: Path) -> None:
     tiny_sdxl_pipeline().save_pretrained(tmp_path / "xl")
     assert load_model(str(tmp_path / "xl")).is_sdxl
