@@ -283,6 +283,7 @@ def test_what_a_generation_overrides_is_never_saved(
         assert (opts.kind, opts.share) == ("b", 0.5)
         opts.set("share", 0.25)
         opts.save(str(file))
+        assert json.loads(file.read_text(encoding="utf-8"))["kind"] == "a"
     assert (opts.kind, opts.share) == ("a" if restore else "b", 0.25)
     opts.save(str(file))
     assert json.loads(file.read_text(encoding="utf-8")) == {"kind": "a", "on": True, "share": 0.25}
