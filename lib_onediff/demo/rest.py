@@ -9,8 +9,8 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from ..api.answers import BoundedRequest, SentenceRoute, json_answer
+from ..api.gate import LARGEST_BODY
 from ..api.routes import PROBLEMS, described
-from .gate import LARGEST_BODY
 from .images import to_base64
 from .jobs import Client, WaitingRoom, make_images
 from .modules import processing, scripts, sd_samplers, shared

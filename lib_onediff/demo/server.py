@@ -14,9 +14,9 @@ from fastapi import FastAPI, Request
 
 from ..api.auth import login_check, password_check, protection
 from ..api.basic import Basic
+from ..api.gate import Gate
 from ..api.origins import Origins, host_name
 from .docs import add_docs
-from .gate import Gate
 from .listening import url_of
 from .loaded_model import LoadedModel
 from .modules import paths, script_callbacks, scripts, sd_models, shared

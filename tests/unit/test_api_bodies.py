@@ -131,7 +131,7 @@ def test_what_is_no_json_becomes_null() -> None:
     odd = {"ratio": float("inf"), "reason": "half \ud800", 3: [float("nan"), (1.5, None, True)]}
     api = Api()
     app = FastAPI()
-    from lib_onediff import api as rest
+    from lib_onediff.api import routes as rest
 
     rest.add_routes(app, command_line(), runtime, api.warmup, api.webui, lambda: odd, str)
     answer = TestClient(app).get("/onediff/v1/status")
@@ -146,7 +146,7 @@ def test_a_fault_of_ours_is_one_sentence_and_in_the_log(caplog: pytest.LogCaptur
 
     api = Api()
     app = FastAPI()
-    from lib_onediff import api as rest
+    from lib_onediff.api import routes as rest
 
     rest.add_routes(app, command_line(), runtime, api.warmup, api.webui, broken, str)
     answer = TestClient(app).get("/onediff/v1/status")
