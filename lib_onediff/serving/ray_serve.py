@@ -118,16 +118,30 @@ class Front:
             raise HTTPException(refusal.status, str(refusal)) from None
         return Response(png, media_type="image/png", headers={"X-OneDiff-Seed": str(request.seed)})
 
-    async def ready(self, response: Response) -> dict[str, Any]:
-        """503 until a replica is warm, and once the service ends."""
+    async def ready(self) -> dict[str, Any]:
+        """Whether a replica is warm, and the service does not end."""
         status, groups = await asyncio.to_thread(serve.status), self._groups
         painters = status.applications[serve.get_replica_context().app_name].deployments["Painter"]
         warm = painters.replica_states.get("RUNNING", 0)
-        response.status_code = 200 if (ready := warm > 0 and not groups.ending) else 503
+        ready = warm > 0 and not groups.ending
         return {"ready": ready, "replicas": warm, "waiting": len(groups.waiting), "answered": groups.answered}
 
     async def end(self) -> None:
         await self._groups.end()
+
+
+# The routes are no methods: of a class's, Ray makes routes anew, and of no kind of ours.
+async def image(request: Request) -> Response:
+    """A PNG; its seed is in X-OneDiff-Seed."""
+    response: Response = await serve.get_replica_context().servable_object.image(request)
+    return response
+
+
+async def ready(response: Response) -> dict[str, Any]:
+    """503 until a replica is warm, and once the service ends."""
+    said: dict[str, Any] = await serve.get_replica_context().servable_object.ready()
+    response.status_code = 200 if said["ready"] else 503
+    return said
 
 
 async def anybody(request: Any) -> None:
@@ -141,8 +155,8 @@ def http(config: Config) -> FastAPI:
     gate = Middleware(Gate, origins=origins, identify=anybody, largest=LARGEST_BODY)
     app = FastAPI(title="OneDiff", middleware=[gate])
     app.router.route_class = SentenceRoute
-    app.add_api_route("/image", Front.image, methods=["POST"])
-    app.add_api_route("/ready", Front.ready)
+    app.add_api_route("/image", image, methods=["POST"])
+    app.add_api_route("/ready", ready)
     return app
 
 
@@ -158,7 +172,8 @@ def build(config: Config, load: Callable[[Config], Any] = load) -> serve.Applica
         graceful_shutdown_timeout_s=SECONDS_TO_END,
     )
     front = serve.deployment(serve.ingress(http(config))(Front)).options(
-        name="Front", max_ongoing_requests=10_000, graceful_shutdown_timeout_s=SECONDS_TO_END)
+        name="Front", max_ongoing_requests=10_000, graceful_shutdown_timeout_s=SECONDS_TO_END,
+    )
     return front.bind(painter.bind(load, config), config)
 
 
