@@ -4,6 +4,7 @@
         Run by the WebUI at its start: installs nothing, prints one line about this Python and its GPU.
 
     python install.py --demo [--model FILE_OR_FOLDER | --random] [--host 127.0.0.1] [--port N] [--allowed-hosts NAME]
+        [--gradio-auth USER:PASSWORD]
         Makes .venv beside this file, installs what is missing and starts a small WebUI with OneDiff in it.
 
     python install.py --test [pytest arguments]
@@ -317,6 +318,9 @@ def demo_command(arguments: list[str]) -> list[str]:
     parser.add_argument(
         "--port", type=port_number, metavar="N", help="the port to listen on (default: the first free one from 7860)"
     )
+    for name in ("--gradio-auth", "--api-auth"):
+        what = "page, and of the API" if name == "--gradio-auth" else "API alone"
+        parser.add_argument(name, metavar="USER:PASSWORD[,...]", help=f"the accounts of the {what}")
     parser.add_argument("--allowed-hosts", metavar="NAME[,...]", help="by which names browsers reach it, as a proxy's")
     chosen = vars(parser.parse_args(arguments))
     command = [str(VENV_PYTHON), "-m", "lib_onediff.demo", *["--random"] * chosen.pop("random")]

@@ -10,13 +10,23 @@ FALSE_VALUES = ("", "0", "false", "off", "no")
 log = logging.getLogger("onediff")
 
 
+def one_line(text: str) -> str:
+    """text without line breaks and what else a console acts upon: names come with files, and words with requests."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+class OneLineFormatter(logging.Formatter):
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return one_line(super().formatMessage(record))
+
+
 class ConsoleHandler(logging.StreamHandler):
     """Our own handler, so that a WebUI's log level does not hide our lines; known by its class at a reload."""
 
     def __init__(self, detailed: bool) -> None:
         super().__init__(sys.stderr)
         moment = "%(asctime)s.%(msecs)03d " if detailed else ""
-        self.setFormatter(logging.Formatter(f"{moment}OneDiff: %(message)s", "%H:%M:%S"))
+        self.setFormatter(OneLineFormatter(f"{moment}OneDiff: %(message)s", "%H:%M:%S"))
 
 
 def debug_wanted() -> bool:

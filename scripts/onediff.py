@@ -190,9 +190,9 @@ def tabs() -> list[tuple[Any, str, str]]:
 
 @guard.hook("adding routes to the API")
 def add_routes(app: Any) -> None:
-    from lib_onediff import api
+    from lib_onediff.api import routes
 
-    api.add_routes(app, shared.cmd_opts, runtime, warmup, webui, current_status, readiness.why_not)
+    routes.add_routes(app, shared.cmd_opts, runtime, warmup, webui, current_status, readiness.why_not)
 
 
 @guard.hook("keeping other sites' pages from the events of the page")

@@ -1,4 +1,4 @@
-"""The REST API, /onediff/v1/...: what the OneDiff tab shows and does, for programs."""
-from .routes import add_routes
+"""The REST API, /onediff/v1/...: what the OneDiff tab shows and does, for programs. And who may send a request at all.
 
-__all__ = ["add_routes"]
+routes: add_routes; it needs gradio, as auth does, and nothing else here.
+"""

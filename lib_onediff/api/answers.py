@@ -12,7 +12,11 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
+from ..logs import one_line
+
 LARGEST_BODY = 64 * 1024
+# No request of ours comes near. Deeper ones would end what repeats or copies them, after the work is done.
+DEEPEST_JSON = 50
 LONGEST_SENTENCE = 300
 # What pydantic 2 puts into the place of an error for a field that may be of several kinds.
 KINDS = ("constrained-", "list[", "str", "nullable[")
@@ -34,6 +38,28 @@ class BoundedRequest(Request):
                     raise HTTPException(413, f"The request body is larger than {self.largest_body} bytes.")
             self._body = bytes(body)
         return self._body
+
+    async def json(self) -> Any:
+        """The body's values. Raises HTTPException 400 where they lie in each other without end."""
+        try:
+            values = await super().json()
+        except RecursionError:
+            values = None
+        else:
+            if not is_deeper(values, DEEPEST_JSON):
+                return values
+        raise HTTPException(400, f"The request body is nested more than {DEEPEST_JSON} deep.")
+
+
+def is_deeper(values: Any, limit: int) -> bool:
+    """Whether lists and mappings lie in each other more than so deep."""
+    level = [values]
+    for _ in range(limit):
+        parts = [value for value in level if isinstance(value, (dict, list))]
+        if not parts:
+            return False
+        level = [inner for part in parts for inner in (part.values() if isinstance(part, dict) else part)]
+    return any(isinstance(value, (dict, list)) for value in level)
 
 
 class SentenceRoute(APIRoute):
@@ -86,7 +112,7 @@ def finite(content: Any) -> Any:
 
 def readable(sentence: str) -> str:
     """A sentence on one line and of bearable length, whatever a client wrote into it."""
-    shown = "".join(letter if letter.isprintable() else "?" for letter in sentence)
+    shown = one_line(sentence)
     return shown if len(shown) <= LONGEST_SENTENCE else f"{shown[:LONGEST_SENTENCE]}..."
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import gradio as gr
 from fastapi import Depends, HTTPException, Request
-from fastapi.security import HTTPBasic, HTTPBasicCredentials
+from fastapi.security import HTTPBasicCredentials
 
+from .basic import Basic
 from .origins import FOREIGN_PAGE, READING, Origins, origins_of
 
 PACKAGE = __name__.partition(".")[0]
@@ -40,7 +41,7 @@ def password_check(api_auth: str) -> Callable[[HTTPBasicCredentials], None]:
     written = (account.partition(":") for account in api_auth.split(","))
     passwords = {to_bytes(user): to_bytes(password) for user, colon, password in written if colon}
 
-    def check(given: HTTPBasicCredentials = Depends(HTTPBasic())) -> None:  # noqa: B008
+    def check(given: HTTPBasicCredentials = Depends(Basic())) -> None:  # noqa: B008
         user, password = to_bytes(given.username), to_bytes(given.password)
         # Every account is compared to its end, so that the time tells nothing.
         matches = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import asdict
@@ -18,6 +18,7 @@ from ..prewarm.job import Job, check_tokens, rows_with_jobs
 from ..runtime.rows import ResolutionRow
 from ..shapes.sizes import Size, parse_sizes
 from ..store.pack import export
+from ..store.rows import NotKept
 from . import models
 from .answers import SentenceRoute, json_answer
 from .auth import protection
@@ -52,6 +53,7 @@ def add_routes(
         return
     routes = Routes(runtime, warmup, webui, status, why_not_ready)
     checked, busy, unknown = protection(cmd_opts), {409: "An image is being made."}, {404: "Not known."}
+    full = {507: "Done, but the disk does not keep it."}
 
     def add(path: str, route: Callable[..., Response], problems: Mapping[int, str] = PROBLEMS, **more: Any) -> None:
         # Not through a router of our own: FastAPI would read each route's signature and models once more.
@@ -69,9 +71,10 @@ def add_routes(
     add("/jobs/{id}", routes.job, unknown, response_model=models.JobAnswer, summary="One job")
     add("/jobs/{id}", routes.cancel, {**unknown, 409: "The job is over."}, methods=["DELETE"],
         response_model=models.JobAnswer, summary="Cancel a job")
-    add("/purge", routes.purge, {**unknown, **busy}, methods=["POST"], response_model=models.PurgedAnswer,
+    add("/purge", routes.purge, {**unknown, **busy, **full}, methods=["POST"], response_model=models.PurgedAnswer,
         summary="Forget resolutions")
-    add("/pin", routes.pin, unknown, methods=["POST"], response_model=models.PinnedAnswer, summary="Keep a resolution")
+    add("/pin", routes.pin, {**unknown, **full}, methods=["POST"], response_model=models.PinnedAnswer,
+        summary="Keep a resolution")
     add("/release", routes.release, busy, methods=["POST"], response_model=models.ReleasedAnswer,
         summary="Free GPU memory")
     add("/pack", routes.pack, {404: "Nothing is remembered."}, response_class=StreamingResponse,
@@ -179,7 +182,8 @@ class Routes:
             vram = 0 if body.disk else self._runtime.purge(resolutions, body.model)
             return vram, self._runtime.purge_disk() if body.disk or body.all else 0
 
-        vram, disk = self._turns.run(purge, body.wait)
+        with kept():
+            vram, disk = self._turns.run(purge, body.wait)
         purged = [{"resolution": row.resolution, "model": row.model} for row in gone]
         return json_answer({"vram": vram, "disk": disk, "purged": purged})
 
@@ -204,7 +208,9 @@ class Routes:
 
     def pin(self, body: models.PinBody) -> Response:
         """Keep a resolution's graphs when memory runs short, or no longer; that outlives the process."""
-        if not self._runtime.pin(body.resolution, body.model, body.pinned):
+        with kept():
+            known = self._runtime.pin(body.resolution, body.model, body.pinned)
+        if not known:
             raise HTTPException(404, f"No such resolution is known; GET {PREFIX}/shapes names all.")
         return json_answer({"resolution": body.resolution, "model": body.model, "pinned": body.pinned})
 
@@ -247,6 +253,15 @@ class Turns:
                 turn.set_exception(error)
         finally:
             self._waiting.release()
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Answer 507 with a sentence where something was done, and is not on the disk."""
+    try:
+        yield
+    except NotKept as problem:
+        raise HTTPException(507, str(problem)) from problem
 
 
 def carry_out(turn: Future[Result], work: Callable[[], Result]) -> None:

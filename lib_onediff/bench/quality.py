@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from ..demo import SHIPPED
+from ..demo.errors import ModelProblem
+from ..demo.folder_parts import load_folder
 from ..demo.train.captions import HeldOut
 from ..demo.train.scoring import said, verdicts
 from ..engines import LOW_BIT_BACKENDS, LOW_BIT_ONLY, WITHOUT_ATTENTION
@@ -138,11 +140,12 @@ def quality(options: argparse.Namespace, device: torch.device) -> Iterator[Quali
 
 
 def load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    from diffusers import EulerDiscreteScheduler, StableDiffusionPipeline
+    from diffusers import EulerDiscreteScheduler
 
-    pipe: Any = StableDiffusionPipeline.from_pretrained(
-        str(folder), local_files_only=True, torch_dtype=dtype, safety_checker=None, requires_safety_checker=False
-    )
+    try:
+        pipe = load_folder(folder, dtype)
+    except ModelProblem as problem:
+        raise ValueError(str(problem)) from problem
     pipe.scheduler = EulerDiscreteScheduler.from_config(pipe.scheduler.config)
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)

@@ -15,12 +15,25 @@ HEADINGS = (
 )
 
 
+NO_DIFFERENCE = "no measurable difference"
+
+
 @dataclass(frozen=True)
 class ImageTimes:
-    """Medians of images with OneDiff on, or off. step_ms: what each further step costs, everything included."""
+    """Seconds of some images with OneDiff on, or off, one of steps steps and one of twice as many at every turn."""
 
-    image_s: float
-    step_ms: float
+    steps: int
+    single: list[float]
+    double: list[float]
+
+    @property
+    def image_s(self) -> float:
+        return statistics.median(self.single)
+
+    @property
+    def step_ms(self) -> list[float]:
+        """What each further step costs, everything included, at every turn."""
+        return [(double - single) / self.steps * 1e3 for single, double in zip(self.single, self.double, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -32,12 +45,31 @@ class WebUIRow:
     routes: dict[str, int]
 
     def cells(self) -> list[str]:
+        steps = [self.off.step_ms, self.on.step_ms]
         return [
             self.model, self.size, f"{self.off.image_s:.2f}", f"{self.on.image_s:.2f}",
-            f"{self.off.image_s / self.on.image_s:.2f}", f"{self.off.step_ms:.1f}", f"{self.on.step_ms:.1f}",
-            f"{self.off.step_ms / self.on.step_ms:.2f}",
+            ratio(self.off.single, self.on.single), *(told(times) for times in steps), ratio(*steps),
             ", ".join(f"{count} {route}" for route, count in self.routes.items() if count),
         ]
+
+
+def is_clear(differences: list[float]) -> bool:
+    """Whether they are above zero, but for at most a quarter of them: images of few steps differ by more than a step
+    costs, and their difference may be less than nothing."""
+    return sorted(differences)[len(differences) // 4] > 0
+
+
+def told(times: list[float]) -> str:
+    return f"{statistics.median(times):.1f}" if is_clear(times) else ""
+
+
+def ratio(off: list[float], on: list[float]) -> str:
+    """How many times faster on is, of times that were measured in turn."""
+    differences = [one - other for one, other in zip(off, on, strict=True)]
+    differ = is_clear(differences) or is_clear([-difference for difference in differences])
+    if not (differ and is_clear(off) and is_clear(on)):
+        return NO_DIFFERENCE
+    return f"{statistics.median(off) / statistics.median(on):.2f}"
 
 
 class RunningWebUI:
@@ -88,9 +120,5 @@ def measure_images(webui: RunningWebUI, size: tuple[int, int], steps: int, runs:
             if enabled:
                 after = webui.calls()
                 routes = {route: routes.get(route, 0) + after[route] - before[route] for route in after}
-    return WebUIRow(model, f"{size[0]}x{size[1]}", timing(taken, False, steps), timing(taken, True, steps), routes)
-
-
-def timing(taken: dict[tuple[bool, int], list[float]], enabled: bool, steps: int) -> ImageTimes:
-    single, double = (statistics.median(taken[enabled, count]) for count in (steps, 2 * steps))
-    return ImageTimes(single, (double - single) / steps * 1e3)
+    off, on = (ImageTimes(steps, taken[enabled, steps], taken[enabled, 2 * steps]) for enabled in (False, True))
+    return WebUIRow(model, f"{size[0]}x{size[1]}", off, on, routes)

@@ -5,6 +5,7 @@ import argparse
 import atexit
 import importlib.util
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -16,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
+
+from ..logs import one_line
 
 NEEDED_PACKAGES = ("diffusers", "transformers", "gradio", "fastapi", "uvicorn", "PIL")
 SECONDS_TO_END = 2.0
@@ -33,7 +36,8 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
         "XL; without it the small emoji-sd where it is installed, else random weights",
     )
     parser.add_argument("--random", action="store_true", help="without --model: a small model of random weights")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only); for "
+                        "one that others can reach, an account is made up where none is given")
     parser.add_argument("--port", type=int, help="port to listen on (default: the first free one from 7860)")
     parser.add_argument("--data-dir", default=str(DEFAULT_DATA_DIR), help="where settings and images are kept")
     parser.add_argument(
@@ -91,7 +95,7 @@ def main(words: list[str] | None = None) -> int:
         try:
             listener = listen(arguments.host, arguments.port)
             if isinstance(listener, str):
-                print(listener, file=sys.stderr)
+                print(one_line(listener), file=sys.stderr)
                 return 1
             with listener:
                 return run(arguments, listener, lambda: end_in_time(cache), stop)
@@ -141,21 +145,35 @@ def run(
     try:
         model = load_model(arguments.model, arguments.random)
     except ModelProblem as problem:
-        print(problem, file=sys.stderr)
+        print(one_line(str(problem)), file=sys.stderr)
         return 1
-    from .images import read_no_other_formats
+    from .images import limit_pillow
     from .listening import is_loopback
     from .modules import modules_importable
     from .offline import fetch_nothing
     from .server import make_app, serve
 
     fetch_nothing()
-    read_no_other_formats()
+    limit_pillow()
+    only_this_machine = is_loopback(listener)
+    if not only_this_machine:
+        ask_for_an_account(arguments)
     with modules_importable():
         if stop.came:
             raise KeyboardInterrupt
-        serve(make_app(arguments, model, is_loopback(listener)), listener, on_stop)
+        serve(make_app(arguments, model, only_this_machine), listener, on_stop)
     return 0
+
+
+def ask_for_an_account(arguments: argparse.Namespace) -> None:
+    """Where others can reach the host, nobody uses it without an account; one is made up where none is given."""
+    if not arguments.gradio_auth and not arguments.api_auth:
+        password = secrets.token_urlsafe(12)
+        arguments.api_auth = f"onediff:{password}"
+        print(f"Others can reach this address, so it asks for an account: name onediff, password {password}. "
+              "--gradio-auth NAME:PASSWORD sets your own.", flush=True)
+    arguments.gradio_auth = arguments.gradio_auth or arguments.api_auth
+    arguments.api_auth = arguments.api_auth or arguments.gradio_auth
 
 
 def leave(code: int) -> NoReturn:

@@ -131,7 +131,8 @@ class WaitingRoom:
         self._waiting = threading.BoundedSemaphore(MOST_WAITING)
 
     async def make(self, request: Request, work: Callable[[Client], Result]) -> Result:
-        """What work() returns or raises. Raises Refusal where too many wait, or where the client has gone."""
+        """What work() returns or raises. Raises Refusal where too many wait, where the client has gone, and where the
+        server stops: connections are cut soon after."""
         if not self._waiting.acquire(blocking=False):
             raise Refusal(f"{MOST_WAITING} requests wait already; try again when there are fewer.", status=503)
         client = Client()
@@ -139,9 +140,10 @@ class WaitingRoom:
         future.add_done_callback(lambda done: self._waiting.release())
         made = asyncio.wrap_future(future)
         while not (await asyncio.wait([made], timeout=SECONDS_BETWEEN_LOOKS))[0]:
-            if await request.is_disconnected():
+            stops = shared.state.server_command == STOP
+            if stops or await request.is_disconnected():
                 client.leave()
                 # Nobody looks at what becomes of it.
                 made.add_done_callback(lambda done: done.cancelled() or done.exception())
-                raise Refusal("The client has left.", status=499)
+                raise Refusal("The server stops.", 503) if stops else Refusal("The client has left.", 499)
         return made.result()

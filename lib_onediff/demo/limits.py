@@ -15,7 +15,8 @@ MOST_BATCHES = 100
 LARGEST_CFG = 30.0
 LARGEST_SEED = 2**53 - 1
 RESIZE_MODES = (0, 1)
-LONGEST_PROMPT = 10_000
+# In bytes, of which a letter of English has one and an emoji four: a byte may be a token.
+LONGEST_PROMPT = 6000
 
 
 def check(p: Any) -> None:
@@ -52,14 +53,14 @@ def check_range(name: str, value: float, least: float, most: float) -> None:
 
 
 def check_prompt(name: str, text: str) -> None:
-    """As many characters as are encoded in seconds: tokenizers take longer the longer a word is."""
-    if len(text) > LONGEST_PROMPT:
-        raise Refusal(f"{name} has {len(text)} characters; it must have {LONGEST_PROMPT} at most.")
+    """As much as is encoded in seconds."""
     try:
-        text.encode("utf-8")
+        size = len(text.encode("utf-8"))
     except UnicodeEncodeError:
         # JSON can express half of a surrogate pair, which no file and no answer can hold.
         raise Refusal(f"{name} holds half of a character (a lone surrogate).") from None
+    if size > LONGEST_PROMPT:
+        raise Refusal(f"{name} has {size} bytes in UTF-8; it must have {LONGEST_PROMPT} at most.")
 
 
 def check_image_inputs(p: Any) -> None:

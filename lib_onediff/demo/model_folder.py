@@ -7,13 +7,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from importlib.machinery import all_suffixes
 from pathlib import Path
 from typing import Any
 
 from ..api.answers import readable
 from .errors import ModelProblem
 
-INDEX = "model_index.json"
+INDEX, MODEL_CONFIG = "model_index.json", "config.json"
 UNET_PIPELINES = ("StableDiffusion", "StableDiffusionXL", "LatentConsistencyModel")
 TASKS = ("Pipeline", "Img2ImgPipeline", "InpaintPipeline")
 SUPPORTED_PIPELINES = frozenset(family + task for family in UNET_PIPELINES for task in TASKS)
@@ -30,14 +31,17 @@ CLASSES = {
 NEEDED = ("unet", "vae", "scheduler")
 # Never loaded, so it does not matter what they are.
 LEFT_OUT = ("safety_checker", "feature_extractor", "image_encoder")
-WEIGHT_ENDINGS = (".safetensors", ".bin")
+PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".pkl", ".pickle")
 # Beside those that diffusers lists as exchangeable.
 MORE_SCHEDULERS = ("LCMScheduler", "TCDScheduler")
 
 
 def read_index(folder: Path) -> dict[str, Any]:
     """The contents of a folder's model_index.json. Raises ModelProblem unless what it names can be loaded."""
-    index = read_json(folder)
+    check_files(folder)
+    if not (folder / INDEX).is_file():
+        raise ModelProblem(f"{folder.name} is not a diffusers model folder: it has no {INDEX}.")
+    index = read_json(folder / INDEX)
     kind = index.get("_class_name")
     if not isinstance(kind, str) or kind not in SUPPORTED_PIPELINES:
         shown = readable(kind) if isinstance(kind, str) else "model without a class name"
@@ -47,24 +51,22 @@ def read_index(folder: Path) -> dict[str, Any]:
         )
     for part in dict.fromkeys((*NEEDED, *index)):
         check_part(folder, part, index.get(part))
-    check_links(folder)
     missing = sorted(missing_parts(folder, index))
     if missing:
         raise ModelProblem(f"The model folder {folder.name} is incomplete: {', '.join(missing)} missing.")
     return index
 
 
-def read_json(folder: Path) -> dict[str, Any]:
-    file = folder / INDEX
-    if not file.is_file():
-        raise ModelProblem(f"{folder.name} is not a diffusers model folder: it has no {INDEX}.")
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file of a model. Raises ModelProblem."""
+    shown = f"{file.name} in {file.parent.name}"
     try:
-        index = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelProblem(f"{INDEX} in {folder.name} cannot be read: {error}.") from error
-    if not isinstance(index, dict):
-        raise ModelProblem(f"{INDEX} in {folder.name} does not describe a pipeline.")
-    return index
+        raise ModelProblem(readable(f"{shown} cannot be read: {error}.")) from error
+    if not isinstance(content, dict):
+        raise ModelProblem(f"{shown} holds no JSON object.")
+    return content
 
 
 def check_part(folder: Path, part: str, named: Any) -> None:
@@ -91,17 +93,24 @@ def scheduler_names() -> list[str]:
     return [*KarrasDiffusionSchedulers.__members__, *MORE_SCHEDULERS]
 
 
-def check_links(folder: Path) -> None:
-    """Raise ModelProblem for a link that leads out of the folder, or out of a Hugging Face cache's own."""
+def check_files(folder: Path) -> None:
+    """Raise ModelProblem for Python code in the folder, and for a link that leads out of it, or out of a Hugging Face
+    cache's own."""
     root = folder.resolve()
     if root.parent.name == "snapshots" and (root.parent.parent / "blobs").is_dir():
         root = root.parent.parent
     for place, folders, files in os.walk(folder):
         for name in (*folders, *files):
             path = Path(place, name)
+            shown = path.relative_to(folder)
             if path.is_symlink() and not path.resolve().is_relative_to(root):
                 raise ModelProblem(readable(
-                    f"{path.relative_to(folder)} in the model folder {folder.name} is a link to a place outside of it."
+                    f"{shown} in the model folder {folder.name} is a link to a place outside of it."
+                ))
+            if name.lower().endswith(tuple(all_suffixes())):
+                raise ModelProblem(readable(
+                    f"The model folder {folder.name} brings Python code ({shown}), and this host runs nothing that "
+                    "comes with a model: take it out, or use a model without it."
                 ))
 
 
@@ -113,13 +122,9 @@ def missing_parts(folder: Path, index: dict[str, Any]) -> Iterator[str]:
         if not (folder / part).is_dir():
             yield f"{part}/"
         elif part in ("unet", "vae", "text_encoder", "text_encoder_2"):
-            if not (folder / part / "config.json").is_file():
-                yield f"{part}/config.json"
-            if not any(file.suffix in WEIGHT_ENDINGS for file in (folder / part).iterdir()):
-                yield f"{part}'s weights"
-
-
-def variant_of(folder: Path) -> dict[str, str]:
-    """{"variant": "fp16"} for a folder that holds only weights of that name."""
-    weights = [file.name for file in (folder / "unet").iterdir() if file.suffix in WEIGHT_ENDINGS]
-    return {"variant": "fp16"} if weights and all(".fp16." in name for name in weights) else {}
+            if not (folder / part / MODEL_CONFIG).is_file():
+                yield f"{part}/{MODEL_CONFIG}"
+            endings = {file.suffix for file in (folder / part).iterdir()}
+            if ".safetensors" not in endings:
+                # Loading a pickle can run what is in it.
+                yield f"{part}'s weights{' as .safetensors' * (not endings.isdisjoint(PICKLES))}"

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
+from ..logs import one_line
 from . import SHIPPED
 from .errors import ModelProblem
+from .folder_parts import load_folder
 from .loaded_model import LoadedModel
-from .model_folder import INDEX, LEFT_OUT, read_index, variant_of
+from .model_folder import INDEX
 from .modules import devices
-from .single_file import load_checkpoint, safetensors_shapes
+from .single_file import load_checkpoint
 from .tiny_model import tiny_sd15_pipeline
 
 DEMO_NAME = "random-tiny-sd15"
@@ -32,10 +34,13 @@ def load_model(path: str | None, random: bool = False) -> LoadedModel:
     if path is None and (random or not (SHIPPED / INDEX).is_file()):
         return place(tiny_sd15_pipeline(), DEMO_NAME, f"Random weights: its images show nothing. {OWN_MODEL}")
     if path is None:
-        return place(load_folder(SHIPPED), SHIPPED.name, f"{ABOUT_SHIPPED} {OWN_MODEL}")
+        with loading(SHIPPED):
+            return place(load_folder(SHIPPED, devices.dtype), SHIPPED.name, f"{ABOUT_SHIPPED} {OWN_MODEL}")
     location = Path(path).expanduser()
     if location.is_dir():
-        return place(load_folder(location), location.resolve().name)
+        with loading(location):
+            pipeline = load_folder(location, devices.dtype)
+        return place(pipeline, location.resolve().name)
     if not location.exists():
         raise ModelProblem(f"There is no model file or folder {path}.")
     if location.suffix not in CHECKPOINT_ENDINGS:
@@ -53,25 +58,7 @@ def place(pipeline: Any, name: str, about: str = "") -> LoadedModel:
     pipeline.to(devices.device, devices.dtype)
     if pipeline.vae.config.force_upcast:
         pipeline.vae.to(dtype=torch.float32)
-    return LoadedModel(pipeline, name, about)
-
-
-def load_folder(folder: Path) -> Any:
-    """The pipeline of a folder in diffusers' layout."""
-    import diffusers
-
-    kind = read_index(folder)["_class_name"]
-    for weights in folder.glob("*/*.safetensors"):
-        safetensors_shapes(weights)
-    parts: dict[str, Any] = dict.fromkeys(LEFT_OUT)
-    if "XL" in kind:
-        del parts["safety_checker"]
-    else:
-        parts["requires_safety_checker"] = False
-    with loading(folder):
-        return getattr(diffusers, kind).from_pretrained(
-            str(folder), local_files_only=True, torch_dtype=devices.dtype, **variant_of(folder), **parts
-        )
+    return LoadedModel(pipeline, one_line(name), about)
 
 
 @contextmanager

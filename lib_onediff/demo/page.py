@@ -98,8 +98,20 @@ def option_component(key: str, info: OptionInfo) -> Any:
 
 def apply_settings(keys: list[str], values: tuple[Any, ...]) -> str:
     """Set and save the options; what happened, as markup."""
+    with shared.opts.lock:
+        changed, problems = set_and_save(dict(zip(keys, values, strict=True)))
+    for problem in problems:
+        # gradio shows it as markup.
+        gr.Warning(html.escape(problem))
+    count = {0: "No setting", 1: "1 setting"}.get(len(changed), f"{len(changed)} settings")
+    names = f": {', '.join(changed)}" if changed else ""
+    return html.escape(" ".join([f"{count} changed{names}.", *problems]))
+
+
+def set_and_save(values: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """The labels of the options that have changed, and what went wrong, in sentences."""
     changed, problems = [], []
-    for key, value in zip(keys, values, strict=True):
+    for key, value in values.items():
         info = shared.opts.data_labels[key]
         if isinstance(info.default, int) and isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -112,10 +124,8 @@ def apply_settings(keys: list[str], values: tuple[Any, ...]) -> str:
                 problems.append(f"{info.label} did not accept {value!r}.")
             elif is_new:
                 changed.append(info.label)
-    shared.opts.save(shared.config_filename)
-    for problem in problems:
-        # gradio shows it as markup.
-        gr.Warning(html.escape(problem))
-    count = {0: "No setting", 1: "1 setting"}.get(len(changed), f"{len(changed)} settings")
-    names = f": {', '.join(changed)}" if changed else ""
-    return html.escape(" ".join([f"{count} changed{names}.", *problems]))
+    try:
+        shared.opts.save(shared.config_filename)
+    except OSError as error:
+        problems.append(f"The settings hold until the server ends; they could not be saved ({error.strerror}).")
+    return changed, problems

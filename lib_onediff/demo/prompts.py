@@ -1,6 +1,7 @@
 """Encoding prompts as the WebUI does: any length, in chunks of 75 tokens, each with its start and end."""
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 CHUNK = 75
+# Tokenizers compare all parts of a word with each other again and again: no word is longer than this.
+LONG_WORD = re.compile(r"(\S{256})(?=\S)")
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ def is_sdxl(pipeline: Any) -> bool:
 def tokens_of(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     """The tokens of each text. A text is read once: most are the same for every image of a batch."""
     options = {"add_special_tokens": False, "truncation": False, "verbose": False}
-    read = {text: tokenizer(text, **options).input_ids for text in dict.fromkeys(texts)}
+    read = {text: tokenizer(LONG_WORD.sub(r"\1 ", text), **options).input_ids for text in dict.fromkeys(texts)}
     return [read[text] for text in texts]
 
 

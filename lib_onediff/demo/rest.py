@@ -9,8 +9,8 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from ..api.answers import BoundedRequest, SentenceRoute, json_answer
+from ..api.gate import LARGEST_BODY
 from ..api.routes import PROBLEMS, described
-from .gate import LARGEST_BODY
 from .images import to_base64
 from .jobs import Client, WaitingRoom, make_images
 from .modules import processing, scripts, sd_samplers, shared
@@ -91,11 +91,17 @@ def get_options() -> dict[str, Any]:
 def set_options(values: dict[str, Any]) -> None:
     """Set options and save them."""
     check_options(values)
-    for key, value in values.items():
-        shared.opts.set(key, value)
-        if getattr(shared.opts, key) != value:
-            raise Refusal(f"The option {key} did not accept {value!r}.")
-    shared.opts.save(shared.config_filename)
+    with shared.opts.lock:
+        for key, value in values.items():
+            shared.opts.set(key, value)
+            if getattr(shared.opts, key) != value:
+                raise Refusal(f"The option {key} did not accept {value!r}.")
+        try:
+            shared.opts.save(shared.config_filename)
+        except OSError as error:
+            raise Refusal(
+                f"The options hold until the server ends; they could not be saved ({error.strerror}).", status=507
+            ) from error
 
 
 def check_options(values: dict[str, Any]) -> None:

@@ -88,6 +88,9 @@ class Img2ImgRequest(GenerationRequest):
             raise Refusal("inpainting_fill must be 1 here: masked parts start from the original image.")
         if self.mask and self.inpaint_full_res:
             raise Refusal("inpaint_full_res is not served here: masked images are repainted at their full size.")
+        # A1111 refuses them too. What is not used is not opened.
+        if len(self.init_images or []) > max(1, self.batch_size or 1):
+            raise Refusal("There are more init images than images in a batch (batch_size).")
         images = [from_base64(image) for image in self.init_images or []]
         mask = from_base64(self.mask) if self.mask else None
         given = self.model_dump(include=IMAGE_ARGUMENTS, exclude_none=True)

@@ -11,13 +11,13 @@ from pathlib import Path
 import gradio as gr
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.security import HTTPBasic
 
 from ..api.auth import login_check, password_check, protection
+from ..api.basic import Basic
+from ..api.gate import Gate
 from ..api.origins import Origins, host_name
 from .docs import add_docs
-from .gate import Gate
-from .listening import is_loopback, url_of
+from .listening import url_of
 from .loaded_model import LoadedModel
 from .modules import paths, script_callbacks, scripts, sd_models, shared
 from .offline import OwnResourcesOnly
@@ -33,16 +33,14 @@ class StoppingServer(uvicorn.Server):
     """Prints the address once requests are answered, and ends soon after it is told to."""
 
     def __init__(
-        self, config: uvicorn.Config, listener: socket.socket, is_open: bool, on_stop: Callable[[], None]
+        self, config: uvicorn.Config, listener: socket.socket, on_stop: Callable[[], None]
     ) -> None:
         super().__init__(config)
-        self.listener, self.is_open, self.on_stop = listener, is_open, on_stop
+        self.listener, self.on_stop = listener, on_stop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            if self.is_open and not is_loopback(self.listener):
-                print("Everybody who can reach this machine can use this page: it asks for no password.", flush=True)
             print(f"OneDiff demo running on {url_of(self.listener)}", flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -96,8 +94,7 @@ def identification(arguments: argparse.Namespace) -> Callable[[Request], Awaitab
 
     async def identify(request: Request) -> None:
         if check_password is not None and request.url.path.startswith(API_PATHS):
-            credentials = await HTTPBasic()(request)
-            assert credentials is not None, "HTTPBasic raises where there are none"
+            credentials = await Basic()(request)
             check_password(credentials)
         else:
             check_login(request)
@@ -116,7 +113,7 @@ def serve(app: FastAPI, listener: socket.socket, on_stop: Callable[[], None]) ->
     """Answer requests until interrupted; then call on_stop first of all."""
     config = uvicorn.Config(app, log_level="warning", access_log=False)
     try:
-        StoppingServer(config, listener, not shared.cmd_opts.gradio_auth, on_stop).run(sockets=[listener])
+        StoppingServer(config, listener, on_stop).run(sockets=[listener])
     finally:
         shared.state.stop_server()
         script_callbacks.call_all("script_unloaded")

@@ -73,11 +73,13 @@ class Runtime(Accelerator):
 
     def pin(self, resolution: str, model: str, pinned: bool) -> bool:
         """Let the graphs of a resolution ("512x512") stay when others make room, or no longer, also in later
-        processes. Returns whether such a row, or pin, is known; what is not known is not pinned."""
+        processes. Returns whether such a row, or pin, is known; what is not known is not pinned. Raises NotKept where
+        later processes will not know."""
         known = any((row.resolution, row.model) == (resolution, model) for row in self.rows())
         known = known or (not pinned and (model, resolution) in self.pins.all())
         if known:
             self.pins.set(model, resolution, pinned)
+            self.history.commit()
         return known
 
     def keep_history(self) -> None:
@@ -95,7 +97,7 @@ class Runtime(Accelerator):
 
         Returns the bytes of GPU memory that were given back. Where a large graph goes, those that stay may be captured
         again in less memory; so it is best called while no image is being made (hosts.webui.WebUI.exclusively):
-        torch lets nobody empty its cache during a capture.
+        torch lets nobody empty its cache during a capture. Raises NotKept where the disk keeps it.
         """
         wanted = None if resolutions is None else set(resolutions)
         with self._lock:
@@ -105,18 +107,17 @@ class Runtime(Accelerator):
             ]
             freed = self._graphs.forget({entry.key for entry in doomed})
         self.history.forget(wanted, model, {entry.key.architecture for entry in doomed})
-        if wanted is None and model is None:
-            self._keep_pins(self.pins.all())
         return freed
 
     def purge_disk(self) -> int:
         """Forget what is on the disk, and what was measured to be best: it is measured again when it is needed. Graphs
-        and pins stay. Returns the bytes of disk that came back."""
+        and pins stay. Returns the bytes of disk that came back. Raises NotKept."""
         before, pinned = self.history.size_bytes(), self.pins.all()
         self.history.forget()
         self.tuning_cache.clear()
         self.operators.measure_anew()
-        self._keep_pins(pinned)
+        if pinned:
+            self.pins.replace(pinned)
         return max(0, before - self.history.size_bytes())
 
     def release_memory(self) -> int:
@@ -126,11 +127,6 @@ class Runtime(Accelerator):
         """
         with self._lock:
             return self._graphs.free()
-
-    def _keep_pins(self, pinned: frozenset[tuple[str, str]]) -> None:
-        # They lie beside what was measured, which has been forgotten.
-        if pinned:
-            self.pins.replace(pinned)
 
     def _look(self) -> MemorySnapshot:
         """What the graphs hold: now, or, while a UNet call keeps the lock, when somebody last looked."""

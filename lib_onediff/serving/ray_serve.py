@@ -7,13 +7,19 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 from fastapi import FastAPI, HTTPException, Response
+from fastapi.middleware import Middleware
 from pydantic import BaseModel
 from ray import serve
 
+from ..api.answers import LARGEST_BODY, SentenceRoute
+from ..api.gate import Gate
+from ..api.origins import Origins, host_name
+from ..demo.folder_parts import load_folder
 from ..hosts.webui import network_name
 from ..prewarm.presets import most_used
 from ..public import compile_pipe
@@ -26,12 +32,13 @@ from .groups import Groups, Limits, Refused, Request
 # Warm: checked, captured, replayed.
 WARM_STEPS, FAILURES_UNTIL_REPLACED, SECONDS_TO_END = 4, 3, 600
 AT_A_REPLICA = 2  # One group is made, and one is there when it is done.
-log, api = logging.getLogger("onediff"), FastAPI(title="OneDiff")
+log = logging.getLogger("onediff")
 
 
 class Config(BaseModel, extra="forbid"):
-    """model: what from_pretrained takes. gpus: of a replica; 0: the CPU. cache: the cache folder. pack, digest: see
-    lib_onediff.store. sizes, guidance: the warm list, "" the most used. options: compile_pipe's."""
+    """model: a folder in diffusers' layout. gpus: of a replica; 0: the CPU. cache: the cache folder. pack, digest: see
+    lib_onediff.store. sizes, guidance: the warm list, "" the most used. allowed_hosts: by which names it is asked,
+    beside addresses and localhost, "*" any. options: compile_pipe's."""
 
     model: str = ""
     replicas: int = 1
@@ -41,16 +48,15 @@ class Config(BaseModel, extra="forbid"):
     digest: str = ""
     sizes: str = ""
     guidance: float = 7.5
+    allowed_hosts: str = ""
     limits: Limits = Limits()
     options: dict[str, Any] = {}
 
 
 def load(config: Config) -> Any:
     """The pipeline of a replica."""
-    from diffusers import AutoPipelineForText2Image
-
     device, dtype = ("cuda", torch.float16) if config.gpus else ("cpu", torch.float32)
-    return AutoPipelineForText2Image.from_pretrained(config.model, torch_dtype=dtype).to(device)
+    return load_folder(Path(config.model).expanduser(), dtype).to(device)
 
 
 class Painter:
@@ -104,7 +110,6 @@ class Front:
         make = painter.options(stream=True).make.remote
         self._groups = Groups(make, config.limits, config.replicas * AT_A_REPLICA)
 
-    @api.post("/image")
     async def image(self, request: Request) -> Response:
         """A PNG; its seed is in X-OneDiff-Seed."""
         try:
@@ -113,20 +118,46 @@ class Front:
             raise HTTPException(refusal.status, str(refusal)) from None
         return Response(png, media_type="image/png", headers={"X-OneDiff-Seed": str(request.seed)})
 
-    @api.get("/ready")
-    async def ready(self, response: Response) -> dict[str, Any]:
-        """503 until a replica is warm, and once the service ends."""
+    async def ready(self) -> dict[str, Any]:
+        """Whether a replica is warm, and the service does not end."""
         status, groups = await asyncio.to_thread(serve.status), self._groups
         painters = status.applications[serve.get_replica_context().app_name].deployments["Painter"]
         warm = painters.replica_states.get("RUNNING", 0)
-        response.status_code = 200 if (ready := warm > 0 and not groups.ending) else 503
+        ready = warm > 0 and not groups.ending
         return {"ready": ready, "replicas": warm, "waiting": len(groups.waiting), "answered": groups.answered}
 
     async def end(self) -> None:
         await self._groups.end()
 
 
-service = serve.deployment(serve.ingress(api)(Front))
+# The routes are no methods: of a class's, Ray makes routes anew, and of no kind of ours.
+async def image(request: Request) -> Response:
+    """A PNG; its seed is in X-OneDiff-Seed."""
+    response: Response = await serve.get_replica_context().servable_object.image(request)
+    return response
+
+
+async def ready(response: Response) -> dict[str, Any]:
+    """503 until a replica is warm, and once the service ends."""
+    said: dict[str, Any] = await serve.get_replica_context().servable_object.ready()
+    response.status_code = 200 if said["ready"] else 503
+    return said
+
+
+async def anybody(request: Any) -> None:
+    """There are no accounts."""
+
+
+def http(config: Config) -> FastAPI:
+    """The routes of a Front, behind the same door as the demo's."""
+    names = {host_name(name.strip()) for name in config.allowed_hosts.split(",")} - {""}
+    origins = Origins(strict_host="*" not in names, names=names)
+    gate = Middleware(Gate, origins=origins, identify=anybody, largest=LARGEST_BODY)
+    app = FastAPI(title="OneDiff", middleware=[gate])
+    app.router.route_class = SentenceRoute
+    app.add_api_route("/image", image, methods=["POST"])
+    app.add_api_route("/ready", ready)
+    return app
 
 
 def app(arguments: dict[str, Any]) -> serve.Application:
@@ -135,12 +166,14 @@ def app(arguments: dict[str, Any]) -> serve.Application:
 
 
 def build(config: Config, load: Callable[[Config], Any] = load) -> serve.Application:
-    """The application. load makes the pipeline where from_pretrained alone does not do."""
+    """The application. load makes the pipeline where to read a folder does not do."""
     painter = serve.deployment(Painter).options(
         num_replicas=config.replicas, max_ongoing_requests=AT_A_REPLICA, ray_actor_options={"num_gpus": config.gpus},
         graceful_shutdown_timeout_s=SECONDS_TO_END,
     )
-    front = service.options(max_ongoing_requests=10_000, graceful_shutdown_timeout_s=SECONDS_TO_END)
+    front = serve.deployment(serve.ingress(http(config))(Front)).options(
+        name="Front", max_ongoing_requests=10_000, graceful_shutdown_timeout_s=SECONDS_TO_END,
+    )
     return front.bind(painter.bind(load, config), config)
 
 

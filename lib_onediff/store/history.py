@@ -193,6 +193,12 @@ class History:
         """Remember what was measured to be best. Returns at once. Raises TypeError if JSON cannot hold it."""
         self._save(CHOSEN if name in CHOSEN_BY_USERS else TUNED, name, value)
 
+    def commit(self) -> None:
+        """Write what is to be remembered, now. Raises NotKept where it is not on the disk then; where nothing is
+        remembered, nothing was promised."""
+        if self._store is not None:
+            self._store.commit()
+
     def forget(
         self, resolutions: Collection[str] | None = None, model: str | None = None,
         architectures: Collection[str] = (),
@@ -200,7 +206,7 @@ class History:
         """Forget these resolutions ("512x512") and their verdicts, or all, of this model ("SD1"), or of all.
 
         architectures: whose verdicts are the model's, besides those that the history names. Without a choice, what was
-        tuned goes as well, and what was compiled.
+        tuned goes as well, and what was compiled; what users chose stays. Raises NotKept.
         """
         if model is not None:
             architectures = {*architectures, *(row.architecture for row in self.rows() if row.model == model)}

@@ -17,12 +17,13 @@ from ..ops.inductor.artifact import IN_STORE
 from .compiler_caches import FOLDERS, SIZE_LIMIT
 from .history import CHOSEN_BY_USERS, History
 from .machine import Fingerprint
-from .rows import Damaged, HistoryRow
+from .rows import HistoryRow
 from .schema import COLUMNS, row_from
 
 FORMAT = 1
 MANIFEST = "pack.json"
 LARGEST_MANIFEST = 16 << 20
+DEEPEST_CHOICE = 10
 # Triton reads an entry only where this is: it is written last.
 GROUP = "__grp__"
 FACTS = {"gpu": "GPU", "driver": "driver", "torch": "torch", "triton": "Triton", "onediff": "OneDiff"}
@@ -83,7 +84,10 @@ def take(history: History, source: IO[bytes], digest: str | None = None, machine
                 name for name in sorted(names, key=lambda name: GROUP in name)
                 if unpack(pack, name, history.compiled.folder)
             ]
-    except (zipfile.BadZipFile, OSError, ValueError, KeyError, TypeError, Damaged) as problem:
+    except DoesNotFit:
+        raise
+    except Exception as problem:
+        # zipfile and what it unpacks with raise a dozen kinds for damaged, encrypted and foreign files.
         raise DoesNotFit(f"This is no pack that OneDiff can read ({problem}).") from problem
     known = history.tuned()
     tuned = {
@@ -120,7 +124,15 @@ def read_manifest(pack: zipfile.ZipFile) -> dict[str, Any]:
         raise ValueError(f"its format is {manifest['format']!r}, known is {FORMAT}")
     if not isinstance(manifest["tuned"], dict) or not isinstance(manifest["used"], list):
         raise ValueError("its list is of another kind")
+    if not is_flat(manifest["tuned"], DEEPEST_CHOICE):
+        raise ValueError("its list has no end")
     return manifest
+
+
+def is_flat(value: Any, depth: int) -> bool:
+    """Whether lists and mappings lie in each other at most so deep."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return depth >= 0 and all(is_flat(inner, depth - 1) for inner in inside)
 
 
 def refuse_another_machine(packed: dict[str, str], machine: Fingerprint) -> None:

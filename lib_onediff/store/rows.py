@@ -19,6 +19,10 @@ class Damaged(Exception):
     """The file is not a store, or no longer; the message says what it is, to follow 'the store was'."""
 
 
+class NotKept(Exception):
+    """What a user asked for is not on the disk; the message is a sentence for the user."""
+
+
 @dataclass(frozen=True)
 class HistoryRow:
     """One use of a shape, or many of them summed. Times are medians in milliseconds; None is not known yet.
@@ -72,7 +76,7 @@ class Finding:
 @dataclass(frozen=True)
 class PurgeFilter:
     """What a purge takes: these resolutions (None: all) of this model (None: all), whose architectures are these.
-    Without resolutions and model: everything."""
+    Without resolutions and model: everything but what users chose."""
 
     resolutions: Collection[str] | None = None
     model: str | None = None
@@ -93,7 +97,7 @@ class PurgeFilter:
     def finding(self, kind: str, name: str) -> bool:
         """Whether a finding goes."""
         resolution, architecture, *_ = (*name.split(" ", 2), "", "")
-        return self.everything or (kind == VERDICTS and self.verdict(resolution, architecture))
+        return (self.everything and kind != CHOSEN) or (kind == VERDICTS and self.verdict(resolution, architecture))
 
     def _resolution(self, resolution: str) -> bool:
         return self.resolutions is None or resolution in self.resolutions

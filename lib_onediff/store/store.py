@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from . import schema
 from .connection import Unusable, opened, opened_as_it_lies
 from .machine import Fingerprint
-from .rows import Damaged, Finding, HistoryRow, PurgeFilter, ShapeName
+from .rows import Damaged, Finding, HistoryRow, NotKept, PurgeFilter, ShapeName
 
 Result = TypeVar("Result")
 
@@ -133,9 +133,14 @@ class Store:
         found = self._read(lambda connection: schema.read_findings(connection, self.machine), Finding)
         return {finding.name: json.loads(finding.value) for finding in found if finding.kind == kind}
 
+    def commit(self) -> None:
+        """Write all that was recorded before. Raises NotKept where it is not on the disk then."""
+        if not self.flush():
+            raise NotKept(f"This holds until the WebUI ends, because it cannot be written to the disk: {self._cause}.")
+
     def forget(self, gone: PurgeFilter) -> None:
         """Forget history and verdicts on every machine, or everything, also the stores that were set aside and those of
-        earlier versions. What cannot be deleted stays; trouble says why."""
+        earlier versions. What cannot be deleted stays. Raises NotKept, which says why."""
         with self._disk_lock:
             with self._pending_lock:
                 kept = (item for item in self._pending if not (
@@ -143,7 +148,8 @@ class Store:
                     else gone.finding(item.kind, item.name)
                 ))
                 self._pending = deque(kept, PENDING)
-            self._attempt(lambda connection: schema.purge(connection, gone))
+            if not self._attempt(lambda connection: schema.purge(connection, gone)):
+                raise NotKept(f"What is on the disk stays there, because it cannot be deleted: {self._cause}.")
             if gone.everything:
                 self._damage = ""
                 # In this order: another process may begin a store meanwhile.

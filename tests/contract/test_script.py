@@ -17,7 +17,7 @@ from test_hook_faults import broken
 from torch import Tensor
 from vae_builders import diffusers_vae
 
-from lib_onediff import api
+from lib_onediff.api import routes
 from lib_onediff.demo.modules import modules_importable, paths, script_callbacks, scripts, sd_models, shared
 from lib_onediff.hosts.diffusers.instance_forward import attached
 from lib_onediff.runtime.runtime import runtime
@@ -112,7 +112,7 @@ MOMENTS: dict[str, Any] = {
         "adding axes to the X/Y/Z plot",
     ),
     "the routes": (
-        lambda host: (api, "add_routes"), lambda host: host.callback("app_started", None, None), None,
+        lambda host: (routes, "add_routes"), lambda host: host.callback("app_started", None, None), None,
         "adding routes to the API",
     ),
     "the status line": (

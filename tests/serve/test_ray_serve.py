@@ -4,6 +4,7 @@ from __future__ import annotations
 import collections
 import io
 import itertools
+import json
 import os
 import random
 import signal
@@ -169,6 +170,25 @@ def test_not_ready_before_a_replica_is_warm_and_refuses_what_is_too_much(service
     ):
         answer = service.ask(1, (64, 64), **changes)
         assert answer.status_code == status, (changes, answer.text)
+
+
+def test_the_door_is_the_demos(service: Service) -> None:
+    service.start(sizes="64x64", allowed_hosts="images.example")
+    service.wait_until_ready(1)
+    small = {"width": 64, "height": 64, "steps": 3, "prompt": "a fox"}
+    deep = b'{"prompt": ' + b"[" * 600 + b"]" * 600 + b"}"
+    for status, headers, body in (
+        (200, {"Host": "images.example:8000"}, small), (403, {"Host": "evil.example"}, small),
+        (403, {"Origin": "http://evil.example"}, small), (403, {"Sec-Fetch-Site": "cross-site"}, small),
+        (415, {"Sec-Fetch-Site": "same-origin", "Content-Type": "text/plain"}, small),
+        (413, {}, {**small, "prompt": "a" * 70_000}), (400, {}, deep), (422, {}, {**small, "step": 3}),
+    ):
+        sent = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **headers}
+        answer = requests.post(f"{service.url}/image", data=sent, headers=headers, timeout=SECONDS)
+        assert answer.status_code == status, (headers, answer.text[:200])
+        assert status == 200 or set(answer.json()) == {"detail"}
+    assert requests.get(f"{service.url}/ready", headers={"Host": "evil.example"}, timeout=30).status_code == 403
 
 
 def test_the_end_answers_what_waits(service: Service) -> None:

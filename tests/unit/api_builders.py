@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from lib_onediff import api
+from lib_onediff.api import routes
 from lib_onediff.demo.modules.call_queue import FIFOLock
 from lib_onediff.prewarm.job import CannotWarm
 from lib_onediff.prewarm.readiness import Readiness
@@ -61,7 +61,7 @@ class Api:
 
     def add_to(self, app: Any, cmd_opts: Any) -> Any:
         """The same app, with the API where cmd_opts lets it."""
-        api.add_routes(app, cmd_opts, runtime, self.warmup, self.webui, lambda: STATUS, self.readiness.why_not)
+        routes.add_routes(app, cmd_opts, runtime, self.warmup, self.webui, lambda: STATUS, self.readiness.why_not)
         return app
 
     def get(self, path: str, status: int = 200) -> Any:

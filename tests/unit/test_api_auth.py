@@ -1,6 +1,7 @@
 """Who may use the REST API: passwords, gradio's own logins, and pages of other sites."""
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,11 +62,19 @@ def test_no_endpoint_is_without_password(request_: Any) -> None:
     assert nothing_happened(api)
 
 
-@pytest.mark.parametrize("account", ["ann:newer", "bob:two:parts", " eve:three", ":empty"])
+@pytest.mark.parametrize("account", ["ann:newer", "bob:two:parts", " eve:three", ":empty", "zoë:schön"])
 def test_accounts_are_the_hosts(account: str) -> None:
     """Blanks count, and the last of two accounts with one name, as in A1111."""
     client = TestClient(Api().add_to(FastAPI(), command_line(api_auth=ACCOUNTS)))
     assert send(client, REQUESTS[0], **basic(account)).status_code == 200
+
+
+def test_passwords_with_any_letters_are_accepted_as_programs_send_them() -> None:
+    client = TestClient(Api().add_to(FastAPI(), command_line(api_auth=ACCOUNTS + ",ivan:пароль")))
+    assert send(client, REQUESTS[0], **basic("ivan:пароль")).status_code == 200
+    for account, status in (("zoë:schön", 200), ("zoë:schon", 401)):
+        older = {"Authorization": "Basic " + base64.b64encode(account.encode("latin-1")).decode()}
+        assert send(client, REQUESTS[0], **older).status_code == status
 
 
 def test_accounts_that_are_none_let_nobody_in() -> None:

@@ -1,9 +1,11 @@
 """The REST API: what each endpoint does to the real runtime, store and pre-warm queue."""
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import itertools
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator
@@ -28,8 +30,13 @@ from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.key import ShapeKey
 from lib_onediff.shapes.sizes import Size
 from lib_onediff.shapes.table import State
-from lib_onediff.store.history import History
+from lib_onediff.store import store as store_module
+from lib_onediff.store.history import PINNED, History
 from lib_onediff.store.pack import take
+from lib_onediff.store.rows import CHOSEN
+from lib_onediff.store.store import Store
+from lib_onediff.ui.cache.handlers import Panel
+from lib_onediff.ui.cache.page import Page
 
 ROWS = [("512x512", "SD1"), ("768x512", "SD1"), ("512x512", "SDXL")]
 # Twice as many as it takes; for work that grows with the square of the rows it would be a thousand.
@@ -287,6 +294,42 @@ def test_pin_and_unpin(api: Api, folder: Path) -> None:
     api.post("pin", {"resolution": "8x8", "model": "SD1"}, 404)
     api.post("pin", {"resolution": "512x512"}, 422)
     api.post("pin", {"resolution": "512x512", "model": "SD1", "pinned": "no"}, 422)
+
+
+def on_the_disk(folder: Path) -> tuple[set[str], list[list[str]]]:
+    """The resolutions and pins that another process finds now."""
+    store = Store.open(folder)
+    try:
+        return {row.resolution for row in store.history()}, store.saved(CHOSEN).get(PINNED, [])
+    finally:
+        store.close()
+
+
+def test_what_is_answered_with_200_survives_a_kill(api: Api, folder: Path) -> None:
+    runtime.open_cache(folder)
+    api.post("pin", {"resolution": "512x512", "model": "SD1"})
+    assert on_the_disk(folder)[1] == [["SD1", "512x512"]]
+    for body in ({"resolutions": ["512x512"]}, {"disk": True}, {"all": True}):
+        api.post("purge", body)
+        found, pins = on_the_disk(folder)
+        assert "512x512" not in found and pins == [["SD1", "512x512"]], body
+    assert not found
+    api.post("pin", {"resolution": "512x512", "model": "SD1", "pinned": False})
+    assert on_the_disk(folder)[1] == []
+
+
+def test_what_the_disk_does_not_keep_is_told(api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime.open_cache(folder)
+    monkeypatch.setattr(store_module, "BUSY_SECONDS", 0.05)
+    pin = {"resolution": "512x512", "model": "SD1"}
+    with contextlib.closing(sqlite3.connect(folder / "onediff-2-1.sqlite3", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        for path, body in (("pin", pin), ("purge", {"all": True}), ("purge", {"disk": True})):
+            assert "disk" in api.post(path, body, 507)["detail"]
+        panel = Panel(runtime, api.warmup, api.webui.exclusively)
+        assert "cannot be written to the disk" in str(panel.pin(True)('["512x512 SD1"]', Page())[2])
+    assert on_the_disk(folder) == ({row[0] for row in ROWS}, [])
+    assert api.post("purge", {"all": True})["purged"] and on_the_disk(folder)[0] == set()
 
 
 # --- pack ------------------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from PIL import Image
 
 from lib_onediff.bench import __main__ as bench
 from lib_onediff.bench import quality
+from lib_onediff.demo.folder_parts import load_folder
 from lib_onediff.demo.model_folder import read_index
-from lib_onediff.demo.models import load_folder
 from lib_onediff.demo.train.denoiser_stage import MAIN_SIZE, draw_scenes, make_banks, train_denoiser
 from lib_onediff.demo.train.judge_stage import train_judge
 from lib_onediff.demo.train.learner import read_progress
@@ -51,7 +51,7 @@ def test_every_stage_writes_its_curve_and_what_it_reached(trained: Setup) -> Non
 
 def test_the_model_is_a_folder_that_the_demo_loads_and_draws_with(trained: Setup) -> None:
     assert read_index(trained.model)["_class_name"] == "StableDiffusionPipeline"
-    pipeline = load_folder(trained.model)
+    pipeline = load_folder(trained.model, torch.float32)
     assert pipeline.scheduler.config.prediction_type == "v_prediction"
     assert pipeline.vae.config.scaling_factor == 0.18215
     images = pipeline(

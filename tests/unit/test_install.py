@@ -242,7 +242,7 @@ def test_demo_starts_the_host_with_an_absolute_model(installed):
     checkout, environment = installed
     (checkout.parent / "model.ckpt").touch()
     run_install(checkout, "--demo", **environment)
-    words = ["--port", "7861", "--allowed-hosts", "sd.example"]
+    words = ["--port", "7861", "--gradio-auth", "ann:zoë", "--api-auth", "b:c", "--allowed-hosts", "sd.example"]
     answer = run_install(checkout, "--demo", "--model", "model.ckpt", *words, **EMPTY_PACKAGE_INDEX)
     assert (answer.returncode, answer.stderr) == (7, "")
     expected = ["--model", str(checkout.parent / "model.ckpt"), "--host", "127.0.0.1", *words]

@@ -26,6 +26,12 @@ def console(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return start
 
 
+def test_no_name_makes_lines_of_its_own_or_commands_the_console(console: Any) -> None:
+    lines = console()
+    logging.getLogger("onediff").warning("%s is loaded", "a\x1b[2J\nOneDiff: all is well\r\u202e.ckpt")
+    assert lines() == ["OneDiff: a?[2J?OneDiff: all is well??.ckpt is loaded"]
+
+
 @pytest.mark.parametrize(("value", "wanted"), [("1", True), ("true", True), ("0", False), ("", False), ("off", False)])
 def test_the_variable(value: str, wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DEBUG_VARIABLE, value)

@@ -139,6 +139,44 @@ def test_what_is_no_pack_is_refused(history: History) -> None:
             take(history, io.BytesIO(content))
 
 
+def damaged(made: io.BytesIO, how: str) -> bytes:
+    """A pack that zipfile opens and cannot read."""
+    content = bytearray(made.getvalue())
+    at, central = content.index(b"PK\3\4"), content.index(b"PK\1\2")
+    if how == "encrypted":
+        content[at + 6] |= 1
+        content[central + 8] |= 1
+    elif how == "packed by a method that nobody knows":
+        content[at + 8] = content[central + 10] = 99
+    elif how == "damaged inside":
+        start = at + 30 + len(MANIFEST)
+        content[start: start + 40] = b"\xff" * 40
+    elif how == "cut off":
+        content = content[: len(content) // 2]
+    return bytes(content)
+
+
+@pytest.mark.parametrize("how", ["encrypted", "packed by a method that nobody knows", "damaged inside", "cut off"])
+def test_a_pack_that_cannot_be_unpacked_is_refused_in_a_line(
+    made: io.BytesIO, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    (tmp_path / "pack").write_bytes(damaged(made, how))
+    assert command.main(["--folder", str(tmp_path / "to"), "import", str(tmp_path / "pack")]) == 1
+    assert capsys.readouterr().err.startswith("Nothing was imported. This is no pack that OneDiff can read (")
+
+
+@pytest.mark.parametrize("depth", [100, 600, 900, 100_000])
+def test_a_choice_without_end_is_refused(made: io.BytesIO, history: History, depth: int) -> None:
+    with zipfile.ZipFile(made) as pack:
+        manifest = pack.read(MANIFEST)
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as pack:
+        pack.writestr(MANIFEST, manifest.replace(b'"flash"', b"[" * depth + b"]" * depth))
+    with pytest.raises(DoesNotFit, match="no pack that OneDiff can read"):
+        take(history, made)
+    assert not history.tuned()
+
+
 def test_the_commands(made: io.BytesIO, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, there = tmp_path / "a.pack", ["--folder", str(tmp_path / "to")]
     assert command.main(["--folder", str(tmp_path / "from"), "export", str(file)]) == 0

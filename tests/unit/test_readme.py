@@ -102,6 +102,12 @@ def test_the_readme_has_the_order_of_its_questions_and_a_number_first() -> None:
     assert len(re.findall(r"!\[", text)) <= 4
 
 
+def test_the_readme_gives_the_two_commands_of_a_newcomer() -> None:
+    for page in (README, ROOT / ".readme" / "README.zh.md"):
+        blocks = re.findall(r"^```\n(.*?)\n```$", text_of(page), re.MULTILINE | re.DOTALL)
+        assert {"python install.py --demo", "python install.py --test"} <= set(blocks)
+
+
 def test_the_latest_changes_are_those_of_this_version() -> None:
     assert f"\n{__version__}: " in text_of(README)
     assert re.findall(r"^## (.*)$", text_of(ROOT / ".readme" / "changelog.md"), re.MULTILINE)[0] == __version__

@@ -3,8 +3,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -251,3 +254,14 @@ def test_the_end_answers_all_that_wait_and_refuses_who_comes_later() -> None:
         await groups.end()
 
     run(serve())
+
+
+def test_the_door_and_the_loader_need_no_gradio() -> None:
+    """Ray Serve's environment has none."""
+    pytest.importorskip("diffusers")
+    code = (
+        "import sys; sys.modules['gradio'] = None;"
+        "import lib_onediff.api.answers, lib_onediff.api.gate, lib_onediff.demo.folder_parts"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

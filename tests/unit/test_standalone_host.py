@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ pytest.importorskip("PIL")
 from diffusers import DDIMScheduler
 from tiny_sdxl import tiny_sdxl_pipeline
 
-from lib_onediff.demo import images, listening, offline
+from lib_onediff.demo import errors, images, listening, offline, rest
 from lib_onediff.demo.loaded_model import LoadedModel
 from lib_onediff.demo.modules import (
     call_queue,
@@ -244,6 +245,55 @@ def test_damaged_options_are_set_aside(tmp_path: Path, content: str) -> None:
     opts.load(str(file))
     assert opts.kind == "a"
     assert not file.exists() and file.with_suffix(".damaged").exists()
+
+
+def test_eight_clients_may_set_options_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opts, file = make_options(), tmp_path / "config.json"
+    monkeypatch.setattr(shared, "opts", opts)
+    monkeypatch.setattr(shared, "config_filename", str(file))
+
+    def work(number: int) -> None:
+        for turn in range(50):
+            rest.set_options({"share": float(number), "kind": "ab"[turn % 2]})
+            json.loads(file.read_text(encoding="utf-8"))
+
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(work, range(8))) == [None] * 8
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_options_that_cannot_be_saved_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(shared, "opts", make_options())
+    monkeypatch.setattr(shared, "config_filename", str(tmp_path / "file" / "config.json"))
+    with pytest.raises(Refusal, match="could not be saved"):
+        rest.set_options({"kind": "b"})
+
+
+@pytest.mark.parametrize("restore", [True, False])
+def test_what_a_generation_overrides_is_never_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restore: bool
+) -> None:
+    opts, file = make_options(), tmp_path / "config.json"
+    monkeypatch.setattr(shared, "opts", opts)
+    p = processing.StableDiffusionProcessing(
+        override_settings={"kind": "b", "nothing": 1}, override_settings_restore_afterwards=restore
+    )
+    with processing.overridden_options(p):
+        assert (opts.kind, opts.share) == ("b", 0.5)
+        opts.set("share", 0.25)
+        opts.save(str(file))
+        assert json.loads(file.read_text(encoding="utf-8"))["kind"] == "a"
+    assert (opts.kind, opts.share) == ("a" if restore else "b", 0.25)
+    opts.save(str(file))
+    assert json.loads(file.read_text(encoding="utf-8")) == {"kind": "a", "on": True, "share": 0.25}
+    opts.set("kind", "a")
+    assert opts.kind == "a"
+
+
+def test_console_lines_of_ours_are_what_they_look_like(capsys: pytest.CaptureFixture[str]) -> None:
+    errors.report("The model a\x1b[31m.ckpt\rfailed")
+    assert capsys.readouterr().err == "*** The model a?[31m.ckpt\n*** failed\n"
 
 
 def test_saved_values_that_do_not_fit_are_dropped(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ pytest.importorskip("diffusers")
 
 from tiny_sdxl import tiny_sdxl_pipeline
 
-from lib_onediff.demo import prompts
+from lib_onediff.demo import limits, prompts
 from lib_onediff.demo.loaded_model import LoadedModel
 from lib_onediff.demo.modules import processing, shared
+from lib_onediff.demo.refusal import Refusal
 from lib_onediff.demo.tiny_model import tiny_sd15_pipeline
 
 
@@ -60,8 +61,28 @@ def test_a_long_prompt_is_read_once() -> None:
     counting = CountingTokenizer(pipeline.tokenizer)
     pipeline = SimpleNamespace(unet=pipeline.unet, text_encoder=pipeline.text_encoder, tokenizer=counting)
     with torch.no_grad():
-        prompts.encode(pipeline, ["a" * 600] * 4, [""] * 4)
+        prompts.encode(pipeline, ["a " * 300] * 4, [""] * 4)
     assert counting.letters == 600
+
+
+def test_no_word_is_longer_than_a_tokenizer_bears() -> None:
+    read: list[str] = []
+
+    def tokenizer(text: str, **options: Any) -> Any:
+        read.append(text)
+        return SimpleNamespace(input_ids=[])
+
+    emoji = "\N{FOX FACE}" * 1500
+    prompts.tokens_of(tokenizer, [emoji, "a fox, a castle"])
+    assert max(map(len, read[0].split())) <= 256 and read[0].replace(" ", "") == emoji
+    assert read[1] == "a fox, a castle"
+
+
+@pytest.mark.parametrize("text", ["\N{FOX FACE}" * 10_000, "a" * 6001, "\N{CJK UNIFIED IDEOGRAPH-4E00}" * 2001])
+def test_prompts_that_take_long_to_encode_are_refused(text: str) -> None:
+    with pytest.raises(Refusal, match="at most"):
+        limits.check_prompt("prompt", text)
+    limits.check_prompt("prompt", text[:1500])
 
 
 def test_encoding_a_prompt_can_be_interrupted() -> None:

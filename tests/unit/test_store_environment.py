@@ -17,7 +17,7 @@ import pytest
 import lib_onediff
 from lib_onediff.store import store as store_module
 from lib_onediff.store.machine import Fingerprint
-from lib_onediff.store.rows import HistoryRow, PurgeFilter
+from lib_onediff.store.rows import HistoryRow, NotKept, PurgeFilter
 from lib_onediff.store.store import Store
 
 resource = pytest.importorskip("resource", reason="limits and rights are set as on Unix")
@@ -69,7 +69,7 @@ print(json.dumps(steps))
 READ_ONLY = """
 import json, subprocess, sys
 from pathlib import Path
-from lib_onediff.store.store import HistoryRow, PurgeFilter, Store
+from lib_onediff.store.store import HistoryRow, NotKept, PurgeFilter, Store
 from lib_onediff.store.machine import Fingerprint
 
 disk, machine = Path(sys.argv[1]), Fingerprint("a GPU", "580.1", "2.9.0", "3.5.0", "0.1.0")
@@ -78,6 +78,11 @@ before.record(HistoryRow("sd1", "SD1", "512x512", 2, 77, "float16"))
 before.close()
 subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
 steps = []
+def forget(store):
+    try:
+        store.forget(PurgeFilter(["64x64"]))
+    except NotKept as problem:
+        return str(problem)
 for folder in (disk / "cache", disk / "new"):
     store = Store.open(folder, machine)
     opened_with = store.trouble
@@ -85,7 +90,7 @@ for folder in (disk / "cache", disk / "new"):
     store.record(HistoryRow("sd1", "SD1", "512x512", 2, 77, "float16"))
     store.save("tuned", "layout", "nhwc")
     steps.append([opened_with, store.flush(), store.trouble, {row.resolution: row.uses for row in store.history()},
-                  store.saved("tuned"), store.forget(PurgeFilter(["64x64"])), len(store.history())])
+                  store.saved("tuned"), forget(store), len(store.history())])
 before.record(HistoryRow("sd1", "SD1", "512x512", 2, 77, "float16"))
 steps.append([before.flush(), before.history()[0].uses])
 subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
@@ -149,7 +154,8 @@ def test_a_file_that_must_not_grow(tmp_path: Path) -> None:
 
 def test_a_read_only_folder(tmp_path: Path) -> None:
     with_store, without, caught, after = on_a_small_disk(tmp_path, 2000, READ_ONLY)
-    for opened_with, flushed, trouble, _, tuned, _, _ in (with_store, without):
+    for opened_with, flushed, trouble, _, tuned, not_purged, _ in (with_store, without):
+        assert not_purged.startswith("What is on the disk stays there")
         assert "cannot be written" in opened_with and opened_with.endswith(".")
         assert not flushed and trouble == opened_with
         assert tuned == {"layout": "nhwc"}
@@ -186,7 +192,9 @@ def test_a_path_that_can_hold_no_store(tmp_path: Path, kind: str) -> None:
     assert not store.flush() and not store.on_disk
     assert store.history() == [row()] and store.saved("tuned") == {}
     store.size_bytes()
-    store.forget(PurgeFilter())
+    for work in (store.commit, lambda: store.forget(PurgeFilter())):
+        with pytest.raises(NotKept, match=r"disk.*\.$"):
+            work()
     assert store.history() == []
     store.close()
 

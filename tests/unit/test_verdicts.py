@@ -22,7 +22,7 @@ from lib_onediff.shapes.key import ShapeKey
 from lib_onediff.store import history as history_module
 from lib_onediff.store.history import History, verdict_name
 from lib_onediff.store.machine import Fingerprint
-from lib_onediff.store.rows import TUNED, VERDICTS, HistoryRow, PurgeFilter
+from lib_onediff.store.rows import TUNED, VERDICTS, HistoryRow, NotKept, PurgeFilter
 from lib_onediff.store.store import Store
 
 WEIGHTS = "weights and sources"
@@ -120,7 +120,8 @@ def test_a_purge_reaches_what_could_not_be_written(tmp_path: Path) -> None:
     store.save(VERDICTS, verdict_name("native", KEY, WEIGHTS), 1e-3)
     store.save(TUNED, "512x512 is no verdict", 1)
     assert store.trouble
-    store.forget(PurgeFilter(["512x512"]))
+    with pytest.raises(NotKept):
+        store.forget(PurgeFilter(["512x512"]))
     assert store.saved(VERDICTS) == {} and store.saved(TUNED) == {"512x512 is no verdict": 1}
 
 

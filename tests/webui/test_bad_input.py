@@ -5,7 +5,17 @@ from typing import Any
 
 import pytest
 import requests
+from PIL import Image
 from webui_client import PICTURE, WebUI, encode, gradient, one_run
+
+
+def nested(times: int) -> list[Any]:
+    """A list in a list, and so on."""
+    values: list[Any] = []
+    for _ in range(times):
+        values = [values]
+    return values
+
 
 TXT2IMG = {
     "no multiple of 8": {"width": 65},
@@ -36,6 +46,9 @@ TXT2IMG = {
     "half a character in an unknown option": {"override_settings": {"\ud800": 1}},
     "half a character in an option": {"override_settings": {"onediff_prewarm": "\ud800"}},
     "prompt without end": {"prompt": "a" * 100_000},
+    "prompt of emoji alone": {"prompt": "\N{FOX FACE}" * 10_000},
+    "argument without end": {"alwayson_scripts": {"OneDiff": {"args": [nested(600)]}}},
+    "option without end": {"override_settings": {"onediff_prewarm": nested(900)}},
 }
 IMG2IMG = {
     "no image": {"init_images": []},
@@ -46,6 +59,9 @@ IMG2IMG = {
     "animation": {"init_images": [encode(gradient(64, 64), "GIF")]},
     "an address": {"init_images": ["http://127.0.0.1/picture.png"]},
     "broken mask": {"mask": "%%%"},
+    "more images than are used": {"init_images": [encode(gradient(64, 64))] * 2},
+    "more pixels than anybody needs": {"init_images": [encode(Image.new("1", (13300, 13300)))]},
+    "a mask of more pixels": {"mask": encode(Image.new("1", (13300, 13300)))},
     "strength out of range": {"denoising_strength": 1.5},
     "nothing left to do": {"denoising_strength": 0.01},
     "unknown resize mode": {"resize_mode": 7},

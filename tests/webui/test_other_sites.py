@@ -187,8 +187,9 @@ def test_link_on_another_sites_page_shows_the_page(standalone: WebUI) -> None:
 
 
 @pytest.mark.parametrize("flags, known, unknown", [
-    (("--host", "0.0.0.0"), ["my.box.lan", "127.0.0.1"], []),
-    (("--host", "0.0.0.0", "--allowed-hosts", "my.box.lan"), ["my.box.lan", "127.0.0.1"], ["evil.example"]),
+    (("--host", "0.0.0.0", "--api-auth", "ann:one"), ["my.box.lan", "127.0.0.1"], []),
+    (("--host", "0.0.0.0", "--api-auth", "ann:one", "--allowed-hosts", "my.box.lan"),
+     ["my.box.lan", "127.0.0.1"], ["evil.example"]),
     (("--allowed-hosts", "proxy.example,my.box.lan"), ["proxy.example", "my.box.lan:80"], ["evil.example"]),
 ])
 def test_hosts_that_others_reach_work_under_their_names(
@@ -199,7 +200,8 @@ def test_hosts_that_others_reach_work_under_their_names(
         for name in known:
             own = {"Host": name, "Origin": f"http://{name}"}
             assert requests.get(f"{url}/", headers={"Host": name}, timeout=60).status_code == 200
-            assert requests.post(f"{url}/sdapi/v1/interrupt", headers=own, timeout=60).status_code == 200
+            answer = requests.post(f"{url}/sdapi/v1/interrupt", headers=own, auth=("ann", "one"), timeout=60)
+            assert answer.status_code == 200
             foreign = {"Host": name, "Origin": "http://evil.example"}
             assert requests.post(f"{url}/sdapi/v1/interrupt", headers=foreign, timeout=60).status_code == 403
         for name in unknown:

@@ -1,6 +1,7 @@
 """Who may use the API of a host that was started with accounts."""
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,3 +92,13 @@ def test_data_folder_of_a_stranger_is_untouched(tmp_path: Path) -> None:
         assert traces() == before
     finally:
         host.stop()
+
+
+def test_a_host_that_others_can_reach_asks_for_an_account(tmp_path: Path) -> None:
+    with HostProcess.running("--port", "0", "--host", "0.0.0.0", "--data-dir", str(tmp_path)) as host:
+        url = host.url()
+        password = re.search(r"password (\S+)\.", host.output)[1]
+        for account, status in ((None, 401), (("onediff", ""), 401), (("onediff", password), 200)):
+            assert send(requests.Session(), url, REQUESTS[0], auth=account).status_code == status
+        assert requests.get(f"{url}/config", timeout=60).status_code == 401
+        assert logged_in(url, "onediff", password).get(f"{url}/config", timeout=60).status_code == 200

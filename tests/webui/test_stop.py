@@ -58,7 +58,9 @@ def test_with_images_waiting(host: HostProcess, tmp_path: Path, ending: int) -> 
     wait_until(lambda: state(url)["sampling_step"] > 0)
     end(host, ending, tmp_path)
     for connection in connections:
-        connection.close()
+        with connection:
+            told = connection.recv(4096).decode()
+        assert told.startswith("HTTP/1.1 503 ") and "The server stops." in told
 
 
 @ended_by(signal.SIGINT)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,15 +59,24 @@ def options_section(section: tuple[str | None, str], options: dict[str, OptionIn
 
 
 class Options:
-    """The values of all options, as attributes; data_labels holds their OptionInfo, data what was set."""
+    """The values of all options, as attributes; data_labels holds their OptionInfo, data what was set, and is saved;
+    overrides what a generation has in its place. lock: held by whoever sets some and saves them."""
+
+    data_labels: dict[str, Any]
+    data: dict[str, Any]
+    overrides: dict[str, Any]
+    lock: threading.RLock
 
     def __init__(self, data_labels: dict[str, OptionInfo]) -> None:
         object.__setattr__(self, "data_labels", data_labels)
         object.__setattr__(self, "data", {key: info.default for key, info in data_labels.items()})
+        object.__setattr__(self, "overrides", {})
+        object.__setattr__(self, "lock", threading.RLock())
 
     def __getattr__(self, key: str) -> Any:
-        if key in self.data:
-            return self.data[key]
+        for values in (self.overrides, self.data):
+            if key in values:
+                return values[key]
         if key in self.data_labels:
             return self.data_labels[key].default
         raise AttributeError(f"There is no option {key!r}.")
@@ -89,6 +99,7 @@ class Options:
     def set(self, key: str, value: Any, run_callbacks: bool = True) -> bool:
         """Set an option and call its onchange; False when nothing changed or the change was refused."""
         info = self.data_labels[key]
+        self.overrides.pop(key, None)
         before = self.data.get(key)
         if before == value or info.do_not_save:
             return False
@@ -104,12 +115,17 @@ class Options:
         return True
 
     def save(self, filename: str) -> None:
-        """Write all values as JSON; the file is replaced in one step."""
+        """Write all values as JSON; the file is replaced in one step. Raises OSError."""
         path = Path(filename)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(self.data, indent=4, ensure_ascii=False), encoding="utf-8")
-        os.replace(unfinished, path)
+        with self.lock:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Another process may share the folder.
+            unfinished = path.with_suffix(f".{os.getpid()}.unfinished")
+            try:
+                unfinished.write_text(json.dumps(self.data, indent=4, ensure_ascii=False), encoding="utf-8")
+                os.replace(unfinished, path)
+            finally:
+                unfinished.unlink(missing_ok=True)
 
     def load(self, filename: str) -> None:
         """Read values from a file made by save; a damaged file is set aside and the defaults stay."""

@@ -121,9 +121,10 @@ class StableDiffusionProcessingImg2Img(StableDiffusionProcessing):
     inpainting_mask_invert: int = 0
 
     def init(self, all_prompts: list[str], all_seeds: list[int], all_subseeds: list[int]) -> None:
-        self.init_images = [
-            images.fit_image(image, self.width, self.height, self.resize_mode) for image in self.init_images or ()
-        ]
+        given, self.init_images = list(self.init_images or ()), []
+        while given:
+            # One after the other: their pixels are read now, and let go of.
+            self.init_images.append(images.fit_image(given.pop(0), self.width, self.height, self.resize_mode))
         if self.mask is not None:
             self.mask = images.fit_mask(self)
             self.extra_generation_params["Mask blur"] = self.mask_blur
@@ -149,17 +150,18 @@ def process_images(p: StableDiffusionProcessing) -> Processed:
 
 @contextlib.contextmanager
 def overridden_options(p: StableDiffusionProcessing) -> Iterator[None]:
-    """Set the options that p overrides, and set them back."""
+    """Have the options that p overrides in force, until it is over or, where it asks for that, until they are set."""
     opts = shared.opts
-    before = {key: getattr(opts, key) for key in p.override_settings if key in opts.data_labels}
+    before = opts.overrides
+    opts.overrides = {**before, **{
+        key: value for key, value in p.override_settings.items()
+        if key in opts.data_labels and not opts.data_labels[key].do_not_save
+    }}
     try:
-        for key in before:
-            opts.set(key, p.override_settings[key], run_callbacks=False)
         yield
     finally:
         if p.override_settings_restore_afterwards:
-            for key, value in before.items():
-                opts.set(key, value, run_callbacks=False)
+            opts.overrides = before
 
 
 def process_images_inner(p: StableDiffusionProcessing) -> Processed:

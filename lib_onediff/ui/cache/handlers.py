@@ -18,6 +18,7 @@ from ...runtime.rows import ResolutionRow
 from ...runtime.runtime import Runtime
 from ...shapes.sizes import Size, parse_sizes
 from ...store.pack import export
+from ...store.rows import NotKept
 from .. import texts
 from ..events import UNCHANGED
 from ..progress import jobs_html, outcome_of, sentence
@@ -124,7 +125,10 @@ class Panel:
             rows = [resolution_and_model(key) for key in read_keys(keys)]
             if not rows:
                 return self._answer(page, below=choose_first())
-            known = sum(self.runtime.pin(*row, pinned) for row in rows)
+            try:
+                known = sum(self.runtime.pin(*row, pinned) for row in rows)
+            except NotKept as problem:
+                return self._answer(page, below=sentence(str(problem), wrong=True))
             return self._answer(page, below=sentence(texts.pinned(known, pinned)))
 
         return set_pins

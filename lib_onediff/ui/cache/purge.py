@@ -10,6 +10,7 @@ from typing import Any
 from ...guard import first_line, outcome_of
 from ...runtime.rows import ResolutionRow
 from ...runtime.runtime import Runtime
+from ...store.rows import NotKept
 from .. import texts
 from ..amounts import counted
 from .table import key_of, resolution_and_model
@@ -50,6 +51,8 @@ class Chore:
         try:
             # Forge prints a traceback for what is raised in its main thread.
             self._told = exclusively(lambda: outcome_of(work)).result()
+        except NotKept as problem:
+            self.failed, self._told = True, str(problem)
         except Exception as error:
             log.exception("%s failed", self.name)
             self.failed = True

@@ -8,15 +8,15 @@ from typing import Any
 from fastapi import HTTPException, Request
 from starlette.datastructures import Headers, MutableHeaders
 
-from ..api import answers
-from ..api.origins import READING, Origins, host_name
+from . import answers
+from .origins import READING, Origins, host_name
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 FOREIGN_PAGE = "A page of another site may not use this server."
-UNKNOWN_NAME = "This server does not go by the name {}; --allowed-hosts adds it."
+UNKNOWN_NAME = "This server does not go by the name {}; --allowed-hosts, or Ray Serve's allowed_hosts, adds it."
 NO_FETCHING = "This host fetches no addresses."
 WRONG_KIND = "The request body must be sent as {}."
 # To these a link on another site's page may lead: they show the page and change nothing.
@@ -35,10 +35,13 @@ class Gate:
     """ASGI middleware around the whole application, gradio's own routes included.
 
     identify: raises HTTPException, by a request's headers alone, for somebody who has not logged in where one must.
+    largest: how many bytes the body of everybody else may have.
     """
 
-    def __init__(self, app: Any, origins: Origins, identify: Callable[[Request], Awaitable[None]]) -> None:
-        self.app, self.origins, self.identify = app, origins, identify
+    def __init__(
+        self, app: Any, origins: Origins, identify: Callable[[Request], Awaitable[None]], largest: int = LARGEST_BODY
+    ) -> None:
+        self.app, self.origins, self.identify, self.largest = app, origins, identify, largest
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -83,7 +86,7 @@ class Gate:
             if int(request.headers.get("content-length") or 0) > answers.LARGEST_BODY:
                 raise unknown
             return answers.LARGEST_BODY
-        return LARGEST_BODY
+        return self.largest
 
 
 def is_link(method: str, path: str, headers: Headers) -> bool:
