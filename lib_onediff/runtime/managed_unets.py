@@ -87,6 +87,8 @@ class ManagedUNets(Services):
 
     def announce(self, sampling: Sampling, unet: nn.Module | None = None) -> None:
         """A host says what it knows of the sampling that begins: of this UNet, or of all that it may use for it."""
+        if self.generations.innermost is None:
+            self.call_stats.show()
         if unet is None:
             self._sampling = sampling
         elif (managed := self._managed.get(unet)) is not None:
