@@ -99,7 +99,7 @@ def connect_choices(
         return (UNCHANGED, shown) if now == shown else (gr.update(choices=now), now)
 
     ask = connect_controls(tab, arguments, controls, told, settings_of, texts.off_for_this_run)
-    # Pasting can set the list to a preset that is younger than the page.
+    # An image that is sent from the other tab brings its preset, which may be younger than this list.
     for event in (ask.click, preset.change):
         event(offer, inputs=[shown], outputs=[preset, shown], queue=False, **QUIET)
     return ask
