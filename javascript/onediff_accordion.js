@@ -56,20 +56,61 @@ window.onediffAccordion = (() => {
         if (tab && event.target.matches("input")) complete(event.target, tab);
     });
 
-    // --- what has changed elsewhere ---
+    // --- what is set here ---
 
-    let visited = null;
-    function visit(event) {
-        const accordion = event.target.closest && event.target.closest(".onediff-accordion");
-        // A click opens it: the pointer may have come before the page could ask.
-        if (accordion && (accordion !== visited || event.target.closest(".label-wrap") && event.type === "click")) {
-            const ask = accordion.querySelector("[id$=_ask]");
-            if (ask) ask.click();
+    // In the title: it counts more than the settings, now and after they have changed.
+    function setHere(preset, text) {
+        const words = [...(preset ? [preset] : []), ...partsOf(text)].join("; ");
+        const place = document.createElement("span");
+        if (words) {
+            place.className = "onediff-set-here";
+            place.title = place.textContent = `Set here: ${words}`;
         }
-        visited = accordion;
+        return words ? place.outerHTML : "";
     }
 
-    for (const coming of ["pointerover", "focusin", "click"]) document.addEventListener(coming, visit);
+    // --- what has changed elsewhere ---
+
+    // Settings, models and other pages change what a run will be. The page asks when the accordion comes into view, when
+    // somebody comes to it, and for a while after the click that changes settings: nobody tells when that has worked.
+    const MAY_TAKE = 10000;
+    const CHANGE_SETTINGS = "#settings_submit, #quicksettings, #onediff_preset_use";
+    let visited = null, askUntil = 0;
+    const inView = {};
+    function ask(tab) {
+        const button = document.getElementById(`onediff_${tab}_ask`);
+        if (button) button.click();
+    }
+
+    function visit(event) {
+        const at = (selector) => event.target.closest && event.target.closest(selector);
+        const accordion = at(".onediff-accordion");
+        // A click opens it: the pointer may have come before the page could ask.
+        if (accordion && (accordion !== visited || at(".label-wrap") && event.type === "click")) {
+            ask(accordion.id.replace("onediff_", ""));
+        }
+        visited = accordion;
+        if (["click", "change"].includes(event.type)) {
+            if (at(CHANGE_SETTINGS)) askUntil = Date.now() + MAY_TAKE;
+            // Another tab of the page is there a moment later.
+            setTimeout(look);
+        }
+    }
+
+    function look(again) {
+        for (const accordion of document.querySelectorAll(".onediff-accordion")) {
+            const seen = !document.hidden && accordion.offsetParent !== null;
+            if (seen && (!inView[accordion.id] || again && Date.now() < askUntil)) {
+                ask(accordion.id.replace("onediff_", ""));
+            }
+            inView[accordion.id] = seen;
+        }
+    }
+
+    for (const coming of ["pointerover", "focusin", "click", "change"]) document.addEventListener(coming, visit);
+    document.addEventListener("visibilitychange", () => look());
+    addEventListener("focus", () => { Object.keys(inView).forEach((id) => delete inView[id]); look(); });
+    setInterval(() => look(true), 1000);
 
     // --- answers that overtook one another ---
 
@@ -87,7 +128,7 @@ window.onediffAccordion = (() => {
         const times = last.told === told && last.now === now ? last.times : 0;
         if (JSON.stringify(run) === now || times >= MOST_TIMES || times && Date.now() - last.at < BETWEEN_TIMES) return;
         asked[tab] = {told, now, times: times + 1, at: Date.now()};
-        document.getElementById(`onediff_${tab}_ask`).click();
+        ask(tab);
     }
 
     setInterval(() => TABS.forEach(askAgain), 1000);
@@ -117,5 +158,5 @@ window.onediffAccordion = (() => {
         }
     }, 1000);
 
-    return {changed, presetChosen};
+    return {changed, presetChosen, setHere, ask};
 })();

@@ -113,7 +113,7 @@ def settings_of_run(*arguments: Any) -> Settings:
     return run_settings.settings_of_run(arguments, standing_settings(), checkpoint_name())
 
 
-pasting = infotext.Pasting(lambda: runtime.settings, checkpoint_name)
+pasting = infotext.Pasting(lambda: runtime.settings)
 
 
 class OneDiffScript(scripts.Script):
@@ -162,7 +162,8 @@ class OneDiffScript(scripts.Script):
 
     @guard.hook("the end of a generation")
     def postprocess(self, p: Any, processed: Any, *args: Any) -> None:
-        run_settings.restore_sampling(p)
+        is_whole = not (shared.state.interrupted or shared.state.skipped)
+        run_settings.restore_sampling(p, checkpoint_name(), is_whole)
         idle.disturb()
         if runtime.settings.enabled:
             webui.after_run(p)

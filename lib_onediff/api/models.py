@@ -91,7 +91,7 @@ class ReleaseBody(Body):
 class TimesAnswer(Answer):
     """How long steps take; null where that is not known."""
 
-    step_ms: float | None = Field(None, description="Median milliseconds of a step with OneDiff.")
+    step_ms: float | None = Field(None, description="Milliseconds of a step with OneDiff; of a shape, its own calls'.")
     host_ms: float | None = Field(None, description="The same with the WebUI's own UNet.")
     ratio: float | None = Field(None, description="How many times as fast as the WebUI's own.")
     ratio_range: tuple[float, float] | None = Field(None, description="Between what the spread of the times puts it.")
@@ -232,6 +232,10 @@ class StatusAnswer(TimesAnswer):
     resolution: str | None = None
     route: str | None = Field(None, description='"graph", "plain", "blocks" or "host".')
     reason: str
+    served: bool = Field(True, description="Whether the loaded model's network is one that OneDiff serves.")
+    image: dict[str, Any] = Field(
+        {}, description="Of the last image: seconds, the WebUI's own for one like it, and UNet calls by kind.",
+    )
     calls: dict[str, int] = Field(..., description="UNet calls by route.")
     vae: dict[str, Any] = Field(..., description="The same of the last decode.")
     auto: str = Field(..., description='What "auto" means on this machine and why, where that had to be measured.')

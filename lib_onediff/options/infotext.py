@@ -10,7 +10,7 @@ from dataclasses import Field, fields, replace
 from typing import Any
 
 from .option import BOOL_OF_WORD, WORD_OF_BOOL, format_value
-from .presets import AS_IN_SETTINGS, name_of, parse_values, with_preset
+from .presets import AS_IN_SETTINGS, parse_values
 from .settings import Settings
 
 KEY = "OneDiff"
@@ -18,8 +18,6 @@ KEY = "OneDiff"
 PROBLEM = "OneDiff problem"
 SWITCH = "enabled"
 SEPARATOR = ";"
-# What hosts call the checkpoint in infotext.
-CHECKPOINT = "Model"
 PasteFunction = Callable[[dict[str, Any]], "bool | str | None"]
 
 
@@ -57,16 +55,17 @@ def parse(text: str) -> dict[str, Any]:
 
 
 class Pasting:
-    """What pasting an infotext does to the accordion: the run then has the settings of the infotext, whatever the
-    settings tab says.
+    """What pasting an infotext does to the accordion: the run then has the settings of the infotext. Only what the
+    settings tab has otherwise is written into the accordion, one option at a time, where the title shows it: everything
+    else goes on following the settings. A preset would hold every option that presets set.
 
     Its methods take the pasted infotext as the host has read it, and return what a component is set to; None leaves it
     as it is.
     """
 
-    def __init__(self, standing: Callable[[], Settings], checkpoint: Callable[[], str]) -> None:
-        """standing: the settings tab's settings. checkpoint: the name of the loaded one."""
-        self._standing, self._checkpoint = standing, checkpoint
+    def __init__(self, standing: Callable[[], Settings]) -> None:
+        """standing: the settings tab's settings."""
+        self._standing = standing
 
     def switch(self, parameters: dict[str, Any]) -> bool | None:
         """The checkbox."""
@@ -74,25 +73,13 @@ class Pasting:
         return None if wanted is None else wanted.enabled
 
     def preset(self, parameters: dict[str, Any]) -> str | None:
-        """The preset: the one that the settings are exactly, if any."""
-        wanted = pasted_settings(parameters)
-        return None if wanted is None else self._preset_of(wanted, parameters) or AS_IN_SETTINGS
+        """The preset: none."""
+        return None if pasted_settings(parameters) is None else AS_IN_SETTINGS
 
     def changes(self, parameters: dict[str, Any]) -> str | None:
-        """The changed options: all that the settings tab and the preset have otherwise."""
+        """The changed options: all that the settings tab has otherwise."""
         wanted = pasted_settings(parameters)
-        if wanted is None:
-            return None
-        base, preset = self._standing(), self._preset_of(wanted, parameters)
-        if preset is not None:
-            base = with_preset(base, preset, base.own_presets, self._checkpoint())
-        return f"{SEPARATOR} ".join(differences(wanted, base))
-
-    def _preset_of(self, wanted: Settings, parameters: dict[str, Any]) -> str | None:
-        """A preset adapts to the checkpoint, and the host may load the infotext's: it has to be the same for both."""
-        own, loaded = self._standing().own_presets, self._checkpoint()
-        names = {name_of(wanted, own, checkpoint) for checkpoint in (loaded, parameters.get(CHECKPOINT, loaded))}
-        return names.pop() if len(names) == 1 else None
+        return None if wanted is None else f"{SEPARATOR} ".join(differences(wanted, self._standing()))
 
     def fields(self, enabled: Any, preset: Any, changes: Any) -> list[tuple[Any, PasteFunction]]:
         """What a script puts into infotext_fields: the accordion's components, and what fills each.

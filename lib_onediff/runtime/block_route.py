@@ -182,7 +182,7 @@ class BlockRoute:
         if settings.guidance_end < 1.0:
             call_stats.note_guidance(f"{guidance.RESTS}{owner} runs the UNet's loop itself")
         if settings.forecast_interval > 1:
-            call_stats.note_forecast(f"{forecast.RESTS}{owner} runs the UNet's loop itself")
+            call_stats.note_computed(f"{forecast.RESTS}{owner} runs the UNet's loop itself")
         if settings.second_gpu != ONE_GPU:
             call_stats.note_one_gpu(f"{owner} runs the UNet's loop itself")
         call_stats.note(

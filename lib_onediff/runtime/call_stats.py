@@ -1,24 +1,30 @@
-"""What was done last, by which route and why: for the status line, the API and the console."""
+"""What was done last, by which route and why, and how fast: for the status line, the API and the console."""
 from __future__ import annotations
 
 import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ..model.call import CACHED, FULL, UNetCall
 from ..model.deepcache.cache_run import StepPlan
-from ..shapes.table import Entry
+from ..shapes.image_times import FORECAST, HOSTS, WHOLE, ImageTimes, Step, Times
+from ..shapes.key import ShapeKey
+from ..shapes.table import Entry, Stopwatch
+from ..weak_dictionary import WeakDictionary
 from .rows import ratio_values
 
 log = logging.getLogger("onediff")
 
 GRAPH, PLAIN, BLOCKS, HOST = ROUTES = ("graph", "plain", "blocks", "host")
 SECONDS_UNTIL_TOLD_AGAIN = 10.0
+# Of how many kinds of images the host's own seconds are known at once.
+MOST_HOST_IMAGES = 100
 
 
 class CallResult(NamedTuple):
@@ -36,9 +42,24 @@ class CallResult(NamedTuple):
 
 
 class CallStats:
-    """The last UNet call, and how many went by each route."""
+    """The last UNet call, how many went by each route, and the times of the last image."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, in_progress: Callable[[], Iterable[ImageTimes]] = tuple, is_alone: Callable[[], bool] = bool
+    ) -> None:
+        """in_progress: the times of every image that is being made. is_alone: whether the call that is being made
+        belongs to no image."""
+        self._in_progress, self._is_alone = in_progress, is_alone
+        self.image = ImageTimes()
+        self._host_seconds: dict[Hashable, float] = {}
+        # The last image's times of each whole shape, by the host's stopwatch.
+        self._shapes: WeakDictionary[Stopwatch, Times] = WeakDictionary()
+        # By which the host's own time of a cached pass is known.
+        self._full_passes: dict[ShapeKey, Stopwatch] = {}
+        # The host's own in the place of the last call; of the call that is being made, where that is not its shape's.
+        self.host: Stopwatch | None = None
+        self._stands_for: tuple[Stopwatch | None, str] | None = None
+        self.forecasting = Stopwatch()
         self.route: str | None = None
         self.reason = "no image has been made yet"
         self.model: str | None = None
@@ -72,9 +93,75 @@ class CallStats:
         self.split = ""
         self.why_not_cached = self.why_reused = self.why_guided = self.why_no_forecast = ""
 
+    # --- the image ------------------------------------------------------------------------------------------------
+
+    def show(self, image: ImageTimes | None = None) -> None:
+        """The last image is this one from now on; by default, one that begins."""
+        for host in self.image.hosts:
+            self._shapes[host] = self.image.times(host)
+        self.image = ImageTimes() if image is None else image
+
+    def image_made(self, image: ImageTimes, seconds: float, like: Hashable, is_hosts: bool) -> None:
+        """An image is done, in so many seconds. like: equal for images whose seconds can be compared. is_hosts: whether
+        OneDiff was off for it."""
+        image.seconds = seconds
+        if is_hosts:
+            # The host's first images load what later ones find.
+            known = self._host_seconds.pop(like, seconds)
+            self._host_seconds[like] = min(known, seconds)
+            while len(self._host_seconds) > MOST_HOST_IMAGES:
+                del self._host_seconds[next(iter(self._host_seconds))]
+        else:
+            image.host_seconds = self._host_seconds.get(like)
+        self.show(image)
+
+    def times_of(self, entry: Entry) -> Times | None:
+        """The means of the last image over all steps that stood for this shape's whole ones; None where none did."""
+        return self.image.times(entry.host) if entry.host in self.image.hosts else self._shapes.get(entry.host)
+
+    @contextlib.contextmanager
+    def standing_for(self, host: Stopwatch | None, kind: str = WHOLE) -> Iterator[None]:
+        """The host would take host's time for calls made inside. kind: what those are that are otherwise whole."""
+        before, self._stands_for = self._stands_for, (host, kind)
+        try:
+            yield
+        finally:
+            self._stands_for = before
+
+    def _count(self, kind: str, own: Stopwatch | None, host: Stopwatch | None) -> None:
+        if self._stands_for is not None:
+            host, stands = self._stands_for
+            kind = stands if kind == WHOLE else kind
+        is_alone = self._is_alone()
+        images = [] if is_alone else list(self._in_progress())
+        if not images:
+            # Nobody says where an image begins: at the latest, with another shape.
+            if is_alone or host is not None and self.host not in (None, host):
+                self.show()
+            images = [self.image]
+        self.host = host
+        for image in images:
+            image.steps[Step(kind, own, host)] += 1
+
+    def _count_call(self, route: str) -> None:
+        entry = self.entry
+        if route == HOST or entry is None:
+            host = None if entry is None else entry.host
+            self._count(HOSTS, host, host)
+            return
+        host = entry.host
+        if entry.key.is_cached_pass:
+            host = self._full_passes.get(replace(entry.key, part=FULL))
+        elif entry.key.part:
+            self._full_passes[entry.key] = host
+        self._count(CACHED if entry.key.is_cached_pass else WHOLE, entry.own, host)
+
+    # --- the last call --------------------------------------------------------------------------------------------
+
     def note(self, route: str, reason: str) -> None:
         """The call went by this route; reason: why not by a faster one."""
         self.calls[route] += 1
+        self._count_call(route)
         changed = (route, reason) != (self.route, self.reason)
         self.route, self.reason = route, reason
         sentence = f"{route} route" + (f" ({reason})" if reason else "")
@@ -105,10 +192,15 @@ class CallStats:
         self.why_guided = why_guided
         self.without_negative += without_negative
 
-    def note_forecast(self, why_not: str, is_forecast: bool = False) -> None:
-        """The call was answered by a forecast, or computed, for this reason if it is not the schedule."""
+    def note_computed(self, why_not: str) -> None:
+        """The call was computed, for this reason if it is not the schedule of forecasts."""
         self.why_no_forecast = why_not
-        self.forecasts += is_forecast
+
+    def note_forecast(self, host: Stopwatch | None) -> None:
+        """The call was answered by a forecast. host: of the host's own in its place."""
+        self.why_no_forecast = ""
+        self.forecasts += 1
+        self._count(FORECAST, self.forecasting, host)
 
     def note_two_gpus(self, split: str) -> None:
         """The call was computed by two GPUs, which split names with the rows of each."""
@@ -142,18 +234,21 @@ class CallStats:
             self.passes = passes
 
     def status(self) -> dict[str, Any]:
-        """As plain values. step_ms and host_ms are medians at the last call's shape. ratio, host_ms / step_ms, and
-        between what their spread puts it are None until both were timed often enough."""
-        entry = self.entry
+        """As plain values. step_ms and host_ms are means over all steps of the last image, of the median of each kind
+        of step; None where one was not timed. ratio, host_ms / step_ms, and between what their spread puts it are None
+        until all were timed often enough, and where the host made the image."""
+        entry, image = self.entry, self.image
+        times = image.times()
         return {
             "model": self.model,
             "backend": self.backend,
             "resolution": entry.key.resolution if entry else None,
             "route": self.route,
             "reason": self.reason,
-            "step_ms": entry.own.median_ms if entry else None,
-            "host_ms": entry.host.median_ms if entry else None,
-            **ratio_values(entry.ratio if entry else None),
+            "step_ms": times.step_ms,
+            "host_ms": times.host_ms,
+            **ratio_values(times.ratio),
+            "image": {"seconds": image.seconds, "host_seconds": image.host_seconds, "steps": image.kinds()},
             "relative_error": entry.relative_error if entry else None,
             "calls": {route: self.calls[route] for route in ROUTES},
             "deepcache": {

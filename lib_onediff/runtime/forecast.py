@@ -21,6 +21,7 @@ from ..model.deepcache.prompts import TILES, FirstTimestep, PromptNumbers
 from ..model.deepcache.sampling import UNEQUAL_TIMES, Sampling, Timelines
 from ..model.deepcache.schedule import is_whole
 from ..model.deepcache.timeline import Step, Timeline
+from ..shapes.table import Stopwatch
 from ..weak_dictionary import WeakDictionary
 from .call_stats import HOST, CallStats
 from .session import signature
@@ -35,11 +36,12 @@ FIRST_COMPUTED = 3
 @dataclass
 class OutputHistory:
     """The last two outputs that the same weights computed of one prompt at one shape. before, last: each a step's index
-    and an output, (batch, channels, height, width)."""
+    and an output, (batch, channels, height, width). host: the times of the host's own at this shape."""
 
     before: tuple[int, Tensor] | None = None
     last: tuple[int, Tensor] | None = None
     weights: Any = None
+    host: Stopwatch | None = None
 
     def note(self, step: int, output: Tensor, weights: Any) -> None:
         """The UNet was computed at this step. Of two outputs at one step the later counts."""
@@ -128,17 +130,20 @@ class ForecastRoute:
                 reason = found
             else:
                 history, step, must_compute = found
+                stop = self._call_stats.forecasting.start(call.latent.device)
                 output = None if must_compute else history.forecast(step, weights)
                 if output is not None:
-                    self._call_stats.note_forecast("", is_forecast=True)
+                    stop()
+                    self._call_stats.note_forecast(history.host)
                     return output
         except Exception as error:
             run.refusal = FAILED
             history, reason = None, self._guard.note("forecasting an output", error)
         output = compute()
         if history is not None and self._call_stats.route != HOST:
+            history.host = self._call_stats.host
             self._guard.attempt("noting an output", lambda: history.note(step, output, weights()))
-        self._call_stats.note_forecast(reason and RESTS + reason)
+        self._call_stats.note_computed(reason and RESTS + reason)
         return output
 
     def forget(self, unet: nn.Module) -> None:

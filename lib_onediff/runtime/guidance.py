@@ -18,6 +18,8 @@ from ..model.call import UNetCall
 from ..model.deepcache.sampling import UNEQUAL_TIMES, Sampling, Timelines
 from ..model.deepcache.timeline import Timeline
 from ..model.rows import PromptRows, for_all_rows, halves, take_rows, why_not_taken
+from ..shapes.image_times import PROMPT_ALONE
+from ..shapes.table import Stopwatch
 from ..weak_dictionary import WeakDictionary
 from .call_stats import CallStats
 
@@ -46,6 +48,8 @@ class GuidanceRun:
 
     def __init__(self) -> None:
         self._timeline: Timeline | None = None
+        # The times of the host's own whole call.
+        self.host: Stopwatch | None = None
         self._begin_again()
 
     def _begin_again(self) -> None:
@@ -129,7 +133,8 @@ class GuidanceRoute:
         try:
             alone = run.prompt_call(end, sampling, self._timelines.of(sampling), call, guidance)
             if not isinstance(alone, str):
-                output = for_all_rows(compute(alone.call, alone.host), call.latent.shape[0])
+                with self._call_stats.standing_for(run.host, PROMPT_ALONE):
+                    output = for_all_rows(compute(alone.call, alone.host), call.latent.shape[0])
                 self._call_stats.note_guidance("", without_negative=True)
                 return output
             reason = alone
@@ -141,6 +146,7 @@ class GuidanceRoute:
             run.give_up()
             reason = RESTS + self._guard.note("leaving the negative prompt out", error)
         output = compute(call, host)
+        run.host = self._call_stats.host
         self._call_stats.note_guidance(reason)
         return output
 

@@ -96,6 +96,8 @@ class ManagedUNets(Services):
         """A host announces a sampling. sampling: what it says of it. of_all: it may use other UNets for it too, as a
         refiner."""
         managed = self._managed.get(unet)
+        if self.generations.innermost is None:
+            self.call_stats.show()
         if of_all:
             self._sampling = sampling or Sampling()
         elif managed is not None:

@@ -7,11 +7,13 @@ from typing import Any
 
 from ..engines.sensitivity import ClassError
 from ..model.call import CACHED
+from ..shapes.image_times import Times
 from ..shapes.key import ShapeKey
 from ..shapes.table import Entry, Ratio, State
 from ..store.store import HistoryRow
 
 GivesBack = Callable[[Collection[ShapeKey]], int]
+TimesOf = Callable[[Entry], "Times | None"]
 # The state of a resolution that only earlier processes have used.
 ON_DISK = "on disk"
 # What a row says of its shapes: the best of them, for that is what the next image most likely gets.
@@ -101,8 +103,9 @@ class ResolutionRow:
 
     bytes is the GPU memory that purging this row gives back: graphs lie over each other in one memory, which shrinks
     only when its largest goes, so it is no sum, and neither do rows add up. needs is what its largest graph takes.
-    Times are those of the shape that is used most, because shapes of different batch sizes have no common step. The
-    VAE's shapes stand last, below every model of their resolution, and count in none of that.
+    Times are those of the shape that is used most, because shapes of different batch sizes have no common step: means
+    over all steps of its last image, of which some may have computed less. The VAE's shapes stand last, below every
+    model of their resolution, and count in none of that.
     """
 
     resolution: str
@@ -128,12 +131,13 @@ class ResolutionRow:
 
 def rows_of(
     entries: Iterable[Entry], history: Iterable[HistoryRow] = (), pins: Collection[tuple[str, str]] = (),
-    gives_back: GivesBack | None = None,
+    gives_back: GivesBack | None = None, times_of: TimesOf = lambda entry: None,
 ) -> list[ResolutionRow]:
     """The entries as rows, the last used first, among the rows as within each.
 
     history: what earlier processes used; it makes the rows of resolutions that have no entry yet. pins: the pinned
     (model, resolution). gives_back: the GPU memory that comes back without these shapes; by default their sum.
+    times_of: see CallStats.
     """
     groups: dict[tuple[str, str], list[Entry]] = {}
     for entry in sorted(entries, key=lambda entry: -entry.last_used):
@@ -142,7 +146,7 @@ def rows_of(
     for row in sorted(history, key=lambda row: -row.last_used):
         if (row.model, row.resolution) not in groups:
             remembered.setdefault((row.model, row.resolution), []).append(row)
-    rows = [resolution_row(group, gives_back) for group in groups.values()]
+    rows = [resolution_row(group, gives_back, times_of) for group in groups.values()]
     rows += map(remembered_row, remembered.values())
     pinned = [with_pin(row) if (row.model, row.resolution) in pins else row for row in rows]
     return with_decodes_below(sorted(pinned, key=lambda row: -row.last_used))
@@ -176,19 +180,30 @@ def remembered_row(history: list[HistoryRow]) -> ResolutionRow:
     return row_of_shapes(history[0].resolution, history[0].model, ON_DISK, shapes)
 
 
-def resolution_row(entries: list[Entry], gives_back: GivesBack | None = None) -> ResolutionRow:
+def resolution_row(
+    entries: list[Entry], gives_back: GivesBack | None = None, times_of: TimesOf = lambda entry: None
+) -> ResolutionRow:
     """The row of one model and resolution; entries are its shapes, the last used first."""
     state = min((entry.state for entry in entries), key=BEST_FIRST.index).value
-    row = row_of_shapes(entries[0].key.resolution, entries[0].model, state, tuple(map(shape_row, entries)))
+    shapes = tuple(map(shape_row, entries))
+    row = row_of_shapes(entries[0].key.resolution, entries[0].model, state, shapes)
+    times = times_of(entries[shapes.index(usual_shape(shapes))])
+    if times is not None:
+        row = replace(row, step_ms=times.step_ms, host_ms=times.host_ms, **ratio_values(times.ratio))
     if gives_back is None or len(entries) == 1:
         # What one shape gives back alone, its entry says.
         return row
     return replace(row, bytes=gives_back({entry.key for entry in entries}))
 
 
-def row_of_shapes(resolution: str, model: str, state: str, shapes: tuple[ShapeRow, ...]) -> ResolutionRow:
+def usual_shape(shapes: tuple[ShapeRow, ...]) -> ShapeRow:
+    """The shape that is used most, of those with times."""
     timed = [shape for shape in shapes if shape.step_ms is not None and shape.part != CACHED]
-    usual = max(timed or shapes, key=lambda shape: (shape.uses, shape.batch, shape.last_used))
+    return max(timed or shapes, key=lambda shape: (shape.uses, shape.batch, shape.last_used))
+
+
+def row_of_shapes(resolution: str, model: str, state: str, shapes: tuple[ShapeRow, ...]) -> ResolutionRow:
+    usual = usual_shape(shapes)
     return ResolutionRow(
         resolution=resolution, model=model, state=state,
         reason=next((shape.reason for shape in shapes if shape.reason), ""),

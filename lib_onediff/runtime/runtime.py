@@ -29,7 +29,7 @@ class Runtime(Accelerator):
         memory, entries = self._look(), self.table.entries()
         for entry in entries:
             entry.bytes = memory.gives_back({entry.key})
-        return rows_of(entries, self.history.rows(), self.pins.all(), memory.gives_back)
+        return rows_of(entries, self.history.rows(), self.pins.all(), memory.gives_back, self.call_stats.times_of)
 
     def totals(self) -> Totals:
         """What all graphs hold and may hold, what lies on the disk, and how often a graph served a call."""
@@ -86,7 +86,7 @@ class Runtime(Accelerator):
         """Remember on the disk what was used; call it between images."""
         with self._lock:
             entries = self.table.entries()
-        self.history.keep(entries)
+        self.history.keep(entries, times_of=self.call_stats.times_of)
         self.pressure.watch()
 
     # --- to throw away --------------------------------------------------------------------------------------------

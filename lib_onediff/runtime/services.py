@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from ..engines.operator_sets import OperatorSets
 from ..guard import Guard
 from ..ops.tuning_cache import TuningCache
 from ..options.settings import Settings
+from ..shapes.image_times import ImageTimes
 from ..shapes.table import ShapeTable
 from ..store.history import History, Pins
 from ..weak_dictionary import WeakDictionary
@@ -35,10 +37,12 @@ OUT_OF_MEMORY = "out of GPU memory: the graphs were freed"
 
 
 class Generation:
-    """A generation's settings and why they switch OneDiff off. owner: the id of the host's object, its copies' not."""
+    """A generation's settings and why they switch OneDiff off. owner: the id of the host's object, its copies' not.
+    began: by time.perf_counter()."""
 
     def __init__(self, owner: int, settings: Settings, why_off: str) -> None:
         self.owner, self.settings, self.why_off = owner, settings, why_off
+        self.times, self.began = ImageTimes(), time.perf_counter()
 
 
 class Generations:
@@ -47,20 +51,27 @@ class Generations:
     def __init__(self) -> None:
         self._running: list[weakref.ref[Generation]] = []
 
-    def begin(self, p: Any, settings: Settings, why_off: str = "") -> None:
+    def begin(self, p: Any, settings: Settings, why_off: str = "") -> Generation:
         """p: what the host makes the images from. A copy of one in progress goes on with it."""
-        known = p.__dict__.get(GENERATION)
+        known: Generation | None = p.__dict__.get(GENERATION)
         if known is not None and known in self._alive():
             known.settings, known.why_off = settings, why_off
-            return
+            return known
         p.__dict__[GENERATION] = generation = Generation(id(p), settings, why_off)
         self._running = [*map(weakref.ref, self._alive()), weakref.ref(generation)]
+        return generation
 
-    def end(self, p: Any) -> None:
-        """Nothing happens at the end of a copy: the generation goes on without it."""
-        known = p.__dict__.pop(GENERATION, None)
-        if known is not None and known.owner == id(p):
-            self._running = [weakref.ref(each) for each in self._alive() if each is not known]
+    def end(self, p: Any) -> Generation | None:
+        """The generation that is over. Nothing happens at the end of a copy: it goes on without it."""
+        known: Generation | None = p.__dict__.pop(GENERATION, None)
+        if known is None or known.owner != id(p):
+            return None
+        self._running = [weakref.ref(each) for each in self._alive() if each is not known]
+        return known
+
+    def times(self) -> list[ImageTimes]:
+        """Of each in progress."""
+        return [generation.times for generation in self._alive()]
 
     @property
     def innermost(self) -> Generation | None:
@@ -78,7 +89,6 @@ class Services:
         self.guard = Guard()
         self.settings = Settings()
         self.table = ShapeTable()
-        self.call_stats = CallStats()
         self.history = History()
         # What was measured to be best on this machine.
         self.tuning_cache = TuningCache()
@@ -86,6 +96,7 @@ class Services:
         self.operators = OperatorSets(self.tuning_cache)
         # What a generation makes inside itself (a face's inpainting) has its settings.
         self.generations = Generations()
+        self.call_stats = CallStats(self.generations.times, lambda: self.waits_for_compile)
         self._managed: WeakDictionary[nn.Module, ManagedUNet] = WeakDictionary()
         self._graphs = GraphCache(self.table, self._managed, self.pins, self.operators.of)
         self._run_settings: Settings | None = None

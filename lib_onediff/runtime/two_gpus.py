@@ -22,6 +22,7 @@ from ..model.layout import UnsupportedUNet
 from ..model.mirror import MirrorUNet, bytes_of, empty_copy
 from ..model.rows import take_rows, why_not_taken
 from ..options.settings import Settings
+from ..shapes.table import Stopwatch
 from ..weak_dictionary import WeakDictionary
 from .call_stats import GRAPH, PLAIN, CallResult, CallStats
 from .card_pair import Known, Pair, Rest
@@ -69,6 +70,8 @@ class TwoGpusRoute:
         self.cards = cards or Cards()
         self._pairs: WeakDictionary[nn.Module, Pair] = WeakDictionary()
         self._rests: WeakDictionary[nn.Module, Rest] = WeakDictionary()
+        # The host's own is not timed beside two cards.
+        self._untimed = Stopwatch()
 
     @property
     def in_use(self) -> bool:
@@ -206,10 +209,11 @@ class TwoGpusRoute:
         self, first: CallResult, second: CallResult, was_known: bool, device: torch.device, pair: Pair
     ) -> None:
         reason = first.reason or second.reason
-        if was_known:
-            self._call_stats.note_replay(first.entry, reason)
-        else:
-            self._call_stats.note(GRAPH if first.route == second.route == GRAPH else PLAIN, reason)
+        with self._call_stats.standing_for(self._untimed):
+            if was_known:
+                self._call_stats.note_replay(first.entry, reason)
+            else:
+                self._call_stats.note(GRAPH if first.route == second.route == GRAPH else PLAIN, reason)
         rows = f"{first.output.shape[0]}+{second.output.shape[0]} rows"
         self._call_stats.note_two_gpus(f"{device} + {pair.device}, {rows}")
 

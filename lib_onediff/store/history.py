@@ -6,12 +6,13 @@ import hashlib
 import math
 import os
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 from ..ops.card import card_name
 from ..ops.tuning_cache import TuningCache
+from ..shapes.image_times import Times
 from ..shapes.key import ShapeKey
 from ..shapes.table import Entry
 from .compiler_caches import CompilerCaches
@@ -121,14 +122,18 @@ class History:
             self.compiled.use(os.environ)
             self.compiled.evict_in_the_background()
 
-    def keep(self, entries: Iterable[Entry], in_images: bool = True) -> None:
+    def keep(
+        self, entries: Iterable[Entry], in_images: bool = True,
+        times_of: Callable[[Entry], Times | None] = lambda entry: None,
+    ) -> None:
         """Take down what was used since the last call. Returns at once; the disk is written in a thread.
 
         in_images: False for what was used to make it ready: it is remembered with its times, but not as a use.
+        times_of: the means over all steps of an image at a shape; None where they are the entry's own.
         """
         if self._store is None:
             return
-        # A cached pass's time is no step's: half a step has no row of its own on the disk.
+        # A cached pass is in the mean of the whole shape's: half a step has no row of its own on the disk.
         with self._lock:
             used = [
                 entry for entry in entries
@@ -136,7 +141,7 @@ class History:
             ]
             for entry in used:
                 uses = entry.uses - self._counted.get(entry.key, 0) if in_images else 0
-                row = history_row(entry, uses)
+                row = history_row(entry, uses, times_of(entry))
                 self._store.record(row if self._is_of(entry) else dataclasses.replace(row, step_ms=None, host_ms=None))
                 self._counted[entry.key] = entry.uses
         if used and in_images:
@@ -260,16 +265,18 @@ def sound_verdicts(stored: dict[str, Any]) -> dict[str, float]:
     return {name: float(error) for name, error in stored.items() if is_error(error)}
 
 
-def history_row(entry: Entry, uses: int) -> HistoryRow:
-    """An entry as the store keeps it, with the uses that are new.
+def history_row(entry: Entry, uses: int, times: Times | None = None) -> HistoryRow:
+    """An entry as the store keeps it, with the uses that are new. times: the means over all steps of its last image, if
+    there was one.
 
     Two times together are a ratio to whoever reads them: the host's is kept only where both were timed often enough,
     and ours not beside one of the host's that is kept already, before it is. Alone it tells how long a call may take.
     """
-    key, timed = entry.key, entry.ratio is not None
+    key = entry.key
+    step_ms, host_ms, ratio = times or (entry.own.median_ms, entry.host.median_ms, entry.ratio)
     return HistoryRow(
         architecture=key.architecture, model=entry.model, resolution=key.resolution, batch=key.batch,
         tokens=key.tokens, dtype=str(key.dtype).removeprefix("torch."), uses=uses, last_used=entry.last_used,
-        step_ms=entry.own.median_ms if timed or not entry.host.is_remembered else None,
-        host_ms=entry.host.median_ms if timed else None, relative_error=entry.relative_error,
+        step_ms=step_ms if ratio is not None or not entry.host.is_remembered else None,
+        host_ms=None if ratio is None else host_ms, relative_error=entry.relative_error,
     )

@@ -21,8 +21,8 @@ SOURCE = "accordion"
 # A hidden text box of A1111 and Forge that gets the description of every generation. The visible line under the
 # images will not do: gradio 4 reports a change of an HTML component whenever anything on the page is redrawn.
 CHANGES_AFTER_GENERATION = "generation_info_{tab}"
-SUMMARY, STATUS, PREWARM, PREWARM_RESULT, HIRES_ROW = (
-    f"onediff_{{tab}}_{part}" for part in ("summary", "status", "prewarm", "prewarm_result", "hires")
+SUMMARY, STATUS, PREWARM, PREWARM_RESULT, HIRES_ROW, ASK = (
+    f"onediff_{{tab}}_{part}" for part in ("summary", "status", "prewarm", "prewarm_result", "hires", "ask")
 )
 SIZE_COMPONENTS = ("{tab}_width", "{tab}_height", "{tab}_batch_size")
 # The checkbox of Hires. fix, before and since it is an accordion's.
@@ -48,6 +48,7 @@ def build_accordion(
             enabled = gr.Checkbox(
                 used, label=texts.USE, elem_id=f"onediff_{tab}_enabled", container=False, scale=0, min_width=20,
             )
+            set_here = gr.HTML(elem_id=f"onediff_{tab}_set_here", elem_classes=LIVE)
             gr.HTML(lambda: status_lines()[0], elem_id=SUMMARY.format(tab=tab), elem_classes=LIVE)
         with gr.Accordion("OneDiff", open=False, elem_id=f"onediff_{tab}_accordion"):
             with gr.Row(elem_classes="onediff-run"):
@@ -74,16 +75,21 @@ def build_accordion(
                 told = gr.HTML(elem_id=f"onediff_{tab}_told", elem_classes=LIVE)
                 gr.HTML(lambda: status_lines()[1], elem_id=STATUS.format(tab=tab), elem_classes=LIVE)
         arguments, controls = [enabled, preset, changes], [*by_words, *by_numbers, hires]
-        connect_choices(tab, arguments, controls, told, presets, settings_of)
+        ask = connect_choices(tab, arguments, controls, told, presets, settings_of)
+    # Also where it is closed: what is set here counts more than the settings.
+    for event in (ask.click, preset.change, changes.change):
+        event(None, inputs=[preset, changes], outputs=[set_here], api_name=False, **in_the_browser(
+            f"(preset, text) => onediffAccordion.setHere(preset === {AS_IN_SETTINGS!r} ? '' : preset, text)"
+        ))
     return arguments
 
 
 def connect_choices(
     tab: str, arguments: list[Any], controls: list[Any], told: Any, presets: Callable[[], list[str]],
     settings_of: Callable[..., Settings],
-) -> None:
+) -> Any:
     """Say what the run will be and have the controls show it, and keep the list of presets as it is now: the user's own
-    come and go, and OneDiff may be switched off in the settings meanwhile."""
+    come and go, and OneDiff may be switched off in the settings meanwhile. Returns the button that asks for it."""
     preset = arguments[1]
     shown = gr.State([AS_IN_SETTINGS, *presets()])
 
@@ -93,9 +99,10 @@ def connect_choices(
         return (UNCHANGED, shown) if now == shown else (gr.update(choices=now), now)
 
     ask = connect_controls(tab, arguments, controls, told, settings_of, texts.off_for_this_run)
-    # Pasting can set the list to a preset that is younger than the page.
+    # An image that is sent from the other tab brings its preset, which may be younger than this list.
     for event in (ask.click, preset.change):
         event(offer, inputs=[shown], outputs=[preset, shown], queue=False, **QUIET)
+    return ask
 
 
 def connect(component: Any, tab: str, status_lines: StatusLines, warmup: WarmUp) -> None:
@@ -105,17 +112,21 @@ def connect(component: Any, tab: str, status_lines: StatusLines, warmup: WarmUp)
     """
     if component.elem_id != CHANGES_AFTER_GENERATION.format(tab=tab):
         return
-    summary, status = (find_component(elem_id.format(tab=tab)) for elem_id in (SUMMARY, STATUS))
-    if summary is None or status is None:
+    summary, status, ask = (find_component(elem_id.format(tab=tab)) for elem_id in (SUMMARY, STATUS, ASK))
+    if summary is None or status is None or ask is None:
         return
-    component.change(status_lines, inputs=[], outputs=[summary, status], queue=False, **QUIET)
+    for event in (ask.click, component.change):
+        event(status_lines, inputs=[], outputs=[summary, status], queue=False, **QUIET)
+    component.change(None, inputs=[], outputs=[], api_name=False, **in_the_browser(
+        f"() => {{ onediffAccordion.ask({tab!r}); return []; }}"
+    ))
     connect_prewarm(tab, [summary, status], status_lines, warmup)
     connect_hires(tab)
 
 
 def connect_hires(tab: str) -> None:
     """Show what is of the hires pass only where there is one."""
-    row, ask = (find_component(name.format(tab=tab)) for name in (HIRES_ROW, "onediff_{tab}_ask"))
+    row, ask = (find_component(name.format(tab=tab)) for name in (HIRES_ROW, ASK))
     checkbox = next(filter(None, (find_component(name.format(tab=tab)) for name in HIRES_CHECKBOXES)), None)
     if checkbox is None or row is None or ask is None:
         return

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,11 @@ log = logging.getLogger("onediff")
 # What of a generation runs the model: init encodes the image that img2img begins with.
 STEPS_OF_A_RUN = ("init", "sample")
 EXAMPLE = "low_bit fp8; tf32 on"
+# Images that are equal in these take the host equally long, but for what other extensions do.
+MAKE_IMAGES_ALIKE = (
+    "width", "height", "batch_size", "n_iter", "steps", "sampler_name", "cfg_scale", "denoising_strength", "enable_hr",
+    "hr_upscaler", "hr_scale", "hr_resize_x", "hr_resize_y", "hr_second_pass_steps",
+)
 # What the accordion's checkbox, preset and changes are.
 AS_AT_FIRST = (True, AS_IN_SETTINGS, "")
 
@@ -103,7 +109,7 @@ def use_for_sampling(p: Any, settings: Settings, why_off: str = "") -> None:
     """Have the generation p sample with settings, and what it generates inside itself. why_off: why they switch OneDiff
     off, if the user did not ask for it."""
     unwrap(p)
-    runtime.generations.begin(p, settings, why_off)
+    runtime.call_stats.show(runtime.generations.begin(p, settings, why_off).times)
     # A generation that failed has told nobody that it is over.
     runtime.vae.end_run()
     if settings != runtime.settings:
@@ -112,10 +118,16 @@ def use_for_sampling(p: Any, settings: Settings, why_off: str = "") -> None:
                 setattr(p, name, StepWithSettings(getattr(p, name), settings, why_off))
 
 
-def restore_sampling(p: Any) -> None:
-    """Undo use_for_sampling, but for what somebody has wrapped since."""
-    runtime.generations.end(p)
+def restore_sampling(p: Any, checkpoint: str = "", is_whole: bool = True) -> None:
+    """Undo use_for_sampling, but for what somebody has wrapped since, and note how long an image has taken. checkpoint:
+    the name of the loaded one. is_whole: whether nobody has interrupted it."""
+    generation = runtime.generations.end(p)
     unwrap(p)
+    if generation is not None and is_whole:
+        images = getattr(p, "n_iter", 1) * getattr(p, "batch_size", 1)
+        seconds = (time.perf_counter() - generation.began) / max(1, images)
+        like = checkpoint, *(str(getattr(p, name, "")) for name in MAKE_IMAGES_ALIKE)
+        runtime.call_stats.image_made(generation.times, seconds, like, not generation.settings.enabled)
 
 
 def unwrap(p: Any) -> None:

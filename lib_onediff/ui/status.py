@@ -6,38 +6,64 @@ from typing import Any
 
 from ..hosts.webui import WebUI
 from ..options.settings import OFF_IN_SETTINGS
+from ..runtime.call_stats import CallStats
 from ..runtime.runtime import runtime
 from ..runtime.vae.call_stats import described as decode_described
-from .amounts import NOTHING, milliseconds, times
-from .texts import NO_IMAGE_YET, OFF, ROUTES, SHORT_ROUTES
+from .amounts import NOTHING, milliseconds, seconds, times
+from .texts import (
+    NO_IMAGE_YET,
+    NOT_SERVED,
+    OFF,
+    ROUTES,
+    SHORT_NOT_SERVED,
+    SHORT_ROUTES,
+    an_image,
+    mean_step,
+    not_compared,
+)
 from .texts import UNREADABLE as UNREADABLE_TEXT
 
+# What of a status is of the last image or its last call, and of no use beside a model that OneDiff does not serve.
+OF_THE_LAST_CALL = (
+    "model", "resolution", "step_ms", "host_ms", "ratio", "ratio_range", "relative_error", "image", "deepcache",
+    "guidance", "forecast", "second_gpu",
+)
 # In place of both status lines where a fault of ours keeps them from being made.
 UNREADABLE = ("", f'<p class="onediff-reason">{UNREADABLE_TEXT}</p>')
 
 
 def current_status(webui: WebUI) -> dict[str, Any]:
     """runtime.status() with what the WebUI's adapter adds: who the host is, how many hooks are in place, and notes on
-    its settings. Where OneDiff is off, or does not serve the model, with that reason in place of the last call's."""
+    its settings. Where OneDiff is off, or does not serve the model, with that reason in place of the last call: what
+    another model's took says nothing of this one."""
     status = {
         "host": webui.name, "release": webui.release, "hooks": webui.hooks(), "notes": webui.notes(), **runtime.status()
     }
-    reason = webui.why_not_served() if runtime.settings.enabled else f"{OFF_IN_SETTINGS}."
-    return {**status, "route": "host", "reason": reason} if reason else status
+    why_not = webui.why_not_served()
+    reason = why_not if runtime.settings.enabled else f"{OFF_IN_SETTINGS}."
+    status["served"] = not why_not
+    if not reason:
+        return status
+    nothing = CallStats().status()
+    return {**status, **{name: nothing[name] for name in OF_THE_LAST_CALL}, "route": "host", "reason": reason}
 
 
 def summary_html(status: dict[str, Any]) -> str:
-    """The status in the accordion's title, in a few words: "29 ms/step, 2.00 x, graph"."""
+    """The status in the accordion's title, in a few words: "1.2 s/image, 29 ms/step, 2.00 x, graph"."""
     route = status["route"]
     if not runtime.settings.enabled:
         words = OFF
+    elif not status.get("served", True):
+        words = SHORT_NOT_SERVED
     elif route is None:
         words = NO_IMAGE_YET
     else:
         ours = route != "host" and status["step_ms"] is not None
+        took = (status.get("image") or {}).get("seconds")
+        image = [] if took is None else [f"{seconds(took)}/image"]
         step = [f"{milliseconds(status['step_ms'])}/step"] if ours else []
         speed = [times(status["ratio"])] if ours and status["ratio"] is not None else []
-        words = ", ".join([*step, *speed, SHORT_ROUTES[route]])
+        words = ", ".join([*image, *step, *speed, SHORT_ROUTES[route]])
     return f'<span class="onediff-summary onediff-route-{route or "none"}" role="status">{html.escape(words)}</span>'
 
 
@@ -87,18 +113,22 @@ def fact_html(label: str, value: str, below: str = "", meaning: str = "") -> str
 
 def described(status: dict[str, Any]) -> list[tuple[str, str]]:
     """(label, value) pairs of a status; values that are not known yet are shown as such."""
+    image = status.get("image") or {}
+    took = image.get("seconds")
     return [
-        ("Route", ROUTES.get(status["route"], NOTHING)),
-        ("Step", milliseconds(status["step_ms"])),
+        ("Route", ROUTES.get(status["route"], NOTHING) if status.get("served", True) else NOT_SERVED),
+        ("Image", "" if took is None else an_image(took, image.get("host_seconds"))),
+        ("Step", mean_step(status["step_ms"], image.get("steps", {}))),
         ("Speed", ratio_sentence(status)),
         ("Resolution", status["resolution"] or NOTHING),
         ("Model", status["model"] or NOTHING),
-        ("Backend", status["backend"]),
+        ("Backend", status["backend"] or ""),
     ]
 
 
 def ratio_sentence(status: dict[str, Any]) -> str:
-    """How our step compares with the host's own, which is measured when a shape is first used."""
-    if status["ratio"] is None:
-        return NOTHING
-    return f"{times(status['ratio'], status.get('ratio_range'))} the WebUI's own ({milliseconds(status['host_ms'])})"
+    """How our mean step compares with the host's own in its place, which is measured when a shape is first used."""
+    if status["ratio"] is not None:
+        own = milliseconds(status["host_ms"])
+        return f"{times(status['ratio'], status.get('ratio_range'))} the WebUI's own ({own})"
+    return NOTHING if status["route"] in (None, "host") else not_compared(status["host_ms"])

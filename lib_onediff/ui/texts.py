@@ -6,7 +6,7 @@ from typing import Any
 from ..options.settings import OFF_IN_SETTINGS
 from ..shapes.sizes import Size
 from ..shapes.table import ENOUGH
-from .amounts import counted, memory
+from .amounts import counted, memory, milliseconds, seconds
 
 # --- fields -----------------------------------------------------------------------------------------------------------
 
@@ -43,10 +43,35 @@ ROUTES = {
     "graph": "CUDA graph", "plain": "plain launches", "blocks": "blocks inside the host's loop",
     "host": "the WebUI's own UNet",
 }
+# In their place beside a model that OneDiff does not serve.
+SHORT_NOT_SERVED, NOT_SERVED = "not served", "the WebUI's own"
+STEPS = {
+    "whole": "whole", "cached": "cached", "prompt alone": "of the prompt alone", "forecast": "forecast",
+    "host": "by the WebUI's own UNet",
+}
 
 
 def this_run(described: str) -> str:
     return f"This run: {described}."
+
+
+def an_image(seconds_an_image: float, host: float | None) -> str:
+    """host: what the WebUI's own takes for one like it, where that is known."""
+    beside = "" if host is None else f" (the WebUI's own: {seconds(host)})"
+    return f"{seconds(seconds_an_image)}{beside}"
+
+
+def mean_step(step_ms: float | None, steps: dict[str, int]) -> str:
+    """steps: how many were of which kind."""
+    kinds = ", ".join(f"{count} {STEPS.get(kind, kind)}" for kind, count in steps.items())
+    mixed = f" (mean of {kinds})" if step_ms is not None and len(steps) > 1 else ""
+    return f"{milliseconds(step_ms)}{mixed}"
+
+
+def not_compared(host_ms: float | None) -> str:
+    """Why a step is not compared with the WebUI's own."""
+    why = "the WebUI's own was not timed for these steps" if host_ms is None else "too few steps were timed yet"
+    return f"not compared: {why}"
 
 
 def no_effect_here(options: list[str]) -> str:
@@ -96,6 +121,7 @@ STATES = {
 WORDS = {
     "Computed by": "the backend and, with DeepCache, the pass: full, or cached between two full ones",
     "pinned": "its graph stays when memory runs short",
+    "Step": "mean over all steps of the last image; of a shape, its own calls",
     "Ratio": f"times as fast as the WebUI's own after {ENOUGH} calls of each; below, its spread",
     "Memory": "what its graphs need; they share one pool: below, what purging this row alone frees",
     "Error": "relative distance from the WebUI's own output when it was checked",

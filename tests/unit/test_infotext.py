@@ -9,7 +9,7 @@ import pytest
 
 from lib_onediff.demo.modules import infotext_utils
 from lib_onediff.options import infotext
-from lib_onediff.options.preset_data import BALANCED, DRAFTS, QUALITY, SPEED
+from lib_onediff.options.preset_data import SPEED
 from lib_onediff.options.presets import AS_IN_SETTINGS, with_preset
 from lib_onediff.options.settings import Settings
 from lib_onediff.ui.run_settings import settings_of_run
@@ -85,17 +85,14 @@ def test_what_others_have_written(text: str, expected: dict[str, Any]) -> None:
     Settings.from_mapping(infotext.parse(text))
 
 
-def pasting(standing: Settings | None = None, checkpoint: str = "") -> infotext.Pasting:
-    return infotext.Pasting(lambda: standing or Settings(), lambda: checkpoint)
+def pasting(standing: Settings | None = None) -> infotext.Pasting:
+    return infotext.Pasting(lambda: standing or Settings())
 
 
-def read_by_the_accordion(
-    parameters: dict[str, Any], standing: Settings, checkpoint: str = "", used_with: str | None = None
-) -> tuple[list[Any], Settings]:
-    """What pasting puts into the accordion, and the settings of a run with that. used_with: another checkpoint."""
-    found = pasting(standing, checkpoint)
-    arguments = [found.switch(parameters), found.preset(parameters), found.changes(parameters)]
-    return arguments, settings_of_run(arguments, standing, checkpoint if used_with is None else used_with)
+def read_by_the_accordion(text: str, standing: Settings) -> list[Any]:
+    """What pasting puts into the accordion."""
+    found, parameters = pasting(standing), {infotext.KEY: text}
+    return [found.switch(parameters), found.preset(parameters), found.changes(parameters)]
 
 
 def per_run(settings: Settings) -> dict[str, Any]:
@@ -112,20 +109,30 @@ TABS = [
 @pytest.mark.parametrize("standing", TABS, ids=infotext.describe)
 def test_a_run_has_exactly_the_settings_of_the_infotext_that_was_pasted(standing: Settings) -> None:
     for settings in every_setting():
-        _, run = read_by_the_accordion({infotext.KEY: infotext.describe(settings)}, standing)
+        run = settings_of_run(read_by_the_accordion(infotext.describe(settings), standing), standing)
         assert per_run(run) == per_run(settings)
         assert run.own_presets == standing.own_presets
 
 
+@pytest.mark.parametrize("pasted", [Settings(), Settings(enabled=False), Settings(deepcache_interval=2, tf32="on")])
+def test_what_is_pasted_holds_no_option_but_those_that_it_writes_down(pasted: Settings) -> None:
+    """Whatever else is set later counts, and the accordion shows what does not."""
+    arguments = read_by_the_accordion(infotext.describe(pasted), Settings())
+    later = Settings(backend="eager", low_bit="int8", guidance_end=0.5, deepcache_interval=5)
+    run = settings_of_run(arguments, later)
+    written = pasted.changed_from(Settings())
+    assert arguments[1] == AS_IN_SETTINGS and all(name in arguments[2] for name in written if name != "enabled")
+    assert per_run(run) == per_run(later) | written
+    assert not settings_of_run(arguments, Settings(enabled=False)).enabled
+
+
 @pytest.mark.parametrize(("text", "standing", "arguments"), [
-    ("on", Settings(), [True, QUALITY, ""]),
-    ("off", Settings(), [False, QUALITY, ""]),
-    ("on", Settings(deepcache_interval=3), [True, QUALITY, ""]),
-    ("on; deepcache_interval 2", Settings(backend="eager"), [True, BALANCED, "backend auto"]),
-    ("on; backend eager; deepcache_interval 2", Settings(), [True, BALANCED, "backend eager"]),
-    ("on; deepcache_interval 4", Settings(), [True, AS_IN_SETTINGS, "deepcache_interval 4"]),
+    ("on", Settings(), [True, AS_IN_SETTINGS, ""]),
+    ("off", Settings(), [False, AS_IN_SETTINGS, ""]),
+    ("on", Settings(deepcache_interval=3), [True, AS_IN_SETTINGS, "deepcache_interval 1"]),
+    ("on; deepcache_interval 2", Settings(backend="eager"),
+     [True, AS_IN_SETTINGS, "backend auto; deepcache_interval 2"]),
     ("on; deepcache_interval 4", Settings(tf32="on", deepcache_interval=4), [True, AS_IN_SETTINGS, "tf32 auto"]),
-    ("on; deepcache_interval 4", Settings(own_presets="mine: deepcache_interval 4"), [True, "mine", ""]),
     ("on; from_the_future 3; tf32 on", Settings(), [True, AS_IN_SETTINGS, "tf32 on"]),
     ("on; deepcache_interval 4; deepcache_hires own values", Settings(),
      [True, AS_IN_SETTINGS, "deepcache_interval 4; deepcache_hires off"]),
@@ -134,32 +141,13 @@ def test_a_run_has_exactly_the_settings_of_the_infotext_that_was_pasted(standing
     ("on; deepcache_interval 4; deepcache_schedule uneven; deepcache_center 0.2; deepcache_power 2.0",
      Settings(deepcache_schedule="uniform"), [True, AS_IN_SETTINGS, "deepcache_interval 4; deepcache_schedule early"]),
     ("on; fp8 on", Settings(), [True, AS_IN_SETTINGS, "low_bit fp8"]),
-    ("on; fp8 off", Settings(low_bit="int8"), [True, QUALITY, ""]),
-    ("on; low_bit int8", Settings(), [True, AS_IN_SETTINGS, "low_bit int8"]),
+    ("on; fp8 off", Settings(low_bit="int8"), [True, AS_IN_SETTINGS, "low_bit off"]),
     ("on; low_bit int8; low_bit_attention on", Settings(),
      [True, AS_IN_SETTINGS, "low_bit int8; low_bit_attention on"]),
-    ("on; fp8 perhaps; deepcache_interval 99", Settings(), [True, QUALITY, ""]),
+    ("on; fp8 perhaps; deepcache_interval 99", Settings(), [True, AS_IN_SETTINGS, ""]),
 ])
 def test_what_pasting_shows(text: str, standing: Settings, arguments: list[Any]) -> None:
-    assert read_by_the_accordion({infotext.KEY: text}, standing)[0] == arguments
-
-
-@pytest.mark.parametrize(("model", "loaded", "run_with"), [
-    ("sd_xl_turbo", "sd_xl_turbo", "sd_xl_turbo"), ("playground-v2.5", "v1-5", "playground-v2.5"),
-    ("playground-v2.5", "v1-5", "v1-5"), ("v1-5", "playground-v2.5", "v1-5"),
-    (None, "sd_xl_base_1.0", "sd_xl_base_1.0"),
-])
-@pytest.mark.parametrize("preset", [QUALITY, BALANCED, SPEED, DRAFTS])
-def test_a_preset_that_adapts_is_pasted_only_where_it_means_the_same(
-    preset: str, model: str | None, loaded: str, run_with: str
-) -> None:
-    """The host may load the infotext's checkpoint for the run, or not."""
-    for checkpoint in (loaded, model or loaded):
-        settings = with_preset(Settings(), preset, checkpoint=checkpoint)
-        parameters = {infotext.KEY: infotext.describe(settings), **({"Model": model} if model else {})}
-        arguments, run = read_by_the_accordion(parameters, Settings(), loaded, run_with)
-        assert per_run(run) == per_run(settings), arguments
-    assert read_by_the_accordion({infotext.KEY: "on", "Model": loaded}, Settings(), loaded)[0][1] == QUALITY
+    assert read_by_the_accordion(text, standing) == arguments
 
 
 def test_pasting_something_else_leaves_the_accordion_alone() -> None:
@@ -193,7 +181,7 @@ def pasted(text: str, checked: bool, standing: Settings) -> list[Any]:
 
 @pytest.mark.parametrize("text, expected", [
     ("a fox\nSteps: 3, Sampler: Heun, Size: 64x72, OneDiff: off; verify off",
-     ["a fox", 64.0, "Heun", False, QUALITY, "verify off"]),
+     ["a fox", 64.0, "Heun", False, AS_IN_SETTINGS, "verify off; tf32 auto"]),
     ("a fox\nSteps: 3, Sampler: Heun, OneDiff: on; deepcache_interval 3; deepcache_hires off, Size: 64x72",
      ["a fox", 64.0, "Heun", True, AS_IN_SETTINGS, "tf32 auto; deepcache_interval 3; deepcache_hires off"]),
     ("a fox\nSteps: 3, Sampler: Heun, Size: 64x72", ["a fox", 64.0, "Heun", *["unchanged"] * 3]),

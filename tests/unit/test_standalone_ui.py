@@ -53,10 +53,22 @@ def test_status_line_before_the_first_picture() -> None:
 
 def test_model_that_is_not_served_is_reported() -> None:
     told = status.current_status(UnknownHost("SomeUI 3", "not served yet"))
-    assert told["route"] == "host" and told["reason"] == "not served yet"
+    assert told["route"] == "host" and told["reason"] == "not served yet" and not told["served"]
     assert (told["release"], told["hooks"], told["notes"]) == ("SomeUI 3", 0, [])
     line = status.status_html({**told, "notes": ["Sage is not used."], "faults": ["a fault <of> ours"]})
     assert "not served yet" in line and "Sage is not used." in line and "a fault &lt;of&gt; ours" in line
+
+
+def test_beside_a_model_that_is_not_served_nothing_is_shown_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    last = {**runtime.status(), **STATUS, "image": {"seconds": 2.0, "host_seconds": None, "steps": {"whole": 3}}}
+    last["deepcache"] = {"full": 3, "cached": 0, "reason": "DeepCache rests: few steps", "reused": ""}
+    monkeypatch.setattr(runtime, "status", lambda: last)
+    served, refused = (status.current_status(UnknownHost("UI", why)) for why in ("", "its network is a Flux"))
+    for shown in (status.summary_html, status.status_html):
+        assert "12.3 ms" in shown(served) and "2.00 x" in shown(served) and "2.0 s" in shown(served)
+        for gone in ("12.3 ms", "2.00 x", "2.0 s", "SD1", "64x72", "few steps", "UNet"):
+            assert gone not in shown(refused)
+    assert "its network is a Flux" in status.status_html(refused)
 
 
 def test_settings_become_options() -> None:
@@ -235,12 +247,13 @@ def test_status_line_is_renewed_by_the_hosts_description_of_a_generation() -> No
     with gradio.Blocks() as page:
         build_accordion("img2img")
         already = len(page.get_config_file()["dependencies"])
-        for elem_id, added in (("generation_info_txt2img", 0), ("generation_info_img2img", 1)):
+        for elem_id, added in (("generation_info_txt2img", 0), ("generation_info_img2img", 3)):
             box = gradio.Textbox(elem_id=elem_id)
             accordion.connect(box, "img2img", both_statuses, WarmUp(NoWebUI(), runtime))
             dependencies = page.get_config_file()["dependencies"]
             assert len(dependencies) == already + added
-    assert dependencies[-1]["targets"] == [(box._id, "change")]
+    # The status, and what the run will be by the settings as they are now.
+    assert [dependency["targets"] for dependency in dependencies[-2:]] == [[(box._id, "change")]] * 2
 
 
 def test_script_serves_diffusers_models_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +273,8 @@ def test_script_serves_diffusers_models_only(tmp_path: Path, monkeypatch: pytest
             sd_models.use_model(SimpleNamespace(unet=unet))
             assert attached(unet) is not None
             assert script.current_status() == {
-                "host": "standalone", "release": "OneDiff's own WebUI", "hooks": 1, "notes": [], **runtime.status()
+                "host": "standalone", "release": "OneDiff's own WebUI", "hooks": 1, "notes": [], "served": True,
+                **runtime.status(),
             }
             script_callbacks.call_all("script_unloaded")
             assert attached(unet) is None

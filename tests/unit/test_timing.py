@@ -131,7 +131,9 @@ def test_the_page_shows_a_ratio_with_its_spread_or_none() -> None:
     status = {"route": "plain", "step_ms": 12.345, "host_ms": 24.69, "resolution": "", "model": "", "backend": ""}
     speed = lambda **known: dict(described({**status, **known}))["Speed"]  # noqa: E731
     assert speed(ratio=2.0, ratio_range=(1.8, 2.2)) == "2.00 x (1.80 to 2.20) the WebUI's own (24.7 ms)"
-    assert speed(ratio=None, ratio_range=None) == "\N{EN DASH}"
+    assert speed(ratio=None) == "not compared: too few steps were timed yet"
+    assert speed(ratio=None, host_ms=None) == "not compared: the WebUI's own was not timed for these steps"
+    assert speed(ratio=None, route="host") == "\N{EN DASH}"
 
 
 def test_prewarming_times_a_host_whose_output_was_checked_by_an_earlier_process(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from selenium.webdriver.common.keys import Keys
 from webui_client import WebUI, gradient, one_run
 from webui_page import (
     SMALL,
+    accordion,
     accordion_values,
     changed_options,
     choose_preset,
@@ -186,10 +187,10 @@ def paste(page: Any, tab: str, infotext: str) -> None:
 
 
 PASTED = [
-    ({}, {}, (True, "Quality first", "")),
-    ({"enabled": False}, {}, (False, "Quality first", "")),
-    ({"deepcache_interval": 2}, {}, (True, "Balanced", "")),
-    ({"deepcache_interval": 2, "backend": "eager"}, {}, (True, "Balanced", "backend eager")),
+    ({}, {}, (True, "As in the settings", "")),
+    ({"enabled": False}, {}, (False, "As in the settings", "")),
+    ({"deepcache_interval": 2, "backend": "eager"}, {},
+     (True, "As in the settings", "backend eager; deepcache_interval 2")),
     ({"deepcache_interval": 3}, {"onediff_tf32": "on", "onediff_deepcache_start": 0.25},
      (True, "As in the settings", "tf32 auto; deepcache_interval 3; deepcache_start 0.0")),
 ]
@@ -216,6 +217,42 @@ def test_infotext_pastes_back(
             said = infotext.partition("OneDiff: ")[2].partition(",")[0].strip()
             again = make_picture(page, seed=7)
             assert f"OneDiff: {said}" in again, "the run is another one than that of the infotext"
+
+
+def test_what_the_run_will_be_is_told_after_pasting_applying_resetting_and_generating(page, webui: WebUI) -> None:
+    """Nobody comes to the accordion meanwhile: it asks by itself."""
+    def told_without_pointing(expected: str) -> None:
+        page.choose_tab("txt2img")
+        page.wait_for_text(told("txt2img"), expected, 20)
+
+    def apply() -> None:
+        page.find("#settings_submit").click()
+
+    name = "onediff_deepcache_interval"
+    infotext = "a fox\nSteps: 3, Sampler: Euler a, Seed: 31, Size: 64x64, OneDiff: on"
+    open_advanced(page, "txt2img")
+    paste(page, "txt2img", infotext)
+    page.wait(lambda: page.run("return document.querySelector('#txt2img_seed input').value") == "31", "the seed", 30)
+    assert accordion_values(page, "txt2img") == (True, "As in the settings", "")
+    with webui.options(**{name: 1, "onediff_tf32": "auto"}):
+        show_settings(page)
+        page.type(f"#setting_{name} input[type=number]", 4)
+        apply()
+        told_without_pointing("This run: on; deepcache_interval 4.")
+        show_settings(page)
+        page.wait_for_text(f"setting_{name}", "Default: 1", 20)
+        page.find(f"#setting_{name} .onediff-small").click()
+        apply()
+        told_without_pointing("This run: on.")
+        paste(page, "txt2img", f"{infotext}; deepcache_interval 2")
+        page.wait_for_text(told("txt2img"), "This run: on; deepcache_interval 2.", 20)
+        assert page.text("onediff_txt2img_set_here") == "Set here: deepcache_interval 2"
+        # By another page, say.
+        webui.set_options(onediff_tf32="on")
+        assert "tf32 on; deepcache_interval 2" in make_picture(page, seed=31)
+        page.wait_for_text(told("txt2img"), "This run: on; tf32 on; deepcache_interval 2.", 20)
+        page.close_accordion(accordion("txt2img"))
+        assert page.text("onediff_txt2img_set_here") == "Set here: deepcache_interval 2", "also where it is closed"
 
 
 def test_infotext_of_a_picture_without_onediff_leaves_the_accordion_alone(page, webui: WebUI) -> None:

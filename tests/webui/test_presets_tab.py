@@ -9,7 +9,6 @@ from selenium.webdriver.common.keys import Keys
 from webui_client import WebUI
 from webui_page import (
     accordion,
-    accordion_values,
     changed_options,
     choose_preset,
     make_picture,
@@ -149,18 +148,6 @@ def test_own_preset_is_saved_used_and_deleted(presets: Presets, webui: WebUI) ->
     before = webui.calls()
     make_picture(page, seed=12)
     assert webui.calls()["host"] >= before["host"] + 3, "a preset that is gone leaves the run to the WebUI's own"
-
-
-def test_pasting_a_preset_that_is_younger_than_the_page(presets: Presets, webui: WebUI) -> None:
-    page = presets.page
-    webui.set_options(onediff_own_presets=f"{OWN}: deepcache_interval 4")
-    show_tab(page, "txt2img")
-    open_advanced(page, "txt2img")
-    page.type("#txt2img_prompt textarea", "a fox\nSteps: 3, Sampler: Euler a, CFG scale: 7, Seed: 11, Size: 64x64, "
-              "OneDiff: on; deepcache_interval 4; verify off")
-    page.find("#txt2img_paste, #tab_txt2img #paste, #txt2img_tools #paste").click()
-    page.wait(lambda: accordion_values(page, "txt2img") == (True, OWN, "verify off"), "the preset in the accordion", 30)
-    assert "OneDiff: on; verify off; deepcache_interval 4" in make_picture(page)
 
 
 def test_refusals(presets: Presets) -> None:

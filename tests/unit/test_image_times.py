@@ -1,0 +1,128 @@
+"""What is shown of an image's times: the mean over all of its steps, beside the host's own in their place."""
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from builders import diffusers_output, diffusers_unet
+from deepcache_builders import EVERY_THIRD, STEPS, WEBUI, call_of, few_steps_suffice  # noqa: F401
+
+from lib_onediff.model.deepcache.sampling import Sampling
+from lib_onediff.model.rows import PromptRows, half_of, take_rows
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.runtime import Runtime
+from lib_onediff.shapes.table import ENOUGH
+from lib_onediff.ui.status import described, summary_html
+
+WHOLE_MS, CACHED_MS, ALONE_MS, FORECAST_MS, HOST_MS = 90.0, 15.0, 50.0, 1.0, 120.0
+
+
+class Images:
+    """Images of a UNet in the care of a runtime of its own, whose clock says what it is told."""
+
+    def __init__(self, **options: Any) -> None:
+        self.runtime, self.unet = Runtime(), diffusers_unet()
+        self.settings = Settings(**options)
+        self.runtime.configure(self.settings)
+        self.runtime.adopt(self.unet, host_traits=WEBUI)
+
+    @torch.no_grad()
+    def make(self, size: int = 8, settings: Settings | None = None, seconds: float = 2.0) -> None:
+        p, settings = SimpleNamespace(), settings or self.settings
+        generation = self.runtime.generations.begin(p, settings)
+        self.runtime.call_stats.show(generation.times)
+        self.runtime.begin_sampling(self.unet, Sampling(times=lambda: STEPS, why_no_forecast=lambda: ""))
+        for time in STEPS:
+            call = call_of(self.unet, time, size=size)
+            call.latent[1] = call.latent[0]
+            rows = PromptRows(half_of(2, False), lambda call=call: self.host(take_rows(call, half_of(2, False))))
+            self.runtime.run(self.unet, call, lambda call=call: self.host(call), guidance=lambda rows=rows: rows)
+        self.runtime.generations.end(p)
+        self.set_times()
+        self.runtime.call_stats.image_made(generation.times, seconds, size, not settings.enabled)
+
+    def host(self, call: Any) -> torch.Tensor:
+        return diffusers_output(self.unet, call)
+
+    def set_times(self) -> None:
+        for entry in self.runtime.table.entries():
+            own = CACHED_MS if entry.key.is_cached_pass else ALONE_MS if entry.key.batch == 1 else WHOLE_MS
+            entry.own._times.extend([own] * 32)
+            if entry.host._times:
+                entry.host._times.extend([HOST_MS if entry.key.batch == 2 else HOST_MS / 2] * 32)
+        self.runtime.call_stats.forecasting._times.extend([FORECAST_MS] * 32)
+
+    def status(self) -> dict[str, Any]:
+        return self.runtime.status()
+
+
+def assert_times(times: Any, step_ms: float) -> None:
+    """times: a status, or a row."""
+    of = times.get if isinstance(times, dict) else lambda name: getattr(times, name)
+    assert (of("step_ms"), of("host_ms")) == (pytest.approx(step_ms), pytest.approx(HOST_MS))
+    assert of("ratio") == pytest.approx(HOST_MS / step_ms)
+
+
+@pytest.mark.parametrize(("options", "steps", "step_ms"), [
+    ({}, {"whole": 20}, WHOLE_MS),
+    (EVERY_THIRD, {"whole": 8, "cached": 12}, (8 * WHOLE_MS + 12 * CACHED_MS) / 20),
+    ({"guidance_end": 0.5}, {"whole": 10, "prompt alone": 10}, (WHOLE_MS + ALONE_MS) / 2),
+    ({"forecast_interval": 2, "guidance_end": 0.5}, {"whole": 6, "prompt alone": 6, "forecast": 8},
+     (6 * WHOLE_MS + 6 * ALONE_MS + 8 * FORECAST_MS) / 20),
+], ids=["exact", "DeepCache", "guidance end", "forecast and guidance end"])
+def test_every_step_counts_where_times_are_shown_and_stored(
+    options: dict[str, Any], steps: dict[str, int], step_ms: float, tmp_path: Path
+) -> None:
+    images = Images(**options)
+    images.runtime.history.open(tmp_path)
+    images.make()
+    status = images.status()
+    assert status["image"] == {"seconds": 2.0, "host_seconds": None, "steps": steps}
+    assert_times(status, step_ms)
+    (row,) = images.runtime.rows()
+    assert_times(row, step_ms)
+    # The next image is no part of it.
+    images.make(size=9)
+    assert_times(next(row for row in images.runtime.rows() if row.resolution == "64x64"), step_ms)
+    images.runtime.keep_history()
+    stored = {(row.resolution, row.batch): row for row in images.runtime.history.rows()}
+    assert_times(stored["64x64", 2], step_ms)
+    facts = dict(described(status))
+    assert facts["Image"] == "2.0 s" and facts["Step"].startswith(f"{step_ms:.3g} ms")
+
+
+def test_what_the_host_made_is_compared_with_nothing_and_its_seconds_stand_beside_ours() -> None:
+    images = Images()
+    images.make(settings=Settings(enabled=False), seconds=5.0)
+    status = images.status()
+    assert (status["ratio"], status["image"]["steps"]) == (None, {"host": 20})
+    assert dict(described(status))["Speed"] == "\N{EN DASH}" and "5.0 s/image" in summary_html(status)
+    images.make(size=9)
+    assert images.status()["image"]["host_seconds"] is None, "another size"
+    images.make()
+    assert dict(described(images.status()))["Image"] == "2.0 s (the WebUI's own: 5.0 s)"
+
+
+def test_without_the_hosts_time_no_ratio_is_made_up() -> None:
+    images = Images(**EVERY_THIRD)
+    images.make()
+    for entry in images.runtime.table.entries():
+        entry.host._times.clear()
+    status = images.status()
+    assert status["step_ms"] and (status["host_ms"], status["ratio"]) == (None, None)
+    assert dict(described(status))["Speed"] == "not compared: the WebUI's own was not timed for these steps"
+
+
+def test_a_call_that_makes_a_size_ready_is_in_no_image() -> None:
+    images = Images(**EVERY_THIRD)
+    images.make()
+    call = call_of(images.unet, STEPS[0], size=9)
+    with images.runtime.wait_for_compile(), torch.no_grad():
+        for _ in range(ENOUGH):
+            images.runtime.run(images.unet, call, lambda: images.host(call))
+    status = images.status()
+    assert status["image"] == {"seconds": None, "host_seconds": None, "steps": {"whole": 1}}
+    assert status["resolution"] == "72x72"
