@@ -234,7 +234,7 @@ def test_blocks_that_record_are_left_to_the_host(unet: Any, loop: HostLoop) -> N
     controlled(unet)
     assert len(seen) == 1
     assert runtime.status()["route"] == "host"
-    assert "has a forward of its own" in runtime.status()["reason"]
+    assert "has a _forward of its own" in runtime.status()["reason"]
 
 
 def test_weights_changed_between_passes_are_seen(unet: Any, loop: HostLoop) -> None:
