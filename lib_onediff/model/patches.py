@@ -23,8 +23,8 @@ FUNCTIONS = (
     "pad", "softmax",
 )
 OURS = __name__.partition(".")[0]
-# What torch runs of a layer's class besides forward.
-CALLED_BY_TORCH = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__")
+# What torch runs of a layer's class besides forward; the last where somebody else's forward calls torch's.
+CALLED_BY_TORCH = ("_conv_forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__")
 
 
 class Scan(NamedTuple):
