@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .fused_storage import fuse, joined_affine, shares_storage
 from .identity import Edits, Signature
 from .layout import Convolution, FusedLinear, UNetLayout, UnsupportedUNet
+from .tuners import layer_within
 from .weights import Affine, Weights
 
 BOUND_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -51,7 +52,10 @@ class Binding:
     def __init__(self, module: nn.Module, layout: Layout) -> None:
         self.layout: Any = layout
         leaves = layout.leaves()
-        self._leaves = {leaf.path: weakref.ref(module.get_submodule(leaf.path)) for leaf in leaves}
+        called = [module.get_submodule(leaf.path) for leaf in leaves]
+        self._leaves = {leaf.path: weakref.ref(layer_within(one)) for leaf, one in zip(leaves, called, strict=True)}
+        # The layers as the host calls them: those, or the LoRAs around them.
+        self._called = list(map(weakref.ref, called))
         # The groups of layers whose weights lie in one tensor.
         self.fusions = layout.fusions()
         prompt_paths = layout.prompt_paths()
@@ -62,11 +66,16 @@ class Binding:
         self.cast_to: torch.dtype | None = None
         self.offloaded: Container[str] = ()
 
-    def holds_layers_of(self, module: nn.Module, layout: UNetLayout) -> bool:
-        """Whether these are the layers of a module as it is now, in the same order. layout: the module's."""
-        return replace(layout, foreign=()) == replace(self.layout, foreign=()) and all(
-            module.get_submodule(path) is leaf() for path, leaf in self._leaves.items()
-        )
+    def follow(self, module: nn.Module, layout: UNetLayout) -> bool:
+        """Take what has been put around the layers of a module, and taken from there; returns whether they are the same
+        layers, in the same order. layout: the module's as it is now."""
+        if replace(layout, foreign=()) != replace(self.layout, foreign=()):
+            return False
+        called = [module.get_submodule(path) for path in self._leaves]
+        if any(layer_within(one) is not leaf() for one, leaf in zip(called, self._leaves.values(), strict=True)):
+            return False
+        self.layout, self._called = layout, list(map(weakref.ref, called))
+        return True
 
     def bind(self, channels_last: bool = False) -> int:
         """Let the members of every fused layer share one storage, and the convolutions' weights lie channels-last, or
@@ -125,8 +134,11 @@ class Binding:
 
     def layers(self) -> list[nn.Module]:
         """The host's modules that hold the parameters. Drop the result after the call."""
-        layers: list[Any] = [leaf() for leaf in self._leaves.values()]
-        return [layer for layer in layers if layer is not None] if None in layers else layers
+        return present(self._leaves.values())
+
+    def called_layers(self) -> list[nn.Module]:
+        """As layers, with the LoRAs around them in their place."""
+        return present(self._called)
 
     def layers_of(self, name: str) -> list[nn.Module]:
         """The host's modules of a layer, by its path, or of a fused layer, by its name. Raises UnsupportedUNet if one
@@ -247,6 +259,11 @@ def present_parameters(leaves: Iterable[weakref.ref[nn.Module]]) -> list[nn.Para
             raise UnsupportedUNet(LAYERS_GONE)
         found += [parameter for parameter in layer._parameters.values() if parameter is not None]
     return found
+
+
+def present(references: Iterable[weakref.ref[nn.Module]]) -> list[nn.Module]:
+    layers: list[Any] = [reference() for reference in references]
+    return [layer for layer in layers if layer is not None] if None in layers else layers
 
 
 def describe_storage(parameter: Tensor) -> str:

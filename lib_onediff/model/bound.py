@@ -293,8 +293,8 @@ class BoundUNet:
             layout = read_layout(unet)
         except UnsupportedUNet as reason:
             self._unreadable = str(reason)
-        if layout is not None and self._binding is not None and self._binding.holds_layers_of(unet, layout):
-            self._structure, self._binding.layout = structure, layout
+        if layout is not None and self._binding is not None and self._binding.follow(unet, layout):
+            self._structure = structure
             return
         self._have_restored()
         self.undo_channels_last()

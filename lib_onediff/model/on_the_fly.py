@@ -57,7 +57,7 @@ class OnTheFly:
             return News.NONE
         if goes_on and self.stands(binding):
             return News.NONE
-        layers = binding.layers()
+        layers = binding.called_layers()
         state = WeightFunctionState() if reader is None else reader.state(layers)
         self._is_needed = bool(state.layers) or binding.cast_to is not None
         self.is_asked = reader is not None or self._is_needed
@@ -77,7 +77,7 @@ class OnTheFly:
     def stands(self, binding: Binding) -> bool:
         """Whether the host applies what it did at the last refresh, in a sampling that goes on: up to 0.3 ms for SDXL
         where that is nothing, a millisecond with a LoRA on every layer."""
-        seen = [] if self._reader is None else self._reader.glance(binding.layers())
+        seen = [] if self._reader is None else self._reader.glance(binding.called_layers())
         if self.applied is None:
             return not seen and binding.cast_to is None
         return self._lasts() and seen == self._glance and self._state.is_alive()

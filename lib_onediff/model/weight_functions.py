@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .identity import edit_count
 
@@ -61,33 +62,42 @@ class WeightFunctionState:
     """What a host's functions consist of, as it was noted: equal as long as it is the same. Keeps nothing alive.
 
     layers: the places in the list of those to which anything is applied. facts: plain data, such as a LoRA's strength.
-    references: of objects that count as the same as long as they are the same. edits: of the tensors among them.
+    references: of objects that count as the same as long as they are the same. storages, places, edits: of tensors.
     """
 
     layers: list[int] = field(default_factory=list)
     facts: list[object] = field(default_factory=list)
     references: list[Callable[[], Any]] = field(default_factory=list)
+    storages: list[StorageWeakRef] = field(default_factory=list)
+    places: list[object] = field(default_factory=list)
     edits: list[int] = field(default_factory=list)
 
-    def note(self, objects: list[Any], tensors: list[Tensor]) -> None:
+    def note(self, objects: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         """Take down all of these at once."""
         self.references += map(weakref.ref, objects)
-        self.references += map(weakref.ref, tensors)
+        # Of their memory: a tensor with a weak reference cannot be swapped, which is how peft exchanges a LoRA, and one
+        # may be given other memory.
+        self.storages += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+        self.places += [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors]
         try:
             self.edits += list(map(VERSION, tensors))
         except RuntimeError:  # an inference tensor counts none
             self.edits += map(edit_count, tensors)
 
     def is_alive(self) -> bool:
-        """Whether every object that was noted still is: else another may have its identity."""
-        return all(reference() is not None for reference in self.references)
+        """Whether all that was noted still is: else something other may have its identity."""
+        return all(reference() is not None for reference in self.references) and not any(
+            storage.expired() for storage in self.storages
+        )
 
     def __eq__(self, other: object) -> bool:
         # A live object has one plain weak reference, so references can be compared without their objects.
         if not isinstance(other, WeightFunctionState) or len(self.references) != len(other.references):
             return False
-        same = (self.layers, self.facts, self.edits) == (other.layers, other.facts, other.edits)
-        return same and all(map(operator.is_, self.references, other.references))
+        same = (self.layers, self.facts, self.edits, self.places) == (
+            other.layers, other.facts, other.edits, other.places
+        )
+        return same and self.storages == other.storages and all(map(operator.is_, self.references, other.references))
 
 
 class FunctionReader(Protocol):
