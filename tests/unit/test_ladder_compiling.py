@@ -228,7 +228,7 @@ def test_weights_do_not_move_where_we_and_the_host_take_turns_in_a_sampling(weat
     call = a_call(unet)
     given = call.latent, call.timestep, call.context
     added = {"text_embeds": call.y, "time_ids": torch.empty(len(call.y), 0)}
-    for others in ({}, {"cross_attention_kwargs": {"scale": 1.0}}) * 2:
+    for others in ({}, {"cross_attention_kwargs": {"of_somebody": 1.0}}) * 2:
         with torch.no_grad():
             unet(*given, added_cond_kwargs=added, **others)
         assert now()[1] == ("host" if others else "plain") and convolutions_lie(unet, torch.channels_last)
@@ -237,5 +237,6 @@ def test_weights_do_not_move_where_we_and_the_host_take_turns_in_a_sampling(weat
 def by_the_host(unet: nn.Module, call: UNetCall) -> None:
     added = {"text_embeds": call.y, "time_ids": torch.empty(len(call.y), 0)}
     with torch.no_grad():
-        unet(call.latent, call.timestep, call.context, added_cond_kwargs=added, cross_attention_kwargs={"scale": 1.0})
+        arguments = {"of_somebody": 1.0}
+        unet(call.latent, call.timestep, call.context, added_cond_kwargs=added, cross_attention_kwargs=arguments)
     assert now()[1] == "host"
