@@ -134,11 +134,13 @@ class Binding:
 
     def layers(self) -> list[nn.Module]:
         """The host's modules that hold the parameters. Drop the result after the call."""
-        return present(self._leaves.values())
+        layers: list[Any] = [leaf() for leaf in self._leaves.values()]
+        return [layer for layer in layers if layer is not None] if None in layers else layers
 
     def called_layers(self) -> list[nn.Module]:
         """As layers, with the LoRAs around them in their place."""
-        return present(self._called)
+        pairs = zip(self._called, self._leaves.values(), strict=True)
+        return [layer for called, leaf in pairs if (layer := called() or leaf()) is not None]
 
     def layers_of(self, name: str) -> list[nn.Module]:
         """The host's modules of a layer, by its path, or of a fused layer, by its name. Raises UnsupportedUNet if one
@@ -259,11 +261,6 @@ def present_parameters(leaves: Iterable[weakref.ref[nn.Module]]) -> list[nn.Para
             raise UnsupportedUNet(LAYERS_GONE)
         found += [parameter for parameter in layer._parameters.values() if parameter is not None]
     return found
-
-
-def present(references: Iterable[weakref.ref[nn.Module]]) -> list[nn.Module]:
-    layers: list[Any] = [reference() for reference in references]
-    return [layer for layer in layers if layer is not None] if None in layers else layers
 
 
 def describe_storage(parameter: Tensor) -> str:

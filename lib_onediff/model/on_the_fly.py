@@ -69,7 +69,9 @@ class OnTheFly:
         paths = binding.paths()
         functions = {} if reader is None else {paths[place]: reader.of(layers[place]) for place in state.layers}
         casts_norms = self._casts is None or self._casts.norms
-        moved = applied.fit(functions, binding.weights(), binding.fusions, binding.dtype, room, casts_norms)
+        moved = applied.fit(
+            functions, binding.weights(), binding.fusions, binding.dtype, room, binding.device, casts_norms
+        )
         self.applied, self._state, self._edits, self._dtype = applied, state, binding.all_edits(), binding.dtype
         self._glance = [] if reader is None else reader.glance(layers)
         return News.MOVED if moved else News.CHANGED
