@@ -79,10 +79,7 @@ class WeightFunctionState:
         # may be given other memory.
         self.storages += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
         self.places += [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors]
-        try:
-            self.edits += list(map(VERSION, tensors))
-        except RuntimeError:  # an inference tensor counts none
-            self.edits += map(edit_count, tensors)
+        self.edits += edit_counts(tensors)
 
     def is_alive(self) -> bool:
         """Whether all that was noted still is: else something other may have its identity."""
@@ -98,6 +95,14 @@ class WeightFunctionState:
             other.layers, other.facts, other.edits, other.places
         )
         return same and self.storages == other.storages and all(map(operator.is_, self.references, other.references))
+
+
+def edit_counts(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each was edited in place."""
+    try:
+        return list(map(VERSION, tensors))
+    except RuntimeError:  # an inference tensor counts none
+        return list(map(edit_count, tensors))
 
 
 class FunctionReader(Protocol):

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ...model.identity import edit_count
 from ...model.layout import UnsupportedUNet
 from ...model.tuners import is_lora, layer_within
-from ...model.weight_functions import Change, LowRankUpdate, WeightFunctions, WeightFunctionState
+from ...model.weight_functions import Change, LowRankUpdate, WeightFunctions, WeightFunctionState, edit_counts
 from ...runtime.runtime import runtime
 
 # What of a convolution and of a LoRA's first factor has to be the same.
@@ -30,10 +29,16 @@ class Factors(NamedTuple):
     up: Any
     scaling: float | Tensor
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        every = self.down.weight, self.up.weight, self.up.bias, self.scaling
-        return [one for one in every if isinstance(one, Tensor)]
+    def take_apart(self, facts: list[object], tensors: list[Tensor]) -> None:
+        """Add what it consists of; a microsecond."""
+        up, scaling = self.up._parameters, self.scaling
+        tensors += (self.down._parameters["weight"], up["weight"])
+        if up["bias"] is not None:
+            tensors.append(up["bias"])
+        if isinstance(scaling, Tensor):
+            tensors.append(scaling)
+            scaling = 0.0
+        facts += (self.name, scaling)
 
 
 class LoraReader:
@@ -56,22 +61,24 @@ class LoraReader:
                 if state.layers[-1:] != [place]:
                     state.layers.append(place)
                 modules += (factors.down, factors.up)
-                tensors += factors.tensors
-                state.facts += (place, factors.name, None if isinstance(factors.scaling, Tensor) else factors.scaling)
+                factors.take_apart(state.facts, tensors)
         state.note(modules, tensors)
         return state
 
     def glance(self, layers: Sequence[nn.Module]) -> list[object]:
-        seen: list[object] = []
+        seen, tensors = list[object](), list[Tensor]()
         for place in around(layers):
             layer: Any = layers[place]
-            if unmerges(layer):
-                seen.append(place)
+            if layer.merged_adapters:
+                if unmerges(layer):
+                    seen.append(place)
+                continue
             for factors in at_work(layer):
-                seen += (place, None if isinstance(factors.scaling, Tensor) else factors.scaling)
-                for tensor in factors.tensors:
-                    seen += (id(tensor), tensor.data_ptr(), edit_count(tensor))
-        return [self.scale, *seen] if seen else seen
+                seen.append(place)
+                factors.take_apart(seen, tensors)
+        if not seen:
+            return seen
+        return [self.scale, *seen, *map(id, tensors), *map(Tensor.data_ptr, tensors), *edit_counts(tensors)]
 
     def of(self, layer: nn.Module) -> WeightFunctions:
         within: Any = layer_within(layer)
@@ -94,16 +101,18 @@ def around(layers: Sequence[nn.Module]) -> list[int]:
 
 def at_work(layer: Any) -> list[Factors]:
     """What a LoRA's forward adds now, in its order."""
-    if layer.disable_adapters or layer.merged_adapters:
+    # As disable_adapters and active_adapters, without their properties: this is asked of every layer at every call.
+    if layer._disable_adapters or layer.merged_adapters:
         return []
-    parts = layer._modules
-    downs, ups, scaling = parts["lora_A"]._modules, parts["lora_B"]._modules, layer.scaling
-    return [Factors(name, downs[name], ups[name], scaling[name]) for name in layer.active_adapters if name in downs]
+    active, parts, scaling = layer._active_adapter, layer._modules, layer.scaling
+    downs, ups = parts["lora_A"]._modules, parts["lora_B"]._modules
+    names = (active,) if isinstance(active, str) else active
+    return [Factors(name, downs[name], ups[name], scaling[name]) for name in names if name in downs]
 
 
 def unmerges(layer: Any) -> bool:
     """Whether a LoRA's forward begins by taking itself out of the weight."""
-    return bool(layer.disable_adapters and layer.merged_adapters)
+    return bool(layer._disable_adapters and layer.merged_adapters)
 
 
 def refuse_others(layer: Any) -> None:
@@ -114,7 +123,7 @@ def refuse_others(layer: Any) -> None:
     for name, down, up, _ in at_work(layer):
         # Releases of peft before lora_variant have the other.
         variant = getattr(layer, "lora_variant", {}).get(name)
-        if variant is not None or layer.use_dora.get(name):
+        if variant is not None or getattr(layer, "use_dora", {}).get(name):
             kind = "DoRA" if variant is None else type(variant).__name__
             raise UnsupportedUNet(f"the LoRA {name} is not a plain one ({kind})")
         one, other = down.weight, up.weight
