@@ -30,7 +30,7 @@ from ..ops.quantized.support import why_no_int8
 from ..ops.triton.launch_config import Launches
 from ..ops.tuning_cache import TuningCache
 from ..options.settings import Settings
-from ..weights.contents import Reader
+from ..weights.contents import Place, Reader
 from .auto_backend import AutoBackend
 from .inductor.compiler import Inductor
 from .low_bit import LowBit
@@ -55,12 +55,12 @@ class Network(NamedTuple):
         return self.architecture, self.dtype, self.device, self.low_bit, self.attention
 
 
-def read_contents(tensors: Sequence[Tensor], part: int) -> Callable[[], Tensor] | None:
+def read_contents(places: Sequence[Place], part: int) -> Callable[[], Tensor] | None:
     """See weights.contents.Reader."""
     from ..ops.triton.contents import sums_of
 
     try:
-        launch = sums_of(tensors, part)
+        launch = sums_of(places, part)
         if launch is not None:
             # It compiles now.
             launch()

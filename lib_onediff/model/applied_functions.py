@@ -17,11 +17,12 @@ MEBIBYTE = 2**20
 
 class Given(NamedTuple):
     """What is to be applied. functions: by path. affines: the parameters as they are stored, of fused layers too.
-    dtype: which is computed in. casts_norms: see Casts. before: what was made the last time."""
+    dtype, device: in which and where it is computed. casts_norms: see Casts. before: what was made the last time."""
 
     functions: Mapping[str, WeightFunctions]
     affines: Weights
     dtype: torch.dtype
+    device: torch.device
     casts_norms: bool
     before: Mapping[tuple[str, str], Tensor]
 
@@ -59,16 +60,17 @@ class AppliedFunctions:
 
     def fit(
         self, functions: Mapping[str, WeightFunctions], affines: Weights, fusions: Sequence[FusedLinear],
-        dtype: torch.dtype, room: Callable[[], int] | None, casts_norms: bool = True,
+        dtype: torch.dtype, room: Callable[[], int] | None, device: torch.device, casts_norms: bool = True,
     ) -> bool:
         """Make everything anew, in the memory that it has where that fits. affines: the parameters as they are stored,
-        of fused layers too. dtype: which is computed in. room: how many bytes there may be. casts_norms: see Casts.
+        of fused layers too. dtype, device: in which and where is computed: some parameters may lie elsewhere for the
+        time being. room: how many bytes there may be. casts_norms: see Casts.
 
         Returns whether anything lies elsewhere now. Raises UnsupportedUNet if there is no room.
         """
         groups = grouped(affines, fusions)
         self._refuse_without_room(functions, affines, groups, dtype, room)
-        given, moved = Given(functions, affines, dtype, casts_norms, self._made), False
+        given, moved = Given(functions, affines, dtype, device, casts_norms, self._made), False
         self._made = {}
         self.low_rank, self.weights, self.biases = {}, {}, {}
         self.lasting = all(one.lasting for one in functions.values())
@@ -97,12 +99,11 @@ class AppliedFunctions:
             )
 
     def _fit_updates(self, name: str, paths: Sequence[str], given: Given) -> bool:
-        functions, affines, dtype, _, before = given
+        functions, dtype, before = given.functions, given.dtype, given.before
         updates = {path: functions[path].updates for path in paths if path in functions and functions[path].updates}
         if not updates:
             return False
-        device = affines[name].weight.device
-        factors = {path: [balanced(update, device) for update in found] for path, found in updates.items()}
+        factors = {path: [balanced(update, given.device) for update in found] for path, found in updates.items()}
         down, moved = self._hold("down", name, torch.cat([
             down.to(dtype) for pairs in factors.values() for _, down in pairs
         ]), before)
@@ -118,25 +119,25 @@ class AppliedFunctions:
                 ranks = up.shape[1]
                 self.low_rank[path] = LowRank(down[first_rank:first_rank + ranks], ((0, up),))
                 first_rank += ranks
-            first_row += affines[path].weight.shape[0]
+            first_row += given.affines[path].weight.shape[0]
         self.low_rank[name] = LowRank(down, tuple(ups))
         return moved
 
     def _fit_weights(self, name: str, paths: Sequence[str], given: Given) -> bool:
-        functions, affines, dtype, _, before = given
+        functions, affines = given.functions, given.affines
         stored = affines[name].weight
         changes = {path: functions[path].weight if path in functions else None for path in paths}
         is_cast = stored.dim() == 1 and given.casts(stored, of_norm=True)
         if not any(change is not None for change in changes.values()) and not is_cast:
             return False
-        kept, moved = self._place("weight", name, stored, dtype, before)
+        kept, moved = self._place("weight", name, stored, given.dtype, given.device, given.before)
         self._write(kept, [(affines[path].weight, changes[path]) for path in paths], paths)
         self.weights[name] = kept
         self.weights.update(zip(paths, kept.split([affines[path].weight.shape[0] for path in paths]), strict=True))
         return moved
 
     def _fit_biases(self, name: str, paths: Sequence[str], given: Given) -> bool:
-        functions, affines, dtype, _, before = given
+        functions, affines = given.functions, given.affines
         weight, stored = affines[name][:2]
         if stored is None:
             return False
@@ -144,7 +145,7 @@ class AppliedFunctions:
         is_cast = given.casts(stored, of_norm=weight.dim() == 1)
         if not any(change is not None for change in changes.values()) and not is_cast:
             return False
-        kept, moved = self._place("bias", name, stored, dtype, before)
+        kept, moved = self._place("bias", name, stored, given.dtype, given.device, given.before)
         biases = [bias for path in paths if (bias := affines[path].bias) is not None]
         self._write(kept, list(zip(biases, changes.values(), strict=True)), paths)
         self.biases[name] = kept
@@ -160,7 +161,7 @@ class AppliedFunctions:
             if change is None:
                 rows.copy_(parameter)
             else:
-                changed = change(parameter.detach().to(kept.dtype, copy=True))
+                changed = change(parameter.detach().to(kept.device, kept.dtype, copy=True))
                 if changed.shape != parameter.shape:
                     raise UnsupportedUNet(f"what is applied to {path} on the fly changes its size")
                 rows.copy_(changed)
@@ -170,18 +171,19 @@ class AppliedFunctions:
         self, kind: str, name: str, values: Tensor, before: Mapping[tuple[str, str], Tensor]
     ) -> tuple[Tensor, bool]:
         """These values, where such were before if they fit; and whether they lie elsewhere now."""
-        kept, moved = self._place(kind, name, values, values.dtype, before)
+        kept, moved = self._place(kind, name, values, values.dtype, values.device, before)
         kept.copy_(values)
         return kept, moved
 
     def _place(
-        self, kind: str, name: str, like: Tensor, dtype: torch.dtype, before: Mapping[tuple[str, str], Tensor]
+        self, kind: str, name: str, like: Tensor, dtype: torch.dtype, device: torch.device,
+        before: Mapping[tuple[str, str], Tensor],
     ) -> tuple[Tensor, bool]:
         kept = before.get((kind, name))
         stays = kept is not None and (kept.shape, kept.stride(), kept.dtype, kept.device) == (
-            like.shape, like.stride(), dtype, like.device
+            like.shape, like.stride(), dtype, device
         )
-        place = kept if kept is not None and stays else torch.empty_like(like, dtype=dtype)
+        place = kept if kept is not None and stays else torch.empty_like(like, dtype=dtype, device=device)
         self._made[kind, name] = place
         return place, not stays
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .fused_storage import fuse, joined, joined_affine, shares_storage
 from .layout import Convolution, FusedLinear, UNetLayout, UnsupportedUNet
+from .tuners import layer_within
 from .weights import Affine, Weights
 
 BOUND_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -50,7 +51,10 @@ class Binding:
     def __init__(self, module: nn.Module, layout: Layout) -> None:
         self.layout: Any = layout
         leaves = layout.leaves()
-        self._leaves = {leaf.path: weakref.ref(module.get_submodule(leaf.path)) for leaf in leaves}
+        called = [module.get_submodule(leaf.path) for leaf in leaves]
+        self._leaves = {leaf.path: weakref.ref(layer_within(one)) for leaf, one in zip(leaves, called, strict=True)}
+        # The layers as the host calls them: those, or the LoRAs around them.
+        self._called = list(map(weakref.ref, called))
         # The groups of layers whose weights lie in one tensor.
         self.fusions = layout.fusions()
         self._wider = layout.wider_fusions()
@@ -60,11 +64,16 @@ class Binding:
         self.cast_to: torch.dtype | None = None
         self.offloaded: Container[str] = ()
 
-    def holds_layers_of(self, module: nn.Module, layout: UNetLayout) -> bool:
-        """Whether these are the layers of a module as it is now, in the same order. layout: the module's."""
-        return replace(layout, foreign=()) == replace(self.layout, foreign=()) and all(
-            module.get_submodule(path) is leaf() for path, leaf in self._leaves.items()
-        )
+    def follow(self, module: nn.Module, layout: UNetLayout) -> bool:
+        """Take what has been put around the layers of a module, and taken from there; returns whether they are the same
+        layers, in the same order. layout: the module's as it is now."""
+        if replace(layout, foreign=()) != replace(self.layout, foreign=()):
+            return False
+        called = [module.get_submodule(path) for path in self._leaves]
+        if any(layer_within(one) is not leaf() for one, leaf in zip(called, self._leaves.values(), strict=True)):
+            return False
+        self.layout, self._called = layout, list(map(weakref.ref, called))
+        return True
 
     def bind(self, channels_last: bool = False) -> int:
         """Let the members of every fused layer share one storage, and the convolutions' weights lie channels-last, or
@@ -136,6 +145,11 @@ class Binding:
         if None in layers:
             raise UnsupportedUNet(LAYERS_GONE)
         return layers
+
+    def called_layers(self) -> list[nn.Module]:
+        """As layers, with the LoRAs around them in their place."""
+        pairs = zip(self._called, self._leaves.values(), strict=True)
+        return [layer for called, leaf in pairs if (layer := called() or leaf()) is not None]
 
     def layers_of(self, name: str) -> list[nn.Module]:
         """The host's modules of a layer, by its path, or of a fused layer, by its name. Raises UnsupportedUNet if one

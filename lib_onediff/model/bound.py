@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable
 
 from torch import Tensor, nn
 
-from ..weights.contents import PART, Contents, Reader, digest_of_values, few_rows
+from ..weights.contents import PART, Contents, Place, Reader, digest_of_values, few_rows
 from ..weights.watch import Parameters, Tree
 from .binding import LAYERS_GONE, Binding
 from .call import UNetCall
@@ -192,7 +192,10 @@ class BoundUNet:
     def _watch_parameters(self) -> None:
         layers, self._sampled = self.binding.holders(), None
         self._parameters = Parameters(layers)
-        self._contents = Contents(self._parameters.now() or [], self._part, self.reader) if self._part else None
+        self._contents = Contents(self._places(), self._part, self.reader) if self._part else None
+
+    def _places(self) -> list[Place]:
+        return list(map(Place.of, self.binding.parameters()))
 
     def checkpoint(self) -> str:
         """A digest that tells checkpoints of an architecture apart and is the same under any LoRA that leaves biases
@@ -223,7 +226,7 @@ class BoundUNet:
         if self.reader is None or not parameters[0].is_cuda:
             return few_rows(parameters)
         if self._sampled is None:
-            self._sampled = Contents(parameters, PART, self.reader)
+            self._sampled = Contents(self._places(), PART, self.reader)
         try:
             return [self._sampled.begin()()]
         except ReferenceError:
@@ -363,8 +366,7 @@ class BoundUNet:
             layout = read_layout(unet)
         except UnsupportedUNet as reason:
             unreadable = str(reason)
-        if layout is not None and self._binding is not None and self._binding.holds_layers_of(unet, layout):
-            self._binding.layout = layout
+        if layout is not None and self._binding is not None and self._binding.follow(unet, layout):
             return None
         self._have_restored()
         self.undo_channels_last()

@@ -62,7 +62,7 @@ class OnTheFly:
         contents_stand = self.begin_contents()()
         if stand and contents_stand and self.stands(binding):
             return News.NONE
-        layers = binding.layers()
+        layers = binding.called_layers()
         state = WeightFunctionState() if reader is None else reader.state(layers)
         self._is_needed = bool(state.layers) or binding.cast_to is not None
         self.is_asked = reader is not None or self._is_needed
@@ -74,9 +74,11 @@ class OnTheFly:
         paths = binding.paths()
         functions = {} if reader is None else {paths[place]: reader.of(layers[place]) for place in state.layers}
         casts_norms = self._casts is None or self._casts.norms
-        moved = applied.fit(functions, binding.weights(wider=False), binding.fusions, binding.dtype, room, casts_norms)
+        moved = applied.fit(
+            functions, binding.weights(wider=False), binding.fusions, binding.dtype, room, binding.device, casts_norms
+        )
         self.applied, self._state, self._dtype = applied, state, binding.dtype
-        self._contents = Contents(state.tensors(), reader=self.contents_reader) if state.references else None
+        self._contents = Contents(state.places, reader=self.contents_reader) if state.places else None
         self.changes += 1
         self._glance = [] if reader is None else reader.glance(layers)
         return News.MOVED if moved else News.CHANGED
@@ -84,7 +86,7 @@ class OnTheFly:
     def stands(self, binding: Binding) -> bool:
         """Whether the host applies what it did at the last refresh, in a sampling that goes on: up to 0.3 ms for SDXL
         where that is nothing, a millisecond with a LoRA on every layer."""
-        seen = [] if self._reader is None else self._reader.glance(binding.layers())
+        seen = [] if self._reader is None else self._reader.glance(binding.called_layers())
         if self.applied is None:
             return not seen and binding.cast_to is None
         return self._lasts() and seen == self._glance and self._state.is_alive()

@@ -136,10 +136,13 @@ class PatchedLayers(Layers):
         if replaced is not None:
             return replaced
         inputs = self.patches.self_attention_inputs(normed)
-        projected = [
-            self.ops.linear(given, self.weights[member.path])
-            for given, member in zip(inputs, attention.query_key_value.members, strict=True)
-        ]
+        members = attention.query_key_value.members
+        if len(members) == 1:
+            projected = self.ops.linear(inputs[0], self.weights[members[0].path]).chunk(3, dim=-1)
+        else:
+            projected = tuple(
+                self.ops.linear(given, self.weights[member.path]) for given, member in zip(inputs, members, strict=True)
+            )
         mixed = self.patches.attend(SELF_ATTENTION, *projected)
         if mixed is None:
             mixed = self._attend_to_itself(attention, *projected)

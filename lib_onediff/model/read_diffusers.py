@@ -1,7 +1,7 @@
 """Read diffusers' UNet2DConditionModel."""
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -27,7 +27,12 @@ DOWN_BLOCKS = {"DownBlock2D", "CrossAttnDownBlock2D"}
 UP_BLOCKS = {"UpBlock2D", "CrossAttnUpBlock2D"}
 MIDDLE_BLOCKS = {"UNetMidBlock2D", "UNetMidBlock2DCrossAttn"}
 # These compute plain softmax attention; any other processor may compute something else.
-PLAIN_PROCESSORS = {"AttnProcessor", "AttnProcessor2_0"}
+FUSED_PROCESSOR = "FusedAttnProcessor2_0"
+PLAIN_PROCESSORS = {"AttnProcessor", "AttnProcessor2_0", FUSED_PROCESSOR}
+# What computes queries, keys and values, by whether fuse_qkv_projections() has made one layer of them; the others stay
+# where they are, and nobody keeps them true to each other.
+OF_SELF_ATTENTION = {False: ("to_q", "to_k", "to_v"), True: ("to_qkv",)}
+OF_CROSS_ATTENTION = {False: ("to_k", "to_v"), True: ("to_kv",)}
 # An IP-Adapter's: its tokens go to attention processors, beside the context.
 IMAGE_PROJECTION = "MultiIPAdapterImageProjection"
 PROCESSOR_OF = attrgetter("processor")
@@ -40,26 +45,28 @@ def is_diffusers_unet(unet: nn.Module) -> bool:
 
 def read_diffusers(unet: Any) -> UNetLayout:
     """The layout of a UNet2DConditionModel. Raises UnsupportedUNet with the reason."""
-    leaves = LeafReader(unet)
+    leaves = LeafReader(unet, reads_loras=True)
     refuse_variants(unet, leaves)
-    input_stages: list[Stage] = [(leaves.convolution(unet.conv_in),)]
+    first = leaves.convolution(unet.conv_in)
+    input_stages: list[Stage] = [(first,)]
     for block in unet.down_blocks:
         input_stages += read_down_block(block, leaves)
     output_stages: list[Stage] = []
     for block in unet.up_blocks:
         output_stages += read_up_block(block, leaves)
     processors = list(map(PROCESSOR_OF, attentions_of(unet).values()))
+    last = leaves.convolution(unet.conv_out)
     layout = UNetLayout(
-        family="diffusers", in_channels=unet.conv_in.in_channels, out_channels=unet.conv_out.out_channels,
+        family="diffusers", in_channels=first.in_channels, out_channels=last.out_channels,
         context_width=context_width(unet), time=read_time(unet, leaves), label=read_label(unet, leaves),
         input_stages=tuple(input_stages), middle_stage=read_middle(unet.mid_block, leaves),
         output_stages=tuple(output_stages),
-        out_norm=leaves.group_norm(unet.conv_norm_out), out_convolution=leaves.convolution(unet.conv_out),
+        out_norm=leaves.group_norm(unet.conv_norm_out), out_convolution=last,
         foreign=foreign_parts(unet, set(map(type, processors))),
     )
     for part in (unet.encoder_hid_proj, *processors):
         if isinstance(part, nn.Module):
-            leaves.leave_to_patches(part)
+            leaves.leave(part)
     leaves.refuse_unclaimed()
     if len(input_stages) != len(output_stages):
         raise UnsupportedUNet("it has as many skips as no output takes")
@@ -236,7 +243,17 @@ def read_block(block: Any, leaves: LeafReader) -> TransformerBlock:
         refuse_variant(attention, leaves)
     if not block.attn2.is_cross_attention:
         raise UnsupportedUNet(f"{path} has two self attentions")
-    return leaves.transformer_block(block)
+    return leaves.transformer_block(
+        block, projections(block.attn1, OF_SELF_ATTENTION, leaves), projections(block.attn2, OF_CROSS_ATTENTION, leaves)
+    )
+
+
+def projections(attention: Any, named: Mapping[bool, Sequence[str]], leaves: LeafReader) -> Sequence[str]:
+    """The names of the layers that compute queries, keys and values; the others are accounted for."""
+    fused = type(attention.processor).__name__ == FUSED_PROCESSOR
+    for name in named[not fused]:
+        leaves.leave(getattr(attention, name, None))
+    return named[fused]
 
 
 def refuse_variant(attention: Any, leaves: LeafReader) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..weights.contents import Place
 from ..weights.watch import edit_count
 
 Change = Callable[[Tensor], Tensor]
@@ -61,37 +62,43 @@ class WeightFunctionState:
     """What a host's functions consist of, as it was noted: equal as long as it is the same. Keeps nothing alive.
 
     layers: the places in the list of those to which anything is applied. facts: plain data, such as a LoRA's strength.
-    references: of objects that count as the same as long as they are the same. edits: of the tensors among them.
+    references: of objects that count as the same as long as they are the same. places, edits: of tensors.
     """
 
     layers: list[int] = field(default_factory=list)
     facts: list[object] = field(default_factory=list)
     references: list[Callable[[], Any]] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
     edits: list[int] = field(default_factory=list)
 
-    def note(self, objects: list[Any], tensors: list[Tensor]) -> None:
+    def note(self, objects: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         """Take down all of these at once."""
         self.references += map(weakref.ref, objects)
-        self.references += map(weakref.ref, tensors)
-        try:
-            self.edits += list(map(VERSION, tensors))
-        except RuntimeError:  # an inference tensor counts none
-            self.edits += map(edit_count, tensors)
-
-    def tensors(self) -> list[Tensor]:
-        """The tensors among the objects that still are."""
-        return [one for reference in self.references if isinstance(one := reference(), Tensor)]
+        self.places += map(Place.of, tensors)
+        self.edits += edit_counts(tensors)
 
     def is_alive(self) -> bool:
-        """Whether every object that was noted still is: else another may have its identity."""
-        return all(reference() is not None for reference in self.references)
+        """Whether all that was noted still is: else something other may have its identity."""
+        return all(reference() is not None for reference in self.references) and all(
+            place.is_alive for place in self.places
+        )
 
     def __eq__(self, other: object) -> bool:
         # A live object has one plain weak reference, so references can be compared without their objects.
         if not isinstance(other, WeightFunctionState) or len(self.references) != len(other.references):
             return False
-        same = (self.layers, self.facts, self.edits) == (other.layers, other.facts, other.edits)
+        same = (self.layers, self.facts, self.edits, self.places) == (
+            other.layers, other.facts, other.edits, other.places
+        )
         return same and all(map(operator.is_, self.references, other.references))
+
+
+def edit_counts(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each was edited in place."""
+    try:
+        return list(map(VERSION, tensors))
+    except RuntimeError:  # an inference tensor counts none
+        return list(map(edit_count, tensors))
 
 
 class FunctionReader(Protocol):

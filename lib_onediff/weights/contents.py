@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 WORD = 4
 # Words that are read together; of so many such pieces one, where not all are read.
@@ -22,34 +22,84 @@ PIECE, PART = 8, 17
 # Every row of a larger matrix is touched all the same.
 SMALLEST_PARTLY_READ = 1 << 16
 
-# Makes ready what launches the sums of tensors, (tensors,) in int64 on their device; None where it cannot read them.
-Reader = Callable[[Sequence[Tensor], int], "Callable[[], Tensor] | None"]
+
+
+class Place(NamedTuple):
+    """Where a tensor lies. Keeps neither it nor its memory alive, and is no weak reference to the tensor itself: one
+    that has any cannot be swapped, which is how peft exchanges a LoRA.
+
+    storage: its memory. start, nbytes: which bytes of that. address: of the first. is_matrix: whether it has rows.
+    layout: how it lies there.
+    """
+
+    storage: StorageWeakRef
+    start: int
+    nbytes: int
+    address: int
+    is_matrix: bool
+    layout: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Place:
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        layout = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        return cls(
+            StorageWeakRef(tensor.untyped_storage()), start, tensor.nbytes, tensor.data_ptr(), tensor.dim() > 1, layout
+        )
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.storage.expired()
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.layout[-1]
+        return device
+
+    def bytes(self) -> Tensor:
+        """(nbytes,), as they are now. Raises ReferenceError if the memory is gone."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        if storage is None:
+            raise ReferenceError("a tensor's memory is gone")
+        empty: Any = torch.empty(0, dtype=torch.uint8, device=self.device)
+        found: Tensor = empty.set_(storage, self.start, (self.nbytes,))
+        return found
+
+    def step(self, part: int) -> int:
+        """One in how many pieces of its words is read, where one in so many (part) is wanted of large matrices."""
+        return part if self.is_matrix and self.nbytes > SMALLEST_PARTLY_READ * WORD else 1
+
+
+# Makes ready what launches the sums of places on one device, (places,) in int64; None where it cannot read them.
+Reader = Callable[[Sequence[Place], int], "Callable[[], Tensor] | None"]
 
 
 class Contents:
-    """What was in some tensors when it was asked for last. Keeps none of them alive.
+    """What lay in some places when it was asked for last.
 
     part: one in so many pieces of a matrix is read; 1: all. reader: where there is something better than torch's
     operators.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], part: int = 1, reader: Reader | None = None) -> None:
-        self._references = list(map(weakref.ref, tensors))
-        self._places = list(map(place_of, tensors))
+    def __init__(self, places: Sequence[Place], part: int = 1, reader: Reader | None = None) -> None:
+        self._places = [place for place in places if place.device.type != "meta"]
         self._part = part
-        self._launch = reader(tensors, part) if reader is not None and tensors and tensors[0].is_cuda else None
+        is_read = reader is not None and self._places and self._places[0].device.type == "cuda"
+        self._launch = reader(self._places, part) if reader is not None and is_read else None
         self.known = self.begin()().clone()
 
     def begin(self) -> Callable[[], Tensor]:
-        """Launch the reading. What is returned waits for it, and for nothing launched after it: (tensors,) in int64 on
-        the CPU. Raises ReferenceError if a tensor is gone, or lies elsewhere."""
-        tensors: list[Any] = [reference() for reference in self._references]
-        if any(tensor is None for tensor in tensors) or list(map(place_of, tensors)) != self._places:
-            raise ReferenceError("a tensor is gone, or lies elsewhere")
-        if not tensors:
+        """Launch the reading. What is returned waits for it, and for nothing launched after it: (places,) in int64 on
+        the CPU. Raises ReferenceError if some memory is gone."""
+        if not self._places:
             return lambda: torch.empty(0, dtype=torch.int64)
         with torch.no_grad():
-            found = sums_by_torch(tensors, self._part) if self._launch is None else self._launch()
+            if self._launch is None:
+                found = torch.stack([sum_of(place, self._part) for place in self._places])
+            elif all(place.is_alive for place in self._places):
+                found = self._launch()
+            else:
+                raise ReferenceError("a tensor's memory is gone")
         if not found.is_cuda:
             return lambda: found
         on_cpu = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
@@ -64,49 +114,22 @@ class Contents:
         return wait
 
     def changed(self, now: Tensor) -> list[int]:
-        """Which tensors have other values than those known."""
+        """Which places have other values than those known."""
         places: list[int] = torch.nonzero(now != self.known).flatten().tolist()
         return places
 
 
-def place_of(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), tensor.nbytes
-
-
-def step_of(tensor: Tensor, words: int, part: int) -> int:
-    """One in how many pieces of a tensor's words is read."""
-    return part if tensor.dim() > 1 and words > SMALLEST_PARTLY_READ else 1
-
-
-def sums_by_torch(tensors: Sequence[Tensor], part: int) -> Tensor:
-    """(tensors,), in int64; a few launches for each tensor."""
-    return torch.stack([sum_of(tensor.detach(), part).to(tensors[0].device) for tensor in tensors])
-
-
-def sum_of(tensor: Tensor, part: int) -> Tensor:
-    """(), in int64."""
-    if tensor.device.type == "meta" or not tensor.numel():
-        return torch.zeros((), dtype=torch.int64)
-    words = words_of(tensor)
-    step = step_of(tensor, len(words), part)
+def sum_of(place: Place, part: int) -> Tensor:
+    """(), in int64: of the words of 32 bits, or of bytes where the memory does not come out even."""
+    words = place.bytes()
+    if place.nbytes % WORD == 0 and place.start % WORD == 0:
+        words = words.view(torch.int32)
+    step = place.step(part)
     if step > 1:
         whole = len(words) // (PIECE * step) * (PIECE * step)
         words = words[:whole].view(-1, step, PIECE)[:, 0].flatten()
     odd = torch.arange(1, 2 * len(words), 2, dtype=torch.int64, device=words.device)
     return (words * odd).sum()
-
-
-def words_of(tensor: Tensor) -> Tensor:
-    """A tensor's memory as int32, or as bytes where that does not come out even; in the order in which it lies."""
-    flat = tensor.flatten() if tensor.is_contiguous() else tensor.permute(memory_order(tensor)).flatten()
-    as_bytes = flat.view(torch.uint8)
-    even = as_bytes.numel() % WORD == 0 and as_bytes.storage_offset() % WORD == 0
-    return as_bytes.view(torch.int32) if even else as_bytes
-
-
-def memory_order(tensor: Tensor) -> list[int]:
-    """The dimensions, the one with the largest stride first."""
-    return sorted(range(tensor.dim()), key=lambda dimension: tensor.stride()[dimension], reverse=True)
 
 
 def digest_of_values(label: str, tensors: Iterable[Tensor]) -> str:

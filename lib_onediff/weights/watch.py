@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .contents import Place
+
 # What torch keeps on every module and no forward pass reads, or what is compared by itself.
 BOOKKEEPING = frozenset({
     "_parameters", "_modules", "_buffers", "_non_persistent_buffers_set", "_backward_pre_hooks", "_backward_hooks",
@@ -55,15 +57,14 @@ layout_of = operator.attrgetter("shape", "dtype")
 class Same:
     """The object that this was made of, and no other. Keeps nothing alive."""
 
-    __slots__ = ("reference", "version")
+    __slots__ = ("reference",)
 
     def __init__(self, one: Any) -> None:
         self.reference = weakref.ref(one)
-        self.version = edit_count(one) if isinstance(one, Tensor) else 0
 
     def __eq__(self, other: object) -> bool:
         # A live object has one plain weak reference: comparing these asks no object for its own idea of equality.
-        return isinstance(other, Same) and self.reference is other.reference and self.version == other.version
+        return isinstance(other, Same) and self.reference is other.reference
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -93,13 +94,15 @@ def token(value: Any, depth: int = 0) -> Any:
             return kind, size
         inside: Iterable[Any] = chain.from_iterable(value.items()) if isinstance(value, dict) else value
         return kind, tuple(token(one, depth + 1) for one in inside)
+    if isinstance(value, Tensor):
+        return Place.of(value), edit_count(value)
     if isinstance(value, types.MethodType):
         return types.MethodType, token(value.__func__, depth + 1), token(value.__self__, depth + 1)
     try:
         same = Same(value)
     except TypeError:  # there can be no reference to it
         return type(value)
-    if isinstance(value, (nn.Module, Tensor, types.FunctionType)):
+    if isinstance(value, (nn.Module, types.FunctionType)):
         return same
     state = getattr(value, "__dict__", {})
     return same, type(value), {name: one for name, one in state.items() if is_atom(one)} if state else None

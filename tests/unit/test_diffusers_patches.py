@@ -298,14 +298,6 @@ def test_perturbed_attention_guidance(guidance: str) -> None:
     assert relative_error(output, expected) < CLOSE and added("perturbed from row")
 
 
-def test_a_lora_scale_is_the_hosts() -> None:
-    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
-    load_ip_adapters(unet, "plain")
-    output, expected = both(unet, images("plain"), cross_attention_kwargs={"scale": 0.5})
-    assert torch.equal(output, expected)
-    assert runtime.status()["route"] == "host" and "passes cross_attention_kwargs (scale)" in runtime.status()["reason"]
-
-
 def test_a_missing_image_prompt_is_refused_by_diffusers_itself() -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
     load_ip_adapters(unet, "plain")

@@ -229,7 +229,7 @@ def test_weights_do_not_move_where_we_and_the_host_take_turns_in_a_sampling(weat
     call = a_call(unet)
     given = call.latent, call.timestep, call.context
     added = {"text_embeds": call.y, "time_ids": torch.empty(len(call.y), 0)}
-    ours, hosts = {}, {"cross_attention_kwargs": {"scale": 1.0}}
+    ours, hosts = {}, {"cross_attention_kwargs": {"of_somebody": 1.0}}
     announced = lib_onediff.sampling(unet), (ours, hosts, hosts, ours)
     for sampling, calls in (announced, (contextlib.nullcontext(), (ours, hosts, ours, hosts))):
         with sampling, torch.no_grad():
@@ -241,5 +241,6 @@ def test_weights_do_not_move_where_we_and_the_host_take_turns_in_a_sampling(weat
 def by_the_host(unet: nn.Module, call: UNetCall) -> None:
     added = {"text_embeds": call.y, "time_ids": torch.empty(len(call.y), 0)}
     with torch.no_grad():
-        unet(call.latent, call.timestep, call.context, added_cond_kwargs=added, cross_attention_kwargs={"scale": 1.0})
+        arguments = {"of_somebody": 1.0}
+        unet(call.latent, call.timestep, call.context, added_cond_kwargs=added, cross_attention_kwargs=arguments)
     assert now()[1] == "host"

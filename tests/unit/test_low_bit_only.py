@@ -357,6 +357,20 @@ def test_a_merge_that_counts_no_edit_is_seen(unet: nn.Module) -> None:
     assert torch.equal(output, twice(lib_onediff.compile_unet(other, **ALONE), call))
 
 
+def test_a_lora_beside_the_layers_brings_them_back(unet: nn.Module) -> None:
+    """What is in eight bits has none beside it."""
+    peft = pytest.importorskip("peft")
+    before = twice(unet, half_call(unet))
+    assert offloaded(unet)
+    unet.add_adapter(peft.LoraConfig(r=4, target_modules=["to_q", "ff.net.2"], init_lora_weights=False))
+    call = half_call(unet, seed=1)
+    output = twice(unet, call)
+    assert now()[0] == NATIVE and not offloaded(unet), reason()
+    assert relative_error(output, diffusers_output(unet, call)) < 1e-2  # both in float16
+    unet.unload_lora()
+    assert torch.equal(twice(unet, half_call(unet)), before) and offloaded(unet), reason()
+
+
 def test_a_host_that_moves_weights_has_them_all(unet: nn.Module) -> None:
     call = half_call(unet)
     expected = twice(unet, call)

@@ -95,6 +95,16 @@ def test_convolution(ops: Operators, biased: bool, circular: bool, stride: int) 
     assert relative_error(ops.convolution(image, affine, shape), expected.float()) < CLOSE
 
 
+def test_what_is_applied_lies_where_it_is_computed() -> None:
+    """The weight itself may lie elsewhere for the time being."""
+    functions = WeightFunctions((LowRankUpdate(random(48, 4), random(4, 64), 0.5),), bias=lambda bias: bias.add_(1))
+    affines, applied, device = {"a": Affine(random(48, 64), random(48))}, AppliedFunctions(), torch.device("meta")
+    applied.fit({"a": functions}, affines, (), torch.float16, None, device)
+    assert {applied.low_rank["a"].down.device, applied.low_rank["a"].ups[0][1].device, applied.biases["a"].device} == {
+        device
+    }
+
+
 @pytest.mark.parametrize("size", [1e4, 1.0, 1e-4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_the_sizes_of_up_and_down_do_not_count(dtype: torch.dtype, size: float) -> None:
@@ -103,7 +113,7 @@ def test_the_sizes_of_up_and_down_do_not_count(dtype: torch.dtype, size: float) 
     up, down = random(48, 4) / size, random(4, 64) * size
     down[1] = 0
     applied = AppliedFunctions()
-    applied.fit({"a": WeightFunctions((LowRankUpdate(up, down, 0.5),))}, {"a": affine}, (), dtype, None)
+    applied.fit({"a": WeightFunctions((LowRankUpdate(up, down, 0.5),))}, {"a": affine}, (), dtype, None, up.device)
     output = torch_ops.linear(x, AppliedWeights({"a": affine}, applied, dtype)["a"])
     exact = x.double() @ (affine.weight.double() + 0.5 * up.double() @ down.double()).t()
     assert relative_error(output.float(), exact.float()) < (CLOSE if dtype == torch.float32 else 2e-3)

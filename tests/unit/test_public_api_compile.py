@@ -213,8 +213,8 @@ def test_the_answer_is_never_written_over_by_the_next_one() -> None:
 
 
 @pytest.mark.parametrize("extra", [
-    {"encoder_attention_mask": torch.arange(2 * 77).reshape(2, 77) % 3 > 0}, {"cross_attention_kwargs": {"scale": 0.5}},
-    {"class_labels": torch.tensor([1, 2])},
+    {"encoder_attention_mask": torch.arange(2 * 77).reshape(2, 77) % 3 > 0},
+    {"cross_attention_kwargs": {"of_somebody": 0.5}}, {"class_labels": torch.tensor([1, 2])},
 ], ids=lambda extra: next(iter(extra)))
 @pytest.mark.filterwarnings("ignore")
 def test_arguments_that_we_cannot_express_are_the_hosts(extra: dict[str, Any]) -> None:

@@ -148,13 +148,6 @@ def test_circular_padding_is_ours_and_can_be_switched_back() -> None:
         assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
 
 
-def test_query_key_and_value_fused_by_diffusers_are_left_to_the_host() -> None:
-    unet = lib_onediff.compile_unet(diffusers_unet())
-    served(unet, a_call(unet))
-    unet.fuse_qkv_projections()
-    must_be_the_hosts(unet, "parameters that we do not know, such as .*to_qkv", seed=1)
-
-
 def test_dropout_in_training_mode_is_left_to_the_host() -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL, dropout=0.5))
     served(unet, a_call(unet))

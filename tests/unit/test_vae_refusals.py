@@ -141,13 +141,6 @@ def test_diffusers_attention_processor() -> None:
     check_refused(vae.decoder, "the attention processor LoudProcessor is set")
 
 
-def test_diffusers_fused_projections() -> None:
-    vae = diffusers_vae()
-    vae.fuse_qkv_projections()
-    check_refused(vae.decoder, "FusedAttnProcessor2_0 is set")
-    vae.unfuse_qkv_projections()
-
-
 def other_vaes() -> dict[str, Callable[[], Any]]:
     from diffusers import (
         AsymmetricAutoencoderKL,

@@ -27,12 +27,13 @@ from ...weights.watch import no_object
 from .additions import Additions, AdditionsReader
 from .guidance import arguments_of_prompt, prompt_rows
 from .instance_forward import InstanceForward, attached, own_forward, put_on, take_off
+from .loras import LoraReader, note_scale
 from .patches import UNetPatches
 from .schedule import announce_samplings, reference_to
 
 log = logging.getLogger("onediff")
 
-# What a pipeline may hand to attention processors; "scale" is a LoRA's, which the host applies around its forward.
+# What a pipeline may hand to attention processors.
 KNOWN_ARGUMENTS = {"ip_adapter_masks"}
 
 
@@ -41,9 +42,6 @@ def why_weights_stay(unet: nn.Module) -> str:
     if "_hf_hook" in unet.__dict__:
         return "Low-bit only is not for a UNet that accelerate offloads: it moves all of the weights at every call"
     return ""
-
-
-HOST_TRAITS = HostTraits(keeps_weights=why_weights_stay)
 
 
 class DiffusersForward(InstanceForward):
@@ -121,11 +119,15 @@ class DiffusersForward(InstanceForward):
         """The call as ours, or what in it a UNetCall cannot say, in one line for the user."""
         if isinstance(encoder_hidden_states, (tuple, list)):
             return "the context has several parts"
-        attentions = self._attentions_of(unet)
-        within = self._within(unet, attentions, sample, added_cond_kwargs or {}, cross_attention_kwargs or {})
+        attentions, arguments = self._attentions_of(unet), dict(cross_attention_kwargs or {})
+        scale = arguments.pop("scale", 1.0)
+        within = self._within(unet, attentions, sample, added_cond_kwargs or {}, arguments)
         if isinstance(within, str):
             return within
         patches, additions = within
+        not_scaled = note_scale(unet, scale, whole=patches is None)
+        if not_scaled is not None:
+            return not_scaled
         for name, value in others.items():
             if value is not None and value != {}:
                 return f"the pipeline passes {name}"
@@ -266,7 +268,7 @@ def attach(unet: nn.Module, settings: Settings | None = None) -> None:
 
     A UNet that we cannot run keeps its own forward for every call, and runtime.status() says why.
     """
-    runtime.adopt(unet, settings, HOST_TRAITS)
+    runtime.adopt(unet, settings, HostTraits(keeps_weights=why_weights_stay, functions=LoraReader()))
     put_on(unet, DiffusersForward, "this UNet's")
 
 

@@ -23,12 +23,11 @@ class ResidualBlock:
 
 @dataclass(frozen=True)
 class PixelAttention:
-    """Every pixel attends to every pixel; the result is added to the image."""
+    """Every pixel attends to every pixel; the result is added to the image. projections: the layers of queries, keys
+    and values, or the one that is all of them."""
 
     norm: GroupNorm
-    query: Linear
-    key: Linear
-    value: Linear
+    projections: tuple[Linear, ...]
     out: Linear
     heads: int
 

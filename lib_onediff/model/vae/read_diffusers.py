@@ -7,7 +7,7 @@ from torch import nn
 
 from ..layout import UnsupportedUNet
 from ..leaves import LeafReader
-from ..read_diffusers import is_plain, read_upsample, require_silu
+from ..read_diffusers import OF_SELF_ATTENTION, is_plain, projections, read_upsample, require_silu
 from .layout import DecoderLayout, Layer, PaddedDownsample, PixelAttention, ResidualBlock
 from .read_ldm import padded
 
@@ -111,6 +111,8 @@ def read_attention(attention: Any, leaves: LeafReader) -> PixelAttention:
         raise UnsupportedUNet(f"{path} is an attention of another kind")
     return PixelAttention(
         norm=leaves.group_norm(attention.group_norm),
-        query=leaves.linear(attention.to_q), key=leaves.linear(attention.to_k), value=leaves.linear(attention.to_v),
+        projections=tuple(
+            leaves.linear(getattr(attention, name)) for name in projections(attention, OF_SELF_ATTENTION, leaves)
+        ),
         out=leaves.linear(attention.to_out[0]), heads=attention.heads,
     )

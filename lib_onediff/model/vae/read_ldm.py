@@ -106,7 +106,7 @@ def read_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
 def read_attention(block: Any, leaves: LeafReader) -> PixelAttention:
     return PixelAttention(
         norm=leaves.group_norm(block.norm),
-        query=leaves.linear(block.q), key=leaves.linear(block.k), value=leaves.linear(block.v),
+        projections=(leaves.linear(block.q), leaves.linear(block.k), leaves.linear(block.v)),
         out=leaves.linear(block.proj_out), heads=1,
     )
 

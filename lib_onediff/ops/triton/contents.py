@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...weights.contents import PIECE, WORD, step_of
+from ...weights.contents import PIECE, WORD, Place
 
 # Of one program, and of one of its loads.
 WORDS, BLOCK, WARPS = 1 << 13, 1024, 4
@@ -38,20 +38,19 @@ def sum_words(
     tl.atomic_add(sums + tensor, tl.sum(total, 0))
 
 
-def sums_of(tensors: Sequence[Tensor], part: int) -> Callable[[], Tensor] | None:
-    """Launches the sums of these tensors, (tensors,) in int64 on their device, as long as they lie where they are now;
-    None where this kernel cannot read them: on several devices, or not in whole words."""
-    device = tensors[0].device
-    if any(tensor.device != device or tensor.nbytes % WORD or tensor.data_ptr() % WORD for tensor in tensors):
+def sums_of(places: Sequence[Place], part: int) -> Callable[[], Tensor] | None:
+    """Launches the sums of these places, (places,) in int64 on their device, as long as their memory is there; None
+    where this kernel cannot read them: on several devices, or not in whole words."""
+    device = places[0].device
+    if any(place.device != device or place.nbytes % WORD or place.address % WORD for place in places):
         return None
-    counts = [tensor.nbytes // WORD for tensor in tensors]
-    steps = [step_of(tensor, count, part) for tensor, count in zip(tensors, counts, strict=True)]
+    counts, steps = [place.nbytes // WORD for place in places], [place.step(part) for place in places]
     stretches = [
         (index, start) for index, (count, step) in enumerate(zip(counts, steps, strict=True))
         for start in range(0, -(-count // (PIECE * step)) * PIECE, WORDS)
     ]
     on_device = lambda numbers: torch.tensor(numbers, dtype=torch.int64, device=device)  # noqa: E731
-    table = [on_device(numbers) for numbers in ([tensor.data_ptr() for tensor in tensors], counts, steps)]
+    table = [on_device(numbers) for numbers in ([place.address for place in places], counts, steps)]
     table += [on_device([index for index, _ in stretches]), on_device([start for _, start in stretches])]
 
     def launch() -> Tensor:

@@ -1,0 +1,175 @@
+"""The LoRAs that diffusers puts around a UNet's layers by peft, while they are not merged.
+
+Such a layer (peft.tuners.lora.layer) has lora_A and lora_B, the factors by adapter, and scaling, a number for each. It
+adds what active_adapters names of those, and nothing while it is disabled, or while any adapter is merged.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ...model.layout import UnsupportedUNet
+from ...model.tuners import is_lora, layer_within
+from ...model.weight_functions import Change, LowRankUpdate, WeightFunctions, WeightFunctionState, edit_counts
+from ...runtime.runtime import runtime
+
+# What of a convolution and of a LoRA's first factor has to be the same.
+GEOMETRY = ("kernel_size", "stride", "padding", "dilation", "groups")
+
+
+class Factors(NamedTuple):
+    """What one adapter adds to one layer. scaling: a number; a tensor once adapters are to be swapped."""
+
+    name: str
+    down: Any
+    up: Any
+    scaling: float | Tensor
+
+    def take_apart(self, facts: list[object], tensors: list[Tensor]) -> None:
+        """Add what it consists of; a microsecond."""
+        up, scaling = self.up._parameters, self.scaling
+        tensors += (self.down._parameters["weight"], up["weight"])
+        if up["bias"] is not None:
+            tensors.append(up["bias"])
+        if isinstance(scaling, Tensor):
+            tensors.append(scaling)
+            scaling = 0.0
+        facts += (self.name, scaling)
+
+
+class LoraReader:
+    """model.weight_functions.FunctionReader of one UNet.
+
+    scale: what the pipeline multiplies all LoRAs by, cross_attention_kwargs["scale"]. The host writes that into its
+    layers for the time of a call; we leave them as they are.
+    """
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    def state(self, layers: Sequence[nn.Module]) -> WeightFunctionState:
+        """Raises UnsupportedUNet where an adapter is at work that is no plain LoRA."""
+        state, modules, tensors = WeightFunctionState(facts=[self.scale]), list[nn.Module](), list[Tensor]()
+        for place in around(layers):
+            layer: Any = layers[place]
+            refuse_others(layer)
+            for factors in at_work(layer):
+                if state.layers[-1:] != [place]:
+                    state.layers.append(place)
+                modules += (factors.down, factors.up)
+                factors.take_apart(state.facts, tensors)
+        state.note(modules, tensors)
+        return state
+
+    def glance(self, layers: Sequence[nn.Module]) -> list[object]:
+        seen, tensors = list[object](), list[Tensor]()
+        for place in around(layers):
+            layer: Any = layers[place]
+            if layer.merged_adapters:
+                if unmerges(layer):
+                    seen.append(place)
+                continue
+            for factors in at_work(layer):
+                seen.append(place)
+                factors.take_apart(seen, tensors)
+        if not seen:
+            return seen
+        return [self.scale, *seen, *map(id, tensors), *map(Tensor.data_ptr, tensors), *edit_counts(tensors)]
+
+    def of(self, layer: nn.Module) -> WeightFunctions:
+        within: Any = layer_within(layer)
+        updates: list[LowRankUpdate] = []
+        biases: list[tuple[Tensor, float]] = []
+        for _, down, up, scaling in at_work(layer):
+            scale = self.scale * float(scaling)
+            one, other = down.weight.detach(), up.weight.detach()
+            updates.append(LowRankUpdate(other.flatten(1), one, scale))
+            if up.bias is not None:
+                biases.append((up.bias.detach(), scale))
+        return WeightFunctions(tuple(updates), bias=adding(biases) if within.bias is not None else None)
+
+
+def around(layers: Sequence[nn.Module]) -> list[int]:
+    """The places of LoRAs among these; most often none: 20 microseconds for SDXL."""
+    kinds = {kind for kind in set(map(type, layers)) if is_lora(kind)}
+    return [place for place, layer in enumerate(layers) if type(layer) in kinds] if kinds else []
+
+
+def at_work(layer: Any) -> list[Factors]:
+    """What a LoRA's forward adds now, in its order."""
+    # As disable_adapters and active_adapters, without their properties: this is asked of every layer at every call.
+    if layer._disable_adapters or layer.merged_adapters:
+        return []
+    active, parts, scaling = layer._active_adapter, layer._modules, layer.scaling
+    downs, ups = parts["lora_A"]._modules, parts["lora_B"]._modules
+    names = (active,) if isinstance(active, str) else active
+    return [Factors(name, downs[name], ups[name], scaling[name]) for name in names if name in downs]
+
+
+def unmerges(layer: Any) -> bool:
+    """Whether a LoRA's forward begins by taking itself out of the weight."""
+    return bool(layer._disable_adapters and layer.merged_adapters)
+
+
+def refuse_others(layer: Any) -> None:
+    """Raise UnsupportedUNet where a LoRA layer does something else now than to add plain LoRAs."""
+    if unmerges(layer):
+        raise UnsupportedUNet("peft takes a merged LoRA that was disabled out of the weights in this call")
+    within: Any = layer_within(layer)
+    for name, down, up, _ in at_work(layer):
+        # Releases of peft before lora_variant have the other.
+        variant = getattr(layer, "lora_variant", {}).get(name)
+        if variant is not None or getattr(layer, "use_dora", {}).get(name):
+            kind = "DoRA" if variant is None else type(variant).__name__
+            raise UnsupportedUNet(f"the LoRA {name} is not a plain one ({kind})")
+        one, other = down.weight, up.weight
+        fits = one.shape[1:] == within.weight.shape[1:] and other.flatten(1).shape == (len(within.weight), len(one))
+        if isinstance(within, nn.Conv2d):
+            names = GEOMETRY if within.padding == (0, 0) else (*GEOMETRY, "padding_mode")
+            fits = fits and all(getattr(down, name) == getattr(within, name) for name in names)
+        # Where a layer has no bias, ours has no place for a LoRA's.
+        if not fits or down.bias is not None or (up.bias is not None and within.bias is None):
+            raise UnsupportedUNet(f"the LoRA {name} is built differently from those we know")
+
+
+def adding(biases: Sequence[tuple[Tensor, float]]) -> Change | None:
+    """What adds each of these, times its scale, to a bias; None for none."""
+    if not biases:
+        return None
+
+    def changed(bias: Tensor) -> Tensor:
+        for added, scale in biases:
+            bias += scale * added.to(bias)
+        return bias
+
+    return changed
+
+
+def note_scale(unet: Any, scale: Any, whole: bool) -> str | None:
+    """Have all LoRAs of a UNet computed times the scale of this call, or say why the host has to compute it. whole:
+    whether no attention is computed by the host's modules, which do not know the scale."""
+    managed = runtime.managed_unet(unet)
+    reader = None if managed is None else managed.bound.host_traits.functions
+    if not isinstance(reader, LoraReader):
+        return None
+    if not isinstance(scale, Real) or not math.isfinite(scale):
+        return "the pipeline's LoRA scale is no number"
+    if scale != 1:
+        # Some releases of diffusers begin to scale after these.
+        early = [unet.conv_in, *unet.time_embedding.children()]
+        if unet.config.addition_embed_type is not None:
+            early += unet.add_embedding.children()
+        if any(is_lora(type(layer)) for layer in (early if whole else unet.modules())):
+            return "the pipeline scales LoRAs, of which some are computed by diffusers"
+    if scale == 0:
+        from diffusers.utils import USE_PEFT_BACKEND, unscale_lora_layers
+
+        # As diffusers' own forward leaves its layers behind.
+        if USE_PEFT_BACKEND:
+            unscale_lora_layers(unet, 0.0)
+    reader.scale = float(scale)
+    return None

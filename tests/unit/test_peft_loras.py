@@ -1,0 +1,375 @@
+"""LoRAs as diffusers loads them, by peft, are computed by our forward: beside their layers, and merged."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from builders import (
+    CONTEXT_WIDTH,
+    POOLED_WIDTH,
+    SMALL_XL,
+    a_call,
+    diffusers_output,
+    diffusers_unet,
+    relative_error,
+    served,
+)
+from torch import Tensor, nn
+from vae_builders import a_latent, diffusers_vae, host_picture, last, our_picture
+
+import lib_onediff
+from lib_onediff.model.call import UNetCall
+from lib_onediff.runtime.runtime import runtime
+
+pytest.importorskip("peft")
+CLOSE, SHOWS = 1e-5, 1e-3
+ATTENTIONS = ["to_q", "to_k", "to_v", "to_out.0"]
+QUERY_AND_KEY = ["to_q", "to_k"]
+# A kernel, a stride, 1x1, and everything that is linear.
+CONVOLUTIONS = ["conv1", "conv2", "downsamplers.0.conv", "upsamplers.0.conv", "conv_shortcut", "conv_in", "conv_out"]
+EVERYTHING = [*ATTENTIONS, *CONVOLUTIONS, "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out", "time_emb_proj",
+              "linear_1", "linear_2"]
+TO_QUERY = "mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
+
+
+def add(unet: Any, targets: list[str] = ATTENTIONS, name: str = "a", seed: int = 1, **config: Any) -> None:
+    """A LoRA of random numbers that shows."""
+    from peft import LoraConfig
+
+    unet.add_adapter(LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": targets, **config}), name)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for path, parameter in unet.named_parameters():
+            if "lora_" in path and f".{name}." in path:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    unet.requires_grad_(False)
+
+
+def two(unet: Any, weights: Any) -> None:
+    add(unet)
+    add(unet, QUERY_AND_KEY, name="b", seed=2, r=2)
+    unet.set_adapters(["a", "b"], weights)
+
+
+def fused(unet: Any, **how: Any) -> None:
+    add(unet)
+    unet.fuse_lora(**how)
+
+
+def disabled(unet: Any) -> None:
+    add(unet)
+    unet.disable_lora()
+
+
+def files(unet: Any, seed: int, rank: int, targets: tuple[str, ...] = ("to_q", "to_v")) -> dict[str, Tensor]:
+    """A LoRA as in a file."""
+    generator, state = torch.Generator().manual_seed(seed), {}
+    for path, module in unet.named_modules():
+        if isinstance(module, nn.Linear) and path.removesuffix(".base_layer").endswith(targets):
+            path = path.removesuffix(".base_layer")
+            state[f"{path}.lora_A.weight"] = 0.1 * torch.randn(rank, module.in_features, generator=generator)
+            state[f"{path}.lora_B.weight"] = 0.1 * torch.randn(module.out_features, rank, generator=generator)
+    return state
+
+
+def load(unet: Any, seed: int, rank: int, **how: Any) -> None:
+    unet.load_lora_adapter(files(unet, seed, rank), prefix=None, adapter_name="a", **how)
+
+
+def doubles(unet: Any) -> None:
+    add(unet)
+    for path, parameter in unet.named_parameters():
+        if "lora_" in path:
+            parameter.data = parameter.data.double()
+
+
+def with_bias(unet: Any) -> None:
+    add(unet, ["to_out.0", "conv1", "time_emb_proj"], lora_bias=True)
+
+
+CASES: dict[str, Callable[[Any], object]] = {
+    "attentions": add,
+    "to_q and to_k of fused layers": lambda unet: add(unet, QUERY_AND_KEY),
+    "everything": lambda unet: add(unet, EVERYTHING),
+    "other ranks and alphas by layer": lambda unet: add(
+        unet, EVERYTHING, rank_pattern={"to_q": 2, "conv1": 3, "to_v": 9}, alpha_pattern={"to_q": 0, "to_k": 1.5}
+    ),
+    "rank-stabilised": lambda unet: add(unet, use_rslora=True),
+    "another type": doubles,
+    "biases": with_bias,
+    "dropout": lambda unet: add(unet, lora_dropout=0.5) or unet.eval(),
+    "two": lambda unet: two(unet, [0.5, 0.3]),
+    "two, one at nothing": lambda unet: two(unet, [1.0, 0.0]),
+    "two, by block": lambda unet: two(unet, [{"down": 0.7, "mid": 0.2, "up": 1.5}, 2.0]),
+    "one of two": lambda unet: two(unet, 1.0) or unet.set_adapters("b", 0.5),
+    "one of two deleted": lambda unet: two(unet, 1.0) or unet.delete_adapters("a"),
+    "disabled": disabled,
+    "enabled again": lambda unet: disabled(unet) or unet.enable_lora(),
+    "merged": fused,
+    "merged in part": lambda unet: fused(unet, lora_scale=0.7),
+    "merged safely": lambda unet: fused(unet, safe_fusing=True),
+    "taken out again": lambda unet: fused(unet) or unet.unfuse_lora(),
+    "one of two merged": lambda unet: two(unet, [0.5, 0.3]) or unet.fuse_lora(adapter_names=["b"]),
+    "from a file": lambda unet: load(unet, seed=1, rank=3),
+}
+SAME_AS_WITHOUT = {"disabled"}
+
+
+def addresses(unet: Any) -> dict[str, int]:
+    return {
+        path.replace(".base_layer", ""): parameter.data_ptr()
+        for path, parameter in unet.named_parameters() if "lora_" not in path
+    }
+
+
+def is_ours(unet: Any, seed: int = 0, call: UNetCall | None = None, **others: Any) -> Tensor:
+    """Our answer to a call, which is the host's. call: of a sampling that goes on; else another one begins."""
+    call = call or a_call(unet, seed=seed)
+    output = served(unet, call, **others)
+    assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
+    assert relative_error(output, diffusers_output(unet, call, **others)) < CLOSE
+    return output
+
+
+def is_the_hosts(unet: Any, reason: str, seed: int = 0, **others: Any) -> None:
+    call = a_call(unet, seed=seed)
+    output = served(unet, call, **others)
+    assert lib_onediff.status()["route"] == "host" and reason in lib_onediff.status()["reason"], lib_onediff.status()
+    assert torch.equal(output, diffusers_output(unet, call, **others))
+
+
+@pytest.mark.parametrize("change", CASES.values(), ids=CASES)
+def test_every_state_of_loras(change: Callable[[Any], object], request: pytest.FixtureRequest) -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
+    plain, lay = is_ours(unet), addresses(unet)
+    change(unet)
+    output = is_ours(unet, seed=1)
+    different = relative_error(output, without(unet, seed=1)) > SHOWS
+    assert different is (request.node.callspec.id not in SAME_AS_WITHOUT)
+    if "safely" not in request.node.callspec.id:
+        assert addresses(unet) == lay
+    if "merged" in request.node.callspec.id:
+        unet.unfuse_lora()
+    unet.unload_lora()
+    assert relative_error(is_ours(unet), plain) < CLOSE
+    lib_onediff.uncompile_unet(unet)
+
+
+def without(unet: Any, seed: int) -> Tensor:
+    return diffusers_output(diffusers_unet(**SMALL_XL), a_call(unet, seed=seed))
+
+
+def test_what_becomes_of_loras_between_calls() -> None:
+    """At one UNet: its graphs would stay."""
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
+    is_ours(unet)
+    generation, call = runtime.managed_unet(unet).bound.generation, a_call(unet)
+    load(unet, seed=1, rank=3)
+    outputs = [is_ours(unet, call=call)]
+    moved = runtime.managed_unet(unet).bound.generation
+    assert moved == generation + 1
+    steps: list[Callable[[], object]] = [
+        lambda: unet.set_adapters("a", 0.5),
+        # In place: no weak reference of ours may be in the way of swap_tensors, which takes another rank too.
+        lambda: load(unet, seed=2, rank=3, hotswap=True),
+        lambda: unet.get_submodule(TO_QUERY).lora_B["a"].weight.add_(0.1),
+        lambda: unet.get_submodule(TO_QUERY).scaling.update(a=3.0),
+    ]
+    with torch.no_grad():
+        for step in steps:
+            step()
+            outputs.append(is_ours(unet, call=call))
+            assert runtime.managed_unet(unet).bound.generation == moved
+    load(unet, seed=3, rank=5, hotswap=True)
+    outputs.append(is_ours(unet))
+    add(unet, ["conv1"], name="b")
+    unet.set_adapters(["a", "b"])
+    outputs.append(is_ours(unet))
+    unet.disable_lora()
+    outputs.append(is_ours(unet))
+    for index, output in enumerate(outputs):
+        assert all(relative_error(output, other) > SHOWS for other in outputs[index + 1:])
+
+
+def test_a_lora_whose_scales_are_tensors() -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
+    unet.enable_lora_hotswap(target_rank=6)
+    load(unet, seed=1, rank=3)
+    assert isinstance(unet.get_submodule(TO_QUERY).scaling["a"], Tensor)
+    first = is_ours(unet)
+    unet.get_submodule(TO_QUERY).scaling["a"].fill_(3.0)
+    second = is_ours(unet)
+    load(unet, seed=2, rank=5, hotswap=True)
+    assert relative_error(second, first) > SHOWS and relative_error(is_ours(unet), second) > SHOWS
+
+
+def test_a_merged_lora_that_is_disabled_is_taken_out_by_the_host() -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
+    fused(unet)
+    is_ours(unet)
+    unet.disable_lora()
+    served(unet, a_call(unet))
+    assert "takes a merged LoRA" in lib_onediff.status()["reason"]
+    assert relative_error(is_ours(unet, seed=1), without(unet, seed=1)) < CLOSE
+
+
+def dora(unet: Any) -> None:
+    add(unet, use_dora=True)
+
+
+def other_kind(kind: str, **config: Any) -> Callable[[Any], None]:
+    def put(unet: Any) -> None:
+        import peft
+
+        adapter = getattr(peft, f"{kind}Config")(target_modules=["to_q"], **config)
+        peft.inject_adapter_in_model(adapter, unet, "a")
+        unet.eval()
+
+    return put
+
+
+def hooked(unet: Any, path: str) -> None:
+    add(unet)
+    unet.get_submodule(path).register_forward_hook(lambda module, given, output: 2 * output)
+
+
+def replaced(unet: Any, path: str) -> None:
+    add(unet)
+    layer = unet.get_submodule(path)
+    layer.forward = lambda *given: 2 * type(layer).forward(layer, *given)
+
+
+def padded(unet: Any) -> None:
+    add(unet, ["conv1"])
+    unet.mid_block.resnets[0].conv1.base_layer.padding_mode = "circular"
+
+
+REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
+    "DoRA": (dora, "the LoRA a is not a plain one (DoraLinearVariant)"),
+    "LoHa": (other_kind("LoHa"), "peft.tuners.loha.layer.Linear"),
+    "LoKr": (other_kind("LoKr"), "peft.tuners.lokr.layer.Linear"),
+    "OFT": (other_kind("OFT", r=0, oft_block_size=4), "peft.tuners.oft.layer.Linear"),
+    "IA3": (other_kind("IA3", feedforward_modules=[]), "peft.tuners.ia3.layer.Linear"),
+    "modules to save": (lambda unet: add(unet, modules_to_save=["conv_out"]), "peft.utils.other.ModulesToSaveWrapper"),
+    "a hook on a LoRA": (lambda unet: hooked(unet, TO_QUERY), f"{TO_QUERY} has a forward hook"),
+    "a hook within": (lambda unet: hooked(unet, f"{TO_QUERY}.lora_A.a"), f"{TO_QUERY}.lora_A.a has a forward hook"),
+    "another forward": (lambda unet: replaced(unet, TO_QUERY), f"{TO_QUERY} has a forward of its own"),
+    "another forward within": (
+        lambda unet: replaced(unet, f"{TO_QUERY}.base_layer"), f"{TO_QUERY}.base_layer has a forward of its own"
+    ),
+    "tiling of a layer alone": (padded, "the LoRA a is built differently from those we know"),
+    "training": (lambda unet: add(unet, lora_dropout=1e-9) or unet.train(), "drops values"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("change", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_is_no_plain_lora_is_the_hosts(change: Callable[[Any], object], reason: str) -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
+    change(unet)
+    is_the_hosts(unet, reason)
+    unet.unload_lora()
+
+
+@pytest.mark.parametrize("scale", [0.5, 0.0, 1.0])
+def test_a_scale_of_a_call(scale: float) -> None:
+    """Computed once, and of that call alone; diffusers forgets the weights of adapters after a scale of 0."""
+    unet, other = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL)), diffusers_unet(**SMALL_XL)
+    given = {"cross_attention_kwargs": {"scale": scale}}
+    for one in (unet, other):
+        two(one, [0.5, 0.3])
+    call = a_call(unet)
+    for others in ({}, given, given, {}):
+        output, expected = served(unet, call, **others), diffusers_output(other, call, **others)
+        assert lib_onediff.status()["route"] == "plain" and relative_error(output, expected) < CLOSE
+    assert given == {"cross_attention_kwargs": {"scale": scale}}
+    assert unet.get_submodule(TO_QUERY).scaling == other.get_submodule(TO_QUERY).scaling
+
+
+def test_a_scale_that_diffusers_must_know_is_the_hosts() -> None:
+    """Of layers that it does not scale, and of attentions that its own modules compute."""
+    given = {"cross_attention_kwargs": {"scale": 0.5}}
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
+    is_ours(unet, **given)
+    add(unet, ["to_q", "time_embedding.linear_1"])
+    is_the_hosts(unet, "the pipeline scales LoRAs", **given)
+    unet.unload_lora()
+    add(unet)
+    from diffusers.models.attention_processor import SlicedAttnProcessor
+
+    unet.set_attn_processor(SlicedAttnProcessor(2))
+    is_the_hosts(unet, "the pipeline scales LoRAs", **given)
+    is_ours(unet)
+
+
+def test_fused_projections() -> None:
+    """They are other parameters than those that they were made of; neither knows of the other's edits."""
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
+    plain = is_ours(unet)
+    unet.fuse_qkv_projections()
+    assert relative_error(is_ours(unet), plain) < CLOSE
+    attention = unet.get_submodule(TO_QUERY.removesuffix(".to_q"))
+    with torch.no_grad():
+        attention.to_q.weight *= 2
+        assert relative_error(is_ours(unet, seed=1), without(unet, seed=1)) < CLOSE
+        attention.to_qkv.weight *= 3
+        assert relative_error(is_ours(unet, seed=2), without(unet, seed=2)) > SHOWS
+    # Of what is fused, diffusers computes no LoRA.
+    add(unet)
+    is_ours(unet, seed=3)
+    unet.unload_lora()
+    unet.unfuse_qkv_projections()
+    assert relative_error(is_ours(unet), plain) > SHOWS
+    with torch.no_grad():
+        attention.to_q.weight /= 2
+    assert relative_error(is_ours(unet, seed=4), without(unet, seed=4)) < CLOSE
+
+
+@pytest.mark.usefixtures("fresh_route")
+def test_fused_projections_of_a_vae() -> None:
+    vae = diffusers_vae()
+    latent = a_latent(vae.decoder)
+    vae.fuse_qkv_projections()
+    with torch.no_grad():
+        vae.decoder.mid_block.attentions[0].to_q.weight *= 2
+    assert relative_error(our_picture(vae.decoder, latent), host_picture(vae.decoder, latent)) < CLOSE
+    assert last()[0] != "host", last()
+    vae.unfuse_qkv_projections()
+    assert relative_error(our_picture(vae.decoder, latent), host_picture(vae.decoder, latent)) < CLOSE
+    assert last()[0] != "host", last()
+
+
+def pipeline() -> Any:
+    """Without text encoders: it is given embeddings."""
+    import diffusers
+
+    pipe = diffusers.StableDiffusionXLPipeline(
+        vae=diffusers_vae(), unet=diffusers_unet(**SMALL_XL, sample_size=8), scheduler=diffusers.DDIMScheduler(),
+        text_encoder=None, text_encoder_2=None, tokenizer=None, tokenizer_2=None,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    pipe.load_lora_weights({f"unet.{key}": value for key, value in files(pipe.unet, 1, 3).items()}, adapter_name="a")
+    return pipe
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_pipeline_that_scales_its_loras() -> None:
+    generator = torch.Generator().manual_seed(0)
+    given = {name: torch.randn(1, *shape, generator=generator) for name, shape in {
+        "prompt_embeds": (77, CONTEXT_WIDTH), "negative_prompt_embeds": (77, CONTEXT_WIDTH),
+        "pooled_prompt_embeds": (POOLED_WIDTH,), "negative_pooled_prompt_embeds": (POOLED_WIDTH,),
+    }.items()}
+    pipe, other = lib_onediff.compile_pipe(pipeline()), pipeline()
+    pictures = []
+    for scale in (1.0, 0.5, 0.5):
+        given |= {"num_inference_steps": 3, "output_type": "latent", "width": 32, "height": 32}
+        given["cross_attention_kwargs"] = {"scale": scale}
+        mine, theirs = (
+            one(**given, generator=torch.Generator().manual_seed(0)).images for one in (pipe, other)
+        )
+        assert lib_onediff.status()["route"] != "host" and relative_error(mine, theirs) < 3 * CLOSE  # in as many steps
+        pictures.append(mine)
+    assert torch.equal(*pictures[1:]) and relative_error(*pictures[:2]) > SHOWS
+    lib_onediff.uncompile_pipe(pipe)
