@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import html
+from functools import partial
 from typing import Any
 
 from ..hosts.webui import WebUI
@@ -19,10 +20,12 @@ UNREADABLE = ("", f'<p class="onediff-reason">{UNREADABLE_TEXT}</p>')
 def current_status(webui: WebUI) -> dict[str, Any]:
     """runtime.status() with what the WebUI's adapter adds: who the host is, how many hooks are in place, and notes on
     its settings. Where OneDiff is off, or does not serve the model, with that reason in place of the last call's."""
+    part: Any = partial(runtime.guard.attempt, "the status")
     status = {
-        "host": webui.name, "release": webui.release, "hooks": webui.hooks(), "notes": webui.notes(), **runtime.status()
+        "host": webui.name, "release": webui.release, "hooks": part(webui.hooks, 0), "notes": part(webui.notes, []),
+        **runtime.status(),
     }
-    reason = webui.why_not_served() if runtime.settings.enabled else f"{OFF_IN_SETTINGS}."
+    reason = part(webui.why_not_served) if runtime.settings.enabled else f"{OFF_IN_SETTINGS}."
     return {**status, "route": "host", "reason": reason} if reason else status
 
 

@@ -5,6 +5,7 @@ per tile.
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,13 +20,16 @@ from .instance_forward import InstanceForward, put_on, take_off
 class DecoderForward(InstanceForward):
     """Stands in for Decoder.forward, and Encoder.forward."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         decoder: Any = self._module()  # its forward is called: it is there
+        return runtime.guard.serve(
+            "the VAE's forward", self._serve, type(decoder).forward, runtime.vae.note_host, decoder, *args, **kwargs
+        )
 
-        def host() -> Tensor:
-            return type(decoder).forward(decoder, *args, **kwargs)
-
-        given = self.__signature__.bind(*args, **kwargs).arguments
+    def _serve(self, original: Callable[..., Tensor], decoder: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        host = lambda: original(decoder, *args, **kwargs)  # noqa: E731
+        # What does not fit is the host's to refuse.
+        given = {**dict(zip(self.__signature__.parameters, args)), **kwargs}  # noqa: B905
         latent = given.pop("sample", None)
         reason = why_host(decoder, latent, given)
         if reason is not None:
@@ -35,8 +39,6 @@ class DecoderForward(InstanceForward):
 
 def why_host(decoder: nn.Module, latent: Any, others: dict[str, Any]) -> str | None:
     """Why a call of diffusers' Decoder.forward is not ours, in one line; None where nothing is known against it."""
-    if runtime.guard.suspended:
-        return runtime.guard.suspended
     source = replaced_by(type(decoder))
     if source is not None:
         return f"{type(decoder).__name__}.forward was replaced by {source}"
