@@ -1,6 +1,10 @@
-"""The outermost line of every hook: an error of ours is noted, and the host goes on as if we were not there."""
+"""The outermost line of every hook: an error of ours is noted, and the host goes on as if we were not there.
+
+serve, attempt and hook lean on nothing of ours: what fails while a fault is taken down costs no more than the note.
+"""
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import re
@@ -12,6 +16,7 @@ log = logging.getLogger("onediff")
 Result = TypeVar("Result")
 # More different errors than this are no news to anybody.
 MOST_FAULTS = 50
+A_FAULT_IN = "a fault of OneDiff in "
 
 
 class HostFunction:
@@ -23,6 +28,8 @@ class HostFunction:
         self.raised: int | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Another error may come to lie where one lay that somebody has caught.
+        self.raised = None
         try:
             return self.__func__(*args, **kwargs)
         except BaseException as error:
@@ -35,7 +42,8 @@ class Guard:
 
     generation: how many generations have begun.
     suspended: why the host serves every call until the next generation begins; "" where OneDiff serves. A fault in one
-    hook leaves the rest of its generation to the host.
+    hook leaves the rest of its generation to the host. Where nobody tells of generations (resume), it costs the one
+    call.
     """
 
     def __init__(self) -> None:
@@ -44,6 +52,7 @@ class Guard:
         self._given_up = ""
         self.suspended = ""
         self.generation = 0
+        self._hears_of_generations = False
 
     @property
     def faults(self) -> list[str]:
@@ -55,7 +64,7 @@ class Guard:
 
         Returns the sentence for the user. Must be called while the error is being handled.
         """
-        sentence = f"a fault of OneDiff in {hook}, please report it: {first_line(error)}"
+        sentence = f"{A_FAULT_IN}{hook}, please report it: {first_line(error)}"
         self._faults[hook] = sentence
         if sentence not in self._told and len(self._told) < MOST_FAULTS:
             self._told.add(sentence)
@@ -75,11 +84,13 @@ class Guard:
         self._faults.clear()
         self._told.clear()
         self.resume()
+        self._hears_of_generations = False
 
     def resume(self) -> None:
         """A generation begins: what went wrong in the last one may go well now."""
         self.suspended = self._given_up = ""
         self.generation += 1
+        self._hears_of_generations = True
 
     def serve(
         self, hook: str, ours: Callable[..., Result], original: Callable[..., Result],
@@ -90,19 +101,27 @@ class Guard:
         host is original; what it raises is the host's own and passes through. declined is told the reason whenever
         original runs in place of ours.
         """
-        if not self.suspended:
-            host = HostFunction(original)
+        reason = self.suspended
+        if not reason:
+            host: Any = None
             try:
+                host = HostFunction(original)
                 answer = ours(host, *args, **kwargs)
                 if self._given_up:
-                    self.suspended, self._given_up = self._given_up, ""
+                    self.suspended = self._given_up if self._hears_of_generations else ""
+                    self._given_up = ""
                 return answer
             except Exception as error:
-                if id(error) == host.raised:
+                if host is not None and id(error) == host.raised:
                     raise
-                self.suspended = self.note(hook, error)
+                reason = A_FAULT_IN + hook
+                with contextlib.suppress(Exception):
+                    reason = self.note(hook, error)
+                if self._hears_of_generations:
+                    self.suspended = reason
         # Only now is everything gone that ours had computed before it failed.
-        self.attempt("the fallback to the host", lambda: declined(self.suspended))
+        with contextlib.suppress(Exception):
+            self.attempt("the fallback to the host", lambda: declined(reason))
         return original(*args, **kwargs)
 
     def attempt(self, hook: str, work: Callable[[], Result], otherwise: Result | None = None) -> Result | None:
@@ -110,7 +129,8 @@ class Guard:
         try:
             return work()
         except Exception as error:
-            self.note(hook, error)
+            with contextlib.suppress(Exception):
+                self.note(hook, error)
             return otherwise
 
     def hook(self, name: str, otherwise: Any = None, in_generation: bool = False) -> Callable[[Callable], Callable]:
@@ -125,7 +145,9 @@ class Guard:
                 try:
                     return function(*args, **kwargs)
                 except Exception as error:
-                    sentence = self.note(name, error)
+                    sentence = A_FAULT_IN + name
+                    with contextlib.suppress(Exception):
+                        sentence = self.note(name, error)
                     if in_generation:
                         self.suspended = sentence
                     return otherwise

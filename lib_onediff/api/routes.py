@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Body, FastAPI, HTTPException, Path, Query, Response
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 
 from ..prewarm.job import Job, check_tokens, rows_with_jobs
 from ..runtime.rows import ResolutionRow
@@ -32,6 +32,7 @@ Result = TypeVar("Result")
 Status = Callable[[], dict[str, Any]]
 PREFIX, TAG, SOURCE = "/onediff/v1", "OneDiff", "API"
 MOST_PENDING, MOST_WAITING = 500, 8
+NOT_KNOWN = "Whether this process is ready is not known: a fault of OneDiff, see the WebUI's console."
 SWITCHED_OFF = "OneDiff is switched off in the settings, so nothing can be made ready."
 WHAT_TO_PURGE = (
     'Say what to purge: one of {"resolutions": ["512x512"]} (with a "model", or of all), {"model": "SD1"}, '
@@ -103,10 +104,13 @@ class Routes:
         `ready` is for load balancers: false until the checkpoint is loaded that the WebUI loads by itself, and while
         sizes that the settings or users ask for are queued or made ready. A size that fails does not hold it up.
         """
-        waits_for = self._why_not_ready()
+        part: Any = partial(self._runtime.guard.attempt, "the status")
+        waits_for = part(self._why_not_ready, NOT_KNOWN)
         if probe and waits_for:
             raise HTTPException(503, waits_for)
-        return json_answer({**self._status(), "ready": not waits_for, "ready_reason": waits_for})
+        ready = {"ready": not waits_for, "ready_reason": waits_for}
+        answer = part(lambda: json_answer({**part(self._status, {}), **ready}))
+        return answer or JSONResponse(ready)
 
     def shapes(
         self, model: str | None = Query(None, min_length=1, max_length=models.LONGEST_NAME,

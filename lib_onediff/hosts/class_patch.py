@@ -46,17 +46,14 @@ class ClassPatch:
         self.active = False
         self._in_chain = False
 
-        def guarded(module: Any, *args: Any, **kwargs: Any) -> Any:
-            tell = lambda reason: declined(module, reason)  # noqa: E731
-            return guard.serve(hook, replacement, self.original, tell, module, *args, **kwargs)
-
         @functools.wraps(self.original)
         def patched(module: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.active:
                 return self.original(module, *args, **kwargs)
-            return self._guarded(module, *args, **kwargs)
+            tell = functools.partial(declined, module)
+            return self._serve(hook, replacement, self.original, tell, module, *args, **kwargs)
 
-        self._guarded = guarded
+        self._serve = guard.serve
         self._is_traced = True
         vars(patched)["patch"] = self
         self.function = patched
@@ -80,7 +77,7 @@ class ClassPatch:
         Does nothing until somebody has imported the compiler: the import alone takes seconds.
         """
         if self._is_traced and "torch._dynamo" in sys.modules:
-            self._guarded = torch.compiler.disable(self._guarded)
+            self._serve = torch.compiler.disable(self._serve)
             self._is_traced = False
 
     def undo(self) -> None:

@@ -3,16 +3,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..engines import AUTO
 from ..engines.graphs.accounting import MemorySnapshot
 from .accelerator import Accelerator
-from .call_stats import GRAPH
+from .call_stats import GRAPH, ROUTES
 from .rows import LowBitErrors, ResolutionRow, Totals, rows_of
 
 SECONDS_A_PAGE_WAITS = 0.05
+# In place of CallStats.status where that fails: who reads it finds every key.
+UNKNOWN: dict[str, Any] = {
+    **dict.fromkeys(("model", "backend", "resolution", "route", "step_ms", "host_ms", "ratio", "ratio_range")),
+    "relative_error": None, "reason": "", "calls": dict.fromkeys(ROUTES, 0), "deepcache": {}, "guidance": {},
+    "forecast": {}, "second_gpu": {},
+}
 
 
 class Runtime(Accelerator):
@@ -53,14 +60,17 @@ class Runtime(Accelerator):
     def status(self) -> dict[str, Any]:
         """What the last call was, by which route it went and why, as plain values for a page or JSON; see CallStats."""
         settings = self._run_settings or self.settings
-        status = self.call_stats.status()
+        # What fails says so among the faults, and costs no other part.
+        part: Any = partial(self.guard.attempt, "the status")
+        status = part(self.call_stats.status, UNKNOWN)
         return {
             "enabled": settings.enabled, **status, "backend": status["backend"] or settings.backend,
-            "vae": self.vae.status(), "faults": self.guard.faults, "inductor": self.operators.inductor.status(),
-            "auto": self.operators.auto.sentence() if settings.backend == AUTO else "",
-            "second_gpu": {**status["second_gpu"], "bytes": self.two_gpus.bytes()},
-            "hint": self.operators.hint() if settings.enabled else "",
-            "low_bit": [asdict(errors) for errors in self._low_bit_errors()],
+            "vae": part(self.vae.status, {}), "inductor": part(lambda: self.operators.inductor.status(), {}),
+            "auto": part(lambda: self.operators.auto.sentence(), "") if settings.backend == AUTO else "",
+            "second_gpu": {**status["second_gpu"], "bytes": part(self.two_gpus.bytes, 0)},
+            "hint": part(self.operators.hint, "") if settings.enabled else "",
+            "low_bit": part(lambda: [asdict(errors) for errors in self._low_bit_errors()], []),
+            "faults": part(lambda: self.guard.faults, []),
         }
 
     # --- to keep --------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ AS_AT_FIRST = (True, AS_IN_SETTINGS, "")
 
 
 class StepWithSettings:
-    """Stands in for a step of a generation and runs it with the generation's own settings, also when it fails."""
+    """Stands in for a step of a generation and runs it with the generation's own settings."""
 
     def __init__(self, step: Callable[..., Any], settings: Settings, why_off: str) -> None:
         self.host_step = step
@@ -38,8 +38,12 @@ class StepWithSettings:
         self.why_off = why_off
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        serve = runtime.guard.serve
+        return serve("the settings of this generation", self._run, self.host_step, log.debug, *args, **kwargs)
+
+    def _run(self, host_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with runtime.settings_for_run(self.settings, self.why_off):
-            return self.host_step(*args, **kwargs)
+            return host_step(*args, **kwargs)
 
 
 def settings_of_run(arguments: Sequence[Any], standing: Settings, checkpoint: str = "") -> Settings:

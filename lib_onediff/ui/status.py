@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import html
+from functools import partial
 from typing import Any
 
 from ..hosts.webui import WebUI
@@ -36,10 +37,12 @@ def current_status(webui: WebUI) -> dict[str, Any]:
     """runtime.status() with what the WebUI's adapter adds: who the host is, how many hooks are in place, and notes on
     its settings. Where OneDiff is off, or does not serve the model, with that reason in place of the last call: what
     another model's took says nothing of this one."""
+    part: Any = partial(runtime.guard.attempt, "the status")
     status = {
-        "host": webui.name, "release": webui.release, "hooks": webui.hooks(), "notes": webui.notes(), **runtime.status()
+        "host": webui.name, "release": webui.release, "hooks": part(webui.hooks, 0), "notes": part(webui.notes, []),
+        **runtime.status(),
     }
-    why_not = webui.why_not_served()
+    why_not = part(webui.why_not_served)
     reason = why_not if runtime.settings.enabled else f"{OFF_IN_SETTINGS}."
     status["served"] = not why_not
     if not reason:

@@ -132,7 +132,7 @@ class Host:
     def generate(self, extension: Any = None, control: Any = None) -> Made:
         """One generation; before start() it is the host's own."""
         guard, adapter = runtime.guard, self.adapter if runtime.settings.enabled else None
-        guard.resume()
+        guard.hook("the settings of this generation", in_generation=True)(guard.resume)()
         p = SimpleNamespace(sd_model=self.checkpoint, sampler=Sampler(), is_hr_pass=False)
         if adapter is not None:
             guard.hook("the beginning of a sampling", in_generation=True)(lambda: adapter.before_sampling(p))()

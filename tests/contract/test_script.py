@@ -116,7 +116,7 @@ MOMENTS: dict[str, Any] = {
         "adding routes to the API",
     ),
     "the status line": (
-        lambda host: (host.script.webui, "notes"), lambda host: host.script.status_lines(),
+        lambda host: (host.script.status, "current_status"), lambda host: host.script.status_lines(),
         ("", '<p class="onediff-reason">OneDiff cannot show its status: see the console.</p>'), "the status line",
     ),
 }

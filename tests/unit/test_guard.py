@@ -42,6 +42,7 @@ def console(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_fault_leaves_the_rest_of_the_generation_to_the_host(console: Any) -> None:
     guard, told = Guard(), []
+    guard.resume()
     calls: list[int] = []
 
     def fails_once(original: Any, module: Any, x: int) -> int:
@@ -56,6 +57,32 @@ def test_a_fault_leaves_the_rest_of_the_generation_to_the_host(console: Any) -> 
     assert [record.exc_info is not None for record in console.records] == [True], "one traceback"
     guard.resume()
     assert module.forward(5) == 6 and calls == [1, 5] and len(console.records) == 1
+
+
+def test_where_nobody_tells_of_generations_a_fault_costs_one_call() -> None:
+    guard, calls = Guard(), []
+
+    def fails_once(original: Any, module: Any, x: int) -> int:
+        calls.append(x)
+        return broken(original, module, x) if len(calls) == 1 else -x
+
+    module = patched(fails_once, guard, []).owner()
+    assert [module.forward(x) for x in (1, 2)] == [2, -2] and guard.faults
+
+
+def test_what_an_error_left_behind_that_was_caught_is_not_taken_for_the_hosts() -> None:
+    guard, told = Guard(), []
+    ours = KeyError("ours")
+
+    def fails_after_the_host_has_recovered(original: Any, module: Any, x: int) -> int:
+        with contextlib.suppress(ValueError):
+            original(module, -1)
+        # Where one error was freed, another may be made.
+        original.raised = original.raised and id(ours)
+        original(module, x)
+        raise ours
+
+    assert patched(fails_after_the_host_has_recovered, guard, told).owner().forward(1) == 2 and told == guard.faults
 
 
 def test_what_the_host_raises_is_its_own(console: Any) -> None:
@@ -147,6 +174,7 @@ def test_a_fault_that_a_hook_has_answered_itself_leaves_the_rest_to_the_host(con
             guard.give_up("the route", error)
             return original(module, x)
 
+    guard.resume()
     unet, vae = patched(answers, guard, told), patched(lambda original, module, x: -x, guard, told)
     assert vae.owner().forward(1) == -1
     assert unet.owner().forward(1) == 2 and told == []

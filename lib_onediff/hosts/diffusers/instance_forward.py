@@ -52,23 +52,16 @@ class InstanceForward:
 
     def _guarded(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()  # its forward is called: it is there
-        host = HostFunction(lambda *args, **kwargs: type(module).forward(module, *args, **kwargs))
-        if not runtime.guard.suspended:
-            try:
-                return self.serve(host, module, args, kwargs)
-            except Exception as error:
-                if id(error) == host.raised:
-                    raise
-                runtime.guard.note(self.hook, error)
-        # Only now is everything gone that ours had computed before it failed.
-        runtime.guard.attempt("the fallback to the host", lambda: self.declined(module))
-        return host(*args, **kwargs)
+        return runtime.guard.serve(
+            self.hook, self.serve, type(module).forward, lambda reason: self.declined(module, reason), module,
+            *args, **kwargs,
+        )
 
-    def serve(self, host: HostFunction, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The answer to a call. host: the forward of the module's class, with the same arguments."""
+    def serve(self, host: HostFunction, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """The answer to a call. host: the forward of the module's class, which takes the module first."""
         raise NotImplementedError
 
-    def declined(self, module: Any) -> None:
+    def declined(self, module: Any, reason: str) -> None:
         """The host's own forward is about to run in our place."""
 
     def __reduce__(self) -> tuple:

@@ -26,7 +26,8 @@ class LoopAnnouncer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         pipe = self._pipe()
         bar = type(pipe).progress_bar(pipe, *args, **kwargs)
-        return AnnouncedLoop(bar, self._begin, self._end)
+        announced = lambda: AnnouncedLoop(bar, self._begin, self._end)  # noqa: E731
+        return runtime.guard.attempt("following a pipeline's steps", announced, bar)
 
     def _begin(self) -> None:
         pipe, unet = self._pipe(), self._unet()

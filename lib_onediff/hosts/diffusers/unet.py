@@ -59,11 +59,11 @@ class DiffusersForward(InstanceForward):
         # The pipeline that calls, where that is known.
         self.pipeline: Callable[[], Any] = no_object
 
-    def serve(self, host: HostFunction, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def serve(self, host: HostFunction, module: Any, *args: Any, **kwargs: Any) -> Any:
         reason = self._why_host(module)
         if reason is not None:
             runtime.note_host(reason, module)
-            return runtime.pressure.run_host(lambda: host(*args, **kwargs))
+            return runtime.pressure.run_host(lambda: host(module, *args, **kwargs))
         # Signature.bind says the same in a tenth of a millisecond; what does not fit is the host's to refuse.
         given = {**dict(zip(self._names, args)), **kwargs}  # noqa: B905
         try:
@@ -74,7 +74,7 @@ class DiffusersForward(InstanceForward):
             log.debug(call, exc_info=True)
         if isinstance(call, str):
             runtime.note_host(call, module)
-            return runtime.pressure.run_host(lambda: host(**again(given)))
+            return runtime.pressure.run_host(lambda: host(module, **again(given)))
         return_dict = given.pop("return_dict", True)
 
         def guidance() -> PromptRows | str:
@@ -83,17 +83,17 @@ class DiffusersForward(InstanceForward):
             if isinstance(rows, str):
                 return rows
             alone = arguments_of_prompt(given, rows, batch)
-            return PromptRows(rows, lambda: sample_of(host, alone))
+            return PromptRows(rows, lambda: sample_of(host, module, alone))
 
-        sample = runtime.run(module, call, lambda: sample_of(host, given), guidance=guidance)
+        sample = runtime.run(module, call, lambda: sample_of(host, module, given), guidance=guidance)
         if not return_dict:
             return (sample,)
         from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
 
         return UNet2DConditionOutput(sample=sample)
 
-    def declined(self, module: Any) -> None:
-        runtime.note_host(runtime.guard.suspended or "a fault of OneDiff; see the log", module)
+    def declined(self, module: Any, reason: str) -> None:
+        runtime.note_host(reason, module)
 
     def _why_host(self, unet: Any) -> str | None:
         """Why this UNet's forward is none that we know, or None."""
@@ -198,9 +198,9 @@ def again(given: dict[str, Any]) -> dict[str, Any]:
             for name, value in given.items()}
 
 
-def sample_of(host: Callable[..., Any], given: dict[str, Any]) -> Tensor:
+def sample_of(host: Callable[..., Any], unet: nn.Module, given: dict[str, Any]) -> Tensor:
     """What the UNet's own forward makes of these arguments."""
-    sample: Tensor = host(**again({**given, "return_dict": False}))[0]
+    sample: Tensor = host(unet, **again({**given, "return_dict": False}))[0]
     return sample
 
 

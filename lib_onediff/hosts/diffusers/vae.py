@@ -22,17 +22,18 @@ class DecoderForward(InstanceForward):
 
     hook = "the VAE's forward"
 
-    def serve(self, host: HostFunction, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = self.__signature__.bind(*args, **kwargs).arguments
+    def serve(self, host: HostFunction, module: Any, *args: Any, **kwargs: Any) -> Any:
+        # What does not fit is the host's to refuse.
+        given = {**dict(zip(self.__signature__.parameters, args)), **kwargs}  # noqa: B905
         latent = given.pop("sample", None)
         reason = why_host(module, latent, given)
-        decode = lambda: host(*args, **kwargs)  # noqa: E731
+        decode = lambda: host(module, *args, **kwargs)  # noqa: E731
         if reason is not None:
             return runtime.vae.decode_by_host(module, latent, decode, reason)
         return runtime.vae.decode(module, latent, decode)
 
-    def declined(self, module: Any) -> None:
-        runtime.vae.note_host(runtime.guard.suspended or "a fault of OneDiff; see the log")
+    def declined(self, module: Any, reason: str) -> None:
+        runtime.vae.note_host(reason)
 
 
 def why_host(decoder: nn.Module, latent: Any, others: dict[str, Any]) -> str | None:

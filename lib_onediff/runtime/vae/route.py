@@ -152,6 +152,15 @@ class DecoderRoute:
     ) -> Tensor:
         """The host's own image, or ours where that cannot be shown."""
         image = self._services.pressure.run_host(host)
+        look = lambda: self._in_place_of(image, decoder, latent, host, upcast_attention, outcome)  # noqa: E731
+        shown = self._services.guard.attempt("looking at the VAE's image", look)
+        return image if shown is None else shown
+
+    def _in_place_of(
+        self, image: Tensor, decoder: nn.Module, latent: Tensor, host: HostDecode, upcast_attention: bool,
+        outcome: Outcome,
+    ) -> Tensor:
+        """The host's image where it can be shown, and else ours if there is one."""
         settings = self._settings(decoder)
         if isinstance(settings, str) or not is_image(image) or torch.is_grad_enabled():
             return image
