@@ -231,7 +231,10 @@ class Tree:
         self._hooks = [
             (place, name, token(state[name])) for place, state in enumerate(states) for name in HOOKS if state[name]
         ]
-        kinds = list(dict.fromkeys(base for kind in dict.fromkeys(self.classes) for base in kind.__mro__[:-1]))
+        # An attention's processor is no module, and computes as its class does too.
+        processors = (type(state["processor"]) for state in states if "processor" in state)
+        self._sources = list(dict.fromkeys((*self.classes, *processors)))
+        kinds = list(dict.fromkeys(base for kind in self._sources for base in kind.__mro__[:-1]))
         self._kinds = [(vars(kind), len(vars(kind)), Names(vars(kind), vars(kind))) for kind in kinds]
         self._globals = globals_of(kinds)
 
@@ -262,7 +265,7 @@ class Tree:
     def digest(self) -> str:
         """What tells the sources of this computation from others: classes, their code, and plain attributes."""
         code = hashlib.sha256()
-        for kind in dict.fromkeys(self.classes):
+        for kind in self._sources:
             code.update(f"{kind.__module__}.{kind.__qualname__}".encode())
             for base in kind.__mro__[:-1]:
                 for name, value in vars(base).items():
