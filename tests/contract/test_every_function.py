@@ -27,7 +27,7 @@ from test_public_api_pipelines import inputs, pipeline, quiet
 from test_script import Generation, Standalone, standalone
 from vae_builders import a_latent
 
-from lib_onediff import api
+from lib_onediff.api import routes as api
 from lib_onediff.public import compile_pipe, status, uncompile_pipe
 from lib_onediff.runtime.runtime import runtime
 
@@ -39,7 +39,9 @@ pytestmark = [
 # What the host itself calls, each no more than a step to the guard, and the guard. Nothing stands around them.
 OUTERMOST = {
     "Guard.serve", "Guard.attempt", "Guard.hook.<locals>.decorate.<locals>.guarded",
-    "ClassPatch.__init__.<locals>.patched", "DiffusersForward.__call__", "DecoderForward.__call__",
+    "ClassPatch.__init__.<locals>.patched", "InstanceForward.__call__", "InstanceForward._guarded",
+    "LoopAnnouncer.__call__", "AnnouncedLoop.__enter__", "AnnouncedLoop.__exit__", "AnnouncedLoop.__iter__",
+    "AnnouncedLoop.__getattr__",
     "StepWithSettings.__call__", "Listener.__call__", "status", "Runtime.status", "Routes.status",
     "SentenceRoute.get_route_handler.<locals>.handle_with_sentences",
 }

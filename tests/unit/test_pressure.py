@@ -80,7 +80,7 @@ def test_the_pinned_go_last(unet: nn.Module, card: PretendedCard) -> None:
     fill_after(card, 32 << 20)
     runtime.begin_sampling(unet)
     assert states() == {"64x64": "ready", "128x128": "proved"}
-    assert runtime._graphs.shared() < shared / 2, "the pinned one was captured again in less"
+    assert runtime._graphs.shared() < 0.6 * shared, "the pinned one was captured again in less"
     fill_after(card, 32 << 20)
     runtime.begin_sampling(unet)
     assert set(states().values()) == {"proved"} and runtime._graphs.shared() == 0
@@ -112,14 +112,14 @@ def test_on_a_full_card_graphs_wait_until_there_is_room(unet: nn.Module, card: P
 
 def test_other_architectures_make_room_for_a_graph(unet: nn.Module, card: PretendedCard) -> None:
     other = attached()
-    make_ready(other, (16, 16))
+    make_ready(other, (20, 20))
     for _ in range(2):
         served(unet, a_call(unet))
     needs = runtime.rows()[0].needs
     runtime.purge(["64x64"])
     leave(card, needs // 2 + card.spare(torch.device("cpu")))
     make_ready(unet, (8, 8))
-    assert states() == {"64x64": "ready", "128x128": "proved"}
+    assert states() == {"64x64": "ready", "160x160": "proved"}
 
 
 def test_a_host_that_runs_out_of_memory_is_run_once_more(
