@@ -112,14 +112,14 @@ def test_on_a_full_card_graphs_wait_until_there_is_room(unet: nn.Module, card: P
 
 def test_other_architectures_make_room_for_a_graph(unet: nn.Module, card: PretendedCard) -> None:
     other = attached()
-    make_ready(other, (20, 20))
+    make_ready(other, (12, 12))
     for _ in range(2):
         served(unet, a_call(unet))
     needs = runtime.rows()[0].needs
     runtime.purge(["64x64"])
     leave(card, needs // 2 + card.spare(torch.device("cpu")))
     make_ready(unet, (8, 8))
-    assert states() == {"64x64": "ready", "160x160": "proved"}
+    assert states() == {"64x64": "ready", "96x96": "proved"}
 
 
 def test_a_host_that_runs_out_of_memory_is_run_once_more(
