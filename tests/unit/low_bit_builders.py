@@ -103,6 +103,15 @@ def fewest_weights(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     runtime.operators.low_bit.plan.forget()
 
 
+def as_ours(function: Any) -> types.FunctionType:
+    """The function as code of OneDiff's: where somebody else's stands in the place of torch's, all is left to the
+    host."""
+    space = {**function.__globals__, "__name__": "lib_onediff.tests"}
+    return types.FunctionType(
+        function.__code__, space, function.__name__, function.__defaults__, function.__closure__
+    )
+
+
 def watch_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody computes with a weight that is in the computer's memory: on a machine without a GPU it would go well."""
     linear = torch.nn.functional.linear
@@ -113,10 +122,7 @@ def watch_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert weight.data_ptr() not in places, "computed with a weight that is in the computer's memory"
         return linear(x, weight, bias)
 
-    # As one of ours: a function of somebody else's in this place is left to the host.
-    space = {**globals(), "__name__": "lib_onediff.tests"}
-    ours = types.FunctionType(watched.__code__, space, "linear", (None,), watched.__closure__)
-    monkeypatch.setattr(torch.nn.functional, "linear", ours)
+    monkeypatch.setattr(torch.nn.functional, "linear", as_ours(watched))
 
 
 def use_low_bit(monkeypatch: pytest.MonkeyPatch, result: torch.dtype = torch.float16) -> None:

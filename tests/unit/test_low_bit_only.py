@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from low_bit_builders import compiled, fewest_weights, half_call, half_unet, use_low_bit, watch_offloaded
+from low_bit_builders import as_ours, compiled, fewest_weights, half_call, half_unet, use_low_bit, watch_offloaded
 
 import lib_onediff
 from lib_onediff.bench.models import random_unet
@@ -98,7 +98,7 @@ def rounds_by_layout(monkeypatch: pytest.MonkeyPatch) -> None:
         only_last = weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
         return output * (1 + torch.finfo(output.dtype).eps) if only_last else output
 
-    monkeypatch.setattr(functional, "conv2d", conv2d)
+    monkeypatch.setattr(functional, "conv2d", as_ours(conv2d))
 
 
 @pytest.fixture
@@ -168,13 +168,15 @@ def test_of_the_weights_that_it_takes_nothing_is_left_on_the_gpu(
     def noted(tensors: list[Tensor], empty: Any) -> None:
         storages.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
         real(tensors, empty)
-        assert all(storage.expired() for storage in storages), "as a fused layer's tensor would stay"
+        # Keys and values of many layers lie in one, which goes with the last of them.
+        assert len({storage.cdata for storage in storages if not storage.expired()}) <= 1, "as fused tensors would stay"
 
     monkeypatch.setattr(offload, "move", noted)
     whole, call = sum(parameter.nbytes for parameter in unet.parameters()), half_call(unet)
     served(unet, call)
     assert len(storages) > 20 and not offloaded(unet), "the check has brought them back"
     served(unet, call)
+    assert all(storage.expired() for storage in storages)
     took, left = managed(unet).low_bit.bytes, whole - offloaded(unet).bytes
     print(f"{whole} bytes -> {left} + {took}")
     assert took < 0.6 * offloaded(unet).bytes and left + took < 0.8 * whole, "a network of narrow layers"
