@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache, cached_property
 from typing import Any
 
-# Weights of one group of context projections: all of SD1.5's. Binding needs as much memory again for a moment.
+# Weights of a group of context projections: SD1.5's are 19 million, SDXL's 370.
 LARGEST_GROUP = 1 << 25
 
 
@@ -218,22 +218,17 @@ class UNetLayout:
 
     @cached_property
     def context_groups(self) -> dict[str, ContextGroup]:
-        """By the name of each attention's fused layer, the group that it is computed with."""
-        groups: list[list[FusedLinear]] = [[]]
-        for part in (attention.key_value for attention in self.cross_attentions):
-            present = groups[-1]
-            if present and sum(map(weights_of, (*present, part))) > LARGEST_GROUP:
-                groups.append([])
-            groups[-1].append(part)
-        found: dict[str, ContextGroup] = {}
-        for number, parts in enumerate(groups):
-            members = tuple(member for part in parts for member in part.members)
-            group = ContextGroup(
-                FusedLinear(f"context projections {number}", members), tuple(part.name for part in parts),
-                tuple(part.out_features for part in parts),
-            )
-            found.update(dict.fromkeys(group.parts, group))
-        return found
+        """By the name of each attention's fused layer, the group that it is computed with; none where all of them are
+        so large that one product gains nothing, and its memory costs something."""
+        parts = tuple(attention.key_value for attention in self.cross_attentions)
+        if sum(map(weights_of, parts)) > LARGEST_GROUP:
+            return {}
+        members = tuple(member for part in parts for member in part.members)
+        group = ContextGroup(
+            FusedLinear("context projections", members), tuple(part.name for part in parts),
+            tuple(part.out_features for part in parts),
+        )
+        return dict.fromkeys(group.parts, group)
 
     def leaves(self) -> list[Linear | Convolution | GroupNorm | LayerNorm]:
         """Every description of a module that holds parameters, each once."""

@@ -74,6 +74,7 @@ def ready(unet: nn.Module, given: dict[str, Any]) -> Tensor:
 @pytest.mark.parametrize(("card", "current"), [(1, 0), (0, 1)], ids=["the second", "the first"])
 def test_a_unet(card: int, current: int, backend: str, names: list[str]) -> None:
     torch.cuda.set_device(current)
+    before = torch.cuda.memory_allocated(current)
     unet = half_unet(card)
     given = arguments(unet)
     expected = host(unet, given)
@@ -84,7 +85,7 @@ def test_a_unet(card: int, current: int, backend: str, names: list[str]) -> None
     shown = status()
     assert shown["step_ms"] > 0 and shown["host_ms"] > 0 and runtime.guard.faults == []
     torch.cuda.synchronize(current)
-    assert torch.cuda.memory_allocated(current) < 2**26, "nothing of it lies on the current card"
+    assert torch.cuda.memory_allocated(current) - before < 2**26, "nothing of it lies on the current card"
     tuned = [name for name in runtime.tuning_cache._values if name.startswith(("attention, ", "kernel "))]
     assert all(name.endswith(names[card]) for name in tuned) and (tuned or backend != "auto")
 
@@ -96,7 +97,8 @@ def test_what_one_card_has_measured_the_other_measures_itself(names: list[str]) 
         ready(unet, arguments(unet))
     tuned = {name for name in runtime.tuning_cache._values if name.startswith(("attention, ", "kernel "))}
     own = [{name.removesuffix(one) for name in tuned if name.endswith(one)} for one in names]
-    assert own[0] == own[1] and len(own[0]) + len(own[1]) == len(tuned) > 0
+    # Kernels that an earlier test has tuned on the first card are not tuned again in this process.
+    assert own[1] >= own[0] and len(own[0]) + len(own[1]) == len(tuned) > 0
 
 
 @pytest.mark.parametrize("low_bit", ["int8", "fp8"])
