@@ -239,9 +239,9 @@ class BoundUNet:
         return "" if self._identity is None else self._identity[1]
 
     def _state(self) -> Hashable:
-        """In a sampling, LoRAs that others schedule may edit the weights at each step."""
-        where = (self.looks, self.generation, self.on_the_fly.changes)
-        return (*where, self.samplings) if self.in_sampling else (*where, -1, self.edition)
+        """Within a sampling, LoRAs that others schedule may change what the weights are at each step."""
+        where = self.looks, self.generation
+        return (*where, self.samplings) if self.in_sampling else (*where, -1, self.edition, self.on_the_fly.changes)
 
     # --- made true for a call -------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from lib_onediff.bench.clock import count_compilations
 from lib_onediff.bench.models import CONFIGURATIONS
 from lib_onediff.model.call import UNetCall
-from lib_onediff.model.forward import condition, forward
+from lib_onediff.model.forward import forward
 from lib_onediff.model.layout import TransformerBlock, UNetLayout, descriptions
 from lib_onediff.model.low_bit import INT8, KINDS, Kind, empty_like, low_bit_layers, name_of
 from lib_onediff.model.read import read_layout
@@ -102,7 +102,7 @@ def pass_through(
         for block in descriptions(layout, TransformerBlock):
             for name in (name_of(one.layer) for one in low_bit_layers(block)):
                 weights[name] = weights[name]._replace(low_bit=(room_for(weights[name].weight, kind),))
-    return forward(layout, weights, ops, call, condition(layout, weights, ops, call.context, call.y))
+    return forward(layout, weights, ops, call)
 
 
 def main(name: str, capability: str, dtype_name: str, sizes: str, kind: str = "") -> None:
