@@ -74,7 +74,7 @@ def ready(unet: nn.Module, given: dict[str, Any]) -> Tensor:
 @pytest.mark.parametrize(("card", "current"), [(1, 0), (0, 1)], ids=["the second", "the first"])
 def test_a_unet(card: int, current: int, backend: str, names: list[str]) -> None:
     torch.cuda.set_device(current)
-    before = torch.cuda.memory_allocated(current)
+    before, known = torch.cuda.memory_allocated(current), set(runtime.tuning_cache._values)
     unet = half_unet(card)
     given = arguments(unet)
     expected = host(unet, given)
@@ -87,7 +87,7 @@ def test_a_unet(card: int, current: int, backend: str, names: list[str]) -> None
     torch.cuda.synchronize(current)
     assert torch.cuda.memory_allocated(current) - before < 2**26, "nothing of it lies on the current card"
     tuned = [name for name in runtime.tuning_cache._values if name.startswith(("attention, ", "kernel "))]
-    assert all(name.endswith(names[card]) for name in tuned) and (tuned or backend != "auto")
+    assert all(name.endswith(names[card]) for name in tuned if name not in known) and (tuned or backend != "auto")
 
 
 def test_what_one_card_has_measured_the_other_measures_itself(names: list[str]) -> None:
