@@ -268,6 +268,9 @@ class BoundUNet:
             raise UnsupportedUNet(self._refusal)
         if self.host_traits.sync_lora is not None:
             self.host_traits.sync_lora(self.binding.layers())
+            # It notes on the layers what it has merged: no news at the next call.
+            if self._tree is not None and not self._tree.stands(self.module):
+                self._tree = Tree(self.module, LOOKED_AT_BY_OTHERS)
         if self.host_traits.wanted_lora is not None:
             self._lora = self.host_traits.wanted_lora()
         before = self.binding.cast_to
