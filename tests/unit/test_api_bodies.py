@@ -140,16 +140,18 @@ def test_what_is_no_json_becomes_null() -> None:
     assert answer.json() == {**said, "ready": True, "ready_reason": ""}
 
 
-def test_a_fault_of_ours_is_one_sentence_and_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    def broken() -> dict[str, Any]:
+def test_a_fault_of_ours_is_one_sentence_and_in_the_log(
+    api: Api, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> list[Any]:
         raise RuntimeError("secret")
 
-    api = Api()
+    monkeypatch.setattr(api.warmup, "jobs", broken)
     app = FastAPI()
     from lib_onediff.api import routes as rest
 
-    rest.add_routes(app, command_line(), runtime, api.warmup, api.webui, broken, str)
-    answer = TestClient(app).get("/onediff/v1/status")
+    rest.add_routes(app, command_line(), runtime, api.warmup, api.webui, dict, str)
+    answer = TestClient(app, raise_server_exceptions=False).get("/onediff/v1/jobs")
     assert answer.status_code == 500 and set(answer.json()) == {"detail"} and "secret" not in answer.text
     assert "secret" in caplog.text
 

@@ -138,4 +138,4 @@ def test_a_page_without_sizes_has_a_status_line_all_the_same(seen: Seen) -> None
     whole = handlers(page_of(seen.warmup, ["width", "height", "batch", "accordion", "info"]))
     part = handlers(page_of(seen.warmup, ["width", "accordion", "info"]))
     without_accordion = handlers(page_of(seen.warmup, ["width", "height", "batch", "info"]))
-    assert (len(whole), len(part), len(without_accordion)) == (25, 19, 0)
+    assert (len(whole), len(part), len(without_accordion)) == (30, 24, 0)

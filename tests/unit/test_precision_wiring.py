@@ -87,29 +87,6 @@ def test_a_fault_leaves_no_switch_behind(gpu: list[bool], monkeypatch: pytest.Mo
     assert SWITCHES[FP16_REDUCTION].state() == before and lib_onediff.status()["route"] == "host"
 
 
-def test_what_a_prompt_gave_is_computed_anew_for_another_precision(
-    gpu: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    computed: list[bool] = []
-    linear = torch_ops.linear
-
-    def watched(x: Tensor, affine: Any) -> Tensor:
-        if x.dim() == 3 and x.shape[1] == 77:
-            computed.append(SWITCHES[FP16_REDUCTION].read())
-        return linear(x, affine)
-
-    monkeypatch.setattr(torch_ops, "linear", watched)
-    unet = lib_onediff.compile_unet(diffusers_unet(), reduced_precision_reduction="on")
-    call = a_call(unet)
-    for _ in range(3):
-        served(unet, call)
-    once = len(computed)
-    assert once > 0 and set(computed) == {True}
-    lib_onediff.compile_unet(unet, reduced_precision_reduction="off")
-    served(unet, call)
-    assert computed[once:] == [False] * once
-
-
 def test_precision_is_part_of_a_verdict() -> None:
     call = a_call(diffusers_unet())
     keys = [ShapeKey.of("abc", torch.float16, call, "native", flags) for flags in ((), REDUCED, FULL)]

@@ -51,9 +51,8 @@ def picture_by_ready_entries(prewarm: Prewarm, **changes: Any) -> None:
     used = {kind for kind in after if after[kind]["uses"] > before[kind]["uses"]}
     assert {tokens > 0 for _, tokens in used} == {True, False}, "a UNet call and a decode"
     for kind in used:
-        # A check would have measured the host's own UNet once more.
-        for measured in ("host_ms", "relative_error"):
-            assert after[kind][measured] == before[kind][measured] is not None, (kind, measured)
+        # The first call of the image is checked, and the host's own is not timed once more.
+        assert after[kind]["host_ms"] == before[kind]["host_ms"] is not None, kind
 
 
 def test_three_sizes_and_a_picture_at_each(prewarm: Prewarm) -> None:
