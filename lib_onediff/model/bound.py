@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 
 from torch import Tensor, nn
 
@@ -42,15 +42,13 @@ class BoundUNet:
         self._tree: Tree | None = None
         self._parameters: Parameters | None = None
         self._contents: Contents | None = None
-        # For identity alone.
-        self._sampled: Contents | None = None
         self._part = 0
         # Places of parameters with other values than when somebody asked last.
         self._edited: set[int] | None = None
         self.channels_last = False
         self._binding: Binding | None = None
         self._refusal: str | None = None
-        self.generation = self.looks = self.edition = 0
+        self.generation = self.looks = self.edition = self._binds = 0
         self.on_the_fly = OnTheFly(host_traits.functions, host_traits.casts)
         self.offloaded = OffloadedWeights()
         self.samplings = 0
@@ -190,7 +188,7 @@ class BoundUNet:
         return None if before is None else edited
 
     def _watch_parameters(self) -> None:
-        layers, self._sampled = self.binding.holders(), None
+        layers = self.binding.holders()
         self._parameters = Parameters(layers)
         self._contents = Contents(self._places(), self._part, self.reader) if self._part else None
 
@@ -210,28 +208,15 @@ class BoundUNet:
     def identity(self) -> str:
         """What a verdict belongs to: these weights, what is applied to them, and the sources of the host's forward.
 
-        Read when a sampling begins, and outside of samplings whenever a change was seen: a few rows of each matrix,
-        which waits for the device.
+        Read when a sampling begins, and outside of samplings whenever a change was seen: a row of each matrix and all
+        vectors, which waits for the device.
         """
         state = self._state()
         if self._identity is None or self._identity[0] != state:
             sources = "" if self._tree is None else self._tree.digest()
             label = f"{self.architecture} {sources} {self.on_the_fly.identity()}"
-            self._identity = state, digest_of_values(label, self._some_values())
+            self._identity = state, digest_of_values(label, few_rows(self.binding.parameters()))
         return self._identity[1]
-
-    def _some_values(self) -> Iterable[Tensor]:
-        """What tells these weights from others: sums, where they are read in one launch, or a few rows."""
-        parameters = self.binding.parameters()
-        if self.reader is None or not parameters[0].is_cuda:
-            return few_rows(parameters)
-        if self._sampled is None:
-            self._sampled = Contents(self._places(), PART, self.reader)
-        try:
-            return [self._sampled.begin()()]
-        except ReferenceError:
-            self._sampled = None
-            return few_rows(parameters)
 
     @property
     def last_identity(self) -> str:
@@ -240,7 +225,7 @@ class BoundUNet:
 
     def _state(self) -> Hashable:
         """Within a sampling, LoRAs that others schedule may change what the weights are at each step."""
-        where = self.looks, self.generation
+        where = self.looks, self._binds
         return (*where, self.samplings) if self.in_sampling else (*where, -1, self.edition, self.on_the_fly.changes)
 
     # --- made true for a call -------------------------------------------------------------------------------------
@@ -291,6 +276,7 @@ class BoundUNet:
     def _bind(self, channels_last: bool) -> None:
         began = time.perf_counter()
         self._parameters = None
+        self._binds += 1
         copied = self.binding.bind(channels_last)
         self.channels_last = channels_last
         self._watch_parameters()
@@ -300,7 +286,7 @@ class BoundUNet:
 
     def bind_anew(self) -> None:
         """Something failed over these weights: read and bind everything again at the next call."""
-        self._tree = self._parameters = self._contents = self._sampled = None
+        self._tree = self._parameters = self._contents = None
 
     def offload(self, name: str) -> None:
         """Have the weight of a layer, by its path or fused layer's name, in the computer's memory until it is needed.

@@ -133,13 +133,14 @@ def sum_of(place: Place, part: int) -> Tensor:
 
 
 def digest_of_values(label: str, tensors: Iterable[Tensor]) -> str:
-    """What tells these values from others of the same label. Copies them from the device in one piece for each type,
+    """What tells these values from others of the same label. Copies them from each device in one piece for each type,
     and waits for it."""
-    of_type: dict[torch.dtype, list[Tensor]] = {}
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        of_type.setdefault(tensor.dtype, []).append(tensor.detach().flatten())
+        flat = tensor.detach()
+        alike.setdefault((flat.dtype, flat.device), []).append(flat if flat.dim() == 1 else flat.flatten())
     digest = hashlib.sha256(label.encode())
-    for dtype, found in of_type.items():
+    for (dtype, _), found in alike.items():
         # Not every release of torch joins float8.
         together = torch.cat(found if dtype.itemsize > 1 else [one.view(torch.uint8) for one in found]).cpu()
         digest.update(f" {dtype} ".encode() + ctypes.string_at(together.data_ptr(), together.nbytes))
@@ -147,9 +148,6 @@ def digest_of_values(label: str, tensors: Iterable[Tensor]) -> str:
 
 
 def few_rows(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """All of each vector, and the first, the middle and the last row of each matrix."""
+    """All of each vector, and the middle row of each matrix."""
     for tensor in tensors:
-        if tensor.dim() == 1:
-            yield tensor
-        else:
-            yield from (tensor[row] for row in sorted({0, len(tensor) // 2, len(tensor) - 1}))
+        yield tensor if tensor.dim() == 1 else tensor.detach()[len(tensor) // 2]
