@@ -40,6 +40,7 @@ ATOMS = (
     torch.memory_format, torch.layout, type, types.BuiltinFunctionType, types.GetSetDescriptorType,
     types.MemberDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType,
 )
+SAME_IN_ANY_PROCESS = (int, float, complex, bool, str, bytes, type(None), tuple, torch.dtype)
 CONTAINERS = (dict, list, tuple, set, frozenset)
 # Of the entries of an attribute: a longer one is known by its length alone.
 MOST_ENTRIES, DEEPEST = 256, 4
@@ -200,9 +201,8 @@ class Attributes:
 
     def digest(self) -> str:
         """Equal for equal plain attributes, in any process."""
-        values = [(places, known) for places, (_, _, known) in enumerate(self._groups)]
-        plain = repr([[one for one in row if not isinstance(one, (type, types.BuiltinFunctionType))] if isinstance(
-            row, tuple) else row for _, rows in values for row in rows])
+        rows = (row if isinstance(row, tuple) else (row,) for _, _, known in self._groups for row in known)
+        plain = repr([[one for one in row if isinstance(one, SAME_IN_ANY_PROCESS)] for row in rows])
         return hashlib.sha256(plain.encode()).hexdigest()[:16]
 
 
@@ -271,7 +271,8 @@ class Tree:
                 for name, value in vars(base).items():
                     body = getattr(getattr(value, "__func__", value), "__code__", None)
                     if body is not None:
-                        code.update(name.encode() + body.co_code + repr(body.co_names).encode())
+                        constants = [one for one in body.co_consts if isinstance(one, SAME_IN_ANY_PROCESS)]
+                        code.update(f"{name} {body.co_names} {constants}".encode() + body.co_code)
         return hashlib.sha256((self._attributes.digest() + code.hexdigest()).encode()).hexdigest()[:16]
 
 
