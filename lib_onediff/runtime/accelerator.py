@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ from ..options.settings import ONE_GPU, Settings
 from ..shapes.key import ShapeKey
 from ..shapes.table import Entry, State
 from ..weak_dictionary import WeakDictionary
+from ..weights.watch import no_object
 from .call_stats import GRAPH, HOST, PLAIN, CallResult
 from .fallback import FallbackChain
 from .forecast import ForecastRoute
@@ -46,6 +48,7 @@ class Accelerator(ManagedUNets):
 
     def __init__(self) -> None:
         super().__init__()
+        self._last_unet: Callable[[], nn.Module | None] = no_object
         self.attention_overflows = AttentionOverflows(self.tuning_cache)
         self._sessions: WeakDictionary[nn.Module, Session] = WeakDictionary()
         self._guidance = GuidanceRoute(self.guard, self.call_stats)
@@ -93,6 +96,11 @@ class Accelerator(ManagedUNets):
         Never raises for a reason of ours: what we cannot serve, the host serves, and status() says why.
         """
         known = self._known(unet, host_traits)
+        if self._last_unet() is not unet:
+            self._last_unet = weakref.ref(unet)
+            if self.generations.innermost is None and self._sampling is None:
+                # Nobody says which calls make an image: another UNet's make none with these.
+                self.call_stats.show()
         if isinstance(known, str) or (known[1].guidance_end >= 1.0 and known[1].forecast_interval <= 1):
             return self._run(unet, call, host, known)
         # A call that makes a shape ready belongs to no image.
