@@ -46,7 +46,7 @@ class ContextProjections(Mapping[str, Tensor]):
         if group is None or group.name not in self._weights:
             return self._ops.linear(self._context, self._weights[name])
         if name not in self._waiting:
-            parts = self._ops.linear(self._context, self._weights[group.name]).split(group.widths, dim=-1)
+            parts = self._ops.linear(self._context, self._weights[group.name]).split(list(group.widths), dim=2)
             self._waiting.update(zip(group.parts, parts, strict=True))
         return self._waiting.pop(name)
 
