@@ -232,9 +232,10 @@ class BoundUNet:
 
     def layout_now(self) -> UNetLayout:
         """The layout as the module tree is now. Raises UnsupportedUNet with the reason."""
-        refusal = self._look()
-        if refusal is not None:
-            raise UnsupportedUNet(refusal)
+        # Taken down for the next call, too: it finds the tree as this look has left it.
+        self._refusal = self._look()
+        if self._refusal is not None:
+            raise UnsupportedUNet(self._refusal)
         return self.layout
 
     def refresh(
