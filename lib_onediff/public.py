@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
+from .core.sampling import Sampling
 from .hosts.diffusers import unet as diffusers
 from .hosts.diffusers import vae as diffusers_decoder
 from .hosts.diffusers.instance_forward import unwrapped
 from .hosts.diffusers.schedule import no_longer_announce
-from .model.deepcache.options import depth_of
-from .model.deepcache.sampling import Sampling
 from .model.layout import UnsupportedUNet
 from .model.read import read_decoder, read_layout
 from .options.settings import Settings
 from .runtime.runtime import runtime
+from .steps.deepcache import depth_of
 from .store.history import chosen_folder
 
 if TYPE_CHECKING:

@@ -116,4 +116,4 @@ def name_for(device: torch.device) -> str:
 
 def shape_of(call: UNetCall) -> Hashable:
     latent = call.latent
-    return tuple(latent.shape), call.context.shape[1], latent.dtype, latent.device, call.deepcache is None
+    return tuple(latent.shape), call.context.shape[1], latent.dtype, latent.device, call.cut is None

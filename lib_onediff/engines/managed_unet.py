@@ -1,16 +1,17 @@
 """What the runtime keeps for one UNet module: what its runners are, and which of them are still good."""
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import weakref
+from collections.abc import Collection, Hashable, Iterator
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from ..core.sampling import Sampling
 from ..model.bound import BoundUNet
-from ..model.call import DeepCachePass, DeepFeature, UNetCall
-from ..model.deepcache.cache_run import CacheRun
-from ..model.deepcache.sampling import Sampling
+from ..model.call import Cut, CutMemory, UNetCall
+from ..model.cuts import deepest
 from ..model.layout import UnsupportedUNet
 from ..model.low_bit import LowBitBinding, LowBitWeights, Round, WantedKinds
 from ..model.patches import HostTraits
@@ -18,6 +19,7 @@ from ..model.weights import Source
 from ..ops.precision import autocast_dtype
 from ..options.settings import Settings
 from ..shapes.key import ShapeKey, layout_fits
+from ..steps.policy import StepMemory
 from . import OFFLOADING, WITHOUT_ATTENTION
 from .low_bit import KINDS_OF, SELF_ATTENTION
 from .sensitivity import Choice
@@ -62,7 +64,7 @@ class CachedRunner(NamedTuple):
 class ManagedUNet:
     """The bound module, its own settings, and its graphs.
 
-    cache_run: its DeepCache.
+    step_memories: what step policies keep of its calls, by their names.
     sampling: what its own host says of the sampling in progress; None where that host says nothing.
     runners: those that were made, each good for what stands beside it; see runner.
     low_bit: the weights in eight bits, while they are used.
@@ -80,7 +82,8 @@ class ManagedUNet:
         self.settings = settings
         self.bound = bound or BoundUNet(unet, host_traits)
         self.served_last = False
-        self.cache_run = CacheRun()
+        self.step_memories: dict[str, StepMemory] = {}
+        self._cut_memories: weakref.WeakValueDictionary[Hashable, CutMemory] = weakref.WeakValueDictionary()
         self.sampling: Sampling | None = None
         self.low_bit: LowBitWeights | None = None
         self.low_bit_choice: Choice | None = None
@@ -196,21 +199,21 @@ class ManagedUNet:
         return self.bound.on_the_fly.kinds(self.bound.binding)
 
     def runner(
-        self, key: ShapeKey, deepcache: DeepCachePass | None = None
+        self, key: ShapeKey, cut: Cut | None = None
     ) -> Runner | None:
-        """The runner for a shape, unless weights or deep feature have moved since it was made."""
+        """The runner for a shape, unless weights or the memory of its cut have moved since it was made."""
         kept = self.runners.get(key)
         if kept is None:
             return None
-        if self.serves(kept, deepcache):
+        if self.serves(kept, cut):
             return kept.runner
         del self.runners[key]
         return None
 
-    def serves(self, kept: CachedRunner, deepcache: DeepCachePass | None) -> bool:
+    def serves(self, kept: CachedRunner, cut: Cut | None) -> bool:
         """Whether a runner is still good for these."""
         return kept.generation == self.bound.generation and (
-            feature_of(kept.runner) is (deepcache and deepcache.feature)
+            cut_memory_of(kept.runner) is (cut and cut.memory)
         )
 
     def keep(self, key: ShapeKey, runner: Runner) -> None:
@@ -221,10 +224,16 @@ class ManagedUNet:
         self.runners[key] = CachedRunner(self.bound.generation, runner)
         self._memory = runner.memory
 
-    def held_features(self) -> list[DeepFeature]:
-        """The deep features that graphs write and read."""
-        features = (feature_of(kept.runner) for kept in list(self.runners.values()))
-        return [feature for feature in features if feature is not None]
+    def cut_memory(self, shape: Hashable) -> CutMemory:
+        """The memory of a cut at a shape, the same as long as a graph or anybody else holds it."""
+        memory = self._cut_memories.get(shape)
+        if memory is None:
+            memory = self._cut_memories[shape] = CutMemory()
+        return memory
+
+    def deepest(self) -> int:
+        """The largest depth at which the UNet can be cut in two. Raises Refusal."""
+        return deepest(self.bound.layout if self.bound.has_binding else self.bound.layout_now())
 
     def ready_keys(self) -> set[ShapeKey]:
         """The shapes that have a graph."""
@@ -242,7 +251,7 @@ class ManagedUNet:
         }
         if keys is None:
             self.oneflow = {}
-            self.cache_run.forget()
+            self.step_memories.clear()
             self.low_bit = None
             self.bound.drop_applied()
         if not self.runners:
@@ -256,14 +265,15 @@ class ManagedUNet:
         """Drop graphs and their memory where the weights are elsewhere by now, as when the host has taken the UNet off
         the GPU: half a millisecond."""
         holds = (
-            self._memory is not None or self.low_bit is not None or self.cache_run.bytes()
+            self._memory is not None or self.low_bit is not None
+            or any(memory.bytes() for memory in self.step_memories.values())
             or self.bound.on_the_fly.bytes
         )
         if holds and not self.bound.unmoved():
             self.drop_runners()
 
 
-def feature_of(runner: Runner) -> DeepFeature | None:
-    """The deep feature that a runner writes or reads."""
-    deepcache = runner.inputs.deepcache
-    return None if deepcache is None else deepcache.feature
+def cut_memory_of(runner: Runner) -> CutMemory | None:
+    """What a runner writes or reads at the cut between a UNet's parts."""
+    cut = runner.inputs.cut
+    return None if cut is None else cut.memory

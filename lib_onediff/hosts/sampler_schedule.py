@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..model.deepcache.sampling import OTHER_SAMPLER, UNKNOWN_SAMPLER, Sampling
+from ..core.sampling import OTHER_SAMPLER, UNKNOWN_SAMPLER, Sampling
 from ..runtime.runtime import runtime
 
 # These call the UNet at every timestep but the lowest.

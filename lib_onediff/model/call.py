@@ -1,6 +1,7 @@
 """What one call of a UNet is, whichever host makes it."""
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,27 +13,28 @@ from .patch_points import PatchPoints
 FULL, CACHED = "full", "cached"
 
 
-class DeepFeature:
-    """A deep feature, (batch, channels, height, width), in memory that stays where it is as long as the shape does: a
-    captured graph knows the address alone."""
+class CutMemory:
+    """What crosses a cut, hidden states (batch, channels, height, width), in memory that stays where it is as long as
+    the shape does: a captured graph knows the address alone."""
 
     def __init__(self) -> None:
         self.tensor: Tensor | None = None
 
-    def write(self, image: Tensor) -> None:
-        """Keep what is in image. Raises RuntimeError if memory for it would be needed during a capture."""
+    def write(self, hidden_states: Tensor) -> None:
+        """Keep these. Raises RuntimeError if memory for them would be needed during a capture."""
         kept = self.tensor
-        if kept is None or (kept.shape, kept.dtype, kept.device) != (image.shape, image.dtype, image.device):
-            if image.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("a deep feature must have its memory before a graph writes it")
-            self.tensor = kept = torch.empty_like(image)
-        kept.copy_(image)
+        wanted = hidden_states.shape, hidden_states.dtype, hidden_states.device
+        if kept is None or (kept.shape, kept.dtype, kept.device) != wanted:
+            if hidden_states.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("a cut must have its memory before a graph writes it")
+            self.tensor = kept = torch.empty_like(hidden_states)
+        kept.copy_(hidden_states)
 
     def read(self) -> Tensor:
-        """The feature, as a tensor of its own: what operators know of an image, they must not know of the next one in
+        """The hidden states, as a tensor of its own: what operators know of these, they must not know of the next in
         the same memory. Raises RuntimeError before the first write."""
         if self.tensor is None:
-            raise RuntimeError("no deep feature has been written yet")
+            raise RuntimeError("nothing has been written at this cut yet")
         return self.tensor.detach()
 
     @property
@@ -41,20 +43,26 @@ class DeepFeature:
 
 
 @dataclass(frozen=True)
-class DeepCachePass:
-    """The full pass computes everything and writes the feature; the cached pass reads it. depth: see deepcache/."""
+class Cut:
+    """The network cut in two: the inner part, and the outer stages around it.
+
+    depth: how many input stages, and as many output stages, are the outer part. reads: compute the outer part alone,
+    around what an earlier call has written to memory; otherwise compute everything, and write it. edition: of the
+    weights that have written what is read (BoundUNet.edition).
+    """
 
     depth: int
-    is_cached_pass: bool
-    feature: DeepFeature
+    reads: bool
+    memory: CutMemory
+    edition: int = -1
 
     @property
     def name(self) -> str:
-        return CACHED if self.is_cached_pass else FULL
+        return CACHED if self.reads else FULL
 
-    def apart(self) -> DeepCachePass:
-        """The same pass, writing its feature to memory that no other pass reads."""
-        return self if self.is_cached_pass else replace(self, feature=DeepFeature())
+    def apart(self) -> Cut:
+        """The same cut, writing to memory that no other call reads."""
+        return self if self.reads else replace(self, memory=CutMemory())
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,16 @@ class Control:
     middle: tuple[Tensor | None, ...] = ()
     output: tuple[Tensor | None, ...] = ()
 
+    @property
+    def shapes(self) -> tuple[tuple[int, ...] | None, ...]:
+        """The shape of every residual in slot order, None where a slot is empty, and () after each of the three parts.
+        """
+        parts: tuple[tuple[Tensor | None, ...], ...] = (self.input, self.middle, self.output)
+        return tuple(
+            shape for part in parts
+            for shape in (*(None if residual is None else tuple(residual.shape) for residual in part), ())
+        )
+
 
 @dataclass(frozen=True)
 class UNetCall:
@@ -82,7 +100,7 @@ class UNetCall:
     timestep_condition: (batch, width) guidance embedding of LCM-distilled models, else None.
     control: residuals to add, else None.
     upcast_attention: compute attention scores in float32 (SD2.1 overflows in float16).
-    deepcache: which pass of DeepCache is wanted, None for the whole UNet.
+    cut: where the UNet is cut in two for this call, else None.
     patches: functions of other extensions that run within it, else None.
     image_prompts, freeu, perturbed, shrink: what is put on the UNet for this call and computed by our forward.
     """
@@ -94,7 +112,7 @@ class UNetCall:
     timestep_condition: Tensor | None = None
     control: Control | None = None
     upcast_attention: bool = False
-    deepcache: DeepCachePass | None = None
+    cut: Cut | None = None
     patches: PatchPoints | None = None
     image_prompts: tuple[ImagePrompt, ...] = ()
     freeu: FreeU | None = None
@@ -106,3 +124,14 @@ class UNetCall:
         """What our forward computes besides the UNet's own layers; equal for calls that compute the same way."""
         present = (*self.image_prompts, self.freeu, self.perturbed, self.shrink)
         return tuple(addition.structure for addition in present if addition is not None)
+
+    @property
+    def signature(self) -> Hashable:
+        """What tells calls of one UNet apart by their inputs' shapes and types; microseconds."""
+        latent, y, condition, cut = self.latent, self.y, self.timestep_condition, self.cut
+        added = bool(self.image_prompts) or (self.freeu or self.perturbed or self.shrink) is not None
+        return (
+            latent.shape, latent.dtype, self.timestep.shape, self.context.shape, y is None or y.shape,
+            condition is None or condition.shape, self.control.shapes if self.control else (),
+            self.upcast_attention, self.additions if added else (), cut and (cut.depth, cut.reads),
+        )

@@ -11,16 +11,13 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache, cached_property
 from typing import Any
 
+from ..core.refusal import Refusal
+
 # Weights of a group of context projections: SD1.5's are 19 million, SDXL's 370.
 LARGEST_GROUP = 1 << 25
 
 
-class UnsupportedUNet(Exception):
-    """The module is not a UNet, or half of a VAE, that we can run; the message is one line for the user.
-
-    An exception, because it is found out deep inside of reading a module or binding its weights. The routes take it for
-    the reason why the host serves.
-    """
+UnsupportedUNet = Refusal
 
 
 @dataclass(frozen=True)

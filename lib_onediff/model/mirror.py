@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from .binding import Binding
 from .bound import BoundUNet
 from .call import UNetCall
+from .layout import UNetLayout
 from .patches import HostTraits
 
 
@@ -45,6 +46,10 @@ class MirrorUNet(BoundUNet):
             self._bind(channels_last)
         self._copy_changes()
         self.binding.layout = self._source.layout
+
+    def layout_now(self) -> UNetLayout:
+        """The source's: a copy has no modules to read."""
+        return self._source.layout_now()
 
     def identity(self) -> str:
         """The source's: these are its weights."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import Field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..model.deepcache.options import AS_FIRST, EARLY, OFF
+from .deepcache_values import AS_FIRST, EARLY, OFF
 from .option import check_value, did_you_mean, format_value, parse_value
 from .preset_data import PRESETS, PROFILES, Preset, Profile
 

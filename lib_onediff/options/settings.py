@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..model.deepcache import options as deepcache
 from ..shapes.sizes import MOST_SIZES, parse_sizes
+from . import deepcache_values as deepcache
 from .option import allowed_values, check_value, did_you_mean, format_value, option
 from .presets import migrate_low_bit
 from .presets import parse as check_own_presets

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.refusal import Refusal
 from ..engines import NATIVE, launched_candidates
 from ..engines.managed_unet import ManagedUNet
 from ..guard import first_line
 from ..model.call import UNetCall
 from ..model.forward import ContextProjections, block_shifts
 from ..model.layers import Layers
-from ..model.layout import Stage, UnsupportedUNet
+from ..model.layout import Stage
 from ..model.operators import Operators
 from ..model.patch_points import PatchPoints
 from ..model.patched_forward import PatchedLayers
@@ -25,10 +26,9 @@ from ..ops.precision import Flags, flags_for, our_modes
 from ..options.settings import ONE_GPU, Settings
 from ..shapes.key import ShapeKey
 from ..shapes.table import Entry, State, Stopwatch
-from . import forecast, guidance
-from .accelerator import Accelerator
 from .call_stats import BLOCKS
 from .fallback import COMPILING, network_of, sampling_now
+from .runtime import Runtime
 from .services import OUT_OF_MEMORY
 from .verify import blame, computed_twice, relative_error, rounding_limit, state_of
 
@@ -70,13 +70,13 @@ class BlockRoute:
     """Serves the calls of single stages of the UNets that it watches."""
 
     def __init__(
-        self, accelerator: Accelerator, patches_of: Callable[[nn.Module], PatchPoints | None] = lambda unet: None,
+        self, runtime: Runtime, patches_of: Callable[[nn.Module], PatchPoints | None] = lambda unet: None,
         why_host: Callable[[nn.Module], str | None] = lambda unet: None,
         upcasts_attention: Callable[[], bool] = lambda: False,
     ) -> None:
         """patches_of: what other extensions have put within a UNet's stages. why_host: why a UNet's stages are the
         host's now, or None. upcasts_attention: see UNetCall."""
-        self._accelerator, self._patches_of, self._why_host = accelerator, patches_of, why_host
+        self._runtime, self._patches_of, self._why_host = runtime, patches_of, why_host
         self._upcasts_attention = upcasts_attention
         # Where launches may cost more than what is launched. Elsewhere ours are taken to be the faster ones.
         self.timed_on = ("cuda",)
@@ -103,52 +103,48 @@ class BlockRoute:
         """The output of one stage: (batch, channels, height, width).
 
         embedding: (batch, width), the timestep's (and label's) embedding, made by the loop's owner; owner: its name
-        for people. Never raises for a reason of ours, as Accelerator.run.
+        for people. Never raises for a reason of ours, as Runtime.run.
         """
         loop, index = self._places[block]
-        running: LoopPass | str | None = loop.running if index else None
+        running = loop.running if index else None
         if index and running is None:
             # This pass through the loop is the host's.
-            output = self._accelerator.pressure.run_host(host)
+            output = self._runtime.pressure.run_host(host)
             if index == loop.last and loop.stop is not None:
                 loop.stop()
                 loop.stop = None
             return output
         try:
             if running is None:
-                with self._accelerator.computing(hidden_states.device):
+                with self._runtime.computing(hidden_states.device):
                     running = self._begin(loop, hidden_states, embedding, context, owner)
-            result = running if isinstance(running, str) else (
-                self._stage(loop, running, index, hidden_states, embedding, context, host)
-            )
-        except UnsupportedUNet as refusal:
-            result = str(refusal)
+            return self._stage(loop, running, index, hidden_states, embedding, context, host)
+        except Refusal as refusal:
+            reason = str(refusal)
         except torch.cuda.OutOfMemoryError:
-            result = OUT_OF_MEMORY
+            reason = OUT_OF_MEMORY
         except Exception as error:
-            result = self._accelerator.guard.note("the UNet's blocks", error)
+            reason = self._runtime.guard.note("the UNet's blocks", error)
             if loop.running is not None:
                 blame(loop.running.entry, f"our blocks failed: {first_line(error)}")
-        if isinstance(result, Tensor):
-            return result
         loop.running = None
-        if result is OUT_OF_MEMORY:
-            self._accelerator.free_graphs()
-        self._accelerator.note_host(result, loop.unet())
-        return self._accelerator.pressure.run_host(host)
+        if reason is OUT_OF_MEMORY:
+            self._runtime.free_graphs()
+        self._runtime.note_host(reason, loop.unet())
+        return self._runtime.pressure.run_host(host)
 
     def _begin(
         self, loop: WatchedLoop, hidden_states: Tensor, embedding: Tensor, context: Tensor, owner: str
-    ) -> LoopPass | str:
-        """A new pass through the loop, or why it is the host's."""
-        loop.running, loop.stop, call_stats = None, None, self._accelerator.call_stats
+    ) -> LoopPass:
+        """A new pass through the loop. Raises Refusal where it is the host's."""
+        loop.running, loop.stop, call_stats = None, None, self._runtime.call_stats
         call_stats.begin()
         unet: Any = loop.unet()  # its blocks are called: it is there
-        known = self._why_host(unet) or self._accelerator.managed_and_settings(unet)
-        if isinstance(known, str):
-            return known
-        managed, settings = known
-        self._accelerator.restore(unet)
+        why_host = self._why_host(unet)
+        if why_host:
+            raise Refusal(why_host)
+        managed, settings = self._runtime.managed_and_settings(unet)
+        self._runtime.restore(unet)
         # The owner of the loop has embedded timestep and y already.
         patches = self._patches_of(managed.bound.module)
         call = UNetCall(
@@ -163,32 +159,22 @@ class BlockRoute:
             if managed.bound.undo_channels_last():
                 managed.drop_runners()
             loop.stop = seen.host.start(device)
-            return slower
-        found = self._entry(managed, settings, call)
-        if isinstance(found, str):
-            return found
-        entry, why_not_faster = found
+            raise Refusal(slower)
+        entry, why_not_faster = self._entry(managed, settings, call)
         call_stats.entry, call_stats.model, call_stats.backend = entry, entry.model, entry.key.backend
-        ops = self._accelerator.operators.of(entry.key.backend, managed.has_wide_norms)
+        ops = self._runtime.operators.of(entry.key.backend, managed.has_wide_norms)
         with our_modes(hidden_states.device, entry.key.precision):
             layers = self._layers(managed, ops, call, embedding, entry.key.precision)
         managed.served_last = True
-        if settings.deepcache_interval > 1:
-            call_stats.note_pass("", f"DeepCache rests: {owner} runs the UNet's loop itself")
+        owns = f"{owner} runs the UNet's loop itself"
+        self._runtime.stepping.rest(settings, owns)
         within = "" if patches is None else (
             f"other extensions compute within the UNet: {', '.join(entry.key.patches)}"
         )
         no_low_bit = "" if settings.low_bit == "off" else "Low-bit is for the whole UNet alone"
-        if settings.guidance_end < 1.0:
-            call_stats.note_guidance(f"{guidance.RESTS}{owner} runs the UNet's loop itself")
-        if settings.forecast_interval > 1:
-            call_stats.note_computed(f"{forecast.RESTS}{owner} runs the UNet's loop itself")
         if settings.second_gpu != ONE_GPU:
-            call_stats.note_one_gpu(f"{owner} runs the UNet's loop itself")
-        call_stats.note(
-            BLOCKS,
-            "; ".join(filter(None, (f"{owner} runs the UNet's loop itself", within, why_not_faster, no_low_bit))),
-        )
+            call_stats.note_one_gpu(owns)
+        call_stats.note(BLOCKS, "; ".join(filter(None, (owns, within, why_not_faster, no_low_bit))))
         layout = managed.bound.layout
         stages = (*layout.input_stages, layout.middle_stage, *layout.output_stages)
         made = weakref.ref(embedding, loop.note_gone)
@@ -197,40 +183,40 @@ class BlockRoute:
         loop.running = LoopPass(entry, settings, layers, stages, made, weakref.ref(context), stop)
         return loop.running
 
-    def _entry(self, managed: ManagedUNet, settings: Settings, call: UNetCall) -> tuple[Entry, str] | str:
-        """What is known of this shape by the best backend that has not failed, and why it is not a better one; or why
-        there is none."""
-        bound, operators = managed.bound, self._accelerator.operators
+    def _entry(self, managed: ManagedUNet, settings: Settings, call: UNetCall) -> tuple[Entry, str]:
+        """What is known of this shape by the best backend that has not failed, and why it is not a better one. Raises
+        Refusal where there is none."""
+        bound, operators = managed.bound, self._runtime.operators
         names, reason = launched_candidates(settings.backend, call.latent.device, operators.why_not_native)
         bound.refresh(call, channels_last=names[0] == NATIVE)
         misfit = managed.misfit(call, y_is_embedded=True)
         if misfit is not None:
-            return misfit
+            raise Refusal(misfit)
         for backend in names:
             key = key_of(managed, settings, call, backend)
-            entry = self._accelerator.table.entry(key, bound.layout.model_name)
+            entry = self._runtime.table.entry(key, bound.layout.model_name)
             entry.of_weights(bound.identity(), sampling_now(bound))
             if backend == NATIVE and entry.state is not State.FAILED:
                 try:
-                    ready = operators.prepare(network_of(managed, call), self._accelerator.waits_for_compile)
+                    ready = operators.prepare(network_of(managed, call), self._runtime.services.waits_for_compile)
                 except RuntimeError as error:
                     blame(entry, f"our kernels do not compile: {first_line(error)}")
                 else:
                     if not ready:
-                        return COMPILING
+                        raise Refusal(COMPILING)
             if entry.state is not State.FAILED:
                 return entry, reason
             reason = entry.reason
-        return reason
+        raise Refusal(reason)
 
     def _seen_before(self, managed: ManagedUNet, settings: Settings, call: UNetCall) -> Entry | None:
         """What is known of a shape that was proved, before the weights are made ready for it."""
-        operators, known = self._accelerator.operators, self._accelerator.table.by_key()
+        operators, known = self._runtime.operators, self._runtime.table.by_key()
         names, _ = launched_candidates(settings.backend, call.latent.device, operators.why_not_native)
         try:
             entries = [known.get(key_of(managed, settings, call, backend)) for backend in names]
             weights = managed.bound.identity()
-        except UnsupportedUNet:  # not bound yet
+        except Refusal:  # not bound yet
             return None
         return next((entry for entry in entries if entry is not None and (
             entry.weights == weights and entry.state is State.PROVED
@@ -253,12 +239,12 @@ class BlockRoute:
     def _stage(
         self, loop: WatchedLoop, running: LoopPass, index: int, hidden_states: Tensor, embedding: Tensor,
         context: Tensor, host: HostBlock,
-    ) -> Tensor | str:
-        """The output of our stage, or why the rest of this pass is the host's."""
+    ) -> Tensor:
+        """The output of our stage. Raises Refusal where the rest of this pass is the host's."""
         if running.embedding() is not embedding or running.context() is not context:
-            return "the loop's owner gives some stages another timestep or context"
+            raise Refusal("the loop's owner gives some stages another timestep or context")
         device = hidden_states.device
-        with self._accelerator.computing(device), our_modes(device, running.entry.key.precision):
+        with self._runtime.computing(device), our_modes(device, running.entry.key.precision):
             # Another tensor: what our operators know of this one, they must not know of one that the owner writes into.
             given = hidden_states.to(running.entry.key.dtype)
             compute = lambda: running.layers.stage(running.stages[index], given, None).detach()  # noqa: E731
@@ -267,14 +253,14 @@ class BlockRoute:
             twice = patches is not None and running.entry.state is State.COLD
             output = computed_twice(running.entry, compute, functions) if twice else compute()
         if output is None:
-            return blame(running.entry, "what another extension computes within a stage differs each time")
+            raise Refusal(blame(running.entry, "what another extension computes within a stage differs each time"))
         if running.entry.state is State.COLD and (running.settings.verify or running.entry.key.patches):
             # Where ours cannot be used, the host runs once more, for the answer.
             rewind = state_of(device, functions)
             miss = self._compare(running, output, host())
             if miss is not None:
                 rewind()
-                return miss
+                raise Refusal(miss)
         if index == len(running.stages) - 1:
             # It must not keep the weights alive between calls.
             loop.running = None
@@ -296,7 +282,7 @@ class BlockRoute:
 
 
 def key_of(managed: ManagedUNet, settings: Settings, call: UNetCall, backend: str) -> ShapeKey:
-    """Raises UnsupportedUNet for a UNet that is not bound yet."""
+    """Raises Refusal for a UNet that is not bound yet."""
     architecture, dtype = managed.bound.architecture, managed.bound.binding.dtype
     flags = flags_for(settings, dtype, call.latent.device)
     return replace(ShapeKey.of(architecture, dtype, call, backend, flags), inputs=("blocks", *managed.kinds))

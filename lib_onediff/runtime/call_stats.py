@@ -7,15 +7,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch import Tensor
-
-from ..model.call import CACHED, FULL, UNetCall
-from ..model.deepcache.cache_run import StepPlan
-from ..shapes.image_times import FORECAST, HOSTS, WHOLE, ImageTimes, Step, Times
+from ..model.call import CACHED, FULL
+from ..shapes.image_times import HOSTS, WHOLE, ImageTimes, Step, Times
 from ..shapes.key import ShapeKey
 from ..shapes.table import Entry, Stopwatch
+from ..steps.policy import Served
 from ..weak_dictionary import WeakDictionary
 from .rows import ratio_values
 
@@ -25,20 +23,6 @@ GRAPH, PLAIN, BLOCKS, HOST = ROUTES = ("graph", "plain", "blocks", "host")
 SECONDS_UNTIL_TOLD_AGAIN = 10.0
 # Of how many kinds of images the host's own seconds are known at once.
 MOST_HOST_IMAGES = 100
-
-
-class CallResult(NamedTuple):
-    """An output, and what is needed to go on from there. reason: why it did not go by a faster route. call: as it was
-    computed. plan: what DeepCache said of it. rewind: lets functions of other extensions draw the same random numbers
-    again."""
-
-    output: Tensor
-    entry: Entry
-    route: str
-    reason: str
-    call: UNetCall
-    plan: StepPlan | None
-    rewind: Callable[[], None] | None = None
 
 
 class CallStats:
@@ -59,22 +43,12 @@ class CallStats:
         # The host's own in the place of the last call; of the call that is being made, where that is not its shape's.
         self.host: Stopwatch | None = None
         self._stands_for: tuple[Stopwatch | None, str] | None = None
-        self.forecasting = Stopwatch()
         self.route: str | None = None
         self.reason = "no image has been made yet"
         self.model: str | None = None
         self.backend: str | None = None
         self.entry: Entry | None = None
         self.calls: Counter[str] = Counter()
-        self.passes: Counter[str] = Counter()
-        # Why the last call was no cached pass though the option is on; why its deep layers would not be forecast.
-        self.why_not_cached = self.why_reused = ""
-        # Calls without the negative prompt's rows; why the last one had them though the option is on.
-        self.without_negative = 0
-        self.why_guided = ""
-        # Calls that a forecast answered; why the last one was computed though the option is on.
-        self.forecasts = 0
-        self.why_no_forecast = ""
         # Calls that two GPUs have computed; which, and how many rows each, or why the last one ran on one though the
         # option is on.
         self.on_two_gpus = 0
@@ -91,7 +65,6 @@ class CallStats:
         """A call begins, of which nothing is known yet."""
         self.entry = self.model = None
         self.split = ""
-        self.why_not_cached = self.why_reused = self.why_guided = self.why_no_forecast = ""
 
     # --- the image ------------------------------------------------------------------------------------------------
 
@@ -174,33 +147,18 @@ class CallStats:
                 log.info("%s", sentence)
             self._told[route, reason] = now
 
-    def note_replay(self, entry: Entry, reason: str) -> None:
-        """The call was one more of its sampling: this entry's graph replayed it."""
+    def note_served(self, served: Served) -> None:
+        """We have computed the call."""
+        self.notice(served.entry)
+        self.note(served.route, served.reason)
+
+    def notice(self, entry: Entry) -> None:
+        """The call is tried at this entry."""
         self.entry, self.model, self.backend = entry, entry.model, entry.key.backend
-        self.why_not_cached = self.why_reused = self.why_guided = self.why_no_forecast = ""
-        self.note(GRAPH, reason)
 
-    def note_pass(self, part: str, why_not_cached: str, why_reused: str = "") -> None:
-        """The call was this pass of DeepCache, "" without DeepCache. why_reused: why the deep feature is not forecast,
-        where that is wanted."""
-        self.why_not_cached, self.why_reused = why_not_cached, why_reused
-        if part:
-            self.passes[part] += 1
-
-    def note_guidance(self, why_guided: str, without_negative: bool = False) -> None:
-        """The call was computed without the negative prompt's rows, or whole for this reason."""
-        self.why_guided = why_guided
-        self.without_negative += without_negative
-
-    def note_computed(self, why_not: str) -> None:
-        """The call was computed, for this reason if it is not the schedule of forecasts."""
-        self.why_no_forecast = why_not
-
-    def note_forecast(self, host: Stopwatch | None) -> None:
-        """The call was answered by a forecast. host: of the host's own in its place."""
-        self.why_no_forecast = ""
-        self.forecasts += 1
-        self._count(FORECAST, self.forecasting, host)
+    def note_skipped(self, kind: str, own: Stopwatch, host: Stopwatch | None) -> None:
+        """See steps.policy.StepTimes."""
+        self._count(kind, own, host)
 
     def note_two_gpus(self, split: str) -> None:
         """The call was computed by two GPUs, which split names with the rows of each."""
@@ -225,13 +183,11 @@ class CallStats:
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:
         """What is noted inside is a part of a call that is noted as a whole."""
-        before = self.model, self.backend, self.entry, self.why_not_cached
-        passes = self.passes.copy()
+        before = self.model, self.backend, self.entry
         try:
             yield
         finally:
-            self.model, self.backend, self.entry, self.why_not_cached = before
-            self.passes = passes
+            self.model, self.backend, self.entry = before
 
     def status(self) -> dict[str, Any]:
         """As plain values. step_ms and host_ms are means over all steps of the last image, of the median of each kind
@@ -251,11 +207,5 @@ class CallStats:
             "image": {"seconds": image.seconds, "host_seconds": image.host_seconds, "steps": image.kinds()},
             "relative_error": entry.relative_error if entry else None,
             "calls": {route: self.calls[route] for route in ROUTES},
-            "deepcache": {
-                **{name: self.passes[name] for name in (FULL, CACHED)}, "reason": self.why_not_cached,
-                "reused": self.why_reused,
-            },
-            "guidance": {"without_negative": self.without_negative, "reason": self.why_guided},
-            "forecast": {"calls": self.forecasts, "reason": self.why_no_forecast},
             "second_gpu": {"calls": self.on_two_gpus, "split": self.split, "reason": self.why_one_gpu},
         }

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ..core.refusal import Refusal
 from ..engines.graphs.device_memory import Card
 
 AUTO = "auto"
@@ -42,28 +43,28 @@ class Cards:
             yield
 
 
-def second_card(option: str, first: torch.device, needs: int, cards: Cards) -> torch.device | str:
-    """The GPU that option (settings.Settings.second_gpu) names beside the first, with room for needs bytes; or why
-    there is none, in one line for the user."""
+def second_card(option: str, first: torch.device, needs: int, cards: Cards) -> torch.device:
+    """The GPU that option (settings.Settings.second_gpu) names beside the first, with room for needs bytes. Raises
+    Refusal where there is none."""
     all_cards = cards.all()
     if first not in all_cards:
-        return f"this UNet is on the {first.type.upper()}"
+        raise Refusal(f"this UNet is on the {first.type.upper()}")
     others = [card for card in all_cards if card != first]
     if not others:
-        return NO_SECOND
+        raise Refusal(NO_SECOND)
     if option != AUTO:
         index = int(option)
         if index >= len(all_cards):
-            return f"there is no GPU {index}: PyTorch sees {len(all_cards)}, 0 to {len(all_cards) - 1}"
+            raise Refusal(f"there is no GPU {index}: PyTorch sees {len(all_cards)}, 0 to {len(all_cards) - 1}")
         if all_cards[index] == first:
-            return f"GPU {index} is the one that computes already"
+            raise Refusal(f"GPU {index} is the one that computes already")
         others = [all_cards[index]]
     rooms = [(card, cards.room(card)) for card in others]
     for card, room in rooms:
         if room >= needs:
             return card
     said = ", ".join(f"{card} has room for {max(0, room) / GIBIBYTE:.1f} GiB" for card, room in rooms)
-    return f"the weights take {needs / GIBIBYTE:.1f} GiB, {said}"
+    raise Refusal(f"the weights take {needs / GIBIBYTE:.1f} GiB, {said}")
 
 
 def second_share(batch: int, first_ms: float | None = None, second_ms: float | None = None) -> int:

@@ -2,13 +2,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from .. import engines as backends
+from ..core.refusal import Refusal
 from ..engines.graphs.cache import GraphCache
 from ..engines.managed_unet import ManagedUNet, Runner
 from ..engines.oneflow.route import OneFlowRoute
@@ -16,16 +17,16 @@ from ..engines.operator_sets import Network, OperatorSets
 from ..guard import first_line
 from ..model.bound import BoundUNet
 from ..model.call import UNetCall
-from ..model.deepcache.cache_run import StepPlan
-from ..model.deepcache.forward import compute
+from ..model.cuts import compute
 from ..model.layout import UnsupportedUNet
 from ..model.low_bit import Kind
 from ..ops.precision import Flags
 from ..options.settings import Settings
 from ..shapes.key import ShapeKey
 from ..shapes.table import Entry, ShapeTable, State, Stopwatch
+from ..steps.policy import Served
 from .backend_choice import INDUCTOR_COMPILES, BackendChoice
-from .call_stats import GRAPH, PLAIN, CallResult
+from .call_stats import GRAPH, PLAIN
 from .low_bit_route import LowBitRoute
 from .patched_route import PatchedRoute
 from .verify import blame, judge_cached_pass
@@ -63,16 +64,15 @@ class FallbackChain:
 
     def serve(
         self, managed: ManagedUNet, settings: Settings, candidates: backends.Candidates, call: UNetCall,
-        notice: Callable[[Entry], None], flags: Flags = (), plan: StepPlan | None = None,
-    ) -> CallResult | str:
-        """The output by the first backend that does not fail, or why none serves the call. notice: told of every entry
-        that is tried. flags: torch's switches of precision, as they stand; the entry's key holds them. plan: what
-        DeepCache says of the call; where the cached pass cannot be, the full one is.
+        notice: Callable[[Entry], None], flags: Flags = (),
+    ) -> Served:
+        """The output by the first backend that does not fail. notice: told of every entry that is tried. flags: torch's
+        switches of precision, as they stand; the entry's key holds them.
 
-        Raises torch.cuda.OutOfMemoryError.
+        Raises Refusal with the reason where none serves the call, and torch.cuda.OutOfMemoryError.
         """
         reason = candidates.reason
-        for backend, wanted in attempts(candidates, call, plan):
+        for backend in candidates.backends:
             if call.patches is not None and backend in WITHOUT_PATCHES:
                 reason = f"the backend {backend} runs no functions of other extensions"
                 continue
@@ -82,9 +82,9 @@ class FallbackChain:
             if call.shrink is not None and backend == backends.INDUCTOR:
                 reason = "Inductor's kernels are compiled for the UNet's own sizes alone"
                 continue
-            entry = self._entry(managed, wanted, backend, flags)
+            entry = self._entry(managed, call, backend, flags)
             if entry.key.is_cached_pass and entry.state is State.COLD:
-                # It is judged beside a full pass.
+                reason = reason or "it was not checked beside a whole step yet"
                 continue
             notice(entry)
             if entry.state is not State.FAILED:
@@ -92,7 +92,9 @@ class FallbackChain:
                     if backend not in backends.OFFLOADING:
                         self._graphs.restore(managed)
                     compiling = self._compiling(managed, backend, call)
-                    result = compiling or self._run(managed, settings, entry, wanted, reason, plan)
+                    if compiling:
+                        raise Refusal(compiling)
+                    result = self._run(managed, settings, entry, call, reason)
                 except (torch.cuda.OutOfMemoryError, UnsupportedUNet):
                     raise
                 except Exception as error:
@@ -101,23 +103,37 @@ class FallbackChain:
                     managed.bound.bind_anew()
                     log.exception("%s (%s)", entry.reason, entry.key)
                 else:
-                    if compiling or isinstance(result, CallResult):
+                    if isinstance(result, Served):
                         return result
                     reason = result
                     continue
             reason = entry.reason
-            if entry.key.is_cached_pass:
-                managed.cache_run.failure = reason
-        return reason
+        raise Refusal(reason)
 
-    def note(self, managed: ManagedUNet, settings: Settings, result: CallResult) -> None:
+    def check(self, managed: ManagedUNet, call: UNetCall, served: Served) -> None:
+        """See Compute.check: of the backend that has served. To be called in its precision."""
+        entry = self._entry(managed, call, served.entry.key.backend, served.entry.key.precision)
+        if entry.state is State.COLD:
+            try:
+                miss = judge_cached_pass(entry, served.output, lambda: self._plainly(managed, entry, call))
+                if miss is not None:
+                    blame(entry, miss)
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except Exception as error:
+                blame(entry, f"DeepCache's cached pass failed: {first_line(error)}")
+                log.exception("%s (%s)", entry.reason, entry.key)
+        if entry.state is State.FAILED:
+            raise Refusal(entry.reason)
+
+    def note(self, managed: ManagedUNet, settings: Settings, result: Served) -> None:
         """A call of a proved shape was served."""
         # What else a call computes would count for the backend that happened to serve it.
         only_layers = result.call.patches is None and not (result.call.additions or managed.kinds)
         if settings.backend == backends.AUTO and only_layers:
             self._operators.auto.note(result.entry, result.call)
 
-    def make_ready(self, managed: ManagedUNet, settings: Settings, result: CallResult) -> None:
+    def make_ready(self, managed: ManagedUNet, settings: Settings, result: Served) -> None:
         """Capture the graph of a shape that was just served without one; the call itself has been answered.
 
         Raises nothing: what stands in the way is noted in the entry.
@@ -130,18 +146,6 @@ class FallbackChain:
             self.patched.capture(managed, result, result.rewind, capture)
             return
         self._capture(managed, settings, entry, result.call)
-        if self._waits_for_compile() and result.plan is not None and entry.state is State.READY:
-            self._make_cached_pass_ready(managed, settings, result, result.plan)
-
-    def _make_cached_pass_ready(
-        self, managed: ManagedUNet, settings: Settings, result: CallResult, plan: StepPlan
-    ) -> None:
-        """The cached pass of what was made ready: no pre-warming call asks for it by itself."""
-        call = replace(result.call, deepcache=plan.cached)
-        entry = self._entry(managed, call, result.entry.key.backend, result.entry.key.precision)
-        if entry.state is State.PROVED and not entry.no_graph:
-            self._graphs.measured(entry, lambda: self._plainly(managed, entry, call))
-            self._capture(managed, settings, entry, call)
 
     def _capture(
         self, managed: ManagedUNet, settings: Settings, entry: Entry, call: UNetCall
@@ -196,9 +200,8 @@ class FallbackChain:
         return None
 
     def _run(
-        self, managed: ManagedUNet, settings: Settings, entry: Entry, call: UNetCall, reason: str,
-        plan: StepPlan | None,
-    ) -> CallResult | str:
+        self, managed: ManagedUNet, settings: Settings, entry: Entry, call: UNetCall, reason: str
+    ) -> Served | str:
         """The output, or why the next candidate is tried. reason: why the one before was not good."""
         backend, device = entry.key.backend, call.latent.device
         if backend in backends.WITH_LOW_BIT:
@@ -208,12 +211,8 @@ class FallbackChain:
             lack = self._low_bit.fit(managed, backend, call, settings.low_bit_budget)
             if lack is not None:
                 return lack
-        if plan is not None:
-            is_cached_pass = entry.key.is_cached_pass
-            if is_cached_pass and not plan.may_use_cache(managed.bound.edition):
-                # The deep feature is not one of these weights: the full pass comes next.
-                return reason
-            plan.prepare(is_cached_pass)
+        if call.cut is not None and call.cut.reads and call.cut.edition != managed.bound.edition:
+            raise Refusal("the weights have changed since the last whole step")
         if call.patches is not None:
             plainly = lambda: self._plainly(managed, entry, call)  # noqa: E731
             return self.patched.run(managed, entry, call, call.patches, plainly, reason)
@@ -224,63 +223,28 @@ class FallbackChain:
                 return runner
         else:
             # What a graph replays was launched and judged before.
-            runner = None if entry.state is State.COLD else managed.runner(entry.key, call.deepcache)
+            runner = None if entry.state is State.COLD else managed.runner(entry.key, call.cut)
         if runner is not None:
             entry.state = State.READY
             output = entry.own.time(device, lambda: runner.run(call), GRAPH)
-            self._note_full(managed, entry, call, plan, output)
-            return CallResult(output, entry, GRAPH, reason, call, plan)
+            return Served(output, entry, managed.bound.edition, GRAPH, reason, call)
         stopwatch = Stopwatch() if entry.state is State.COLD else entry.own
         plainly = lambda: self._plainly(managed, entry, call)  # noqa: E731
         # A first call of all chooses algorithms, and takes more memory for that than any later one.
         has_graphs = backends.has_graphs(backend, device)
         measures = has_graphs and entry.state is not State.COLD
         output = stopwatch.time(device, lambda: self._graphs.measured(entry, plainly) if measures else plainly(), PLAIN)
-        self._note_full(managed, entry, call, plan, output)
         if has_graphs:
             reason = reason or entry.no_graph or entry.waits or (
                 "first call at this shape" if entry.state is State.COLD else "its graph is captured after this step"
             )
-        return CallResult(output, entry, PLAIN, reason, call, plan)
-
-    def _note_full(
-        self, managed: ManagedUNet, entry: Entry, call: UNetCall,
-        plan: StepPlan | None, output: Tensor,
-    ) -> None:
-        """A full pass was computed: its feature can be used, once the cached pass has shown that it repeats it."""
-        if plan is None or entry.key.is_cached_pass:
-            return
-        plan.note_full(managed.bound.edition)
-        again = replace(call, deepcache=plan.cached)
-        cached = self._entry(managed, again, entry.key.backend, entry.key.precision)
-        if cached.state is State.COLD:
-            try:
-                miss = judge_cached_pass(cached, output, lambda: self._plainly(managed, cached, again))
-                if miss is not None:
-                    blame(cached, miss)
-            except torch.cuda.OutOfMemoryError:
-                raise
-            except Exception as error:
-                blame(cached, f"DeepCache's cached pass failed: {first_line(error)}")
-                log.exception("%s (%s)", cached.reason, cached.key)
+        return Served(output, entry, managed.bound.edition, PLAIN, reason, call)
 
     def _plainly(self, managed: ManagedUNet, entry: Entry, call: UNetCall) -> Tensor:
         backend = entry.key.backend
         ops = self._operators.of(managed.computes_by(backend), managed.has_wide_norms)
         binding = managed.binding_for(backend)
         return compute(binding.layout, binding.weights(), ops, call)
-
-
-def attempts(candidates: backends.Candidates, call: UNetCall, plan: StepPlan | None) -> Iterator[tuple[str, UNetCall]]:
-    """What to try for a call, the best first: backends, and of each the pass that DeepCache wants before the full."""
-    if plan is None:
-        wanted = [call]
-    else:
-        passes = [plan.full] if plan.is_whole else [plan.cached, plan.full]
-        wanted = [replace(call, deepcache=deepcache) for deepcache in passes]
-    for backend in candidates.backends:
-        for one in wanted:
-            yield backend, one
 
 
 def sampling_now(bound: BoundUNet) -> int | None:

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..core.sampling import time_of
 from ..engines import OFFLOADING, WITHOUT_ATTENTION
 from ..engines.graphs.cache import GraphCache
 from ..engines.low_bit import KINDS_OF
@@ -21,8 +22,7 @@ from ..engines.managed_unet import ManagedUNet
 from ..engines.operator_sets import OperatorSets
 from ..engines.sensitivity import BOTH, SECOND_HALF, TOGETHER, Choice, Findings, Question, digest_of_layers, half_of
 from ..model.call import UNetCall
-from ..model.deepcache.forward import compute
-from ..model.deepcache.sampling import time_of
+from ..model.cuts import compute
 from ..model.low_bit import LowBitBinding, WantedKinds
 from ..model.offload import NoHostMemory
 from ..options.settings import MOST_LOW_BIT_ERROR
@@ -119,7 +119,7 @@ class LowBitRoute:
         choice = before if before is not None and before.answers(question) else None
         if choice is not None and not choice.awaits & may_be:
             return choice.left_out
-        if self._waits_for_compile() or (call.deepcache is not None and call.deepcache.is_cached_pass):
+        if self._waits_for_compile() or (call.cut is not None and call.cut.reads):
             return question.left_out()
         if question.awaits(question.chosen()):
             half = half_of(time_of(call.timestep))
@@ -180,5 +180,5 @@ class LowBitRoute:
         if set(layers) <= self._operators.low_bit.plan.classes(managed.bound.layout).keys():
             backend = WITHOUT_ATTENTION.get(backend, backend)
         binding = LowBitBinding(managed.bound.binding, managed.low_bit, KINDS_OF[backend], layers)
-        whole = replace(call, deepcache=None)
+        whole = replace(call, cut=None)
         return compute(binding.layout, binding.weights(), self._operators.of(backend), whole)

@@ -15,7 +15,8 @@ from ..engines.managed_unet import ManagedUNet
 from ..model.call import UNetCall
 from ..model.patch_points import PatchPoints
 from ..shapes.table import Entry, State
-from .call_stats import GRAPH, PLAIN, CallResult
+from ..steps.policy import Served
+from .call_stats import GRAPH, PLAIN
 from .verify import blame, computed_twice, relative_error, rounding_limit, state_of
 
 log = logging.getLogger("onediff")
@@ -38,7 +39,7 @@ class PatchedRoute:
     def run(
         self, managed: ManagedUNet, entry: Entry, call: UNetCall, patches: PatchPoints,
         plainly: Callable[[], Tensor], why_not_better: str = "",
-    ) -> CallResult | str:
+    ) -> Served | str:
         """The output, or why this backend does not serve the call. plainly: computes it operator by operator.
         why_not_better: why the backend before did not."""
         names, device = ", ".join(entry.key.patches), call.latent.device
@@ -54,14 +55,14 @@ class PatchedRoute:
         else:
             replayed = self._replayed(managed, entry, call)
             if replayed is not None:
-                return CallResult(replayed, entry, GRAPH, reason, call, None)
+                return Served(replayed, entry, managed.bound.edition, GRAPH, reason, call)
             if entry.no_graph and entry.key.backend in backends.OUR_KERNELS:
                 # Operator by operator, PyTorch launches its own faster.
                 return entry.no_graph
             reason = "; ".join(filter(None, (reason, entry.no_graph or entry.waits)))
             rewind = None if entry.no_graph else state_of(device, patches.functions())
             output = entry.own.time(device, lambda: self._graphs.measured(entry, plainly), PLAIN)
-        return CallResult(output, entry, PLAIN, reason, call, None, rewind)
+        return Served(output, entry, managed.bound.edition, PLAIN, reason, call, rewind)
 
     def _replayed(
         self, managed: ManagedUNet, entry: Entry, call: UNetCall
@@ -84,7 +85,7 @@ class PatchedRoute:
             self.is_between_graphs = False
 
     def capture(
-        self, managed: ManagedUNet, result: CallResult, rewind: Callable[[], None], capture: Callable[[], None]
+        self, managed: ManagedUNet, result: Served, rewind: Callable[[], None], capture: Callable[[], None]
     ) -> None:
         """Make the graphs of a call that was just served without them, by capture(): the functions are called again,
         set back to what they were (rewind), and what comes of that must be what the call was answered with."""

@@ -1,152 +1,315 @@
-"""The one runtime object: the routes, and what users ask of the cache: to see, to pin, and to throw away."""
+"""The one runtime object: what hosts hand over and say, and the route of each call of a UNet."""
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import asdict
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from ..engines import AUTO
-from ..engines.graphs.accounting import MemorySnapshot
-from .accelerator import Accelerator
-from .call_stats import GRAPH, ROUTES
-from .rows import LowBitErrors, ResolutionRow, Totals, rows_of
+import torch
+from torch import Tensor, nn
 
-SECONDS_A_PAGE_WAITS = 0.05
-# In place of CallStats.status where that fails: who reads it finds every key.
-UNKNOWN: dict[str, Any] = {
-    **dict.fromkeys(("model", "backend", "resolution", "route", "step_ms", "host_ms", "ratio", "ratio_range")),
-    "relative_error": None, "reason": "", "calls": dict.fromkeys(ROUTES, 0), "deepcache": {}, "guidance": {},
-    "forecast": {}, "second_gpu": {},
-}
+from ..core.refusal import Refusal
+from ..core.sampling import UNANNOUNCED, Sampling
+from ..engines.managed_unet import ManagedUNet
+from ..guard import HostFunction
+from ..model.call import UNetCall
+from ..model.layout import UNetLayout
+from ..model.patches import HostTraits
+from ..options.settings import ONE_GPU, Settings
+from ..steps.policy import Answer, Guidance, Host, Served, StepPolicy
+from ..steps.registry import step_policies
+from ..weights.watch import no_object
+from .cache import Cache
+from .call_stats import HOST
+from .card_route import CardRoute
+from .services import OUT_OF_MEMORY, SWITCHED_OFF, TRAINING, Services
+from .stepping import Stepping
+from .two_gpus import TwoGpusRoute
+from .vae.route import DecoderRoute
+
+log = logging.getLogger("onediff")
+NOT_HANDED_OVER = "this UNet was not handed to OneDiff"
 
 
-class Runtime(Accelerator):
-    """The runtime with what users ask of its cache. Every method may be called from any thread."""
+class Runtime:
+    """Routes the calls of every UNet that a host has handed over. Every method may be called from any thread.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen = MemorySnapshot()
+    cache: what users ask of what is ready. vae: the route of decodes. webui: the adapter of the WebUI that we run in
+    (a hosts.webui.WebUI): it must outlive a reload of the scripts.
+    """
 
-    # --- to see ---------------------------------------------------------------------------------------------------
-
-    def rows(self) -> list[ResolutionRow]:
-        """What is known about every resolution, the last used first."""
-        memory, entries = self._look(), self.table.entries()
-        for entry in entries:
-            entry.bytes = memory.gives_back({entry.key})
-        return rows_of(entries, self.history.rows(), self.pins.all(), memory.gives_back, self.call_stats.times_of)
-
-    def totals(self) -> Totals:
-        """What all graphs hold and may hold, what lies on the disk, and how often a graph served a call."""
-        calls = self.call_stats.status()["calls"]
-        count = sum(calls.values())
-        return Totals(
-            vram=self._look().vram, budget=self._graphs.allowed(self.settings.memory_budget),
-            disk=self.history.size_bytes(), calls=calls, hit_rate=calls[GRAPH] / count if count else None,
-            low_bit=self._graphs.low_bit_bytes(),
-            offloaded=self._graphs.offloaded_bytes(),
-            inductor=self.operators.inductor.status(), oneflow=self._fallback.oneflow_graphs,
-            low_bit_errors=list(self._low_bit_errors()),
+    def __init__(self, policies: Iterable[StepPolicy] | None = None) -> None:
+        """policies: which may cut steps short, outermost first."""
+        services = self.services = Services()
+        self.guard, self.table, self.history, self.pins = (
+            services.guard, services.table, services.history, services.pins,
         )
+        self.tuning_cache, self.operators, self.call_stats = (
+            services.tuning_cache, services.operators, services.call_stats,
+        )
+        self.generations, self.pressure = services.generations, services.pressure
+        self.settings_for_run, self.wait_for_compile = services.settings_for_run, services.wait_for_compile
+        self.computing, self.free_graphs = services.computing, services.free_graphs
+        self.stepping = Stepping(services, step_policies() if policies is None else policies, self.sampling_of)
+        self.by_card = CardRoute(services, self.stepping)
+        self.two_gpus = TwoGpusRoute(services, self.stepping, self.by_card, self.release)
+        self.vae = DecoderRoute(services)
+        self.cache = Cache(services, self.stepping, self.vae, self.two_gpus, self.by_card)
+        cache = self.cache
+        self.rows, self.totals, self.status, self.pin = cache.rows, cache.totals, cache.status, cache.pin
+        self.open_cache, self.keep_history, self.purge = cache.open_cache, cache.keep_history, cache.purge
+        self.purge_disk, self.release_memory = cache.purge_disk, cache.release_memory
+        self.webui: Any = None
+        # What the host says of the sampling in progress, whichever UNets it may use for that.
+        self._sampling: Sampling | None = None
+        self._last_unet: Callable[[], nn.Module | None] = no_object
 
-    def _low_bit_errors(self) -> Iterator[LowBitErrors]:
-        """Of every checkpoint once: a second GPU's copy has the same."""
-        choices = [choice for managed in self._managed.values() if (choice := managed.low_bit_choice) is not None]
-        for choice in {choice.question.findings.name: choice for choice in choices}.values():
-            yield LowBitErrors(choice.model, choice.question.budget, choice.error, choice.classes)
+    @property
+    def settings(self) -> Settings:
+        """Those of calls that no generation and no UNet's own settings decide."""
+        return self.services.settings
 
-    def status(self) -> dict[str, Any]:
-        """What the last call was, by which route it went and why, as plain values for a page or JSON; see CallStats."""
-        settings = self._run_settings or self.settings
-        # What fails says so among the faults, and costs no other part.
-        part: Any = partial(self.guard.attempt, "the status")
-        status = part(self.call_stats.status, UNKNOWN)
-        return {
-            "enabled": settings.enabled, **status, "backend": status["backend"] or settings.backend,
-            "vae": part(self.vae.status, {}), "inductor": part(lambda: self.operators.inductor.status(), {}),
-            "auto": part(lambda: self.operators.auto.sentence(), "") if settings.backend == AUTO else "",
-            "second_gpu": {**status["second_gpu"], "bytes": part(self.two_gpus.bytes, 0)},
-            "hint": part(self.operators.hint, "") if settings.enabled else "",
-            "low_bit": part(lambda: [asdict(errors) for errors in self._low_bit_errors()], []),
-            "faults": part(lambda: self.guard.faults, []),
-        }
+    def configure(self, settings: Settings) -> None:
+        """Use these settings from the next UNet call on."""
+        self.services.settings = settings
+        if settings.second_gpu == ONE_GPU or not settings.enabled:
+            self.two_gpus.forget_all()
 
-    # --- to keep --------------------------------------------------------------------------------------------------
+    # --- UNets in care --------------------------------------------------------------------------------------------
 
-    def open_cache(self, folder: Path) -> None:
-        """Know what is remembered in a folder, and remember there from now on; safe to call again with the same one."""
-        self.history.open(folder)
-        self.history.keep_compiled()
-        self.tuning_cache.attach(self.history.tuned, self.history.tune)
+    def adopt(self, unet: nn.Module, settings: Settings | None = None, host_traits: HostTraits = HostTraits()) -> None:  # noqa: B008
+        """Take a UNet into care; nothing of it changes before its first call. settings override the runtime's own."""
+        services = self.services
+        with services.lock:
+            known = services.managed.get(unet)
+            if known is None:
+                managed = services.managed[unet] = ManagedUNet(unet, settings, host_traits)
+                managed.bound.offloaded.restore_all = partial(self._restore_present, weakref.ref(unet))
+            else:
+                known.settings = settings
+                known.no_room_for_low_bit, known.why_not_offloaded = False, ""
+        if known is None:
+            services.operators.prepare_early(unet, settings or self.settings)
 
-    def pin(self, resolution: str, model: str, pinned: bool) -> bool:
-        """Let the graphs of a resolution ("512x512") stay when others make room, or no longer, also in later
-        processes. Returns whether such a row, or pin, is known; what is not known is not pinned. Raises NotKept where
-        later processes will not know."""
-        known = any((row.resolution, row.model) == (resolution, model) for row in self.rows())
-        known = known or (not pinned and (model, resolution) in self.pins.all())
-        if known:
-            self.pins.set(model, resolution, pinned)
-            self.history.commit()
-        return known
+    def release(self, unet: nn.Module) -> None:
+        """Give a UNet back as it was: ordinary parameters with the same values, and no memory of ours."""
+        services = self.services
+        with services.lock:
+            managed = services.managed.get(unet)
+            if managed is None:
+                return
+            for entry in self.table.entries():
+                entry.forget_failures(managed.bound.last_identity)
+            self.by_card.release(unet)
+            self.two_gpus.forget(unet)
+            services.managed.pop(unet, None)
+            managed.drop_runners()
+            services.graphs.restore(managed)
+            managed.bound.release()
+            services.graphs.note_lost()
 
-    def keep_history(self) -> None:
-        """Remember on the disk what was used; call it between images."""
-        with self._lock:
-            entries = self.table.entries()
-        self.history.keep(entries, times_of=self.call_stats.times_of)
-        self.pressure.watch()
+    def release_all(self) -> None:
+        """Give every UNet and every decoder back."""
+        for unet in self.services.managed:
+            self.release(unet)
+        self.vae.release_all()
 
-    # --- to throw away --------------------------------------------------------------------------------------------
+    def managed_unet(self, unet: nn.Module) -> ManagedUNet | None:
+        """What is kept for a UNet, or None if it was not handed over."""
+        return self.services.managed.get(unet)
 
-    def purge(self, resolutions: Collection[str] | None = None, model: str | None = None) -> int:
-        """Forget these resolutions ("512x512"), or all, of this model ("SD1"), or of all: graphs, verdicts, timings,
-        and what is on the disk.
+    def layout_of(self, unet: nn.Module) -> UNetLayout:
+        """The layout of a UNet in our care. Raises Refusal."""
+        managed = self.managed_unet(unet)
+        if managed is None:
+            raise Refusal(NOT_HANDED_OVER)
+        with self.services.lock:
+            return managed.bound.layout_now()
 
-        Returns the bytes of GPU memory that were given back. Where a large graph goes, those that stay may be captured
-        again in less memory; so it is best called while no image is being made (hosts.webui.WebUI.exclusively):
-        torch lets nobody empty its cache during a capture. Raises NotKept where the disk keeps it.
+    def compiling(self) -> Iterator[Future[Any]]:
+        """Begin what the UNets in care still lack; one after the other what has to end until nothing is lacking."""
+        for unet, managed in self.services.managed.items():
+            yield from self.operators.compiling(unet, managed.settings or self.settings)
+
+    def restore(self, unet: nn.Module) -> None:
+        """Have weights of a UNet that were offloaded back: somebody else is about to compute with them. Raises
+        torch.cuda.OutOfMemoryError."""
+        managed = self.managed_unet(unet)
+        if managed is not None and managed.bound.offloaded:
+            with self.computing(managed.bound.offloaded.device):
+                self.services.graphs.restore(managed)
+
+    def _restore_present(self, unet: weakref.ref[nn.Module]) -> None:
+        present = unet()
+        if present is not None:
+            self.restore(present)
+
+    # --- samplings ------------------------------------------------------------------------------------------------
+
+    def sampling_of(self, managed: ManagedUNet) -> Sampling:
+        """The sampling in progress; one whose steps are all whole where nobody has announced any."""
+        if self.services.waits_for_compile:
+            # A call that makes a shape ready belongs to no image.
+            return Sampling()
+        return managed.sampling or self._sampling or Sampling(why_not=UNANNOUNCED)
+
+    def begin_sampling(self, unet: nn.Module, sampling: Sampling | None = None, of_all: bool = True) -> None:
+        """A host announces a sampling. sampling: what it says of it. of_all: it may use other UNets for it too, as a
+        refiner."""
+        managed = self.managed_unet(unet)
+        if self.generations.innermost is None:
+            self.call_stats.show()
+        if of_all:
+            self._sampling = sampling or Sampling()
+        elif managed is not None:
+            managed.sampling = sampling or Sampling()
+        if managed is not None:
+            managed.served_last = managed.no_room_for_low_bit = False
+            managed.why_not_offloaded = ""
+            managed.bound.begin_sampling()
+            budget = (managed.settings or self.settings).memory_budget
+            self.pressure.before_sampling(managed.architecture, budget)
+
+    def end_sampling(self, unet: nn.Module | None = None) -> None:
+        """A host says that the sampling of a UNet, or of all that it uses, is over: nothing of it counts for later
+        calls."""
+        if unet is None:
+            self._sampling = None
+        for one, managed in self.services.managed.items():
+            if unet is None or one is unet:
+                managed.sampling = None
+                managed.step_memories.clear()
+                managed.bound.end_sampling()
+
+    # --- one call -------------------------------------------------------------------------------------------------
+
+    def run(
+        self, unet: nn.Module, call: UNetCall, host: Host, host_traits: HostTraits | None = None,
+        guidance: Guidance | None = None,
+    ) -> Tensor:
+        """The UNet's output for a call, by the fastest exact route; host() is the host's own forward of the same call.
+        host_traits: of the host that hands over a UNet with its calls; None where it must have been handed over.
+        guidance: says which rows are the prompt's, or why that is not known; None where nobody can say.
+
+        Never raises for a reason of ours: what we cannot serve, the host serves, and status() says why.
         """
-        wanted = None if resolutions is None else set(resolutions)
-        with self._lock:
-            doomed = [
-                entry for entry in self.table.entries()
-                if (wanted is None or entry.key.resolution in wanted) and model in (None, entry.model)
-            ]
-            freed = self._graphs.forget({entry.key for entry in doomed})
-        self.history.forget(wanted, model, {entry.key.architecture for entry in doomed})
-        return freed
+        if self._last_unet() is not unet:
+            self._last_unet = weakref.ref(unet)
+            if self.generations.innermost is None and self._sampling is None:
+                # Nobody says which calls make an image: another UNet's make none with these.
+                self.call_stats.show()
+        try:
+            if host_traits is not None and unet not in self.services.managed:
+                self.adopt(unet, host_traits=host_traits)
+            managed, settings = self.managed_and_settings(unet)
+        except Refusal as refusal:
+            return self.by_host(unet, str(refusal), host)
+        except Exception as error:
+            return self.by_host(unet, self.guard.give_up("looking a UNet up", error), host)
 
-    def purge_disk(self) -> int:
-        """Forget what is on the disk, and what was measured to be best: it is measured again when it is needed. Graphs
-        and pins stay. Returns the bytes of disk that came back. Raises NotKept."""
-        before, pinned = self.history.size_bytes(), self.pins.all()
-        self.history.forget()
-        self.tuning_cache.clear()
-        self.operators.measure_anew()
-        if pinned:
-            self.pins.replace(pinned)
-        return max(0, before - self.history.size_bytes())
+        was_looked_at = settings.second_gpu == ONE_GPU and self.stepping.none_is_on(settings)
+        if was_looked_at:
+            managed.step_memories.clear()
+            replayed = self.guard.attempt("the UNet's forward", lambda: self.by_card.replay(unet, call, settings))
+            if replayed is not None:
+                self.call_stats.note_served(replayed)
+                return replayed.output
+        compute = OursOrHosts(self, unet, managed, settings, was_looked_at)
+        return self.stepping.around(compute, True, managed, settings, guidance)(call, host).output
 
-    def release_memory(self) -> int:
-        """Drop every graph and empty torch's caches; what was proved stays proved. Returns the bytes given back.
+    def managed_and_settings(self, unet: nn.Module) -> tuple[ManagedUNet, Settings]:
+        """What is kept for a UNet, and the settings that hold now. Raises Refusal where the host must run the call."""
+        managed = self.services.managed.get(unet)
+        if managed is None:
+            raise Refusal(NOT_HANDED_OVER)
+        settings, why_off = self.services.run_settings or (managed.settings or self.settings, "")
+        if not settings.enabled:
+            raise Refusal(why_off or SWITCHED_OFF)
+        if torch.is_grad_enabled():
+            raise Refusal(TRAINING)
+        return managed, settings
 
-        To be called while no image is being made; see hosts.webui.WebUI.exclusively.
-        """
-        with self._lock:
-            return self._graphs.free()
+    def by_ours(
+        self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: UNetCall, host: HostFunction,
+        was_looked_at: bool,
+    ) -> Answer:
+        """The output by one card or two. was_looked_at, what it raises: see CardRoute.answer."""
+        if settings.second_gpu != ONE_GPU:
+            served = self.two_gpus.serve(unet, managed, settings, call, host)
+            if served is not None:
+                self.two_gpus.note(served)
+                return Answer(served.output, served)
+        elif self.two_gpus.in_use:
+            self.two_gpus.forget(unet)
+        self.call_stats.begin()
+        answer = self.by_card.answer(unet, managed, settings, call, host, was_looked_at=was_looked_at)
+        if answer.served is not None:
+            self.call_stats.note_served(answer.served)
+        return answer
 
-    def _look(self) -> MemorySnapshot:
-        """What the graphs hold: now, or, while a UNet call keeps the lock, when somebody last looked."""
-        if self._lock.acquire(timeout=SECONDS_A_PAGE_WAITS):
-            try:
-                self._graphs.note_lost()
-                self._seen = self._graphs.memory()
-            finally:
-                self._lock.release()
-        return self._seen
+    def by_host(self, unet: nn.Module, reason: str, host: Host) -> Tensor:
+        """Run the host's forward, with the reason for the user."""
+        self.call_stats.note(HOST, reason)
+        self._leave_as_found(unet)
+        return self.pressure.run_host(host)
+
+    def note_host(self, reason: str, unet: nn.Module | None = None) -> None:
+        """Take down that a host runs a call of which we know nothing, and why. unet: the one that it runs."""
+        self.call_stats.begin()
+        self.call_stats.note(HOST, reason)
+        if unet is not None:
+            self._leave_as_found(unet)
+
+    def _leave_as_found(self, unet: nn.Module) -> None:
+        """A sampling that begins with the host's own forward finds the weights laid out as the host had them, and so
+        makes the host's own image to the bit. One that takes turns with us does not move them at every turn: there the
+        host convolves the same numbers in channels-last order, which some processors round in another way."""
+        managed = self.managed_unet(unet)
+        if self.by_card.is_between_graphs:
+            # The call around this one goes on with the weights where they are.
+            return
+        # Where there is too little memory, it is the host that runs out of it.
+        with contextlib.suppress(torch.cuda.OutOfMemoryError):
+            self.restore(unet)
+        if managed is not None and managed.bound.channels_last and not managed.takes_turns():
+            with self.computing(managed.bound.binding.device):
+                if managed.bound.undo_channels_last():
+                    managed.drop_runners()
+
+
+class OursOrHosts:
+    """A UNet's calls, by the host where nothing of ours serves; as steps.policy.Compute."""
+
+    def __init__(
+        self, runtime: Runtime, unet: nn.Module, managed: ManagedUNet, settings: Settings, was_looked_at: bool
+    ) -> None:
+        self._runtime, self._unet, self._managed, self._settings = runtime, unet, managed, settings
+        self._was_looked_at = was_looked_at
+
+    def __call__(self, call: UNetCall, host: Host | None) -> Answer:
+        assert host is not None, "a policy for whole batches has the host's own forward of each call"
+        runtime, host = self._runtime, HostFunction(host)
+        try:
+            return runtime.by_ours(self._unet, self._managed, self._settings, call, host, self._was_looked_at)
+        except Refusal as refusal:
+            reason = str(refusal)
+        except torch.cuda.OutOfMemoryError:
+            reason = OUT_OF_MEMORY
+        except Exception as error:
+            if id(error) == host.raised:
+                raise
+            reason = runtime.guard.give_up("the UNet's forward", error)
+        # Only now is everything gone that our forward had computed before it failed.
+        if reason is OUT_OF_MEMORY:
+            runtime.free_graphs()
+        return Answer(runtime.by_host(self._unet, reason, host))
+
+    def check(self, call: UNetCall, served: Served) -> None:
+        raise Refusal("policies for whole batches compare nothing")
 
 
 # The one runtime object of the process.

@@ -12,9 +12,10 @@ from ..engines.managed_unet import ManagedUNet
 from ..model.call import UNetCall
 from ..ops.precision import autocast_dtype, is_autocast_on
 from ..options.settings import Settings
-from ..shapes.key import ShapeKey, control_shapes
+from ..shapes.key import ShapeKey
 from ..shapes.table import Entry, State
-from .call_stats import GRAPH, CallResult
+from ..steps.policy import Served
+from .call_stats import GRAPH
 
 
 class KnownCall(NamedTuple):
@@ -32,8 +33,8 @@ class Session:
 
     It ends with other settings, as those of a generation inside this one, with another autocast mode, with an announced
     sampling, and with any change that the UNet's look finds (BoundUNet.begin_look). A call of another shape, or with
-    other ControlNet residuals, has another signature. A runner that was purged is not found. Calls that decide anew at
-    each step (DeepCache, Low-bit while it is measured, OneFlow) are never noted.
+    other ControlNet residuals, or cut elsewhere, has another signature. A runner that was purged is not found. Calls
+    that decide anew at each step (Low-bit while it is measured, OneFlow) are never noted.
     """
 
     def __init__(self, managed: ManagedUNet, settings: Settings, device: torch.device) -> None:
@@ -53,9 +54,9 @@ class Session:
 
     def note(self, call: UNetCall, entry: Entry, reason: str) -> None:
         """Calls like this one are served by this entry's runner."""
-        self._known[signature(call)] = KnownCall(entry.key, entry, reason)
+        self._known[call.signature] = KnownCall(entry.key, entry, reason)
 
-    def replay(self, call: UNetCall, settings: Settings, device: torch.device) -> CallResult | None:
+    def replay(self, call: UNetCall, settings: Settings, device: torch.device) -> Served | None:
         """The answer to a call like an earlier one: look up, copy the inputs, replay, clone. device: where it is
         computed; inputs that are copied may come from elsewhere.
 
@@ -65,26 +66,17 @@ class Session:
         """
         if not self.holds(settings, device):
             return None
-        known, managed = self._known.get(signature(call)), self._managed
+        known, managed = self._known.get(call.signature), self._managed
         made = None if known is None else managed.runners.get(known.key)
         if known is None or made is None or known.entry.state is not State.READY:
             return None
-        bound = managed.bound
-        if made.generation != bound.generation or not bound.lies_still():
+        bound, cut = managed.bound, call.cut
+        if not managed.serves(made, cut) or not bound.lies_still():
             return None
         stands = bound.begin_look()
         output = known.entry.timed(self._device, partial(made.runner.run, call), GRAPH)
         if not stands() or (known.key.backend in WITH_LOW_BIT and not managed.low_bit_stands()):
             return None
-        return CallResult(output, known.entry, GRAPH, known.reason, call, None)
-
-
-def signature(call: UNetCall) -> Hashable:
-    """What tells calls of one UNet apart; microseconds."""
-    latent, y, condition = call.latent, call.y, call.timestep_condition
-    added = bool(call.image_prompts) or (call.freeu or call.perturbed or call.shrink) is not None
-    return (
-        latent.shape, latent.dtype, call.timestep.shape, call.context.shape, y is None or y.shape,
-        condition is None or condition.shape, control_shapes(call.control) if call.control else (),
-        call.upcast_attention, call.additions if added else (),
-    )
+        if cut is not None and cut.reads and cut.edition != bound.edition:
+            return None
+        return Served(output, known.entry, bound.edition, GRAPH, known.reason, call)

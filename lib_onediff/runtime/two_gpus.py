@@ -9,25 +9,28 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from ..core.refusal import Refusal
 from ..engines import INDUCTOR, ONEFLOW
 from ..engines.managed_unet import ManagedUNet
-from ..guard import Guard
+from ..guard import HostFunction
 from ..model.call import UNetCall
-from ..model.layout import UnsupportedUNet
 from ..model.mirror import MirrorUNet, bytes_of, empty_copy
 from ..model.rows import take_rows, why_not_taken
 from ..options.settings import Settings
 from ..shapes.table import Stopwatch
+from ..steps.policy import Answer, Host, Served
 from ..weak_dictionary import WeakDictionary
-from .call_stats import GRAPH, PLAIN, CallResult, CallStats
-from .card_pair import Known, Pair, Rest
+from .call_stats import GRAPH, PLAIN
+from .card_pair import Pair, Rest
+from .card_route import CardRoute
 from .cards import Cards, second_card, second_share
 from .fallback import COMPILING
+from .services import Services
+from .stepping import Stepping
 
 ONE_ROW = "the call has one row"
 CAPTURES = "the caller captures a CUDA graph of its own"
@@ -37,27 +40,6 @@ FULL = "out of memory on {}: until the weights or the option change, one GPU com
 ONE_CARD_BACKENDS = (INDUCTOR, ONEFLOW)
 
 
-class Serves(Protocol):
-    """Who computes rows: the accelerator."""
-
-    def take_in(self, unet: nn.Module, managed: ManagedUNet) -> None:
-        """Have a UNet of ours in care."""
-
-    def release(self, unet: nn.Module) -> None:
-        """Have it no longer."""
-
-    def replay(
-        self, unet: nn.Module, call: UNetCall, known: Known, device: torch.device | None = None
-    ) -> CallResult | None:
-        """The output, where an earlier call like this one tells how; None where something has to be found out.
-        device: where it is computed, if not where the latent is."""
-
-    def serve(
-        self, unet: nn.Module, call: UNetCall, host: Callable[[], Tensor], times_host: bool = True
-    ) -> CallResult | str:
-        """The output, or why it cannot be computed."""
-
-
 class SecondGpuFull(Exception):
     """The second card's memory is full."""
 
@@ -65,8 +47,12 @@ class SecondGpuFull(Exception):
 class TwoGpusRoute:
     """Computes calls on two cards, where that is chosen. in_use: whether a second card holds anything."""
 
-    def __init__(self, guard: Guard, call_stats: CallStats, serves: Serves, cards: Cards | None = None) -> None:
-        self._guard, self._call_stats, self._serves = guard, call_stats, serves
+    def __init__(
+        self, services: Services, stepping: Stepping, by_card: CardRoute, release: Callable[[nn.Module], None],
+        cards: Cards | None = None,
+    ) -> None:
+        """release: gives a UNet of ours back."""
+        self._services, self._stepping, self._by_card, self._release = services, stepping, by_card, release
         self.cards = cards or Cards()
         self._pairs: WeakDictionary[nn.Module, Pair] = WeakDictionary()
         self._rests: WeakDictionary[nn.Module, Rest] = WeakDictionary()
@@ -77,6 +63,11 @@ class TwoGpusRoute:
     def in_use(self) -> bool:
         return bool(self._pairs) or bool(self._rests)
 
+    def note(self, served: Served) -> None:
+        """Count a call that both have computed."""
+        with self._services.call_stats.standing_for(self._untimed):
+            self._services.call_stats.note_served(served)
+
     def bytes(self) -> int:
         """What the copies of weights take on second cards."""
         return sum(pair.bytes for pair in self._pairs.values())
@@ -86,46 +77,46 @@ class TwoGpusRoute:
         self._rests.pop(unet, None)
         pair = self._pairs.pop(unet, None)
         if pair is not None:
-            self._serves.release(pair.unet)
+            self._release(pair.unet)
         if not self.in_use:
-            self._call_stats.forget_two_gpus()
+            self._services.call_stats.forget_two_gpus()
 
     def forget_all(self, but: nn.Module | None = None) -> None:
         for unet in self._pairs:
             if unet is not but:
                 self.forget(unet)
 
-    def run(self, unet: nn.Module, call: UNetCall, host: Callable[[], Tensor], known: Known) -> Tensor | None:
+    def serve(
+        self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: UNetCall, host: Host
+    ) -> Served | None:
         """The output of a call by both cards; None where one has to compute it, for a reason that is noted.
 
         Raises what the host raises, and torch.cuda.OutOfMemoryError where the first card is full.
         """
-        managed, settings = known
-        reason = self._why_one(unet, managed, settings, call)
-        lasts = drops = False
-        if not reason:
-            try:
-                output = self._split(unet, known, call, host)
-                if not isinstance(output, str):
-                    return output
-                reason, lasts = output, output == TOO_SLOW
-            except SecondGpuFull as full:
-                reason, lasts, drops = str(full), True, True
-            except UnsupportedUNet as refusal:
-                reason = str(refusal)
-            except torch.cuda.OutOfMemoryError:
+        reason, lasts, drops = self._why_one(unet, managed, settings, call), False, False
+        if reason:
+            self._services.call_stats.note_one_gpu(reason)
+            return None
+        host = HostFunction(host)
+        try:
+            return self._split(unet, managed, settings, call, host)
+        except SecondGpuFull as full:
+            reason, lasts, drops = str(full), True, True
+        except Refusal as refusal:
+            reason, lasts = str(refusal), str(refusal) == TOO_SLOW
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if id(error) == host.raised:
                 raise
-            except Exception as error:
-                if id(error) == getattr(host, "raised", None):
-                    raise
-                reason, lasts, drops = self._guard.note("computing on two GPUs", error), True, True
-            if drops:
-                # Only now is everything gone that was computed before it failed.
-                self._guard.attempt("giving the second GPU back", lambda: self.forget(unet))
-            # Where nobody says when a sampling ends, the next call may go.
-            if reason != COMPILING and (lasts or managed.bound.in_sampling):
-                self._rests[unet] = Rest.now(reason, known, lasts)
-        self._call_stats.note_one_gpu(reason)
+            reason, lasts, drops = self._services.guard.note("computing on two GPUs", error), True, True
+        if drops:
+            # Only now is everything gone that was computed before it failed.
+            self._services.guard.attempt("giving the second GPU back", lambda: self.forget(unet))
+        # Where nobody says when a sampling ends, the next call may go.
+        if reason != COMPILING and (lasts or managed.bound.in_sampling):
+            self._rests[unet] = Rest.now(reason, (managed, settings), lasts)
+        self._services.call_stats.note_one_gpu(reason)
         return None
 
     def _why_one(self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: UNetCall) -> str:
@@ -145,56 +136,50 @@ class TwoGpusRoute:
             return f"the host computes with {' and '.join(managed.kinds)}"
         return why_not_taken(call)
 
-    def _split(self, unet: nn.Module, known: Known, call: UNetCall, host: Callable[[], Tensor]) -> Tensor | str:
-        """The output, or why one card has to compute it. Where both know what to do, the second card begins first: the
-        first one is done when its own launches are."""
-        managed, settings = known
-        pair, batch = self._pair(unet, managed, settings, call.latent.device), call.latent.shape[0]
+    def _split(
+        self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: UNetCall, host: HostFunction
+    ) -> Served:
+        """The output. Where both cards know what to do, the second one begins first: the first one is done when its own
+        launches are. Raises Refusal where one card has to compute it."""
+        first_card, batch = call.latent.device, call.latent.shape[0]
+        pair = self._pair(unet, managed, settings, first_card)
         if pair is None:
-            card = self._choose(unet, managed, settings, call.latent.device)
-            if isinstance(card, str):
-                return card
+            self._choose(unet, managed, settings, first_card)
         share = second_share(batch) if pair is None else pair.share(call, managed.bound.samplings)
         if not share:
-            return TOO_SLOW
+            raise Refusal(TOO_SLOW)
         first_rows, second_rows = slice(0, batch - share), slice(batch - share, batch)
-        second = None
-        if pair is not None and pair.mirror.has_binding:
+        here, second = take_rows(call, first_rows), None
+        replays = not self._stepping.are_on(settings, whole_batch=False)
+        if pair is not None and pair.mirror.has_binding and replays:
             pair.follow(managed)
             with self._on(pair):
                 # Its graph's inputs are copied from the first card.
                 there, where = take_rows(call, second_rows), pair.mirror.binding.device
-                second = self._serves.replay(pair.unet, there, (pair.managed, settings), where)
-        here = take_rows(call, first_rows)
-        first: CallResult | str | None = self._serves.replay(unet, here, known)
-        was_known = first is not None
-        if first is None:
-            self._call_stats.begin()
-            first = self._serves.serve(unet, here, lambda: host()[first_rows], times_host=False)
-        if isinstance(first, str):
-            return first
+                second = self._by_card.replay(pair.unet, there, settings, where)
+        self._services.call_stats.begin()
+        first = served_of(
+            self._by_card.answer(unet, managed, settings, here, lambda: host()[first_rows], times_host=False)
+        )
         if first.entry.key.backend in ONE_CARD_BACKENDS:
-            return f"the backend {first.entry.key.backend} computes on one GPU"
+            raise Refusal(f"the backend {first.entry.key.backend} computes on one GPU")
         if pair is None:
-            made = self._make(unet, managed, settings, call.latent.device)
-            if isinstance(made, str):
-                return made
-            pair = made
+            pair = self._make(unet, managed, settings, first_card)
         # Asked now, while both compute: what turns out to be stale is computed again.
         if second is None or not pair.mirror.is_true():
-            found = self._second(pair, managed, call, second_rows, host)
-            if isinstance(found, str):
-                return found
-            second = found
+            second = self._second(pair, managed, settings, call, second_rows, host, second is not None)
         managed.served_last = True
         pair.entries[call.latent.shape] = first.entry, second.entry
-        output = torch.cat([first.output, second.output.to(call.latent.device, non_blocking=True)])
-        self._note(first, second, was_known, call.latent.device, pair)
-        return output
+        output = torch.cat([first.output, second.output.to(first_card, non_blocking=True)])
+        rows = f"{first.output.shape[0]}+{second.output.shape[0]} rows"
+        self._services.call_stats.note_two_gpus(f"{first_card} + {pair.device}, {rows}")
+        route = GRAPH if first.route == second.route == GRAPH else PLAIN
+        return first._replace(output=output, route=route, reason=first.reason or second.reason)
 
     def _second(
-        self, pair: Pair, managed: ManagedUNet, call: UNetCall, rows: slice, host: Callable[[], Tensor]
-    ) -> CallResult | str:
+        self, pair: Pair, managed: ManagedUNet, settings: Settings, call: UNetCall, rows: slice, host: HostFunction,
+        was_looked_at: bool,
+    ) -> Served:
         """The second card's rows, with everything found out."""
 
         def of_host() -> Tensor:
@@ -202,20 +187,11 @@ class TwoGpusRoute:
                 return host()[rows].to(pair.device)
 
         pair.follow(managed)
-        with self._on(pair), self._call_stats.as_before():
-            return self._serves.serve(pair.unet, pair.rows(call, rows), of_host, times_host=False)
-
-    def _note(
-        self, first: CallResult, second: CallResult, was_known: bool, device: torch.device, pair: Pair
-    ) -> None:
-        reason = first.reason or second.reason
-        with self._call_stats.standing_for(self._untimed):
-            if was_known:
-                self._call_stats.note_replay(first.entry, reason)
-            else:
-                self._call_stats.note(GRAPH if first.route == second.route == GRAPH else PLAIN, reason)
-        rows = f"{first.output.shape[0]}+{second.output.shape[0]} rows"
-        self._call_stats.note_two_gpus(f"{device} + {pair.device}, {rows}")
+        with self._on(pair), self._services.call_stats.as_before():
+            return served_of(self._by_card.answer(
+                pair.unet, pair.managed, settings, pair.rows(call, rows), of_host, times_host=False, is_counted=False,
+                was_looked_at=was_looked_at,
+            ))
 
     def _pair(
         self, unet: nn.Module, managed: ManagedUNet, settings: Settings, first: torch.device
@@ -227,26 +203,24 @@ class TwoGpusRoute:
         self.forget(unet)
         return None
 
-    def _choose(
-        self, unet: nn.Module, managed: ManagedUNet, settings: Settings, first: torch.device
-    ) -> torch.device | str:
-        """The second card, with room for a copy as far as is known; or why there is none."""
+    def _choose(self, unet: nn.Module, managed: ManagedUNet, settings: Settings, first: torch.device) -> torch.device:
+        """The second card, with room for a copy as far as is known. Raises Refusal."""
         needs = bytes_of(managed.bound.binding) if managed.bound.has_binding else 0
-        device = second_card(settings.second_gpu, first, needs, self.cards)
-        if isinstance(device, str) and self._pairs:
+        try:
+            return second_card(settings.second_gpu, first, needs, self.cards)
+        except Refusal:
+            if not self._pairs:
+                raise
             # The copies of other UNets are there for speed alone.
             self.forget_all(but=unet)
-            device = second_card(settings.second_gpu, first, needs, self.cards)
-        return device
+            return second_card(settings.second_gpu, first, needs, self.cards)
 
-    def _make(self, unet: nn.Module, managed: ManagedUNet, settings: Settings, first: torch.device) -> Pair | str:
-        """A copy without values, on the card that the option names; or why there is none."""
+    def _make(self, unet: nn.Module, managed: ManagedUNet, settings: Settings, first: torch.device) -> Pair:
+        """A copy without values, on the card that the option names. Raises Refusal."""
         if managed.kinds:
-            return f"the host computes with {' and '.join(managed.kinds)}"
+            raise Refusal(f"the host computes with {' and '.join(managed.kinds)}")
         binding = managed.bound.binding
         needs, device = bytes_of(binding), self._choose(unet, managed, settings, first)
-        if isinstance(device, str):
-            return device
         with self._full_of(device), self.cards.using(device):
             copy = empty_copy(binding, device)
         mirror = MirrorUNet(managed.bound, copy)
@@ -254,7 +228,8 @@ class TwoGpusRoute:
         pair = Pair(
             copy, copied, mirror, device, (settings.second_gpu, first), needs, self.cards.are_equal(first, device),
         )
-        self._serves.take_in(copy, copied)
+        with self._services.lock:
+            self._services.managed[copy] = copied
         self._pairs[unet] = pair
         return pair
 
@@ -270,3 +245,10 @@ class TwoGpusRoute:
             yield
         except torch.cuda.OutOfMemoryError:
             raise SecondGpuFull(FULL.format(device)) from None
+
+
+def served_of(answer: Answer) -> Served:
+    """How we have computed a card's rows. Raises Refusal where nobody has: a policy has answered."""
+    if answer.served is None:
+        raise Refusal("a step that is not computed is for one GPU")
+    return answer.served

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.refusal import Refusal
 from ..engines import EAGER, ONEFLOW, WITH_LOW_BIT
 from ..model.function_state import FunctionState
 from ..ops.precision import Flags, sums_in_half, tf32_is_on
@@ -37,13 +38,13 @@ HOST_NOT_FINITE = (
 def prove(
     entry: Entry, output: Tensor, compares: bool, history: History, host: Callable[[], Tensor],
     yardstick: Callable[[], Tensor] | None, nobody_waits: bool, functions: Iterable[Any] = (), times_host: bool = True,
-) -> str | None:
+) -> None:
     """Compare a first output with the host's, unless that was done on this machine before, or is not wanted (compares).
     Functions of other extensions are always compared: the host has their random numbers to draw. yardstick,
     nobody_waits: see judge. functions: see PatchPoints. times_host: host makes this call and no more, so that its time
     can be compared.
 
-    Returns why it cannot be used, or None.
+    Raises Refusal where it cannot be used.
     """
     # The code of another extension may have changed since. Noise that makes a shape ready proves nothing for a prompt.
     known = not entry.key.patches and (recall(entry, history) or (nobody_waits and entry.state is not State.COLD))
@@ -57,11 +58,11 @@ def prove(
             rewind()
         if miss == HOST_NOT_FINITE:
             if not bool(torch.isfinite(output).all()):
-                return miss
+                raise Refusal(miss)
             # The host would make a black image, and we need not.
             log.warning("OneDiff's output is used unchecked, because %s.", miss)
         elif miss is not None:
-            return blame(entry, miss)
+            raise Refusal(blame(entry, miss))
         else:
             log.debug("checked %s: relative error %.1e", entry.key, entry.relative_error)
             if not (entry.key.patches or nobody_waits):
@@ -70,7 +71,6 @@ def prove(
         entry.state = State.PROVED
     entry.verdict.failures = 0
     entry.verdict.of_image |= known or not nobody_waits
-    return None
 
 
 def blame(entry: Entry, what: str, sampling: Hashable = None, is_final: bool = True) -> str:

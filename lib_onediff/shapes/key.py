@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..model.call import CACHED, Control, UNetCall
+from ..model.call import CACHED, UNetCall
 from ..model.layout import UNetLayout
 from ..ops.precision import Flags
 
@@ -52,14 +52,14 @@ class ShapeKey:
         """The key of a call; height and width are in latent pixels. dtype is the one computed in. marks: what else
         tells it from other calls."""
         batch, _, height, width = call.latent.shape
-        deepcache = call.deepcache
+        cut = call.cut
         optional = zip(OPTIONAL_INPUTS, (call.y, call.timestep_condition), strict=True)
         given = (name for name, tensor in optional if tensor is not None)
         return cls(
             architecture=architecture, height=height, width=width, batch=batch, tokens=call.context.shape[1],
             dtype=dtype, latent_dtype=call.latent.dtype, device=call.latent.device, inputs=(*given, *marks),
-            control=control_shapes(call.control), upcast_attention=call.upcast_attention, backend=backend,
-            precision=precision, part=deepcache.name if deepcache else "", depth=deepcache.depth if deepcache else 0,
+            control=call.control.shapes if call.control else (), upcast_attention=call.upcast_attention,
+            backend=backend, precision=precision, part=cut.name if cut else "", depth=cut.depth if cut else 0,
             patches=() if call.patches is None else call.patches.structure, additions=call.additions,
         )
 
@@ -101,18 +101,6 @@ class ShapeKey:
         marks = () if self.is_decode else (mark for mark in self.inputs if mark not in OPTIONAL_INPUTS)
         added = "".join(f", {one}" for one in (*marks, *self.additions))
         return f"{self.resolution}, batch {self.batch}, {tokens}{part}{patched}{added}"
-
-
-def control_shapes(control: Control | None) -> tuple[tuple[int, ...] | None, ...]:
-    """The shape of every residual in slot order, None where a slot is empty, and a marker between the three parts."""
-    if control is None:
-        return ()
-
-    def shape(residual: Tensor | None) -> tuple[int, ...] | None:
-        return None if residual is None else tuple(residual.shape)
-
-    parts: tuple[tuple[Tensor | None, ...], ...] = (control.input, control.middle, control.output)
-    return tuple(item for part in parts for item in (*(shape(residual) for residual in part), ()))
 
 
 def layout_fits(layout: UNetLayout, call: UNetCall, y_is_embedded: bool = False) -> str | None:

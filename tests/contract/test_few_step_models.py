@@ -9,8 +9,9 @@ from contract_hosts import Host
 from test_forecasts import Euler
 from test_guided_samplings import Guided
 
-from lib_onediff.model.deepcache.timeline import FEW_STEP_MODEL
+from lib_onediff.core.timeline import FEW_STEP_MODEL
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.steps.registry import step_policies
 
 CACHES: dict[str, dict[str, Any]] = {
     "deepcache": {"deepcache_interval": 3, "guidance_end": 1.0}, "guidance": {"guidance_end": 0.5},
@@ -23,11 +24,11 @@ def rests(host: Host, cache: str, **generation: Any) -> bool:
     guided = Guided(host)
     guided.sampler, guided.generation = Euler, generation
     guided.start(**CACHES[cache])
-    runtime.call_stats.passes.clear()
-    left_out = runtime.call_stats.without_negative, runtime.call_stats.forecasts
+    runtime.stepping.policies = step_policies()
+    left_out = runtime.status()["guidance"]["without_negative"], runtime.status()["forecast"]["calls"]
     list(guided.steps())
     assert runtime.guard.faults == []
-    spared = (runtime.call_stats.without_negative, runtime.call_stats.forecasts) != left_out
+    spared = (runtime.status()["guidance"]["without_negative"], runtime.status()["forecast"]["calls"]) != left_out
     spared = spared or bool(runtime.status()["deepcache"]["cached"])
     reason = runtime.status()[cache]["reason"]
     assert spared is (reason == "")

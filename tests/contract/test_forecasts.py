@@ -35,12 +35,12 @@ def sampled(host: Host, sampler: type[Sampler12], **options: Any) -> tuple[Guide
     guided = Guided(host)
     guided.sampler = sampler
     guided.start(**{"guidance_end": 1.0, "forecast_interval": 3, **options})
-    steps, computed, before = [], [], runtime.call_stats.forecasts
+    steps, computed, before = [], [], runtime.status()["forecast"]["calls"]
     for place, step in enumerate(guided.steps()):
         steps.append(step)
-        if runtime.call_stats.forecasts == before:
+        if runtime.status()["forecast"]["calls"] == before:
             computed.append(place)
-        before = runtime.call_stats.forecasts
+        before = runtime.status()["forecast"]["calls"]
     return guided, steps, computed
 
 

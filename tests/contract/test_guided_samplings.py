@@ -93,7 +93,7 @@ class Guided:
         image, parts = random(self.images, 4, 8, 8, seed=1), [self.prompt, self.negative]
         context = torch.cat([parts[mark] for mark in self.marks])
         for sigma in SIGMAS:
-            said, before = self.said(), runtime.call_stats.without_negative
+            said, before = self.said(), runtime.status()["guidance"]["without_negative"]
             adapter.before_step(said)
             latent = image.repeat(len(context) // self.images, 1, 1, 1)
             options = {} if host.name == "a1111" else self.options_of(sigma)
@@ -101,7 +101,7 @@ class Guided:
                 prediction = self.apply_model(latent, sigma, context.clone(), options, self.control).clone()
             yield Step(
                 latent, sigma, context, options, self.control, prediction,
-                runtime.call_stats.without_negative > before,
+                runtime.status()["guidance"]["without_negative"] > before,
             )
             with host.no_gradients():
                 image = 0.9 * image + 0.1 * prediction[:self.images]

@@ -40,8 +40,8 @@ def int8(fresh_runtime: None, monkeypatch: pytest.MonkeyPatch) -> None:
     watch_offloaded(monkeypatch)
     monkeypatch.setattr(runtime.operators.low_bit, "_lack", lambda kind, device, dtype: None)
     graphs = PretendedGraphs()
-    monkeypatch.setattr(runtime._graphs, "_graphs", graphs)
-    monkeypatch.setattr(runtime._graphs, "card", graphs.card)
+    monkeypatch.setattr(runtime.services.graphs, "_graphs", graphs)
+    monkeypatch.setattr(runtime.services.graphs, "card", graphs.card)
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ def test_kernels_that_do_not_compile_at_all(unet: nn.Module, monkeypatch: pytest
 
 @pytest.mark.usefixtures("nothing_compiled")
 def test_the_host_serves_while_kernels_are_compiled(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime._fallback, "_waits_for_compile", lambda: False)
+    monkeypatch.setattr(runtime.by_card.fallback, "_waits_for_compile", lambda: False)
     runtime.operators.finish()
     for memory in ("_compiled", "_pending"):
         monkeypatch.setattr(runtime.operators, memory, set())

@@ -200,7 +200,7 @@ def test_another_architecture_gives_its_memory_at_once(unet: nn.Module) -> None:
     other = random_unet("sd21", torch.device("cuda")).half()
     attach(other)
     use(other, SMALL)
-    both, alone = runtime.totals().vram, runtime._graphs.held_by(PoolKey.of(key_of(LARGE)))
+    both, alone = runtime.totals().vram, runtime.services.graphs.held_by(PoolKey.of(key_of(LARGE)))
     runtime.configure(replace(Settings(), memory_budget=(both - alone) // MIB + 160))
     before = reserved()
     use(other, MIDDLE)

@@ -12,7 +12,7 @@ from test_pipelines import latents, pipeline
 
 from lib_onediff import compile_pipe, compile_unet, status, uncompile_pipe
 from lib_onediff.bench.models import inputs, random_unet
-from lib_onediff.model.deepcache.sampling import Sampling
+from lib_onediff.core.sampling import Sampling
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import State
 
@@ -93,7 +93,7 @@ def test_both_halves_of_sdxl_are_ready_and_the_feature_is_counted() -> None:
     entries = {entry.key.part: entry for entry in runtime.table.entries()}
     assert [entries[part].state for part in ("full", "cached")] == [State.READY] * 2
     print({part: f"{entry.own.median_ms:.2f} ms" for part, entry in entries.items()})
-    feature = runtime.managed_unet(unet).held_features()[0].tensor
-    assert runtime.managed_unet(unet).cache_run.bytes() == feature.nbytes
+    feature = next(runner.runner.inputs.cut.memory for _, runner in runtime.managed_unet(unet).kept()).tensor
+    assert sum(memory.bytes() for memory in runtime.managed_unet(unet).step_memories.values()) == feature.nbytes
     own = {key.part: kept.runner.own_bytes for key, kept in runtime.managed_unet(unet).kept()}
     assert own["full"] - own["cached"] == feature.nbytes

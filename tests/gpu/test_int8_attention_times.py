@@ -93,7 +93,7 @@ def test_keys_with_an_offset_a_thousand_times_as_large() -> None:
 def pretended() -> Iterator[None]:
     """SDXL's attentions gain by int8; how they are cut is measured."""
     low_bit, cache, found = runtime.operators.low_bit, runtime.tuning_cache, {}
-    time_ms = partial(runtime._graphs.time_ms, GPU, torch.float16)
+    time_ms = partial(runtime.services.graphs.time_ms, GPU, torch.float16)
     for shape in (SHAPES["sdxl outer"], SHAPES["sdxl inner"]):
         low_bit.measure_attention(shape, torch.float16, GPU, time_ms)
         name = name_of(shape, torch.float16)

@@ -68,7 +68,7 @@ def test_sdxl_image_to_image_with_lcm_at_three_sizes_captures_each_once() -> Non
     pipe = pipeline("StableDiffusionXLImg2ImgPipeline", torch.float16)
     pipe.scheduler = LCMScheduler.from_config(pipe.scheduler.config)
     compile_pipe(pipe, ignores=("vae",))
-    managed = runtime._managed[pipe.unet]
+    managed = runtime.services.managed[pipe.unet]
     sizes = [(1024, 1024), (512, 2048), (2048, 512)]
     for width, height in [*sizes, *sizes]:
         start = torch.rand(1, 3, height, width, generator=torch.Generator().manual_seed(0))

@@ -10,7 +10,7 @@ from torch import nn
 pytest.importorskip("diffusers")
 
 from builders import SMALL, SMALL_XL, a_call, diffusers_output, diffusers_unet, served
-from deepcache_builders import STEPS, Rig, call_of, few_steps_suffice, passes  # noqa: F401
+from deepcache_builders import STEPS, Rig, call_of, equal_distances, few_steps_suffice, passes  # noqa: F401
 from oneflow_builders import agree
 
 from lib_onediff import compile_unet, status, uncompile_unet

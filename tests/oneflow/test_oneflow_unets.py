@@ -14,8 +14,8 @@ from builders import a_call, diffusers_output, diffusers_unet, ldm_output, ldm_u
 from grid import WHOLE
 from oneflow_builders import GRAPHS, Ours, agree
 
+from lib_onediff.model import cuts as deepcache
 from lib_onediff.model.call import Control, DeepCachePass, DeepFeature
-from lib_onediff.model.deepcache import forward as deepcache
 from lib_onediff.model.layout import TimeEmbedding
 from lib_onediff.ops import torch_ops
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lib_onediff.model.bound import BoundUNet
 from lib_onediff.model.call import UNetCall
-from lib_onediff.model.deepcache.forward import compute
+from lib_onediff.model.cuts import compute
 from lib_onediff.model.operators import Operators
 from lib_onediff.ops import torch_ops
 

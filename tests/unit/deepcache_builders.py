@@ -10,20 +10,21 @@ import torch
 from builders import CONTEXT_WIDTH, SMALL, diffusers_output, diffusers_unet, relative_error
 from torch import Tensor
 
+from lib_onediff.core import timeline
+from lib_onediff.core.sampling import Sampling
+from lib_onediff.model import cuts as deepcache
 from lib_onediff.model.bound import BoundUNet
-from lib_onediff.model.call import UNetCall
-from lib_onediff.model.deepcache import forward as deepcache
-from lib_onediff.model.deepcache import timeline
-from lib_onediff.model.deepcache.sampling import Sampling
+from lib_onediff.model.call import CACHED, FULL, UNetCall
 from lib_onediff.model.patches import HostTraits
 from lib_onediff.ops import torch_ops
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import Runtime
+from lib_onediff.steps import schedule
 
 WEBUI = HostTraits()
 STEPS = [float(time) for time in range(951, 0, -50)]
 EVERY_THIRD: dict[str, Any] = {
-    "deepcache_interval": 3, "deepcache_schedule": "uniform", "deepcache_feature": "reused"
+    "deepcache_interval": 3,
 }
 
 
@@ -31,6 +32,28 @@ EVERY_THIRD: dict[str, Any] = {
 def few_steps_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
     """For files that import it: samplings of a few steps are as long ones are."""
     monkeypatch.setattr(timeline, "FEWEST_STEPS", 0)
+
+
+@pytest.fixture(autouse=True)
+def equal_distances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For files that import it: whole steps are interval steps apart."""
+    monkeypatch.setattr(schedule, "early", lambda total, interval: frozenset(range(0, total, interval)))
+
+
+def counts(runtime: Any) -> dict[str, int]:
+    """How many passes of DeepCache there were of each kind."""
+    status = runtime.status()["deepcache"]
+    return {name: status[name] for name in (FULL, CACHED)}
+
+
+def feature_bytes(rig: Rig) -> int:
+    """The memory of what step policies keep for the rig's UNet."""
+    return sum(memory.bytes() for memory in rig.runtime.managed_unet(rig.unet).step_memories.values())
+
+
+def cut_memories(managed: Any) -> list[Any]:
+    """The memories that graphs write and read at a cut."""
+    return [runner.runner.inputs.cut.memory for _, runner in managed.kept() if runner.runner.inputs.cut is not None]
 
 
 def prompt(name: str, tokens: int = 77) -> Tensor:
@@ -100,9 +123,9 @@ class Rig:
     @torch.no_grad()
     def run(self, call: UNetCall) -> Tensor:
         """What the runtime answers; log takes down which half it was."""
-        before = dict(self.runtime.call_stats.passes)
+        before = counts(self.runtime)
         output = self.runtime.run(self.unet, call, lambda: diffusers_output(self.unet, call))
-        after = self.runtime.call_stats.passes
+        after = counts(self.runtime)
         changed = [deepcache for deepcache in after if after[deepcache] != before.get(deepcache, 0)]
         assert self.runtime.call_stats.route != "host", self.runtime.call_stats.reason
         self.log.append(changed[0] if changed else "whole")

@@ -17,7 +17,7 @@ from lib_onediff.engines.graphs.inputs import bytes_of, copy_inputs, rehearsal_o
 from lib_onediff.engines.graphs.segments import Segments, record
 from lib_onediff.model.binding import Binding
 from lib_onediff.model.call import UNetCall
-from lib_onediff.model.deepcache.forward import compute
+from lib_onediff.model.cuts import compute
 from lib_onediff.model.operators import Operators
 
 # As if the tiny networks of the tests were large ones.

@@ -117,7 +117,7 @@ def watch_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     linear = torch.nn.functional.linear
 
     def watched(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        kept = [layers for one in runtime._managed.values() for layers in one.bound.offloaded._layers.values()]
+        kept = [layers for one in runtime.services.managed.values() for layers in one.bound.offloaded._layers.values()]
         places = {away.data_ptr() for layers in kept for away in offload.weights_of(layers)}
         assert weight.data_ptr() not in places, "computed with a weight that is in the computer's memory"
         return linear(x, weight, bias)

@@ -23,7 +23,7 @@ from lib_onediff.hosts.a1111.inert import does_nothing_now
 from lib_onediff.hosts.a1111.patches import ForeignModules, is_brought
 from lib_onediff.model.bound import BoundUNet
 from lib_onediff.model.call import UNetCall
-from lib_onediff.model.deepcache.forward import compute
+from lib_onediff.model.cuts import compute
 from lib_onediff.model.patches import HostTraits
 from lib_onediff.ops import torch_ops
 from lib_onediff.options.settings import Settings

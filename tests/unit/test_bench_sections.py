@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("diffusers")
 
-from deepcache_builders import few_steps_suffice  # noqa: F401
+from deepcache_builders import equal_distances, few_steps_suffice  # noqa: F401
 from grid import WHOLE, first
 
 from lib_onediff.bench import __main__ as bench

@@ -24,4 +24,4 @@ def test_a_row_has_both_in_turn_and_says_what_computed(
     assert row.cards == said and row.largest_difference < 1e-3
     assert {len(times) for times in row.calls_ms} == {CALLS_IN_TURN} and {len(times) for times in row.images_s} == {2}
     assert len(row.cells()) == len(HEADINGS) and min(*row.call_ms, *row.image_s) > 0
-    assert len(runtime._managed) == 0 and runtime.two_gpus.bytes() == 0
+    assert len(runtime.services.managed) == 0 and runtime.two_gpus.bytes() == 0

@@ -9,10 +9,10 @@ import torch.nn.functional as functional
 from builders import SDXL, a1111_sizes, a_call, diffusers_unet, relative_error, shared_ldm_unet, shared_unet
 from torch import Tensor, nn
 
+from lib_onediff.model import cuts as deepcache
 from lib_onediff.model import forward
 from lib_onediff.model.bound import BoundUNet
 from lib_onediff.model.call import Control, UNetCall
-from lib_onediff.model.deepcache import forward as deepcache
 from lib_onediff.ops import torch_ops
 
 SIZES = pytest.mark.parametrize("size", [(8, 8), (9, 11)], ids=["even", "odd"])

@@ -4,10 +4,10 @@ from __future__ import annotations
 import pytest
 import torch
 from builders import SMALL, SMALL_XL, relative_error
-from deepcache_builders import STEPS, Rig, call_of, few_steps_suffice, passes  # noqa: F401
+from deepcache_builders import STEPS, Rig, call_of, equal_distances, feature_bytes, few_steps_suffice, passes  # noqa: F401
 from torch import Tensor
 
-from lib_onediff.model.deepcache.buffers import DAMPING, Record
+from lib_onediff.steps.features import DAMPING, Record
 
 FORECAST = {"deepcache_feature": "forecast"}
 WHOLE = [0, 3, 6, 9, 10]
@@ -77,14 +77,13 @@ def test_a_long_way_on_from_two_adjacent_steps_it_goes_no_farther() -> None:
 
 def test_its_memory_is_told_and_given_back() -> None:
     sizes = {}
-    for feature in ("reused", "forecast"):
-        rig = Rig.of(deepcache_feature=feature)
-        rig.begin(why_no_forecast=lambda: "")
+    for feature, why in (("reused", "it adds noise"), ("forecast", "")):
+        rig = Rig.of()
+        rig.begin(why_no_forecast=lambda why=why: why)
         rig.sample(STEPS)
-        run = rig.runtime.managed_unet(rig.unet).cache_run
-        sizes[feature] = run._features.bytes()
-        run.forget()
-        assert run.bytes() == 0
+        sizes[feature] = rig.runtime.managed_unet(rig.unet).step_memories["deepcache"].features.bytes()
+        rig.runtime.end_sampling()
+        assert feature_bytes(rig) == 0
     assert sizes["forecast"] == 3 * sizes["reused"] > 0
 
 

@@ -4,11 +4,20 @@ from __future__ import annotations
 import pytest
 import torch
 from builders import SMALL, SMALL_XL
-from deepcache_builders import STEPS, Rig, call_of, few_steps_suffice, passes  # noqa: F401
+from deepcache_builders import (  # noqa: F401
+    STEPS,
+    Rig,
+    call_of,
+    cut_memories,
+    equal_distances,
+    feature_bytes,
+    few_steps_suffice,
+    passes,
+)
 from graph_builders import PretendedGraphs
 
 from lib_onediff.engines.graphs.recapture import CaptureRequest
-from lib_onediff.model.deepcache import forward as compute
+from lib_onediff.model import cuts as compute
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import Entry, State
@@ -53,7 +62,7 @@ def test_the_feature_stays_where_it_is(pretended: PretendedGraphs) -> None:
     rig = rig_of()
     sample(rig)
     managed = runtime.managed_unet(rig.unet)
-    first, second = managed.held_features()
+    first, second = cut_memories(managed)
     address = first.tensor.data_ptr()
     sample(rig)
     assert first is second and first.tensor.data_ptr() == address
@@ -71,10 +80,10 @@ def test_prompts_in_calls_of_their_own_share_the_graphs(pretended: PretendedGrap
 def test_the_feature_is_counted_once(pretended: PretendedGraphs) -> None:
     rig = rig_of()
     sample(rig)
-    [feature, _] = runtime.managed_unet(rig.unet).held_features()
+    [feature, _] = cut_memories(runtime.managed_unet(rig.unet))
     own = {part: kept.runner.own_bytes for part in (FULL, CACHED)
            for key, kept in runtime.managed_unet(rig.unet).kept() if key.part == part}
-    held = runtime.managed_unet(rig.unet).cache_run._features.bytes()
+    held = runtime.managed_unet(rig.unet).step_memories["deepcache"].features.bytes()
     assert own[FULL] - own[CACHED] == feature.tensor.nbytes == held
 
 
@@ -82,7 +91,7 @@ def test_freed_graphs_take_the_feature_with_them(pretended: PretendedGraphs) -> 
     rig = rig_of()
     sample(rig)
     runtime.release_memory()
-    assert runtime.managed_unet(rig.unet).cache_run.bytes() == 0
+    assert feature_bytes(rig) == 0
     assert [entry(part).state for part in (FULL, CACHED)] == [State.PROVED] * 2
     assert "graph" in sample(rig)
 
@@ -117,12 +126,12 @@ def test_graphs_that_are_captured_again_in_mid_sampling_leave_the_feature_alone(
         for names in prompts:
             rig.check(call_of(rig.unet, STEPS[index], names), names[0], deepcache)
             rehearsed = pretended.rehearsed
-            wanted = [CaptureRequest.of(held) for held in runtime._graphs.graphs()]
+            wanted = [CaptureRequest.of(held) for held in runtime.services.graphs.graphs()]
             for one in wanted:
                 # Whatever call came last.
                 one.inputs.latent.fill_(index)
-            runtime._graphs._drop({one.entry.key for one in wanted})
-            runtime._graphs.capture_again(wanted)
+            runtime.services.graphs._drop({one.entry.key for one in wanted})
+            runtime.services.graphs.capture_again(wanted)
             assert pretended.rehearsed > rehearsed
     assert runtime.call_stats.route == "graph"
 
@@ -131,7 +140,7 @@ def test_a_shallow_half_that_cannot_be_captured_runs_plainly(pretended: Pretende
     rig = rig_of()
 
     def refuse(inputs: object) -> None:
-        if inputs.deepcache.is_cached_pass:
+        if inputs.cut.reads:
             raise RuntimeError("operation not permitted when stream is capturing")
 
     pretended.before_capture = refuse

@@ -12,7 +12,7 @@ from test_public_api_pipelines import inputs, pipeline, quiet
 from torch import Tensor
 
 import lib_onediff
-from lib_onediff.model.deepcache.schedule import early
+from lib_onediff.steps.schedule import early
 
 package = pytest.importorskip("DeepCache", reason="the package DeepCache is not installed")
 __all__ = ["few_steps_suffice", "quiet"]
@@ -59,8 +59,8 @@ def theirs(pipe: Any, steps: int, interval: int, branch: int, whole: Collection[
 
 
 def ours(pipe: Any, steps: int, interval: int, branch: int, **options: Any) -> Tensor:
-    chosen = {"deepcache_interval": interval, "deepcache_depth": branch + 1, "deepcache_schedule": "uniform"}
-    chosen |= {"deepcache_feature": "reused", **options}
+    chosen = {"deepcache_interval": interval, "deepcache_depth": branch + 1}
+    chosen |= options
     lib_onediff.compile_pipe(pipe, ignores=("vae",), **chosen)
     try:
         return latents(pipe, steps)
@@ -125,7 +125,7 @@ def test_onediffs_arguments(passes: Any) -> None:
     pipe = pipeline(*PIPELINES["SDXL"])
     expected = theirs(pipe, 7, 3, 1)
     lib_onediff.compile_pipe(pipe, ignores=("vae",), cache_interval=3, cache_layer_id=0, cache_block_id=0,
-                             deepcache_schedule="uniform", deepcache_feature="reused")
+                             )
     assert relative_error(latents(pipe, 7), expected) < 1e-4
     assert passes() == (3, 4)
 

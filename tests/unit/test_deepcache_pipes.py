@@ -11,14 +11,14 @@ from deepcache_builders import few_steps_suffice
 from test_public_api_pipelines import inputs, pipeline, quiet
 
 import lib_onediff
+from lib_onediff.core.sampling import UNANNOUNCED, time_of
 from lib_onediff.hosts.diffusers.schedule import Clock
-from lib_onediff.model.deepcache.sampling import UNANNOUNCED, time_of
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.steps.registry import step_policies
 
 __all__ = ["few_steps_suffice", "quiet"]
 NAME = "StableDiffusionPipeline"
-UNIFORM = {"deepcache_schedule": "uniform"}
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "DeprecationWarning")]
 
 
@@ -34,7 +34,7 @@ def counted() -> tuple[int, int]:
 
 @pytest.fixture(autouse=True)
 def from_zero() -> None:
-    runtime.call_stats.passes.clear()
+    runtime.stepping.policies = step_policies()
     # Of what a WebUI in another test has announced, these know nothing.
     runtime.end_sampling()
 
@@ -49,7 +49,7 @@ def depths() -> set[int]:
     (ONE_LAYER_A_BLOCK, {"cache_layer_id": 1}, 4),
 ])
 def test_onediffs_arguments(config: dict[str, Any], arguments: dict[str, int], depth: int) -> None:
-    pipe = lib_onediff.compile_pipe(pipeline(NAME, config), ignores=("vae",), cache_interval=3, **UNIFORM, **arguments)
+    pipe = lib_onediff.compile_pipe(pipeline(NAME, config), ignores=("vae",), cache_interval=3, **arguments)
     picture(pipe)
     assert counted() == (3, 4) and depths() == {depth}
 
@@ -79,7 +79,7 @@ def test_whole_numbers_are_fractions_too() -> None:
 
 def test_every_picture_of_a_pipeline_begins_with_a_whole_step() -> None:
     """An interrupted one, and then one that begins where that one stopped."""
-    pipe = lib_onediff.compile_pipe(pipeline(NAME, SMALL), ignores=("vae",), cache_interval=4, **UNIFORM)
+    pipe = lib_onediff.compile_pipe(pipeline(NAME, SMALL), ignores=("vae",), cache_interval=4)
 
     def stop(pipe: Any, step: int, time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         pipe._interrupt = step >= 1
@@ -95,7 +95,7 @@ def test_every_picture_of_a_pipeline_begins_with_a_whole_step() -> None:
 def test_a_scheduler_that_is_exchanged_is_followed() -> None:
     from diffusers import LCMScheduler
 
-    pipe = lib_onediff.compile_pipe(pipeline(NAME, SMALL), ignores=("vae",), cache_interval=4, **UNIFORM)
+    pipe = lib_onediff.compile_pipe(pipeline(NAME, SMALL), ignores=("vae",), cache_interval=4)
     pipe.scheduler = LCMScheduler.from_config(pipe.scheduler.config)
     # Its last timestep is far from zero: who does not know the schedule takes no step for the last one.
     picture(pipe, 4)
@@ -104,7 +104,7 @@ def test_a_scheduler_that_is_exchanged_is_followed() -> None:
 
 @pytest.mark.parametrize("is_known", [True, False], ids=["known timesteps", "learned timesteps"])
 def test_a_loop_of_ones_own_says_when_a_sampling_begins(is_known: bool) -> None:
-    unet, times = lib_onediff.compile_unet(diffusers_unet(), deepcache_interval=3, **UNIFORM), range(981, 0, -140)
+    unet, times = lib_onediff.compile_unet(diffusers_unet(), deepcache_interval=3), range(981, 0, -140)
 
     def sample() -> None:
         for time in times:

@@ -5,9 +5,9 @@ import math
 
 import pytest
 
+from lib_onediff.core.timeline import Step, timeline_of
 from lib_onediff.model.deepcache.options import UNIFORM, DeepCacheOptions, depth_of
-from lib_onediff.model.deepcache.schedule import early, is_whole, last_whole
-from lib_onediff.model.deepcache.timeline import Step, timeline_of
+from lib_onediff.steps.schedule import early, is_whole, last_whole
 
 KARRAS = (14.6, 9.5, 6.0, 3.6, 2.1, 1.1, 0.55, 0.24, 0.09, 0.03)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 import lib_onediff
 from lib_onediff.engines.graphs.inputs import bytes_of, copy_inputs, own_inputs
 from lib_onediff.model.additions import with_low_frequencies
-from lib_onediff.model.deepcache.forward import compute
+from lib_onediff.model.cuts import compute
 from lib_onediff.ops import torch_ops
 from lib_onediff.runtime.runtime import runtime
 

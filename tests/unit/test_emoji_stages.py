@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepcache_builders import few_steps_suffice  # noqa: F401
+from deepcache_builders import equal_distances, few_steps_suffice  # noqa: F401
 from emoji_builders import setup_of
 from PIL import Image
 

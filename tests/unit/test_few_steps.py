@@ -8,9 +8,10 @@ from builders import LCM, SMALL
 from test_public_api_pipelines import inputs, pipeline, quiet
 
 import lib_onediff
+from lib_onediff.core.timeline import FEW_STEP_MODEL, FEW_STEPS, Step
 from lib_onediff.hosts.diffusers.schedule import guidance_scale_of, sampling_to_come
-from lib_onediff.model.deepcache.timeline import FEW_STEP_MODEL, FEW_STEPS, Step
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.steps.registry import step_policies
 
 __all__ = ["quiet"]
 NAME = "StableDiffusionPipeline"
@@ -35,11 +36,11 @@ def compiled(config: dict[str, Any], **options: Any) -> Any:
 
 def told(pipe: Any, cache: str, steps: int, scale: float, **more: Any) -> str:
     given = {**inputs(NAME, 64, 64), "num_inference_steps": steps, "guidance_scale": scale, **more}
-    runtime.call_stats.passes.clear()
-    before = runtime.call_stats.forecasts
+    runtime.stepping.policies = step_policies()
+    before = runtime.status()["forecast"]["calls"]
     pipe(**{**given, "output_type": "latent"})
     reason: str = lib_onediff.status()[cache]["reason"]
-    spared = lib_onediff.status()["deepcache"]["cached"] + runtime.call_stats.forecasts - before
+    spared = lib_onediff.status()["deepcache"]["cached"] + runtime.status()["forecast"]["calls"] - before
     assert bool(spared) is (reason == "")
     return reason.partition(" rests: ")[2]
 

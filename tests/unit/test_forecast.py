@@ -12,14 +12,13 @@ from builders import SMALL, SMALL_XL, diffusers_output, diffusers_unet
 from deepcache_builders import STEPS, WEBUI, call_of
 from torch import Tensor
 
+from lib_onediff.core.sampling import OTHER_SAMPLER, UNKNOWN_SAMPLER, Sampling
 from lib_onediff.model.call import UNetCall
-from lib_onediff.model.deepcache.sampling import OTHER_SAMPLER, UNKNOWN_SAMPLER, Sampling
 from lib_onediff.model.patch_points import PatchPoints
 from lib_onediff.model.rows import PromptRows, half_of, take_rows
 from lib_onediff.options.settings import Settings
-from lib_onediff.runtime import forecast
-from lib_onediff.runtime.forecast import OutputHistory
 from lib_onediff.runtime.runtime import Runtime
+from lib_onediff.steps.forecast import OutputHistory
 
 FORECAST, COMPUTED = "forecast", "computed"
 # Of 20 steps with interval 3: DeepCache's whole steps, the first three, and the last.
@@ -46,9 +45,9 @@ class Samplings:
 
     @torch.no_grad()
     def run(self, call: UNetCall, **more: Any) -> tuple[str, Tensor]:
-        before = self.runtime.call_stats.forecasts
+        before = self.runtime.status()["forecast"]["calls"]
         output = self.runtime.run(self.unet, call, lambda: diffusers_output(self.unet, call), **more)
-        return FORECAST if self.runtime.call_stats.forecasts > before else COMPUTED, output
+        return FORECAST if self.runtime.status()["forecast"]["calls"] > before else COMPUTED, output
 
     def call(self, time: float, **more: Any) -> UNetCall:
         return call_of(self.unet, time, **more)
@@ -216,7 +215,7 @@ def test_the_hosts_outputs_are_not_continued() -> None:
     for time in STEPS[:6]:
         call = ours.call(time)
         ours.runtime.run(ours.unet, call, lambda call=call: diffusers_output(ours.unet, call))
-    assert ours.runtime.call_stats.route == "host" and ours.runtime.call_stats.forecasts == 0
+    assert ours.runtime.call_stats.route == "host" and ours.runtime.status()["forecast"]["calls"] == 0
 
 
 def test_a_fault_of_ours_costs_a_reason_and_a_log_line(
@@ -231,7 +230,7 @@ def test_a_fault_of_ours_costs_a_reason_and_a_log_line(
     monkeypatch.setattr(OutputHistory, "forecast", fails)
     with caplog.at_level(logging.ERROR, logger="onediff"):
         assert ours.sample() == [COMPUTED] * 20
-    assert "the line broke" in caplog.text and forecast.FAILED in ours.reason
+    assert "the line broke" in caplog.text and "a fault of OneDiff" in ours.reason
     monkeypatch.undo()
     ours.begin()
     assert ours.sample() == steps()

@@ -10,7 +10,7 @@ from builders import SMALL
 from test_public_api_pipelines import inputs, pipeline, quiet
 
 import lib_onediff
-from lib_onediff.model.deepcache.sampling import UNANNOUNCED, UNKNOWN_SAMPLER
+from lib_onediff.core.sampling import UNANNOUNCED, UNKNOWN_SAMPLER
 from lib_onediff.runtime.runtime import runtime
 
 __all__ = ["quiet"]
@@ -27,8 +27,8 @@ def drawn(scheduler: str, arguments: dict[str, Any], **options: Any) -> tuple[to
     pipe = pipeline(NAME, SMALL)
     pipe.scheduler = getattr(diffusers, scheduler).from_config(pipe.scheduler.config, **arguments)
     lib_onediff.compile_pipe(pipe, ignores=("vae",), **options)
-    before = runtime.call_stats.forecasts
-    return latents(pipe), runtime.call_stats.forecasts - before
+    before = runtime.status()["forecast"]["calls"]
+    return latents(pipe), runtime.status()["forecast"]["calls"] - before
 
 
 @pytest.mark.parametrize(("scheduler", "arguments", "forecasts"), [
@@ -53,10 +53,10 @@ def test_a_unet_alone_knows_no_sampler() -> None:
     runtime.end_sampling()
     pipe = pipeline(NAME, SMALL)
     lib_onediff.compile_unet(pipe.unet, forecast_interval=3)
-    before = runtime.call_stats.forecasts
+    before = runtime.status()["forecast"]["calls"]
     latents(pipe)
     assert lib_onediff.status()["forecast"]["reason"] == f"Output forecast rests: {UNANNOUNCED}"
     with lib_onediff.sampling(pipe.unet):
         latents(pipe)
     assert lib_onediff.status()["forecast"]["reason"] == f"Output forecast rests: {UNKNOWN_SAMPLER}"
-    assert runtime.call_stats.forecasts == before
+    assert runtime.status()["forecast"]["calls"] == before

@@ -58,10 +58,10 @@ def entry(resolution: str) -> Entry:
 def test_a_row_says_what_its_purge_gives_back(unet: nn.Module, pretended: PretendedGraphs) -> None:
     make_ready(unet, LARGE, SMALL, MIDDLE)
     for resolution in ("128x128", "96x96"):
-        said, before, rest = row(resolution).bytes, runtime._graphs.shared(), set(states()) - {resolution}
+        said, before, rest = row(resolution).bytes, runtime.services.graphs.shared(), set(states()) - {resolution}
         freed = runtime.purge([resolution])
         assert said > LEAST_GAIN and abs(freed - said) <= 0.1 * said
-        assert freed == before - runtime._graphs.shared()
+        assert freed == before - runtime.services.graphs.shared()
         assert states() == dict.fromkeys(rest, "ready"), "those that stay were captured again"
     assert pretended.captured[3:] == ["96x96", "64x64", "64x64"], "the largest first"
     assert row("64x64").bytes == held()
@@ -171,7 +171,8 @@ def test_another_architecture_goes_first(unet: nn.Module, pretended: PretendedGr
     make_ready(other, MIDDLE)
     make_ready(unet, SMALL)
     assert set(states().values()) == {"ready"}, "there is room for both"
-    budget = max(runtime._graphs.held_by(PoolKey.of(entry(name).key)) for name in ("64x64", "96x96")) + 4 * MEBIBYTE
+    graphs = runtime.services.graphs
+    budget = max(graphs.held_by(PoolKey.of(entry(name).key)) for name in ("64x64", "96x96")) + 4 * MEBIBYTE
     allow(budget // MEBIBYTE)
     make_ready(unet, (8, 10))
     assert states() == {"80x64": "ready", "64x64": "ready", "96x96": "proved"}
@@ -280,7 +281,7 @@ def test_a_unet_that_was_taken_off_the_gpu_holds_nothing(unet: nn.Module) -> Non
 
 def test_releasing_memory_keeps_what_was_proved(unet: nn.Module) -> None:
     make_ready(unet, LARGE, SMALL)
-    before = runtime._graphs.shared()
+    before = runtime.services.graphs.shared()
     assert runtime.release_memory() == before and held() == 0
     assert set(states().values()) == {"proved"} and {row.bytes for row in runtime.rows()} == {0}
     make_ready_again(unet)

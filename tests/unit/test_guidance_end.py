@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from builders import LAYOUTS, SMALL, diffusers_output, diffusers_unet, relative_error
-from deepcache_builders import STEPS, WEBUI, Rig, call_of
+from deepcache_builders import STEPS, WEBUI, Rig, call_of, equal_distances  # noqa: F401
 from grid import grid
 from torch import Tensor
 
+from lib_onediff.core.sampling import Sampling
 from lib_onediff.model.additions import PerturbedAttention
 from lib_onediff.model.call import Control, UNetCall
-from lib_onediff.model.deepcache.sampling import Sampling
 from lib_onediff.model.rows import PromptRows, half_of, take_rows
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import Runtime
@@ -58,12 +58,12 @@ class Samplings:
 
     @torch.no_grad()
     def run(self, call: UNetCall, guidance: Callable[[], PromptRows | str] | None = None) -> tuple[str, Tensor]:
-        before = self.runtime.call_stats.without_negative
+        before = self.runtime.status()["guidance"]["without_negative"]
         output = self.runtime.run(
             self.unet, call, lambda: self.host(call), guidance=guidance or (lambda: self.rows(call))
         )
         assert self.runtime.call_stats.route != "host", self.runtime.call_stats.reason
-        return EARLY if self.runtime.call_stats.without_negative > before else LATE, output
+        return EARLY if self.runtime.status()["guidance"]["without_negative"] > before else LATE, output
 
     def sample(self, times: Iterable[float] = STEPS, **more: Any) -> list[str]:
         return [self.run(self.call(time, **more))[0] for time in times]
@@ -302,14 +302,15 @@ def test_deepcache_rests_below_as_many_steps(total: int, cached: int) -> None:
 
 @pytest.mark.parametrize("interval", [2, 3])
 def test_deepcache_begins_with_a_whole_call_where_the_batch_changes(interval: int) -> None:
-    ours = Samplings.of(deepcache_interval=interval, deepcache_schedule="uniform")
+    ours = Samplings.of(deepcache_interval=interval)
     ours.begin()
     passes = []
     for time in STEPS:
-        before = dict(ours.runtime.call_stats.passes)
+        before = dict(ours.runtime.status()["deepcache"])
         call = ours.call(time)
         kind, output = ours.run(call)
-        (name,) = (name for name, count in ours.runtime.call_stats.passes.items() if count != before.get(name, 0))
+        after = ours.runtime.status()["deepcache"]
+        (name,) = (name for name in ("full", "cached") if after[name] != before[name])
         passes.append((kind, name))
         if name == "full":
             expected = diffusers_output(ours.unet, call)

@@ -12,11 +12,12 @@ from test_public_api_pipelines import inputs, picture, pipeline, quiet
 from torch import Tensor
 
 import lib_onediff
+from lib_onediff.core.sampling import UNANNOUNCED
 from lib_onediff.hosts.diffusers.guidance import NO_GUIDANCE, NO_PIPELINE, TWO_HALVES, arguments_of_prompt
 from lib_onediff.hosts.diffusers.unet import DiffusersForward
-from lib_onediff.model.deepcache.sampling import UNANNOUNCED
 from lib_onediff.model.rows import half_of
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.steps.registry import step_policies
 
 __all__ = ["quiet"]
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "DeprecationWarning")]
@@ -64,7 +65,7 @@ def told() -> tuple[int, str]:
 
 
 def compiled(name: str, layout: dict[str, Any], **options: Any) -> Any:
-    runtime.call_stats.without_negative = 0
+    runtime.stepping.policies = step_policies()
     return lib_onediff.compile_pipe(pipeline(name, layout), ignores=("vae",), **{"guidance_end": 0.5, **options})
 
 
@@ -120,7 +121,7 @@ def test_a_controlnets_residuals(called: list[Called]) -> None:
         **pipe.components, controlnet=controlnet, requires_safety_checker=False
     )
     with_control.set_progress_bar_config(disable=True)
-    runtime.call_stats.without_negative = 0
+    runtime.stepping.policies = step_policies()
     lib_onediff.compile_pipe(with_control, ignores=("vae",), guidance_end=0.5)
     given = inputs("StableDiffusionPipeline", 64, 64)
     with_control(**{

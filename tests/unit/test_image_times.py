@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from builders import diffusers_output, diffusers_unet
-from deepcache_builders import EVERY_THIRD, STEPS, WEBUI, call_of, few_steps_suffice  # noqa: F401
+from deepcache_builders import EVERY_THIRD, STEPS, WEBUI, call_of, equal_distances, few_steps_suffice  # noqa: F401
 
-from lib_onediff.model.deepcache.sampling import Sampling
+from lib_onediff.core.sampling import Sampling
 from lib_onediff.model.rows import PromptRows, half_of, take_rows
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import Runtime

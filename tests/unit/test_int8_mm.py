@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="needs Triton")
 from lib_onediff.model import low_bit
 from lib_onediff.model.bound import BoundUNet
 from lib_onediff.model.call import UNetCall
-from lib_onediff.model.deepcache.forward import compute
+from lib_onediff.model.cuts import compute
 from lib_onediff.model.low_bit import INT8
 from lib_onediff.model.operators import QuantizedTokens
 from lib_onediff.model.weights import QuantizedWeight

@@ -51,7 +51,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     monkeypatch.setitem(operators._made, NATIVE, Weather())
     monkeypatch.setattr(backends, "candidates", steps_of_a_gpu)
     monkeypatch.setattr(runtime, "operators", operators)
-    monkeypatch.setattr(runtime._fallback, "_operators", operators)
+    monkeypatch.setattr(runtime.by_card.fallback, "_operators", operators)
     monkeypatch.setitem(
         sys.modules, "lib_onediff.ops.compile_kernels", SimpleNamespace(compile_kernels=compiler.compile_kernels)
     )

@@ -16,10 +16,10 @@ pytest.importorskip("triton", reason="needs Triton")
 from low_bit_builders import fewest_weights, half_call, half_unet, measured
 
 import lib_onediff
+from lib_onediff.core.sampling import time_of
 from lib_onediff.engines import FLOAT8, INT8, LOW_BIT, LOW_BIT_BACKENDS, NATIVE
 from lib_onediff.engines.sensitivity import BOTH, FIRST_HALF, LATE, MIDDLE, SECOND_HALF, Findings, half_of
 from lib_onediff.model.call import UNetCall
-from lib_onediff.model.deepcache.sampling import time_of
 from lib_onediff.model.low_bit import (
     CROSS_OUT,
     CROSS_QUERY,

@@ -485,7 +485,7 @@ def test_weights_that_find_no_room_for_their_return_are_not_lost(
         assert managed(unet).low_bit is None, "those in eight bits make room for them"
         whole(weights, module)
 
-    monkeypatch.setattr(runtime._graphs, "free", lambda: freed.append(1))
+    monkeypatch.setattr(runtime.services.graphs, "free", lambda: freed.append(1))
     full = torch.cuda.OutOfMemoryError("CUDA out of memory")
     with monkeypatch.context() as patch:
         patch.setattr(OffloadedWeights, "restore", fails_at(1, full, real))

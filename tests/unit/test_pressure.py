@@ -76,14 +76,14 @@ def test_other_architectures_go_first(unet: nn.Module, card: PretendedCard) -> N
 def test_the_pinned_go_last(unet: nn.Module, card: PretendedCard) -> None:
     make_ready(unet, (16, 16), (8, 8))
     runtime.pin("64x64", runtime.rows()[0].model, True)
-    shared = runtime._graphs.shared()
+    shared = runtime.services.graphs.shared()
     fill_after(card, 32 << 20)
     runtime.begin_sampling(unet)
     assert states() == {"64x64": "ready", "128x128": "proved"}
-    assert runtime._graphs.shared() < 0.6 * shared, "the pinned one was captured again in less"
+    assert runtime.services.graphs.shared() < 0.6 * shared, "the pinned one was captured again in less"
     fill_after(card, 32 << 20)
     runtime.begin_sampling(unet)
-    assert set(states().values()) == {"proved"} and runtime._graphs.shared() == 0
+    assert set(states().values()) == {"proved"} and runtime.services.graphs.shared() == 0
 
 
 def test_a_decode_needs_more_than_a_sampling(unet: nn.Module, card: PretendedCard) -> None:
@@ -131,7 +131,7 @@ def test_a_host_that_runs_out_of_memory_is_run_once_more(
 
     def host() -> Tensor:
         attempts.append(states())
-        if runtime._graphs.devices():
+        if runtime.services.graphs.devices():
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return diffusers_output(unet, call)
 
@@ -162,11 +162,11 @@ def test_out_of_memory_in_a_capture_frees_the_others(unet: nn.Module, card: Pret
     runtime.purge(["80x64"])
     served(unet, a_call(unet, 8, 10))
     # Others take it while the graph is captured: nobody could see that before.
-    runtime._graphs._graphs.before_capture = lambda inputs: leave(card, needs // 8 - (1 << 20))
-    runtime._graphs.free()
+    runtime.services.graphs._graphs.before_capture = lambda inputs: leave(card, needs // 8 - (1 << 20))
+    runtime.services.graphs.free()
     assert error(unet, a_call(unet, 8, 10)) < CLOSE
     assert now() == ("native", "plain")
-    assert states() == {"80x64": "proved", "64x64": "proved"} and runtime._graphs.shared() == 0
+    assert states() == {"80x64": "proved", "64x64": "proved"} and runtime.services.graphs.shared() == 0
     assert "out of GPU memory while its graph was captured" in runtime.rows()[0].reason
 
 
@@ -187,11 +187,11 @@ def test_a_unet_that_its_host_takes_away_between_pictures_is_noticed(
     runtime.keep_history()
     watcher = runtime.pressure._watcher
     time.sleep(0.1)
-    assert watcher.is_alive() and runtime._graphs.devices() and card.emptied == emptied, "nothing has happened"
+    assert watcher.is_alive() and runtime.services.graphs.devices() and card.emptied == emptied, "nothing has happened"
     for parameter in unet.parameters():
         parameter.data = parameter.data.clone()
     watcher.join(30)
-    assert not watcher.is_alive() and not runtime._graphs.devices() and card.emptied > emptied
+    assert not watcher.is_alive() and not runtime.services.graphs.devices() and card.emptied > emptied
     assert states() == {"64x64": "proved"}
 
 

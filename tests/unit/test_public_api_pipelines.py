@@ -144,7 +144,7 @@ def test_sdxl_img2img_with_lcm_takes_three_aspect_ratios_in_turn_without_compili
             image = image_of(pipe, *size)
             assert image.shape[:2] == size[::-1]
             assert numpy.abs(image - picture_of_host).max() <= 1 / 255
-            assert runtime._managed[pipe.unet].bound.generation == 1
+            assert runtime.services.managed[pipe.unet].bound.generation == 1
     assert {entry.key.resolution for entry in runtime.table.entries()} == {"64x64", "32x128", "128x32"}
     assert len(runtime.table.entries()) == 3
     assert calls("host") == before

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lib_onediff.core.sampling import OTHER_SAMPLER, UNKNOWN_SAMPLER
+from lib_onediff.core.timeline import timeline_of
 from lib_onediff.hosts.sampler_schedule import sampling_of
-from lib_onediff.model.deepcache.sampling import OTHER_SAMPLER, UNKNOWN_SAMPLER
-from lib_onediff.model.deepcache.timeline import timeline_of
 
 
 class Wrapped:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from builders import SMALL, SMALL_XL, diffusers_unet, randomise
-from deepcache_builders import EVERY_THIRD, STEPS, WEBUI, few_steps_suffice  # noqa: F401
+from deepcache_builders import EVERY_THIRD, STEPS, WEBUI, equal_distances, few_steps_suffice  # noqa: F401
 from graph_builders import PretendedGraphs
 from torch import nn
 from two_cpus import SECOND, Image, TwoCpus, change_by_data, change_in_place, change_one_layer, exact, near
@@ -18,7 +18,7 @@ from lib_onediff.engines import EAGER, NATIVE
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.patches import HostTraits
 from lib_onediff.options.settings import Settings
-from lib_onediff.runtime.accelerator import Accelerator
+from lib_onediff.runtime.card_route import CardRoute
 from lib_onediff.runtime.runtime import runtime
 
 HOSTS = pytest.mark.parametrize("traits", [WEBUI, HostTraits()], ids=["new tensors at every call", "the same prompt"])
@@ -28,13 +28,13 @@ HOSTS = pytest.mark.parametrize("traits", [WEBUI, HostTraits()], ids=["new tenso
 def found_out(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> list[int]:
     """The rows of every part that was not looked up."""
     parts: list[int] = []
-    serve = Accelerator.serve
+    serve = CardRoute.serve
 
-    def counting(self: Accelerator, unet: nn.Module, call: UNetCall, *given: Any, **more: Any) -> Any:
+    def counting(self: CardRoute, unet: nn.Module, managed: Any, settings: Any, call: UNetCall, *more: Any) -> Any:
         parts.append(call.latent.shape[0])
-        return serve(self, unet, call, *given, **more)
+        return serve(self, unet, managed, settings, call, *more)
 
-    monkeypatch.setattr(Accelerator, "serve", counting)
+    monkeypatch.setattr(CardRoute, "serve", counting)
     return parts
 
 
@@ -132,13 +132,13 @@ def test_a_new_sampling_with_the_same_weights_copies_nothing(
     image = image_of(traits)
     ready(image, traits)
     (copy,) = image.copies
-    copied = image.runtime._managed[copy].bound.copied_bytes
+    copied = image.runtime.services.managed[copy].bound.copied_bytes
     image.begin()
     found_out.clear()
     calls = calls_of(image, traits, 4, start=10)
     for call in calls:
         assert near(image.run(call), exact(image, call))
-    assert found_out == [1, 1] and image.runtime._managed[copy].bound.copied_bytes == copied
+    assert found_out == [1, 1] and image.runtime.services.managed[copy].bound.copied_bytes == copied
 
 
 @HOSTS
@@ -147,7 +147,7 @@ def test_switched_off_and_on_in_the_middle(
 ) -> None:
     image = image_of(traits)
     calls = ready(image, traits)
-    known = image.runtime._managed[image.unet]
+    known = image.runtime.services.managed[image.unet]
     on, off = known.settings, replace(known.settings, second_gpu="off")
     for settings, split in ((off, False), (on, True), (off, False)):
         known.settings = settings

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from builders import SMALL, SMALL_XL, diffusers_output
-from deepcache_builders import EVERY_THIRD, STEPS, WEBUI, few_steps_suffice  # noqa: F401
+from deepcache_builders import EVERY_THIRD, STEPS, WEBUI, equal_distances, few_steps_suffice  # noqa: F401
 from torch import Tensor
 from two_cpus import (
     SECOND,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from builders import diffusers_unet, randomise
-from deepcache_builders import WEBUI, few_steps_suffice  # noqa: F401
+from deepcache_builders import WEBUI, equal_distances, few_steps_suffice  # noqa: F401
 from torch import nn
 from two_cpus import (
     FIRST,
@@ -44,7 +44,7 @@ def test_the_copy_of_the_weights_is_made_once_and_counted() -> None:
         image.run(image.call())
     (copy,) = image.copies
     assert image.second["bytes"] == weights
-    assert image.runtime._managed[copy].bound.copied_bytes == weights
+    assert image.runtime.services.managed[copy].bound.copied_bytes == weights
     theirs = {tensor.untyped_storage().data_ptr() for tensor in image.unet.parameters()}
     assert all(tensor.untyped_storage().data_ptr() not in theirs for tensor in copy.parameters())
 
@@ -78,7 +78,7 @@ def test_after_a_change_of_one_layer_that_layer_alone_is_copied() -> None:
     image.begin()
     image.run(image.call())
     (copy,) = image.copies
-    bound = image.runtime._managed[copy].bound
+    bound = image.runtime.services.managed[copy].bound
     before = bound.copied_bytes
     with torch.no_grad():
         change_one_layer(image.unet)
@@ -182,14 +182,14 @@ def test_a_unet_that_is_given_back_takes_its_copy_along() -> None:
     image.begin()
     image.run(image.call())
     image.runtime.release(image.unet)
-    assert list(image.runtime._managed) == [] and image.runtime.two_gpus.bytes() == 0
+    assert list(image.runtime.services.managed) == [] and image.runtime.two_gpus.bytes() == 0
 
 
 def test_a_copy_has_the_structure_of_the_original_without_its_values() -> None:
     image = Image.of()
     image.begin()
     image.run(image.call())
-    binding = image.runtime._managed[image.unet].bound.binding
+    binding = image.runtime.services.managed[image.unet].bound.binding
     copy = empty_copy(binding, torch.device("meta"))
     ours = dict(copy.named_parameters())
     theirs = {
@@ -217,7 +217,7 @@ def test_weights_whose_edits_nobody_counts_are_copied_at_every_sampling() -> Non
             change_in_place(unet)
     (copy,) = image.copies
     weights = sum(parameter.nbytes for parameter in unet.parameters())
-    assert image.runtime._managed[copy].bound.copied_bytes == 3 * weights
+    assert image.runtime.services.managed[copy].bound.copied_bytes == 3 * weights
 
 
 def test_compiling_early_passes_a_copy_by() -> None:

@@ -18,7 +18,7 @@ from lib_onediff.engines.graphs.inputs import own_inputs
 from lib_onediff.engines.graphs.segments import DoesNotFit, Segments, record
 from lib_onediff.model.bound import BoundUNet
 from lib_onediff.model.call import UNetCall
-from lib_onediff.model.deepcache.forward import compute
+from lib_onediff.model.cuts import compute
 from lib_onediff.ops import torch_ops
 from lib_onediff.runtime.runtime import runtime
 

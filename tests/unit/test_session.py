@@ -18,7 +18,7 @@ from lib_onediff import Settings
 from lib_onediff.engines import NATIVE
 from lib_onediff.model.binding import Binding
 from lib_onediff.model.call import UNetCall
-from lib_onediff.model.deepcache.forward import compute
+from lib_onediff.model.cuts import compute
 from lib_onediff.model.patch_points import MIDDLE, PatchPoints
 from lib_onediff.model.patches import HostTraits
 from lib_onediff.ops import torch_ops

@@ -96,7 +96,7 @@ def test_five_hundred_ready_rows_are_little_work(unet: nn.Module) -> None:
     for _ in range(3):
         served(unet, a_call(unet))
     [entry] = runtime.table.entries()
-    [(managed, kept)] = [(held.managed, held.kept) for held in runtime._graphs.graphs()]
+    [(managed, kept)] = [(held.managed, held.kept) for held in runtime.services.graphs.graphs()]
     for height in range(1, 501):
         key = type(entry.key)(**{**vars(entry.key), "height": height})
         again = runtime.table.entry(key, entry.model)
@@ -116,7 +116,7 @@ def test_a_page_does_not_wait_for_a_call(unet: nn.Module) -> None:
     held, done = threading.Event(), threading.Event()
 
     def call() -> None:
-        with runtime._lock:
+        with runtime.services.lock:
             held.set()
             done.wait(30)
 

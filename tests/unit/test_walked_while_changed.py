@@ -14,10 +14,10 @@ import torch
 from test_verdicts import KEY
 from torch import nn
 
-from lib_onediff.model.deepcache.buffers import Place, Record
 from lib_onediff.model.low_bit import INT8, LowBitWeights
 from lib_onediff.model.weights import QuantizedWeight
 from lib_onediff.shapes.table import ShapeTable
+from lib_onediff.steps.features import Place, Record
 from lib_onediff.store.history import History
 from lib_onediff.weak_dictionary import WeakDictionary
 

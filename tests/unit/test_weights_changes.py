@@ -44,7 +44,7 @@ class Compiled:
 
     @property
     def generation(self) -> int:
-        return runtime._managed[self.unet].bound.generation
+        return runtime.services.managed[self.unet].bound.generation
 
     def layer(self, path: str) -> nn.Module:
         return self.unet.get_submodule(path)

@@ -13,8 +13,8 @@ from builders import SMALL, diffusers_output, diffusers_unet
 from deepcache_builders import STEPS, WEBUI, call_of
 from torch import Tensor, nn
 
+from lib_onediff.core.sampling import Sampling
 from lib_onediff.model.call import UNetCall
-from lib_onediff.model.deepcache.sampling import Sampling
 from lib_onediff.model.patches import HostTraits
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.cards import Cards
@@ -61,7 +61,7 @@ class Image:
     cards: TwoCpus
 
     def __post_init__(self) -> None:
-        self._others = WeakSet(self.runtime._managed)
+        self._others = WeakSet(self.runtime.services.managed)
 
     @classmethod
     def of(
@@ -90,7 +90,7 @@ class Image:
 
     @property
     def copies(self) -> list[nn.Module]:
-        return [unet for unet in self.runtime._managed if unet is not self.unet and unet not in self._others]
+        return [unet for unet in self.runtime.services.managed if unet is not self.unet and unet not in self._others]
 
 
 def near(output: Tensor, expected: Tensor) -> bool:

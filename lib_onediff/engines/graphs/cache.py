@@ -197,7 +197,7 @@ class GraphCache(GraphRecords):
         Returns the bytes that came back."""
         reserved = self.card.reserved()
         for managed in self._managed.values():
-            managed.cache_run.forget()
+            managed.step_memories.clear()
             self._drop_low_bit_weights(managed)
             managed.bound.drop_applied()
         self._drop({*self.keys(), *(entry.key for entry in self._table.entries() if entry.state is State.READY)})

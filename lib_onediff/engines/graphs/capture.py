@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...model.call import UNetCall
-from ...model.deepcache.forward import compute
+from ...model.cuts import compute
 from ...model.operators import Operators
 from ...model.weights import Source
 from ...weak_dictionary import WeakDictionary

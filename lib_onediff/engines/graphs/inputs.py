@@ -36,15 +36,15 @@ def mapped(call: UNetCall, of: Callable[[Tensor], Any]) -> UNetCall:
 
 
 def bytes_of(inputs: UNetCall) -> int:
-    """What a graph's own inputs hold, the deep feature that it writes among them: who reads it shares it."""
+    """What a graph's own inputs hold, what it writes at a cut among them: who reads it shares it."""
     control = inputs.control or Control()
     residuals = (residual for part in fields(Control) for residual in getattr(control, part.name))
     given = (
         inputs.latent, inputs.timestep, inputs.timestep_condition, inputs.context, inputs.y, *residuals,
         *added_tensors(inputs),
     )
-    deepcache = inputs.deepcache
-    written = deepcache.feature.bytes if deepcache is not None and not deepcache.is_cached_pass else 0
+    cut = inputs.cut
+    written = cut.memory.bytes if cut is not None and not cut.reads else 0
     return sum(tensor.nbytes for tensor in given if tensor is not None) + written
 
 
@@ -54,8 +54,8 @@ def added_tensors(call: UNetCall) -> list[Tensor]:
 
 
 def rehearsal_of(inputs: UNetCall) -> UNetCall:
-    """The same inputs for a call whose answer nobody wants: a deep feature that is in use stays as it is."""
-    return inputs if inputs.deepcache is None else replace(inputs, deepcache=inputs.deepcache.apart())
+    """The same inputs for a call whose answer nobody wants: what is in use at a cut stays as it is."""
+    return inputs if inputs.cut is None else replace(inputs, cut=inputs.cut.apart())
 
 
 def copy_inputs(source: UNetCall, target: UNetCall) -> None:

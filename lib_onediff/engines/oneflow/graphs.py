@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...model.binding import Binding
 from ...model.call import UNetCall
-from ...model.deepcache.forward import cached_pass, full_pass
+from ...model.cuts import cached_pass, full_pass
 from ...model.forward import forward
 from ...model.layout import UNetLayout
 from ...model.weights import Affine, Weights
@@ -166,26 +166,26 @@ class OneFlowRunner:
         copy_inputs(call, self.inputs)
         with self.running, environment(self.variables):
             output, *deep = run_graph(self.graph, self.given)
-        deepcache = self.inputs.deepcache
-        if deepcache is not None and deep:
-            deepcache.feature.write(deep[0])
+        cut = self.inputs.cut
+        if cut is not None and deep:
+            cut.memory.write(deep[0])
         return output
 
 
 def forward_of(layout: UNetLayout, inputs: UNetCall, fused_attention: bool) -> Forward:
     """The forward for inputs like these."""
-    deepcache = inputs.deepcache
+    cut = inputs.cut
 
     def build(weights: Weights, *given: Any) -> tuple[Any, ...]:
         from .operators import OneFlowOperators
 
         ops, rest = OneFlowOperators(fused_attention), iter(given)
         call = mapped(inputs, lambda _: next(rest))
-        if deepcache is None:
+        if cut is None:
             return (forward(layout, weights, ops, call),)
-        if deepcache.is_cached_pass:
-            return (cached_pass(layout, weights, ops, call, deepcache.depth, next(rest)),)
-        return full_pass(layout, weights, ops, call, deepcache.depth)
+        if cut.reads:
+            return (cached_pass(layout, weights, ops, call, cut.depth, next(rest)),)
+        return full_pass(layout, weights, ops, call, cut.depth)
 
     return build
 
@@ -194,8 +194,8 @@ def tensors_of(inputs: UNetCall) -> list[Tensor]:
     """What a graph takes: the inputs, and the deep feature where it is read."""
     tensors: list[Tensor] = []
     mapped(inputs, tensors.append)
-    if inputs.deepcache is not None and inputs.deepcache.is_cached_pass:
-        tensors.append(inputs.deepcache.feature.read())
+    if inputs.cut is not None and inputs.cut.reads:
+        tensors.append(inputs.cut.memory.read())
     return tensors
 
 

@@ -53,7 +53,7 @@ class OneFlowRoute:
     ) -> OneFlowRunner | str:
         """What runs a call, or why OneFlow does not, in one line for the user."""
         kept = managed.oneflow.get(key)
-        if kept is not None and managed.serves(kept, call.deepcache):
+        if kept is not None and managed.serves(kept, call.cut):
             if self._graphs.is_compiling and not waits_for_compile:
                 return COMPILING_ANOTHER
             # Settings change, and graphs do not know them.

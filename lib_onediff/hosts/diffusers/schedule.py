@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...model.deepcache.sampling import OTHER_SAMPLER, Sampling, time_of
+from ...core.sampling import OTHER_SAMPLER, Sampling, time_of
 from ...runtime.runtime import runtime
 
 BAR = "progress_bar"

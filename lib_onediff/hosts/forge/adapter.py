@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...core.sampling import Sampling
 from ...model.call import UNetCall
-from ...model.deepcache.sampling import Sampling
 from ...model.fused_storage import shares_storage
 from ...model.patches import HostTraits, origin
 from ...model.rows import PromptRows

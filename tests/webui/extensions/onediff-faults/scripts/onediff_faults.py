@@ -19,9 +19,9 @@ ANY_HOST = {
     "begin of a generation": ("lib_onediff.ui.run_settings", "use_for_sampling"),
     "begin of a sampling": ("lib_onediff.hosts.sampler_schedule", "sampling_of"),
     "sampler's schedule": ("lib_onediff.hosts.sampler_schedule", "Listener._hear"),
-    "UNet, before the route": ("lib_onediff.runtime.accelerator", "Accelerator.adopt"),
-    "UNet, the route": ("lib_onediff.runtime.accelerator", "Accelerator.serve"),
-    "UNet, the decision": ("lib_onediff.runtime.accelerator", "Accelerator.run"),
+    "UNet, before the route": ("lib_onediff.runtime.runtime", "Accelerator.adopt"),
+    "UNet, the route": ("lib_onediff.runtime.runtime", "Accelerator.serve"),
+    "UNet, the decision": ("lib_onediff.runtime.runtime", "Accelerator.run"),
     "VAE, before the route": ("lib_onediff.hosts.ldm_decoder", "DecoderPatches._why"),
     "VAE, the route": ("lib_onediff.runtime.vae.route", "DecoderRoute.decode"),
 }

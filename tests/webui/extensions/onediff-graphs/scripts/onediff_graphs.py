@@ -35,7 +35,7 @@ def replaying_graphs() -> Any:
     from lib_onediff.engines.graphs.capture import CudaGraphs, SegmentsRunner
     from lib_onediff.engines.graphs.inputs import bytes_of, copy_inputs
     from lib_onediff.engines.graphs.segments import record
-    from lib_onediff.model.deepcache.forward import compute
+    from lib_onediff.model.cuts import compute
 
     class Replayed:
         seconds = 0.0
@@ -128,7 +128,7 @@ class Switch:
 
         self.put(FallbackChain, "begin", counting)
         self.put(engines, "candidates", lambda *args: candidates)
-        self.put(runtime._graphs, "_graphs", replaying_graphs())
+        self.put(runtime.services.graphs, "_graphs", replaying_graphs())
 
     def put(self, holder: Any, name: str, value: Any) -> None:
         self._undo.append((holder, name, getattr(holder, name)))

@@ -5,14 +5,13 @@ gives the feature of a step between: Liu et al. 2025, "From Reusing to Forecasti
 """
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..call import DeepFeature
+from ..model.call import CutMemory
 
 # How far a forecast goes along its line, of the whole way: the line misses more the farther it goes
 # (.readme/deepcache.md).
@@ -23,23 +22,23 @@ FARTHEST = 1.5
 
 @dataclass
 class Record:
-    """The deep feature of one prompt at one shape. made_at: the step that made it, None before the first; weights:
-    what they were then. aside: its values while another prompt's lie at the shape's address.
+    """The deep feature of one prompt at one shape. made_at: the step that made it, None before the first; edition:
+    of the weights then. aside: its values while another prompt's lie at the shape's address.
 
     before, last: where forecasts are wanted, the last two computed features with their steps, by the same weights.
     """
 
     made_at: int | None = None
-    weights: Any = None
+    edition: int | None = None
     aside: Tensor | None = None
     before: tuple[int, Tensor] | None = None
     last: tuple[int, Tensor] | None = None
 
-    def note(self, step: int, weights: Any, computed: Tensor | None) -> None:
+    def note(self, step: int, edition: int, computed: Tensor | None) -> None:
         """A step has made the feature. computed: its values where forecasts are wanted."""
-        if weights != self.weights:
+        if edition != self.edition:
             self.before = self.last = None
-        self.made_at, self.weights = step, weights
+        self.made_at, self.edition = step, edition
         if computed is None:
             return
         spare = None
@@ -65,9 +64,12 @@ class Record:
 class Place:
     """The address of a shape's deep feature, whose feature lies there now, and everybody's records."""
 
-    feature: DeepFeature = field(default_factory=DeepFeature)
+    memory: CutMemory
     occupant: Record | None = None
     records: dict[int, Record] = field(default_factory=dict)
+
+    def record(self, prompt: int) -> Record:
+        return self.records.setdefault(prompt, Record())
 
     def make_room(self, record: Record) -> None:
         """Let this record's feature be written: what lies there of another prompt is put aside."""
@@ -81,14 +83,14 @@ class Place:
         if feature is not None:
             if self.occupant is not record:
                 self._put_aside()
-            self.feature.write(feature)
+            self.memory.write(feature)
             self.occupant = record
             return
         if self.occupant is record:
             return
         self._put_aside()
         assert record.aside is not None, "whoever took the place has put it aside"
-        self.feature.write(record.aside)
+        self.memory.write(record.aside)
         self.occupant = record
 
     def drop_older(self, oldest: int) -> None:
@@ -103,29 +105,25 @@ class Place:
     def _put_aside(self) -> None:
         other = self.occupant
         if other is not None and other.made_at is not None and other.aside is None:
-            other.aside = self.feature.read().clone() if other.last is None else other.last[1]
+            other.aside = self.memory.read().clone() if other.last is None else other.last[1]
 
     def bytes(self) -> int:
         kept = {id(tensor): tensor for record in list(self.records.values()) for tensor in record.tensors()}
-        return sum(tensor.nbytes for tensor in (self.feature.tensor, *kept.values()) if tensor is not None)
+        return sum(tensor.nbytes for tensor in (self.memory.tensor, *kept.values()) if tensor is not None)
 
 
 class Features:
-    """The places of one UNet, by shape and depth."""
+    """The places of one network, by shape and depth."""
 
     def __init__(self) -> None:
         self._places: dict[Hashable, Place] = {}
 
-    def place(self, shape: Hashable) -> Place:
-        return self._places.setdefault(shape, Place())
+    def place(self, shape: Hashable, memory: Callable[[Hashable], CutMemory]) -> Place:
+        """memory: see Moment.cut_memory. Captured graphs write and read the same."""
+        if shape not in self._places:
+            self._places[shape] = Place(memory(shape))
+        return self._places[shape]
 
     def bytes(self) -> int:
-        """GPU memory of all features, those that graphs write and read included."""
+        """GPU memory of all features in use, those that graphs write and read included."""
         return sum(place.bytes() for place in list(self._places.values()))
-
-    def forget(self, held: Collection[DeepFeature]) -> None:
-        """Trust no feature any more. Addresses stay where they are held, by graphs; the others' memory goes."""
-        addresses = set(map(id, held))
-        self._places = {
-            shape: Place(place.feature) for shape, place in self._places.items() if id(place.feature) in addresses
-        }

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..call import UNetCall
-from ..forward import Pass, forward
-from ..layout import UNetLayout
-from ..operators import Operators
-from ..patched_forward import patched_forward
-from ..weights import Weights
+from .call import UNetCall
+from .forward import Pass, forward
+from .layout import UNetLayout
+from .operators import Operators
+from .patched_forward import patched_forward
+from .weights import Weights
 
 
 def check_depth(layout: UNetLayout, depth: int) -> None:
@@ -53,21 +53,20 @@ def deepest(layout: UNetLayout) -> int:
     return len(layout.input_stages) - 1
 
 
-def compute(
-    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall
-) -> Tensor:
+def compute(layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall) -> Tensor:
     """The UNet's output, (batch, out channels, height, width) in the latent's dtype: see forward.forward.
 
-    A full pass also writes the call's deep feature, a cached one reads it. A call with patches is computed whole.
-    Raises ValueError for a depth that this UNet does not have.
+    With a cut, the inner part's hidden states are also written to its memory, or read from there. A call with patches
+    is computed whole. Raises ValueError for a depth that this UNet does not have.
     """
-    deepcache = call.deepcache
+    cut = call.cut
     if call.patches is not None:
         return patched_forward(layout, weights, ops, call, call.patches)
-    if deepcache is None:
+    if cut is None:
         return forward(layout, weights, ops, call)
-    if deepcache.is_cached_pass:
-        return cached_pass(layout, weights, ops, call, deepcache.depth, deepcache.feature.read())
-    output, deep = full_pass(layout, weights, ops, call, deepcache.depth)
-    deepcache.feature.write(deep)
+    depth = min(cut.depth, deepest(layout))
+    if cut.reads:
+        return cached_pass(layout, weights, ops, call, depth, cut.memory.read())
+    output, deep = full_pass(layout, weights, ops, call, depth)
+    cut.memory.write(deep)
     return output

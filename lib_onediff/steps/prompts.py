@@ -1,4 +1,4 @@
-"""Tell the prompts of a sampling apart."""
+"""Tell the calls of a sampling apart: by their prompts and shapes."""
 from __future__ import annotations
 
 import weakref
@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...weights.watch import UNCOUNTED, edit_count
+from ..core.refusal import Refusal
+from ..model.call import UNetCall
+from ..weights.watch import UNCOUNTED, edit_count
 
 TILES = "an extension calls the UNet several times a step with the same prompt (tiles?)"
 # Words that take turns, several prompts at once: more are told apart by forgetting the oldest.
@@ -60,34 +62,43 @@ class PromptNumbers:
         self._next += 1
         return self._next - 1
 
-    def forget(self) -> None:
-        """Keep nothing of any prompt: one that comes again has another number."""
-        self._seen = []
-
     def bytes(self) -> int:
         """Memory of what was in the prompts."""
         kept = [tensor for seen in list(self._seen) for tensor in seen.content if tensor is not None]
         return sum(tensor.nbytes for tensor in kept)
 
 
-class FirstTimestep:
-    """Notices an extension that calls the UNet several times a step with the same prompt, as for tiles: at a sampling's
-    first timestep, the same prompt comes once. Later it may come twice: a Heun step ends at the timestep where the next
-    one begins."""
+class Threads:
+    """The calls of a sampling by prompt and shape: each thread has one call a step, or more where a sampler (Heun)
+    calls twice.
+
+    An extension that calls the network several times a step with the same prompt, as for tiles, shows at the sampling's
+    first timestep, where the same prompt comes once otherwise. Later it may come twice: a Heun step ends at the
+    timestep where the next one begins.
+    """
 
     def __init__(self) -> None:
-        self._time: float | None = None
+        self._prompts = PromptNumbers()
+        self._first_time: float | None = None
         self._seen: set[Hashable] = set()
+        self._has_tiles = False
 
-    def comes_again(self, time: float, prompt: Hashable) -> bool:
-        """Whether a call at this timestep, of this prompt and shape, shows that."""
-        if self._time is None:
-            self._time = time
-        if time != self._time:
-            return False
-        came_before = prompt in self._seen
-        self._seen.add(prompt)
-        return came_before
+    def thread(self, call: UNetCall, time: float, apart: Hashable = None) -> tuple[Hashable, int]:
+        """The shape and the prompt of a call at a timestep. apart: what else tells shapes apart. Raises Refusal where
+        one thread may have several calls a step."""
+        found = (call.signature, apart), self._prompts.number(call.context, call.y)
+        if self._first_time is None:
+            self._first_time = time
+        if time == self._first_time:
+            self._has_tiles = self._has_tiles or found in self._seen
+            self._seen.add(found)
+        if self._has_tiles:
+            raise Refusal(TILES)
+        return found
+
+    def bytes(self) -> int:
+        """Memory of what was in the prompts."""
+        return self._prompts.bytes()
 
 
 def same_values(one: Tensor | None, other: Tensor | None) -> bool:

@@ -1,12 +1,15 @@
-"""What a host says of a sampling before its first UNet call: each adapter says it, and knows no more of DeepCache."""
+"""A sampling, as a host announces it before its first call, and where in it a call is."""
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
-from ...weak_dictionary import WeakDictionary
-from .timeline import Timeline, timeline_of
+from ..weak_dictionary import WeakDictionary
+from .refusal import Refusal
+from .timeline import Step, Timeline, timeline_of
 
 UNANNOUNCED = "nobody says when a sampling begins and ends (own loops: with lib_onediff.sampling(unet): ...)"
 UNEQUAL_TIMES = "the images of this batch are at different steps"
@@ -60,14 +63,46 @@ class Sampling:
         self.guidance_scale = guidance_scale
 
 
-class Timelines:
-    """A timeline for each sampling, which goes with it. A refiner goes on where the first UNet of its sampling was."""
+class Position(NamedTuple):
+    """Where in its sampling a call is. time: its timestep. walk: another number where what was kept at earlier calls
+    counts no more: another sampling, or a jump back in this one."""
+
+    step: Step
+    time: float
+    walk: int
+
+
+class Track:
+    """The timeline of one sampling, which all networks walk that it uses: a refiner goes on where the first one was."""
+
+    def __init__(self, timeline: Timeline, walk: int) -> None:
+        self.timeline, self.walk = timeline, walk
+
+
+class Positions:
+    """Finds out where in their samplings calls are. Keeps no sampling alive."""
 
     def __init__(self) -> None:
-        self._known: WeakDictionary[Sampling, Timeline] = WeakDictionary()
+        self._tracks: WeakDictionary[Sampling, Track] = WeakDictionary()
+        self._walks = itertools.count(1)
 
-    def of(self, sampling: Sampling) -> Timeline:
-        found = self._known.get(sampling)
-        if found is None:
-            found = self._known[sampling] = timeline_of(sampling.times(), sampling.count())
-        return found
+    def of(self, sampling: Sampling, timestep: Tensor) -> Position:
+        """The position of a call with this timestep, (batch,). May wait for a GPU: see Sampling.read.
+
+        Raises Refusal where no step of this sampling may be cut short, or the step cannot be told.
+        """
+        if sampling.why_not:
+            raise Refusal(sampling.why_not)
+        time = sampling.read(timestep)
+        if time is None:
+            raise Refusal(UNEQUAL_TIMES)
+        track = self._tracks.get(sampling)
+        if track is None:
+            timeline = timeline_of(sampling.times(), sampling.count())
+            track = self._tracks[sampling] = Track(timeline, next(self._walks))
+        step, jumped = track.timeline.step(time)
+        if jumped:
+            track.walk = next(self._walks)
+        if too_few := step.why_too_few(sampling.guidance_scale):
+            raise Refusal(too_few)
+        return Position(step, time, track.walk)

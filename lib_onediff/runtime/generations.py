@@ -1,0 +1,58 @@
+"""The generations in progress, and by whose settings the calls inside them are computed: those of the innermost, also
+for what it generates inside itself (a face's inpainting)."""
+from __future__ import annotations
+
+import time
+import weakref
+from typing import Any
+
+from ..options.settings import Settings
+from ..shapes.image_times import ImageTimes
+
+# Where a generation carries its settings; a copy of it carries the same.
+GENERATION = "onediff_generation"
+
+
+class Generation:
+    """A generation's settings and why they switch OneDiff off. owner: the id of the host's object, its copies' not.
+    began: by time.perf_counter()."""
+
+    def __init__(self, owner: int, settings: Settings, why_off: str) -> None:
+        self.owner, self.settings, self.why_off = owner, settings, why_off
+        self.times, self.began = ImageTimes(), time.perf_counter()
+
+
+class Generations:
+    """Those in progress, the innermost last. One that has failed is over when the host has let go of it."""
+
+    def __init__(self) -> None:
+        self._running: list[weakref.ref[Generation]] = []
+
+    def begin(self, p: Any, settings: Settings, why_off: str = "") -> Generation:
+        """p: what the host makes the images from. A copy of one in progress goes on with it."""
+        known: Generation | None = p.__dict__.get(GENERATION)
+        if known is not None and known in self._alive():
+            known.settings, known.why_off = settings, why_off
+            return known
+        p.__dict__[GENERATION] = generation = Generation(id(p), settings, why_off)
+        self._running = [*map(weakref.ref, self._alive()), weakref.ref(generation)]
+        return generation
+
+    def end(self, p: Any) -> Generation | None:
+        """The generation that is over. Nothing happens at the end of a copy: it goes on without it."""
+        known: Generation | None = p.__dict__.pop(GENERATION, None)
+        if known is None or known.owner != id(p):
+            return None
+        self._running = [weakref.ref(each) for each in self._alive() if each is not known]
+        return known
+
+    def times(self) -> list[ImageTimes]:
+        """Of each in progress."""
+        return [generation.times for generation in self._alive()]
+
+    @property
+    def innermost(self) -> Generation | None:
+        return next(reversed(self._alive()), None)
+
+    def _alive(self) -> list[Generation]:
+        return [generation for reference in self._running if (generation := reference()) is not None]

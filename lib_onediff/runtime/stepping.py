@@ -1,0 +1,113 @@
+"""Runs a call through the step policies that are on: each may answer it, or have the next one compute it."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+
+import torch
+
+from ..core.refusal import Refusal
+from ..core.sampling import Positions, Sampling
+from ..engines.managed_unet import ManagedUNet
+from ..guard import Guard, HostFunction
+from ..model.call import UNetCall
+from ..options.settings import Settings
+from ..steps.policy import Answer, Broken, Compute, Guidance, Host, Moment, Served, StepPolicy
+from .services import Services
+
+
+class Around:
+    """A policy, and what is inside of it, as one Compute."""
+
+    def __init__(
+        self, policy: StepPolicy, inner: Compute, guard: Guard, moment_of: Callable[[UNetCall, Host | None], Moment]
+    ) -> None:
+        self._policy, self._inner, self._guard, self._moment_of = policy, inner, guard, moment_of
+
+    def __call__(self, call: UNetCall, host: Host | None) -> Answer:
+        policy, host = self._policy, None if host is None else HostFunction(host)
+        moment = self._moment_of(call, host)
+        try:
+            try:
+                answer = policy.plan(moment)
+            except Refusal as refusal:
+                if moment.is_counted:
+                    policy.rest(f"{policy.title} rests: {refusal}" if str(refusal) else "")
+                return self._inner(call, host)
+            return answer(self._inner)
+        except (Refusal, torch.cuda.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if host is not None and id(error) == host.raised:
+                raise
+            policy.rest(f"{policy.title} rests: {self._guard.note(policy.title, error)}")
+            walk = getattr(moment.memories.get(policy.name), "walk", None)
+            if walk is not None:
+                moment.memories[policy.name] = Broken(walk)
+        return self._inner(call, host)
+
+    def check(self, call: UNetCall, served: Served) -> None:
+        self._inner.check(call, served)
+
+
+class Stepping:
+    """The step policies of a runtime."""
+
+    def __init__(
+        self, services: Services, policies: Iterable[StepPolicy], sampling_of: Callable[[ManagedUNet], Sampling]
+    ) -> None:
+        """sampling_of: the sampling in progress of a UNet."""
+        self._services, self._sampling_of = services, sampling_of
+        self.policies = tuple(policies)
+        self._none_on: Settings | None = None
+        self._positions = Positions()
+
+    def none_is_on(self, settings: Settings) -> bool:
+        """Whether all policies are off. Asked at every call: an answer holds for the same settings."""
+        if settings is not self._none_on:
+            if any(policy.is_on(settings) for policy in self.policies):
+                return False
+            self.rest(settings, "")
+            self._none_on = settings
+        return True
+
+    def are_on(self, settings: Settings, whole_batch: bool) -> bool:
+        """Whether any of those for whole batches is on, or any of the others."""
+        return any(policy.whole_batch is whole_batch and policy.is_on(settings) for policy in self.policies)
+
+    def around(
+        self, compute: Compute, whole_batch: bool, managed: ManagedUNet, settings: Settings,
+        guidance: Guidance | None = None, is_counted: bool = True,
+    ) -> Compute:
+        """compute, with the policies around it that are on: those for whole batches, or the others. guidance,
+        is_counted: see Moment."""
+        mine = [policy for policy in self.policies if policy.whole_batch is whole_batch]
+        on = [policy for policy in mine if policy.is_on(settings)]
+        for policy in mine:
+            if policy not in on:
+                policy.rest("")
+                managed.step_memories.pop(policy.name, None)
+        if not on:
+            return compute
+        services, sampling = self._services, self._sampling_of(managed)
+        belongs_to_image = not services.waits_for_compile
+
+        def moment_of(call: UNetCall, host: Host | None) -> Moment:
+            assert host is not None, "who computes without a host has no policy inside"
+            bound = managed.bound
+            return Moment(
+                call, host, settings, sampling, guidance, services.call_stats, managed.step_memories,
+                cache(partial(self._positions.of, sampling, call.timestep)), managed.deepest, managed.cut_memory,
+                bound.edition_now, partial(services.computing, call.latent.device), belongs_to_image, is_counted,
+            )
+
+        for policy in reversed(on):
+            compute = Around(policy, compute, services.guard, moment_of)
+        return compute
+
+    def rest(self, settings: Settings, reason: str) -> None:
+        """Whatever is on rests at this call, for this reason."""
+        for policy in self.policies:
+            policy.rest(f"{policy.title} rests: {reason}" if policy.is_on(settings) and reason else "")
+
+

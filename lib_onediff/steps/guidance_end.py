@@ -1,0 +1,118 @@
+"""Where in a sampling the negative prompt ends: from there on the prompt's rows are computed alone, and their output
+stands for the negative prompt's too, so whatever the host makes of both is the prompt's prediction.
+
+Kynkäänniemi et al. 2024, "Applying Guidance in a Limited Interval Improves Sample and Distribution Quality in Diffusion
+Models" (arXiv 2404.07724); Zhang et al. 2024, "T-GATE" (arXiv 2404.02747). The latter keeps the cross attentions'
+outputs too, which did not pay (.readme/guidance-end.md).
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..core.refusal import Refusal
+from ..model.rows import PromptRows, for_all_rows, halves, take_rows, why_not_taken
+from ..options.settings import Settings
+from ..shapes.image_times import PROMPT_ALONE
+from ..shapes.table import Stopwatch
+from .policy import Answer, Compute, Moment
+
+NOBODY_SAYS = "the caller does not say which rows are the negative prompt's"
+SEVERAL_CALLS = "a step has calls of prompt and negative prompt, and others"
+UNLIKE_HALVES = "prompt and negative prompt are not computed for the same latents"
+ROUNDING = 1e-6
+
+
+class Guided:
+    """What a network's calls have shown in one walk through a sampling.
+
+    Where a timestep has calls of prompt and negative prompt and others too, more than these two make the image: several
+    prompts, areas, perturbed attention. host: the times of the host's own whole call.
+    """
+
+    walk = 0
+
+    def __init__(self) -> None:
+        self.host: Stopwatch | None = None
+        self.refusal = ""
+        self.is_confirmed = False
+        self._first_time: float | None = None
+        self._time: float | None = None
+        self._kinds: set[bool] = set()
+
+    def look(self, time: float, is_pair: bool) -> bool:
+        """Take a call down; whether it belongs to this network's first step, which shows what calls a step is made of.
+        """
+        if self._first_time is None:
+            self._first_time = time
+        if time != self._time:
+            self._time, self._kinds = time, set()
+        self._kinds.add(is_pair)
+        if len(self._kinds) > 1:
+            self.refusal = SEVERAL_CALLS
+        return time == self._first_time
+
+    def bytes(self) -> int:
+        return 0
+
+
+class GuidanceEnd:
+    """The step policy. See steps.policy.StepPolicy."""
+
+    name, title, whole_batch = "guidance", "Guidance end", True
+
+    def __init__(self) -> None:
+        self._without_negative, self._reason = 0, ""
+
+    def is_on(self, settings: Settings) -> bool:
+        return settings.guidance_end < 1.0
+
+    def plan(self, moment: Moment) -> Callable[[Compute], Answer]:
+        """From the fraction guidance_end of the sampling's steps on, half of a call is computed."""
+        if not moment.belongs_to_image:
+            raise Refusal("")
+        position = moment.position
+        guided = moment.memory_of(self.name, Guided)
+        try:
+            if moment.guidance is None:
+                raise Refusal(NOBODY_SAYS)
+            found = moment.guidance()
+            if isinstance(found, str):
+                raise Refusal(found)
+        except Refusal:
+            guided.look(position.time, is_pair=False)
+            raise
+        is_first = guided.look(position.time, is_pair=True)
+        if reason := guided.refusal or why_not_taken(moment.call):
+            raise Refusal(reason)
+        step = position.step
+        if is_first or step.index == 0 or step.fraction < moment.settings.guidance_end - ROUNDING:
+            return lambda compute: self._whole(moment, guided, compute)
+        if not guided.is_confirmed:
+            # Once a sampling: it waits for a GPU.
+            if not torch.equal(*halves(moment.call, found.rows)):
+                guided.refusal = UNLIKE_HALVES
+                raise Refusal(UNLIKE_HALVES)
+            guided.is_confirmed = True
+        return lambda compute: self._prompt_alone(moment, guided, found, compute)
+
+    def _whole(self, moment: Moment, guided: Guided, compute: Compute) -> Answer:
+        answer = compute(moment.call, moment.host)
+        guided.host, self._reason = moment.times.host, ""
+        return answer
+
+    def _prompt_alone(self, moment: Moment, guided: Guided, found: PromptRows, compute: Compute) -> Answer:
+        call = moment.call
+        with moment.times.standing_for(guided.host, PROMPT_ALONE):
+            answer = compute(take_rows(call, found.rows), found.host)
+        self._without_negative += 1
+        self._reason = ""
+        return answer._replace(output=for_all_rows(answer.output, call.latent.shape[0]))
+
+    def rest(self, reason: str) -> None:
+        self._reason = reason
+
+    def status(self) -> dict[str, Any]:
+        return {"without_negative": self._without_negative, "reason": self._reason}

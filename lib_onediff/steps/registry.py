@@ -1,0 +1,12 @@
+"""The step policies, outermost first. A new one is a file beside this and a line here."""
+from __future__ import annotations
+
+from .deepcache import DeepCache
+from .forecast import Forecast
+from .guidance_end import GuidanceEnd
+from .policy import StepPolicy
+
+
+def step_policies() -> tuple[StepPolicy, ...]:
+    """One of each, with counts of its own."""
+    return GuidanceEnd(), Forecast(), DeepCache()
