@@ -36,7 +36,7 @@ class Runtime(Accelerator):
         memory, entries = self._look(), self.table.entries()
         for entry in entries:
             entry.bytes = memory.gives_back({entry.key})
-        return rows_of(entries, self.history.rows(), self.pins.all(), memory.gives_back, self.call_stats.times_of)
+        return rows_of(entries, self.history.rows(), self.history.pins(), memory.gives_back, self.call_stats.times_of)
 
     def totals(self) -> Totals:
         """What all graphs hold and may hold, what lies on the disk, and how often a graph served a call."""
@@ -86,10 +86,9 @@ class Runtime(Accelerator):
         processes. Returns whether such a row, or pin, is known; what is not known is not pinned. Raises NotKept where
         later processes will not know."""
         known = any((row.resolution, row.model) == (resolution, model) for row in self.rows())
-        known = known or (not pinned and (model, resolution) in self.pins.all())
+        known = known or (not pinned and (model, resolution) in self.history.pins())
         if known:
-            self.pins.set(model, resolution, pinned)
-            self.history.commit()
+            self.history.pin(model, resolution, pinned)
         return known
 
     def keep_history(self) -> None:
@@ -122,12 +121,10 @@ class Runtime(Accelerator):
     def purge_disk(self) -> int:
         """Forget what is on the disk, and what was measured to be best: it is measured again when it is needed. Graphs
         and pins stay. Returns the bytes of disk that came back. Raises NotKept."""
-        before, pinned = self.history.size_bytes(), self.pins.all()
+        before = self.history.size_bytes()
         self.history.forget()
         self.tuning_cache.clear()
         self.operators.measure_anew()
-        if pinned:
-            self.pins.replace(pinned)
         return max(0, before - self.history.size_bytes())
 
     def release_memory(self) -> int:

@@ -24,7 +24,7 @@ from ..ops.tuning_cache import TuningCache
 from ..options.settings import Settings
 from ..shapes.image_times import ImageTimes
 from ..shapes.table import ShapeTable
-from ..store.history import History, Pins
+from ..store.history import History
 from ..weak_dictionary import WeakDictionary
 from .call_stats import CallStats
 
@@ -92,13 +92,12 @@ class Services:
         self.history = History()
         # What was measured to be best on this machine.
         self.tuning_cache = TuningCache()
-        self.pins = Pins(self.tuning_cache)
         self.operators = OperatorSets(self.tuning_cache)
         # What a generation makes inside itself (a face's inpainting) has its settings.
         self.generations = Generations()
         self.call_stats = CallStats(self.generations.times, lambda: self.waits_for_compile)
         self._managed: WeakDictionary[nn.Module, ManagedUNet] = WeakDictionary()
-        self._graphs = GraphCache(self.table, self._managed, self.pins, self.operators.of)
+        self._graphs = GraphCache(self.table, self._managed, lambda: self.history.pins(), self.operators.of)
         self._run_settings: Settings | None = None
         self._why_off = ""
         self._waiting = threading.local()

@@ -60,7 +60,6 @@ def pretended(weather: Weather, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pre
     monkeypatch.setattr(runtime._graphs, "_graphs", graphs)
     monkeypatch.setattr(runtime._graphs, "card", graphs.card)
     yield graphs
-    runtime.pins.replace(frozenset())
 
 
 @pytest.fixture
