@@ -47,7 +47,7 @@ ROWS = """
     AND typeof(batch) || typeof(tokens) || typeof(uses) || typeof(last_used) = 'integerintegerintegerreal'
     AND typeof(coalesce(step_ms, 0.0)) || typeof(coalesce(host_ms, 0.0)) = 'realreal'
     AND typeof(coalesce(relative_error, 0.0)) = 'real' AND max(uses, last_used) < 1e12 AND min(uses, last_used) >= 0
-    GROUP BY architecture, model, resolution, batch, tokens, dtype ORDER BY sum(uses) DESC, max(last_used) DESC"""
+    GROUP BY architecture, model, resolution, batch, tokens, dtype ORDER BY 7 DESC, 8 DESC"""
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,9 @@ class History:
         self._gpu = self._machine = ""
         self._lock = threading.Lock()
         self._counted: dict[ShapeKey, int] = {}
-        # Of this process, and those of earlier ones that it has not used yet.
         self._verdicts: dict[str, float] = {}
-        self._unused: dict[str, float] = {}
+        # Those of earlier processes that this one has not used yet.
+        self._unused: set[str] = set()
         self._host_ms: dict[tuple[Any, ...], float] = {}
         self._pins: frozenset[tuple[str, str]] = frozenset()
         self._writer: threading.Timer | None = None
@@ -121,7 +121,9 @@ class History:
             machine = Fingerprint.of()
             self._store, self._gpu, self._machine = Store(folder), machine.gpu, machine.digest
             atexit.register(self.close)
-            self._unused = {name: error for name, error in self._saved(VERDICTS).items() if is_error(error)}
+            stored = {name: error for name, error in self._saved(VERDICTS).items() if is_error(error)}
+            self._unused = set(stored) - set(self._verdicts)
+            self._verdicts = {**stored, **self._verdicts}
             self._host_ms = {row.shape: row.host_ms for row in self.rows() if row.host_ms}
             self._pins |= stored_pins(self._saved(CHOSEN))
 
@@ -180,9 +182,11 @@ class History:
         """How far a backend's output was from the host's when this shape was checked over these weights
         (BoundUNet.identity), by whichever process; None if it was not, or if that was forgotten."""
         name = verdict_name(backend, key, weights)
-        # The disk keeps those that were used last.
-        self.keep_verdict(backend, key, weights, self._unused.pop(name, None))
-        return self._verdicts.get(name)
+        error = self._verdicts.get(name)
+        if error is not None and name in self._unused:
+            # The disk keeps those that were used last.
+            self.keep_verdict(backend, key, weights, error)
+        return error
 
     def keep_verdict(self, backend: str, key: ShapeKey, weights: str, error: float | None) -> None:
         """Remember a relative error, so that no process need check again. One that is not finite is not kept."""
@@ -190,6 +194,7 @@ class History:
             name = verdict_name(backend, key, weights)
             with self._lock:
                 self._verdicts[name] = error
+                self._unused.discard(name)
             self._save(VERDICTS, name, error)
 
     def host_ms(self, entry: Entry) -> float | None:
@@ -215,7 +220,8 @@ class History:
     def pin(self, model: str, resolution: str, pinned: bool) -> None:
         """Pin, or unpin; it is on the disk when this returns. Raises NotKept where later processes will not know."""
         pair = {(model, resolution)}
-        self._pins = self._pins | pair if pinned else self._pins - pair
+        with self._lock:
+            self._pins = self._pins | pair if pinned else self._pins - pair
         self._save(CHOSEN, f"pinned {resolution} {model}", pinned)
         self.commit()
 
@@ -257,9 +263,7 @@ class History:
             self._counted = {
                 key: uses for key, uses in self._counted.items() if not goes(key.resolution, key.architecture)
             }
-            for verdicts in (self._verdicts, self._unused):
-                for name in filter(is_gone, list(verdicts)):
-                    del verdicts[name]
+            self._verdicts = {name: error for name, error in self._verdicts.items() if not is_gone(name)}
         if self._store is not None:
             self._store.commit(purge)
             if everything:

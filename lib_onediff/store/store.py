@@ -68,7 +68,7 @@ class Store:
         self._pending_lock, self._disk_lock = threading.Lock(), threading.RLock()
         self._number, self._cause, self._damage = 1, "", ""
         with contextlib.suppress(NotKept):
-            self._transaction(check, writes=True)
+            self.commit(check)
 
     @property
     def trouble(self) -> str | None:
@@ -89,11 +89,11 @@ class Store:
         with self._pending_lock:
             self._pending.append(write)
 
-    def commit(self, work: Work[object] = lambda connection: None) -> None:
+    def commit(self, work: Work[object] | None = None) -> None:
         """Write all that was added before, and do this work, now or never: it survives a killed process. Takes some
         20 ms; five seconds the first time that another program has locked the file. Raises NotKept where it is not on
         the disk then."""
-        self._transaction(work, writes=True)
+        self._transaction(work or (lambda connection: None), writes=work is not None)
 
     def read(self, statement: str, *values: Any) -> list[tuple]:
         """The rows of a SELECT, with all that was added; without it where it cannot be written."""
@@ -102,7 +102,7 @@ class Store:
             return connection.execute(statement, values).fetchall()
 
         with contextlib.suppress(NotKept):
-            return self._transaction(rows)
+            return self._transaction(rows, writes=False)
         # On a disk on which SQLite cannot make its file of locks, it must believe that nobody writes.
         address = f"{self.path.absolute().as_uri()}?mode=ro&immutable=1"
         with contextlib.suppress(Unusable, Damaged), opened(self.path, address) as connection:
@@ -121,9 +121,14 @@ class Store:
 
     def size_bytes(self) -> int:
         """What lies on the disk, with SQLite's log, the files set aside and those of earlier versions."""
-        return sum(file.lstat().st_size for file in self._files(ALL_STORES) if file.exists())
+        size = 0
+        for file in self._files(ALL_STORES):
+            # SQLite's log comes and goes.
+            with contextlib.suppress(OSError):
+                size += file.lstat().st_size
+        return size
 
-    def _transaction(self, work: Work[Result], writes: bool = False) -> Result:
+    def _transaction(self, work: Work[Result], writes: bool) -> Result:
         """work(connection), after all that waits to be written, in one transaction. A damaged file is set aside before.
         Raises NotKept."""
         with self._disk_lock:
