@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 # These open the OneDiff tab. Other files open a page too, and as many minutes of them.
 IN_THE_TAB = ("test_panel", "test_presets_tab", "test_compare_tab", "test_accessibility")
 # These share what was compiled, which takes minutes, and the compiler, which takes seconds to import.
-COMPILED = ("test_inductor", "test_auto_choice", "test_pack")
+COMPILED = ("test_inductor", "test_auto_choice")
 TOGETHER = ("webui with a browser", "webui, its tab", "webui", "compiled")
 # Each takes half a minute or more: none of them is to be begun when nothing is left for the other processes.
 LONG = (

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
@@ -12,13 +11,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Body, FastAPI, HTTPException, Path, Query, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 
 from ..prewarm.job import Job, check_tokens, rows_with_jobs
 from ..runtime.rows import ResolutionRow
 from ..shapes.sizes import Size, parse_sizes
-from ..store.pack import export
-from ..store.rows import NotKept
+from ..store.store import NotKept
 from . import models
 from .answers import SentenceRoute, json_answer
 from .auth import protection
@@ -78,8 +76,6 @@ def add_routes(
         summary="Keep a resolution")
     add("/release", routes.release, busy, methods=["POST"], response_model=models.ReleasedAnswer,
         summary="Free GPU memory")
-    add("/pack", routes.pack, {404: "Nothing is remembered."}, response_class=StreamingResponse,
-        summary="What other machines can start warm with")
 
 
 def described(problems: dict[int, str]) -> dict[int | str, dict[str, Any]]:
@@ -196,19 +192,6 @@ class Routes:
             row for row in self._runtime.rows()
             if (resolutions is None or row.resolution in resolutions) and model in (None, row.model)
         ]
-
-    def pack(self) -> Response:
-        """What was measured, used and compiled here, as a file for machines of the same kind.
-
-        They take it by `python -m lib_onediff.store import FILE --digest DIGEST`; the digest is X-OneDiff-Digest.
-        """
-        if self._runtime.history.folder is None:
-            raise HTTPException(404, "Nothing is remembered, so there is nothing to take elsewhere.")
-        file = tempfile.TemporaryFile()  # noqa: SIM115 - it is sent after this has returned
-        digest = export(self._runtime.history, file)
-        return StreamingResponse(iter(partial(file.read, 1 << 20), b""), media_type="application/zip", headers={
-            "X-OneDiff-Digest": digest, "Content-Disposition": 'attachment; filename="onediff.pack"',
-        })
 
     def pin(self, body: models.PinBody) -> Response:
         """Keep a resolution's graphs when memory runs short, or no longer; that outlives the process."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..shapes.sizes import Size, parse_size
-from ..store.rows import HistoryRow
+from ..store.history import HistoryRow
 from .job import TOKEN_CHOICES, TOKENS
 
 

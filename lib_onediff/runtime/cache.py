@@ -44,7 +44,7 @@ class Cache:
             entry.bytes = memory.gives_back({entry.key})
         services = self._services
         return rows_of(
-            entries, services.history.rows(), services.pins.all(), memory.gives_back, services.call_stats.times_of
+            entries, services.history.rows(), services.history.pins(), memory.gives_back, services.call_stats.times_of
         )
 
     def totals(self) -> Totals:
@@ -99,10 +99,9 @@ class Cache:
         processes. Returns whether such a row, or pin, is known; what is not known is not pinned. Raises NotKept where
         later processes will not know."""
         known = any((row.resolution, row.model) == (resolution, model) for row in self.rows())
-        known = known or (not pinned and (model, resolution) in self._services.pins.all())
+        known = known or (not pinned and (model, resolution) in self._services.history.pins())
         if known:
-            self._services.pins.set(model, resolution, pinned)
-            self._services.history.commit()
+            self._services.history.pin(model, resolution, pinned)
         return known
 
     def keep_history(self) -> None:
@@ -135,12 +134,10 @@ class Cache:
     def purge_disk(self) -> int:
         """Forget what is on the disk, and what was measured to be best: it is measured again when it is needed. Graphs
         and pins stay. Returns the bytes of disk that came back. Raises NotKept."""
-        before, pinned = self._services.history.size_bytes(), self._services.pins.all()
+        before = self._services.history.size_bytes()
         self._services.history.forget()
         self._services.tuning_cache.clear()
         self._services.operators.measure_anew()
-        if pinned:
-            self._services.pins.replace(pinned)
         return max(0, before - self._services.history.size_bytes())
 
     def release_memory(self) -> int:

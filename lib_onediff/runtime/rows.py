@@ -10,7 +10,7 @@ from ..model.call import CACHED
 from ..shapes.image_times import Times
 from ..shapes.key import ShapeKey
 from ..shapes.table import Entry, Ratio, State
-from ..store.store import HistoryRow
+from ..store.history import HistoryRow
 
 GivesBack = Callable[[Collection[ShapeKey]], int]
 TimesOf = Callable[[Entry], "Times | None"]

@@ -45,9 +45,7 @@ class Runtime:
     def __init__(self, policies: Iterable[StepPolicy] | None = None) -> None:
         """policies: which may cut steps short, outermost first."""
         services = self.services = Services()
-        self.guard, self.table, self.history, self.pins = (
-            services.guard, services.table, services.history, services.pins,
-        )
+        self.guard, self.table, self.history = services.guard, services.table, services.history
         self.tuning_cache, self.operators, self.call_stats = (
             services.tuning_cache, services.operators, services.call_stats,
         )

@@ -17,7 +17,7 @@ from ..guard import Guard
 from ..ops.tuning_cache import TuningCache
 from ..options.settings import Settings
 from ..shapes.table import ShapeTable
-from ..store.history import History, Pins
+from ..store.history import History
 from ..weak_dictionary import WeakDictionary
 from .call_stats import CallStats
 from .generations import Generations
@@ -39,13 +39,12 @@ class Services:
         self.history = History()
         # What was measured to be best on this machine.
         self.tuning_cache = TuningCache()
-        self.pins = Pins(self.tuning_cache)
         self.operators = OperatorSets(self.tuning_cache)
         self.generations = Generations()
         self.call_stats = CallStats(self.generations.times, lambda: self.waits_for_compile)
         # What is kept for every UNet that a host has handed over.
         self.managed: WeakDictionary[nn.Module, ManagedUNet] = WeakDictionary()
-        self.graphs = GraphCache(self.table, self.managed, self.pins, self.operators.of)
+        self.graphs = GraphCache(self.table, self.managed, lambda: self.history.pins(), self.operators.of)
         self._run_settings: Settings | None = None
         self._why_off = ""
         self._waiting = threading.local()

@@ -25,7 +25,6 @@ from ..prewarm.presets import most_used
 from ..public import compile_pipe
 from ..runtime.runtime import runtime
 from ..shapes.sizes import parse_sizes
-from ..store.__main__ import main as store
 from ..store.history import CACHE_VARIABLE
 from .groups import Groups, Limits, Refused, Request
 
@@ -36,16 +35,14 @@ log = logging.getLogger("onediff")
 
 
 class Config(BaseModel, extra="forbid"):
-    """model: a folder in diffusers' layout. gpus: of a replica; 0: the CPU. cache: the cache folder. pack, digest: see
-    lib_onediff.store. sizes, guidance: the warm list, "" the most used. allowed_hosts: by which names it is asked,
-    beside addresses and localhost, "*" any. options: compile_pipe's."""
+    """model: a folder in diffusers' layout. gpus: of a replica; 0: the CPU. cache: the cache folder. sizes, guidance:
+    the warm list, "" the most used. allowed_hosts: by which names it is asked, beside addresses and localhost, "*" any.
+    options: compile_pipe's."""
 
     model: str = ""
     replicas: int = 1
     gpus: float = 1
     cache: str = ""
-    pack: str = ""
-    digest: str = ""
     sizes: str = ""
     guidance: float = 7.5
     allowed_hosts: str = ""
@@ -67,9 +64,6 @@ class Painter:
         self._thread, self._failures, self._group = ThreadPoolExecutor(1), 0, asyncio.Lock()
         if config.cache:
             os.environ[CACHE_VARIABLE] = config.cache
-        if config.pack:
-            # What does not fit is told in the log; the replica is warm all the same, later.
-            store(["import", config.pack, *(["--digest", config.digest] if config.digest else [])])
         self._pipe = self._thread.submit(lambda: compile_pipe(load(config), **config.options)).result()
         self._pipe.set_progress_bar_config(disable=True)
         known = most_used(runtime.history.used(), network_name(self._pipe.unet), count=8)
@@ -161,8 +155,8 @@ def http(config: Config) -> FastAPI:
 
 
 def app(arguments: dict[str, Any]) -> serve.Application:
-    """For `serve run` and `serve deploy`. arguments: Config's."""
-    return build(Config(**arguments))
+    """For `serve run` and `serve deploy`. arguments: Config's; those of the cache pack, which is gone, are ignored."""
+    return build(Config(**{name: value for name, value in arguments.items() if name not in ("pack", "digest")}))
 
 
 def build(config: Config, load: Callable[[Config], Any] = load) -> serve.Application:

@@ -1,6 +1,7 @@
 """On what machine, and by which of our sources, something was measured."""
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -10,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import device as Device
 
 from ..ops.availability import triton_version
 from ..version import __version__
@@ -37,15 +37,13 @@ class Fingerprint:
         return hashlib.sha256(repr(dataclasses.astuple(self)).encode()).hexdigest()[:16]
 
     @classmethod
-    def of(cls, device: Device | None = None) -> Fingerprint:
-        """A device's fingerprint; by default the current GPU's, or the CPU's where torch can use no GPU."""
-        if device is None:
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        gpu, driver = device.type, "none"
-        if device.type == "cuda":
+    def of(cls) -> Fingerprint:
+        """The current GPU's, or the CPU's where torch can use no GPU."""
+        gpu, driver = "cpu", "none"
+        if torch.cuda.is_available():
             driver = f"hip {torch.version.hip}" if torch.version.hip else nvidia_driver()
             try:
-                gpu = torch.cuda.get_device_name(device)
+                gpu = torch.cuda.get_device_name(torch.device("cuda"))
             except RuntimeError:
                 gpu = "a GPU that does not start"
         return cls(gpu, driver, torch.__version__, triton_version(), f"{__version__} {source_digest()}")
@@ -65,15 +63,10 @@ def source_digest(package: Path = PACKAGE) -> str:
 
 def nvidia_driver() -> str:
     """The NVIDIA driver's version, such as '580.95.05', or 'unknown'; asks NVML, which takes milliseconds."""
-    try:
-        nvml = ctypes.CDLL("nvml.dll" if os.name == "nt" else "libnvidia-ml.so.1")
-    except OSError:
-        return "unknown"
     version = ctypes.create_string_buffer(96)
-    if nvml.nvmlInit_v2() != 0:
-        return "unknown"
-    try:
-        answered = nvml.nvmlSystemGetDriverVersion(version, len(version)) == 0
-    finally:
-        nvml.nvmlShutdown()
-    return version.value.decode("ascii", "replace") if answered else "unknown"
+    with contextlib.suppress(OSError):
+        nvml = ctypes.CDLL("nvml.dll" if os.name == "nt" else "libnvidia-ml.so.1")
+        if nvml.nvmlInit_v2() == 0:
+            nvml.nvmlSystemGetDriverVersion(version, len(version))
+            nvml.nvmlShutdown()
+    return version.value.decode("ascii", "replace") or "unknown"

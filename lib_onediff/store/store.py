@@ -1,73 +1,74 @@
-"""What outlives the process: history of use, timings, verdicts and what was tuned, in SQLite in the cache folder."""
+"""One SQLite file in the cache folder. Processes share it, and each may be killed at any moment."""
 from __future__ import annotations
 
-import atexit
 import contextlib
-import dataclasses
-import json
-import math
+import os
 import sqlite3
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from . import schema
-from .connection import Unusable, opened, opened_as_it_lies
-from .machine import Fingerprint
-from .rows import Damaged, Finding, HistoryRow, NotKept, PurgeFilter, ShapeName
-
 Result = TypeVar("Result")
+Work = Callable[[sqlite3.Connection], Result]
 
-NAME = f"onediff-{schema.VERSION}-"
-ENDING = ".sqlite3"
-# The stores of earlier versions are counted and purged with ours.
-ALL_STORES = "onediff-[0-9]*"
-SIZE_LIMIT = 2 << 20
-# How many damaged files are kept for whoever wants to look at them.
-KEPT_ASIDE = 2
-# How many new stores may be damaged too before we give up.
-STORES_TRIED = 3
-# How many uses and findings stay in memory while they cannot be written.
-PENDING = 4096
-BUSY_SECONDS = 5.0
+APPLICATION_ID = 0x0D1FF001
+# A new schema gets a new number and with it files of its own: two versions of OneDiff may share a folder.
+VERSION = 2
+NAME, ENDING, ALL_STORES = f"onediff-{VERSION}-", ".sqlite3", "onediff-[0-9]*"
+# machine: a fingerprint's digest, "" for every machine. value: JSON.
+SCHEMA = (
+    """CREATE TABLE history (machine TEXT NOT NULL, architecture TEXT NOT NULL, model TEXT NOT NULL,
+       resolution TEXT NOT NULL, batch INTEGER NOT NULL, tokens INTEGER NOT NULL, dtype TEXT NOT NULL,
+       uses INTEGER NOT NULL, last_used REAL NOT NULL, step_ms REAL, host_ms REAL, relative_error REAL,
+       PRIMARY KEY (machine, architecture, model, resolution, batch, tokens, dtype))""",
+    """CREATE TABLE finding (machine TEXT NOT NULL, kind TEXT NOT NULL, name TEXT NOT NULL, value TEXT NOT NULL,
+       PRIMARY KEY (machine, kind, name))""",
+    f"PRAGMA application_id = {APPLICATION_ID}", f"PRAGMA user_version = {VERSION}",
+)
+# How many of which rows stay, the newest: images with ever other LoRAs, and updates of OneDiff, leave some behind.
+LIMITS = (
+    ("history", "last_used", "1", 3000), ("finding", "rowid", "kind = 'verdict'", 1000),
+    ("finding", "rowid", "kind = 'tuned'", 5000),
+)
+# Parts of SQLite's messages where the disk refuses, not the file. Python 3.10 knows its result codes by text alone.
+REFUSALS = ("is locked", "locking protocol", "is full", "readonly", "unable to open", "disk I/O")
+# How many new files may be damaged too before we give up, and how much stays in memory while it cannot be written.
+STORES_TRIED, PENDING = 3, 4096
 # A lock that did not go away while we waited must not hold up every image.
-BUSY_SECONDS_IN_TROUBLE = 0.05
+BUSY_SECONDS, BUSY_SECONDS_IN_TROUBLE = 5.0, 0.05
+
+
+class NotKept(Exception):
+    """What a user asked for is not on the disk; the message is a sentence for the user."""
+
+
+class Unusable(Exception):
+    """The file cannot be used now; the message is the cause, to follow a colon."""
+
+
+class Damaged(Exception):
+    """The file is not a store, or no longer."""
 
 
 class Store:
-    """The rows of one machine in one folder. All methods may be called from any thread; none raises for a reason of
-    the environment: what cannot be written stays in memory, trouble says why, and the next flush() tries again.
+    """Writes wait in memory until commit(). Those that fail stay there, trouble says why, and the next access tries
+    again. Any thread may use it.
 
-    Every access opens the file anew, so nothing is held between images: another WebUI may share the folder, and a
-    user may delete it. Files are numbered, and the highest is the store: where it is damaged, the next one is begun.
-    To rename it would not be safe: SQLite finds a log by the name of its database, and another process that has the
-    old one open would take, or delete, the log of the new one.
+    Every access opens the file anew: a user may delete it between two images. Files are numbered, and the highest is
+    the store: where it is damaged, the next one is begun. To rename it would not be safe: SQLite finds a log by the
+    name of its database, and another process that has the old one open would take the log of the new one.
     """
 
-    def __init__(self, folder: Path, machine: Fingerprint, size_limit: int = SIZE_LIMIT) -> None:
+    def __init__(self, folder: Path) -> None:
+        """folder: made if need be."""
         self.folder = folder
-        self.machine = machine.digest
-        self.size_limit = size_limit
-        self._pending: deque[HistoryRow | Finding] = deque(maxlen=PENDING)
-        self._pending_lock = threading.Lock()
-        self._disk_lock = threading.RLock()
-        self._number = 1
-        self._cause = ""
-        self._damage = ""
-
-    @classmethod
-    def open(cls, folder: Path, machine: Fingerprint | None = None, size_limit: int = SIZE_LIMIT) -> Store:
-        """The store in a folder, which is made if need be; it is read through once, and set aside if it is damaged.
-
-        machine: whose rows they are, by default those of the device that torch uses. size_limit: in bytes; beyond it
-        the history that was used least recently goes. Writes what is left at exit, until close().
-        """
-        store = cls(Path(folder), machine or Fingerprint.of(), size_limit)
-        store._attempt(schema.check)
-        atexit.register(store.close)
-        return store
+        self._pending: deque[Work[object]] = deque(maxlen=PENDING)
+        self._pending_lock, self._disk_lock = threading.Lock(), threading.RLock()
+        self._number, self._cause, self._damage = 1, "", ""
+        with contextlib.suppress(NotKept):
+            self.commit(check)
 
     @property
     def trouble(self) -> str | None:
@@ -77,151 +78,94 @@ class Store:
         return self._damage or None
 
     @property
-    def on_disk(self) -> bool:
-        """Whether what is recorded reaches the disk."""
-        return not self._cause
-
-    @property
     def path(self) -> Path:
-        """The file in use: the one with the highest number."""
-        return self._path(max((self._number, *self._numbers())))
+        """The file in use."""
+        names = (file.name[len(NAME):-len(ENDING)] for file in self._files(f"{NAME}*{ENDING}"))
+        numbers = (int(name) for name in names if name.isascii() and name.isdecimal())
+        return self.folder / f"{NAME}{max(self._number, *numbers, 0)}{ENDING}"
 
-    def record(self, row: HistoryRow) -> None:
-        """Add to the history, in memory: microseconds, and never behind a write. flush() writes it."""
-        # A file's name may hold what UTF-8 cannot, and SQLite takes NaN for unknown.
-        error = row.relative_error
-        self._add(dataclasses.replace(
-            row, model=row.model.encode("utf-8", "replace").decode(),
-            relative_error=math.inf if error is not None and math.isnan(error) else error,
-        ))
+    def add(self, write: Work[object]) -> None:
+        """Have something written. Never waits for the disk."""
+        with self._pending_lock:
+            self._pending.append(write)
 
-    def save(self, kind: str, name: str, value: Any) -> None:
-        """Remember a finding, in memory; flush() writes it. Raises TypeError if JSON cannot hold it."""
-        self._add(Finding(kind, name, json.dumps(value)))
+    def commit(self, work: Work[object] | None = None) -> None:
+        """Write all that was added before, and do this work, now or never: it survives a killed process. Takes some
+        20 ms; five seconds the first time that another program has locked the file. Raises NotKept where it is not on
+        the disk then."""
+        self._transaction(work or (lambda connection: None), writes=work is not None)
 
-    def flush(self) -> bool:
-        """Write all that was recorded before, in one transaction: whether it is on the disk now.
+    def read(self, statement: str, *values: Any) -> list[tuple]:
+        """The rows of a SELECT, with all that was added; without it where it cannot be written."""
 
-        What a True was said of survives a killed process. Takes some 20 ms; five seconds the first time that another
-        program has locked the file.
-        """
-        with self._disk_lock:
-            with self._pending_lock:
-                items = list(self._pending)
-            if not items and self.on_disk:
-                return True
-            if not self._attempt(lambda connection: schema.write(connection, self.machine, items, self.size_limit)):
-                return False
-            with self._pending_lock:
-                for item in items:
-                    # Unless what came meanwhile has pushed it out.
-                    if self._pending and self._pending[0] is item:
-                        self._pending.popleft()
-            return True
+        def rows(connection: sqlite3.Connection) -> list[tuple]:
+            return connection.execute(statement, values).fetchall()
 
-    def history(self, every_machine: bool = False) -> list[HistoryRow]:
-        """The shapes seen on this machine, written or not, the most used first. every_machine: with what was used
-        under another driver, another torch, another version of ours."""
-        machine = None if every_machine else self.machine
-        known: dict[ShapeName, HistoryRow] = {}
-        for row in self._read(lambda connection: schema.read_history(connection, machine), HistoryRow):
-            known[row.shape] = row.after(known.get(row.shape))
-        return sorted(known.values(), key=lambda row: (-row.uses, -row.last_used))
+        with contextlib.suppress(NotKept):
+            return self._transaction(rows, writes=False)
+        # On a disk on which SQLite cannot make its file of locks, it must believe that nobody writes.
+        address = f"{self.path.absolute().as_uri()}?mode=ro&immutable=1"
+        with contextlib.suppress(Unusable, Damaged), opened(self.path, address) as connection:
+            return rows(connection) if is_ours(connection) else []
+        return []
 
-    def saved(self, kind: str) -> dict[str, Any]:
-        """The findings of a kind that hold on this machine, written or not, by name."""
-        found = self._read(lambda connection: schema.read_findings(connection, self.machine), Finding)
-        return {finding.name: json.loads(finding.value) for finding in found if finding.kind == kind}
-
-    def commit(self) -> None:
-        """Write all that was recorded before. Raises NotKept where it is not on the disk then."""
-        if not self.flush():
-            raise NotKept(f"This holds until the WebUI ends, because it cannot be written to the disk: {self._cause}.")
-
-    def forget(self, gone: PurgeFilter) -> None:
-        """Forget history and verdicts on every machine, or everything, also the stores that were set aside and those of
-        earlier versions. What cannot be deleted stays. Raises NotKept, which says why."""
-        with self._disk_lock:
-            with self._pending_lock:
-                kept = (item for item in self._pending if not (
-                    gone.history(item.resolution, item.model) if isinstance(item, HistoryRow)
-                    else gone.finding(item.kind, item.name)
-                ))
-                self._pending = deque(kept, PENDING)
-            if not self._attempt(lambda connection: schema.purge(connection, gone)):
-                raise NotKept(f"What is on the disk stays there, because it cannot be deleted: {self._cause}.")
-            if gone.everything:
-                self._damage = ""
-                # In this order: another process may begin a store meanwhile.
-                files, current = self._files(ALL_STORES), self.path.name
-                delete(file for file in files if not file.name.startswith(current))
+    def delete_others(self) -> None:
+        """Delete the files that were set aside and those of earlier versions; what cannot be deleted stays."""
+        # In this order: another process may begin a file meanwhile.
+        files, current = self._files(ALL_STORES), self.path.name
+        for file in files:
+            if not file.name.startswith(current):
+                with contextlib.suppress(OSError):
+                    file.unlink()
+        self._damage = ""
 
     def size_bytes(self) -> int:
-        """What the store takes on the disk, with its log, the stores set aside and those of earlier versions."""
-        sizes = []
+        """What lies on the disk, with SQLite's log, the files set aside and those of earlier versions."""
+        size = 0
         for file in self._files(ALL_STORES):
+            # SQLite's log comes and goes.
             with contextlib.suppress(OSError):
-                sizes.append(file.lstat().st_size)
-        return sum(sizes)
+                size += file.lstat().st_size
+        return size
 
-    def close(self) -> None:
-        """Write what is left, and forget the arrangement to do so at exit."""
-        atexit.unregister(self.close)
-        self.flush()
-
-    def _add(self, item: HistoryRow | Finding) -> None:
-        with self._pending_lock:
-            self._pending.append(item)
-
-    def _read(self, read: Callable[[sqlite3.Connection], list], kind: type) -> list:
-        """What lies on the disk, and after it what is pending of this kind."""
+    def _transaction(self, work: Work[Result], writes: bool) -> Result:
+        """work(connection), after all that waits to be written, in one transaction. A damaged file is set aside before.
+        Raises NotKept."""
         with self._disk_lock:
-            found = self._attempt(read, writes=False) or []
-            with self._pending_lock:
-                return found + [item for item in self._pending if isinstance(item, kind)]
-
-    def _attempt(self, work: Callable[[sqlite3.Connection], Result], writes: bool = True) -> Result | None:
-        """work(connection), or None with a cause for the user; where the store is damaged, in a new one."""
-        with self._disk_lock:
-            busy_timeout = BUSY_SECONDS if self.on_disk else BUSY_SECONDS_IN_TROUBLE
             for _ in range(STORES_TRIED):
-                path = self.path
+                path, busy_seconds = self.path, BUSY_SECONDS_IN_TROUBLE if self._cause else BUSY_SECONDS
+                with self._pending_lock:
+                    pending = list(self._pending)
                 try:
-                    with opened(path, busy_timeout, writes) as connection:
-                        result = work(connection)
-                except Damaged as damaged:
-                    self._set_aside(path, str(damaged))
-                    continue
+                    with opened(path, path, busy_seconds) as connection:
+                        set_journal(connection)
+                        if writes or pending or self._cause or not is_ours(connection):
+                            connection.execute("BEGIN IMMEDIATE")
+                            write(connection, pending)
+                        with connection:
+                            result = work(connection)
+                except Damaged:
+                    self._set_aside(path)
                 except Unusable as error:
                     self._cause = str(error)
-                    if writes:
-                        return None
-                    # A full disk has no room for SQLite's file of locks, but what lies there can be read.
-                    with contextlib.suppress(Unusable, Damaged), opened_as_it_lies(path) as connection:
-                        return work(connection)
-                    return None
-                if writes:
+                    break
+                else:
                     self._cause = ""
-                return result
-            self._cause = f"the store in {self.folder} is damaged"
-            return None
+                    with self._pending_lock:
+                        written = set(pending)
+                        self._pending = deque((work for work in self._pending if work not in written), PENDING)
+                    return result
+            else:
+                self._cause = f"the store in {self.folder} is damaged"
+            raise NotKept(f"This holds until the WebUI ends, because it cannot be written to the disk: {self._cause}.")
 
-    def _set_aside(self, path: Path, what: str) -> None:
-        """Leave a damaged store where it lies: all that notice it go on in the one with the next number."""
-        number = number_of(path)
-        self._number = number + 1
+    def _set_aside(self, path: Path) -> None:
+        """Leave a damaged file where it lies: all that notice it go on in the one with the next number."""
+        self._number = int(path.name[len(NAME):-len(ENDING)]) + 1
         self._damage = (
-            f"OneDiff's store of resolutions was {what}, so a new one was begun; the old one is kept as {path.name} in "
-            f"{self.folder}."
+            "OneDiff's store of resolutions was damaged, so a new one was begun; the old one is kept as "
+            f"{path.name} in {self.folder}."
         )
-        damaged = sorted(found for found in self._numbers() if found <= number)
-        delete(file for old in damaged[:-KEPT_ASIDE] for file in self._files(f"{self._path(old).name}*"))
-
-    def _path(self, number: int) -> Path:
-        return self.folder / f"{NAME}{number}{ENDING}"
-
-    def _numbers(self) -> list[int]:
-        return [number_of(file) for file in self._files(f"{NAME}*{ENDING}")]
 
     def _files(self, pattern: str) -> list[Path]:
         with contextlib.suppress(OSError):
@@ -229,13 +173,76 @@ class Store:
         return []
 
 
-def number_of(file: Path) -> int:
-    """The number of a store; 0 for a name that is none of ours."""
-    number = file.name[len(NAME):-len(ENDING)]
-    return int(number) if number.isascii() and number.isdecimal() else 0
+@contextlib.contextmanager
+def opened(path: Path, address: Path | str, busy_seconds: float = 0.0) -> Iterator[sqlite3.Connection]:
+    """A connection to a file of ours. Raises Damaged, Unusable, also for what SQLite says to the statements inside."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for file in (path, *(Path(f"{path}{ending}") for ending in ("-shm", "-wal", "-journal"))):
+            # Python 3.12 knows Windows' junctions.
+            if file.is_symlink() or getattr(os.path, "isjunction", lambda _: False)(file):
+                # SQLite would follow it, and write to somebody else's file.
+                raise Unusable(f"{file} is a link, which OneDiff does not follow: delete it")
+        with contextlib.closing(
+            sqlite3.connect(address, timeout=busy_seconds, isolation_level=None, uri=isinstance(address, str))
+        ) as connection:
+            connection.text_factory = lambda text: text.decode("utf-8", "replace")
+            yield connection
+    except OSError as error:
+        raise Unusable(f"{path.parent} cannot be written ({error.strerror})") from error
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+        if any(text in str(error) for text in REFUSALS):
+            raise Unusable(f"{path.parent} cannot be written ({error})") from error
+        # Our statements are right, so the tables are not ours. SQLite quotes damaged bytes in its messages.
+        if type(error) in (sqlite3.OperationalError, sqlite3.DatabaseError, UnicodeDecodeError):
+            raise Damaged from error
+        raise
 
 
-def delete(files: Iterable[Path]) -> None:
-    for file in files:
-        with contextlib.suppress(OSError):
-            file.unlink()
+def is_ours(connection: sqlite3.Connection) -> bool:
+    """Whether the database has our tables; False for an empty one. Raises Damaged for another program's."""
+    # In one statement, which sees one state: another process may be making the tables just now.
+    *marks, tables = connection.execute(
+        "SELECT *, (SELECT count(*) FROM sqlite_master) FROM pragma_application_id, pragma_user_version"
+    ).fetchone()
+    if marks != [APPLICATION_ID, VERSION] and (any(marks) or tables):
+        raise Damaged
+    return bool(tables)
+
+
+def set_journal(connection: sqlite3.Connection) -> None:
+    """Keep a new database in a write-ahead log, or in a rollback journal where the file system has no shared memory."""
+    try:
+        if not is_ours(connection):
+            # With it a purge gives the disk back; without effect once a table exists.
+            connection.execute("PRAGMA auto_vacuum = FULL")
+            connection.execute("PRAGMA journal_mode = WAL")
+            is_ours(connection)
+    except sqlite3.OperationalError as error:
+        if "is locked" in str(error):
+            raise
+        try:
+            # A connection that is alone needs no shared memory to put a log into its database and leave it. The file
+            # may have been made elsewhere.
+            for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = DELETE", "locking_mode = NORMAL"):
+                connection.execute(f"PRAGMA {pragma}")
+            is_ours(connection)
+        except sqlite3.OperationalError:
+            raise error from None
+
+
+def check(connection: sqlite3.Connection) -> None:
+    """Read everything. Raises Damaged."""
+    if connection.execute("PRAGMA integrity_check(1)").fetchone()[0] != "ok":
+        raise Damaged
+
+
+def write(connection: sqlite3.Connection, pending: list[Work[object]]) -> None:
+    """Make the tables where there are none, do what waits, and keep to the limits."""
+    for statement in () if is_ours(connection) else SCHEMA:
+        connection.execute(statement)
+    for work in pending:
+        work(connection)
+    for table, age, which, most in LIMITS:
+        old = f"SELECT rowid FROM {table} WHERE {which} ORDER BY {age} DESC LIMIT -1 OFFSET {most}"
+        connection.execute(f"DELETE FROM {table} WHERE rowid IN ({old})")

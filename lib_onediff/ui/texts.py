@@ -93,15 +93,6 @@ def is_ready(size: Size) -> str:
 # --- the Cache page ---------------------------------------------------------------------------------------------------
 
 MORE_FAMILIES, FEWER_FAMILIES = "Sizes of other models", "Sizes of this model alone"
-EXPORT, PACK = "Export for other machines", "Click the size to download: what this machine has measured and compiled"
-NOTHING_TO_EXPORT = "Nothing is remembered here, so there is nothing to export."
-NOT_EXPORTED = "The pack could not be made: see the console."
-
-
-def exported(digest: str) -> str:
-    return f"Others take its compiled code only with this digest: {digest}"
-
-
 NO_ROWS = "Nothing yet. Generate an image, or pre-warm a size: click one above."
 SELECT_FIRST = "Select at least one resolution in the table first."
 CHOOSE_MODEL = "Choose a model in the list above the table first."

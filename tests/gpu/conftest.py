@@ -46,7 +46,8 @@ def unet() -> Iterator[Any]:
     unet = random_unet("sd15", torch.device("cuda")).half()
     attach(unet)
     yield unet
-    runtime.pins.replace(frozenset())
+    for model, resolution in runtime.history.pins():
+        runtime.history.pin(model, resolution, False)
     runtime.configure(Settings())
     runtime.release_all()
     runtime.purge()

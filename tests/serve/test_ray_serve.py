@@ -204,16 +204,9 @@ def test_the_end_answers_what_waits(service: Service) -> None:
     assert service.ask(99, SIZES[0]).status_code in (404, 503)
 
 
-def test_a_pack_that_does_not_fit_only_costs_warmth(service: Service, tmp_path: Path) -> None:
-    (tmp_path / "wrong").write_text("no pack")
-    service.start(cache=str(tmp_path / "cache"), pack=str(tmp_path / "wrong"), digest="0" * 64)
-    service.wait_until_ready(1)
-    assert size_of(service.ask(7, (64, 96))) == (64, 96)
-
-
 def test_arguments_of_serve_run_are_those_of_config() -> None:
     """It hands texts over."""
-    assert app({"model": "folder", "replicas": "2", "gpus": "0"}) is not None
+    assert app({"model": "folder", "replicas": "2", "gpus": "0", "pack": "of 0.2.0"}) is not None
     with pytest.raises(ValueError, match="replica_count"):
         app({"replica_count": 2})
     with pytest.raises(ValueError, match="step"):

@@ -17,7 +17,7 @@ from lib_onediff.prewarm.job import CannotWarm
 from lib_onediff.prewarm.readiness import Readiness
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.store.store import HistoryRow, Store
+from lib_onediff.store.history import History, HistoryRow
 
 STATUS = {"host": "standalone", "hooks": 1, "reason": "no UNet call yet", "ratio": float("nan")}
 SECONDS = 30
@@ -87,12 +87,12 @@ def command_line(**flags: Any) -> SimpleNamespace:
 
 def remember(folder: Path, rows: Iterable[tuple[str, str]], batches: Iterable[int] = (2,)) -> None:
     """Let the runtime start in a folder where earlier processes have used these (resolution, model)."""
-    store = Store.open(folder)
+    history = History()
+    history.open(folder)
     for resolution, model in rows:
         for batch in batches:
-            store.record(HistoryRow(model, model, resolution, batch, 77, "float16", step_ms=10.0, host_ms=20.0))
-    assert store.flush(), store.trouble
-    store.close()
+            history.record(HistoryRow(model, model, resolution, batch, 77, "float16", step_ms=10.0, host_ms=20.0))
+    history.commit()
     runtime.history.open(folder)
 
 

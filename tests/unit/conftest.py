@@ -60,7 +60,6 @@ def pretended(weather: Weather, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pre
     monkeypatch.setattr(runtime.services.graphs, "_graphs", graphs)
     monkeypatch.setattr(runtime.services.graphs, "card", graphs.card)
     yield graphs
-    runtime.pins.replace(frozenset())
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import io
 import itertools
 import sqlite3
 import threading
@@ -31,10 +29,7 @@ from lib_onediff.shapes.key import ShapeKey
 from lib_onediff.shapes.sizes import Size
 from lib_onediff.shapes.table import State
 from lib_onediff.store import store as store_module
-from lib_onediff.store.history import PINNED, History
-from lib_onediff.store.pack import take
-from lib_onediff.store.rows import CHOSEN
-from lib_onediff.store.store import Store
+from lib_onediff.store.history import History
 from lib_onediff.ui.cache.handlers import Panel
 from lib_onediff.ui.cache.page import Page
 
@@ -79,13 +74,11 @@ def test_docs_name_every_endpoint_with_its_bodies(api: Api) -> None:
         ("get", f"{prefix}/status"): 0, ("get", f"{prefix}/shapes"): 0, ("post", f"{prefix}/prewarm"): 0,
         ("get", f"{prefix}/jobs"): 0, ("get", f"{prefix}/jobs/{{id}}"): 0, ("delete", f"{prefix}/jobs/{{id}}"): 0,
         ("post", f"{prefix}/purge"): 0, ("post", f"{prefix}/pin"): 0, ("post", f"{prefix}/release"): 0,
-        ("get", f"{prefix}/pack"): 0,
     }
     for key, told in named.items():
         assert told["tags"] == ["OneDiff"] and told["summary"] and told["description"], key
         good = next(answer for status, answer in told["responses"].items() if status[0] == "2")
-        if not key[1].endswith("/pack"):
-            assert "$ref" in good["content"]["application/json"]["schema"], key
+        assert "$ref" in good["content"]["application/json"]["schema"], key
         assert ("requestBody" in told) == (key[0] == "post"), key
     assert api.client.get("/docs").status_code == 200
 
@@ -296,26 +289,24 @@ def test_pin_and_unpin(api: Api, folder: Path) -> None:
     api.post("pin", {"resolution": "512x512", "model": "SD1", "pinned": "no"}, 422)
 
 
-def on_the_disk(folder: Path) -> tuple[set[str], list[list[str]]]:
+def on_the_disk(folder: Path) -> tuple[set[str], set[tuple[str, str]]]:
     """The resolutions and pins that another process finds now."""
-    store = Store.open(folder)
-    try:
-        return {row.resolution for row in store.history()}, store.saved(CHOSEN).get(PINNED, [])
-    finally:
-        store.close()
+    history = History()
+    history.open(folder)
+    return {row.resolution for row in history.rows()}, set(history.pins())
 
 
 def test_what_is_answered_with_200_survives_a_kill(api: Api, folder: Path) -> None:
     runtime.open_cache(folder)
     api.post("pin", {"resolution": "512x512", "model": "SD1"})
-    assert on_the_disk(folder)[1] == [["SD1", "512x512"]]
+    assert on_the_disk(folder)[1] == {("SD1", "512x512")}
     for body in ({"resolutions": ["512x512"]}, {"disk": True}, {"all": True}):
         api.post("purge", body)
         found, pins = on_the_disk(folder)
-        assert "512x512" not in found and pins == [["SD1", "512x512"]], body
+        assert "512x512" not in found and pins == {("SD1", "512x512")}, body
     assert not found
     api.post("pin", {"resolution": "512x512", "model": "SD1", "pinned": False})
-    assert on_the_disk(folder)[1] == []
+    assert on_the_disk(folder)[1] == set()
 
 
 def test_what_the_disk_does_not_keep_is_told(api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,28 +319,5 @@ def test_what_the_disk_does_not_keep_is_told(api: Api, folder: Path, monkeypatch
             assert "disk" in api.post(path, body, 507)["detail"]
         panel = Panel(runtime, api.warmup, api.webui.exclusively)
         assert "cannot be written to the disk" in str(panel.pin(True)('["512x512 SD1"]', Page())[2])
-    assert on_the_disk(folder) == ({row[0] for row in ROWS}, [])
+    assert on_the_disk(folder) == ({row[0] for row in ROWS}, set())
     assert api.post("purge", {"all": True})["purged"] and on_the_disk(folder)[0] == set()
-
-
-# --- pack ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_pack_can_be_downloaded_and_taken_elsewhere(api: Api, folder: Path, tmp_path: Path) -> None:
-    runtime.open_cache(folder)
-    answer = api.client.get("/onediff/v1/pack")
-    digest = answer.headers["X-OneDiff-Digest"]
-    assert answer.status_code == 200 and digest == hashlib.sha256(answer.content).hexdigest()
-    elsewhere = History()
-    elsewhere.open(tmp_path / "elsewhere")
-    assert take(elsewhere, io.BytesIO(answer.content), digest).sizes == len(ROWS)
-    elsewhere.close()
-
-
-def test_where_nothing_is_remembered_there_is_no_pack(api: Api) -> None:
-    assert "nothing to take" in api.get("pack", 404)["detail"]
-
-
-@pytest.mark.parametrize("method", ["POST", "PUT"])
-def test_a_pack_is_never_taken_over_the_network(api: Api, folder: Path, method: str) -> None:
-    assert api.client.request(method, "/onediff/v1/pack", content=b"PK").status_code == 405

@@ -47,13 +47,10 @@ def test_nothing_of_the_tab_gets_into_the_hosts_defaults_or_api(seen: Seen) -> N
 
 
 def test_every_handler_answers_with_a_value_for_every_output(seen: Seen) -> None:
-    tab = tab_of(seen)
-    # The first one, for other machines, shows nothing of the table.
-    exported, *names = [handler["outputs"] for handler in handlers(tab) if handler["backend_fn"]]
-    assert all(outputs == names[0] for outputs in names) and not set(exported) & set(names[0])
+    names = [handler["outputs"] for handler in handlers(tab_of(seen)) if handler["backend_fn"]]
+    assert all(outputs == names[0] for outputs in names)
     seen.look()
     assert len(seen.panel.look(seen.page)) == len(names[0])
-    assert len(seen.panel.export()) == len(exported)
 
 
 def test_no_handler_waits_in_gradios_queue(seen: Seen) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from lib_onediff.ops.tuning_cache import TuningCache
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import State
-from lib_onediff.store.history import PINNED, History, Pins
+from lib_onediff.store.history import History
 
 # Twice as many as it takes; for work that grows with the square of the rows it would be a thousand.
 MOST_CALLS_FOR_A_ROW = 330
@@ -34,7 +34,7 @@ def store(tmp_path: Path) -> Path:
 
 
 def another_process(folder: Path) -> tuple[History, TuningCache]:
-    runtime.history._store.flush()
+    runtime.history.commit()
     history, tuning_cache = History(), TuningCache()
     history.open(folder)
     tuning_cache.attach(history.tuned, history.tune)
@@ -48,23 +48,14 @@ def test_pins_outlive_the_process(unet: nn.Module, store: Path) -> None:
     assert runtime.pin(row.resolution, row.model, True)
     [row] = runtime.rows()
     assert row.pinned and row.shapes[0].pinned
-    _, tuning_cache = another_process(store)
-    assert Pins(tuning_cache).all() == {(row.model, "64x64")}
+    assert another_process(store)[0].pins() == {(row.model, "64x64")}
     assert runtime.pin(row.resolution, row.model, False)
-    _, tuning_cache = another_process(store)
-    assert Pins(tuning_cache).all() == frozenset() and not runtime.rows()[0].pinned
+    assert another_process(store)[0].pins() == frozenset() and not runtime.rows()[0].pinned
 
 
 def test_only_what_is_known_can_be_pinned(unet: nn.Module) -> None:
     assert not runtime.pin("64x64", "SDXL", True)
-    assert runtime.pins.all() == frozenset()
-
-
-@pytest.mark.parametrize("stored", [None, "512x512", [1, 2], [["SD1"]], [["SD1", 5]], {"SD1": "512x512"}, [None]])
-def test_a_store_that_anybody_has_written(stored: object) -> None:
-    tuning_cache = TuningCache()
-    tuning_cache.set(PINNED, stored)
-    assert Pins(tuning_cache).all() == frozenset()
+    assert runtime.history.pins() == frozenset()
 
 
 def test_purging_the_disk_leaves_graphs_and_pins(unet: nn.Module, store: Path) -> None:
@@ -73,13 +64,13 @@ def test_purging_the_disk_leaves_graphs_and_pins(unet: nn.Module, store: Path) -
     runtime.tuning_cache.set("kernel addition, small, float16", [64, 4])
     runtime.pin("64x64", runtime.rows()[0].model, True)
     runtime.keep_history()
-    runtime.history._store.flush()
+    runtime.history.commit()
     assert another_process(store)[0].rows()
     assert runtime.purge_disk() >= 0
     history, tuning_cache = another_process(store)
     assert history.rows() == [] and tuning_cache.get("kernel addition, small, float16") is None
     assert runtime.tuning_cache.get("kernel addition, small, float16") is None, "it is measured again"
-    assert Pins(tuning_cache).all() == runtime.pins.all() != frozenset()
+    assert history.pins() == runtime.history.pins() != frozenset()
     assert runtime.rows()[0].state == State.READY.value
 
 
@@ -88,8 +79,7 @@ def test_purging_everything_leaves_pins(unet: nn.Module, store: Path) -> None:
     runtime.pin("64x64", runtime.rows()[0].model, True)
     runtime.purge()
     assert runtime.rows() == []
-    _, tuning_cache = another_process(store)
-    assert Pins(tuning_cache).all() == runtime.pins.all() != frozenset()
+    assert another_process(store)[0].pins() == runtime.history.pins() != frozenset()
 
 
 def test_five_hundred_ready_rows_are_little_work(unet: nn.Module) -> None:

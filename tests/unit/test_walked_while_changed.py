@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_verdicts import KEY
+from test_history import KEY
 from torch import nn
 
 from lib_onediff.model.low_bit import INT8, LowBitWeights

@@ -1,14 +1,9 @@
 """The OneDiff tab: pinning, and throwing away, which asks first."""
 from __future__ import annotations
 
-import hashlib
-import io
-import json
-import zipfile
 from typing import Any
 
 import pytest
-import requests
 from webui_client import WebUI
 from webui_page import show_tab
 from webui_panel import (
@@ -137,19 +132,3 @@ def test_release_memory_waits_for_the_picture(filled: Panel) -> None:
     filled.told("eleased", OUTCOME, 240)
     page.choose_tab("txt2img")
     assert "Seed: 11," in page.wait_for_text("html_info_txt2img", "Steps: 60,")
-
-
-def test_what_was_learned_is_exported_for_other_machines(filled: Panel, webui: WebUI) -> None:
-    """Downloaded over the page as it is by the API."""
-    page = filled.page
-    # Another test may have emptied the disk.
-    for width in (64, 72, 80):
-        webui.txt2img(width=width, height=64)
-    filled.click("onediff_export")
-    told = page.wait_for_text("onediff_cache_exported", "only with this digest: ", 60)
-    link = page.wait(lambda: page.run("return document.querySelector('#onediff_cache_pack a')?.href"), "a link", 20)
-    pack = requests.get(link, timeout=60).content
-    assert hashlib.sha256(pack).hexdigest() == told.split()[-1]
-    with zipfile.ZipFile(io.BytesIO(pack)) as files:
-        used = {row["resolution"] for row in json.loads(files.read("pack.json"))["used"]}
-    assert {"64x64", "72x64", "80x64"} <= used

@@ -1,7 +1,7 @@
 """What the graphs of every UNet hold at one moment, and what would come back without some of them."""
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -9,7 +9,6 @@ from torch import nn
 
 from ...shapes.key import ShapeKey
 from ...shapes.table import Entry, ShapeTable
-from ...store.history import Pins
 from ...weak_dictionary import WeakDictionary
 from ..managed_unet import CachedRunner, ManagedUNet
 from .capture import CudaGraphs
@@ -17,6 +16,8 @@ from .device_memory import UNLIMITED, Card
 from .pool_size import MEBIBYTE, gives_back
 
 SHARE_OF_THE_CARD = 4
+# Every pinned (model, resolution).
+GetPins = Callable[[], Collection[tuple[str, str]]]
 
 
 class GraphRecord(NamedTuple):
@@ -51,7 +52,7 @@ class GraphRecords:
     """Every graph that the UNets in our care have. Whoever asks holds the runtime's lock: a graph that somebody looks
     at keeps the memory of all."""
 
-    def __init__(self, table: ShapeTable, managed: WeakDictionary[nn.Module, ManagedUNet], pins: Pins) -> None:
+    def __init__(self, table: ShapeTable, managed: WeakDictionary[nn.Module, ManagedUNet], pins: GetPins) -> None:
         self._table = table
         self._managed = managed
         self._pins = pins
@@ -108,7 +109,7 @@ class GraphRecords:
 
     def pinned(self) -> set[ShapeKey]:
         """Those of them that the user has pinned."""
-        pins = self._pins.all()
+        pins = self._pins()
         return {held.key for held in self.graphs() if (held.entry.model, held.key.resolution) in pins}
 
     def memory(self) -> MemorySnapshot:

@@ -16,11 +16,10 @@ from ...model.operators import Operators
 from ...model.weights import Source
 from ...shapes.key import ShapeKey
 from ...shapes.table import Entry, ShapeTable, State
-from ...store.history import Pins
 from ...weak_dictionary import WeakDictionary
 from .. import WITH_LOW_BIT
 from ..managed_unet import ManagedUNet
-from .accounting import GraphRecords, PoolKey
+from .accounting import GetPins, GraphRecords, PoolKey
 from .inputs import own_inputs
 from .pool_size import SMALL_THINGS, fits, memory_of, needs_of, too_large
 from .recapture import CaptureRequest, capture_again, in_time
@@ -37,7 +36,7 @@ class GraphCache(GraphRecords):
     holds the runtime's lock."""
 
     def __init__(
-        self, table: ShapeTable, managed: WeakDictionary[nn.Module, ManagedUNet], pins: Pins,
+        self, table: ShapeTable, managed: WeakDictionary[nn.Module, ManagedUNet], pins: GetPins,
         operators_of: Callable[[str, bool], Operators],
     ) -> None:
         super().__init__(table, managed, pins)

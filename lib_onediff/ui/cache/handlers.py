@@ -2,11 +2,8 @@
 from __future__ import annotations
 
 import itertools
-import logging
-import tempfile
 import threading
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -17,8 +14,7 @@ from ...prewarm.worker import WarmUp
 from ...runtime.rows import ResolutionRow
 from ...runtime.runtime import Runtime
 from ...shapes.sizes import Size, parse_sizes
-from ...store.pack import export
-from ...store.rows import NotKept
+from ...store.store import NotKept
 from .. import texts
 from ..events import UNCHANGED
 from ..progress import jobs_html, outcome_of, sentence
@@ -28,7 +24,6 @@ from .purge import Chore, Exclusively, Purge
 from .table import ALL_MODELS, ROWS_AT_FIRST, models_of, resolution_and_model, selected, table_html
 from .totals import chart_html, totals_html
 
-log = logging.getLogger("onediff")
 SOURCE = "panel"
 # How long a request waits for what it has begun; what takes longer is told later.
 SECONDS_FOR_A_CHORE = 1.0
@@ -93,21 +88,6 @@ class Panel:
             self.warmup.cancel(job_id)
         elif job_id in waiting and action in ("earlier", "later"):
             self.warmup.move(job_id, waiting.index(job_id) + (-1 if action == "earlier" else 1))
-
-    # --- for other machines ---------------------------------------------------------------------------------------
-
-    def export(self) -> tuple[str, Any]:
-        """What to tell, and the pack; see store.pack."""
-        if self.runtime.history.folder is None:
-            return sentence(texts.NOTHING_TO_EXPORT, wrong=True), gr.update(visible=False)
-        path = Path(tempfile.mkdtemp(prefix="onediff-"), "onediff.pack")
-        try:
-            with path.open("w+b") as target:
-                digest = export(self.runtime.history, target)
-        except OSError:
-            log.exception("The pack could not be made")
-            return sentence(texts.NOT_EXPORTED, wrong=True), gr.update(visible=False)
-        return sentence(texts.exported(digest)), gr.update(value=str(path), visible=True)
 
     # --- the table ------------------------------------------------------------------------------------------------
 

@@ -66,11 +66,6 @@ class CachePage:
         table = markup("cache_table")
         more = a_button("Show more", "more", visible=False, size="sm")
         connect_actions, below, question, confirm = self.build_actions()
-        with gr.Row(elem_classes=ACTIONS):
-            export = a_button(texts.EXPORT, "export")
-        exported = markup("cache_exported")
-        pack = gr.File(label=texts.PACK, visible=False, interactive=False, elem_id="onediff_cache_pack")
-        export.click(self.panel.export, inputs=[], outputs=[exported, pack], queue=False, **QUIET)
         gr.HTML(legend_html())
 
         self.parts.update(

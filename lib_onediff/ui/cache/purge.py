@@ -10,7 +10,7 @@ from typing import Any
 from ...guard import first_line, outcome_of
 from ...runtime.rows import ResolutionRow
 from ...runtime.runtime import Runtime
-from ...store.rows import NotKept
+from ...store.store import NotKept
 from .. import texts
 from ..amounts import counted
 from .table import key_of, resolution_and_model

@@ -280,7 +280,7 @@ def add_routes(demo: Any, app: FastAPI) -> None:
     def table() -> dict[str, Any]:
         from lib_onediff.runtime.runtime import runtime
 
-        return {"entries": len(runtime.table.by_key()), "pins": sorted(map(list, runtime.pins.all()))}
+        return {"entries": len(runtime.table.by_key()), "pins": sorted(map(list, runtime.history.pins()))}
 
 
 script_callbacks.on_app_started(add_routes)

@@ -1,0 +1,38 @@
+"""Histories as processes of their own would open them."""
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from lib_onediff.store.history import History, HistoryRow
+from lib_onediff.store.machine import Fingerprint
+
+FILE, NEXT_FILE = "onediff-2-1.sqlite3", "onediff-2-2.sqlite3"
+
+
+def opened(folder: Path) -> History:
+    """A history in this folder, after what others have yet to write there."""
+    for thread in threading.enumerate():
+        if thread.name == "onediff-history":
+            thread.join()
+    history = History()
+    history.open(folder)
+    return history
+
+
+def opened_as(machine: Fingerprint, folder: Path) -> History:
+    """Another machine's, or another version's."""
+    here = Fingerprint.of
+    Fingerprint.of = lambda: machine  # type: ignore[method-assign]
+    try:
+        return opened(folder)
+    finally:
+        Fingerprint.of = here  # type: ignore[method-assign]
+
+
+def row(resolution: str = "512x512", architecture: str = "sd1", **values: float | None) -> HistoryRow:
+    return HistoryRow(architecture, "SD1", resolution, 2, 77, "float16", **{"last_used": 1000.0, **values})
+
+
+def uses(history: History) -> dict[str, int]:
+    return {found.resolution: found.uses for found in history.rows()}
