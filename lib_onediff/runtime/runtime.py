@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..engines import AUTO
 from ..engines.graphs.accounting import MemorySnapshot
 from .accelerator import Accelerator
 from .call_stats import GRAPH, ROUTES
@@ -47,7 +46,7 @@ class Runtime(Accelerator):
             disk=self.history.size_bytes(), calls=calls, hit_rate=calls[GRAPH] / count if count else None,
             low_bit=self._graphs.low_bit_bytes(),
             offloaded=self._graphs.offloaded_bytes(),
-            inductor=self.operators.inductor.status(), oneflow=self._fallback.oneflow_graphs,
+            oneflow=self._fallback.oneflow_graphs,
             low_bit_errors=list(self._low_bit_errors()),
         )
 
@@ -65,8 +64,7 @@ class Runtime(Accelerator):
         status = part(self.call_stats.status, UNKNOWN)
         return {
             "enabled": settings.enabled, **status, "backend": status["backend"] or settings.backend,
-            "vae": part(self.vae.status, {}), "inductor": part(lambda: self.operators.inductor.status(), {}),
-            "auto": part(lambda: self.operators.auto.sentence(), "") if settings.backend == AUTO else "",
+            "vae": part(self.vae.status, {}),
             "second_gpu": {**status["second_gpu"], "bytes": part(self.two_gpus.bytes, 0)},
             "hint": part(self.operators.hint, "") if settings.enabled else "",
             "low_bit": part(lambda: [asdict(errors) for errors in self._low_bit_errors()], []),

@@ -1,4 +1,4 @@
-"""What Triton and PyTorch's Inductor compile, kept in our cache folder: there it is counted, limited and purged."""
+"""What Triton compiles, kept in our cache folder: there it is counted, limited and purged."""
 from __future__ import annotations
 
 import contextlib
@@ -12,8 +12,10 @@ from pathlib import Path
 
 from .private_folder import is_link
 
-# Each compiler's own variable for its folder, which both read whenever they look for something.
-FOLDERS = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+# The compiler's own variable for its folder, which it reads whenever it looks for something.
+FOLDERS = {"TRITON_CACHE_DIR": "triton"}
+# What earlier versions of OneDiff compiled by another compiler is still counted and purged.
+ABANDONED = "inductor"
 SIZE_LIMIT = 1 << 30
 # What changed so lately may be what a compiler is writing.
 SECONDS_BEING_WRITTEN = 10.0
@@ -30,11 +32,8 @@ class CompilerCaches:
         self._size: tuple[float, int] | None = None
 
     def use(self, environment: MutableMapping[str, str]) -> None:
-        """Let the compilers of this process, and of those that it starts, keep their files here and nowhere else.
-
-        Whatever the variables say already: since torch 2.13, to import diffusers sets Inductor's to a folder in /tmp
-        that anybody can have made.
-        """
+        """Let the compiler of this process, and of those that it starts, keep its files here and nowhere else, whatever
+        the variable says already."""
         for variable, name in FOLDERS.items():
             environment[variable] = str(self.folder.absolute() / name)
 
@@ -75,7 +74,7 @@ class CompilerCaches:
 
     def _units(self) -> Iterator[Path]:
         """What stays or goes as one: the folders that hold files. A compiler finds all of an entry or none of it."""
-        roots = {self.folder / name for name in FOLDERS.values()}
+        roots = {self.folder / name for name in (*FOLDERS.values(), ABANDONED)}
         # What a link leads to is not ours.
         waiting = [] if is_link(self.folder) else [root for root in roots if not is_link(root)]
         while waiting:

@@ -116,7 +116,7 @@ class History:
             self._store = self.compiled = None
 
     def keep_compiled(self) -> None:
-        """Let Triton and Inductor keep what they compile in the cache folder too, or where nobody else can write; what
+        """Let Triton keep what it compiles in the cache folder too, or where nobody else can write; what
         is there beyond the limit goes. For the whole process."""
         if self.compiled is not None:
             self.compiled.use(os.environ)

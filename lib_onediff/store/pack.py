@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple
 
-from ..ops.inductor.artifact import IN_STORE
 from .compiler_caches import FOLDERS, SIZE_LIMIT
 from .history import CHOSEN_BY_USERS, History
 from .machine import Fingerprint
@@ -92,7 +91,7 @@ def take(history: History, source: IO[bytes], digest: str | None = None, machine
     known = history.tuned()
     tuned = {
         name: value for name, value in manifest["tuned"].items()
-        if name not in known and name not in CHOSEN_BY_USERS and (digest is not None or not name.startswith(IN_STORE))
+        if name not in known and name not in CHOSEN_BY_USERS
     }
     for name, value in tuned.items():
         history.tune(name, value)

@@ -14,12 +14,12 @@ from lib_onediff.store import compiler_caches
 from lib_onediff.store.compiler_caches import CompilerCaches
 from lib_onediff.store.history import History
 
-TRITON, INDUCTOR = "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"
+TRITON = "TRITON_CACHE_DIR"
 LONG_AGO = time.time() - 1000
 
 
 def filled(folder: Path, count: int = 4, size: int = 1000) -> CompilerCaches:
-    """As the compilers leave it: a folder for each of Triton's kernels, Inductor's deeper; the first is the oldest."""
+    """A folder for each of Triton's kernels, the first the oldest, and what an earlier OneDiff has left."""
     for number in range(count):
         write(folder / "triton" / f"KEY{number}" / "kernel.cubin", size, LONG_AGO + number)
         write(folder / "triton" / f"KEY{number}" / "__grp__kernel.json", 0, LONG_AGO + number)
@@ -41,31 +41,19 @@ def left(folder: Path) -> set[str]:
 # --- whose folder it is -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("before", [
-    {}, {TRITON: "/elsewhere", INDUCTOR: ""}, {INDUCTOR: "/tmp/torchinductor_somebody"},
-])
-def test_both_compilers_are_told_whatever_they_were_told_before(tmp_path: Path, before: dict[str, str]) -> None:
+@pytest.mark.parametrize("before", [{}, {TRITON: "/elsewhere"}])
+def test_the_compiler_is_told_whatever_it_was_told_before(tmp_path: Path, before: dict[str, str]) -> None:
     environment = dict(before)
     for _ in range(2):
         CompilerCaches(tmp_path / "compiled").use(environment)
-        assert environment == {
-            TRITON: str(tmp_path / "compiled" / "triton"), INDUCTOR: str(tmp_path / "compiled" / "inductor"),
-        }
+        assert environment == {TRITON: str(tmp_path / "compiled" / "triton")}
 
 
-@pytest.mark.parametrize("imported", ["sys", "torch._inductor.codecache"])
-def test_the_real_compilers_keep_their_files_there(tmp_path: Path, imported: str) -> None:
+def test_the_real_compiler_keeps_its_files_there(tmp_path: Path) -> None:
     script = (
-        # From torch 2.13 on, to import diffusers asks Inductor for its folder, which sets the variable.
-        f"import sys, {imported}; from pathlib import Path\n"
-        "if sys.argv[2] != 'sys': torch._inductor.codecache.cache_dir()\n"
+        "import sys; from pathlib import Path\n"
         "from lib_onediff.store.history import History\n"
         "history = History(); history.open(Path(sys.argv[1])); history.keep_compiled()\n"
-        "try:\n"
-        "    from torch._inductor.runtime.cache_dir_utils import cache_dir\n"
-        "except ImportError:\n"
-        "    from torch._inductor.codecache import cache_dir\n"
-        "print(cache_dir())\n"
         "try:\n"
         "    from triton.runtime.cache import FileCacheManager\n"
         "except ImportError:\n"
@@ -74,13 +62,12 @@ def test_the_real_compilers_keep_their_files_there(tmp_path: Path, imported: str
         "    print(Path(FileCacheManager('KEY').put(b'kernel', 'kernel.cubin')).is_relative_to(sys.argv[1]))\n"
         "print(history.size_bytes() >= 6)\n"
     )
-    environment = {name: value for name, value in os.environ.items() if name not in (TRITON, INDUCTOR)}
+    environment = {name: value for name, value in os.environ.items() if name != TRITON}
     ended = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path), imported], cwd=Path(lib_onediff.__file__).parents[1],
+        [sys.executable, "-c", script, str(tmp_path)], cwd=Path(lib_onediff.__file__).parents[1],
         env=environment, capture_output=True, text=True, check=True,
     )
-    inductor, triton, counted = ended.stdout.splitlines()
-    assert Path(inductor) == tmp_path / "compiled" / "inductor"
+    triton, counted = ended.stdout.splitlines()
     assert triton in ("True", "no Triton") and counted == "True"
 
 
