@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import engines as backends
 from ..engines.graphs.cache import GraphCache
 from ..engines.managed_unet import ManagedUNet, Runner
-from ..engines.oneflow.route import OneFlowRoute
+from ..engines.oneflow.route import OneFlowRoute, OneFlowRunner
 from ..engines.operator_sets import Network, OperatorSets
 from ..guard import first_line
 from ..model.bound import BoundUNet
@@ -202,7 +202,7 @@ class FallbackChain:
         if call.patches is not None:
             plainly = lambda: self._plainly(managed, entry, call)  # noqa: E731
             return self.patched.run(managed, entry, call, call.patches, plainly, reason)
-        runner: Runner | str | None
+        runner: Runner | OneFlowRunner | str | None
         if backend == backends.ONEFLOW:
             runner = self._oneflow.runner(managed, entry.key, call, self._waits_for_compile())
             if isinstance(runner, str):

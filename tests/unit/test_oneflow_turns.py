@@ -11,8 +11,7 @@ from torch import Tensor
 
 import lib_onediff
 from lib_onediff.engines import ONEFLOW
-from lib_onediff.engines.oneflow import graphs as oneflow
-from lib_onediff.engines.oneflow.route import COMPILING_ANOTHER, OneFlowRoute
+from lib_onediff.engines.oneflow import route as oneflow
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.key import ShapeKey
 
@@ -52,7 +51,7 @@ def test_nothing_runs_while_another_shape_is_compiled(watched: Watched) -> None:
     calls = [a_call(unet), a_call(unet, 16, 8)]
     for call in calls:
         served(unet, call)
-    managed, route = runtime.managed_unet(unet), OneFlowRoute()
+    managed, route = runtime.managed_unet(unet), oneflow.OneFlowRoute()
 
     def runner(index: int, waits_for_compile: bool = False) -> oneflow.OneFlowRunner | str:
         call, bound = calls[index], managed.bound
@@ -62,7 +61,7 @@ def test_nothing_runs_while_another_shape_is_compiled(watched: Watched) -> None:
     runner(0, waits_for_compile=True).run(calls[0])
     watched.may_end.clear()
     assert runner(1) == oneflow.COMPILING
-    assert runner(0) == COMPILING_ANOTHER
+    assert runner(0) == oneflow.COMPILING_ANOTHER
     waiting = threading.Thread(target=lambda: runner(0, waits_for_compile=True).run(calls[0]))
     waiting.start()
     waiting.join(0.2)

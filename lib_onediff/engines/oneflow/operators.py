@@ -21,14 +21,16 @@ from ...ops import torch_ops
 
 
 class OneFlowOperators:
-    """See ops.Operators. Images are contiguous.
-
-    fused_attention: whether OneFlow's own kernel, for NVIDIA GPUs in float16, is used where it can be; the probe says
-    whether it works there.
-    """
+    """See model.operators.Operators. Images are contiguous. fused_attention: see gate.Verdict."""
 
     def __init__(self, fused_attention: bool = False) -> None:
         self._fused_attention = fused_attention
+
+    # These are operators of tensors alone, whosoever they are.
+    materialize = staticmethod(torch_ops.materialize)
+    residual_add = staticmethod(torch_ops.residual_add)
+    image_to_tokens = staticmethod(torch_ops.image_to_tokens)
+    silu = staticmethod(functional.silu)
 
     def sinusoids(self, timestep: Tensor, time: TimeEmbedding) -> Tensor:
         # torch's own frequencies: what two libraries differ by here, a timestep of 1000 makes a thousand times larger.
@@ -80,12 +82,6 @@ class OneFlowOperators:
     def add_linear(self, stream: Stream, x: Tensor, affine: Affine) -> Stream:
         return stream._replace(tokens=stream.tokens + self.linear(x, affine))
 
-    def materialize(self, stream: Stream) -> Tensor:
-        tokens, *addends = stream
-        for addend in addends:
-            tokens = tokens if addend is None else tokens + addend.to(tokens.dtype)
-        return tokens
-
     def attention(self, query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:
         dtype, heads, width = query.dtype, query.shape[1], query.shape[3]
         if upcast:
@@ -104,12 +100,6 @@ class OneFlowOperators:
     def gated_linear(self, x: Tensor, affine: Affine, reader: Affine) -> Tensor:
         return self.geglu(self.linear(x, affine), reader)
 
-    def silu(self, x: Tensor) -> Tensor:
-        return functional.silu(x)
-
-    def residual_add(self, image: Tensor, update: Tensor, bias: Tensor | None) -> Tensor:
-        return image + (update if bias is None else update + bias.reshape(1, -1, 1, 1))
-
     def concatenate(self, image: Tensor, skip: Tensor) -> Tensor:
         return flow.cat([image, skip], dim=1)
 
@@ -120,9 +110,6 @@ class OneFlowOperators:
             image, height_scale=scales[0], width_scale=scales[1], output_size=[height, width],
             data_format="channels_first",
         )
-
-    def image_to_tokens(self, image: Tensor) -> Tensor:
-        return image.flatten(2).transpose(1, 2)
 
     def tokens_to_image(self, tokens: Tensor, height: int, width: int) -> Tensor:
         return tokens.transpose(1, 2).reshape(tokens.shape[0], -1, height, width)
