@@ -1,8 +1,10 @@
 """OneFlow runs one thing at a time: it ends the process where it compiles one graph while it runs another."""
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,8 +42,8 @@ class Watched:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     watched = Watched()
-    monkeypatch.setattr(oneflow, "graph_of", lambda forward, weights: object())
-    monkeypatch.setattr(oneflow, "run_graph", watched.run)
+    operators = SimpleNamespace(graph_of=lambda forward, weights: object(), run_graph=watched.run)
+    monkeypatch.setitem(sys.modules, "lib_onediff.engines.oneflow.operators", operators)
     yield watched
     watched.may_end.set()
 

@@ -1,4 +1,4 @@
 """The engine that runs our forward as OneFlow graphs (Linux, Python 3.10).
 
-route: the one way in for the runtime, and its graphs. gate: whether OneFlow works here. operators: ours in OneFlow.
+route: the one way in for the runtime. gate: whether OneFlow works here. operators: ours in OneFlow, and its graphs.
 """

@@ -173,7 +173,7 @@ def main(device: str, dtype: torch.dtype) -> None:
     from oneflow.utils.tensor import from_torch, to_torch
 
     from ...model.weights import Affine
-    from .route import graph_of, run_graph, unowned
+    from .operators import graph_of, run_graph, unowned
 
     say(at=SHARING)
     if to_torch(from_torch(unowned(weight))).data_ptr() != weight.data_ptr():
@@ -198,7 +198,7 @@ def has_fused_attention(like: Tensor) -> bool:
     """Whether OneFlow's own attention, which it has for some GPUs alone, computes what torch's does."""
     import oneflow as flow
 
-    from .route import run_graph
+    from .operators import run_graph
 
     heads = list(like.new_empty(3, 2, 4, 77, 64).normal_())
     expected = torch.nn.functional.scaled_dot_product_attention(*heads)

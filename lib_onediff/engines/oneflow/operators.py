@@ -1,4 +1,4 @@
-"""The operators in OneFlow, for its lazy graphs: every tensor here is one of OneFlow's. Importing this imports OneFlow.
+"""The operators in OneFlow, whose tensors are OneFlow's, and its lazy graphs of them. Importing this imports OneFlow.
 
 OneFlow 0.9.0 has no group norm for the CPU, no circular padding and no attention but a fused one for NVIDIA GPUs; what
 is missing is written out.
@@ -6,17 +6,18 @@ is missing is written out.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import oneflow as flow
 import oneflow.nn.functional as functional
 import torch
-from oneflow import Tensor
-from oneflow.utils.tensor import from_torch
+from oneflow import Tensor, _oneflow_internal
+from oneflow.utils.tensor import from_torch, to_torch
 
 from ...model.layout import Convolution, GroupNorm, LayerNorm, TimeEmbedding
 from ...model.operators import Stream
-from ...model.weights import Affine
+from ...model.weights import Affine, Weights
 from ...ops import torch_ops
 
 
@@ -119,3 +120,33 @@ def wrap(image: Tensor, padding: int, dim: int) -> Tensor:
     """The image with so much of the opposite edge before and after it along a dimension."""
     size = image.shape[dim]
     return flow.cat([image.narrow(dim, size - padding, padding), image, image.narrow(dim, 0, padding)], dim=dim)
+
+
+def graph_of(build: Callable[..., Any], weights: Weights) -> Any:
+    """An nn.Graph of OneFlow over a forward and these weights of torch's; its first run compiles it."""
+    share: Callable[[Any], Any] = lambda part: None if part is None else from_torch(unowned(part))  # noqa: E731
+    shared = {path: Affine(share(affine.weight), share(affine.bias)) for path, affine in weights.items()}
+
+    class UNetGraph(flow.nn.Graph):
+        def build(self, *given: Any) -> Any:
+            return build(shared, *given)
+
+    return UNetGraph()
+
+
+def unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's values as another one in the same memory, which it does not keep alive."""
+    storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, tensor.nbytes)
+    empty: Any = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(storage, 0, tensor.shape)
+
+
+def run_graph(graph: Callable[..., Any], given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What a graph makes of tensors, as new tensors in memory of OneFlow's: it copies them out of the graph itself."""
+    if given[0].is_cuda:
+        # OneFlow launches on streams of its own, which know nothing of torch's.
+        torch.cuda.current_stream(given[0].device).synchronize()
+    results = graph(*map(from_torch, given))
+    # Its threads read the environment when they launch, so they must be done before that is put back.
+    _oneflow_internal.eager.Sync()
+    return [to_torch(result) for result in results]

@@ -55,6 +55,8 @@ class OneFlowRunner:
     running: threading.Lock
 
     def run(self, call: UNetCall) -> Tensor:
+        from .operators import run_graph
+
         copy_inputs(call, self.inputs)
         with self.running, environment(self.variables):
             output, *deep = run_graph(self.graph, self.given)
@@ -110,7 +112,7 @@ class OneFlowRoute:
             known: Any = kept.runner
             return replace(known, variables=self._variables)
         binding, inputs = managed.bound.binding, own_inputs(call, torch.contiguous_format)
-        weights, given = each(binding.weights(), Tensor.detach), tensors_of(inputs)
+        weights, given = present(binding.weights()), tensors_of(inputs)
         identity = replace(key, precision=()), addresses(weights)
         if identity not in self._graphs:
             refusal = self._why_no_other(weights)
@@ -145,6 +147,8 @@ class OneFlowRoute:
         if self.failure:
             return None
         try:
+            from .operators import graph_of, run_graph
+
             # The first run compiles.
             with self._running:
                 graph = graph_of(build, weights)
@@ -184,49 +188,13 @@ def tensors_of(inputs: UNetCall) -> list[Tensor]:
     return tensors
 
 
-def each(weights: Weights, change: Callable[[Tensor], Any]) -> Weights:
-    """The weights with change(tensor) in the place of every tensor."""
+def present(weights: Weights) -> Weights:
+    """The weights as tensors that keep their memory alive, also where a host gives its parameters other memory."""
     return {
-        path: Affine(change(affine.weight), None if affine.bias is None else change(affine.bias))
+        path: Affine(affine.weight.detach(), None if affine.bias is None else affine.bias.detach())
         for path, affine in weights.items()
     }
 
 
 def addresses(weights: Weights) -> tuple[int, ...]:
     return tuple(part.data_ptr() for affine in weights.values() for part in affine[:2] if part is not None)
-
-
-def graph_of(build: Callable[..., Any], weights: Weights) -> Any:
-    """An nn.Graph of OneFlow over a forward and these weights; its first run compiles it."""
-    import oneflow as flow
-    from oneflow.utils.tensor import from_torch
-
-    shared = each(weights, lambda tensor: from_torch(unowned(tensor)))
-
-    # Here, because its base class comes with OneFlow.
-    class UNetGraph(flow.nn.Graph):
-        def build(self, *given: Any) -> Any:
-            return build(shared, *given)
-
-    return UNetGraph()
-
-
-def unowned(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's values as another one in the same memory, which it does not keep alive."""
-    storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, tensor.nbytes)
-    empty: Any = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(storage, 0, tensor.shape)
-
-
-def run_graph(graph: Any, given: list[Tensor]) -> list[Tensor]:
-    """What a graph makes of tensors, as new tensors in memory of OneFlow's: it copies them out of the graph itself."""
-    from oneflow import _oneflow_internal
-    from oneflow.utils.tensor import from_torch, to_torch
-
-    if given[0].is_cuda:
-        # OneFlow launches on streams of its own, which know nothing of torch's.
-        torch.cuda.current_stream(given[0].device).synchronize()
-    results = graph(*map(from_torch, given))
-    # Its threads read the environment when they launch, so they must be done before that is put back.
-    _oneflow_internal.eager.Sync()
-    return [to_torch(result) for result in results]
