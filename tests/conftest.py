@@ -30,11 +30,6 @@ def one_thread_for_each_worker() -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
 
 
-def take_the_processors_word() -> None:
-    """Let Inductor believe what the processor says of itself: trying that out takes half a minute in each process."""
-    os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
-
-
 def keep_what_workers_compile() -> None:
     """pytest rewrites every test file, which takes a process half of its time to collect. Here one does it for all."""
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -44,7 +39,6 @@ def keep_what_workers_compile() -> None:
 # Now, and not in a hook: the conftest.py files below this one are imported before any hook is called.
 one_thread_for_each_worker()
 interpret_kernels_without_a_gpu()
-take_the_processors_word()
 keep_what_workers_compile()
 
 

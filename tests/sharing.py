@@ -10,9 +10,7 @@ from xdist.scheduler import LoadScopeScheduling
 ROOT = Path(__file__).parents[1]
 # These open the OneDiff tab. Other files open a page too, and as many minutes of them.
 IN_THE_TAB = ("test_panel", "test_presets_tab", "test_compare_tab", "test_accessibility")
-# These share what was compiled, which takes minutes, and the compiler, which takes seconds to import.
-COMPILED = ("test_inductor", "test_auto_choice")
-TOGETHER = ("webui with a browser", "webui, its tab", "webui", "compiled")
+TOGETHER = ("webui with a browser", "webui, its tab", "webui")
 # Each takes half a minute or more: none of them is to be begun when nothing is left for the other processes.
 LONG = (
     "test_bench", "test_vae", "test_unet", "test_triton", "test_api", "test_deepcache", "test_standalone", "test_graph",
@@ -22,8 +20,7 @@ LONG = (
 
 class Sharing(LoadScopeScheduling):
     """Hands out files: first those in a browser, which mostly wait, those of the OneDiff tab and the others; then all
-    others of a WebUI, and all that compile. Each of these go to one process, and share a WebUI or what was compiled.
-    Then what is long, and then the rest."""
+    others of a WebUI. Each of these go to one process, and share a WebUI. Then what is long, and then the rest."""
 
     def _split_scope(self, nodeid: str) -> str:
         return unit_of(nodeid.partition("::")[0])
@@ -37,7 +34,7 @@ def unit_of(file: str) -> str:
         if name.startswith(IN_THE_TAB):
             return "webui, its tab"
         return "webui with a browser" if opens_a_page(ROOT / file) else "webui"
-    return "compiled" if name.startswith(COMPILED) else file
+    return file
 
 
 def turn(file: str) -> int:

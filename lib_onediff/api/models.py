@@ -159,7 +159,6 @@ class TotalsAnswer(Answer):
     hit_rate: float | None = Field(None, description="The share of calls that a ready entry served.")
     low_bit: int = Field(0, description="Bytes of GPU memory of the weights in eight bits.")
     offloaded: int = Field(0, description="Bytes of the computer's memory of the WebUI's weights that they stand for.")
-    inductor: dict[str, int] = Field({}, description="Graphs that Inductor has made, and calls that they did not fit.")
     oneflow: dict[str, int] = Field({}, description="How many graphs OneFlow has compiled, and the most that it may.")
     low_bit_errors: list[LowBitAnswer] = Field([], description="As low_bit in GET status.")
 
@@ -238,9 +237,7 @@ class StatusAnswer(TimesAnswer):
     )
     calls: dict[str, int] = Field(..., description="UNet calls by route.")
     vae: dict[str, Any] = Field(..., description="The same of the last decode.")
-    auto: str = Field(..., description='What "auto" means on this machine and why, where that had to be measured.')
     hint: str = Field("", description="How to get the torch and the Triton that OneDiff's kernels lack; empty: none.")
-    inductor: dict[str, int] = Field(..., description="Graphs that Inductor has made, and calls that they did not fit.")
     low_bit: list[LowBitAnswer] = Field([], description="What Low-bit was measured to do to the checkpoints in use.")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engines import EAGER, INDUCTOR, LOW_BIT_BACKENDS, NATIVE, OUR_KERNELS, has_graphs
+from ..engines import EAGER, LOW_BIT_BACKENDS, NATIVE, OUR_KERNELS, WITH_GRAPHS
 from ..hosts.diffusers import unet as diffusers
 from ..options.settings import MOST_LOW_BIT_ERROR, Settings
 from ..runtime.call_stats import GRAPH, HOST, PLAIN
@@ -165,7 +165,7 @@ class Variant:
         while True:
             output, calls = run(arguments), calls + 1
             call_stats = runtime.call_stats
-            launched = call_stats.entry is not None and not has_graphs(self.backend, call_stats.entry.key.device)
+            launched = call_stats.entry is not None and self.backend not in WITH_GRAPHS
             fast = self.backend in ("", EAGER) or call_stats.route == (PLAIN if launched else GRAPH)
             if fast or calls == most:
                 return output, calls
@@ -183,10 +183,9 @@ VARIANTS: dict[str, Variant] = {
     "onediff native": own(NATIVE),
     **{f"onediff {backend}": own(backend) for backend in LOW_BIT_BACKENDS.values()},
     **{f"onediff {backend}, within the budget": own(backend, BUDGET) for backend in LOW_BIT_BACKENDS.values()},
-    "onediff inductor": own(INDUCTOR),
     "onediff cudagraph": own("cudagraph"),
     "onediff eager": own("eager"),
 }
 BASELINE = "host eager"
 COMPILED = "torch.compile(host) + CUDA graph"
-WITHOUT_GPU = (BASELINE, "onediff inductor", "onediff eager")
+WITHOUT_GPU = (BASELINE, "onediff eager")

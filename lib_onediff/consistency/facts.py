@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from ..ops.inductor.artifact import IN_STORE
 from ..options.settings import Settings
 from ..store.machine import Fingerprint
 from .report import Facts, as_fact, as_words
@@ -114,8 +113,6 @@ def read_switch(read: Callable[[], Any]) -> str:
 
 def onediff_facts(settings: Settings, status: Mapping[str, Any], tuned: Mapping[str, Any]) -> Facts:
     """Our settings, how the last image was made (runtime.status()), and what was tuned on this machine."""
-    # No two machines compile to the same bytes.
-    tuned = {name: value for name, value in tuned.items() if not name.startswith(IN_STORE)}
     return {
         "OneDiff": {
             "Backend in use": as_fact(status.get("backend")), "Route of the last call": as_fact(status.get("route")),

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 AUTO = "auto"
-NATIVE, INDUCTOR, CUDAGRAPH, EAGER, ONEFLOW = "native", "inductor", "cudagraph", "eager", "oneflow"
+NATIVE, CUDAGRAPH, EAGER, ONEFLOW = "native", "cudagraph", "eager", "oneflow"
 # native, with the largest matrix products in eight bits: backends of their own, so that where they fail native serves.
 # LOW_BIT has each product in the kind that is the fastest.
 FLOAT8, INT8, LOW_BIT = "native fp8", "native int8", "native low-bit"
@@ -20,12 +20,10 @@ WITHOUT_ATTENTION = {attending: name for name, attending in WITH_ATTENTION.items
 OFFLOADING = (*LOW_BIT_ONLY.values(), *(WITH_ATTENTION[only] for only in LOW_BIT_ONLY.values()))
 WITH_LOW_BIT = (*WITH_ATTENTION, *WITHOUT_ATTENTION)
 OUR_KERNELS = (*WITH_LOW_BIT, NATIVE)
-WITH_GRAPHS = (*OUR_KERNELS, INDUCTOR, CUDAGRAPH)
+WITH_GRAPHS = (*OUR_KERNELS, CUDAGRAPH)
 # These take weights that a host casts or changes at each use. The others' operators hand on more than tensors, or were
 # compiled for weights as they are.
 ON_THE_FLY = (NATIVE, CUDAGRAPH, EAGER)
-# Attention is computed by what was measured to be the fastest.
-TUNED = (*OUR_KERNELS, INDUCTOR)
 
 
 class Candidates(NamedTuple):
@@ -35,20 +33,10 @@ class Candidates(NamedTuple):
     reason: str
 
 
-def has_graphs(backend: str, device: torch.device) -> bool:
-    """Whether a backend replays graphs on a device. Of those that do, only Inductor serves without a GPU too."""
-    return backend in WITH_GRAPHS and (backend != INDUCTOR or device.type == "cuda")
-
-
 def candidates(
-    wanted: str, device: torch.device, why_not_native: Callable[[torch.device], str | None],
-    why_not_inductor: Callable[[torch.device], str | None] = lambda device: "Inductor is for the whole UNet alone",
+    wanted: str, device: torch.device, why_not_native: Callable[[torch.device], str | None]
 ) -> Candidates:
-    """What to try on a device. wanted: as settings.Settings.backend. why_not_native, why_not_inductor: what our
-    kernels lack there, and what Inductor does."""
-    if wanted == INDUCTOR:
-        lack, plain = why_not_inductor(device), CUDAGRAPH if device.type == "cuda" else EAGER
-        return Candidates((INDUCTOR, plain), "") if lack is None else Candidates((plain,), lack)
+    """What to try on a device. wanted: as settings.Settings.backend. why_not_native: what our kernels lack there."""
     if wanted == EAGER:
         return Candidates((EAGER,), "")
     if device.type != "cuda":

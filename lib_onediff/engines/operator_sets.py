@@ -6,8 +6,8 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +31,6 @@ from ..ops.triton.launch_config import Launches
 from ..ops.tuning_cache import TuningCache
 from ..options.settings import Settings
 from ..weights.contents import Place, Reader
-from .auto_backend import AutoBackend
-from .inductor.compiler import Inductor
 from .low_bit import LowBit
 
 log = logging.getLogger("onediff")
@@ -75,8 +73,6 @@ class OperatorSets:
 
     def __init__(self, tuning_cache: TuningCache) -> None:
         self.attention = Attention(tuning_cache)
-        self.inductor = Inductor(self.attention, tuning_cache=tuning_cache)
-        self.auto = AutoBackend(tuning_cache)
         self._launches = Launches(tuning_cache)
         self.low_bit = LowBit(tuning_cache, self._launches, self.attention)
         self._made: dict[str, Operators] = {}
@@ -110,8 +106,6 @@ class OperatorSets:
     def of(self, backend: str, wide_norms: bool = False) -> Operators:
         """The operators by which a backend computes. wide_norms: the host has norms in float32; kernels of ours always
         round once."""
-        if backend == backends.INDUCTOR:
-            return self.inductor.operators
         if backend not in backends.OUR_KERNELS:
             return self._wide_norms if wide_norms else torch_ops
         with self._lock:
@@ -145,9 +139,9 @@ class OperatorSets:
                 return self.prepare(network, waits_for_compile=False)
         return False
 
-    def prepare_early(self, unet: nn.Module, settings: Settings) -> Future[list[Future[Any]]] | None:
-        """Begin what the first calls of this UNet would have to do without. Returns what ends with that, and tells what
-        else has begun then; None where there is nothing to do."""
+    def prepare_early(self, unet: nn.Module, settings: Settings) -> Future[None] | None:
+        """Begin what the first calls of this UNet would have to do without. Returns what ends with that; None where
+        there is nothing to do."""
         if not settings.enabled:
             return None
         parameter = next(unet.parameters(), None)
@@ -157,47 +151,29 @@ class OperatorSets:
         if device.type == "cpu" and torch.cuda.is_available():
             # A UNet that waits in the computer's memory goes to the GPU when it is used.
             device = torch.device("cuda", torch.cuda.current_device())
-        begun = self._worker.submit(self._prepare_early, weakref.ref(unet), settings, parameter.dtype, device)
-        if settings.backend == backends.INDUCTOR:
-            # What it does itself is Python, which would take the time from the first images.
-            wait([begun])
-        return begun
-
-    def compiling(self, unet: nn.Module, settings: Settings) -> Iterator[Future[Any]]:
-        """As prepare_early; one after the other what has to end until nothing is lacking."""
-        begun = self.prepare_early(unet, settings)
-        if begun is not None:
-            yield begun
-            if begun.done() and begun.exception() is None:
-                yield from begun.result()
+        return self._worker.submit(self._prepare_early, weakref.ref(unet), settings, parameter.dtype, device)
 
     def finish(self) -> None:
-        """Wait for what was begun, but for Inductor: whoever needs that waits for it."""
+        """Wait for what was begun."""
         self._worker.submit(lambda: None).result()
 
     def _prepare_early(
         self, unet: weakref.ref[nn.Module], settings: Settings, dtype: torch.dtype, device: torch.device
-    ) -> list[Future[Any]]:
-        found = backends.candidates(settings.backend, device, self.why_not_native, self.inductor.why_not)
-        backend = found.backends[0]
-        if settings.backend == backends.AUTO and backend != backends.NATIVE and self.auto.is_inductor(device):
-            backend = backends.INDUCTOR
-        if backend not in (backends.NATIVE, backends.INDUCTOR):
-            return []
+    ) -> None:
+        found = backends.candidates(settings.backend, device, self.why_not_native)
+        if found.backends[0] != backends.NATIVE:
+            return
         with contextlib.suppress(UnsupportedUNet):
             present = unet()
             if present is None:
-                return []
+                return
             layout = read_layout(present)
-            if backend == backends.INDUCTOR:
-                return self.inductor.prepare_early(present, layout, dtype, device)
             # Compiling takes longer than a host may want to keep it.
             del present
             wanted = backends.LOW_BIT_BACKENDS.get(settings.low_bit, "")
             attends = bool(wanted) and settings.low_bit_attention and why_no_int8(device, dtype) is None
             users, low_bit = layout.kernel_users, self.low_bit.kinds(wanted, device, dtype)
             self._compile(Network(layout.architecture, users, dtype, device, low_bit, attends))
-        return []
 
     def _compile(self, network: Network) -> None:
         kind = network.kind

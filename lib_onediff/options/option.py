@@ -1,10 +1,14 @@
 """What an option is: a field of settings.Settings with what an interface needs to show it, its values, its words."""
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, field
 from difflib import get_close_matches
+from functools import cache
 from typing import Any
+
+log = logging.getLogger("onediff")
 
 WORD_OF_BOOL = {True: "on", False: "off"}
 BOOL_OF_WORD = {word: value for value, word in WORD_OF_BOOL.items()}
@@ -15,6 +19,7 @@ def option(
     default: Any, label: str, explanation: str, choices: tuple[str, ...] = (), *, group: str = "",
     bounds: tuple[float, float] | None = None, step: float | None = None, per_run: bool = False,
     check: Callable[[Any], object] | None = None, no_effect_when: Mapping[str, tuple[Any, ...]] | None = None,
+    replaced: Mapping[str, str] | None = None,
 ) -> Any:
     """A dataclass field that carries what a user interface needs to show it.
 
@@ -22,10 +27,12 @@ def option(
     bounds: the least and the most that a number may be. step: what a slider between them moves by; 1 by default.
     per_run: one generation may be given another value. check: raises ValueError with a sentence for a value that is of
     the right kind but makes no sense. no_effect_when: other options, and their values with which this one does nothing.
+    replaced: words that an earlier OneDiff took, and what stands for each of them now.
     """
     return field(default=default, metadata={
         "label": label, "explanation": explanation, "choices": choices, "bounds": bounds, "step": step or 1,
         "per_run": per_run, "check": check, "group": group, "no_effect_when": no_effect_when or {},
+        "replaced": replaced or {},
     })
 
 
@@ -44,6 +51,20 @@ def check_value(option_field: Field[Any], value: Any) -> None:
         metadata["check"](value)
 
 
+def current_value(option_field: Field[Any], value: Any) -> Any:
+    """The value, or what stands for it now where only an earlier OneDiff took it; the log says so once."""
+    replaced = option_field.metadata["replaced"]
+    if not isinstance(value, str) or value not in replaced:
+        return value
+    warn_of_replaced(option_field.name, value, replaced[value])
+    return replaced[value]
+
+
+@cache
+def warn_of_replaced(name: str, value: str, current: str) -> None:
+    log.warning("OneDiff has no %s %r any more: %s is used.", name, value, current)
+
+
 def format_value(value: Any) -> str:
     """How a value is written in infotext and in presets."""
     return WORD_OF_BOOL[value] if isinstance(value, bool) else str(value)
@@ -54,7 +75,7 @@ def parse_value(option_field: Field[Any], word: str) -> Any:
     kind: type[Any] = type(option_field.default)
     if kind is bool and word not in BOOL_OF_WORD:
         raise ValueError(f"OneDiff option {option_field.name} is on or off, not {word!r}.")
-    value = BOOL_OF_WORD[word] if kind is bool else kind(word)
+    value = BOOL_OF_WORD[word] if kind is bool else current_value(option_field, kind(word))
     check_value(option_field, value)
     return value
 

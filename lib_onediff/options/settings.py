@@ -10,7 +10,7 @@ from typing import Any
 
 from ..shapes.sizes import MOST_SIZES, parse_sizes
 from . import deepcache_values as deepcache
-from .option import allowed_values, check_value, did_you_mean, format_value, option
+from .option import allowed_values, check_value, current_value, did_you_mean, format_value, option
 from .presets import migrate_low_bit
 from .presets import parse as check_own_presets
 
@@ -31,7 +31,7 @@ MOST_FORECAST = 4
 # One GPU computes; the next one that has room; or this one.
 ONE_GPU = "off"
 SECOND_GPUS = (ONE_GPU, "auto", *map(str, range(8)))
-WITHOUT_KERNELS = {"backend": ("inductor", "cudagraph", "oneflow", "eager")}
+WITHOUT_KERNELS = {"backend": ("cudagraph", "oneflow", "eager")}
 WITHOUT_DEEPCACHE = {"deepcache_interval": (1,)}
 
 
@@ -45,7 +45,8 @@ class Settings:
     )
     backend: str = option(
         "auto", "Backend", "How the UNet is computed. auto: the fastest that runs here, measured once.",
-        group=GENERAL, choices=("auto", "native", "inductor", "cudagraph", "oneflow", "eager"), per_run=True,
+        group=GENERAL, choices=("auto", "native", "cudagraph", "oneflow", "eager"), per_run=True,
+        replaced={"inductor": "auto"},
     )
     verify: bool = option(
         True, "Check the first use of every shape",
@@ -66,7 +67,7 @@ class Settings:
         "full", "Accumulation in convolutions",
         "half: the same for convolutions, where the backend can; PyTorch cannot.",
         group=ADVANCED, choices=("full", "half"), per_run=True,
-        no_effect_when={"backend": ("auto", "native", "inductor", "cudagraph", "eager")},
+        no_effect_when={"backend": ("auto", "native", "cudagraph", "eager")},
     )
     reduced_precision_reduction: str = option(
         "auto", "Reduced-precision reduction",
@@ -172,10 +173,11 @@ class Settings:
 
     def __post_init__(self) -> None:
         for option_field in fields(self):
-            value, kind = getattr(self, option_field.name), type(option_field.default)
+            value, kind = current_value(option_field, getattr(self, option_field.name)), type(option_field.default)
             # JSON writes 1.0 as 1, and A1111's API tells a whole number as 1.0, which clients send back.
             if kind is float and type(value) is int or kind is int and type(value) is float and value.is_integer():
-                object.__setattr__(self, option_field.name, kind(value))
+                value = kind(value)
+            object.__setattr__(self, option_field.name, value)
         for option_field in fields(self):
             check_value(option_field, getattr(self, option_field.name))
 

@@ -5,7 +5,6 @@ import torch
 
 from .. import engines as backends
 from ..engines.graphs.cache import GraphCache
-from ..engines.inductor.helper import CannotCompile
 from ..engines.managed_unet import ManagedUNet
 from ..engines.oneflow.route import OneFlowRoute
 from ..engines.operator_sets import OperatorSets
@@ -13,7 +12,6 @@ from ..model.call import UNetCall
 from ..options.settings import ONE_GPU, Settings
 
 NO_ROOM = "there is no GPU memory for the weights in eight bits, or to measure what they do"
-INDUCTOR_COMPILES = "Inductor compiles this model's blocks, in the background; on this machine it is done once"
 
 
 class BackendChoice:
@@ -33,7 +31,7 @@ class BackendChoice:
         Raises UnsupportedUNet. To be called in the host's modes: they decide what can be served.
         """
         candidates = self._candidates(settings, call, waits_for_compile)
-        channels_last = self._wants_channels_last(managed, candidates.backends[0], call)
+        channels_last = candidates.backends[0] == backends.NATIVE
         device, budget = call.latent.device, settings.memory_budget
         managed.bound.reader = self._operators.contents_reader(device)
         managed.bound.refresh(
@@ -45,8 +43,6 @@ class BackendChoice:
         if managed.kinds:
             self._graphs.drop_low_bit(managed)
             return without_engines(candidates, managed.kinds, device)
-        if settings.backend == backends.AUTO and candidates.backends[0] == backends.INDUCTOR:
-            candidates = self._when_compiled(managed, candidates, call)
         wanted = settings.low_bit
         if wanted == "off":
             self._graphs.drop_low_bit(managed)
@@ -65,31 +61,12 @@ class BackendChoice:
 
     def _candidates(self, settings: Settings, call: UNetCall, waits_for_compile: bool) -> backends.Candidates:
         device, operators = call.latent.device, self._operators
-        candidates = backends.candidates(settings.backend, device, operators.why_not_native, operators.inductor.why_not)
-        if settings.backend == backends.AUTO and operators.inductor.why_not(device) is None:
-            return operators.auto.candidates(candidates, call)
+        candidates = backends.candidates(settings.backend, device, operators.why_not_native)
         if settings.backend != backends.ONEFLOW:
             return candidates
         # They serve while OneFlow compiles. Our own kernels want their weights in another order.
         others = backends.candidates(backends.CUDAGRAPH, device, operators.why_not_native)
         return self._oneflow.candidates(settings, others, candidates, call, waits_for_compile)
-
-    def _when_compiled(
-        self, managed: ManagedUNet, candidates: backends.Candidates, call: UNetCall
-    ) -> backends.Candidates:
-        """The same candidates, or those after Inductor until it has compiled: nobody has asked for it, nobody waits."""
-        try:
-            if self._operators.inductor.prepare(managed.bound, call.latent, waits_for_compile=False):
-                return candidates
-        except CannotCompile as failure:
-            self._operators.auto.fail(str(failure))
-        return backends.Candidates(candidates.backends[1:], INDUCTOR_COMPILES)
-
-    def _wants_channels_last(self, managed: ManagedUNet, backend: str, call: UNetCall) -> bool:
-        if backend == backends.INDUCTOR:
-            # Until its code is there another serves, which would turn the weights back at every call.
-            return self._operators.inductor.is_ready(managed.bound, call.latent)
-        return backend == backends.NATIVE
 
     def _why_no_low_bit(self, managed: ManagedUNet, backend: str, call: UNetCall) -> str | None:
         if managed.no_room_for_low_bit:

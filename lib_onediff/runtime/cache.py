@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..engines import AUTO
 from ..engines.graphs.accounting import MemorySnapshot
 from .call_stats import GRAPH, ROUTES
 from .card_route import CardRoute
@@ -56,7 +55,7 @@ class Cache:
             disk=self._services.history.size_bytes(), calls=calls, hit_rate=calls[GRAPH] / count if count else None,
             low_bit=self._services.graphs.low_bit_bytes(),
             offloaded=self._services.graphs.offloaded_bytes(),
-            inductor=self._services.operators.inductor.status(), oneflow=self._by_card.fallback.oneflow_graphs,
+            oneflow=self._by_card.fallback.oneflow_graphs,
             low_bit_errors=list(self._low_bit_errors()),
         )
 
@@ -78,8 +77,7 @@ class Cache:
             "enabled": settings.enabled, **status,
             **{policy.name: part(policy.status, {}) for policy in self._stepping.policies},
             "backend": status["backend"] or settings.backend,
-            "vae": part(self._vae.status, {}), "inductor": part(lambda: self._services.operators.inductor.status(), {}),
-            "auto": part(lambda: self._services.operators.auto.sentence(), "") if settings.backend == AUTO else "",
+            "vae": part(self._vae.status, {}),
             "second_gpu": {**status["second_gpu"], "bytes": part(self._two_gpus.bytes, 0)},
             "hint": part(self._services.operators.hint, "") if settings.enabled else "",
             "low_bit": part(lambda: [asdict(errors) for errors in self._low_bit_errors()], []),

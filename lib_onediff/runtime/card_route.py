@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..core.refusal import Refusal
-from ..engines import AUTO, ONEFLOW, WITH_LOW_BIT, Candidates
+from ..engines import ONEFLOW, WITH_LOW_BIT, Candidates
 from ..engines.managed_unet import ManagedUNet
 from ..model.call import UNetCall
 from ..ops.precision import AttentionOverflows, flags_for, our_modes, upcasts_attention
@@ -99,8 +99,6 @@ class CardRoute:
                 () if call.patches is None else call.patches.functions(), times_host,
             )
         else:
-            with services.lock:
-                self.fallback.note(managed, settings, served)
             if served.route == PLAIN:
                 with services.computing(device), our_modes(device, entry.key.precision):
                     self.fallback.make_ready(managed, settings, served)
@@ -118,11 +116,10 @@ class CardRoute:
         self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: UNetCall, served: Served
     ) -> None:
         """Let later calls of this sampling go by replay, unless something is decided anew at each of them: which layers
-        are in eight bits, OneFlow's compiling, the choice of a backend."""
+        are in eight bits, OneFlow's compiling."""
         backend, device = served.entry.key.backend, call.latent.device
         looks_again = backend == ONEFLOW or (
             settings.low_bit != "off" and not (backend in WITH_LOW_BIT and managed.low_bit_is_decided(backend))
-            or settings.backend == AUTO and self._services.operators.auto.is_choosing(backend, device)
         )
         if served.route != GRAPH or looks_again or self._services.waits_for_compile or call.patches is not None:
             return

@@ -12,7 +12,7 @@ from .. import engines as backends
 from ..core.refusal import Refusal
 from ..engines.graphs.cache import GraphCache
 from ..engines.managed_unet import ManagedUNet, Runner
-from ..engines.oneflow.route import OneFlowRoute
+from ..engines.oneflow.route import OneFlowRoute, OneFlowRunner
 from ..engines.operator_sets import Network, OperatorSets
 from ..guard import first_line
 from ..model.bound import BoundUNet
@@ -25,15 +25,15 @@ from ..options.settings import Settings
 from ..shapes.key import ShapeKey
 from ..shapes.table import Entry, ShapeTable, State, Stopwatch
 from ..steps.policy import Served
-from .backend_choice import INDUCTOR_COMPILES, BackendChoice
+from .backend_choice import BackendChoice
 from .call_stats import GRAPH, PLAIN
 from .low_bit_route import LowBitRoute
 from .patched_route import PatchedRoute
 from .verify import blame, judge_cached_pass
 
 log = logging.getLogger("onediff")
-# Their operators hand each other more than tensors, run elsewhere, or were compiled for this UNet's own sizes alone.
-WITHOUT_PATCHES = (*backends.WITH_LOW_BIT, backends.INDUCTOR, backends.ONEFLOW)
+# Their operators hand each other more than tensors, or run elsewhere.
+WITHOUT_PATCHES = (*backends.WITH_LOW_BIT, backends.ONEFLOW)
 COMPILING = "OneDiff's kernels are being compiled, in the background; on this machine it is done once"
 
 
@@ -79,9 +79,6 @@ class FallbackChain:
             if call.additions and backend == backends.ONEFLOW:
                 reason = f"OneFlow does not compute {', '.join(call.additions)}"
                 continue
-            if call.shrink is not None and backend == backends.INDUCTOR:
-                reason = "Inductor's kernels are compiled for the UNet's own sizes alone"
-                continue
             entry = self._entry(managed, call, backend, flags)
             if entry.key.is_cached_pass and entry.state is State.COLD:
                 reason = reason or "it was not checked beside a whole step yet"
@@ -126,13 +123,6 @@ class FallbackChain:
         if entry.state is State.FAILED:
             raise Refusal(entry.reason)
 
-    def note(self, managed: ManagedUNet, settings: Settings, result: Served) -> None:
-        """A call of a proved shape was served."""
-        # What else a call computes would count for the backend that happened to serve it.
-        only_layers = result.call.patches is None and not (result.call.additions or managed.kinds)
-        if settings.backend == backends.AUTO and only_layers:
-            self._operators.auto.note(result.entry, result.call)
-
     def make_ready(self, managed: ManagedUNet, settings: Settings, result: Served) -> None:
         """Capture the graph of a shape that was just served without one; the call itself has been answered.
 
@@ -151,10 +141,10 @@ class FallbackChain:
         self, managed: ManagedUNet, settings: Settings, entry: Entry, call: UNetCall
     ) -> None:
         backend = entry.key.backend
-        if not backends.has_graphs(backend, entry.key.device) or entry.no_graph:
+        if backend not in backends.WITH_GRAPHS or entry.no_graph:
             return
         try:
-            if backend in backends.TUNED and self._tune(managed, settings, backend, call):
+            if backend in backends.OUR_KERNELS and self._tune(managed, settings, backend, call):
                 # Something else was chosen: let it do its first work outside the capture.
                 self._plainly(managed, entry, replace(call, patches=None))
             if backend in backends.WITH_LOW_BIT and managed.low_bit is None:
@@ -183,11 +173,6 @@ class FallbackChain:
 
     def _compiling(self, managed: ManagedUNet, backend: str, call: UNetCall) -> str | None:
         """What is being compiled for a backend, for which the host serves the call; None where all is there."""
-        if backend == backends.INDUCTOR:
-            if not self._operators.inductor.prepare(managed.bound, call.latent, self._waits_for_compile()):
-                return INDUCTOR_COMPILES
-            if not managed.bound.channels_last:
-                managed.bound.refresh(call, channels_last=True)
         if backend not in backends.OUR_KERNELS:
             return None
         kinds = self._operators.low_bit.kinds(backend, call.latent.device, call.latent.dtype)
@@ -216,7 +201,7 @@ class FallbackChain:
         if call.patches is not None:
             plainly = lambda: self._plainly(managed, entry, call)  # noqa: E731
             return self.patched.run(managed, entry, call, call.patches, plainly, reason)
-        runner: Runner | str | None
+        runner: Runner | OneFlowRunner | str | None
         if backend == backends.ONEFLOW:
             runner = self._oneflow.runner(managed, entry.key, call, self._waits_for_compile())
             if isinstance(runner, str):
@@ -231,7 +216,7 @@ class FallbackChain:
         stopwatch = Stopwatch() if entry.state is State.COLD else entry.own
         plainly = lambda: self._plainly(managed, entry, call)  # noqa: E731
         # A first call of all chooses algorithms, and takes more memory for that than any later one.
-        has_graphs = backends.has_graphs(backend, device)
+        has_graphs = backend in backends.WITH_GRAPHS
         measures = has_graphs and entry.state is not State.COLD
         output = stopwatch.time(device, lambda: self._graphs.measured(entry, plainly) if measures else plainly(), PLAIN)
         if has_graphs:

@@ -45,7 +45,7 @@ class PatchedRoute:
         names, device = ", ".join(entry.key.patches), call.latent.device
         within = f"other extensions compute within the UNet: {names}"
         reason = "; ".join(filter(None, (within, why_not_better)))
-        rewind, has_graphs = None, backends.has_graphs(entry.key.backend, device)
+        rewind, has_graphs = None, entry.key.backend in backends.WITH_GRAPHS
         if entry.state is State.COLD:
             output = computed_twice(entry, plainly, patches.functions())
             if output is None:

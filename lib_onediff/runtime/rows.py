@@ -42,7 +42,6 @@ class Totals:
     hit_rate: the share of them that a graph served; None before the first.
     low_bit: bytes of the weights in eight bits, which lie beside the WebUI's own or stand for them.
     offloaded: bytes of the computer's memory that the WebUI's own weights take meanwhile.
-    inductor: how many "graphs" Inductor has made, and how many calls were "refused" because they fit none of them.
     oneflow: how many "graphs" OneFlow has compiled, and the "most" that it may.
     low_bit_errors: what was measured of Low-bit on the checkpoints that use it.
     """
@@ -54,7 +53,6 @@ class Totals:
     hit_rate: float | None
     low_bit: int = 0
     offloaded: int = 0
-    inductor: dict[str, int] = field(default_factory=dict)
     oneflow: dict[str, int] = field(default_factory=dict)
     low_bit_errors: list[LowBitErrors] = field(default_factory=list)
 

@@ -131,7 +131,9 @@ class Runtime:
     def compiling(self) -> Iterator[Future[Any]]:
         """Begin what the UNets in care still lack; one after the other what has to end until nothing is lacking."""
         for unet, managed in self.services.managed.items():
-            yield from self.operators.compiling(unet, managed.settings or self.settings)
+            begun = self.operators.prepare_early(unet, managed.settings or self.settings)
+            if begun is not None:
+                yield begun
 
     def restore(self, unet: nn.Module) -> None:
         """Have weights of a UNet that were offloaded back: somebody else is about to compute with them. Raises

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.refusal import Refusal
-from ..engines import INDUCTOR, ONEFLOW
+from ..engines import ONEFLOW
 from ..engines.managed_unet import ManagedUNet
 from ..guard import HostFunction
 from ..model.call import UNetCall
@@ -36,8 +36,6 @@ ONE_ROW = "the call has one row"
 CAPTURES = "the caller captures a CUDA graph of its own"
 TOO_SLOW = "one GPU is sooner done than both"
 FULL = "out of memory on {}: until the weights or the option change, one GPU computes"
-# Their code is compiled for one device, or runs in a way of its own.
-ONE_CARD_BACKENDS = (INDUCTOR, ONEFLOW)
 
 
 class SecondGpuFull(Exception):
@@ -130,7 +128,7 @@ class TwoGpusRoute:
             if rest.holds(settings, managed.bound):
                 return rest.reason
             self._rests.pop(unet, None)
-        if settings.backend in ONE_CARD_BACKENDS:
+        if settings.backend == ONEFLOW:
             return f"the backend {settings.backend} computes on one GPU"
         if managed.bound.has_binding and managed.kinds:
             return f"the host computes with {' and '.join(managed.kinds)}"
@@ -149,9 +147,9 @@ class TwoGpusRoute:
         if not share:
             raise Refusal(TOO_SLOW)
         first_rows, second_rows = slice(0, batch - share), slice(batch - share, batch)
-        here, second = take_rows(call, first_rows), None
-        replays = not self._stepping.are_on(settings, whole_batch=False)
-        if pair is not None and pair.mirror.has_binding and replays:
+        here, second, was_looked_at = take_rows(call, first_rows), None, False
+        if pair is not None and pair.mirror.has_binding and not self._stepping.are_on(settings, whole_batch=False):
+            was_looked_at = True
             pair.follow(managed)
             with self._on(pair):
                 # Its graph's inputs are copied from the first card.
@@ -161,13 +159,13 @@ class TwoGpusRoute:
         first = served_of(
             self._by_card.answer(unet, managed, settings, here, lambda: host()[first_rows], times_host=False)
         )
-        if first.entry.key.backend in ONE_CARD_BACKENDS:
+        if first.entry.key.backend == ONEFLOW:
             raise Refusal(f"the backend {first.entry.key.backend} computes on one GPU")
         if pair is None:
             pair = self._make(unet, managed, settings, first_card)
         # Asked now, while both compute: what turns out to be stale is computed again.
         if second is None or not pair.mirror.is_true():
-            second = self._second(pair, managed, settings, call, second_rows, host, second is not None)
+            second = self._second(pair, managed, settings, call, second_rows, host, was_looked_at)
         managed.served_last = True
         pair.entries[call.latent.shape] = first.entry, second.entry
         output = torch.cat([first.output, second.output.to(first_card, non_blocking=True)])

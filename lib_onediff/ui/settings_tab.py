@@ -12,7 +12,7 @@ import gradio as gr
 
 from ..engines import ONEFLOW
 from ..options.effects import Machine, described
-from ..options.option import format_value
+from ..options.option import current_value, format_value
 from ..options.presets import migrate_values
 from ..options.settings import CACHE, GROUPS, HOST_KEY_PREFIX, Settings, host_key
 from ..runtime.runtime import runtime
@@ -174,7 +174,10 @@ def stored_settings(opts: Any) -> Settings:
     everything = migrate_values({
         key.removeprefix(HOST_KEY_PREFIX): value for key, value in opts.data.items() if key.startswith(HOST_KEY_PREFIX)
     })
-    stored = {option.name: everything[option.name] for option in fields(Settings) if option.name in everything}
+    stored = {
+        option.name: current_value(option, everything[option.name])
+        for option in fields(Settings) if option.name in everything
+    }
     opts.data.update({host_key(name): value for name, value in stored.items()})
     try:
         return Settings.from_mapping(stored)

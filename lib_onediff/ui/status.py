@@ -75,8 +75,7 @@ def status_html(status: dict[str, Any]) -> str:
     decode, second = (status.get(part) or {} for part in ("vae", "second_gpu"))
     lines = dict.fromkeys((
         *reasons_of(status), gpus_sentence(second), *status.get("notes", ()), *status.get("faults", ()),
-        status.get("hint"), status.get("auto"),
-        decode_described(decode.get("route"), decode.get("reason", "")),
+        status.get("hint"), decode_described(decode.get("route"), decode.get("reason", "")),
     ))
     reason = "".join(f'<p class="onediff-reason">{html.escape(line)}</p>' for line in lines if line)
     route = status["route"] or "none"

@@ -121,7 +121,6 @@ WORDS = {
 TOTALS = {
     "Graph memory": "GPU memory that all graphs hold, of what they may hold",
     "Low-bit weights": "GPU memory of the weights in eight bits, beside the WebUI's own or in their place",
-    "Inductor": "graphs that PyTorch's compiler has made, each for all sizes",
     "OneFlow": "graphs that OneFlow has compiled in this process, of those that it may",
     "Disk": "history, verdicts, measured choices and compiled kernels in the cache folder",
     "Served by a graph": "share of the UNet calls of this process that replayed a graph",

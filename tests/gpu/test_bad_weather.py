@@ -27,9 +27,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
-def fresh_runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # Whether auto would try Inductor depends on how long calls of earlier tests took.
-    monkeypatch.setattr(runtime.operators.inductor, "why_not", lambda device: "Inductor is not for these tests")
+def fresh_runtime() -> Iterator[None]:
     runtime.purge()
     yield
     runtime.purge()

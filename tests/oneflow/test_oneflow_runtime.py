@@ -65,7 +65,7 @@ def test_backends_back_and_forth() -> None:
 
 
 def test_where_it_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OneFlowGate, "verdict_soon", lambda *given: Verdict("OneFlow has no luck today"))
+    monkeypatch.setattr(OneFlowGate, "verdict", lambda *given: Verdict("OneFlow has no luck today"))
     unet = compile_unet(diffusers_unet(**SMALL), backend="oneflow")
     call = a_call(unet)
     assert agree(served(unet, call), diffusers_output(unet, call))

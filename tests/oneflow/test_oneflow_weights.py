@@ -11,37 +11,37 @@ from torch import nn
 pytest.importorskip("diffusers")
 
 from builders import SMALL, SMALL_XL, a_call, diffusers_output, diffusers_unet
-from oneflow_builders import GRAPHS, Ours, agree
+from oneflow_builders import Ours, agree, count
 
-from lib_onediff.engines.oneflow.graphs import STRIDED, unowned
+from lib_onediff.engines.oneflow.route import STRIDED
 
 
 def test_edits_in_place() -> None:
     unet = diffusers_unet(**SMALL_XL)
     ours, call = Ours(unet), a_call(unet)
     before = ours.output(call)
-    graphs = len(GRAPHS)
+    graphs = count()
     for parameter in unet.parameters():
         # As a LoRA does: there is less to see of what is the same everywhere.
         parameter.add_(torch.randn_like(parameter) * parameter.abs().mean() * 0.1)
     expected = diffusers_output(unet, call)
     assert not agree(before, expected)
     assert agree(ours.output(call), expected)
-    assert len(GRAPHS) == graphs
+    assert count() == graphs
 
 
 def test_a_replaced_parameter() -> None:
     unet = diffusers_unet(**SMALL)
     ours, call = Ours(unet), a_call(unet)
     ours.output(call)
-    graphs, old = len(GRAPHS), unet.conv_out.weight
+    graphs, old = count(), unet.conv_out.weight
     unet.conv_out.weight = nn.Parameter(torch.randn_like(old) * 0.1)
     assert agree(ours.output(call), diffusers_output(unet, call))
-    assert len(GRAPHS) == graphs + 1
+    assert count() == graphs + 1
     # The old one lies where it lay.
     unet.conv_out.weight = old
     assert agree(ours.output(call), diffusers_output(unet, call))
-    assert len(GRAPHS) == graphs + 1
+    assert count() == graphs + 1
 
 
 def test_a_moved_parameter() -> None:
@@ -56,6 +56,8 @@ def test_a_moved_parameter() -> None:
 
 def test_nothing_is_copied() -> None:
     from oneflow.utils.tensor import from_torch, to_torch
+
+    from lib_onediff.engines.oneflow.operators import unowned
 
     weight = nn.Parameter(torch.randn(6, 4))[2:]
     assert to_torch(from_torch(unowned(weight))).data_ptr() == weight.data_ptr()

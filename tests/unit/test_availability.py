@@ -13,7 +13,6 @@ import torch
 import lib_onediff
 from lib_onediff.ops import availability
 from lib_onediff.ops.availability import (
-    how_to_install,
     why_no_compiler,
     why_no_triton,
     why_no_triton_gpu,
@@ -68,10 +67,8 @@ def test_amd_is_said_to_be_untried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert a_sentence(why) and "AMD" in why
 
 
-def test_no_triton(triton: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_triton(triton: Path) -> None:
     assert why_no_triton_package() == "OneDiff's kernels need Triton, which is not installed"
-    monkeypatch.setattr(torch, "__version__", "2.7.1+cu126")
-    assert f"{sys.executable} -m pip install" in how_to_install() and "==3.3.*" in how_to_install()
 
 
 @pytest.mark.parametrize("name", ["triton", "triton-windows", "pytorch-triton"])

@@ -41,15 +41,6 @@ def test_totals_of_a_process_that_has_done_nothing() -> None:
         assert part in line
 
 
-@pytest.mark.parametrize(
-    "refused, sentence", [(0, "fit for every call"), (1, "1 call did not fit"), (3, "3 calls did not fit")]
-)
-def test_graphs_of_inductor_and_what_they_do_not_fit(refused: int, sentence: str) -> None:
-    compiled = changed(TOTALS, inductor={"graphs": 18, "refused": refused})
-    assert f"Inductor 18 graphs, {sentence}" in text_of(cache_totals.totals_html(compiled, [], []))
-    assert "Inductor" not in text_of(cache_totals.totals_html(TOTALS, [], []))
-
-
 def test_what_low_bit_does_to_a_checkpoint() -> None:
     classes = (
         ClassError("self-attention QKV", "fp8", 0.0103, True),

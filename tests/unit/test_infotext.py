@@ -140,6 +140,7 @@ def test_what_is_pasted_holds_no_option_but_those_that_it_writes_down(pasted: Se
      [True, AS_IN_SETTINGS, "deepcache_interval 4"]),
     ("on; deepcache_interval 4; deepcache_schedule uneven; deepcache_center 0.2; deepcache_power 2.0",
      Settings(deepcache_schedule="uniform"), [True, AS_IN_SETTINGS, "deepcache_interval 4; deepcache_schedule early"]),
+    ("on; backend inductor", Settings(backend="eager"), [True, AS_IN_SETTINGS, "backend auto"]),
     ("on; fp8 on", Settings(), [True, AS_IN_SETTINGS, "low_bit fp8"]),
     ("on; fp8 off", Settings(low_bit="int8"), [True, AS_IN_SETTINGS, "low_bit off"]),
     ("on; low_bit int8; low_bit_attention on", Settings(),

@@ -1,6 +1,7 @@
 """Why OneFlow cannot be used: what can be said without it, and what is read from the process in which it is tried."""
 from __future__ import annotations
 
+import json
 import os
 import platform
 import sys
@@ -12,7 +13,19 @@ import torch
 from grid import first
 
 from lib_onediff.engines.oneflow import gate as oneflow_gate
-from lib_onediff.engines.oneflow.gate import OneFlowGate, Verdict, brief, read, said, why_no_package, why_not_for
+from lib_onediff.engines.oneflow.gate import (
+    COMPUTING,
+    DONE,
+    IMPORTING,
+    SHARING,
+    TRYING,
+    OneFlowGate,
+    Verdict,
+    brief,
+    verdict_of,
+    why_no_package,
+    why_not_for,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -39,6 +52,11 @@ def install(folder: Path, version: str = "0.9.0", source: str = "raise SystemExi
     info = folder / f"oneflow-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: oneflow\nVersion: {version}\n")
+
+
+def said(**words: object) -> str:
+    """As the other process says it."""
+    return json.dumps(words)
 
 
 def tried(folder: Path, seconds: float = 120.0) -> str | None:
@@ -136,7 +154,7 @@ def test_errors_of_an_import_are_explained(monkeypatch: pytest.MonkeyPatch, sour
         exec(source)
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
-    why = read({"at": "importing", "error": error}, 0).reason
+    why = verdict_of(said(error=error, numpy="2.0", protobuf="4.25"), 0).reason
     assert a_sentence(why) and all(word in why for word in words), why
 
 
@@ -157,29 +175,28 @@ def test_no_other_python_can_be_started(machine: Path, monkeypatch: pytest.Monke
 def test_it_is_tried_once_and_not_waited_for(machine: Path) -> None:
     install(machine, source="open(__file__ + '.tried', 'a').write('x'); raise ImportError('bad weather')")
     gate = OneFlowGate(environment={**os.environ, "PYTHONPATH": str(machine)})
-    assert gate.verdict_soon(CPU, torch.float32) is None
-    until = time.monotonic() + 120
-    while (found := gate.verdict_soon(CPU, torch.float32)) is None and time.monotonic() < until:
-        time.sleep(0.05)
-    assert found == gate.verdict(CPU, torch.float32) == Verdict("OneFlow cannot be imported: ImportError: bad weather")
+    assert gate.verdict(CPU, torch.float32, waits=False) == Verdict(TRYING)
+    found = gate.verdict(CPU, torch.float32)
+    assert found == Verdict("OneFlow cannot be imported: ImportError: bad weather")
+    assert gate.verdict(CPU, torch.float32, waits=False) == found
     assert (machine / "oneflow" / "__init__.py.tried").read_text() == "x"
 
 
 def test_what_the_other_process_says() -> None:
-    noise = ["W2026 cuda", '{"at": "sharing"}', "[1, 2]", '{"at": "done", "fused_attention": true}', "{not there}"]
-    assert read(said("\n".join(noise)), 0) == Verdict(None, True)
+    noise = ["W2026 cuda", said(at=SHARING), "[1, 2]", said(at=DONE, fused_attention=True), "{not there}"]
+    assert verdict_of("\n".join(noise), 0) == Verdict(None, True)
     # What it says last counts, and not how it ends: OneFlow may fall over when it is put away.
-    assert read({"at": "done"}, -6) == Verdict(None)
-    for stage in ("importing", "sharing", "computing"):
-        assert a_sentence(read({"at": stage}, -6).reason)
-        assert a_sentence(read({"at": stage, "error": "RuntimeError: it is too hot."}, 0).reason)
-    assert a_sentence(read({}, 1).reason)
+    assert verdict_of(said(at=DONE), -6) == Verdict(None)
+    for stage in (IMPORTING, SHARING, COMPUTING):
+        assert a_sentence(verdict_of(said(at=stage), -6).reason)
+        assert a_sentence(verdict_of(said(at=stage, error="RuntimeError: it is too hot."), 0).reason)
+    assert a_sentence(verdict_of("", 1).reason)
     assert brief("\x1b[1m\n\n first: \n second") == "first"
 
 
 def test_cudnn_8_beside_cudnn_8(monkeypatch: pytest.MonkeyPatch) -> None:
     error = "ImportError: libcudnn.so.8: cannot open shared object file"
-    monkeypatch.setattr(oneflow_gate, "installed", lambda name: "8.9.2.26" if name == "nvidia-cudnn-cu12" else None)
-    assert "torch 2.4" in read({"at": "importing", "error": error}, 0).reason
+    monkeypatch.setattr(oneflow_gate, "installed", lambda name: "8.9.2.26" if name == "nvidia-cudnn-cu12" else "none")
+    assert "torch 2.4" in verdict_of(said(error=error), 0).reason
     monkeypatch.setattr(oneflow_gate, "installed", lambda name: "9.1.0.70")
-    assert "nvidia-cudnn-cu11==8.5.0.96" in read({"at": "importing", "error": error}, 0).reason
+    assert "nvidia-cudnn-cu11==8.5.0.96" in verdict_of(said(error=error), 0).reason

@@ -1,8 +1,10 @@
 """OneFlow runs one thing at a time: it ends the process where it compiles one graph while it runs another."""
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +13,7 @@ from torch import Tensor
 
 import lib_onediff
 from lib_onediff.engines import ONEFLOW
-from lib_onediff.engines.oneflow import graphs as oneflow
-from lib_onediff.engines.oneflow.route import COMPILING_ANOTHER, OneFlowRoute
+from lib_onediff.engines.oneflow import route as oneflow
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.key import ShapeKey
 
@@ -41,8 +42,8 @@ class Watched:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     watched = Watched()
-    monkeypatch.setattr(oneflow, "graph_of", lambda forward, weights: object())
-    monkeypatch.setattr(oneflow, "run_graph", watched.run)
+    operators = SimpleNamespace(graph_of=lambda forward, weights: object(), run_graph=watched.run)
+    monkeypatch.setitem(sys.modules, "lib_onediff.engines.oneflow.operators", operators)
     yield watched
     watched.may_end.set()
 
@@ -52,7 +53,7 @@ def test_nothing_runs_while_another_shape_is_compiled(watched: Watched) -> None:
     calls = [a_call(unet), a_call(unet, 16, 8)]
     for call in calls:
         served(unet, call)
-    managed, route = runtime.managed_unet(unet), OneFlowRoute()
+    managed, route = runtime.managed_unet(unet), oneflow.OneFlowRoute()
 
     def runner(index: int, waits_for_compile: bool = False) -> oneflow.OneFlowRunner | str:
         call, bound = calls[index], managed.bound
@@ -62,7 +63,7 @@ def test_nothing_runs_while_another_shape_is_compiled(watched: Watched) -> None:
     runner(0, waits_for_compile=True).run(calls[0])
     watched.may_end.clear()
     assert runner(1) == oneflow.COMPILING
-    assert runner(0) == COMPILING_ANOTHER
+    assert runner(0) == oneflow.COMPILING_ANOTHER
     waiting = threading.Thread(target=lambda: runner(0, waits_for_compile=True).run(calls[0]))
     waiting.start()
     waiting.join(0.2)

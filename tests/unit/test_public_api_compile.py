@@ -63,6 +63,12 @@ def test_undoing_twice_or_without_cause_is_harmless() -> None:
     must_be_the_hosts(unet)
 
 
+def test_a_backend_that_is_no_more_is_the_automatic_one() -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(), backend="inductor")
+    must_be_ours(unet)
+    assert lib_onediff.status()["backend"] == "eager"
+
+
 def test_the_last_options_count() -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(), enabled=False)
     served(unet, a_call(unet))
@@ -76,11 +82,11 @@ def test_the_last_options_count() -> None:
     [
         (
             {"backend": "nonsense"},
-            "OneDiff option backend is one of auto, native, inductor, cudagraph, oneflow, eager, not 'nonsense'.",
+            "OneDiff option backend is one of auto, native, cudagraph, oneflow, eager, not 'nonsense'.",
         ),
         (
             {"backend": None},
-            "OneDiff option backend is one of auto, native, inductor, cudagraph, oneflow, eager, not None.",
+            "OneDiff option backend is one of auto, native, cudagraph, oneflow, eager, not None.",
         ),
         ({"tf32": True}, "OneDiff option tf32 is one of auto, on, off, not True."),
         ({"verify": "yes"}, "OneDiff option verify takes True or False, not 'yes'."),

@@ -14,7 +14,7 @@ pytest.importorskip("gradio")
 import gradio
 
 from lib_onediff.demo.modules.options import OptionInfo, Options
-from lib_onediff.options.option import check_value
+from lib_onediff.options.option import check_value, warn_of_replaced
 from lib_onediff.options.settings import GROUPS, Settings, host_key
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui import settings_form, settings_tab
@@ -151,6 +151,20 @@ def test_what_an_earlier_version_has_stored_of_the_hires_pass_is_replaced(own: d
     assert settings_tab.stored_settings(opts) == wanted
     settings_tab.add_options(opts, OptionInfo, lambda: None)
     assert opts.onediff_deepcache_hires == hires and runtime.settings == wanted
+
+
+def test_a_backend_of_an_earlier_version_is_replaced(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings_tab.log, "propagate", True)
+    warn_of_replaced.cache_clear()
+    opts = Options({})
+    opts.data.update({"onediff_backend": "inductor"})
+    assert settings_tab.stored_settings(opts) == Settings(backend="inductor") == Settings()
+    settings_tab.add_options(opts, OptionInfo, lambda: None)
+    assert opts.onediff_backend == "auto" and runtime.settings == Settings()
+    (record,) = caplog.records
+    assert record.message == "OneDiff has no backend 'inductor' any more: auto is used."
 
 
 def test_a_schedule_of_an_earlier_version_is_replaced() -> None:

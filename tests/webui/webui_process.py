@@ -24,12 +24,8 @@ SECONDS_TO_START = 180
 
 
 def environment() -> dict[str, str]:
-    """The environment of a host under test: one thread, so that several tests can share a small machine, and no C++
-    compiler, or "auto" would have Inductor compile beside the tests for minutes as soon as a busy machine is slow."""
-    return {
-        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": "",
-        "CXX": "no-compiler-in-these-tests",
-    }
+    """The environment of a host under test: one thread, so that several tests can share a small machine."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @cache

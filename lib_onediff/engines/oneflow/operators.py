@@ -1,4 +1,4 @@
-"""The operators in OneFlow, for its lazy graphs: every tensor here is one of OneFlow's. Importing this imports OneFlow.
+"""The operators in OneFlow, whose tensors are OneFlow's, and its lazy graphs of them. Importing this imports OneFlow.
 
 OneFlow 0.9.0 has no group norm for the CPU, no circular padding and no attention but a fused one for NVIDIA GPUs; what
 is missing is written out.
@@ -6,29 +6,32 @@ is missing is written out.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import oneflow as flow
 import oneflow.nn.functional as functional
 import torch
-from oneflow import Tensor
-from oneflow.utils.tensor import from_torch
+from oneflow import Tensor, _oneflow_internal
+from oneflow.utils.tensor import from_torch, to_torch
 
 from ...model.layout import Convolution, GroupNorm, LayerNorm, TimeEmbedding
 from ...model.operators import Stream
-from ...model.weights import Affine
+from ...model.weights import Affine, Weights
 from ...ops import torch_ops
 
 
 class OneFlowOperators:
-    """See ops.Operators. Images are contiguous.
-
-    fused_attention: whether OneFlow's own kernel, for NVIDIA GPUs in float16, is used where it can be; the probe says
-    whether it works there.
-    """
+    """See model.operators.Operators. Images are contiguous. fused_attention: see gate.Verdict."""
 
     def __init__(self, fused_attention: bool = False) -> None:
         self._fused_attention = fused_attention
+
+    # These are operators of tensors alone, whosoever they are.
+    materialize = staticmethod(torch_ops.materialize)
+    residual_add = staticmethod(torch_ops.residual_add)
+    image_to_tokens = staticmethod(torch_ops.image_to_tokens)
+    silu = staticmethod(functional.silu)
 
     def sinusoids(self, timestep: Tensor, time: TimeEmbedding) -> Tensor:
         # torch's own frequencies: what two libraries differ by here, a timestep of 1000 makes a thousand times larger.
@@ -80,12 +83,6 @@ class OneFlowOperators:
     def add_linear(self, stream: Stream, x: Tensor, affine: Affine) -> Stream:
         return stream._replace(tokens=stream.tokens + self.linear(x, affine))
 
-    def materialize(self, stream: Stream) -> Tensor:
-        tokens, *addends = stream
-        for addend in addends:
-            tokens = tokens if addend is None else tokens + addend.to(tokens.dtype)
-        return tokens
-
     def attention(self, query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:
         dtype, heads, width = query.dtype, query.shape[1], query.shape[3]
         if upcast:
@@ -104,12 +101,6 @@ class OneFlowOperators:
     def gated_linear(self, x: Tensor, affine: Affine, reader: Affine) -> Tensor:
         return self.geglu(self.linear(x, affine), reader)
 
-    def silu(self, x: Tensor) -> Tensor:
-        return functional.silu(x)
-
-    def residual_add(self, image: Tensor, update: Tensor, bias: Tensor | None) -> Tensor:
-        return image + (update if bias is None else update + bias.reshape(1, -1, 1, 1))
-
     def concatenate(self, image: Tensor, skip: Tensor) -> Tensor:
         return flow.cat([image, skip], dim=1)
 
@@ -121,9 +112,6 @@ class OneFlowOperators:
             data_format="channels_first",
         )
 
-    def image_to_tokens(self, image: Tensor) -> Tensor:
-        return image.flatten(2).transpose(1, 2)
-
     def tokens_to_image(self, tokens: Tensor, height: int, width: int) -> Tensor:
         return tokens.transpose(1, 2).reshape(tokens.shape[0], -1, height, width)
 
@@ -132,3 +120,33 @@ def wrap(image: Tensor, padding: int, dim: int) -> Tensor:
     """The image with so much of the opposite edge before and after it along a dimension."""
     size = image.shape[dim]
     return flow.cat([image.narrow(dim, size - padding, padding), image, image.narrow(dim, 0, padding)], dim=dim)
+
+
+def graph_of(build: Callable[..., Any], weights: Weights) -> Any:
+    """An nn.Graph of OneFlow over a forward and these weights of torch's; its first run compiles it."""
+    share: Callable[[Any], Any] = lambda part: None if part is None else from_torch(unowned(part))  # noqa: E731
+    shared = {path: Affine(share(affine.weight), share(affine.bias)) for path, affine in weights.items()}
+
+    class UNetGraph(flow.nn.Graph):
+        def build(self, *given: Any) -> Any:
+            return build(shared, *given)
+
+    return UNetGraph()
+
+
+def unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's values as another one in the same memory, which it does not keep alive."""
+    storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, tensor.nbytes)
+    empty: Any = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(storage, 0, tensor.shape)
+
+
+def run_graph(graph: Callable[..., Any], given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What a graph makes of tensors, as new tensors in memory of OneFlow's: it copies them out of the graph itself."""
+    if given[0].is_cuda:
+        # OneFlow launches on streams of its own, which know nothing of torch's.
+        torch.cuda.current_stream(given[0].device).synchronize()
+    results = graph(*map(from_torch, given))
+    # Its threads read the environment when they launch, so they must be done before that is put back.
+    _oneflow_internal.eager.Sync()
+    return [to_torch(result) for result in results]

@@ -1,68 +1,200 @@
-"""How calls come to OneFlow: whether it can be used, the graph of a shape, and what it is told of precision."""
+"""How calls come to OneFlow: one lazy graph (nn.Graph) a shape, over the host's own weights.
+
+OneFlow compiles for seconds, and a process that has compiled does not get that memory back, so a graph outlives
+prompts: what depends on the prompt is among its inputs. Like a CUDA graph it holds addresses of weights, not tensors,
+and serves as long as they lie where they lay. OneFlow itself is imported by the first graph, not by this module.
+"""
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import logging
+import threading
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...model.call import UNetCall
-from ...ops.precision import oneflow_variables
+from ...model.cuts import cached_pass, full_pass
+from ...model.forward import forward
+from ...model.layout import UNetLayout
+from ...model.weights import Affine, Weights
+from ...ops.precision import environment, oneflow_variables
 from ...options.settings import Settings
 from ...shapes.key import ShapeKey
 from .. import ONEFLOW, Candidates
+from ..graphs.inputs import copy_inputs, mapped, own_inputs
 from ..managed_unet import CachedRunner, ManagedUNet
-from .gate import OneFlowGate, Verdict
-from .graphs import OneFlowGraphs, OneFlowRunner
+from .gate import OneFlowGate, brief
 
-TRYING = "OneFlow is being tried, in the background"
+log = logging.getLogger("onediff")
+
+# Each keeps its intermediates and its plan for as long as the process lives.
+MOST_GRAPHS = 8
+TOO_MANY = (
+    "OneFlow has compiled {} graphs, the most that OneDiff lets it, because it does not give their memory back: "
+    "restart the WebUI to use it for others"
+)
+FAILED = "OneFlow failed to compile ({}), and a second try could end the WebUI: restart it to use OneFlow"
+COMPILING = "OneFlow is compiling for this shape, in the background"
 COMPILING_ANOTHER = "OneFlow is compiling for another shape, in the background, and runs nothing meanwhile"
+STRIDED = "OneFlow reads weights in their usual order alone, and {} lies channels-last"
+
+
+@dataclass
+class OneFlowRunner:
+    """A graph for the calls of one shape, with its own inputs. given: what the graph takes, see tensors_of. variables:
+    the environment that OneFlow is to see, see precision.oneflow_variables. running: held while OneFlow runs."""
+
+    graph: Any
+    inputs: UNetCall
+    given: list[Tensor]
+    variables: Mapping[str, str]
+    running: threading.Lock
+
+    def run(self, call: UNetCall) -> Tensor:
+        from .operators import run_graph
+
+        copy_inputs(call, self.inputs)
+        with self.running, environment(self.variables):
+            output, *deep = run_graph(self.graph, self.given)
+        cut = self.inputs.cut
+        if cut is not None and deep:
+            cut.memory.write(deep[0])
+        return output
 
 
 class OneFlowRoute:
-    """One for the process: OneFlow's graphs outlive models. Whoever calls holds the runtime's lock."""
+    """One for the process. Whoever calls holds the runtime's lock.
 
-    def __init__(self, gate: OneFlowGate | None = None, graphs: OneFlowGraphs | None = None) -> None:
-        self._gate = gate or OneFlowGate()
-        self._graphs = graphs or OneFlowGraphs()
+    failure: what the compiler said when it failed; after that nothing is compiled any more.
+    """
+
+    def __init__(self, most: int = MOST_GRAPHS) -> None:
+        self.most, self.failure = most, ""
+        self._gate = OneFlowGate()
+        self._fused_attention = False
         self._variables: Mapping[str, str] = {}
-        self._fused_attention: dict[tuple[torch.device, torch.dtype], bool] = {}
+        # By shape and addresses of weights. None: OneFlow failed.
+        self._graphs: dict[Hashable, Future[Any | None]] = {}
+        self._worker = ThreadPoolExecutor(1, "onediff-oneflow")
+        # OneFlow ends the process where one thread runs a graph while another compiles one.
+        self._running = threading.Lock()
 
     @property
     def count(self) -> dict[str, int]:
-        """How many graphs there are, and how many there may be."""
-        return {"graphs": len(self._graphs), "most": self._graphs.most}
+        """How many graphs there are, those in the making included, and how many there may be."""
+        made = sum(not graph.done() or graph.result() is not None for graph in list(self._graphs.values()))
+        return {"graphs": made, "most": self.most}
 
     def candidates(
         self, settings: Settings, others: Candidates, without: Candidates, call: UNetCall, waits_for_compile: bool
     ) -> Candidates:
         """OneFlow before the others, or what serves without it, and why. For calls by these settings."""
-        device, dtype = call.latent.device, call.latent.dtype
-        verdict = self._gate.verdict(device, dtype) if waits_for_compile else self._gate.verdict_soon(device, dtype)
-        verdict = verdict or Verdict(TRYING)
+        verdict = self._gate.verdict(call.latent.device, call.latent.dtype, waits_for_compile)
         if verdict.reason is not None:
             return Candidates(without.backends, verdict.reason)
-        self._variables = oneflow_variables(settings)
-        self._fused_attention[device, dtype] = verdict.fused_attention
+        self._variables, self._fused_attention = oneflow_variables(settings), verdict.fused_attention
         return Candidates((ONEFLOW, *others.backends), "")
 
     def runner(
-        self, managed: ManagedUNet, key: ShapeKey, call: UNetCall,
-        waits_for_compile: bool,
+        self, managed: ManagedUNet, key: ShapeKey, call: UNetCall, waits_for_compile: bool
     ) -> OneFlowRunner | str:
-        """What runs a call, or why OneFlow does not, in one line for the user."""
-        kept = managed.oneflow.get(key)
+        """What runs a call, or why OneFlow does not, in one line for the user: COMPILING as long as its graph is made
+        in another thread, seconds where the shape or the address of a weight is new. waits_for_compile: wait for it."""
+        kept, runner = managed.oneflow.get(key), None
         if kept is not None and managed.serves(kept, call.cut):
-            if self._graphs.is_compiling and not waits_for_compile:
+            if not waits_for_compile and not all(graph.done() for graph in self._graphs.values()):
                 return COMPILING_ANOTHER
             # Settings change, and graphs do not know them.
-            serving: Any = kept.runner
-            return replace(serving, variables=self._variables)
-        runner = self._graphs.runner(
-            replace(key, precision=()), managed.bound.binding, call, self._variables,
-            self._fused_attention.get((call.latent.device, call.latent.dtype), False), waits_for_compile,
-        )
-        if not isinstance(runner, str):
-            managed.oneflow[key] = CachedRunner(managed.bound.generation, runner)
+            known: Any = kept.runner
+            return replace(known, variables=self._variables)
+        binding, inputs = managed.bound.binding, own_inputs(call, torch.contiguous_format)
+        weights, given = present(binding.weights()), tensors_of(inputs)
+        identity = replace(key, precision=()), addresses(weights)
+        if identity not in self._graphs:
+            refusal = self._why_no_other(weights)
+            if refusal is not None:
+                return refusal
+            build = forward_of(binding.layout, inputs, self._fused_attention)
+            self._graphs[identity] = self._worker.submit(self._compile, build, weights, given)
+        making = self._graphs[identity]
+        if not (waits_for_compile or making.done()):
+            return COMPILING
+        graph = making.result()
+        if graph is None:
+            return FAILED.format(self.failure)
+        runner = OneFlowRunner(graph, inputs, given, self._variables, self._running)
+        kept_as: Any = runner
+        managed.oneflow[key] = CachedRunner(managed.bound.generation, kept_as)
         return runner
+
+    def _why_no_other(self, weights: Weights) -> str | None:
+        """Why no further graph is compiled, or None."""
+        if self.failure:
+            return FAILED.format(self.failure)
+        count = self.count["graphs"]
+        if count >= self.most:
+            return TOO_MANY.format(count)
+        # A graph would read its numbers in the wrong order, without an error.
+        strided = next((path for path, affine in weights.items() if not affine.weight.is_contiguous()), None)
+        return None if strided is None else STRIDED.format(strided)
+
+    def _compile(self, build: Callable[..., Any], weights: Weights, given: list[Tensor]) -> Any | None:
+        """In the worker's thread. weights: alive until this ends, because the first run reads them."""
+        if self.failure:
+            return None
+        try:
+            from .operators import graph_of, run_graph
+
+            # The first run compiles.
+            with self._running:
+                graph = graph_of(build, weights)
+                run_graph(graph, given)
+            return graph
+        except Exception as error:
+            self.failure = brief(str(error))
+            log.debug("OneFlow failed to compile", exc_info=error)
+            return None
+
+
+def forward_of(layout: UNetLayout, inputs: UNetCall, fused_attention: bool) -> Callable[..., Any]:
+    """The forward for inputs like these, as a function of OneFlow's tensors: the weights, then what tensors_of names.
+    fused_attention: see operators.OneFlowOperators."""
+    cut = inputs.cut
+
+    def build(weights: Weights, *given: Any) -> tuple[Any, ...]:
+        from .operators import OneFlowOperators
+
+        ops, rest = OneFlowOperators(fused_attention), iter(given)
+        call = mapped(inputs, lambda _: next(rest))
+        if cut is None:
+            return (forward(layout, weights, ops, call),)
+        if cut.reads:
+            return (cached_pass(layout, weights, ops, call, cut.depth, next(rest)),)
+        return full_pass(layout, weights, ops, call, cut.depth)
+
+    return build
+
+
+def tensors_of(inputs: UNetCall) -> list[Tensor]:
+    """What a graph takes: the inputs, and the deep feature where it is read."""
+    tensors: list[Tensor] = []
+    mapped(inputs, tensors.append)
+    if inputs.cut is not None and inputs.cut.reads:
+        tensors.append(inputs.cut.memory.read())
+    return tensors
+
+
+def present(weights: Weights) -> Weights:
+    """The weights as tensors that keep their memory alive, also where a host gives its parameters other memory."""
+    return {
+        path: Affine(affine.weight.detach(), None if affine.bias is None else affine.bias.detach())
+        for path, affine in weights.items()
+    }
+
+
+def addresses(weights: Weights) -> tuple[int, ...]:
+    return tuple(part.data_ptr() for affine in weights.values() for part in affine[:2] if part is not None)

@@ -26,7 +26,6 @@ def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job]) 
     facts = {
         "Graph memory": memory_held(totals), "Disk": memory(totals.disk), "Served by a graph": hits,
         "Queue": queue_sentence(jobs), "Low-bit weights": low_bit_held(totals),
-        "Inductor": compiled_sentence(**totals.inductor) if totals.inductor.get("graphs") else "",
         "OneFlow": "{graphs} of {most}".format(**totals.oneflow) if totals.oneflow.get("graphs") else "",
         "Resolutions": f"{len(rows)}{f' ({kinds})' if kinds else ''}", "Calls": calls or "none yet",
     }
@@ -71,11 +70,6 @@ def low_bit_held(totals: Totals) -> str:
         return ""
     originals = f"; {memory(totals.offloaded)} of originals in the computer's memory" if totals.offloaded else ""
     return memory(totals.low_bit) + originals
-
-
-def compiled_sentence(graphs: int, refused: int) -> str:
-    fits = f"{counted(refused, 'call')} did not fit" if refused else "fit for every call"
-    return f"{counted(graphs, 'graph')}, {fits}"
 
 
 def meter_html(totals: Totals) -> str:
