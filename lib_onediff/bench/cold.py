@@ -86,7 +86,6 @@ def child(task: Task, device: torch.device) -> dict[str, Any]:
         if task.loaded_before:
             diffusers.attach(unet, Settings(backend=variant.backend, verify=False))
             runtime.operators.finish()
-            runtime.operators.inductor.finish()
     synchronize(device)
     began = time.perf_counter()
     # To make a variant is part of its start: torch.compile loads a compiler.

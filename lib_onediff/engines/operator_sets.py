@@ -6,8 +6,8 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from .. import engines as backends
 from ..guard import first_line
 from ..model.call import UNetCall
 from ..model.layout import UNetLayout, UnsupportedUNet
-from ..model.low_bit import Kind
+from ..model.low_bit import KINDS_OF, Kind
 from ..model.operators import Operators
 from ..model.read import read_layout
 from ..ops import torch_ops
@@ -25,34 +25,30 @@ from ..ops.attention import Attention
 from ..ops.attention_tuning import attention_shapes, time_on_gpu
 from ..ops.availability import how_to_be_fast_here, why_no_triton
 from ..ops.card import on_card
-from ..ops.quantized.gains import TimeMs
-from ..ops.quantized.support import why_no_int8
+from ..ops.sage import SageAttention
 from ..ops.triton.launch_config import Launches
 from ..ops.tuning_cache import TuningCache
 from ..options.settings import Settings
 from ..weights.contents import Place, Reader
-from .auto_backend import AutoBackend
-from .inductor.compiler import Inductor
 from .low_bit import LowBit
 
 log = logging.getLogger("onediff")
 
 
 class Network(NamedTuple):
-    """What decides which kernels are needed. users: descriptions of its layout. low_bit: the kinds of
-    products in eight bits. attention: whether there is attention in int8."""
+    """What decides which kernels are needed. users: descriptions of its layout. low_bit: the kinds of products in eight
+    bits."""
 
     architecture: str
     users: Sequence[Any]
     dtype: torch.dtype
     device: torch.device
     low_bit: tuple[Kind, ...] = ()
-    attention: bool = False
 
     @property
     def kind(self) -> Hashable:
         """Networks of the same kind need the same kernels."""
-        return self.architecture, self.dtype, self.device, self.low_bit, self.attention
+        return self.architecture, self.dtype, self.device, self.low_bit
 
 
 def read_contents(places: Sequence[Place], part: int) -> Callable[[], Tensor] | None:
@@ -75,10 +71,9 @@ class OperatorSets:
 
     def __init__(self, tuning_cache: TuningCache) -> None:
         self.attention = Attention(tuning_cache)
-        self.inductor = Inductor(self.attention, tuning_cache=tuning_cache)
-        self.auto = AutoBackend(tuning_cache)
         self._launches = Launches(tuning_cache)
-        self.low_bit = LowBit(tuning_cache, self._launches, self.attention)
+        self.low_bit = LowBit(tuning_cache, self._launches)
+        # Our own, by the name of their attention where it is lossy.
         self._made: dict[str, Operators] = {}
         self._wide_norms = torch_ops.WideNorms()
         self._why_not: dict[torch.device, str | None] = {}
@@ -107,25 +102,17 @@ class OperatorSets:
             self._hint = how_to_be_fast_here() or ""
         return self._hint
 
-    def of(self, backend: str, wide_norms: bool = False) -> Operators:
+    def of(self, backend: str, wide_norms: bool = False, attention: str = "") -> Operators:
         """The operators by which a backend computes. wide_norms: the host has norms in float32; kernels of ours always
-        round once."""
-        if backend == backends.INDUCTOR:
-            return self.inductor.operators
-        if backend not in backends.OUR_KERNELS:
+        round once. attention: as Lossy.attention."""
+        if backend != backends.NATIVE:
             return self._wide_norms if wide_norms else torch_ops
         with self._lock:
-            if backend not in self._made:
-                self._made[backend] = self._make(backend)
-        return self._made[backend]
-
-    def _make(self, backend: str) -> Operators:
-        # Triton is not there on every machine.
-        if backend == backends.NATIVE:
-            from ..ops.triton.operators import TritonOperators
-
-            return TritonOperators(self._launches, self.attention)
-        return self.low_bit.operators(backend)
+            name = attention or backend
+            if name not in self._made:
+                exact = self.attention
+                self._made[name] = self.low_bit.operators(SageAttention(exact) if attention else exact)
+        return self._made[name]
 
     def prepare(self, network: Network, waits_for_compile: bool) -> bool:
         """Whether the native kernels that a network needs are compiled; if not, they soon will be, in a thread.
@@ -145,9 +132,9 @@ class OperatorSets:
                 return self.prepare(network, waits_for_compile=False)
         return False
 
-    def prepare_early(self, unet: nn.Module, settings: Settings) -> Future[list[Future[Any]]] | None:
-        """Begin what the first calls of this UNet would have to do without. Returns what ends with that, and tells what
-        else has begun then; None where there is nothing to do."""
+    def prepare_early(self, unet: nn.Module, settings: Settings) -> Future[None] | None:
+        """Begin to compile what the first calls of this UNet need. Returns what ends with that; None where there is
+        nothing to do."""
         if not settings.enabled:
             return None
         parameter = next(unet.parameters(), None)
@@ -157,47 +144,25 @@ class OperatorSets:
         if device.type == "cpu" and torch.cuda.is_available():
             # A UNet that waits in the computer's memory goes to the GPU when it is used.
             device = torch.device("cuda", torch.cuda.current_device())
-        begun = self._worker.submit(self._prepare_early, weakref.ref(unet), settings, parameter.dtype, device)
-        if settings.backend == backends.INDUCTOR:
-            # What it does itself is Python, which would take the time from the first images.
-            wait([begun])
-        return begun
-
-    def compiling(self, unet: nn.Module, settings: Settings) -> Iterator[Future[Any]]:
-        """As prepare_early; one after the other what has to end until nothing is lacking."""
-        begun = self.prepare_early(unet, settings)
-        if begun is not None:
-            yield begun
-            if begun.done() and begun.exception() is None:
-                yield from begun.result()
+        return self._worker.submit(self._prepare_early, weakref.ref(unet), settings, parameter.dtype, device)
 
     def finish(self) -> None:
-        """Wait for what was begun, but for Inductor: whoever needs that waits for it."""
+        """Wait for what was begun."""
         self._worker.submit(lambda: None).result()
 
     def _prepare_early(
         self, unet: weakref.ref[nn.Module], settings: Settings, dtype: torch.dtype, device: torch.device
-    ) -> list[Future[Any]]:
-        found = backends.candidates(settings.backend, device, self.why_not_native, self.inductor.why_not)
-        backend = found.backends[0]
-        if settings.backend == backends.AUTO and backend != backends.NATIVE and self.auto.is_inductor(device):
-            backend = backends.INDUCTOR
-        if backend not in (backends.NATIVE, backends.INDUCTOR):
-            return []
+    ) -> None:
+        found = backends.candidates(settings.backend, device, self.why_not_native)
+        present = unet()
+        if found.backends[0] != backends.NATIVE or present is None:
+            return
         with contextlib.suppress(UnsupportedUNet):
-            present = unet()
-            if present is None:
-                return []
             layout = read_layout(present)
-            if backend == backends.INDUCTOR:
-                return self.inductor.prepare_early(present, layout, dtype, device)
             # Compiling takes longer than a host may want to keep it.
             del present
-            wanted = backends.LOW_BIT_BACKENDS.get(settings.low_bit, "")
-            attends = bool(wanted) and settings.low_bit_attention and why_no_int8(device, dtype) is None
-            users, low_bit = layout.kernel_users, self.low_bit.kinds(wanted, device, dtype)
-            self._compile(Network(layout.architecture, users, dtype, device, low_bit, attends))
-        return []
+            kinds = self.low_bit.kinds(KINDS_OF.get(settings.low_bit, ()), device, dtype)
+            self._compile(Network(layout.architecture, layout.kernel_users, dtype, device, kinds))
 
     def _compile(self, network: Network) -> None:
         kind = network.kind
@@ -210,9 +175,7 @@ class OperatorSets:
             from ..ops.compile_kernels import compile_kernels
 
             with on_card(network.device):
-                compile_kernels(
-                    network.users, network.dtype, network.device, self._launches, network.low_bit, network.attention
-                )
+                compile_kernels(network.users, network.dtype, network.device, self._launches, network.low_bit)
         except ImportError as error:
             # A half-removed Triton.
             self._failed[kind] = f"Triton cannot be imported ({error})"
@@ -233,12 +196,6 @@ class OperatorSets:
         for query, key in unknown:
             self.attention.measure(query, key, dtype, call.latent.device)
         return bool(unknown)
-
-    def tune_low_bit(self, backend: str, layout: UNetLayout, call: UNetCall, time_ms: TimeMs) -> bool:
-        """See LowBit.tune and LowBit.tune_attention."""
-        measured = self.low_bit.tune(backend, layout, call, self.of(backends.NATIVE), time_ms)
-        attends = backend in backends.WITHOUT_ATTENTION
-        return attends and self.low_bit.tune_attention(layout, call, time_ms) or measured
 
     def measure_anew(self) -> None:
         """Trust no choice that was made before: those that are still there are read again, the others measured."""

@@ -26,6 +26,8 @@ FP8 = Kind("fp8", torch.float8_e4m3fn, 448.0)
 INT8 = Kind("int8", torch.int8, 127.0)
 # The one that auto prefers first.
 KINDS = (FP8, INT8)
+# By settings.Settings.low_bit, the kinds that products may have.
+KINDS_OF = {"fp8": (FP8,), "int8": (INT8,), "auto": KINDS}
 # Into which tensors the rows of a weight, (out, in), are rounded: values (out, in) and scales (1, out) or (1, 1).
 Round = Callable[[Tensor, Tensor, Tensor], None]
 # What makes the tokens that a layer reads: a layer norm, a GEGLU, or nothing that could give them in eight bits; and a
@@ -36,8 +38,8 @@ SELF_QKV, SELF_OUT = "self-attention QKV", "self-attention out"
 CROSS_QUERY, CROSS_OUT = "cross-attention query", "cross-attention out"
 FEED_FORWARD_IN, FEED_FORWARD_OUT = "feed-forward in", "feed-forward out"
 CONVOLUTIONS = "convolutions"
-# The kinds in which each layer is wanted, by its name.
-WantedKinds = Mapping[str, Collection[Kind]]
+# The kind in which each layer is wanted, by its name.
+WantedKinds = Mapping[str, Kind]
 # Features in times features out. Smaller layers gain less in their products than their scales cost, at any size.
 FEWEST_WEIGHTS = 1 << 20
 # The one convolution that can be in eight bits.
@@ -146,10 +148,9 @@ class LowBitWeights:
         due: dict[str, list[Kind]] = {}
         for name, kind in () if state() == self._fitted_to else self._kept:
             due.setdefault(name, []).append(kind)
-        for name, kinds in wanted.items():
-            for kind in kinds:
-                if (name, kind) not in self._kept:
-                    due.setdefault(name, []).append(kind)
+        for name, kind in wanted.items():
+            if (name, kind) not in self._kept:
+                due.setdefault(name, []).append(kind)
         if not due:
             return
         self._fitted_to = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -175,8 +176,10 @@ def of_low_bit_only(value: bool, machine: Machine, dtype: torch.dtype | None) ->
     return of_low_bit("auto", machine, dtype) if value else None
 
 
-def of_low_bit_attention(value: bool, machine: Machine, dtype: torch.dtype | None) -> str | None:
-    return of_low_bit("int8", machine, dtype) if value else None
+def of_attention(value: str, machine: Machine, dtype: torch.dtype | None) -> str | None:
+    if value == "sage" and find_spec("sageattention") is None:
+        return "The package sageattention is not installed."
+    return None
 
 
 def of_second_gpu(value: str, machine: Machine, dtype: torch.dtype | None) -> str | None:
@@ -193,7 +196,7 @@ CHECKS: Mapping[str, Callable[[Any, Machine, torch.dtype | None], str | None]] =
     "matmul_accumulation": of_matmul, "convolution_accumulation": of_convolution,
     "reduced_precision_reduction": of_reduction, "tf32": of_tf32, "attention_upcast": of_upcast,
     "vae_precision": of_vae, "low_bit": of_low_bit, "low_bit_only": of_low_bit_only,
-    "low_bit_attention": of_low_bit_attention,
+    "attention": of_attention,
     "second_gpu": of_second_gpu,
 }
 

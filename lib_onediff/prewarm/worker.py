@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from ..engines import has_graphs
+from ..engines import WITH_GRAPHS
 from ..guard import first_line, outcome_of
 from ..model.layout import UnsupportedUNet
 from ..options.settings import OFF_IN_SETTINGS, Settings
@@ -227,7 +227,7 @@ class WarmUp:
     def _what(self, call: Call) -> str:
         if call.number == 0:
             return CHECKING
-        return CAPTURING if call.number == 1 and replays(self._runtime.status()["backend"]) else MEASURING
+        return CAPTURING if call.number == 1 and self._runtime.status()["backend"] in WITH_GRAPHS else MEASURING
 
     def _shapes(self, size: Size, tokens: int, unbatched: bool | None) -> tuple[Shape, ...]:
         shapes = tuple(Shape(*shape) for shape in self._webui.call_shapes(size.batch, tokens))
@@ -245,9 +245,4 @@ class Made(NamedTuple):
     def why_no_graph(self, call: Call) -> str:
         """Why the last call of a shape was not replayed, where graphs are what makes it fast."""
         is_last = call.number == CALLS_PER_SHAPE - 1
-        return self.reason if is_last and self.route != "graph" and replays(self.backend) else ""
-
-
-def replays(backend: str) -> bool:
-    """Whether a backend that has served makes graphs."""
-    return has_graphs(backend, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        return self.reason if is_last and self.route != "graph" and self.backend in WITH_GRAPHS else ""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engines import AUTO, ONEFLOW, WITH_LOW_BIT, Candidates
+from ..engines import ONEFLOW, Candidates
 from ..engines.managed_unet import ManagedUNet
 from ..guard import HostFunction
 from ..model.call import UNetCall
@@ -209,12 +209,9 @@ class Accelerator(ManagedUNets):
             )
             if refusal is not None:
                 return refusal
-        else:
-            with self._lock:
-                self._fallback.note(managed, settings, result)
-            if result.route == PLAIN:
-                with self.computing(call.latent.device), our_modes(call.latent.device, result.entry.key.precision):
-                    self._fallback.make_ready(managed, settings, result)
+        elif result.route == PLAIN:
+            with self.computing(call.latent.device), our_modes(call.latent.device, result.entry.key.precision):
+                self._fallback.make_ready(managed, settings, result)
         managed.served_last = True
         self._note_session(unet, managed, settings, call, result)
         return result
@@ -241,12 +238,11 @@ class Accelerator(ManagedUNets):
         self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: UNetCall, result: CallResult
     ) -> None:
         """Let later calls of this sampling go by replay, unless something is decided anew at each of them: the step of
-        DeepCache, which layers are in eight bits, OneFlow's compiling, the choice of a backend."""
-        backend, device = result.entry.key.backend, call.latent.device
-        decides = backend == ONEFLOW or result.plan is not None or settings.deepcache_interval > 1
-        looks_again = decides or (
-            settings.low_bit != "off" and not (backend in WITH_LOW_BIT and managed.low_bit_is_decided(backend))
-            or settings.backend == AUTO and self.operators.auto.is_choosing(backend, device)
+        DeepCache, which layers are in eight bits, OneFlow's compiling."""
+        key, device = result.entry.key, call.latent.device
+        looks_again = (
+            key.backend == ONEFLOW or result.plan is not None or settings.deepcache_interval > 1
+            or settings.low_bit != "off" and not managed.low_bit_is_decided(key.lossy)
         )
         if result.route != GRAPH or looks_again or self.waits_for_compile or call.patches is not None:
             return

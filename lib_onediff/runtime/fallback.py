@@ -19,20 +19,18 @@ from ..model.call import UNetCall
 from ..model.deepcache.cache_run import StepPlan
 from ..model.deepcache.forward import compute
 from ..model.layout import UnsupportedUNet
-from ..model.low_bit import Kind
+from ..model.low_bit import KINDS_OF, Kind
 from ..ops.precision import Flags
 from ..options.settings import Settings
-from ..shapes.key import ShapeKey
+from ..shapes.key import EXACT, Lossy, ShapeKey
 from ..shapes.table import Entry, ShapeTable, State, Stopwatch
-from .backend_choice import INDUCTOR_COMPILES, BackendChoice
+from .backend_choice import BackendChoice
 from .call_stats import GRAPH, PLAIN, CallResult
 from .low_bit_route import LowBitRoute
 from .patched_route import PatchedRoute
 from .verify import blame, judge_cached_pass
 
 log = logging.getLogger("onediff")
-# Their operators hand each other more than tensors, run elsewhere, or were compiled for this UNet's own sizes alone.
-WITHOUT_PATCHES = (*backends.WITH_LOW_BIT, backends.INDUCTOR, backends.ONEFLOW)
 COMPILING = "OneDiff's kernels are being compiled, in the background; on this machine it is done once"
 
 
@@ -72,26 +70,25 @@ class FallbackChain:
         Raises torch.cuda.OutOfMemoryError.
         """
         reason = candidates.reason
-        for backend, wanted in attempts(candidates, call, plan):
-            if call.patches is not None and backend in WITHOUT_PATCHES:
-                reason = f"the backend {backend} runs no functions of other extensions"
+        for backend, lossy, wanted in attempts(candidates, call, plan):
+            if call.patches is not None and (lossy != EXACT or backend == backends.ONEFLOW):
+                # Their operators hand each other more than tensors, or run elsewhere.
+                what = str(lossy) or f"the backend {backend}"
+                reason = f"{what} runs no functions of other extensions"
                 continue
             if call.additions and backend == backends.ONEFLOW:
                 reason = f"OneFlow does not compute {', '.join(call.additions)}"
                 continue
-            if call.shrink is not None and backend == backends.INDUCTOR:
-                reason = "Inductor's kernels are compiled for the UNet's own sizes alone"
-                continue
-            entry = self._entry(managed, wanted, backend, flags)
+            entry = self._entry(managed, wanted, backend, lossy, flags)
             if entry.key.is_cached_pass and entry.state is State.COLD:
                 # It is judged beside a full pass.
                 continue
             notice(entry)
             if entry.state is not State.FAILED:
                 try:
-                    if backend not in backends.OFFLOADING:
+                    if not lossy.only:
                         self._graphs.restore(managed)
-                    compiling = self._compiling(managed, backend, call)
+                    compiling = self._compiling(managed, backend, lossy, call)
                     result = compiling or self._run(managed, settings, entry, wanted, reason, plan)
                 except (torch.cuda.OutOfMemoryError, UnsupportedUNet):
                     raise
@@ -109,13 +106,6 @@ class FallbackChain:
             if entry.key.is_cached_pass:
                 managed.cache_run.failure = reason
         return reason
-
-    def note(self, managed: ManagedUNet, settings: Settings, result: CallResult) -> None:
-        """A call of a proved shape was served."""
-        # What else a call computes would count for the backend that happened to serve it.
-        only_layers = result.call.patches is None and not (result.call.additions or managed.kinds)
-        if settings.backend == backends.AUTO and only_layers:
-            self._operators.auto.note(result.entry, result.call)
 
     def make_ready(self, managed: ManagedUNet, settings: Settings, result: CallResult) -> None:
         """Capture the graph of a shape that was just served without one; the call itself has been answered.
@@ -138,7 +128,7 @@ class FallbackChain:
     ) -> None:
         """The cached pass of what was made ready: no pre-warming call asks for it by itself."""
         call = replace(result.call, deepcache=plan.cached)
-        entry = self._entry(managed, call, result.entry.key.backend, result.entry.key.precision)
+        entry = self._like(managed, result.entry, call)
         if entry.state is State.PROVED and not entry.no_graph:
             self._graphs.measured(entry, lambda: self._plainly(managed, entry, call))
             self._capture(managed, settings, entry, call)
@@ -146,14 +136,13 @@ class FallbackChain:
     def _capture(
         self, managed: ManagedUNet, settings: Settings, entry: Entry, call: UNetCall
     ) -> None:
-        backend = entry.key.backend
-        if not backends.has_graphs(backend, entry.key.device) or entry.no_graph:
+        if entry.key.backend not in backends.WITH_GRAPHS or entry.no_graph:
             return
         try:
-            if backend in backends.TUNED and self._tune(managed, settings, backend, call):
+            if entry.key.backend == backends.NATIVE and self._tune(managed, settings, entry.key.lossy, call):
                 # Something else was chosen: let it do its first work outside the capture.
                 self._plainly(managed, entry, replace(call, patches=None))
-            if backend in backends.WITH_LOW_BIT and managed.low_bit is None:
+            if entry.key.lossy.low_bit and managed.low_bit is None:
                 # By what was measured now, the next call goes another way.
                 return
             self._graphs.capture(managed, entry, settings.memory_budget, call)
@@ -164,30 +153,33 @@ class FallbackChain:
             entry.no_graph = f"the graph could not be captured: {first_line(error)}"
             log.exception("%s (%s)", entry.no_graph, entry.key)
 
-    def _tune(self, managed: ManagedUNet, settings: Settings, backend: str, call: UNetCall) -> bool:
+    def _tune(self, managed: ManagedUNet, settings: Settings, lossy: Lossy, call: UNetCall) -> bool:
         """Measure what is the fastest for this call, where that is not known; whether it was so."""
-        layout = managed.bound.layout
-        measured = self._operators.tune(layout, call)
-        if backend not in backends.WITH_LOW_BIT or not self._low_bit.tune(managed, backend, call):
+        measured = self._operators.tune(managed.bound.layout, call)
+        if not lossy.low_bit or not self._low_bit.tune(managed, lossy, call):
             return measured
-        return self._low_bit.fit(managed, backend, call, settings.low_bit_budget) is None
+        try:
+            self._low_bit.fit(managed, lossy, call, settings.low_bit_budget)
+        except UnsupportedUNet:
+            return False
+        return True
 
-    def _entry(self, managed: ManagedUNet, call: UNetCall, backend: str, flags: Flags) -> Entry:
+    def _like(self, managed: ManagedUNet, entry: Entry, call: UNetCall) -> Entry:
+        """The entry of another call that is computed as this one's."""
+        key = entry.key
+        return self._entry(managed, call, key.backend, key.lossy, key.precision)
+
+    def _entry(self, managed: ManagedUNet, call: UNetCall, backend: str, lossy: Lossy, flags: Flags) -> Entry:
         bound = managed.bound
-        key = ShapeKey.of(bound.architecture, bound.binding.dtype, call, backend, flags, managed.kinds)
+        key = ShapeKey.of(bound.architecture, bound.binding.dtype, call, backend, flags, managed.kinds, lossy)
         return self._table.entry(key, bound.layout.model_name).of_weights(bound.identity(), sampling_now(bound))
 
-    def _compiling(self, managed: ManagedUNet, backend: str, call: UNetCall) -> str | None:
+    def _compiling(self, managed: ManagedUNet, backend: str, lossy: Lossy, call: UNetCall) -> str | None:
         """What is being compiled for a backend, for which the host serves the call; None where all is there."""
-        if backend == backends.INDUCTOR:
-            if not self._operators.inductor.prepare(managed.bound, call.latent, self._waits_for_compile()):
-                return INDUCTOR_COMPILES
-            if not managed.bound.channels_last:
-                managed.bound.refresh(call, channels_last=True)
-        if backend not in backends.OUR_KERNELS:
+        if backend != backends.NATIVE:
             return None
-        kinds = self._operators.low_bit.kinds(backend, call.latent.device, call.latent.dtype)
-        network = network_of(managed, call, kinds, backend in backends.WITHOUT_ATTENTION)
+        kinds = KINDS_OF.get(lossy.low_bit, ())
+        network = network_of(managed, call, self._operators.low_bit.kinds(kinds, call.latent.device, call.latent.dtype))
         if not self._operators.prepare(network, self._waits_for_compile()):
             return COMPILING
         if self._waits_for_compile():
@@ -201,13 +193,15 @@ class FallbackChain:
     ) -> CallResult | str:
         """The output, or why the next candidate is tried. reason: why the one before was not good."""
         backend, device = entry.key.backend, call.latent.device
-        if backend in backends.WITH_LOW_BIT:
+        lossy = entry.key.lossy
+        if lossy.low_bit:
             if entry.state is State.COLD:
                 # Before the first use is checked, so that what is checked is what will run.
-                self._low_bit.tune(managed, backend, call)
-            lack = self._low_bit.fit(managed, backend, call, settings.low_bit_budget)
-            if lack is not None:
-                return lack
+                self._low_bit.tune(managed, lossy, call)
+            try:
+                self._low_bit.fit(managed, lossy, call, settings.low_bit_budget)
+            except UnsupportedUNet as lack:
+                return str(lack)
         if plan is not None:
             is_cached_pass = entry.key.is_cached_pass
             if is_cached_pass and not plan.may_use_cache(managed.bound.edition):
@@ -233,7 +227,7 @@ class FallbackChain:
         stopwatch = Stopwatch() if entry.state is State.COLD else entry.own
         plainly = lambda: self._plainly(managed, entry, call)  # noqa: E731
         # A first call of all chooses algorithms, and takes more memory for that than any later one.
-        has_graphs = backends.has_graphs(backend, device)
+        has_graphs = backend in backends.WITH_GRAPHS
         measures = has_graphs and entry.state is not State.COLD
         output = stopwatch.time(device, lambda: self._graphs.measured(entry, plainly) if measures else plainly(), PLAIN)
         self._note_full(managed, entry, call, plan, output)
@@ -252,7 +246,7 @@ class FallbackChain:
             return
         plan.note_full(managed.bound.edition)
         again = replace(call, deepcache=plan.cached)
-        cached = self._entry(managed, again, entry.key.backend, entry.key.precision)
+        cached = self._like(managed, entry, again)
         if cached.state is State.COLD:
             try:
                 miss = judge_cached_pass(cached, output, lambda: self._plainly(managed, cached, again))
@@ -265,22 +259,26 @@ class FallbackChain:
                 log.exception("%s (%s)", cached.reason, cached.key)
 
     def _plainly(self, managed: ManagedUNet, entry: Entry, call: UNetCall) -> Tensor:
-        backend = entry.key.backend
-        ops = self._operators.of(managed.computes_by(backend), managed.has_wide_norms)
-        binding = managed.binding_for(backend)
+        lossy = entry.key.lossy
+        ops = self._operators.of(entry.key.backend, managed.has_wide_norms, lossy.attention)
+        binding = managed.binding_for(lossy)
         return compute(binding.layout, binding.weights(), ops, call)
 
 
-def attempts(candidates: backends.Candidates, call: UNetCall, plan: StepPlan | None) -> Iterator[tuple[str, UNetCall]]:
-    """What to try for a call, the best first: backends, and of each the pass that DeepCache wants before the full."""
+def attempts(
+    candidates: backends.Candidates, call: UNetCall, plan: StepPlan | None
+) -> Iterator[tuple[str, Lossy, UNetCall]]:
+    """What to try for a call, the best first: backends, the native one with what is lossy before it is exact, and of
+    each the pass that DeepCache wants before the full."""
     if plan is None:
         wanted = [call]
     else:
         passes = [plan.full] if plan.is_whole else [plan.cached, plan.full]
         wanted = [replace(call, deepcache=deepcache) for deepcache in passes]
-    for backend in candidates.backends:
+    lossy = ((candidates.backends[0], one) for one in candidates.lossy)
+    for backend, how in (*lossy, *((backend, EXACT) for backend in candidates.backends)):
         for one in wanted:
-            yield backend, one
+            yield backend, how, one
 
 
 def sampling_now(bound: BoundUNet) -> int | None:
@@ -288,8 +286,6 @@ def sampling_now(bound: BoundUNet) -> int | None:
     return bound.samplings if bound.in_sampling else None
 
 
-def network_of(
-    managed: ManagedUNet, call: UNetCall, low_bit: tuple[Kind, ...] = (), attention: bool = False
-) -> Network:
+def network_of(managed: ManagedUNet, call: UNetCall, low_bit: tuple[Kind, ...] = ()) -> Network:
     bound, latent = managed.bound, call.latent
-    return Network(bound.architecture, bound.layout.kernel_users, latent.dtype, latent.device, low_bit, attention)
+    return Network(bound.architecture, bound.layout.kernel_users, latent.dtype, latent.device, low_bit)

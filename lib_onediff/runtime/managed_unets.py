@@ -43,7 +43,9 @@ class ManagedUNets(Services):
     def compiling(self) -> Iterator[Future[Any]]:
         """Begin what the UNets in care still lack; one after the other what has to end until nothing is lacking."""
         for unet, managed in self._managed.items():
-            yield from self.operators.compiling(unet, managed.settings or self.settings)
+            begun = self.operators.prepare_early(unet, managed.settings or self.settings)
+            if begun is not None:
+                yield begun
 
     def layout_of(self, unet: nn.Module) -> UNetLayout:
         """The layout of a UNet in our care. Raises UnsupportedUNet with the reason."""

@@ -44,7 +44,7 @@ class PatchedRoute:
         names, device = ", ".join(entry.key.patches), call.latent.device
         within = f"other extensions compute within the UNet: {names}"
         reason = "; ".join(filter(None, (within, why_not_better)))
-        rewind, has_graphs = None, backends.has_graphs(entry.key.backend, device)
+        rewind, has_graphs = None, entry.key.backend in backends.WITH_GRAPHS
         if entry.state is State.COLD:
             output = computed_twice(entry, plainly, patches.functions())
             if output is None:
@@ -55,7 +55,7 @@ class PatchedRoute:
             replayed = self._replayed(managed, entry, call)
             if replayed is not None:
                 return CallResult(replayed, entry, GRAPH, reason, call, None)
-            if entry.no_graph and entry.key.backend in backends.OUR_KERNELS:
+            if entry.no_graph and entry.key.backend == backends.NATIVE:
                 # Operator by operator, PyTorch launches its own faster.
                 return entry.no_graph
             reason = "; ".join(filter(None, (reason, entry.no_graph or entry.waits)))

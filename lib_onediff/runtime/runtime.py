@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..engines import AUTO
 from ..engines.graphs.accounting import MemorySnapshot
 from .accelerator import Accelerator
 from .call_stats import GRAPH, ROUTES
@@ -45,17 +44,17 @@ class Runtime(Accelerator):
         return Totals(
             vram=self._look().vram, budget=self._graphs.allowed(self.settings.memory_budget),
             disk=self.history.size_bytes(), calls=calls, hit_rate=calls[GRAPH] / count if count else None,
-            low_bit=self._graphs.low_bit_bytes(),
+            low_bit=self._graphs.low_bit_bytes(), low_bit_layers=self._graphs.low_bit_layers(),
             offloaded=self._graphs.offloaded_bytes(),
-            inductor=self.operators.inductor.status(), oneflow=self._fallback.oneflow_graphs,
+            oneflow=self._fallback.oneflow_graphs,
             low_bit_errors=list(self._low_bit_errors()),
         )
 
     def _low_bit_errors(self) -> Iterator[LowBitErrors]:
         """Of every checkpoint once: a second GPU's copy has the same."""
         choices = [choice for managed in self._managed.values() if (choice := managed.low_bit_choice) is not None]
-        for choice in {choice.question.findings.name: choice for choice in choices}.values():
-            yield LowBitErrors(choice.model, choice.question.budget, choice.error, choice.classes)
+        for choice in {choice.findings.name: choice for choice in choices}.values():
+            yield LowBitErrors(choice.model, choice.budget, choice.error, choice.errors)
 
     def status(self) -> dict[str, Any]:
         """What the last call was, by which route it went and why, as plain values for a page or JSON; see CallStats."""
@@ -65,11 +64,11 @@ class Runtime(Accelerator):
         status = part(self.call_stats.status, UNKNOWN)
         return {
             "enabled": settings.enabled, **status, "backend": status["backend"] or settings.backend,
-            "vae": part(self.vae.status, {}), "inductor": part(lambda: self.operators.inductor.status(), {}),
-            "auto": part(lambda: self.operators.auto.sentence(), "") if settings.backend == AUTO else "",
+            "vae": part(self.vae.status, {}), "inductor": {}, "auto": "",
             "second_gpu": {**status["second_gpu"], "bytes": part(self.two_gpus.bytes, 0)},
             "hint": part(self.operators.hint, "") if settings.enabled else "",
             "low_bit": part(lambda: [asdict(errors) for errors in self._low_bit_errors()], []),
+            "low_bit_layers": part(self._graphs.low_bit_layers, 0),
             "faults": part(lambda: self.guard.faults, []),
         }
 

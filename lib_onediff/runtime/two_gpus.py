@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ..engines import INDUCTOR, ONEFLOW
+from ..engines import ONEFLOW
 from ..engines.managed_unet import ManagedUNet
 from ..guard import Guard
 from ..model.call import UNetCall
@@ -33,8 +33,6 @@ ONE_ROW = "the call has one row"
 CAPTURES = "the caller captures a CUDA graph of its own"
 TOO_SLOW = "one GPU is sooner done than both"
 FULL = "out of memory on {}: until the weights or the option change, one GPU computes"
-# Their code is compiled for one device, or runs in a way of its own.
-ONE_CARD_BACKENDS = (INDUCTOR, ONEFLOW)
 
 
 class Serves(Protocol):
@@ -139,7 +137,7 @@ class TwoGpusRoute:
             if rest.holds(settings, managed.bound):
                 return rest.reason
             self._rests.pop(unet, None)
-        if settings.backend in ONE_CARD_BACKENDS:
+        if settings.backend == ONEFLOW:
             return f"the backend {settings.backend} computes on one GPU"
         if managed.bound.has_binding and managed.kinds:
             return f"the host computes with {' and '.join(managed.kinds)}"
@@ -173,7 +171,7 @@ class TwoGpusRoute:
             first = self._serves.serve(unet, here, lambda: host()[first_rows], times_host=False)
         if isinstance(first, str):
             return first
-        if first.entry.key.backend in ONE_CARD_BACKENDS:
+        if first.entry.key.backend == ONEFLOW:
             return f"the backend {first.entry.key.backend} computes on one GPU"
         if pair is None:
             made = self._make(unet, managed, settings, call.latent.device)
