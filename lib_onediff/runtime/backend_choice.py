@@ -90,11 +90,8 @@ class BackendChoice:
 
 def with_sage(found: backends.Candidates, call: UNetCall) -> backends.Candidates:
     """The same, with self attention by SageAttention beside what is tried first, or the reason why not."""
-    if found.backends[0] != backends.NATIVE:
-        lack: str | None = f"{SAGE} needs the native backend"
-    elif call.upcast_attention:
-        lack = f"{SAGE} is not for attention in float32"
-    else:
+    lack: str | None = f"{SAGE} needs the native backend"
+    if found.backends[0] == backends.NATIVE:
         lack = why_no_sage(call.latent.device, call.latent.dtype)
     if lack is not None:
         return found._replace(reason="; ".join(filter(None, (found.reason, lack))))

@@ -76,6 +76,9 @@ class FallbackChain:
                 what = str(lossy) or f"the backend {backend}"
                 reason = f"{what} runs no functions of other extensions"
                 continue
+            if lossy.attention and call.upcast_attention:
+                reason = f"{lossy.attention} is not for attention in float32"
+                continue
             if call.additions and backend == backends.ONEFLOW:
                 reason = f"OneFlow does not compute {', '.join(call.additions)}"
                 continue

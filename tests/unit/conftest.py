@@ -8,7 +8,6 @@ import half_on_cpu
 import pytest
 from builders import SMALL_XL
 from graph_builders import PretendedGraphs
-from inductor_fixtures import compilers_store  # noqa: F401
 from ladder_builders import Weather, attached, steps_of_a_gpu
 from quick_interpreter import remember_what_the_interpreter_looks_up
 from runtime_fixtures import fresh_runtime, host_timed_often, no_machine_is_too_slow  # noqa: F401

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lib_onediff.engines import auto_backend as auto_choice
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime import verify
 from lib_onediff.runtime.runtime import runtime
@@ -46,11 +45,9 @@ def fresh_runtime() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_machine_is_too_slow() -> Iterator[None]:
-    """On a busy machine "auto" would have Inductor compile for minutes. The host is timed once for each shape; where a
-    ratio is wanted, host_timed_often."""
+    """The host is timed once for each shape; where a ratio is wanted, host_timed_often."""
     # Not the tests' own monkeypatch: asked for here, it would undo theirs after all of their fixtures.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(auto_choice.WORTH_LOOKING_MS, "cpu", math.inf)
         patch.setattr(verify, "SECONDS_TO_TIME_THE_HOST", -1.0)
         yield
 

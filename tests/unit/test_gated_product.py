@@ -90,7 +90,8 @@ def test_the_scale_follows_the_weights() -> None:
     kept = LowBitWeights(layout, lambda rows, values, scales: None)  # type: ignore[arg-type]
     kept._norms = {"into": "norm"}
     weights = {"into": Affine(weight, None), "norm": norm, "out": Affine(torch.randn(16, 16), None)}
-    kept.fit(lambda: 0, lambda: weights, {"into": (FP8, INT8), "out": (FP8,)}, torch.device("cpu"))
+    for wanted in ({"into": FP8, "out": FP8}, {"into": INT8}):
+        kept.fit(lambda: 0, lambda: weights, wanted, torch.device("cpu"))
     found = kept.beside(weights, (FP8, INT8))
     first_scale = found["into"].gated_scale
     assert first_scale is not None and found["out"].gated_scale is None
