@@ -14,7 +14,6 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.engines import FLOAT8
 from lib_onediff.engines.graphs.capture import CudaGraphs
 from lib_onediff.model.layout import LayerNorm
 from lib_onediff.model.low_bit import FP8, GATED, NORMED, PLAIN
@@ -41,7 +40,7 @@ PRODUCTS = [
 
 @pytest.fixture(params=[torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    lack = runtime.operators.low_bit.why_not(FLOAT8, DEVICE, request.param)
+    lack = runtime.operators.low_bit.why_not("fp8", DEVICE, request.param)
     if lack:
         pytest.skip(lack)
     return request.param

@@ -21,7 +21,6 @@ from gpu_calls import arguments, host
 
 from lib_onediff import compile_unet, sampling, status, uncompile_unet
 from lib_onediff.bench.models import random_unet
-from lib_onediff.engines import LOW_BIT_BACKENDS, LOW_BIT_ONLY
 from lib_onediff.model import low_bit
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
@@ -43,9 +42,9 @@ def nothing_known() -> Iterator[None]:
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[nn.Module]:
     """A network whose layers are all taken, however small."""
     monkeypatch.setattr(low_bit, "FEWEST_WEIGHTS", 0)
-    runtime.operators.low_bit.plan.forget()
+    runtime.operators.low_bit.forget()
     yield random_unet("tiny-sdxl", torch.device("cuda")).half()
-    runtime.operators.low_bit.plan.forget()
+    runtime.operators.low_bit.forget()
 
 
 def allocated() -> int:
@@ -89,8 +88,7 @@ def again(given: dict[str, Any]) -> dict[str, Any]:
 def replayed(unet: nn.Module, given: dict[str, Any], option: str) -> Tensor:
     """The fourth call: the first is checked, the second moves the weights, the third may be timed."""
     output = [called(unet, given) for _ in range(4)][-1]
-    expected = LOW_BIT_ONLY[LOW_BIT_BACKENDS[option]], "graph"
-    assert (status()["backend"], status()["route"]) == expected, status()["reason"]
+    assert (status()["lossy"], status()["route"]) == ("8-bit only", "graph"), status()["reason"]
     assert is_offloaded(unet)
     return output
 
@@ -117,7 +115,7 @@ def test_sdxl_takes_less_than_60_percent_and_comes_back_bit_for_bit(option: str)
         f"bits = {100 * (left + rounded) / whole:.1f} %, {moved / MEBIBYTE:.0f} MiB offloaded; allocated "
         f"{grown / MEBIBYTE:+.0f} MiB, first call {seconds:.1f} s (with tuning)"
     )
-    assert status()["backend"] == LOW_BIT_ONLY[LOW_BIT_BACKENDS[option]], status()["reason"]
+    assert status()["lossy"] == "8-bit only", status()["reason"]
     assert left + rounded <= 0.6 * whole and left + rounded < 3 << 30
     assert whole + grown <= 0.65 * whole, "what torch has allocated says the same, with its libraries' own"
     replay = replayed(unet, given, option)
