@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..model.call import UNetCall
 from ..model.layout import UNetLayout
-from ..model.low_bit import FP8, GATED, INT8, KINDS_OF, NORMED, Kind, Round, WantedKinds, classes_of_layers
+from ..model.low_bit import FP8, GATED, INT8, KINDS_OF, NORMED, Kind, Round, WantedKinds, every_low_bit_layer
 from ..model.operators import Operators
 from ..ops import torch_ops
 from ..ops.card import current_card
@@ -89,8 +89,9 @@ class LowBit:
         return LowBitOperators(self._launches, attention, self._float8_result, self.choice.best)
 
     def classes(self, layout: UNetLayout) -> Mapping[str, str]:
-        """See classes_of_layers."""
-        found: Mapping[str, str] = self._classes.to(layout, lambda: classes_of_layers(layout))
+        """The class of every layer that can be in eight bits, by its name."""
+        find = lambda: {one.name: one.layer_class for one in every_low_bit_layer(layout)}  # noqa: E731
+        found: Mapping[str, str] = self._classes.to(layout, find)
         return found
 
     def wanted(self, lossy: Lossy, layout: UNetLayout, call: UNetCall) -> WantedKinds:

@@ -18,7 +18,7 @@ from lib_onediff.bench.models import CONFIGURATIONS
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.forward import forward
 from lib_onediff.model.layout import TransformerBlock, UNetLayout, descriptions
-from lib_onediff.model.low_bit import INT8, KINDS, Kind, empty_like, low_bit_layers, name_of
+from lib_onediff.model.low_bit import INT8, KINDS, Kind, empty_like, low_bit_layers
 from lib_onediff.model.read import read_layout
 from lib_onediff.model.weights import Affine, QuantizedWeight, Weights
 from lib_onediff.ops import compile_kernels as triton_warm
@@ -96,7 +96,7 @@ def pass_through(
         launches = Launches(TuningCache())
         ops = LowBitOperators(launches, torch_ops.attention, lambda device, dtype: dtype, lambda *given: kind)
         for block in descriptions(layout, TransformerBlock):
-            for name in (name_of(one.layer) for one in low_bit_layers(block)):
+            for name in (one.name for one in low_bit_layers(block)):
                 weights[name] = weights[name]._replace(low_bit=(room_for(weights[name].weight, kind),))
     return forward(layout, weights, ops, call)
 

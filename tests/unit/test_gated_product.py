@@ -98,6 +98,6 @@ def test_the_scale_follows_the_weights() -> None:
     assert torch.equal(first_scale, gated_scale(weight, None, norm).view(1, 1))
     before = float(first_scale)
     weight.mul_(2)
-    kept.fit(lambda: 1, lambda: weights, {"into": (FP8,)}, torch.device("cpu"))
+    kept.fit(lambda: 1, lambda: weights, {"into": FP8}, torch.device("cpu"))
     assert kept.beside(weights, (FP8,))["into"].gated_scale is first_scale, "graphs know its place"
     assert float(first_scale) == 4 * before

@@ -43,7 +43,7 @@ from lib_onediff.model import low_bit, offload
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.forward import transformer_blocks
 from lib_onediff.model.fused_storage import shares_storage
-from lib_onediff.model.low_bit import KINDS, KINDS_OF, width_of
+from lib_onediff.model.low_bit import KINDS, KINDS_OF
 from lib_onediff.model.offload import HostMemory, NoHostMemory, OffloadedWeights, RestoreFirst
 from lib_onediff.model.read import read_layout
 from lib_onediff.ops.triton.launch_config import Launches
@@ -135,7 +135,8 @@ def test_the_weights_of_sdxl_take_less_than_60_percent(option: str) -> None:
     layers = {fusion.name: fusion for fusion in layout.fusions()} | {leaf.path: leaf for leaf in layout.leaves()}
     gone = rounded = 0
     for name in wanted:
-        width, out = width_of(layers[name]), layers[name].out_features
+        layer = layers[name]
+        width, out = getattr(layer, "members", [layer])[0].in_features, layer.out_features
         gone += 2 * width * out
         rounded += width * out + 4 * out
     whole = 2 * sum(parameter.numel() for parameter in unet.parameters())

@@ -9,19 +9,7 @@ import torch
 
 from ...model.forward import sized_layers
 from ...model.layout import ResidualBlock, TransformerBlock, UNetLayout, descriptions
-from ...model.low_bit import (
-    FP8,
-    GATED,
-    INT8,
-    KINDS,
-    NORMED,
-    Kind,
-    low_bit_convolutions,
-    low_bit_layers,
-    name_of,
-    rows_of,
-    width_of,
-)
+from ...model.low_bit import FP8, GATED, INT8, KINDS, NORMED, Kind, low_bit_convolutions, low_bit_layers
 from ..card import current_card, named
 from ..tuning_cache import TuningCache
 
@@ -58,11 +46,11 @@ def products(
     for one, size in sized_layers(layout, height, width):
         rows = batch * size[0] * size[1]
         for block in descriptions(one, TransformerBlock):
-            for layer, source, _ in low_bit_layers(block, fewest_weights):
-                yield name_of(layer), Product(rows, width_of(layer), rows_of(layer), source)
+            for layer in low_bit_layers(block, fewest_weights):
+                yield layer.name, Product(rows, layer.width, layer.rows, layer.source)
         if convolutions and isinstance(one, ResidualBlock) and size[0] * size[1] >= FEWEST_PIXELS:
-            for layer, source, _ in low_bit_convolutions(one):
-                yield name_of(layer), Product(rows, width_of(layer), rows_of(layer), source, size)
+            for layer in low_bit_convolutions(one):
+                yield layer.name, Product(rows, layer.width, layer.rows, layer.source, size)
 
 
 def suited(product: Product, kinds: Sequence[Kind]) -> list[Kind]:
