@@ -17,8 +17,7 @@ from ..model.operators import Operators
 from ..ops import torch_ops
 from ..ops.card import current_card
 from ..ops.quantized.gains import Product, ProductChoice, TimeMs, products, suited
-from ..ops.quantized.scaled_mm import Float8Support, support
-from ..ops.quantized.support import why_no_int8
+from ..ops.quantized.support import Float8Support, float8_support, why_not
 from ..ops.quantized.ways import way_of
 from ..ops.triton.launch_config import Launches
 from ..ops.tuning_cache import TuningCache
@@ -55,21 +54,21 @@ class LowBit:
     def why_not(self, option: str, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why a device has no products as the option wants them for a model of this dtype, in one sentence; None if it
         has."""
-        lacks = [self._lack(kind, device, dtype) for kind in KINDS_OF[option]]
+        wanted = KINDS_OF[option]
         # Of all kinds, int8 asks for the least.
-        return None if None in lacks else lacks[-1]
+        return None if self.kinds(wanted, device, dtype) else self._lack(wanted[-1], device, dtype)
 
     def kinds(self, wanted: Collection[Kind], device: torch.device, dtype: torch.dtype) -> tuple[Kind, ...]:
         """Those of these kinds that a device has."""
         return tuple(kind for kind in wanted if self._lack(kind, device, dtype) is None)
 
     def _lack(self, kind: Kind, device: torch.device, dtype: torch.dtype) -> str | None:
-        return why_no_int8(device, dtype) if kind is INT8 else self._float8_support(device, dtype).reason
+        return why_not(kind, device, dtype) if kind is INT8 else self._float8_support(device, dtype).reason
 
     def _float8_support(self, device: torch.device, dtype: torch.dtype) -> Float8Support:
         found = self._float8.get((device, dtype))
         if found is None:
-            found = self._float8[device, dtype] = support(device, dtype)
+            found = self._float8[device, dtype] = float8_support(device, dtype)
         return found
 
     # None where there are no products in float8: then nobody asks.

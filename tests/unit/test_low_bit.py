@@ -18,8 +18,7 @@ import lib_onediff
 from lib_onediff.model import low_bit
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.low_bit import FP8, GATED, INT8, KINDS_OF
-from lib_onediff.ops.quantized import int8_mm, scaled_mm
-from lib_onediff.ops.quantized import support as int8_support
+from lib_onediff.ops.quantized import int8_mm, scaled_mm, support
 from lib_onediff.ops.quantized.gains import products
 from lib_onediff.options.settings import MOST_LOW_BIT_ERROR, Settings
 from lib_onediff.runtime.fallback import FallbackChain
@@ -155,30 +154,30 @@ def test_it_says_why_not(on_a_gpu: Weather, option: str) -> None:
 
 @pytest.mark.parametrize(("capability", "has"), [((8, 6), False), ((8, 9), True), ((9, 0), True), ((12, 0), True)])
 def test_which_gpus_have_it(capability: tuple[int, int], has: bool) -> None:
-    sentence = scaled_mm.too_old(capability, "RTX 3090")
+    sentence = support.too_old(FP8, capability, "RTX 3090", "3.6.0")
     assert (sentence is None) == has
     assert has or "8.6" in sentence and "8.9" in sentence and "RTX 3090" in sentence
-    assert int8_support.too_old(capability, "RTX 3090", "3.6.0") is None
+    assert support.too_old(INT8, capability, "RTX 3090", "3.6.0") is None
 
 
 def test_int8_on_turing_depends_on_the_release_of_triton() -> None:
-    assert int8_support.too_old((7, 5), "RTX 2080", "3.2.0") is None
-    newer = int8_support.too_old((7, 5), "RTX 2080", "3.6.0")
+    assert support.too_old(INT8, (7, 5), "RTX 2080", "3.2.0") is None
+    newer = support.too_old(INT8, (7, 5), "RTX 2080", "3.6.0")
     assert "3.6.0" in newer and "8.0" in newer and "7.5 with 3.2" in newer and "RTX 2080" in newer
-    assert "3.2" not in int8_support.too_old((7, 0), "V100", "3.6.0")
+    assert "3.2" not in support.too_old(INT8, (7, 0), "V100", "3.6.0")
 
 
 def test_the_probe_believes_no_wrong_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert scaled_mm.support(CPU, torch.float16).result in (torch.float16, torch.bfloat16)
+    assert support.float8_support(CPU, torch.float16).result in (torch.float16, torch.bfloat16)
     monkeypatch.setattr(scaled_mm, "product", lambda tokens, weight, bias, result: torch.zeros(64, 128, device=CPU))
-    found = scaled_mm.support(CPU, torch.float16)
+    found = support.float8_support(CPU, torch.float16)
     assert found.result is None and "wrong by" in found.reason
 
     def missing(*given: Any) -> Tensor:
         raise RuntimeError("not compiled in\nat line 3")
 
     monkeypatch.setattr(scaled_mm, "product", missing)
-    found = scaled_mm.support(CPU, torch.float16)
+    found = support.float8_support(CPU, torch.float16)
     assert found.result is None and "not compiled in" in found.reason and "\n" not in found.reason
 
 

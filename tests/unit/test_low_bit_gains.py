@@ -39,13 +39,6 @@ def test_the_layers_are_those_that_are_worth_it(on_a_gpu: Weather, monkeypatch: 
     assert not any("attn2" in name and name.endswith(("to_k", "to_v")) for name in sources), "once in a generation"
 
 
-def test_a_small_model_says_that_it_gains_nothing(on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
-    fewest_weights(monkeypatch, 1 << 20)
-    unet = compiled(half_unet(), "fp8")
-    served(unet, half_call(unet))
-    assert now()[0] == EXACT and "too small to gain by FP8" in reason()
-
-
 def test_where_no_product_was_measured_to_gain_native_serves(on_a_gpu: Weather) -> None:
     unet = compiled(half_unet(), "fp8")
     call = half_call(unet)
@@ -82,20 +75,6 @@ def test_only_what_pays_is_done_in_eight_bits(on_a_gpu: Weather, monkeypatch: py
     done.clear()
     served(unet, call)
     assert set(done) == {(one.out, one.width) for one in every if one.source == GATED}
-
-
-def test_everywhere_means_every_layer_of_a_small_model_whatever_it_gains(
-    on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fewest_weights(monkeypatch, 1 << 20)
-    unet = compiled(half_unet(), "fp8", verify=False)
-    with runtime.operators.low_bit.choice.used_everywhere():
-        served(unet, half_call(unet))
-        assert now()[0] == EIGHT, reason()
-    assert not runtime.operators.low_bit.choice.everywhere
-    layout = runtime.layout_of(unet)
-    kept = runtime.managed_unet(unet).low_bit._kept
-    assert {name for name, _ in kept} == {name for name, _ in products(layout, 4, 4, 1, 0)} != set()
 
 
 def test_auto_takes_for_each_product_what_was_measured_to_be_faster(

@@ -43,7 +43,7 @@ from lib_onediff.model import low_bit, offload
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.forward import transformer_blocks
 from lib_onediff.model.fused_storage import shares_storage
-from lib_onediff.model.low_bit import KINDS, KINDS_OF
+from lib_onediff.model.low_bit import KINDS_OF
 from lib_onediff.model.offload import HostMemory, NoHostMemory, OffloadedWeights, RestoreFirst
 from lib_onediff.model.read import read_layout
 from lib_onediff.ops.triton.launch_config import Launches
@@ -208,17 +208,6 @@ def test_a_graph_serves_it_and_another_shape_is_checked_like_the_first(unet: nn.
         served(unet, one)
     assert now() == (ONLY, "graph") and torch.equal(served(unet, call), expected), reason()
     assert [entry.state for entry in runtime.table.entries()] == [State.READY, State.READY]
-
-
-def test_each_layer_has_one_kind_at_every_size(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    unet = lib_onediff.compile_unet(half_unet(), low_bit="auto", low_bit_only=True, verify=False)
-    ours = runtime.operators.low_bit
-    served(unet, half_call(unet))
-    kept = set(managed(unet).low_bit._kept)
-    monkeypatch.setattr(ours.choice, "_best", lambda product, dtype, kinds: KINDS[0])
-    ours.choice.forget()
-    served(unet, half_call(unet, 8, 8))
-    assert now()[0] == ONLY and set(managed(unet).low_bit._kept) == kept, "no second copy"
 
 
 def test_what_gains_nothing_is_taken_too(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -494,15 +483,6 @@ def test_weights_of_which_some_found_no_room_can_be_gone_on_with(
         assert len(offloaded(unet)._layers) == count
     lib_onediff.uncompile_unet(unet)
     assert is_unchanged(unet, before) and not hooks(unet)
-
-
-def test_a_system_that_is_nearly_full_is_asked_before() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload, "free_host_memory", lambda: offload.SPARE_BYTES)
-        with pytest.raises(NoHostMemory, match=r"no room for the weights: 1024 MiB are left"):
-            HostMemory().empty((8, 8), torch.float16, pinned=False)
-        patch.setattr(offload, "free_host_memory", lambda: None)
-        assert HostMemory().empty((8, 8), torch.float16, pinned=False).shape == (8, 8)
 
 
 # --- where it rests ---------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from grid import first
 pytest.importorskip("triton", reason="needs Triton")
 pytest.importorskip("diffusers")
 
+from lib_onediff.model.low_bit import INT8
 from lib_onediff.ops.quantized.support import too_old
 from lib_onediff.ops.requirements import triton_here
 from lib_onediff.ops.triton.launch_config import INT8_PRODUCT, INT8_PRODUCT_HOPPER
@@ -27,7 +28,7 @@ SDXL_SIZES = first(3, [
 ])
 SD1_SIZES = first(2, [(960, 720, 1), (72, 88, 2), (1024, 1024, 8), (512, 512, 2), (64, 64, 2)])
 needs_int8_of_turing = pytest.mark.skipif(
-    too_old((7, 5), "RTX 20", triton_here()) is not None, reason="this Triton does not reach its INT8 units"
+    too_old(INT8, (7, 5), "RTX 20", triton_here()) is not None, reason="this Triton does not reach its INT8 units"
 )
 NETWORKS = [
     pytest.param("sdxl", 90, "float16", SDXL_SIZES, "", 8, id="SDXL on an H100"),
