@@ -99,7 +99,7 @@ class Settings:
     )
     attention: str = option(
         EXACT_ATTENTION, "Attention",
-        "sage: self attention by the package sageattention, if you have installed it; lossy.",
+        "sage: attention by the package sageattention, lossy.",
         group=SPEED, choices=(EXACT_ATTENTION, "sage"), per_run=True,
         no_effect_when={**WITHOUT_KERNELS, "attention_upcast": ("on",)},
     )
