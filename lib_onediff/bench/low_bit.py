@@ -77,9 +77,9 @@ class ProductTable:
         """Those of one model's step, in the order of their first use."""
         layout = read_layout(models.random_unet(model, torch.device("meta")))
         width, height = (pixels // PIXELS_OF_LATENT for pixels in SHAPES[model])
-        from ..ops.quantized import convolution
+        from ..ops.quantized.int8_mm import copies_tiles
 
-        convolves = self.lacks[FP8] is None and convolution.serves(self._device)
+        convolves = self.lacks[FP8] is None and copies_tiles(self._device)
         every = (product for _, product in products(layout, height, width, BATCH, convolutions=convolves))
         for product, count in Counter(every).items():
             yield self._row(model, product, count) if product.size is None else self._convolution(model, product, count)

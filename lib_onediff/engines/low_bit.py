@@ -132,9 +132,9 @@ class LowBit:
         if device.type != "cuda" or lossy.only or FP8 not in self._kinds_for(lossy, call):
             return False
         # Without Triton, this cannot be imported.
-        from ..ops.quantized import convolution
+        from ..ops.quantized.int8_mm import copies_tiles
 
-        return convolution.serves(device)
+        return copies_tiles(device)
 
     def why_none_here(self, lossy: Lossy, layout: UNetLayout, call: UNetCall) -> str | None:
         """Why this call gains nothing by products in eight bits, in one sentence; None where it does, or may."""

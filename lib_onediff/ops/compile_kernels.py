@@ -62,7 +62,7 @@ def compile_kernels(
         others += low_bit_launches(network, dtype, device, chosen, kind)
     if INT8 in low_bit:
         others += int8_products(dtype, device)
-    if FP8 in low_bit and gated_product.serves(device):
+    if FP8 in low_bit and int8_mm.copies_tiles(device):
         others += float8_products(dtype, device)
     # Triton sets itself up in the first launch of all, and not for several threads at once.
     launch(first, device)

@@ -73,8 +73,8 @@ class FallbackChain:
         for backend, lossy, wanted in attempts(candidates, call, plan):
             if call.patches is not None and (lossy != EXACT or backend == backends.ONEFLOW):
                 # Their operators hand each other more than tensors, or run elsewhere.
-                what = str(lossy) or f"the backend {backend}"
-                reason = f"{what} runs no functions of other extensions"
+                how = f"{backend}, {lossy}" if lossy != EXACT else backend
+                reason = f"the backend {how} runs no functions of other extensions"
                 continue
             if lossy.attention and call.upcast_attention:
                 reason = f"{lossy.attention} is not for attention in float32"

@@ -25,7 +25,7 @@ def tune_product(
         trial = int8_trial(product, dtype, device)
     elif product.size is not None:
         trial = convolution_trial(product, dtype, device)
-    elif product.source == GATED and gated_product.serves(device):
+    elif product.source == GATED and int8_mm.copies_tiles(device):
         trial = gated_trial(product, dtype, device, result)
     else:
         return
