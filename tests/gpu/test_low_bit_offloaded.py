@@ -210,24 +210,3 @@ def test_what_was_put_beside_offloaded_weights_comes_with_them(tiny: nn.Module, 
     assert not is_offloaded(tiny) and all(parameter.is_cuda for parameter in tiny.parameters())
     attention.to_out[0] = plain
     replayed(tiny, again(given), option)
-
-
-def test_without_pinned_memory_there_is_ordinary_memory(
-    tiny: nn.Module, option: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = torch.empty
-
-    def refused(*given: Any, **named: Any) -> Tensor:
-        if named.get("pin_memory"):
-            raise RuntimeError("CUDA error: out of memory")
-        return real(*given, **named)
-
-    compile_unet(tiny, low_bit=option, low_bit_only=True)
-    given = arguments(tiny)
-    expected = host(tiny, given)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", refused)
-        output = replayed(tiny, given, option)
-    assert relative_error(output, expected) < NEAR[option]
-    uncompile_unet(tiny)
-    assert torch.equal(host(tiny, given), expected)

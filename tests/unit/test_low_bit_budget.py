@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="needs Triton")
 from low_bit_builders import EIGHT, EXACT, half_call, half_unet, measured, now
 
 import lib_onediff
-from lib_onediff.engines.sensitivity import BOTH, FIRST_HALF, LATE, MIDDLE, SECOND_HALF, Findings
+from lib_onediff.engines.sensitivity import BOTH, FIRST_HALF, LATE, MIDDLE, Findings
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.low_bit import (
     CROSS_OUT,
@@ -315,19 +315,6 @@ def test_without_memory_to_measure_all_is_exact(
     assert now()[0] == EIGHT, reason()
 
 
-def test_an_exact_output_that_is_not_finite_is_no_yardstick(
-    on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    unet = compiled(half_unet(), budget=0.1)
-    real = LowBitRoute._output
-    with monkeypatch.context() as patch:
-        patch.setattr(LowBitRoute, "_output", lambda self, *given: real(self, *given) * float("nan"))
-        served(unet, half_call(unet))
-        assert now()[0] == EXACT and "NaN or infinite" in reason()
-    served(unet, half_call(unet))
-    assert now()[0] == EIGHT, "as soon as it is"
-
-
 def test_a_class_that_makes_nan_is_left_out(on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
     unet = compiled(half_unet(), budget=0.1)
     real = LowBitRoute._output
@@ -392,12 +379,3 @@ def test_a_store_that_anybody_has_written(value: Any) -> None:
     assert known.error(("a",)) is None and known.missing(("a",), "layers") == BOTH and known.chosen("a", 0.1) == ("a",)
     known.note(("a",), "layers", FIRST_HALF, 0.5)
     assert known.error(("a",)) == 0.5 and known.chosen("a", 0.1) == ()
-
-
-def test_what_is_missing_is_what_was_not_measured_of_these_layers() -> None:
-    known = findings(a=0.1)
-    assert known.missing("a", "layers") == SECOND_HALF and known.missing("a", "others") == BOTH
-    known.note("a", "layers", SECOND_HALF, 0.05)
-    assert known.missing("a", "layers") == 0 and known.error("a") == 0.1, "the larger one"
-    known.note("a", "others", SECOND_HALF, 0.2)
-    assert known.missing("a", "others") == FIRST_HALF and known.error("a") == 0.2

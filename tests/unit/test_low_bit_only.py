@@ -41,10 +41,9 @@ from lib_onediff.engines.low_bit import LowBit
 from lib_onediff.engines.managed_unet import ManagedUNet
 from lib_onediff.model import low_bit, offload
 from lib_onediff.model.call import UNetCall
-from lib_onediff.model.forward import transformer_blocks
 from lib_onediff.model.fused_storage import shares_storage
 from lib_onediff.model.low_bit import KINDS_OF
-from lib_onediff.model.offload import HostMemory, NoHostMemory, OffloadedWeights, RestoreFirst
+from lib_onediff.model.offload import HostMemory, NoHostMemory, OffloadedWeights
 from lib_onediff.model.read import read_layout
 from lib_onediff.ops.triton.launch_config import Launches
 from lib_onediff.ops.tuning_cache import TuningCache
@@ -210,15 +209,6 @@ def test_a_graph_serves_it_and_another_shape_is_checked_like_the_first(unet: nn.
     assert [entry.state for entry in runtime.table.entries()] == [State.READY, State.READY]
 
 
-def test_what_gains_nothing_is_taken_too(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime.operators.low_bit.choice, "gains", lambda product, dtype, kind: 0.0)
-    runtime.operators.low_bit.choice.forget()
-    twice(unet, half_call(unet))
-    assert now()[0] == ONLY, reason()
-    blocks = len(list(transformer_blocks(runtime.layout_of(unet), 4, 4)))
-    assert len(managed(unet).low_bit.names()) == 7 * blocks, "with those that read the prompt"
-
-
 # --- the host finds its weights ---------------------------------------------------------------------------------------
 
 
@@ -235,16 +225,6 @@ def test_the_hosts_own_forward_has_its_weights_bit_for_bit(unet: nn.Module) -> N
     assert now()[0] == ONLY and offloaded(unet)
     lib_onediff.uncompile_unet(unet)
     assert torch.equal(diffusers_output(unet, call), expected), "given back, they lie as they did"
-
-
-def test_one_layer_called_by_somebody_else_is_enough(unet: nn.Module) -> None:
-    twice(unet, half_call(unet))
-    layer = unet.mid_block.attentions[0].transformer_blocks[0].ff.net[2]
-    tokens = torch.randn(1, 3, layer.in_features).half()
-    expected = tokens @ layer.weight.clone().t() + layer.bias
-    with torch.no_grad():
-        assert relative_error(layer(tokens), expected) < 1e-2
-    assert not offloaded(unet)
 
 
 def test_switched_off_the_weights_are_where_they_were(unet: nn.Module) -> None:
@@ -264,20 +244,6 @@ def test_switched_off_the_weights_are_where_they_were(unet: nn.Module) -> None:
     lib_onediff.uncompile_unet(unet)
     assert torch.equal(diffusers_output(unet, call), expected) and is_unchanged(unet, before)
     assert not hooks(unet) and not any(map(shares_storage, unet.parameters()))
-
-
-def test_functions_of_other_extensions_get_the_hosts_weights(unet: nn.Module) -> None:
-    call = half_call(unet)
-    twice(unet, call)
-
-    class Processor(type(unet.mid_block.attentions[0].transformer_blocks[0].attn1.processor)):  # type: ignore[misc]
-        """Somebody's own."""
-
-    unet.mid_block.attentions[0].transformer_blocks[0].attn1.processor = Processor()
-    fresh = half_call(unet, seed=1)
-    served(unet, fresh)
-    assert now()[0] != ONLY and not offloaded(unet)
-    assert torch.equal(diffusers_output(unet, fresh), host_over(unet, fresh))
 
 
 # --- the host changes its weights -------------------------------------------------------------------------------------
@@ -526,9 +492,3 @@ def test_an_unloaded_model_leaves_nothing_behind(on_a_gpu: None) -> None:
     gc.collect()
     assert runtime.totals().low_bit == runtime.totals().offloaded == 0
     assert all(storage.expired() for storage in there)
-
-
-def test_a_hook_of_weights_that_are_gone_does_no_harm() -> None:
-    layer = nn.Linear(4, 4)
-    layer.register_forward_pre_hook(RestoreFirst(OffloadedWeights()))
-    assert layer(torch.ones(1, 4)).shape == (1, 4)
