@@ -24,6 +24,8 @@ from ..ops.requirements import (
     triton_is_usable,
     written,
 )
+from ..ops.sage import OLDEST_CAPABILITY as SAGE_CAPABILITY
+from ..ops.sage import PACKAGE
 
 FLOAT8_TORCH = (2, 5)
 CUDNN_V8_DISABLED = "TORCH_CUDNN_V8_API_DISABLED"
@@ -177,9 +179,13 @@ def of_low_bit_only(value: bool, machine: Machine, dtype: torch.dtype | None) ->
 
 
 def of_attention(value: str, machine: Machine, dtype: torch.dtype | None) -> str | None:
-    if value == "sage" and find_spec("sageattention") is None:
-        return "The package sageattention is not installed."
-    return None
+    if value != "sage":
+        return None
+    if find_spec(PACKAGE) is None:
+        return f"The package {PACKAGE} is not installed."
+    if machine.amd or machine.capability is None:
+        return "SageAttention needs OneDiff's own kernels, and those an NVIDIA GPU."
+    return too_old(machine, SAGE_CAPABILITY, "SageAttention exists")
 
 
 def of_second_gpu(value: str, machine: Machine, dtype: torch.dtype | None) -> str | None:
