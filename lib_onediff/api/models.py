@@ -112,6 +112,7 @@ class ShapeAnswer(TimesAnswer):
     control: bool = Field(..., description="Whether a ControlNet or an adapter adds to the call.")
     part: str = Field("", description="Pass of DeepCache: full or cached; empty without DeepCache.")
     backend: str = Field("", description="Who computes it; empty where that is not known.")
+    lossy: str = Field("", description='What of that is less exact: "8-bit"; empty where all is exact.')
 
 
 class ResolutionAnswer(TimesAnswer):
@@ -158,6 +159,7 @@ class TotalsAnswer(Answer):
     calls: dict[str, int] = Field(..., description="UNet calls by route.")
     hit_rate: float | None = Field(None, description="The share of calls that a ready entry served.")
     low_bit: int = Field(0, description="Bytes of GPU memory of the weights in eight bits.")
+    low_bit_layers: int = Field(0, description="How many layers have weights in eight bits.")
     offloaded: int = Field(0, description="Bytes of the computer's memory of the WebUI's weights that they stand for.")
     oneflow: dict[str, int] = Field({}, description="How many graphs OneFlow has compiled, and the most that it may.")
     low_bit_errors: list[LowBitAnswer] = Field([], description="As low_bit in GET status.")
@@ -228,6 +230,8 @@ class StatusAnswer(TimesAnswer):
     enabled: bool
     model: str | None = None
     backend: str
+    lossy: str = Field("", description='What it computes less exactly: "8-bit"; empty where all is exact.')
+    low_bit_layers: int = Field(0, description="How many layers have weights in eight bits.")
     resolution: str | None = None
     route: str | None = Field(None, description='"graph", "plain", "blocks" or "host".')
     reason: str

@@ -14,16 +14,15 @@ import torch
 from torch import nn
 
 from ..engines.operator_sets import OperatorSets
-from ..model.low_bit import INT8
 from ..ops.tuning_cache import TuningCache
-from . import attentions, cold, first_calls, images, low_bit, models, quality, report, two_gpus, webui
+from . import cold, first_calls, images, low_bit, models, quality, report, two_gpus, webui
 from .children import Task
 from .clock import give_back_memory
 from .measure import HEADINGS, Plan, measure
 from .options import DTYPES, parse, sizes_for
 from .patches import PATCHES
 
-SECTIONS = "rows", "cold", "new_sizes", "images", "quality", "products", "attentions", "two_gpus"
+SECTIONS = "rows", "cold", "new_sizes", "images", "quality", "products", "two_gpus"
 JOBS = {"cold": cold.child, "first calls": first_calls.child}
 
 
@@ -133,20 +132,9 @@ def measure_low_bit(options: argparse.Namespace, device: torch.device, done: Rep
                 rows = list(table.rows(model))
                 done.add("products", low_bit.HEADINGS, rows)
                 print(low_bit.sums(rows), flush=True)
-        if table.lacks[INT8] is None:
-            measure_attentions(dtype, device, done)
     with done.part("sdxl, step"):
         done.add("rows", HEADINGS, low_bit.step(options, device))
     return done.finish()
-
-
-def measure_attentions(dtype: torch.dtype, device: torch.device, done: Report) -> None:
-    table = attentions.AttentionTable(dtype, device)
-    for model, size in low_bit.SHAPES.items():
-        with done.part(f"{model}, attentions"):
-            rows = list(table.rows(model, size, low_bit.BATCH))
-            done.add("attentions", attentions.HEADINGS, rows)
-            print(attentions.sums(rows), flush=True)
 
 
 def images_of_webui(options: argparse.Namespace) -> int:

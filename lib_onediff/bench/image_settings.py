@@ -26,7 +26,7 @@ IMAGE_SETTINGS: dict[str, dict[str, Any]] = {
     "onediff, TF32": {"tf32": "on"},
     **{f"onediff + {kind}": {"low_bit": kind} for kind in ("fp8", "int8")},
     "onediff + low-bit auto": {"low_bit": "auto"},
-    "onediff + int8, attention": {"low_bit": "int8", "low_bit_attention": True},
+    "onediff + int8, sage": {"low_bit": "int8", "attention": "sage"},
     **{f"onediff + {kind} only": {"low_bit": kind, "low_bit_only": True} for kind in ("fp8", "int8")},
     **{
         f"onediff + DeepCache {interval}, depth {depth}": deepcache(interval, depth)

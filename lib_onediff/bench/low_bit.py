@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from ..engines import FLOAT8, LOW_BIT_BACKENDS, NATIVE
-from ..engines import INT8 as INT8_BACKEND
+from ..engines import NATIVE
 from ..engines.graphs.capture import CudaGraphs
 from ..engines.operator_sets import OperatorSets
-from ..model.low_bit import FP8, INT8, KERNEL, NORMED, PADDING, Kind
+from ..model.low_bit import FP8, INT8, KERNEL, KINDS_OF, NORMED, PADDING, Kind
 from ..model.operators import Stream
 from ..model.read import read_layout
 from ..model.weights import Affine
@@ -36,8 +35,7 @@ HEADINGS = (
     "in place: library", "fp8", "int8",
 )
 VARIANTS = (
-    *(f"onediff {backend}" for backend in (NATIVE, *LOW_BIT_BACKENDS.values())),
-    f"onediff {FLOAT8}, within the budget",
+    "onediff native", *(f"onediff native {option}" for option in KINDS_OF), "onediff native fp8, within the budget",
 )
 
 
@@ -73,17 +71,15 @@ class ProductTable:
         self._operators, self._launches = OperatorSets(tuning_cache), Launches(tuning_cache)
         low_bit = self._operators.low_bit
         self._time_ms = partial(CudaGraphs().time_ms, device, dtype)
-        self.lacks = {
-            kind: low_bit.why_not(backend, device, dtype) for kind, backend in ((FP8, FLOAT8), (INT8, INT8_BACKEND))
-        }
+        self.lacks = {kind: low_bit.why_not(kind.name, device, dtype) for kind in (FP8, INT8)}
 
     def rows(self, model: str) -> Iterator[ProductRow]:
         """Those of one model's step, in the order of their first use."""
         layout = read_layout(models.random_unet(model, torch.device("meta")))
         width, height = (pixels // PIXELS_OF_LATENT for pixels in SHAPES[model])
-        from ..ops.quantized import convolution
+        from ..ops.quantized.int8_mm import copies_tiles
 
-        convolves = self.lacks[FP8] is None and convolution.serves(self._device)
+        convolves = self.lacks[FP8] is None and copies_tiles(self._device)
         every = (product for _, product in products(layout, height, width, BATCH, convolutions=convolves))
         for product, count in Counter(every).items():
             yield self._row(model, product, count) if product.size is None else self._convolution(model, product, count)
@@ -139,7 +135,7 @@ class ProductTable:
         """Of the product alone, as the operators do it: the next norm scales and adds what is added to tokens."""
         from ..ops.quantized import kernels
 
-        operators = self._operators.of(FLOAT8)
+        operators = self._operators.of(NATIVE)
         affine = affine._replace(low_bit=(kernels.rounded_weight(affine.weight, FP8),))
         if product.source == NORMED:
             ones = torch.ones(product.width, device=tokens.device, dtype=tokens.dtype)
@@ -155,7 +151,7 @@ class ProductTable:
         if self.lacks[kind] is not None:
             return None
         low_bit = self._operators.low_bit
-        low_bit.measure(product, self._dtype, self._device, kind, self._operators.of(NATIVE), self._time_ms)
+        low_bit.measure(product, self._dtype, self._device, kind, self._time_ms)
         times = low_bit.choice.measured(product, self._dtype, kind)
         return None if times is None else (times[0] * 1e3, times[1] * 1e3)
 
@@ -174,7 +170,7 @@ def sums(rows: list[ProductRow]) -> str:
 def why_not(device: torch.device, dtype: torch.dtype, operators: OperatorSets) -> str | None:
     """Why nothing can be measured here."""
     lack = operators.why_not_native(device)
-    return lack or operators.low_bit.why_not(LOW_BIT_BACKENDS["auto"], device, dtype)
+    return lack or operators.low_bit.why_not("auto", device, dtype)
 
 
 def step(options: argparse.Namespace, device: torch.device) -> list[Row]:

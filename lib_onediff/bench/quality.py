@@ -23,12 +23,12 @@ from ..demo.errors import ModelProblem
 from ..demo.folder_parts import load_folder
 from ..demo.train.captions import HeldOut
 from ..demo.train.scoring import said, verdicts
-from ..engines import LOW_BIT_BACKENDS, LOW_BIT_ONLY, WITHOUT_ATTENTION
 from ..options.effects import why_no_effect
 from ..public import compile_pipe, uncompile_pipe
 from ..quality import compare
 from ..quality.judge import Judge, load_judge
 from ..runtime.runtime import runtime
+from ..shapes.key import EXACT
 from .clock import give_back_memory
 from .image_settings import IMAGE_SETTINGS
 from .options import DTYPES
@@ -211,15 +211,11 @@ def low_median_high(values: list[float]) -> tuple[float, float, float]:
 def note_of(choices: dict[str, Any], dtype: torch.dtype) -> str:
     """Which choices change nothing here, and the route of the last call."""
     without = [name for name, value in choices.items() if why_no_effect(name, value, dtype=dtype)]
-    wanted = LOW_BIT_BACKENDS.get(choices.get("low_bit", ""))
-    if wanted is not None and "low_bit" not in without:
-        found = runtime.status()["backend"]
-        attends = found in WITHOUT_ATTENTION
-        found = WITHOUT_ATTENTION.get(found, found)
-        only = choices.get("low_bit_only", False)
-        without += ["low_bit"] if found not in (wanted, LOW_BIT_ONLY[wanted]) else []
-        without += ["low_bit_only"] if only and found != LOW_BIT_ONLY[wanted] else []
-        without += ["low_bit_attention"] if choices.get("low_bit_attention", False) and not attends else []
+    entry = runtime.call_stats.entry
+    lossy = EXACT if entry is None else entry.key.lossy
+    used = {"low_bit": lossy.low_bit, "low_bit_only": lossy.only, "attention": lossy.attention}
+    wanted = {name for name in used if choices.get(name) not in (None, False, "off", "exact")}
+    without += [name for name in wanted.difference(without) if not used[name]]
     idle = f"no effect here: {', '.join(without)}" if without else ""
     return "; ".join(part for part in (runtime.status()["route"] or "", idle) if part)
 

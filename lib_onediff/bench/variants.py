@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engines import EAGER, LOW_BIT_BACKENDS, NATIVE, OUR_KERNELS, WITH_GRAPHS
+from ..engines import EAGER, NATIVE, WITH_GRAPHS
 from ..hosts.diffusers import unet as diffusers
+from ..model.low_bit import KINDS_OF
 from ..options.settings import MOST_LOW_BIT_ERROR, Settings
 from ..runtime.call_stats import GRAPH, HOST, PLAIN
 from ..runtime.runtime import runtime
@@ -56,17 +57,13 @@ class Own:
 
     def __init__(
         self, unet: nn.Module, backend: str, verify: bool = False, waits_for_compile: bool = True,
-        low_bit_budget: float = MOST_LOW_BIT_ERROR,
+        low_bit: str = "off", low_bit_budget: float = MOST_LOW_BIT_ERROR,
     ) -> None:
-        if backend in OUR_KERNELS and not torch.cuda.is_available():
+        if backend == NATIVE and not torch.cuda.is_available():
             raise RuntimeError("the native backend needs an NVIDIA GPU")
         self._unet = unet
         self._backend = backend
-        low_bit = next((option for option, name in LOW_BIT_BACKENDS.items() if name == backend), "off")
-        self._settings = Settings(
-            backend=backend if low_bit == "off" else NATIVE, low_bit=low_bit, verify=verify,
-            low_bit_budget=low_bit_budget,
-        )
+        self._settings = Settings(backend=backend, low_bit=low_bit, verify=verify, low_bit_budget=low_bit_budget)
         self._waits = waits_for_compile
         self._reason = ""
         self.served: Counter[tuple[str, str]] = Counter()
@@ -171,8 +168,8 @@ class Variant:
                 return output, calls
 
 
-def own(backend: str, low_bit_budget: float = MOST_LOW_BIT_ERROR) -> Variant:
-    return Variant(lambda unet: Own(unet, backend, low_bit_budget=low_bit_budget), backend)
+def own(backend: str, low_bit: str = "off", low_bit_budget: float = MOST_LOW_BIT_ERROR) -> Variant:
+    return Variant(lambda unet: Own(unet, backend, low_bit=low_bit, low_bit_budget=low_bit_budget), backend)
 
 
 VARIANTS: dict[str, Variant] = {
@@ -181,8 +178,8 @@ VARIANTS: dict[str, Variant] = {
     "torch.compile(host)": Variant(compiled),
     "torch.compile(host) + CUDA graph": Variant(lambda unet: Captured(compiled(unet))),
     "onediff native": own(NATIVE),
-    **{f"onediff {backend}": own(backend) for backend in LOW_BIT_BACKENDS.values()},
-    **{f"onediff {backend}, within the budget": own(backend, BUDGET) for backend in LOW_BIT_BACKENDS.values()},
+    **{f"onediff native {option}": own(NATIVE, option) for option in KINDS_OF},
+    **{f"onediff native {option}, within the budget": own(NATIVE, option, BUDGET) for option in KINDS_OF},
     "onediff cudagraph": own("cudagraph"),
     "onediff eager": own("eager"),
 }

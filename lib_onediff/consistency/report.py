@@ -28,7 +28,7 @@ SECTIONS_OF_IMAGES = {"Model", "WebUI options"}
 NAMES_OF_IMAGES = {
     "deepcache_interval", "deepcache_depth", "deepcache_start", "deepcache_end", "deepcache_schedule",
     "deepcache_feature", "deepcache_hires", "guidance_end", "forecast_interval", "low_bit", "low_bit_budget",
-    "low_bit_only", "low_bit_attention",
+    "low_bit_only", "attention",
     "matmul_accumulation", "convolution_accumulation",
 }
 # What says how much there is, or when it is made.

@@ -13,15 +13,13 @@ from ..model.bound import BoundUNet
 from ..model.call import Cut, CutMemory, UNetCall
 from ..model.cuts import deepest
 from ..model.layout import UnsupportedUNet
-from ..model.low_bit import LowBitBinding, LowBitWeights, Round, WantedKinds
+from ..model.low_bit import KINDS_OF, LowBitBinding, LowBitWeights, Round, WantedKinds
 from ..model.patches import HostTraits
 from ..model.weights import Source
 from ..ops.precision import autocast_dtype
 from ..options.settings import Settings
-from ..shapes.key import ShapeKey, layout_fits
+from ..shapes.key import Lossy, ShapeKey, layout_fits
 from ..steps.policy import StepMemory
-from . import OFFLOADING, WITHOUT_ATTENTION
-from .low_bit import KINDS_OF, SELF_ATTENTION
 from .sensitivity import Choice
 
 
@@ -156,11 +154,11 @@ class ManagedUNet:
             bound.note_offloaded()
         return bool(missing)
 
-    def low_bit_is_decided(self, backend: str) -> bool:
+    def low_bit_is_decided(self, lossy: Lossy) -> bool:
         """Whether later calls of a shape have the same layers in eight bits. What is offloaded comes back at any time.
         """
         choice = self.low_bit_choice
-        return backend not in OFFLOADING and (choice is None or not choice.awaits)
+        return bool(lossy.low_bit) and not lossy.only and (choice is None or not choice.awaits)
 
     def low_bit_stands(self) -> bool:
         """Whether the weights in eight bits are still those that were rounded."""
@@ -171,17 +169,11 @@ class ManagedUNet:
             self.low_bit = LowBitWeights(self.bound.layout, round_rows, left_out)
         return self.low_bit
 
-    def binding_for(self, backend: str) -> Source:
-        """The weights as a backend wants them."""
-        if backend in KINDS_OF and self.low_bit is not None:
-            return LowBitBinding(self.bound.binding, self.low_bit, KINDS_OF[backend], alone=backend in OFFLOADING)
+    def binding_for(self, lossy: Lossy) -> Source:
+        """The weights, those in eight bits among them where they are wanted."""
+        if lossy.low_bit and self.low_bit is not None:
+            return LowBitBinding(self.bound.binding, self.low_bit, KINDS_OF[lossy.low_bit], alone=lossy.only)
         return self.bound.on_the_fly.source(self.bound.binding)
-
-    def computes_by(self, backend: str) -> str:
-        """The backend whose operators compute for this one: attention that errs too much stays exact."""
-        plain = WITHOUT_ATTENTION.get(backend)
-        exact = plain is not None and self.low_bit is not None and SELF_ATTENTION in self.low_bit.left_out
-        return plain if plain is not None and exact else backend
 
     @property
     def has_wide_norms(self) -> bool:

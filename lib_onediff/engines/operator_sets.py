@@ -17,7 +17,7 @@ from .. import engines as backends
 from ..guard import first_line
 from ..model.call import UNetCall
 from ..model.layout import UNetLayout, UnsupportedUNet
-from ..model.low_bit import Kind
+from ..model.low_bit import KINDS_OF, Kind
 from ..model.operators import Operators
 from ..model.read import read_layout
 from ..ops import torch_ops
@@ -25,8 +25,7 @@ from ..ops.attention import Attention
 from ..ops.attention_tuning import attention_shapes, time_on_gpu
 from ..ops.availability import how_to_be_fast_here, why_no_triton
 from ..ops.card import on_card
-from ..ops.quantized.gains import TimeMs
-from ..ops.quantized.support import why_no_int8
+from ..ops.sage import SageAttention
 from ..ops.triton.launch_config import Launches
 from ..ops.tuning_cache import TuningCache
 from ..options.settings import Settings
@@ -37,20 +36,19 @@ log = logging.getLogger("onediff")
 
 
 class Network(NamedTuple):
-    """What decides which kernels are needed. users: descriptions of its layout. low_bit: the kinds of
-    products in eight bits. attention: whether there is attention in int8."""
+    """What decides which kernels are needed. users: descriptions of its layout. low_bit: the kinds of products in eight
+    bits."""
 
     architecture: str
     users: Sequence[Any]
     dtype: torch.dtype
     device: torch.device
     low_bit: tuple[Kind, ...] = ()
-    attention: bool = False
 
     @property
     def kind(self) -> Hashable:
         """Networks of the same kind need the same kernels."""
-        return self.architecture, self.dtype, self.device, self.low_bit, self.attention
+        return self.architecture, self.dtype, self.device, self.low_bit
 
 
 def read_contents(places: Sequence[Place], part: int) -> Callable[[], Tensor] | None:
@@ -74,7 +72,8 @@ class OperatorSets:
     def __init__(self, tuning_cache: TuningCache) -> None:
         self.attention = Attention(tuning_cache)
         self._launches = Launches(tuning_cache)
-        self.low_bit = LowBit(tuning_cache, self._launches, self.attention)
+        self.low_bit = LowBit(tuning_cache, self._launches)
+        # Our own, by the name of their attention where it is lossy.
         self._made: dict[str, Operators] = {}
         self._wide_norms = torch_ops.WideNorms()
         self._why_not: dict[torch.device, str | None] = {}
@@ -103,23 +102,17 @@ class OperatorSets:
             self._hint = how_to_be_fast_here() or ""
         return self._hint
 
-    def of(self, backend: str, wide_norms: bool = False) -> Operators:
+    def of(self, backend: str, wide_norms: bool = False, attention: str = "") -> Operators:
         """The operators by which a backend computes. wide_norms: the host has norms in float32; kernels of ours always
-        round once."""
-        if backend not in backends.OUR_KERNELS:
+        round once. attention: as Lossy.attention."""
+        if backend != backends.NATIVE:
             return self._wide_norms if wide_norms else torch_ops
         with self._lock:
-            if backend not in self._made:
-                self._made[backend] = self._make(backend)
-        return self._made[backend]
-
-    def _make(self, backend: str) -> Operators:
-        # Triton is not there on every machine.
-        if backend == backends.NATIVE:
-            from ..ops.triton.operators import TritonOperators
-
-            return TritonOperators(self._launches, self.attention)
-        return self.low_bit.operators(backend)
+            name = attention or backend
+            if name not in self._made:
+                exact = self.attention
+                self._made[name] = self.low_bit.operators(SageAttention(exact) if attention else exact)
+        return self._made[name]
 
     def prepare(self, network: Network, waits_for_compile: bool) -> bool:
         """Whether the native kernels that a network needs are compiled; if not, they soon will be, in a thread.
@@ -140,8 +133,8 @@ class OperatorSets:
         return False
 
     def prepare_early(self, unet: nn.Module, settings: Settings) -> Future[None] | None:
-        """Begin what the first calls of this UNet would have to do without. Returns what ends with that; None where
-        there is nothing to do."""
+        """Begin to compile what the first calls of this UNet need. Returns what ends with that; None where there is
+        nothing to do."""
         if not settings.enabled:
             return None
         parameter = next(unet.parameters(), None)
@@ -161,19 +154,15 @@ class OperatorSets:
         self, unet: weakref.ref[nn.Module], settings: Settings, dtype: torch.dtype, device: torch.device
     ) -> None:
         found = backends.candidates(settings.backend, device, self.why_not_native)
-        if found.backends[0] != backends.NATIVE:
+        present = unet()
+        if found.backends[0] != backends.NATIVE or present is None:
             return
         with contextlib.suppress(UnsupportedUNet):
-            present = unet()
-            if present is None:
-                return
             layout = read_layout(present)
             # Compiling takes longer than a host may want to keep it.
             del present
-            wanted = backends.LOW_BIT_BACKENDS.get(settings.low_bit, "")
-            attends = bool(wanted) and settings.low_bit_attention and why_no_int8(device, dtype) is None
-            users, low_bit = layout.kernel_users, self.low_bit.kinds(wanted, device, dtype)
-            self._compile(Network(layout.architecture, users, dtype, device, low_bit, attends))
+            kinds = self.low_bit.kinds(KINDS_OF.get(settings.low_bit, ()), device, dtype)
+            self._compile(Network(layout.architecture, layout.kernel_users, dtype, device, kinds))
 
     def _compile(self, network: Network) -> None:
         kind = network.kind
@@ -186,9 +175,7 @@ class OperatorSets:
             from ..ops.compile_kernels import compile_kernels
 
             with on_card(network.device):
-                compile_kernels(
-                    network.users, network.dtype, network.device, self._launches, network.low_bit, network.attention
-                )
+                compile_kernels(network.users, network.dtype, network.device, self._launches, network.low_bit)
         except ImportError as error:
             # A half-removed Triton.
             self._failed[kind] = f"Triton cannot be imported ({error})"
@@ -209,12 +196,6 @@ class OperatorSets:
         for query, key in unknown:
             self.attention.measure(query, key, dtype, call.latent.device)
         return bool(unknown)
-
-    def tune_low_bit(self, backend: str, layout: UNetLayout, call: UNetCall, time_ms: TimeMs) -> bool:
-        """See LowBit.tune and LowBit.tune_attention."""
-        measured = self.low_bit.tune(backend, layout, call, self.of(backends.NATIVE), time_ms)
-        attends = backend in backends.WITHOUT_ATTENTION
-        return attends and self.low_bit.tune_attention(layout, call, time_ms) or measured
 
     def measure_anew(self) -> None:
         """Trust no choice that was made before: those that are still there are read again, the others measured."""

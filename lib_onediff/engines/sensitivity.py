@@ -7,8 +7,10 @@ import hashlib
 import math
 import operator
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from ..model.low_bit import WantedKinds
 from ..ops.tuning_cache import TuningCache
@@ -39,64 +41,25 @@ class ClassError:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What is in eight bits on a checkpoint of a model ("SDXL"), until something is asked or measured anew.
-
-    error: of the UNet's output with all that is used; None where nothing is. awaits: the halves of an image that were
-    not measured yet.
-    """
-
-    model: str
-    question: Question
-    state: object
-    error: float | None
-    classes: tuple[ClassError, ...]
-    awaits: int
-
-    @classmethod
-    def of(cls, model: str, question: Question) -> Choice:
-        """What was measured, of all that had to be."""
-        findings, chosen = question.findings, question.chosen()
-        classes = tuple(
-            ClassError(name, question.kinds(name), findings.error((name,)), name in chosen)
-            for name in question.every_class()
-        )
-        error = findings.error(chosen) if chosen else None
-        return cls(model, question, findings.state, error, classes, question.awaits(chosen))
-
-    def answers(self, question: Question) -> bool:
-        """Whether this is asked again, and nothing was measured since."""
-        asked = self.question
-        same = (asked.findings.name, asked.budget) == (question.findings.name, question.budget)
-        return same and self.state is question.findings.state and asked.wanted == question.wanted
-
-    def __str__(self) -> str:
-        """For the log: "feed-forward in 1.1e-02 (exact), ...; together 1.6e-02 of at most 0.02"."""
-        exact = {False: " (exact)", True: ""}
-        classes = ", ".join(f"{one.name} {one.error or 0:.1e}{exact[one.is_used]}" for one in self.classes)
-        together = "nothing is used" if self.error is None else f"together {self.error:.1e}"
-        return f"{classes}; {together} of at most {self.question.budget:g}"
-
-    @property
-    def left_out(self) -> frozenset[str]:
-        return frozenset(one.name for one in self.classes if not one.is_used)
-
-
 class Findings:
-    """The errors of one checkpoint's classes of layers by one backend, kept in a TuningCache.
+    """The errors of one checkpoint's classes of layers, kept in a TuningCache under a name.
 
     An error is the largest that was measured at any size and step. Layers that gain nothing at a size are not in eight
     bits there: where others of the same class are, it is measured again.
     """
 
-    def __init__(self, tuning_cache: TuningCache, checkpoint: str, backend: str, dtype: str) -> None:
-        self._tuning_cache = tuning_cache
-        self.name = f"{backend} errors, {checkpoint}, {dtype}"
+    tuning_cache: TuningCache
+    name: str
+
+    @classmethod
+    def of(cls, tuning_cache: TuningCache, checkpoint: str, low_bit: str, dtype: torch.dtype) -> Findings:
+        """low_bit: as settings.Settings.low_bit."""
+        return cls(tuning_cache, f"low-bit {low_bit} errors, {checkpoint}, {str(dtype).removeprefix('torch.')}")
 
     @property
     def state(self) -> object:
         """The same object as long as nothing was measured or forgotten."""
-        return self._tuning_cache.get(self.name)
+        return self.tuning_cache.get(self.name)
 
     def error(self, classes: Sequence[str]) -> float | None:
         """What these make together; None where it was not measured."""
@@ -118,7 +81,7 @@ class Findings:
         before, halves = known.get(name, (0.0, {}))
         error = error if error < WORTHLESS else WORTHLESS
         entry = [max(before, error), {**halves, layers: half | halves.get(layers, 0)}]
-        self._tuning_cache.set(self.name, {**known, name: entry})
+        self.tuning_cache.set(self.name, {**known, name: entry})
 
     def chosen(self, classes: Collection[str], budget: float) -> tuple[str, ...]:
         """Those of the classes that are within a budget together, by what was measured, or else by the root of the sum
@@ -139,7 +102,7 @@ class Findings:
     def _known(self) -> dict[str, tuple[float, dict[str, int]]]:
         """By the classes, the error and in which halves each set of layers was measured. Anybody may have written the
         store."""
-        value = self._tuning_cache.get(self.name)
+        value = self.tuning_cache.get(self.name)
         if not isinstance(value, dict):
             return {}
         return {name: (entry[0], entry[1]) for name, entry in value.items() if is_sound(entry)}
@@ -154,53 +117,86 @@ def is_sound(entry: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Question:
-    """Which classes of layers are in eight bits. wanted: the layers that a call has so where all are. classes: of every
-    layer, in the order of a block."""
+class Choice:
+    """Which classes of layers are in eight bits on a checkpoint of a model ("SDXL"), by what is known of it.
 
+    wanted: the layers that a call has so where all are. classes: of every layer, in the order of a block. state: of the
+    findings.
+    """
+
+    model: str
     findings: Findings
     wanted: WantedKinds
     classes: Mapping[str, str]
     budget: float
+    state: object
 
+    @functools.cached_property
     def every_class(self) -> list[str]:
         """Those that are wanted here, and those that were measured at other sizes: the choice is the same at each."""
         known = {self.classes[layer] for layer in self.wanted} | set(self.findings.classes())
         return [name for name in dict.fromkeys(self.classes.values()) if name in known]
 
+    @functools.cached_property
     def chosen(self) -> tuple[str, ...]:
         """Those within the budget."""
-        return self.findings.chosen(self.every_class(), self.budget)
+        return self.findings.chosen(self.every_class, self.budget)
 
+    @functools.cached_property
     def left_out(self) -> frozenset[str]:
-        return frozenset(self.every_class()).difference(self.chosen())
+        return frozenset(self.every_class).difference(self.chosen)
 
-    def unknown(self) -> list[str]:
-        """Those of the wanted classes that were never measured, at any size."""
-        return [name for name in self.every_class() if self.findings.error((name,)) is None]
+    @property
+    def is_new(self) -> bool:
+        """Whether a wanted class was never measured, at any size."""
+        return any(self.findings.error((name,)) is None for name in self.every_class)
 
-    def due(self, chosen: tuple[str, ...], half: int) -> list[tuple[str, ...]]:
-        """What has to be measured in a half: each of the chosen classes alone, and all together."""
-        return [group for group, missing in self._missing(chosen).items() if missing & half]
+    @property
+    def error(self) -> float | None:
+        """Of the UNet's output with all that is used; None where nothing is."""
+        return self.findings.error(self.chosen) if self.chosen else None
 
-    def awaits(self, chosen: tuple[str, ...]) -> int:
-        """The halves in which something has to be measured."""
-        return functools.reduce(operator.or_, self._missing(chosen).values(), 0)
+    @property
+    def errors(self) -> tuple[ClassError, ...]:
+        return tuple(
+            ClassError(name, self._kinds(name), self.findings.error((name,)), name in self.chosen)
+            for name in self.every_class
+        )
 
-    def _missing(self, chosen: tuple[str, ...]) -> dict[tuple[str, ...], int]:
-        groups = [*((name,) for name in chosen), chosen]
-        layers = {group: self.layers(group) for group in groups}
+    @functools.cached_property
+    def _missing(self) -> dict[tuple[str, ...], int]:
+        groups = {group: self.layers(group) for group in (*((name,) for name in self.chosen), self.chosen)}
         return {
-            group: self.findings.missing(group, digest_of_layers(wanted)) for group, wanted in layers.items() if wanted
+            group: self.findings.missing(group, digest_of_layers(layers)) for group, layers in groups.items() if layers
         }
+
+    @functools.cached_property
+    def awaits(self) -> int:
+        """The halves of an image in which something has to be measured."""
+        return functools.reduce(operator.or_, self._missing.values(), 0)
+
+    def due(self, half: int) -> list[tuple[str, ...]]:
+        """What has to be measured in a half: each of the chosen classes alone, and all together."""
+        return [group for group, missing in self._missing.items() if missing & half]
 
     def layers(self, names: Collection[str]) -> WantedKinds:
         """The wanted layers of these classes."""
-        return {layer: kinds for layer, kinds in self.wanted.items() if self.classes[layer] in names}
+        return {layer: kind for layer, kind in self.wanted.items() if self.classes[layer] in names}
 
-    def kinds(self, name: str) -> str:
+    def _kinds(self, name: str) -> str:
         """In which layers of a class are wanted, in words."""
-        return ", ".join(sorted({kind.name for kinds in self.layers((name,)).values() for kind in kinds}))
+        return ", ".join(sorted({kind.name for kind in self.layers((name,)).values()}))
+
+    def now(self) -> Choice:
+        """By what is known by now."""
+        return replace(self, state=self.findings.state)
+
+    def __str__(self) -> str:
+        """For the log: "feed-forward in 1.1e-02 (exact), ...; together 1.6e-02 of at most 0.02"."""
+        exact = {False: " (exact)", True: ""}
+        classes = ", ".join(f"{one.name} {one.error or 0:.1e}{exact[one.is_used]}" for one in self.errors)
+        together = "nothing is used" if self.error is None else f"together {self.error:.1e}"
+        return f"{classes}; {together} of at most {self.budget:g}"
 
 
 def half_of(timestep: float | None) -> int:
@@ -213,5 +209,5 @@ def half_of(timestep: float | None) -> int:
 
 def digest_of_layers(layers: WantedKinds) -> str:
     """What tells these layers in these kinds from others."""
-    words = sorted(f"{layer} {' '.join(kind.name for kind in kinds)}" for layer, kinds in layers.items())
+    words = sorted(f"{layer} {kind.name}" for layer, kind in layers.items())
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:8]

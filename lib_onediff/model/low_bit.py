@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .binding import Binding
-from .layout import Convolution, FusedLinear, Linear, ResidualBlock, TransformerBlock, UNetLayout
+from .layout import FusedLinear, Linear, ResidualBlock, TransformerBlock, UNetLayout
 from .weights import Affine, QuantizedWeight, Weights
 
 
@@ -26,6 +26,8 @@ FP8 = Kind("fp8", torch.float8_e4m3fn, 448.0)
 INT8 = Kind("int8", torch.int8, 127.0)
 # The one that auto prefers first.
 KINDS = (FP8, INT8)
+# By settings.Settings.low_bit, the kinds that products may have.
+KINDS_OF = {"fp8": (FP8,), "int8": (INT8,), "auto": KINDS}
 # Into which tensors the rows of a weight, (out, in), are rounded: values (out, in) and scales (1, out) or (1, 1).
 Round = Callable[[Tensor, Tensor, Tensor], None]
 # What makes the tokens that a layer reads: a layer norm, a GEGLU, or nothing that could give them in eight bits; and a
@@ -36,8 +38,8 @@ SELF_QKV, SELF_OUT = "self-attention QKV", "self-attention out"
 CROSS_QUERY, CROSS_OUT = "cross-attention query", "cross-attention out"
 FEED_FORWARD_IN, FEED_FORWARD_OUT = "feed-forward in", "feed-forward out"
 CONVOLUTIONS = "convolutions"
-# The kinds in which each layer is wanted, by its name.
-WantedKinds = Mapping[str, Collection[Kind]]
+# The kind in which each layer is wanted, by its name.
+WantedKinds = Mapping[str, Kind]
 # Features in times features out. Smaller layers gain less in their products than their scales cost, at any size.
 FEWEST_WEIGHTS = 1 << 20
 # The one convolution that can be in eight bits.
@@ -54,11 +56,15 @@ FEWEST_DEVIATIONS = 16
 
 
 class LowBitLayer(NamedTuple):
-    """source: what makes its tokens. layer_class: what it is in its block."""
+    """A layer that may be in eight bits. width, rows: of its weight. source: what makes its tokens. layer_class: what
+    it is in its block. norm: the path of the norm before it, where its scales in float8 follow from that."""
 
-    layer: Linear | FusedLinear | Convolution
+    name: str
+    width: int
+    rows: int
     source: str
     layer_class: str
+    norm: str = ""
 
 
 def low_bit_layers(block: TransformerBlock, fewest_weights: int | None = None) -> Iterator[LowBitLayer]:
@@ -66,58 +72,33 @@ def low_bit_layers(block: TransformerBlock, fewest_weights: int | None = None) -
     computed once in a generation. fewest_weights: instead of FEWEST_WEIGHTS."""
     fewest = FEWEST_WEIGHTS if fewest_weights is None else fewest_weights
     attention, cross = block.self_attention, block.cross_attention
-    every = (
-        LowBitLayer(attention.query_key_value, NORMED, SELF_QKV), LowBitLayer(attention.out, PLAIN, SELF_OUT),
-        LowBitLayer(cross.query, NORMED, CROSS_QUERY), LowBitLayer(cross.out, PLAIN, CROSS_OUT),
-        LowBitLayer(block.feed_forward_in, NORMED, FEED_FORWARD_IN),
-        LowBitLayer(block.feed_forward_out, GATED, FEED_FORWARD_OUT),
+    every: tuple[tuple[Linear | FusedLinear, str, str], ...] = (
+        (attention.query_key_value, NORMED, SELF_QKV), (attention.out, PLAIN, SELF_OUT),
+        (cross.query, NORMED, CROSS_QUERY), (cross.out, PLAIN, CROSS_OUT),
+        (block.feed_forward_in, NORMED, FEED_FORWARD_IN), (block.feed_forward_out, GATED, FEED_FORWARD_OUT),
     )
-    for one in every:
-        features, out = width_of(one.layer), rows_of(one.layer)
-        if features * out >= fewest and features % ALIGNED == out % ALIGNED == 0:
-            yield one
+    for layer, source, layer_class in every:
+        name, first = (layer.name, layer.members[0]) if isinstance(layer, FusedLinear) else (layer.path, layer)
+        width = first.in_features
+        norm = block.feed_forward_norm.path if layer_class == FEED_FORWARD_IN else ""
+        if width * layer.out_features >= fewest and width % ALIGNED == layer.out_features % ALIGNED == 0:
+            yield LowBitLayer(name, width, layer.out_features, source, layer_class, norm)
 
 
 def low_bit_convolutions(block: ResidualBlock) -> Iterator[LowBitLayer]:
     """The convolutions of a block that may be worth it, in float8; whether they are, the number of pixels decides."""
-    for layer in (block.in_convolution, block.out_convolution):
+    for layer, norm in ((block.in_convolution, block.in_norm), (block.out_convolution, block.out_norm)):
         shape = layer.kernel, layer.stride, layer.padding
         aligned = layer.in_channels % ALIGNED == layer.out_channels % ALIGNED == 0
         if shape == (KERNEL, STRIDE, PADDING) and aligned and not layer.circular:
-            yield LowBitLayer(layer, GROUP_NORMED, CONVOLUTIONS)
+            width = KERNEL**2 * layer.in_channels
+            yield LowBitLayer(layer.path, width, layer.out_channels, GROUP_NORMED, CONVOLUTIONS, norm.path)
 
 
-def classes_of_layers(layout: UNetLayout) -> dict[str, str]:
-    """The class of every layer that can be in eight bits, large or small, by its name."""
-    blocks = [one for block in layout.layers(TransformerBlock) for one in low_bit_layers(block, fewest_weights=0)]
-    blocks += [one for block in layout.residual_blocks for one in low_bit_convolutions(block)]
-    return {name_of(one.layer): one.layer_class for one in blocks}
-
-
-def width_of(layer: Linear | FusedLinear | Convolution) -> int:
-    """Of a row of its weight."""
-    if isinstance(layer, Convolution):
-        return layer.kernel**2 * layer.in_channels
-    return layer.members[0].in_features if isinstance(layer, FusedLinear) else layer.in_features
-
-
-def rows_of(layer: Linear | FusedLinear | Convolution) -> int:
-    """Of its weight."""
-    return layer.out_channels if isinstance(layer, Convolution) else layer.out_features
-
-
-def name_of(layer: Linear | FusedLinear | Convolution) -> str:
-    return layer.name if isinstance(layer, FusedLinear) else layer.path
-
-
-def norms_before(layout: UNetLayout) -> dict[str, str]:
-    """The path of the norm before each layer whose scales follow from it, by the layer's name: the first of each
-    feed-forward, and convolutions."""
-    found = {name_of(block.feed_forward_in): block.feed_forward_norm.path for block in layout.layers(TransformerBlock)}
-    for block in layout.residual_blocks:
-        found[block.in_convolution.path] = block.in_norm.path
-        found[block.out_convolution.path] = block.out_norm.path
-    return found
+def every_low_bit_layer(layout: UNetLayout) -> list[LowBitLayer]:
+    """All that can be in eight bits, large or small."""
+    linear = [one for block in layout.layers(TransformerBlock) for one in low_bit_layers(block, fewest_weights=0)]
+    return linear + [one for block in layout.residual_blocks for one in low_bit_convolutions(block)]
 
 
 class LowBitWeights:
@@ -130,7 +111,7 @@ class LowBitWeights:
         self._kept: dict[tuple[str, Kind], QuantizedWeight] = {}
         # Those of float8 that follow from the norm before a layer.
         self._scales: dict[str, Tensor] = {}
-        self._norms = norms_before(layout)
+        self._norms = {one.name: one.norm for one in every_low_bit_layer(layout) if one.norm}
         self._shapes: dict[str, Tensor] = {}
         self._fitted_to: object = None
 
@@ -146,10 +127,9 @@ class LowBitWeights:
         due: dict[str, list[Kind]] = {}
         for name, kind in () if state() == self._fitted_to else self._kept:
             due.setdefault(name, []).append(kind)
-        for name, kinds in wanted.items():
-            for kind in kinds:
-                if (name, kind) not in self._kept:
-                    due.setdefault(name, []).append(kind)
+        for name, kind in wanted.items():
+            if (name, kind) not in self._kept:
+                due.setdefault(name, []).append(kind)
         if not due:
             return
         self._fitted_to = None

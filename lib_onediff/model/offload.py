@@ -198,16 +198,13 @@ def restore_before(layer: nn.Module) -> None:
 
 def must_have_room(size: int) -> None:
     """Raise MemoryError where the system says that so many bytes do not fit: Linux would end a process for it."""
-    if not has_room(size):
+    free = free_host_memory()
+    if free is not None and free < size + SPARE_BYTES:
         # torch keeps what was pinned before.
         empty_pinned_cache()
-        if not has_room(size):
-            raise MemoryError(f"{(free_host_memory() or 0) >> 20} MiB are left")
-
-
-def has_room(size: int) -> bool:
-    free = free_host_memory()
-    return free is None or free >= size + SPARE_BYTES
+        free = free_host_memory() or 0
+        if free < size + SPARE_BYTES:
+            raise MemoryError(f"{free >> 20} MiB are left")
 
 
 def free_host_memory() -> int | None:

@@ -14,8 +14,7 @@ from ..model.layout import CrossAttention, GroupNorm, LayerNorm
 from ..model.low_bit import FP8, INT8, Kind
 from ..model.operators import QuantizedImage, QuantizedTokens, Stream
 from ..model.weights import QuantizedWeight
-from .attention import WIDEST_HEAD
-from .quantized import convolution, gated_product, int8_attention, int8_mm
+from .quantized import convolution, gated_product, int8_mm
 from .quantized import kernels as low_bit_kernels
 from .triton import attention as triton_attention
 from .triton import group_norm as triton_group_norm
@@ -38,7 +37,6 @@ from .triton.launch_config import (
     Kernel,
     Launches,
     attention_kernel,
-    int8_attention_kernel,
     row_class,
 )
 from .tuning_cache import TuningCache
@@ -51,13 +49,12 @@ FEWEST_CHANNELS = 16
 
 def compile_kernels(
     users: Iterable[Any], dtype: torch.dtype, device: torch.device, configs: Launches | None = None,
-    low_bit: Collection[Kind] = (), attention: bool = False,
+    low_bit: Collection[Kind] = (),
 ) -> None:
     """Launch every kernel that a network with these layers (model.layout) needs once, on a few numbers.
 
     configs: how they are launched, None for each one's first candidate. low_bit: also those of ops.quantized, for these
-    kinds; attention: also its attention in int8. What was compiled before costs a millisecond. Raises what Triton
-    raises.
+    kinds. What was compiled before costs a millisecond. Raises what Triton raises.
     """
     network, chosen = list(users), configs or Launches(TuningCache())
     first, *others = launches(network, dtype, device, chosen)
@@ -65,10 +62,8 @@ def compile_kernels(
         others += low_bit_launches(network, dtype, device, chosen, kind)
     if INT8 in low_bit:
         others += int8_products(dtype, device)
-    if FP8 in low_bit and gated_product.serves(device):
+    if FP8 in low_bit and int8_mm.copies_tiles(device):
         others += float8_products(dtype, device)
-    if attention:
-        others += int8_attentions(network, dtype, device)
     # Triton sets itself up in the first launch of all, and not for several threads at once.
     launch(first, device)
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "onediff-kernels") as pool:
@@ -214,22 +209,6 @@ def float8_products(dtype: torch.dtype, device: torch.device) -> list[Callable[[
         convolution.normed(image, None, torch.zeros((1, 2, size), device=device), one, size, True)
 
     return [norm, *launches_of(gate, GATED_PRODUCT), *launches_of(convolve, CONVOLUTION)]
-
-
-def int8_attentions(users: list[Any], dtype: torch.dtype, device: torch.device) -> list[Callable[[], object]]:
-    """As int8_products, for the self attentions of a network: their heads are as wide as those of the cross attentions.
-    """
-
-    def work(head_width: int, config: tuple[int, ...]) -> object:
-        tokens = tokens_of_heads(head_width, dtype, device)
-        query, key, value = (tokens[:, :, part] for part in range(3))
-        return int8_attention.attention(query, key, value, config)
-
-    widths = sorted({user.head_width for user in users if isinstance(user, CrossAttention)})
-    return [
-        launched for width in widths if width <= WIDEST_HEAD
-        for launched in launches_of(partial(work, width), int8_attention_kernel(width))
-    ]
 
 
 def tokens_of_heads(head_width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

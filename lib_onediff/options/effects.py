@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from ..ops.requirements import (
     triton_is_usable,
     written,
 )
+from ..ops.sage import OLDEST_CAPABILITY as SAGE_CAPABILITY
+from ..ops.sage import PACKAGE
 
 FLOAT8_TORCH = (2, 5)
 CUDNN_V8_DISABLED = "TORCH_CUDNN_V8_API_DISABLED"
@@ -175,8 +178,14 @@ def of_low_bit_only(value: bool, machine: Machine, dtype: torch.dtype | None) ->
     return of_low_bit("auto", machine, dtype) if value else None
 
 
-def of_low_bit_attention(value: bool, machine: Machine, dtype: torch.dtype | None) -> str | None:
-    return of_low_bit("int8", machine, dtype) if value else None
+def of_attention(value: str, machine: Machine, dtype: torch.dtype | None) -> str | None:
+    if value != "sage":
+        return None
+    if find_spec(PACKAGE) is None:
+        return f"The package {PACKAGE} is not installed."
+    if machine.amd or machine.capability is None:
+        return "SageAttention needs OneDiff's own kernels, and those an NVIDIA GPU."
+    return too_old(machine, SAGE_CAPABILITY, "SageAttention exists")
 
 
 def of_second_gpu(value: str, machine: Machine, dtype: torch.dtype | None) -> str | None:
@@ -193,7 +202,7 @@ CHECKS: Mapping[str, Callable[[Any, Machine, torch.dtype | None], str | None]] =
     "matmul_accumulation": of_matmul, "convolution_accumulation": of_convolution,
     "reduced_precision_reduction": of_reduction, "tf32": of_tf32, "attention_upcast": of_upcast,
     "vae_precision": of_vae, "low_bit": of_low_bit, "low_bit_only": of_low_bit_only,
-    "low_bit_attention": of_low_bit_attention,
+    "attention": of_attention,
     "second_gpu": of_second_gpu,
 }
 

@@ -26,6 +26,7 @@ GENERAL, SPEED, QUALITY, CACHE, PREWARM, ADVANCED = GROUPS = (
 # What the check of a shape's first use lets pass. Float8 keeps three bits after the point of every factor, int8 seven
 # of the largest of a row. Seen of float8: 2e-2 in SDXL, 7e-2 in very small networks. A wrong one is off by 1.
 MOST_LOW_BIT_ERROR = 0.12
+EXACT_ATTENTION = "exact"
 # Beyond it, a line through two outputs misses the image.
 MOST_FORECAST = 4
 # One GPU computes; the next one that has room; or this one.
@@ -97,10 +98,11 @@ class Settings:
         group=SPEED, per_run=True, bounds=(0.0, MOST_LOW_BIT_ERROR), step=0.005,
         no_effect_when={"low_bit": ("off",), "low_bit_only": (True,)},
     )
-    low_bit_attention: bool = option(
-        False, "Low-bit attention", "INT8 self attention where measured faster.",
-        group=SPEED, per_run=True,
-        no_effect_when={**WITHOUT_KERNELS, "low_bit": ("off",), "attention_upcast": ("on",)},
+    attention: str = option(
+        EXACT_ATTENTION, "Attention",
+        "sage: attention by the package sageattention, lossy.",
+        group=SPEED, choices=(EXACT_ATTENTION, "sage"), per_run=True,
+        no_effect_when={**WITHOUT_KERNELS, "attention_upcast": ("on",)},
     )
     own_presets: str = option(
         "", "Your presets", "For example: sketches: tf32 on; vae_precision fp16, careful: tf32 off",

@@ -9,9 +9,12 @@ from ..engines.managed_unet import ManagedUNet
 from ..engines.oneflow.route import OneFlowRoute
 from ..engines.operator_sets import OperatorSets
 from ..model.call import UNetCall
-from ..options.settings import ONE_GPU, Settings
+from ..ops.sage import why_no_sage
+from ..options.settings import EXACT_ATTENTION, ONE_GPU, Settings
+from ..shapes.key import EXACT, Lossy
 
 NO_ROOM = "there is no GPU memory for the weights in eight bits, or to measure what they do"
+SAGE = "SageAttention"
 
 
 class BackendChoice:
@@ -31,33 +34,23 @@ class BackendChoice:
         Raises UnsupportedUNet. To be called in the host's modes: they decide what can be served.
         """
         candidates = self._candidates(settings, call, waits_for_compile)
-        channels_last = candidates.backends[0] == backends.NATIVE
         device, budget = call.latent.device, settings.memory_budget
         managed.bound.reader = self._operators.contents_reader(device)
         managed.bound.refresh(
-            call, channels_last, lambda: self._graphs.room(budget, device)
+            call, candidates.backends[0] == backends.NATIVE, lambda: self._graphs.room(budget, device)
         )
         misfit = managed.misfit(call)
         if misfit is not None:
             return backends.Candidates((), misfit)
         if managed.kinds:
             self._graphs.drop_low_bit(managed)
-            return without_engines(candidates, managed.kinds, device)
-        wanted = settings.low_bit
-        if wanted == "off":
+            candidates = without_engines(candidates, managed.kinds, device)
+        elif settings.low_bit == "off":
             self._graphs.drop_low_bit(managed)
             managed.low_bit_choice = None
-            return candidates
-        beside = backends.LOW_BIT_BACKENDS[wanted]
-        found = backends.with_low_bit(candidates, wanted, lambda: self._why_no_low_bit(managed, beside, call))
-        if settings.low_bit_only:
-            found = backends.with_low_bit_only(
-                found, wanted,
-                lambda backend: why_not_offloaded(managed, settings) or self._why_no_low_bit(managed, backend, call),
-            )
-        if not settings.low_bit_attention:
-            return found
-        return backends.with_low_bit_attention(found, wanted, lambda: self._why_no_attention(managed, call))
+        else:
+            candidates = self._with_low_bit(managed, settings, call, candidates)
+        return candidates if settings.attention == EXACT_ATTENTION else with_sage(candidates, call)
 
     def _candidates(self, settings: Settings, call: UNetCall, waits_for_compile: bool) -> backends.Candidates:
         device, operators = call.latent.device, self._operators
@@ -68,17 +61,42 @@ class BackendChoice:
         others = backends.candidates(backends.CUDAGRAPH, device, operators.why_not_native)
         return self._oneflow.candidates(settings, others, candidates, call, waits_for_compile)
 
-    def _why_no_low_bit(self, managed: ManagedUNet, backend: str, call: UNetCall) -> str | None:
+    def _with_low_bit(
+        self, managed: ManagedUNet, settings: Settings, call: UNetCall, found: backends.Candidates
+    ) -> backends.Candidates:
+        """The same, with products in eight bits to be tried first, or the reason why not."""
+        if found.backends[0] != backends.NATIVE:
+            other = found.reason or "another one was chosen"
+            return found._replace(reason=f"Low-bit needs the native backend: {other}")
+        beside, lacks = Lossy(settings.low_bit), dict[str, None]()
+        wanted = [beside._replace(only=True), beside] if settings.low_bit_only else [beside]
+        tried: list[Lossy] = []
+        for lossy in wanted:
+            lack = why_not_offloaded(managed, settings) if lossy.only else ""
+            lack = lack or self._why_no_low_bit(managed, lossy, call) or ""
+            if lack:
+                lacks[lack] = None
+            else:
+                tried.append(lossy)
+        return found._replace(reason="; ".join(lacks), lossy=tuple(tried))
+
+    def _why_no_low_bit(self, managed: ManagedUNet, lossy: Lossy, call: UNetCall) -> str | None:
         if managed.no_room_for_low_bit:
             return NO_ROOM
-        lack = self._operators.low_bit.why_not(backend, call.latent.device, call.latent.dtype)
-        return lack or self._operators.low_bit.why_none_here(backend, managed.bound.layout, call)
+        low_bit = self._operators.low_bit
+        lack = low_bit.why_not(lossy.low_bit, call.latent.device, call.latent.dtype)
+        return lack or low_bit.why_none_here(lossy, managed.bound.layout, call)
 
 
-    def _why_no_attention(self, managed: ManagedUNet, call: UNetCall) -> str | None:
-        if managed.no_room_for_low_bit:
-            return NO_ROOM
-        return self._operators.low_bit.why_no_attention(managed.bound.layout, call)
+def with_sage(found: backends.Candidates, call: UNetCall) -> backends.Candidates:
+    """The same, with self attention by SageAttention beside what is tried first, or the reason why not."""
+    lack: str | None = f"{SAGE} needs the native backend"
+    if found.backends[0] == backends.NATIVE:
+        lack = why_no_sage(call.latent.device, call.latent.dtype)
+    if lack is not None:
+        return found._replace(reason="; ".join(filter(None, (found.reason, lack))))
+    first, *_ = (*found.lossy, EXACT)
+    return found._replace(lossy=(first._replace(attention=SAGE), *found.lossy))
 
 
 def why_not_offloaded(managed: ManagedUNet, settings: Settings) -> str:

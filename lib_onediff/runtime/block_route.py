@@ -187,7 +187,7 @@ class BlockRoute:
         """What is known of this shape by the best backend that has not failed, and why it is not a better one. Raises
         Refusal where there is none."""
         bound, operators = managed.bound, self._runtime.operators
-        names, reason = launched_candidates(settings.backend, call.latent.device, operators.why_not_native)
+        names, reason, _ = launched_candidates(settings.backend, call.latent.device, operators.why_not_native)
         bound.refresh(call, channels_last=names[0] == NATIVE)
         misfit = managed.misfit(call, y_is_embedded=True)
         if misfit is not None:
@@ -212,7 +212,7 @@ class BlockRoute:
     def _seen_before(self, managed: ManagedUNet, settings: Settings, call: UNetCall) -> Entry | None:
         """What is known of a shape that was proved, before the weights are made ready for it."""
         operators, known = self._runtime.operators, self._runtime.table.by_key()
-        names, _ = launched_candidates(settings.backend, call.latent.device, operators.why_not_native)
+        names, *_ = launched_candidates(settings.backend, call.latent.device, operators.why_not_native)
         try:
             entries = [known.get(key_of(managed, settings, call, backend)) for backend in names]
             weights = managed.bound.identity()

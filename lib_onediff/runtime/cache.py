@@ -53,7 +53,7 @@ class Cache:
         return Totals(
             vram=self._look().vram, budget=self._services.graphs.allowed(self._services.settings.memory_budget),
             disk=self._services.history.size_bytes(), calls=calls, hit_rate=calls[GRAPH] / count if count else None,
-            low_bit=self._services.graphs.low_bit_bytes(),
+            low_bit=self._services.graphs.low_bit_bytes(), low_bit_layers=self._services.graphs.low_bit_layers(),
             offloaded=self._services.graphs.offloaded_bytes(),
             oneflow=self._by_card.fallback.oneflow_graphs,
             low_bit_errors=list(self._low_bit_errors()),
@@ -64,8 +64,8 @@ class Cache:
         choices = [
             choice for managed in self._services.managed.values() if (choice := managed.low_bit_choice) is not None
         ]
-        for choice in {choice.question.findings.name: choice for choice in choices}.values():
-            yield LowBitErrors(choice.model, choice.question.budget, choice.error, choice.classes)
+        for choice in {choice.findings.name: choice for choice in choices}.values():
+            yield LowBitErrors(choice.model, choice.budget, choice.error, choice.errors)
 
     def status(self) -> dict[str, Any]:
         """What the last call was, by which route it went and why, as plain values for a page or JSON; see CallStats."""
@@ -81,6 +81,7 @@ class Cache:
             "second_gpu": {**status["second_gpu"], "bytes": part(self._two_gpus.bytes, 0)},
             "hint": part(self._services.operators.hint, "") if settings.enabled else "",
             "low_bit": part(lambda: [asdict(errors) for errors in self._low_bit_errors()], []),
+            "low_bit_layers": part(self._services.graphs.low_bit_layers, 0),
             "faults": part(lambda: self._services.guard.faults, []),
         }
 

@@ -198,6 +198,7 @@ class CallStats:
         return {
             "model": self.model,
             "backend": self.backend,
+            "lossy": str(entry.key.lossy) if entry else "",
             "resolution": entry.key.resolution if entry else None,
             "route": self.route,
             "reason": self.reason,

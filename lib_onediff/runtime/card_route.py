@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..core.refusal import Refusal
-from ..engines import ONEFLOW, WITH_LOW_BIT, Candidates
+from ..engines import ONEFLOW, Candidates
 from ..engines.managed_unet import ManagedUNet
 from ..model.call import UNetCall
 from ..ops.precision import AttentionOverflows, flags_for, our_modes, upcasts_attention
@@ -117,9 +117,9 @@ class CardRoute:
     ) -> None:
         """Let later calls of this sampling go by replay, unless something is decided anew at each of them: which layers
         are in eight bits, OneFlow's compiling."""
-        backend, device = served.entry.key.backend, call.latent.device
-        looks_again = backend == ONEFLOW or (
-            settings.low_bit != "off" and not (backend in WITH_LOW_BIT and managed.low_bit_is_decided(backend))
+        key, device = served.entry.key, call.latent.device
+        looks_again = key.backend == ONEFLOW or (
+            settings.low_bit != "off" and not managed.low_bit_is_decided(key.lossy)
         )
         if served.route != GRAPH or looks_again or self._services.waits_for_compile or call.patches is not None:
             return

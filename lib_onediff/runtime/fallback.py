@@ -18,11 +18,10 @@ from ..guard import first_line
 from ..model.bound import BoundUNet
 from ..model.call import UNetCall
 from ..model.cuts import compute
-from ..model.layout import UnsupportedUNet
-from ..model.low_bit import Kind
+from ..model.low_bit import KINDS_OF, Kind
 from ..ops.precision import Flags
 from ..options.settings import Settings
-from ..shapes.key import ShapeKey
+from ..shapes.key import EXACT, Lossy, ShapeKey
 from ..shapes.table import Entry, ShapeTable, State, Stopwatch
 from ..steps.policy import Served
 from .backend_choice import BackendChoice
@@ -32,9 +31,11 @@ from .patched_route import PatchedRoute
 from .verify import blame, judge_cached_pass
 
 log = logging.getLogger("onediff")
-# Their operators hand each other more than tensors, or run elsewhere.
-WITHOUT_PATCHES = (*backends.WITH_LOW_BIT, backends.ONEFLOW)
 COMPILING = "OneDiff's kernels are being compiled, in the background; on this machine it is done once"
+
+
+class NotYet(Refusal):
+    """What serves best is being made ready: meanwhile the host serves, and nothing slower is made ready."""
 
 
 class FallbackChain:
@@ -72,44 +73,38 @@ class FallbackChain:
         Raises Refusal with the reason where none serves the call, and torch.cuda.OutOfMemoryError.
         """
         reason = candidates.reason
-        for backend in candidates.backends:
-            if call.patches is not None and backend in WITHOUT_PATCHES:
-                reason = f"the backend {backend} runs no functions of other extensions"
-                continue
-            if call.additions and backend == backends.ONEFLOW:
-                reason = f"OneFlow does not compute {', '.join(call.additions)}"
-                continue
-            entry = self._entry(managed, call, backend, flags)
-            if entry.key.is_cached_pass and entry.state is State.COLD:
-                reason = reason or "it was not checked beside a whole step yet"
-                continue
-            notice(entry)
-            if entry.state is not State.FAILED:
-                try:
-                    if backend not in backends.OFFLOADING:
-                        self._graphs.restore(managed)
-                    compiling = self._compiling(managed, backend, call)
-                    if compiling:
-                        raise Refusal(compiling)
-                    result = self._run(managed, settings, entry, call, reason)
-                except (torch.cuda.OutOfMemoryError, UnsupportedUNet):
+        lossy_first = ((candidates.backends[0], lossy) for lossy in candidates.lossy)
+        for backend, lossy in (*lossy_first, *((backend, EXACT) for backend in candidates.backends)):
+            entry = None
+            try:
+                refuse_call(call, backend, lossy)
+                entry = self._entry(managed, call, backend, lossy, flags)
+                if entry.key.is_cached_pass and entry.state is State.COLD:
+                    raise Refusal("it was not checked beside a whole step yet")
+                notice(entry)
+                if entry.state is State.FAILED:
+                    raise Refusal(entry.reason)
+                if not lossy.only:
+                    self._graphs.restore(managed)
+                self._refuse_uncompiled(managed, backend, lossy, call)
+                return self._run(managed, settings, entry, call, reason)
+            except (torch.cuda.OutOfMemoryError, NotYet):
+                raise
+            except Refusal as refusal:
+                reason = str(refusal)
+            except Exception as error:
+                if entry is None:
                     raise
-                except Exception as error:
-                    what, sampling = f"our forward failed: {first_line(error)}", sampling_now(managed.bound)
-                    blame(entry, what, sampling, is_final=False)
-                    managed.bound.bind_anew()
-                    log.exception("%s (%s)", entry.reason, entry.key)
-                else:
-                    if isinstance(result, Served):
-                        return result
-                    reason = result
-                    continue
-            reason = entry.reason
+                reason = blame(
+                    entry, f"our forward failed: {first_line(error)}", sampling_now(managed.bound), is_final=False
+                )
+                managed.bound.bind_anew()
+                log.exception("%s (%s)", entry.reason, entry.key)
         raise Refusal(reason)
 
     def check(self, managed: ManagedUNet, call: UNetCall, served: Served) -> None:
         """See Compute.check: of the backend that has served. To be called in its precision."""
-        entry = self._entry(managed, call, served.entry.key.backend, served.entry.key.precision)
+        entry = self._like(managed, served.entry, call)
         if entry.state is State.COLD:
             try:
                 miss = judge_cached_pass(entry, served.output, lambda: self._plainly(managed, entry, call))
@@ -140,14 +135,13 @@ class FallbackChain:
     def _capture(
         self, managed: ManagedUNet, settings: Settings, entry: Entry, call: UNetCall
     ) -> None:
-        backend = entry.key.backend
-        if backend not in backends.WITH_GRAPHS or entry.no_graph:
+        if entry.key.backend not in backends.WITH_GRAPHS or entry.no_graph:
             return
         try:
-            if backend in backends.OUR_KERNELS and self._tune(managed, settings, backend, call):
+            if entry.key.backend == backends.NATIVE and self._tune(managed, settings, entry.key.lossy, call):
                 # Something else was chosen: let it do its first work outside the capture.
                 self._plainly(managed, entry, replace(call, patches=None))
-            if backend in backends.WITH_LOW_BIT and managed.low_bit is None:
+            if entry.key.lossy.low_bit and managed.low_bit is None:
                 # By what was measured now, the next call goes another way.
                 return
             self._graphs.capture(managed, entry, settings.memory_budget, call)
@@ -158,54 +152,56 @@ class FallbackChain:
             entry.no_graph = f"the graph could not be captured: {first_line(error)}"
             log.exception("%s (%s)", entry.no_graph, entry.key)
 
-    def _tune(self, managed: ManagedUNet, settings: Settings, backend: str, call: UNetCall) -> bool:
+    def _tune(self, managed: ManagedUNet, settings: Settings, lossy: Lossy, call: UNetCall) -> bool:
         """Measure what is the fastest for this call, where that is not known; whether it was so."""
-        layout = managed.bound.layout
-        measured = self._operators.tune(layout, call)
-        if backend not in backends.WITH_LOW_BIT or not self._low_bit.tune(managed, backend, call):
+        measured = self._operators.tune(managed.bound.layout, call)
+        if not lossy.low_bit or not self._low_bit.tune(managed, lossy, call):
             return measured
-        return self._low_bit.fit(managed, backend, call, settings.low_bit_budget) is None
+        try:
+            self._low_bit.fit(managed, lossy, call, settings.low_bit_budget)
+        except Refusal:
+            return False
+        return True
 
-    def _entry(self, managed: ManagedUNet, call: UNetCall, backend: str, flags: Flags) -> Entry:
+    def _like(self, managed: ManagedUNet, entry: Entry, call: UNetCall) -> Entry:
+        """The entry of another call that is computed as this one's."""
+        key = entry.key
+        return self._entry(managed, call, key.backend, key.lossy, key.precision)
+
+    def _entry(self, managed: ManagedUNet, call: UNetCall, backend: str, lossy: Lossy, flags: Flags) -> Entry:
         bound = managed.bound
-        key = ShapeKey.of(bound.architecture, bound.binding.dtype, call, backend, flags, managed.kinds)
+        key = ShapeKey.of(bound.architecture, bound.binding.dtype, call, backend, flags, managed.kinds, lossy)
         return self._table.entry(key, bound.layout.model_name).of_weights(bound.identity(), sampling_now(bound))
 
-    def _compiling(self, managed: ManagedUNet, backend: str, call: UNetCall) -> str | None:
-        """What is being compiled for a backend, for which the host serves the call; None where all is there."""
-        if backend not in backends.OUR_KERNELS:
-            return None
-        kinds = self._operators.low_bit.kinds(backend, call.latent.device, call.latent.dtype)
-        network = network_of(managed, call, kinds, backend in backends.WITHOUT_ATTENTION)
+    def _refuse_uncompiled(self, managed: ManagedUNet, backend: str, lossy: Lossy, call: UNetCall) -> None:
+        """Raise NotYet while a backend's kernels are being compiled."""
+        if backend != backends.NATIVE:
+            return
+        kinds = KINDS_OF.get(lossy.low_bit, ())
+        network = network_of(managed, call, self._operators.low_bit.kinds(kinds, call.latent.device, call.latent.dtype))
         if not self._operators.prepare(network, self._waits_for_compile()):
-            return COMPILING
+            raise NotYet(COMPILING)
         if self._waits_for_compile():
             # Before the first use is checked, so that what is checked is what will run.
             self._operators.tune_kernels(network)
-        return None
 
-    def _run(
-        self, managed: ManagedUNet, settings: Settings, entry: Entry, call: UNetCall, reason: str
-    ) -> Served | str:
-        """The output, or why the next candidate is tried. reason: why the one before was not good."""
-        backend, device = entry.key.backend, call.latent.device
-        if backend in backends.WITH_LOW_BIT:
+    def _run(self, managed: ManagedUNet, settings: Settings, entry: Entry, call: UNetCall, reason: str) -> Served:
+        """The output. reason: why the candidate before was not good. Raises Refusal where the next one is to be tried.
+        """
+        backend, lossy, device = entry.key.backend, entry.key.lossy, call.latent.device
+        if lossy.low_bit:
             if entry.state is State.COLD:
                 # Before the first use is checked, so that what is checked is what will run.
-                self._low_bit.tune(managed, backend, call)
-            lack = self._low_bit.fit(managed, backend, call, settings.low_bit_budget)
-            if lack is not None:
-                return lack
+                self._low_bit.tune(managed, lossy, call)
+            self._low_bit.fit(managed, lossy, call, settings.low_bit_budget)
         if call.cut is not None and call.cut.reads and call.cut.edition != managed.bound.edition:
             raise Refusal("the weights have changed since the last whole step")
         if call.patches is not None:
             plainly = lambda: self._plainly(managed, entry, call)  # noqa: E731
             return self.patched.run(managed, entry, call, call.patches, plainly, reason)
-        runner: Runner | OneFlowRunner | str | None
+        runner: Runner | OneFlowRunner | None
         if backend == backends.ONEFLOW:
             runner = self._oneflow.runner(managed, entry.key, call, self._waits_for_compile())
-            if isinstance(runner, str):
-                return runner
         else:
             # What a graph replays was launched and judged before.
             runner = None if entry.state is State.COLD else managed.runner(entry.key, call.cut)
@@ -226,10 +222,22 @@ class FallbackChain:
         return Served(output, entry, managed.bound.edition, PLAIN, reason, call)
 
     def _plainly(self, managed: ManagedUNet, entry: Entry, call: UNetCall) -> Tensor:
-        backend = entry.key.backend
-        ops = self._operators.of(managed.computes_by(backend), managed.has_wide_norms)
-        binding = managed.binding_for(backend)
+        lossy = entry.key.lossy
+        ops = self._operators.of(entry.key.backend, managed.has_wide_norms, lossy.attention)
+        binding = managed.binding_for(lossy)
         return compute(binding.layout, binding.weights(), ops, call)
+
+
+def refuse_call(call: UNetCall, backend: str, lossy: Lossy) -> None:
+    """Raise Refusal for what this way to compute does not do."""
+    if call.patches is not None and (lossy != EXACT or backend == backends.ONEFLOW):
+        # Their operators hand each other more than tensors, or run elsewhere.
+        how = f"{backend}, {lossy}" if lossy != EXACT else backend
+        raise Refusal(f"the backend {how} runs no functions of other extensions")
+    if lossy.attention and call.upcast_attention:
+        raise Refusal(f"{lossy.attention} is not for attention in float32")
+    if call.additions and backend == backends.ONEFLOW:
+        raise Refusal(f"OneFlow does not compute {', '.join(call.additions)}")
 
 
 def sampling_now(bound: BoundUNet) -> int | None:
@@ -237,8 +245,6 @@ def sampling_now(bound: BoundUNet) -> int | None:
     return bound.samplings if bound.in_sampling else None
 
 
-def network_of(
-    managed: ManagedUNet, call: UNetCall, low_bit: tuple[Kind, ...] = (), attention: bool = False
-) -> Network:
+def network_of(managed: ManagedUNet, call: UNetCall, low_bit: tuple[Kind, ...] = ()) -> Network:
     bound, latent = managed.bound, call.latent
-    return Network(bound.architecture, bound.layout.kernel_users, latent.dtype, latent.device, low_bit, attention)
+    return Network(bound.architecture, bound.layout.kernel_users, latent.dtype, latent.device, low_bit)

@@ -15,27 +15,24 @@ import torch
 from torch import Tensor
 
 from ..core.sampling import time_of
-from ..engines import OFFLOADING, WITHOUT_ATTENTION
+from ..engines import NATIVE
 from ..engines.graphs.cache import GraphCache
-from ..engines.low_bit import KINDS_OF
 from ..engines.managed_unet import ManagedUNet
 from ..engines.operator_sets import OperatorSets
-from ..engines.sensitivity import BOTH, SECOND_HALF, TOGETHER, Choice, Findings, Question, digest_of_layers, half_of
+from ..engines.sensitivity import BOTH, SECOND_HALF, TOGETHER, Choice, Findings, digest_of_layers, half_of
 from ..model.call import UNetCall
 from ..model.cuts import compute
-from ..model.low_bit import LowBitBinding, WantedKinds
+from ..model.layout import UnsupportedUNet
+from ..model.low_bit import KINDS_OF, LowBitBinding, WantedKinds
 from ..model.offload import NoHostMemory
 from ..options.settings import MOST_LOW_BIT_ERROR
+from ..shapes.key import Lossy
 from .backend_choice import NO_ROOM
 from .verify import relative_error
 
 log = logging.getLogger("onediff")
 TOO_LATE = "what Low-bit does to this checkpoint is measured where an image begins earlier, not in its last steps"
 NOT_FINITE = "what Low-bit does here cannot be measured: the exact output has NaN or infinite values"
-
-
-def nothing_within(budget: float) -> str:
-    return f"no class of layers in eight bits keeps this checkpoint within the error budget of {budget:g} (measured)"
 
 
 class LowBitRoute:
@@ -47,89 +44,83 @@ class LowBitRoute:
         self._operators = operators
         self._waits_for_compile = waits_for_compile
 
-    def tune(self, managed: ManagedUNet, backend: str, call: UNetCall) -> bool:
-        """Measure which products and attentions in eight bits pay, where that is not known; whether it was so."""
+    def tune(self, managed: ManagedUNet, lossy: Lossy, call: UNetCall) -> bool:
+        """Measure which products in eight bits pay, where that is not known; whether it was so."""
         time_ms = partial(self._graphs.time_ms, call.latent.device, call.latent.dtype)
-        return self._operators.tune_low_bit(backend, managed.bound.layout, call, time_ms)
+        return self._operators.low_bit.tune(lossy, managed.bound.layout, call, time_ms)
 
-    def fit(self, managed: ManagedUNet, backend: str, call: UNetCall, budget: float) -> str | None:
-        """Have the weights in eight bits that a backend wants for this call: those that pay within a budget, or, where
-        they take the place of the host's, all. Returns why there are none, or no attention that the backend has, or
-        None.
-        """
-        if managed.no_room_for_low_bit:
-            return NO_ROOM
-        low_bit, alone, layout = self._operators.low_bit, backend in OFFLOADING, managed.bound.layout
-        if backend in WITHOUT_ATTENTION:
-            # Measured a moment ago, maybe.
-            lack = low_bit.why_no_attention(layout, call)
-            if lack is not None:
-                return lack
-        other = managed.low_bit is not None and not managed.low_bit.kinds() <= set(KINDS_OF[backend])
-        if other or (alone and not managed.bound.offloaded):
-            # Those of another choice.
-            self._graphs.drop_low_bit(managed)
-        wanted, left_out = low_bit.wanted(backend, layout, call), frozenset[str]()
+    def fit(self, managed: ManagedUNet, lossy: Lossy, call: UNetCall, budget: float) -> None:
+        """Have the weights in eight bits that a call wants: those that pay within a budget, or, where they take the
+        place of the host's, all. Raises UnsupportedUNet with the reason where there are none."""
         try:
-            if alone:
-                managed.low_bit_choice = None
-                if managed.fit_low_bit_alone(low_bit.quantizer(), wanted):
-                    # What torch keeps unused is what was gained.
-                    self._graphs.card.empty_cache()
-                return None
-            if backend in WITHOUT_ATTENTION:
-                wanted = {**wanted, **low_bit.attentions(layout, call)}
-            if budget >= MOST_LOW_BIT_ERROR or low_bit.choice.everywhere:
-                managed.low_bit_choice = None
-            else:
-                question = self._question(managed, backend, call, wanted, budget)
-                found = self._left_out(managed, backend, call, question)
-                if isinstance(found, str):
-                    return found
-                left_out = found
-            return None if self._have(managed, wanted, left_out) else nothing_within(budget)
+            self._fit(managed, lossy, call, budget)
         except torch.cuda.OutOfMemoryError:
-            self._graphs.drop_low_bit(managed)
             managed.no_room_for_low_bit = True
-            return NO_ROOM
-        except NoHostMemory as full:
             self._graphs.drop_low_bit(managed)
+            raise UnsupportedUNet(NO_ROOM) from None
+        except NoHostMemory as full:
             managed.why_not_offloaded = str(full)
-            return managed.why_not_offloaded
+            self._graphs.drop_low_bit(managed)
+            raise UnsupportedUNet(managed.why_not_offloaded) from None
+        except UnsupportedUNet:
+            raise
         except Exception:
             self._graphs.drop_low_bit(managed)
             raise
 
-    def _question(
-        self, managed: ManagedUNet, backend: str, call: UNetCall, wanted: WantedKinds, budget: float
-    ) -> Question:
-        low_bit, dtype = self._operators.low_bit, str(call.latent.dtype).removeprefix("torch.")
-        findings = Findings(low_bit.tuning_cache, managed.bound.checkpoint(), backend, dtype)
-        return Question(findings, wanted, low_bit.classes(managed.bound.layout), budget)
+    def _fit(self, managed: ManagedUNet, lossy: Lossy, call: UNetCall, budget: float) -> None:
+        if managed.no_room_for_low_bit:
+            raise UnsupportedUNet(NO_ROOM)
+        low_bit, layout = self._operators.low_bit, managed.bound.layout
+        other = managed.low_bit is not None and not managed.low_bit.kinds() <= set(KINDS_OF[lossy.low_bit])
+        if other or (lossy.only and not managed.bound.offloaded):
+            # Those of another choice.
+            self._graphs.drop_low_bit(managed)
+        wanted = low_bit.wanted(lossy, layout, call)
+        if lossy.only or budget >= MOST_LOW_BIT_ERROR or low_bit.choice.everywhere:
+            managed.low_bit_choice, left_out = None, frozenset[str]()
+        else:
+            findings = Findings.of(
+                low_bit.tuning_cache, managed.bound.checkpoint(), lossy.low_bit, call.latent.dtype
+            )
+            known = Choice(
+                layout.model_name, findings, wanted, low_bit.classes(layout), budget, findings.state
+            )
+            left_out = self._left_out(managed, lossy, call, known)
+        if lossy.only:
+            if managed.fit_low_bit_alone(low_bit.quantizer(), wanted):
+                # What torch keeps unused is what was gained.
+                self._graphs.card.empty_cache()
+        elif not self._have(managed, wanted, left_out):
+            raise UnsupportedUNet(
+                "no class of layers in eight bits keeps this checkpoint within the error budget of "
+                f"{budget:g} (measured)"
+            )
 
-    def _left_out(
-        self, managed: ManagedUNet, backend: str, call: UNetCall, question: Question
-    ) -> frozenset[str] | str:
-        """The classes of layers that stay exact, measured where that is not known; or why that cannot be.
+    def _left_out(self, managed: ManagedUNet, lossy: Lossy, call: UNetCall, choice: Choice) -> frozenset[str]:
+        """The classes of layers that stay exact, measured where that is not known.
 
         A call that makes a shape ready belongs to no image, and a cached pass is no whole step: they measure nothing,
-        and what is not known is in eight bits. Raises torch.cuda.OutOfMemoryError.
+        and what is not known is in eight bits. Raises UnsupportedUNet with why it cannot be measured, and
+        torch.cuda.OutOfMemoryError.
         """
         before, may_be = managed.low_bit_choice, self._may_be(managed)
-        choice = before if before is not None and before.answers(question) else None
-        if choice is not None and not choice.awaits & may_be:
-            return choice.left_out
+        if before == choice:
+            choice = before
+            if not choice.awaits & may_be:
+                return choice.left_out
         if self._waits_for_compile() or (call.cut is not None and call.cut.reads):
-            return question.left_out()
-        if question.awaits(question.chosen()):
+            return choice.left_out
+        if choice.awaits:
             half = half_of(time_of(call.timestep))
-            if choice is not None and not choice.awaits & half:
+            if choice is before and not choice.awaits & half:
                 return choice.left_out
             if not half:
-                return TOO_LATE if question.unknown() else question.left_out()
-            if not self._measure(managed, backend, call, question, half):
-                return NOT_FINITE
-        choice = managed.low_bit_choice = Choice.of(managed.bound.layout.model_name, question)
+                if choice.is_new:
+                    raise UnsupportedUNet(TOO_LATE)
+                return choice.left_out
+            choice = self._measured(managed, lossy, call, choice, half)
+        managed.low_bit_choice = choice
         if str(choice) != str(before):
             log.info("Low-bit on this %s checkpoint: %s.", choice.model, choice)
         return choice.left_out
@@ -141,44 +132,40 @@ class LowBitRoute:
         managed.low_bit_sampling = managed.bound.samplings
         return BOTH if begins else SECOND_HALF
 
-    def _measure(self, managed: ManagedUNet, backend: str, call: UNetCall, question: Question, half: int) -> bool:
+    def _measured(self, managed: ManagedUNet, lossy: Lossy, call: UNetCall, choice: Choice, half: int) -> Choice:
         """Measure until it is known what is within the budget: a forward pass for each class and for all together, and
-        for fewer until they are within it, without a graph. Whether it could be done. Raises
+        for fewer until they are within it, without a graph. Raises UnsupportedUNet where that cannot be, and
         torch.cuda.OutOfMemoryError."""
         exact: Tensor | None = None
-        while due := question.due(question.chosen(), half):
-            self._have(managed, question.wanted, question.left_out())
-            exact = self._output(managed, backend, call, ()) if exact is None else exact
+        while due := choice.due(half):
+            self._have(managed, choice.wanted, choice.left_out)
+            exact = self._output(managed, lossy, call, ()) if exact is None else exact
             if not bool(torch.isfinite(exact).all()):
-                return False
+                raise UnsupportedUNet(NOT_FINITE)
             for classes in due:
-                layers = question.layers(classes)
-                error = relative_error(self._output(managed, backend, call, layers), exact)
-                question.findings.note(classes, digest_of_layers(layers), half, error)
+                layers = choice.layers(classes)
+                error = relative_error(self._output(managed, lossy, call, layers), exact)
+                choice.findings.note(classes, digest_of_layers(layers), half, error)
                 log.debug("Low-bit in half %d of an image, %s: error %.1e", half, TOGETHER.join(classes), error)
-        return True
+            choice = choice.now()
+        return choice
 
     def _have(self, managed: ManagedUNet, wanted: WantedKinds, left_out: frozenset[str]) -> bool:
-        """Have the wanted layers in eight bits that are not of these classes; whether any is left, or an attention.
-        Raises torch.cuda.OutOfMemoryError."""
+        """Have the wanted layers in eight bits that are not of these classes; whether any is left. Raises
+        torch.cuda.OutOfMemoryError."""
         if managed.low_bit is not None and managed.low_bit.left_out != left_out:
             # Graphs have another choice in them.
             self._graphs.drop_low_bit(managed)
-        low_bit, layout = self._operators.low_bit, managed.bound.layout
-        classes, layers = low_bit.classes(layout), low_bit.plan.classes(layout)
-        left = {layer: kinds for layer, kinds in wanted.items() if classes[layer] not in left_out}
+        low_bit = self._operators.low_bit
+        classes = low_bit.classes(managed.bound.layout)
+        left = {layer: kind for layer, kind in wanted.items() if classes[layer] not in left_out}
         if wanted and not left:
             return False
-        # An attention has no weights.
-        weights = {layer: kinds for layer, kinds in left.items() if layer in layers}
-        managed.fit_low_bit(low_bit.quantizer(), weights, left_out)
+        managed.fit_low_bit(low_bit.quantizer(), left, left_out)
         return True
 
-    def _output(self, managed: ManagedUNet, backend: str, call: UNetCall, layers: Collection[str]) -> Tensor:
+    def _output(self, managed: ManagedUNet, lossy: Lossy, call: UNetCall, layers: Collection[str]) -> Tensor:
         """The whole UNet's, with these layers alone in eight bits."""
         assert managed.low_bit is not None
-        if set(layers) <= self._operators.low_bit.plan.classes(managed.bound.layout).keys():
-            backend = WITHOUT_ATTENTION.get(backend, backend)
-        binding = LowBitBinding(managed.bound.binding, managed.low_bit, KINDS_OF[backend], layers)
-        whole = replace(call, cut=None)
-        return compute(binding.layout, binding.weights(), self._operators.of(backend), whole)
+        binding = LowBitBinding(managed.bound.binding, managed.low_bit, KINDS_OF[lossy.low_bit], layers)
+        return compute(binding.layout, binding.weights(), self._operators.of(NATIVE), replace(call, cut=None))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from .. import engines as backends
+from ..core.refusal import Refusal
 from ..engines.graphs.cache import GraphCache
 from ..engines.graphs.capture import SegmentsRunner
 from ..engines.graphs.segments import DoesNotFit
@@ -39,9 +40,9 @@ class PatchedRoute:
     def run(
         self, managed: ManagedUNet, entry: Entry, call: UNetCall, patches: PatchPoints,
         plainly: Callable[[], Tensor], why_not_better: str = "",
-    ) -> Served | str:
-        """The output, or why this backend does not serve the call. plainly: computes it operator by operator.
-        why_not_better: why the backend before did not."""
+    ) -> Served:
+        """The output. Raises Refusal where this backend does not serve the call. plainly: computes it operator by
+        operator. why_not_better: why the backend before did not."""
         names, device = ", ".join(entry.key.patches), call.latent.device
         within = f"other extensions compute within the UNet: {names}"
         reason = "; ".join(filter(None, (within, why_not_better)))
@@ -49,16 +50,17 @@ class PatchedRoute:
         if entry.state is State.COLD:
             output = computed_twice(entry, plainly, patches.functions())
             if output is None:
-                return blame(entry, f"what another extension computes within the UNet differs each time ({names})")
+                what = f"what another extension computes within the UNet differs each time ({names})"
+                raise Refusal(blame(entry, what))
         elif not has_graphs:
             output = entry.own.time(device, plainly, PLAIN)
         else:
             replayed = self._replayed(managed, entry, call)
             if replayed is not None:
                 return Served(replayed, entry, managed.bound.edition, GRAPH, reason, call)
-            if entry.no_graph and entry.key.backend in backends.OUR_KERNELS:
+            if entry.no_graph and entry.key.backend == backends.NATIVE:
                 # Operator by operator, PyTorch launches its own faster.
-                return entry.no_graph
+                raise Refusal(entry.no_graph)
             reason = "; ".join(filter(None, (reason, entry.no_graph or entry.waits)))
             rewind = None if entry.no_graph else state_of(device, patches.functions())
             output = entry.own.time(device, lambda: self._graphs.measured(entry, plainly), PLAIN)

@@ -40,7 +40,8 @@ class Totals:
     disk: bytes of the cache folder.
     calls: how many UNet calls went by each route.
     hit_rate: the share of them that a graph served; None before the first.
-    low_bit: bytes of the weights in eight bits, which lie beside the WebUI's own or stand for them.
+    low_bit: bytes of the weights in eight bits, which lie beside the WebUI's own or stand for them. low_bit_layers: of
+    how many layers they are.
     offloaded: bytes of the computer's memory that the WebUI's own weights take meanwhile.
     oneflow: how many "graphs" OneFlow has compiled, and the "most" that it may.
     low_bit_errors: what was measured of Low-bit on the checkpoints that use it.
@@ -52,6 +53,7 @@ class Totals:
     calls: dict[str, int]
     hit_rate: float | None
     low_bit: int = 0
+    low_bit_layers: int = 0
     offloaded: int = 0
     oneflow: dict[str, int] = field(default_factory=dict)
     low_bit_errors: list[LowBitErrors] = field(default_factory=list)
@@ -72,7 +74,7 @@ class ShapeRow:
     relative_error: from the host's own output.
     control: whether a ControlNet or an adapter adds to the call.
     part: DeepCache's pass; "" for the whole UNet.
-    backend: who computes it; "" where that is not known.
+    backend: who computes it; "" where that is not known. lossy: what of that is less exact; see shapes.key.Lossy.
     """
 
     batch: int
@@ -92,6 +94,7 @@ class ShapeRow:
     pinned: bool = False
     part: str = ""
     backend: str = ""
+    lossy: str = ""
     ratio_range: tuple[float, float] | None = None
 
 
@@ -220,7 +223,7 @@ def shape_row(entry: Entry) -> ShapeRow:
         step_ms=entry.own.median_ms, host_ms=entry.host.median_ms, **ratio_values(entry.ratio),
         bytes=entry.bytes, uses=entry.uses, last_used=entry.last_used, relative_error=entry.relative_error,
         control=bool(entry.key.control), needs=entry.needs, part=entry.key.part,
-        backend=entry.key.backend,
+        backend=entry.key.backend, lossy=str(entry.key.lossy),
     )
 
 

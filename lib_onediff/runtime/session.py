@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from ..engines import WITH_LOW_BIT
 from ..engines.managed_unet import ManagedUNet
 from ..model.call import UNetCall
 from ..ops.precision import autocast_dtype, is_autocast_on
@@ -75,7 +74,7 @@ class Session:
             return None
         stands = bound.begin_look()
         output = known.entry.timed(self._device, partial(made.runner.run, call), GRAPH)
-        if not stands() or (known.key.backend in WITH_LOW_BIT and not managed.low_bit_stands()):
+        if not stands() or (known.key.lossy.low_bit and not managed.low_bit_stands()):
             return None
         if cut is not None and cut.reads and cut.edition != bound.edition:
             return None

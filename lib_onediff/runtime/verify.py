@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ..core.refusal import Refusal
-from ..engines import EAGER, ONEFLOW, WITH_LOW_BIT
+from ..engines import EAGER, ONEFLOW
 from ..model.function_state import FunctionState
 from ..ops.precision import Flags, sums_in_half, tf32_is_on
 from ..options.settings import MOST_LOW_BIT_ERROR
+from ..shapes.key import EXACT
 from ..shapes.table import ENOUGH, Entry, State
 from ..store.history import History
 
@@ -76,8 +77,8 @@ def prove(
 def blame(entry: Entry, what: str, sampling: Hashable = None, is_final: bool = True) -> str:
     """Take down what went wrong at a shape, with the backend's name where another one may do better. Returns it.
     sampling, is_final: see Entry.fail."""
-    backend = entry.key.backend
-    entry.fail(what if backend == EAGER else f"{what} (backend {backend})", sampling, is_final)
+    way = entry.key.way
+    entry.fail(what if way == EAGER else f"{what} (backend {way})", sampling, is_final)
     return entry.reason
 
 
@@ -114,7 +115,7 @@ def judge(
             # A function of another extension may count its calls.
             time_host(entry, output.device, host, nobody_waits)
     limit = rounding_limit(entry.key.dtype, output.device, entry.key.precision)
-    if entry.key.backend in WITH_LOW_BIT:
+    if entry.key.lossy != EXACT:
         limit = max(limit, MOST_LOW_BIT_ERROR)
     if entry.key.backend == ONEFLOW and entry.key.dtype == torch.float16:
         # What is checked once serves with sums in half precision too: it is told of them when it runs.

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,26 @@ DECODE = "vae decode"
 OPTIONAL_INPUTS = ("y", "timestep condition")
 
 
+class Lossy(NamedTuple):
+    """What is computed less exactly than the model's type allows, because the user asked for it.
+
+    low_bit: as settings.Settings.low_bit; "" where every product is exact. only: whether the GPU holds the weights of
+    those products in eight bits alone. attention: whose self attention it is; "" for an exact one.
+    """
+
+    low_bit: str = ""
+    only: bool = False
+    attention: str = ""
+
+    def __str__(self) -> str:
+        """For users, behind the backend's name."""
+        low_bit = "8-bit only" if self.only else "8-bit" if self.low_bit else ""
+        return ", ".join(filter(None, (low_bit, self.attention)))
+
+
+EXACT = Lossy()
+
+
 @dataclass(frozen=True)
 class ShapeKey:
     """Everything that decides whether a captured or compiled forward serves a call. Weights are not part of it.
@@ -23,7 +44,7 @@ class ShapeKey:
     backend: who computes it, so that what fails by one can be served by another. precision: the switches of torch
     that change its numbers; see precision.flags_for. part, depth: which pass of DeepCache, "" for the whole UNet.
     patches: what other extensions have put on the UNet, and at which points. additions: what our forward computes of
-    what is put on the UNet.
+    what is put on the UNet. lossy: with another choice of it, it is another shape.
     """
 
     architecture: str
@@ -43,11 +64,12 @@ class ShapeKey:
     depth: int = 0
     patches: tuple[str, ...] = ()
     additions: tuple[str, ...] = ()
+    lossy: Lossy = EXACT
 
     @classmethod
     def of(
         cls, architecture: str, dtype: torch.dtype, call: UNetCall, backend: str = "", precision: Flags = (),
-        marks: tuple[str, ...] = (),
+        marks: tuple[str, ...] = (), lossy: Lossy = EXACT,
     ) -> ShapeKey:
         """The key of a call; height and width are in latent pixels. dtype is the one computed in. marks: what else
         tells it from other calls."""
@@ -59,7 +81,8 @@ class ShapeKey:
             architecture=architecture, height=height, width=width, batch=batch, tokens=call.context.shape[1],
             dtype=dtype, latent_dtype=call.latent.dtype, device=call.latent.device, inputs=(*given, *marks),
             control=call.control.shapes if call.control else (), upcast_attention=call.upcast_attention,
-            backend=backend, precision=precision, part=cut.name if cut else "", depth=cut.depth if cut else 0,
+            lossy=lossy, backend=backend, precision=precision,
+            part=cut.name if cut else "", depth=cut.depth if cut else 0,
             patches=() if call.patches is None else call.patches.structure, additions=call.additions,
         )
 
@@ -78,6 +101,11 @@ class ShapeKey:
             dtype=dtype or latent.dtype, latent_dtype=latent.dtype, device=latent.device, inputs=(DECODE, *marks),
             control=(), upcast_attention=upcast_attention, backend=backend, precision=precision,
         )
+
+    @property
+    def way(self) -> str:
+        """Who computes it and how, for users: "native, 8-bit"."""
+        return ", ".join(filter(None, (self.backend, str(self.lossy))))
 
     @property
     def is_decode(self) -> bool:

@@ -124,8 +124,15 @@ def described(status: dict[str, Any]) -> list[tuple[str, str]]:
         ("Speed", ratio_sentence(status)),
         ("Resolution", status["resolution"] or NOTHING),
         ("Model", status["model"] or NOTHING),
-        ("Backend", status["backend"] or ""),
+        ("Backend", backend_sentence(status)),
     ]
+
+
+def backend_sentence(status: dict[str, Any]) -> str:
+    """For example "native, 8-bit (70 layers)"."""
+    lossy, layers = status.get("lossy", ""), status.get("low_bit_layers", 0)
+    counted = f" ({layers} layers)" if layers and "8-bit" in lossy else ""
+    return ", ".join(filter(None, (status["backend"], lossy))) + counted
 
 
 def ratio_sentence(status: dict[str, Any]) -> str:

@@ -20,13 +20,13 @@ pytest.importorskip("triton", reason="needs Triton")
 from low_bit_builders import use_low_bit, watch_offloaded
 
 from lib_onediff import engines
-from lib_onediff.engines import INT8, LOW_BIT_ONLY, NATIVE
+from lib_onediff.engines import NATIVE
 from lib_onediff.model import offload
 from lib_onediff.model.offload import OffloadedWeights
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 
-ONLY = LOW_BIT_ONLY[INT8]
+ONLY = "8-bit only"
 ALONE = Settings(low_bit="int8", low_bit_only=True)
 
 
@@ -78,7 +78,7 @@ def test_the_family_keeps_its_weights(name: str, int8: None) -> None:
         begin(host)
         assert near(generated(host), expected)
         status = runtime.status()
-        assert status["backend"] == INT8 and "Low-bit only is not for" in status["reason"]
+        assert status["lossy"] == "8-bit" and "Low-bit only is not for" in status["reason"]
         assert not offloaded(host) and runtime.totals().low_bit > 0
 
 
@@ -104,7 +104,7 @@ def test_loras_are_merged_where_the_host_merges_them(a1111: A1111Host, monkeypat
     for strength, hosts in zip(strengths, expected, strict=True):
         a1111.set_lora(strength)
         made = generated(a1111)
-        assert runtime.status()["backend"] == ONLY and offloaded(a1111), runtime.status()["reason"]
+        assert runtime.status()["lossy"] == ONLY and offloaded(a1111), runtime.status()["reason"]
         assert near(made, hosts)
         assert same(made, first.setdefault(strength, made)), "rounded from the originals again"
     assert relative_error(first[0.5].latent, first[0.0].latent) > 1e-2
@@ -171,7 +171,7 @@ def test_a_checkpoint_that_is_loaded_into_the_same_module_is_rounded(a1111: A111
     }
     a1111.unet.load_state_dict(other)
     made = generated(a1111)
-    assert runtime.status()["backend"] == ONLY and offloaded(a1111)
+    assert runtime.status()["lossy"] == ONLY and offloaded(a1111)
     a1111.switch(False)
     assert near(made, a1111.generate())
     assert torch.equal(a1111.unet.get_submodule(ATTENTION).weight, other[f"{ATTENTION}.weight"])

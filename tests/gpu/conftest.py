@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lib_onediff.engines import LOW_BIT_BACKENDS
+from lib_onediff.model.low_bit import KINDS_OF
 from lib_onediff.runtime.runtime import runtime
 
 
@@ -58,12 +58,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name != "test_budget.py")
 
 
-@pytest.fixture(params=list(LOW_BIT_BACKENDS))
+@pytest.fixture(params=list(KINDS_OF))
 def option(request: pytest.FixtureRequest) -> Any:
     """A value of Low-bit that this GPU has."""
     import torch
 
-    lack = runtime.operators.low_bit.why_not(LOW_BIT_BACKENDS[request.param], torch.device("cuda"), torch.float16)
+    lack = runtime.operators.low_bit.why_not(request.param, torch.device("cuda"), torch.float16)
     if lack:
         pytest.skip(lack)
     return request.param

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="needs Triton")
 from lib_onediff.model.low_bit import FP8, as_rows, gated_scale
 from lib_onediff.model.operators import QuantizedImage, QuantizedTokens
 from lib_onediff.model.weights import Affine
-from lib_onediff.ops.quantized import convolution, gated_product, kernels
+from lib_onediff.ops.quantized import convolution, gated_product, int8_mm, kernels
 from lib_onediff.ops.quantized.scaled_mm import one_scale_of
 from lib_onediff.ops.triton.launch_config import CONVOLUTION, GATED_PRODUCT, LIBRARY, LaunchConfig
 
@@ -25,7 +25,7 @@ ROUNDED, SUMMED = 3e-2, 5e-3
 
 @pytest.fixture(autouse=True)
 def needs_hopper() -> None:
-    if not gated_product.serves(GPU):
+    if not int8_mm.copies_tiles(GPU):
         pytest.skip("they are used on a GPU of compute capability 9.0")
 
 

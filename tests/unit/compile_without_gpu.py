@@ -18,13 +18,12 @@ from lib_onediff.bench.models import CONFIGURATIONS
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.forward import forward
 from lib_onediff.model.layout import TransformerBlock, UNetLayout, descriptions
-from lib_onediff.model.low_bit import INT8, KINDS, Kind, empty_like, low_bit_layers, name_of
+from lib_onediff.model.low_bit import INT8, KINDS, Kind, empty_like, low_bit_layers
 from lib_onediff.model.read import read_layout
 from lib_onediff.model.weights import Affine, QuantizedWeight, Weights
 from lib_onediff.ops import compile_kernels as triton_warm
 from lib_onediff.ops import torch_ops
 from lib_onediff.ops.quantized import int8_mm, operators
-from lib_onediff.ops.quantized.int8_attention import Int8Attention
 from lib_onediff.ops.quantized.operators import LowBitOperators
 from lib_onediff.ops.triton.launch_config import INT8_PRODUCT_HOPPER, Launches
 from lib_onediff.ops.triton.operators import TritonOperators
@@ -83,11 +82,9 @@ def room_for(weight: Tensor, kind: Kind) -> QuantizedWeight:
 
 
 def pass_through(
-    unet: nn.Module, layout: UNetLayout, width: int, height: int, batch: int, dtype: torch.dtype, kind: Kind | None,
-    with_attention: bool,
+    unet: nn.Module, layout: UNetLayout, width: int, height: int, batch: int, dtype: torch.dtype, kind: Kind | None
 ) -> Tensor:
-    """One forward at a size in pixels. kind: with all products in it that can be. with_attention: and all attentions
-    in int8."""
+    """One forward at a size in pixels. kind: with all products in it that can be."""
     empty = lambda *shape: torch.empty(shape, device=META, dtype=dtype)  # noqa: E731
     call = UNetCall(
         latent=empty(batch, layout.in_channels, height // 8, width // 8), timestep=empty(batch),
@@ -96,18 +93,17 @@ def pass_through(
     )
     ops, weights = TritonOperators(), weights_of(unet, layout)
     if kind is not None:
-        launches, exact = Launches(TuningCache()), torch_ops.attention
-        attention = Int8Attention(exact, lambda *given: True, launches) if with_attention else exact
-        ops = LowBitOperators(launches, attention, lambda device, dtype: dtype, lambda *given: kind)
+        launches = Launches(TuningCache())
+        ops = LowBitOperators(launches, torch_ops.attention, lambda device, dtype: dtype, lambda *given: kind)
         for block in descriptions(layout, TransformerBlock):
-            for name in (name_of(one.layer) for one in low_bit_layers(block)):
+            for name in (one.name for one in low_bit_layers(block)):
                 weights[name] = weights[name]._replace(low_bit=(room_for(weights[name].weight, kind),))
     return forward(layout, weights, ops, call)
 
 
 def main(name: str, capability: str, dtype_name: str, sizes: str, kind: str = "") -> None:
     """name: in CONFIGURATIONS. capability: 90 for 9.0. sizes: JSON, [[width, height, batch], ...] in pixels. kind:
-    "int8" or "fp8" for products in it, followed by " + attention" for attention in int8 too.
+    "int8" or "fp8" for products in it.
 
     Prints how many kernels are compiled beforehand, and then by a forward at each size, as JSON.
     """
@@ -121,16 +117,15 @@ def main(name: str, capability: str, dtype_name: str, sizes: str, kind: str = ""
     with META:
         unet = UNet2DConditionModel(**CONFIGURATIONS[name]).to(dtype)
     layout, counts = read_layout(unet), {}
-    kind, with_attention = kind.removesuffix(" + attention"), kind.endswith(" + attention")
     in_eight_bits = next((known for known in KINDS if known.name == kind), None)
     kinds = () if in_eight_bits is None else (in_eight_bits,)
     with torch.no_grad():
         with count_compilations() as counted:
-            triton_warm.compile_kernels(layout.kernel_users, dtype, META, None, kinds, with_attention)
+            triton_warm.compile_kernels(layout.kernel_users, dtype, META, None, kinds)
         counts["beforehand"] = counted.count
         for width, height, batch in json.loads(sizes):
             with count_compilations() as counted:
-                pass_through(unet, layout, width, height, batch, dtype, in_eight_bits, with_attention)
+                pass_through(unet, layout, width, height, batch, dtype, in_eight_bits)
             counts[f"{width}x{height}, batch {batch}"] = counted.count
     print(json.dumps(counts))
 

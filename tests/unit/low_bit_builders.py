@@ -13,7 +13,7 @@ from builders import SMALL_XL, a_call, diffusers_unet
 from torch import Tensor, nn
 
 import lib_onediff
-from lib_onediff.engines import WITH_LOW_BIT
+from lib_onediff.engines import NATIVE
 from lib_onediff.model import low_bit, offload
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.low_bit import FP8, KINDS, Kind
@@ -27,7 +27,10 @@ from lib_onediff.ops.triton.operators import TritonOperators
 from lib_onediff.ops.tuning_cache import TuningCache
 from lib_onediff.options.settings import MOST_LOW_BIT_ERROR
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.shapes.key import Lossy
+from lib_onediff.shapes.table import Entry
 
+EXACT, EIGHT, ONLY = "native", "native, 8-bit", "native, 8-bit only"
 NAMES = [name for name in vars(Operators) if not name.startswith("_")]
 
 
@@ -44,6 +47,24 @@ def half_call(unet: nn.Module, height: int = 4, width: int = 4, seed: int = 0, t
 def compiled(unet: nn.Module, low_bit: str, verify: bool = True) -> Any:
     """The UNet in our care, with layers in eight bits whatever error they make: so small ones make large errors."""
     return lib_onediff.compile_unet(unet, low_bit=low_bit, low_bit_budget=MOST_LOW_BIT_ERROR, verify=verify)
+
+
+def now() -> tuple[str, str]:
+    """The way and the route of the last call, as the status says them."""
+    status = lib_onediff.status()
+    return ", ".join(filter(None, (status["backend"], status["lossy"]))), status["route"]
+
+
+def entry_of(low_bit: str, only: bool = False, attention: str = "") -> Entry:
+    lossy = Lossy(low_bit, only, attention)
+    [entry] = [entry for entry in runtime.table.entries() if entry.key.lossy == lossy and entry.key.backend == NATIVE]
+    return entry
+
+
+def kinds_kept(unet: nn.Module) -> set[Kind]:
+    """Of the weights in eight bits that are there."""
+    low_bit = runtime.managed_unet(unet).low_bit
+    return set() if low_bit is None else low_bit.kinds()
 
 
 def measured(product: gains.Product, kind: Kind, plain: float, rounded: float) -> None:
@@ -100,7 +121,7 @@ def by_torch(name: str) -> Callable[..., Any]:
 def fewest_weights(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """The layers with so many weights are worth it."""
     monkeypatch.setattr(low_bit, "FEWEST_WEIGHTS", count)
-    runtime.operators.low_bit.plan.forget()
+    runtime.operators.low_bit.forget()
 
 
 def as_ours(function: Any) -> types.FunctionType:
@@ -126,8 +147,8 @@ def watch_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use_low_bit(monkeypatch: pytest.MonkeyPatch, result: torch.dtype = torch.float16) -> None:
-    """The backends in eight bits, on this machine, for networks of any size, and for every product until one is
-    measured. result: the type in which products in float8 come out."""
+    """Products in eight bits on this machine, for networks of any size, and for every product until one is measured.
+    result: the type in which products in float8 come out."""
     for name in NAMES:
         monkeypatch.setattr(TritonOperators, name, by_torch(name))
     monkeypatch.setattr(kernels, "layer_norm", layer_norm)
@@ -143,5 +164,4 @@ def use_low_bit(monkeypatch: pytest.MonkeyPatch, result: torch.dtype = torch.flo
     ours.choice.forget()
     launches = Launches(TuningCache())
     operators = LowBitOperators(launches, torch_ops.attention, lambda device, dtype: result, ours.choice.best)
-    for backend in WITH_LOW_BIT:
-        monkeypatch.setitem(runtime.operators._made, backend, operators)
+    monkeypatch.setitem(runtime.operators._made, NATIVE, operators)

@@ -194,7 +194,7 @@ def test_ago(seconds: float, text: str) -> None:
 
 
 def test_who_computes_a_shape_and_which_half() -> None:
-    shape = changed(SHAPE, backend="native fp8", part="cached")
+    shape = changed(SHAPE, backend="native", lossy="8-bit", part="cached")
     text = text_of(cache_table.table_html([changed(ROW, shapes=(shape, changed(SHAPE, backend="", part="")))]))
-    assert "native fp8, cached" in text
-    assert text.count("native fp8") == 1
+    assert "native, 8-bit, cached" in text
+    assert text.count("native, 8-bit") == 1

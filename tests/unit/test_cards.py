@@ -12,8 +12,6 @@ import torch
 from lib_onediff.model.low_bit import FP8, INT8, NORMED
 from lib_onediff.ops.attention import FLASH, Attention
 from lib_onediff.ops.attention import choice_name as attention_name
-from lib_onediff.ops.quantized.attention_gains import AttentionChoice
-from lib_onediff.ops.quantized.attention_gains import name_of as int8_name
 from lib_onediff.ops.quantized.gains import Product, ProductChoice
 from lib_onediff.ops.triton.launch_config import LAYER_NORM, Launches
 from lib_onediff.ops.tuning_cache import TuningCache
@@ -76,12 +74,11 @@ def test_what_computes_does_so_on_the_card_of_the_model(cards: TwoCards) -> None
 def test_choices_hold_on_the_kind_of_card_that_was_measured(cards: TwoCards) -> None:
     cache = TuningCache()
     launches, attention, products = Launches(cache), Attention(cache), ProductChoice(cache)
-    int8_attention = AttentionChoice(cache)
 
     def choices() -> tuple[object, ...]:
         return (
             launches.of(LAYER_NORM, "64", HALF), attention.pick(SHAPE, SHAPE, HALF),
-            products.best(PRODUCT, HALF, [FP8.dtype, INT8.dtype]), int8_attention.serves(SHAPE, HALF),
+            products.best(PRODUCT, HALF, [FP8.dtype, INT8.dtype]),
         )
 
     unmeasured = choices()
@@ -89,8 +86,7 @@ def test_choices_hold_on_the_kind_of_card_that_was_measured(cards: TwoCards) -> 
     launches.choose(LAYER_NORM, "64", HALF, LAYER_NORM.candidates[1])
     cache.set(attention_name(SHAPE, SHAPE, HALF), {"backend": FLASH})
     products.measure(PRODUCT, HALF, FP8, lambda: None, lambda: None, lambda work: next(times))
-    cache.set(int8_name(SHAPE, HALF), [2.0, 1.0])
-    measured = LAYER_NORM.candidates[1], FLASH, FP8, True
+    measured = LAYER_NORM.candidates[1], FLASH, FP8
     for _ in range(2):
         assert choices() == measured
         with cards.using(SECOND):

@@ -90,13 +90,14 @@ def test_the_scale_follows_the_weights() -> None:
     kept = LowBitWeights(layout, lambda rows, values, scales: None)  # type: ignore[arg-type]
     kept._norms = {"into": "norm"}
     weights = {"into": Affine(weight, None), "norm": norm, "out": Affine(torch.randn(16, 16), None)}
-    kept.fit(lambda: 0, lambda: weights, {"into": (FP8, INT8), "out": (FP8,)}, torch.device("cpu"))
+    for wanted in ({"into": FP8, "out": FP8}, {"into": INT8}):
+        kept.fit(lambda: 0, lambda: weights, wanted, torch.device("cpu"))
     found = kept.beside(weights, (FP8, INT8))
     first_scale = found["into"].gated_scale
     assert first_scale is not None and found["out"].gated_scale is None
     assert torch.equal(first_scale, gated_scale(weight, None, norm).view(1, 1))
     before = float(first_scale)
     weight.mul_(2)
-    kept.fit(lambda: 1, lambda: weights, {"into": (FP8,)}, torch.device("cpu"))
+    kept.fit(lambda: 1, lambda: weights, {"into": FP8}, torch.device("cpu"))
     assert kept.beside(weights, (FP8,))["into"].gated_scale is first_scale, "graphs know its place"
     assert float(first_scale) == 4 * before

@@ -113,9 +113,9 @@ def test_a_whole_unet_by_the_kernels_themselves(monkeypatch: pytest.MonkeyPatch,
     bound, wanted = BoundUNet(unet), {}
     bound.refresh(call)
     for name, _ in products(bound.layout, 4, 4, 1):
-        wanted[name] = (INT8,)
+        wanted[name] = INT8
     if alone:
-        wanted |= {attention.key_value.name: (INT8,) for attention in bound.layout.cross_attentions}
+        wanted |= {attention.key_value.name: INT8 for attention in bound.layout.cross_attentions}
     weights = low_bit.LowBitWeights(bound.layout, kernels.rounded_rows)
     weights.fit(lambda: "now", bound.binding.weights, wanted, bound.binding.device)
     source = low_bit.LowBitBinding(bound.binding, weights, (INT8,), alone=alone)

@@ -114,7 +114,7 @@ def test_what_does_not_compile_is_served_by_the_next_backend(compiler: Compiler)
 
 def test_a_triton_that_cannot_be_imported(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(runtime.operators._made, NATIVE, raising=False)
-    monkeypatch.setitem(sys.modules, "lib_onediff.ops.triton.operators", None)
+    monkeypatch.setitem(sys.modules, "lib_onediff.ops.quantized.operators", None)
     compiler.may_end.set()
     unet = small_xl()
     with runtime.wait_for_compile():

@@ -2,31 +2,29 @@
 is within the budget: see test_low_bit_budget.py for the others."""
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from builders import SMALL_XL, a_call, diffusers_arguments, diffusers_output, diffusers_unet, relative_error, served
-from ladder_builders import Weather, entry_of, now, reason
+from ladder_builders import Weather, reason
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from low_bit_builders import compiled, half_call, half_unet, use_low_bit
+from low_bit_builders import EIGHT, EXACT, compiled, entry_of, half_call, half_unet, kinds_kept, now, use_low_bit
 
-from lib_onediff.engines import CUDAGRAPH, FLOAT8, INT8, LOW_BIT, LOW_BIT_BACKENDS, NATIVE, Candidates, with_low_bit
+import lib_onediff
 from lib_onediff.model import low_bit
 from lib_onediff.model.call import UNetCall
-from lib_onediff.model.low_bit import FP8, GATED
-from lib_onediff.model.low_bit import INT8 as INT8_KIND
-from lib_onediff.ops.quantized import int8_mm, kernels, scaled_mm
-from lib_onediff.ops.quantized import support as int8_support
+from lib_onediff.model.low_bit import FP8, GATED, INT8, KINDS_OF
+from lib_onediff.ops.quantized import int8_mm, scaled_mm, support
 from lib_onediff.ops.quantized.gains import products
 from lib_onediff.options.settings import MOST_LOW_BIT_ERROR, Settings
 from lib_onediff.runtime.fallback import FallbackChain
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import State
+from lib_onediff.ui.status import backend_sentence
 
 CPU = torch.device("cpu")
 
@@ -35,45 +33,45 @@ CPU = torch.device("cpu")
 def test_a_unet_in_eight_bits_is_near_the_hosts_and_not_the_same(
     on_a_gpu: Weather, option: str, worst: float
 ) -> None:
-    unet, backend = compiled(half_unet(), option), LOW_BIT_BACKENDS[option]
+    unet = compiled(half_unet(), option)
     call = half_call(unet)
     host = diffusers_output(unet, call)
     error = relative_error(served(unet, call), host)
-    assert now()[0] == backend, reason()
+    assert now()[0] == EIGHT, reason()
     assert 1e-3 < error < worst, "of every factor float8 keeps three bits, int8 seven of the largest of its row"
-    assert entry_of(backend).relative_error == pytest.approx(error, rel=0.05), "what the panel shows"
+    assert entry_of(option).relative_error == pytest.approx(error, rel=0.05), "what the panel shows"
     served(unet, call)
     served(unet, call)
-    assert now() == (backend, "graph")
+    assert now() == (EIGHT, "graph")
+    layers = len(runtime.managed_unet(unet).low_bit.names())
+    assert layers >= 6 and backend_sentence(lib_onediff.status()) == f"native, 8-bit ({layers} layers)"
 
 
-def test_int8_is_nearer_to_float32_than_float8(on_a_gpu: Weather) -> None:
-    unet = half_unet()
-    call = half_call(unet)
-    wide = replace(call, **{name: getattr(call, name).float() for name in ("latent", "context", "y")})
-    exact = diffusers_output(half_unet().float(), wide)
-    errors = {}
-    for option in ("off", "fp8", "int8"):
-        errors[option] = relative_error(served(compiled(unet, option), call).float(), exact)
-    assert now()[0] == INT8, reason()
-    assert errors["off"] < errors["int8"] < min(errors["fp8"] / 2, 0.04), errors
-
-
-def test_another_kind_takes_the_place_of_the_first(on_a_gpu: Weather) -> None:
+def test_each_setting_is_an_entry_of_its_own_and_off_is_exact(on_a_gpu: Weather) -> None:
     unet = compiled(half_unet(), "fp8")
     call = half_call(unet)
-    served(unet, call)
+    for _ in range(3):
+        served(unet, call)
     held = runtime.totals().low_bit
+    assert now() == (EIGHT, "graph") and kinds_kept(unet) == {FP8}
     with runtime.settings_for_run(Settings(low_bit="int8", low_bit_budget=MOST_LOW_BIT_ERROR)):
         served(unet, call)
-        assert now()[0] == INT8, reason()
+        assert now()[0] == EIGHT and kinds_kept(unet) == {INT8}
         assert held < runtime.totals().low_bit < 1.5 * held, "not those of both; int8 has a scale for every row"
+    with runtime.settings_for_run(Settings()):
+        exact = served(unet, call)
+        assert now()[0] == EXACT and runtime.totals().low_bit == 0
+    assert {str(row.lossy) for row in runtime.rows()[0].shapes} == {"", "8-bit"}
+    assert entry_of("fp8").state is State.PROVED and entry_of("int8").state is State.PROVED
     served(unet, call)
-    assert now()[0] == FLOAT8 and runtime.managed_unet(unet).low_bit.kinds() == {FP8}
+    assert now() == (EIGHT, "plain"), "its graph knew where the weights lay"
+    fresh = lib_onediff.compile_unet(half_unet())
+    assert torch.equal(served(fresh, call), exact), "nothing of it is left"
 
 
 @pytest.mark.parametrize("option", ["fp8", "int8"])
 def test_an_edit_of_a_weight_is_rounded_anew_where_the_old_was(on_a_gpu: Weather, option: str) -> None:
+    """As a LoRA that is merged."""
     unet = compiled(half_unet(), option)
     call = half_call(unet)
     before = served(unet, call)
@@ -84,24 +82,11 @@ def test_an_edit_of_a_weight_is_rounded_anew_where_the_old_was(on_a_gpu: Weather
             if "ff.net" in name:
                 parameter.mul_(1.5)
     assert relative_error(served(unet, call), before) > 0.1
-    for name, weight in runtime.managed_unet(unet).binding_for(LOW_BIT_BACKENDS[option]).weights().items():
+    for name, weight in runtime.managed_unet(unet).binding_for(entry_of(option).key.lossy).weights().items():
         for rounded in weight.low_bit:
             back = rounded.values.float() * rounded.scales.t()
             assert relative_error(back.half(), weight.weight) < 0.05, name
     assert {name: weight.values.data_ptr() for name, weight in kept._kept.items()} == addresses, "graphs know those"
-
-
-def test_what_has_not_changed_is_not_rounded_again(on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
-    rounded: list[int] = []
-    real = kernels.rounded_rows
-    monkeypatch.setattr(kernels, "rounded_rows", lambda *given: (rounded.append(1), real(*given))[1])
-    unet = compiled(half_unet(), "fp8")
-    served(unet, half_call(unet))
-    first = len(rounded)
-    assert first >= 6
-    served(unet, half_call(unet, seed=1))
-    served(unet, half_call(unet, 4, 6))
-    assert len(rounded) == first
 
 
 def test_what_another_size_wants_is_rounded_beside_what_is_there(on_a_gpu: Weather) -> None:
@@ -111,7 +96,7 @@ def test_what_another_size_wants_is_rounded_beside_what_is_there(on_a_gpu: Weath
     layout = runtime.layout_of(unet)
     for _, one in products(layout, 4, 4, 1):
         if one.source != GATED:
-            choice.measure(one, torch.float16, INT8_KIND, lambda: 1, lambda: 2, lambda work: float(work()))
+            choice.measure(one, torch.float16, INT8, lambda: 1, lambda: 2, lambda work: float(work()))
     served(unet, call)
     few = runtime.managed_unet(unet).low_bit
     before, addresses = few.bytes, {key: kept.values.data_ptr() for key, kept in few._kept.items()}
@@ -119,21 +104,6 @@ def test_what_another_size_wants_is_rounded_beside_what_is_there(on_a_gpu: Weath
     served(unet, larger)
     assert runtime.managed_unet(unet).low_bit is few and few.bytes > before
     assert {key: few._kept[key].values.data_ptr() for key in addresses} == addresses, "graphs know those"
-
-
-def test_switching_it_off_gives_the_memory_back(on_a_gpu: Weather) -> None:
-    unet = compiled(half_unet(), "fp8")
-    call = half_call(unet)
-    for _ in range(3):
-        served(unet, call)
-    assert now() == (FLOAT8, "graph") and runtime.totals().low_bit > 0
-    with runtime.settings_for_run(Settings()):
-        served(unet, call)
-        assert now()[0] == NATIVE
-    assert runtime.totals().low_bit == 0 and entry_of(FLOAT8).state is State.PROVED
-    served(unet, call)
-    assert now() == (FLOAT8, "plain"), "its graph knew where the weights lay"
-    assert relative_error(served(unet, call), diffusers_output(unet, call)) < 0.12
 
 
 def test_without_memory_for_it_native_serves_and_says_why(on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,74 +117,67 @@ def test_without_memory_for_it_native_serves_and_says_why(on_a_gpu: Weather, mon
         patch.setattr(low_bit, "empty_like", full)
         for _ in range(2):
             served(unet, half_call(unet))
-            assert now()[0] == NATIVE and "no GPU memory for the weights in eight bits" in reason()
+            assert now()[0] == EXACT and "no GPU memory for the weights in eight bits" in reason()
     assert len(tries) == 1, "not at every step"
     runtime.begin_sampling(unet)
     served(unet, half_call(unet))
-    assert now()[0] == FLOAT8, reason()
+    assert now()[0] == EIGHT, reason()
 
 
-@pytest.mark.parametrize("which", [(scaled_mm, "fp8", FLOAT8), (int8_mm, "int8", INT8)], ids=["fp8", "int8"])
+@pytest.mark.parametrize(("module", "option"), [(scaled_mm, "fp8"), (int8_mm, "int8")], ids=["fp8", "int8"])
 def test_what_is_too_far_from_the_host_is_not_used(
-    on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch, which: Any
+    on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch, module: Any, option: str
 ) -> None:
-    module, option, backend = which
     real = module.product
     monkeypatch.setattr(module, "product", lambda *given: 3 * real(*given))
     unet = compiled(half_unet(), option)
     call = half_call(unet)
     output = served(unet, call)
     assert torch.equal(output, diffusers_output(unet, call)), "the first picture is the host's"
-    assert entry_of(backend).state is State.FAILED and "it differs" in entry_of(backend).reason
+    assert entry_of(option).state is State.FAILED and "it differs" in entry_of(option).reason
     served(unet, call)
-    assert now()[0] == NATIVE and "it differs" in reason()
+    assert now()[0] == EXACT and "it differs" in reason()
 
 
 # --- where it cannot be -----------------------------------------------------------------------------------------------
 
 
-def test_steps_with_and_without_it() -> None:
-    gpu, other = Candidates((NATIVE, CUDAGRAPH), ""), Candidates((CUDAGRAPH,), "there is no Triton")
-    for option, backend in (("fp8", FLOAT8), ("int8", INT8), ("auto", LOW_BIT)):
-        assert with_low_bit(gpu, option, lambda: None) == Candidates((backend, NATIVE, CUDAGRAPH), "")
-    assert with_low_bit(gpu, "fp8", lambda: "too old") == Candidates((NATIVE, CUDAGRAPH), "too old")
-    assert "there is no Triton" in with_low_bit(other, "int8", lambda: None).reason
-    assert "native backend" in with_low_bit(Candidates((CUDAGRAPH,), ""), "auto", lambda: None).reason
-
-
-@pytest.mark.parametrize("option", LOW_BIT_BACKENDS)
-def test_a_model_in_float32_says_why_not(on_a_gpu: Weather, option: str) -> None:
+@pytest.mark.parametrize("option", KINDS_OF)
+def test_it_says_why_not(on_a_gpu: Weather, option: str) -> None:
     whole = compiled(diffusers_unet(**SMALL_XL), option)
     served(whole, a_call(whole))
-    assert now()[0] == NATIVE and "this one is in float32" in reason()
+    assert now()[0] == EXACT and "this one is in float32" in reason()
+    other = lib_onediff.compile_unet(half_unet(), low_bit=option, backend="cudagraph")
+    served(other, half_call(other))
+    assert now()[0] == "cudagraph" and "Low-bit needs the native backend" in reason()
 
 
 @pytest.mark.parametrize(("capability", "has"), [((8, 6), False), ((8, 9), True), ((9, 0), True), ((12, 0), True)])
 def test_which_gpus_have_it(capability: tuple[int, int], has: bool) -> None:
-    sentence = scaled_mm.too_old(capability, "RTX 3090")
+    sentence = support.too_old(FP8, capability, "RTX 3090", "3.6.0")
     assert (sentence is None) == has
     assert has or "8.6" in sentence and "8.9" in sentence and "RTX 3090" in sentence
-    assert int8_support.too_old(capability, "RTX 3090", "3.6.0") is None
+    assert support.too_old(INT8, capability, "RTX 3090", "3.6.0") is None
 
 
 def test_int8_on_turing_depends_on_the_release_of_triton() -> None:
-    assert int8_support.too_old((7, 5), "RTX 2080", "3.2.0") is None
-    newer = int8_support.too_old((7, 5), "RTX 2080", "3.6.0")
+    assert support.too_old(INT8, (7, 5), "RTX 2080", "3.2.0") is None
+    newer = support.too_old(INT8, (7, 5), "RTX 2080", "3.6.0")
     assert "3.6.0" in newer and "8.0" in newer and "7.5 with 3.2" in newer and "RTX 2080" in newer
-    assert "3.2" not in int8_support.too_old((7, 0), "V100", "3.6.0")
+    assert "3.2" not in support.too_old(INT8, (7, 0), "V100", "3.6.0")
 
 
 def test_the_probe_believes_no_wrong_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert scaled_mm.support(CPU, torch.float16).result in (torch.float16, torch.bfloat16)
+    assert support.float8_support(CPU, torch.float16).result in (torch.float16, torch.bfloat16)
     monkeypatch.setattr(scaled_mm, "product", lambda tokens, weight, bias, result: torch.zeros(64, 128, device=CPU))
-    found = scaled_mm.support(CPU, torch.float16)
+    found = support.float8_support(CPU, torch.float16)
     assert found.result is None and "wrong by" in found.reason
 
     def missing(*given: Any) -> Tensor:
         raise RuntimeError("not compiled in\nat line 3")
 
     monkeypatch.setattr(scaled_mm, "product", missing)
-    found = scaled_mm.support(CPU, torch.float16)
+    found = support.float8_support(CPU, torch.float16)
     assert found.result is None and "not compiled in" in found.reason and "\n" not in found.reason
 
 
@@ -225,7 +188,7 @@ def test_where_only_bfloat16_comes_out_the_output_is_still_the_models(
     unet = compiled(half_unet(), "fp8")
     call = half_call(unet)
     assert relative_error(served(unet, call), diffusers_output(unet, call)) < 0.12
-    assert now()[0] == FLOAT8, reason()
+    assert now()[0] == EIGHT, reason()
 
 
 def test_later_calls_replay_until_a_weight_changes(on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,11 +208,9 @@ def test_later_calls_replay_until_a_weight_changes(on_a_gpu: Weather, monkeypatc
     for _ in range(3):
         before = answer()
     count = len(found_out)
-    assert torch.equal(answer(), before) and now() == (FLOAT8, "graph")
+    assert torch.equal(answer(), before) and now() == (EIGHT, "graph")
     assert len(found_out) == count, "nothing was looked at"
     with torch.no_grad():
         unet.get_submodule("mid_block.attentions.0.transformer_blocks.0.ff.net.2").weight.mul_(3)
     assert relative_error(answer(), before) > 1e-3
-    assert len(found_out) == count + 1
-    answer()
     assert len(found_out) == count + 1

@@ -110,7 +110,7 @@ def test_weights_are_rounded_in_the_order_that_the_kernel_reads() -> None:
     kept = LowBitWeights(layout, kernels.rounded_rows)  # type: ignore[arg-type]
     kept._norms = {"conv": "norm"}
     weights = {"conv": Affine(weight, None), "norm": norm}
-    kept.fit(lambda: 0, lambda: weights, {"conv": (FP8,)}, DEVICE)
+    kept.fit(lambda: 0, lambda: weights, {"conv": FP8}, DEVICE)
     found = kept.beside(weights, (FP8,))["conv"]
     values, scales = found.low_bit[0]
     back = (values.float() * scales.t()).view(16, 3, 3, 32).permute(0, 3, 1, 2)

@@ -6,22 +6,21 @@ from typing import Any
 import pytest
 import torch
 from builders import SMALL_XL, diffusers_unet, served
-from ladder_builders import Weather, now, reason
+from ladder_builders import Weather, reason
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from low_bit_builders import compiled, fewest_weights, half_call, half_unet, measured
+from low_bit_builders import EIGHT, EXACT, compiled, fewest_weights, half_call, half_unet, measured, now
 
 import lib_onediff
-from lib_onediff.engines import FLOAT8, LOW_BIT, NATIVE
 from lib_onediff.engines.low_bit import LowBit
 from lib_onediff.model.forward import transformer_blocks
-from lib_onediff.model.low_bit import FP8, GATED, KINDS, NORMED, PLAIN
-from lib_onediff.model.low_bit import INT8 as INT8_KIND
+from lib_onediff.model.low_bit import FP8, GATED, INT8, KINDS, NORMED, PLAIN
 from lib_onediff.ops.quantized import int8_mm, scaled_mm
 from lib_onediff.ops.quantized.gains import Product, ProductChoice, choice_name, products
 from lib_onediff.ops.tuning_cache import TuningCache
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.shapes.key import Lossy
 
 CPU = torch.device("cpu")
 
@@ -40,13 +39,6 @@ def test_the_layers_are_those_that_are_worth_it(on_a_gpu: Weather, monkeypatch: 
     assert not any("attn2" in name and name.endswith(("to_k", "to_v")) for name in sources), "once in a generation"
 
 
-def test_a_small_model_says_that_it_gains_nothing(on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
-    fewest_weights(monkeypatch, 1 << 20)
-    unet = compiled(half_unet(), "fp8")
-    served(unet, half_call(unet))
-    assert now()[0] == NATIVE and "too small to gain by FP8" in reason()
-
-
 def test_where_no_product_was_measured_to_gain_native_serves(on_a_gpu: Weather) -> None:
     unet = compiled(half_unet(), "fp8")
     call = half_call(unet)
@@ -58,13 +50,13 @@ def test_where_no_product_was_measured_to_gain_native_serves(on_a_gpu: Weather) 
     for one in others:
         measured(one, FP8, 1, 2)
     served(unet, call)
-    assert now()[0] == FLOAT8, "one is not known yet"
+    assert now()[0] == EIGHT, "one is not known yet"
     measured(first, FP8, 1, 2)
     served(unet, call)
-    assert now()[0] == NATIVE and "gain nothing by FP8 on this machine (measured)" in reason()
+    assert now()[0] == EXACT and "gain nothing by FP8 on this machine (measured)" in reason()
     measured(first, FP8, 2, 1)
     served(unet, call)
-    assert now()[0] == FLOAT8
+    assert now()[0] == EIGHT
 
 
 def test_only_what_pays_is_done_in_eight_bits(on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,20 +77,6 @@ def test_only_what_pays_is_done_in_eight_bits(on_a_gpu: Weather, monkeypatch: py
     assert set(done) == {(one.out, one.width) for one in every if one.source == GATED}
 
 
-def test_everywhere_means_every_layer_of_a_small_model_whatever_it_gains(
-    on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fewest_weights(monkeypatch, 1 << 20)
-    unet = compiled(half_unet(), "fp8", verify=False)
-    with runtime.operators.low_bit.choice.used_everywhere():
-        served(unet, half_call(unet))
-        assert now()[0] == FLOAT8, reason()
-    assert not runtime.operators.low_bit.choice.everywhere
-    layout = runtime.layout_of(unet)
-    kept = runtime.managed_unet(unet).low_bit._kept
-    assert {name for name, _ in kept} == {name for name, _ in products(layout, 4, 4, 1, 0)} != set()
-
-
 def test_auto_takes_for_each_product_what_was_measured_to_be_faster(
     on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,39 +93,36 @@ def test_auto_takes_for_each_product_what_was_measured_to_be_faster(
     for one in every:
         fast = {NORMED: (1, 2), GATED: (3, 1), PLAIN: (5, 5)}[one.source]
         measured(one, FP8, 4, fast[0])
-        measured(one, INT8_KIND, 4, fast[1])
+        measured(one, INT8, 4, fast[1])
     served(unet, half_call(unet))
-    assert now()[0] == LOW_BIT, reason()
+    assert now()[0] == EIGHT, reason()
     assert done["fp8"] == {(one.out, one.width) for one in every if one.source == NORMED}
     assert done["int8"] == {(one.out, one.width) for one in every if one.source == GATED}
     kept = runtime.managed_unet(unet).low_bit._kept
-    assert {kind for name, kind in kept if name.endswith("ff.net.2")} == {INT8_KIND}, "no second copy"
+    assert {kind for name, kind in kept if name.endswith("ff.net.2")} == {INT8}, "no second copy"
     choice, gated = runtime.operators.low_bit.choice, next(one for one in every if one.source == GATED)
-    measured(gated, INT8_KIND, 4, 2.8)
-    assert choice.best(gated, torch.float16, [FP8.dtype, INT8_KIND.dtype]) == FP8, "a little faster is not enough"
+    measured(gated, INT8, 4, 2.8)
+    assert choice.best(gated, torch.float16, [FP8.dtype, INT8.dtype]) == FP8, "a little faster is not enough"
 
 
 def test_what_cannot_be_timed_is_tried_once_and_stops_no_call(
     on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unet = compiled(half_unet(), "fp8", verify=False)
-    call = half_call(unet)
-    served(unet, call)
-    known, tried = runtime.operators.low_bit, list[Product]()
+    unet, tried = compiled(half_unet(), "fp8", verify=False), list[Product]()
+    call, known = half_call(unet), runtime.operators.low_bit
 
     def measure(product: Product, *others: Any) -> None:
         tried.append(product)
         raise RuntimeError("no graph can be captured here")
 
     monkeypatch.setattr(known, "measure", measure)
-    known.forget()
-    layout = runtime.layout_of(unet)
-    assert LowBit.tune(known, FLOAT8, layout, call, runtime.operators.of("eager"), lambda work: 1.0) and tried
+    layout, lossy = runtime.layout_of(unet), Lossy("fp8")
+    assert LowBit.tune(known, lossy, layout, call, lambda work: 1.0) and tried
     count = len(tried)
-    assert not LowBit.tune(known, FLOAT8, layout, call, runtime.operators.of("eager"), lambda work: 1.0)
+    assert not LowBit.tune(known, lossy, layout, call, lambda work: 1.0)
     assert len(tried) == count == len(set(tried))
     served(unet, call)
-    assert now()[0] == FLOAT8, reason()
+    assert now()[0] == EIGHT, reason()
     known.forget()
 
 
@@ -155,10 +130,10 @@ def test_auto_prefers_fp8_where_nothing_was_measured_and_everywhere() -> None:
     choice, kinds = ProductChoice(TuningCache()), [kind.dtype for kind in KINDS]
     large, small = Product(2048, 1280, 10240, NORMED), Product(8, 16, 32, GATED)
     assert choice.best(large, torch.float16, kinds) is FP8 and choice.best(small, torch.float16, kinds) is None
-    assert choice.best(large, torch.float16, [INT8_KIND.dtype]) is INT8_KIND
+    assert choice.best(large, torch.float16, [INT8.dtype]) is INT8
     with choice.used_everywhere():
         assert choice.best(small, torch.float16, kinds) is FP8, "the bench shows the lossier of both"
-        assert choice.best(small, torch.float16, [INT8_KIND.dtype]) is INT8_KIND
+        assert choice.best(small, torch.float16, [INT8.dtype]) is INT8
 
 
 def test_what_was_measured_is_known_to_the_next_process() -> None:

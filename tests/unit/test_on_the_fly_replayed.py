@@ -11,7 +11,7 @@ from graph_builders import PretendedGraphs
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lib_onediff.engines import CUDAGRAPH, FLOAT8, NATIVE, ONEFLOW, Candidates
+from lib_onediff.engines import CUDAGRAPH, NATIVE, ONEFLOW, Candidates
 from lib_onediff.hosts.forge.weight_functions import LayerFunctions
 from lib_onediff.model.patches import HostTraits
 from lib_onediff.options.settings import Settings
@@ -150,8 +150,7 @@ def test_memory_is_given_back_with_the_graphs(unet: Any) -> None:
 
 
 @pytest.mark.parametrize(("given", "left"), [
-    ((FLOAT8, NATIVE, CUDAGRAPH), (NATIVE, CUDAGRAPH)), ((ONEFLOW, CUDAGRAPH), (CUDAGRAPH,)),
-    ((NATIVE, CUDAGRAPH), (NATIVE, CUDAGRAPH)), ((ONEFLOW,), (CUDAGRAPH,)),
+    ((ONEFLOW, CUDAGRAPH), (CUDAGRAPH,)), ((NATIVE, CUDAGRAPH), (NATIVE, CUDAGRAPH)), ((ONEFLOW,), (CUDAGRAPH,)),
 ])
 def test_engines_that_take_weights_as_they_are_leave_it_to_others(given: Any, left: Any) -> None:
     kinds = ("LoRA on the fly",)

@@ -85,16 +85,6 @@ def test_low_bit(value: str, changes: dict[str, Any], part: str | None) -> None:
         assert "float32" in why_no_effect("low_bit", value, replace(H200, **changes), torch.float32)
 
 
-@pytest.mark.parametrize(("value", "changes", "part"), [
-    (True, {"capability": (8, 6), "torch": "2.4.1"}, None), (True, {"capability": (7, 5)}, "8.0"),
-    (True, {"amd": True}, "an NVIDIA GPU"), (True, {"triton": None}, "Triton 3.0 or newer"),
-    (False, {"capability": None}, None),
-], ids=str)
-def test_low_bit_attention_needs_what_int8_needs(value: bool, changes: dict[str, Any], part: str | None) -> None:
-    reason = why_no_effect("low_bit_attention", value, replace(H200, **changes), torch.float16)
-    assert reason is None if part is None else part in reason
-
-
 @pytest.mark.parametrize(("option", "capability"), [
     ("matmul_accumulation", (6, 1)), ("tf32", (7, 5)), ("vae_precision", (7, 5)),
 ])

@@ -34,7 +34,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "low_bit": ("int8", {}, {}),
     "low_bit_budget": (0.05, {"low_bit": "int8"}, {}),
     "low_bit_only": (True, {"low_bit": "int8"}, {}),
-    "low_bit_attention": (True, {"low_bit": "int8"}, {}),
+    "attention": ("sage", {}, {}),
     "deepcache_interval": (2, {}, {}),
     "deepcache_depth": (2, CACHED, {}),
     "deepcache_start": (0.4, CACHED, {}),

@@ -126,7 +126,7 @@ def test_settings_have_groups_and_rows_that_apply(page) -> None:
     hidden = {name for name, seen in seen_settings(page).items() if not seen}
     assert hidden == {
         "convolution_accumulation", "deepcache_depth", "deepcache_start", "deepcache_end", "deepcache_schedule",
-        "deepcache_feature", "deepcache_hires", "low_bit_budget", "low_bit_only", "low_bit_attention",
+        "deepcache_feature", "deepcache_hires", "low_bit_budget", "low_bit_only",
     }
     page.type("#setting_onediff_deepcache_interval input[type=number]", 3)
     page.wait(lambda: seen_settings(page)["deepcache_depth"], "DeepCache's depth", 10)

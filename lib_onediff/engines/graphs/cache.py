@@ -17,7 +17,6 @@ from ...model.weights import Source
 from ...shapes.key import ShapeKey
 from ...shapes.table import Entry, ShapeTable, State
 from ...weak_dictionary import WeakDictionary
-from .. import WITH_LOW_BIT
 from ..managed_unet import ManagedUNet
 from .accounting import GetPins, GraphRecords, PoolKey
 from .inputs import own_inputs
@@ -37,7 +36,7 @@ class GraphCache(GraphRecords):
 
     def __init__(
         self, table: ShapeTable, managed: WeakDictionary[nn.Module, ManagedUNet], pins: GetPins,
-        operators_of: Callable[[str, bool], Operators],
+        operators_of: Callable[[str, bool, str], Operators],
     ) -> None:
         super().__init__(table, managed, pins)
         self._operators_of = operators_of
@@ -106,7 +105,7 @@ class GraphCache(GraphRecords):
         entry, key = wanted.entry, wanted.entry.key
         before = self._graphs.bytes(key.device, key.architecture)
         runner = self._graphs.prepare(
-            key.architecture, *self._computed_by(wanted.managed, key.backend), wanted.inputs,
+            key.architecture, *self._computed_by(wanted.managed, key), wanted.inputs,
             entry.needs,
         )
         log.debug("captured %s in %.0f ms", key, runner.seconds * 1e3)
@@ -165,12 +164,12 @@ class GraphCache(GraphRecords):
         )
 
     def _rehearse(self, one: CaptureRequest) -> None:
-        computed_by = self._computed_by(one.managed, one.entry.key.backend)
+        computed_by = self._computed_by(one.managed, one.entry.key)
         self._graphs.rehearse(*computed_by, one.inputs)
 
-    def _computed_by(self, managed: ManagedUNet, backend: str) -> tuple[Source, Operators]:
-        operators = self._operators_of(managed.computes_by(backend), managed.has_wide_norms)
-        return managed.binding_for(backend), operators
+    def _computed_by(self, managed: ManagedUNet, key: ShapeKey) -> tuple[Source, Operators]:
+        operators = self._operators_of(key.backend, managed.has_wide_norms, key.lossy.attention)
+        return managed.binding_for(key.lossy), operators
 
     # --- to throw away --------------------------------------------------------------------------------------------
 
@@ -228,12 +227,16 @@ class GraphCache(GraphRecords):
 
     def _drop_low_bit_weights(self, managed: ManagedUNet) -> None:
         # Their graphs know where they lie.
-        self._drop({key for key in managed.ready_keys() if key.backend in WITH_LOW_BIT})
+        self._drop({key for key in managed.ready_keys() if key.lossy.low_bit})
         managed.low_bit = None
 
     def low_bit_bytes(self) -> int:
         """GPU memory of all weights in eight bits, which lie beside the hosts' own or stand for them."""
         return sum(held.bytes for managed in self._managed.values() if (held := managed.low_bit) is not None)
+
+    def low_bit_layers(self) -> int:
+        """How many layers have weights in eight bits now."""
+        return sum(len(held.names()) for managed in self._managed.values() if (held := managed.low_bit) is not None)
 
     def offloaded_bytes(self) -> int:
         """The computer's memory that hosts' own weights take meanwhile."""

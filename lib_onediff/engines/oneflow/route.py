@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.refusal import Refusal
 from ...model.call import UNetCall
 from ...model.cuts import cached_pass, full_pass
 from ...model.forward import forward
@@ -101,13 +102,13 @@ class OneFlowRoute:
 
     def runner(
         self, managed: ManagedUNet, key: ShapeKey, call: UNetCall, waits_for_compile: bool
-    ) -> OneFlowRunner | str:
-        """What runs a call, or why OneFlow does not, in one line for the user: COMPILING as long as its graph is made
-        in another thread, seconds where the shape or the address of a weight is new. waits_for_compile: wait for it."""
+    ) -> OneFlowRunner:
+        """What runs a call. Raises Refusal where OneFlow does not: COMPILING as long as its graph is made in another
+        thread, seconds where the shape or the address of a weight is new. waits_for_compile: wait for it."""
         kept, runner = managed.oneflow.get(key), None
         if kept is not None and managed.serves(kept, call.cut):
             if not waits_for_compile and not all(graph.done() for graph in self._graphs.values()):
-                return COMPILING_ANOTHER
+                raise Refusal(COMPILING_ANOTHER)
             # Settings change, and graphs do not know them.
             known: Any = kept.runner
             return replace(known, variables=self._variables)
@@ -115,32 +116,31 @@ class OneFlowRoute:
         weights, given = present(binding.weights()), tensors_of(inputs)
         identity = replace(key, precision=()), addresses(weights)
         if identity not in self._graphs:
-            refusal = self._why_no_other(weights)
-            if refusal is not None:
-                return refusal
+            self._refuse_another(weights)
             build = forward_of(binding.layout, inputs, self._fused_attention)
             self._graphs[identity] = self._worker.submit(self._compile, build, weights, given)
         making = self._graphs[identity]
         if not (waits_for_compile or making.done()):
-            return COMPILING
+            raise Refusal(COMPILING)
         graph = making.result()
         if graph is None:
-            return FAILED.format(self.failure)
+            raise Refusal(FAILED.format(self.failure))
         runner = OneFlowRunner(graph, inputs, given, self._variables, self._running)
         kept_as: Any = runner
         managed.oneflow[key] = CachedRunner(managed.bound.generation, kept_as)
         return runner
 
-    def _why_no_other(self, weights: Weights) -> str | None:
-        """Why no further graph is compiled, or None."""
+    def _refuse_another(self, weights: Weights) -> None:
+        """Raise Refusal where no further graph is compiled."""
         if self.failure:
-            return FAILED.format(self.failure)
+            raise Refusal(FAILED.format(self.failure))
         count = self.count["graphs"]
         if count >= self.most:
-            return TOO_MANY.format(count)
+            raise Refusal(TOO_MANY.format(count))
         # A graph would read its numbers in the wrong order, without an error.
         strided = next((path for path, affine in weights.items() if not affine.weight.is_contiguous()), None)
-        return None if strided is None else STRIDED.format(strided)
+        if strided is not None:
+            raise Refusal(STRIDED.format(strided))
 
     def _compile(self, build: Callable[..., Any], weights: Weights, given: list[Tensor]) -> Any | None:
         """In the worker's thread. weights: alive until this ends, because the first run reads them."""

@@ -17,12 +17,7 @@ from ...model.weights import QuantizedWeight
 from ..triton.group_norm import scaled_and_shifted
 from ..triton.launch_config import APPLICATION, CONVOLUTION, LaunchConfig
 from ..triton.partial_statistics import CHANNEL_BLOCK
-from .int8_mm import HOPPER, tile_at
-
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:
-    TensorDescriptor = None
+from .int8_mm import TensorDescriptor, tile_at
 
 
 @triton.jit(do_not_specialize=["pixels", "silu", "farthest"])
@@ -109,12 +104,6 @@ def convolution(
         int(weight.scales.numel() > 1), down, across, n, k, group, num_warps=warps, num_stages=stages,
     )
     return output.permute(0, 3, 1, 2)
-
-
-def serves(device: torch.device) -> bool:
-    """Whether it was measured on such a GPU to be worth trying."""
-    is_there = TensorDescriptor is not None and device.type == "cuda"
-    return is_there and torch.cuda.get_device_capability(device) == HOPPER
 
 
 def shape_class(image: QuantizedImage, out_channels: int) -> str:

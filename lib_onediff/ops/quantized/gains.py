@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -10,21 +9,7 @@ import torch
 
 from ...model.forward import sized_layers
 from ...model.layout import ResidualBlock, TransformerBlock, UNetLayout, descriptions
-from ...model.low_bit import (
-    FP8,
-    GATED,
-    INT8,
-    KINDS,
-    NORMED,
-    Kind,
-    WantedKinds,
-    classes_of_layers,
-    low_bit_convolutions,
-    low_bit_layers,
-    name_of,
-    rows_of,
-    width_of,
-)
+from ...model.low_bit import FP8, GATED, INT8, KINDS, NORMED, Kind, low_bit_convolutions, low_bit_layers
 from ..card import current_card, named
 from ..tuning_cache import TuningCache
 
@@ -61,11 +46,11 @@ def products(
     for one, size in sized_layers(layout, height, width):
         rows = batch * size[0] * size[1]
         for block in descriptions(one, TransformerBlock):
-            for layer, source, _ in low_bit_layers(block, fewest_weights):
-                yield name_of(layer), Product(rows, width_of(layer), rows_of(layer), source)
+            for layer in low_bit_layers(block, fewest_weights):
+                yield layer.name, Product(rows, layer.width, layer.rows, layer.source)
         if convolutions and isinstance(one, ResidualBlock) and size[0] * size[1] >= FEWEST_PIXELS:
-            for layer, source, _ in low_bit_convolutions(one):
-                yield name_of(layer), Product(rows, width_of(layer), rows_of(layer), source, size)
+            for layer in low_bit_convolutions(one):
+                yield layer.name, Product(rows, layer.width, layer.rows, layer.source, size)
 
 
 def suited(product: Product, kinds: Sequence[Kind]) -> list[Kind]:
@@ -175,63 +160,6 @@ class ProductChoice:
         """Ask for every choice again."""
         self._known = {}
         self.changes += 1
-
-
-class Plan:
-    """In which kinds the layers of a call are wanted, found once for calls of one size."""
-
-    def __init__(self, choice: ProductChoice) -> None:
-        self._choice = choice
-        self._made_for: tuple[object, ...] = ()
-        self._products: dict[str, Product] = {}
-        self._wanted_for: tuple[object, ...] = ()
-        self._wanted: dict[str, tuple[Kind, ...]] = {}
-        self._classes_of: UNetLayout | None = None
-        self._classes: dict[str, str] = {}
-
-    def classes(self, layout: UNetLayout) -> Mapping[str, str]:
-        """See classes_of_layers."""
-        if layout is not self._classes_of:
-            self._classes, self._classes_of = classes_of_layers(layout), layout
-        return self._classes
-
-    def products(
-        self, layout: UNetLayout, height: int, width: int, batch: int, convolutions: bool = False
-    ) -> Mapping[str, Product]:
-        """See products."""
-        made_for = layout, height, width, batch, 0 if self._choice.everywhere else None, convolutions
-        if made_for != self._made_for:
-            self._products, self._made_for = dict(products(*made_for)), made_for
-        return self._products
-
-    def counted(
-        self, layout: UNetLayout, height: int, width: int, batch: int, convolutions: bool = False
-    ) -> Counter[Product]:
-        return Counter(self.products(layout, height, width, batch, convolutions).values())
-
-    def wanted(
-        self, layout: UNetLayout, height: int, width: int, batch: int, dtype: torch.dtype, kinds: Sequence[Kind],
-        every: bool = False, convolutions: bool = False,
-    ) -> WantedKinds:
-        """The kind in which each layer's weight is wanted; layers that are better off as they are have none. every: no
-        layer is, nor are the keys and values of the cross attention, which are multiplied in the model's type."""
-        call = layout, height, width, batch, convolutions, dtype
-        wanted_for = *call, tuple(kinds), every, self._choice.changes, current_card()
-        if wanted_for != self._wanted_for:
-            found: dict[str, tuple[Kind, ...]] = {}
-            for name, product in self.products(layout, height, width, batch, convolutions).items():
-                best = self._choice.best(product, dtype, [kind.dtype for kind in suited(product, kinds)])
-                if best is None and every:
-                    best = self._choice.shortest(product, dtype, kinds)
-                if best is not None:
-                    found[name] = (best,)
-            if every:
-                found |= {attention.key_value.name: (kinds[-1],) for attention in layout.cross_attentions}
-            self._wanted, self._wanted_for = found, wanted_for
-        return self._wanted
-
-    def forget(self) -> None:
-        self._made_for = self._wanted_for = ()
 
 
 def unmeasured(product: Product, kinds: Sequence[Kind]) -> Kind | None:

@@ -14,12 +14,7 @@ from torch import Tensor
 from ...model.operators import QuantizedTokens
 from ...model.weights import QuantizedWeight
 from ..triton.launch_config import GATED_PRODUCT, LaunchConfig
-from .int8_mm import HOPPER, tile_at
-
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:
-    TensorDescriptor = None
+from .int8_mm import TensorDescriptor, tile_at
 
 
 @triton.jit
@@ -73,9 +68,3 @@ def product(
         int(weight.scales.numel() > 1), m, n, k, group, num_warps=warps, num_stages=stages,
     )
     return QuantizedTokens(output, output_scale, tokens.shape)
-
-
-def serves(device: torch.device) -> bool:
-    """Whether it was measured on such a GPU to be worth trying: where the GPU copies tiles by itself."""
-    is_there = TensorDescriptor is not None and device.type == "cuda"
-    return is_there and torch.cuda.get_device_capability(device) == HOPPER

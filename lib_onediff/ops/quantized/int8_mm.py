@@ -17,7 +17,7 @@ from ...model.weights import QuantizedWeight
 from ..triton.launch_config import INT8_PRODUCT, INT8_PRODUCT_HOPPER, Kernel, LaunchConfig
 
 try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
+    from triton.tools.tensor_descriptor import TensorDescriptor as TensorDescriptor
 except ImportError:
     TensorDescriptor = None
 # The first number of a launch configuration.
@@ -130,10 +130,15 @@ def product(
     return output
 
 
+def copies_tiles(device: torch.device) -> bool:
+    """Whether a GPU copies tiles by itself: there alone, kernels that need it were measured to be worth trying."""
+    is_there = TensorDescriptor is not None and device.type == "cuda"
+    return is_there and torch.cuda.get_device_capability(device) == HOPPER
+
+
 def kernel_for(device: torch.device) -> Kernel:
     """How a product can be launched on a device."""
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER
-    return INT8_PRODUCT_HOPPER if hopper and TensorDescriptor is not None else INT8_PRODUCT
+    return INT8_PRODUCT_HOPPER if copies_tiles(device) else INT8_PRODUCT
 
 
 def processors(device: torch.device) -> int:

@@ -17,8 +17,6 @@ LARGE_IMAGE_PIXELS = 48 * 48
 # How many times wider than its tokens a feed-forward is.
 FEED_FORWARD = 4
 WIDEST_SMALL_HEAD = 64
-# Four warps hold the sums of no wider one.
-WIDEST_MIDDLE_HEAD = 128
 
 
 @dataclass(frozen=True)
@@ -40,11 +38,6 @@ LAYER_NORM = Kernel("layer norm", ((2, 2), (1, 1), (1, 4), (4, 4)))
 LIBRARY: LaunchConfig = (0,)
 ATTENTION = Kernel("attention over few keys", ((64, 64, 4, 2), (64, 128, 4, 1), (128, 128, 8, 1), LIBRARY))
 WIDE_ATTENTION = Kernel("attention over few keys", (LIBRARY, (64, 64, 4, 2), (64, 64, 4, 1), (64, 128, 8, 1)))
-# (queries, keys, warps, stages): see quantized/int8_attention. The first fits into any processor that multiplies int8.
-INT8_ATTENTION = Kernel("int8 attention", (
-    (64, 32, 4, 2), (128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2),
-))
-WIDE_INT8_ATTENTION = Kernel("int8 attention", ((64, 32, 8, 2), (64, 64, 8, 2)))
 # (columns, warps)
 GEGLU = Kernel("geglu", ((512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 8)))
 # (way, rows, columns, depth of a tile, tiles of a group, warps, stages, programs a processor or 0 for one a tile): see
@@ -112,11 +105,6 @@ def image_class(pixels: int) -> str:
 def attention_kernel(head_width: int) -> Kernel:
     """The kernel by which heads of this width attend to few keys."""
     return ATTENTION if head_width <= WIDEST_SMALL_HEAD else WIDE_ATTENTION
-
-
-def int8_attention_kernel(head_width: int) -> Kernel:
-    """The kernel by which heads of this width attend in int8."""
-    return INT8_ATTENTION if head_width <= WIDEST_MIDDLE_HEAD else WIDE_INT8_ATTENTION
 
 
 def row_class(width: int) -> str:

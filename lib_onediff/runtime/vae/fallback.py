@@ -183,7 +183,7 @@ class DecodeFallbackChain:
         """Decode in a type by the first backend that does not fail. What cannot be compared with the host's own is
         decoded by torch's operators, which all others are compared with."""
         services, sound, stored = self._services, Finding(None), job.latent.dtype
-        names, reason = decoder_candidates(services, job.settings, job.latent.device)
+        names, reason, _ = decoder_candidates(services, job.settings, job.latent.device)
         latent = job.latent.to(dtype)
         services.pressure.before_decode(job.small.to(dtype))
         for backend in (backends.EAGER,) if uncompared else names:

@@ -117,7 +117,7 @@ def shape_html(shape: ShapeRow) -> str:
     tokens = str(shape.tokens) if shape.tokens else "VAE"
     cells = (
         f"{shape.batch}{' with control' if shape.control else ''}", tokens, html.escape(shape.dtype),
-        html.escape(", ".join(filter(None, (shape.backend, shape.part)))) or NOTHING,
+        html.escape(", ".join(filter(None, (shape.backend, shape.lossy, shape.part)))) or NOTHING,
         state_html(shape.state), milliseconds(shape.step_ms), milliseconds(shape.host_ms), ratio(shape),
         memory_html(shape), str(shape.uses), error,
     )

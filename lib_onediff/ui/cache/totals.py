@@ -69,7 +69,7 @@ def low_bit_held(totals: Totals) -> str:
     if not (totals.low_bit or totals.offloaded):
         return ""
     originals = f"; {memory(totals.offloaded)} of originals in the computer's memory" if totals.offloaded else ""
-    return memory(totals.low_bit) + originals
+    return f"{memory(totals.low_bit)}, {counted(totals.low_bit_layers, 'layer')}{originals}"
 
 
 def meter_html(totals: Totals) -> str:
