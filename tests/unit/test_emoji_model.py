@@ -14,8 +14,7 @@ from lib_onediff.demo.loaded_model import LoadedModel
 from lib_onediff.demo.modules.processing import StableDiffusionProcessingImg2Img
 from lib_onediff.demo.train.scoring import verdicts
 from lib_onediff.public import compile_pipe
-from lib_onediff.quality import compare
-from lib_onediff.quality.comparison import DETAILS, FINE_DETAILS, IDENTICAL, UNLIKE
+from lib_onediff.quality import DETAILS, FINE_DETAILS, IDENTICAL, UNLIKE, compare
 from lib_onediff.quality.judge import Judge, load_judge
 from lib_onediff.quality.pixels import pixels_of
 
