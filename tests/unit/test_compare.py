@@ -155,13 +155,15 @@ def test_cancelled_comparison_stops_the_image_and_makes_no_more() -> None:
 def test_outcome_of_several_seeds() -> None:
     found = outcome_html([a_pair(7), a_pair(8, 0.5)], SIDES)
     assert "Seed 8 differs most. The right image is paler: saturation -" in found
-    assert found.count("<tr>") == 2 + 5 + 2 and "no &lt;graph&gt; here" in found and "Off: the WebUI&#x27;s own" in found
+    assert found.count("<tr>") == 2 + 5 + 2
+    assert "no &lt;graph&gt; here" in found and "Off: the WebUI&#x27;s own" in found
     assert outcome_html([a_pair(7), a_pair(8)], SIDES).startswith('<p class="onediff-verdict">Identical: every pixel')
 
 
 @pytest.mark.parametrize(("seconds", "says"), [
     ([(7.95, 1.0)], "To compare times too, set Images to 3 or more."),
-    ([(2, 1), (2.2, 1), (2.4, 1)], "The right side is 2.20 times as fast as the left (2.00 to 2.40, 3 images of each)."),
+    ([(2, 1), (2.2, 1), (2.4, 1)],
+     "The right side is 2.20 times as fast as the left (2.00 to 2.40, 3 images of each)."),
     ([(1, 2), (1, 2), (1, 2)], "The left side is 2.00 times as fast as the right (2.00 to 2.00, 3 images of each)."),
     ([(5.6, 1), (0.84, 1), (1.2, 1)], "Neither side is measurably faster."),
 ])

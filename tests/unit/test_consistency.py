@@ -107,7 +107,8 @@ def test_differences_are_lines_for_people_and_those_that_change_images_come_firs
     assert [(line.rank, line.text) for line in differences(mine, theirs)] == [
         (CHANGES_IMAGES, "Model, Checkpoint: here a, there b"),
         (CHANGES_IMAGES, "OneDiff settings, deepcache_interval: here 1, there 2"),
-        (CHANGES_DIGITS, "Machine, GPU: here A, there B"), (CHANGES_DIGITS, "OneDiff settings, tf32: here on, there off"),
+        (CHANGES_DIGITS, "Machine, GPU: here A, there B"),
+        (CHANGES_DIGITS, "OneDiff settings, tf32: here on, there off"),
         (CHANGES_DIGITS, "Other, Only: here not told, there there"),
         (CHANGES_NOTHING, "Machine, System: here Linux, there Windows"),
         (CHANGES_NOTHING, "OneDiff settings, prewarm: here none, there 64x64"),

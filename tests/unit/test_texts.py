@@ -77,7 +77,8 @@ def test_banned_words_are_no_option_s(option) -> None:
 
 def test_sentences_of_the_pages_stand_in_one_place() -> None:
     """progress.py and amounts.py are words themselves, run_settings.py's are the API's, settings_tab.py's the log's."""
-    files = [UI / "accordion.py", UI / "presets.py", UI / "consistency.py", *UI.glob("cache/*.py"), *UI.glob("compare/*.py")]
+    files = [UI / f"{name}.py" for name in ("accordion", "presets", "consistency")]
+    files += [*UI.glob("cache/*.py"), *UI.glob("compare/*.py")]
     found = {
         f"{file.relative_to(UI)}: {text.strip()}" for file in files for text in sentences_in(file)
         if A_SENTENCE.search(text)
