@@ -229,7 +229,6 @@ MEANINGS = {
     "Saturation": "change of the chroma in CIELAB", "Contrast": "change of the spread of L* in CIELAB",
     "Left": "how long the left image took", "Right": "how long the right image took",
 }
-NOTHING_TO_SAVE = "There is nothing to save yet. Click Compare first."
 PASTE_HERE = "Paste it here."
 REPORT_EXPLAINED = (
     "The report names what an image depends on to its last digit; no paths, no secrets.",
@@ -263,14 +262,6 @@ def faster(faster: str, slower: str, ratio: tuple[float, float, float], images: 
     spread = "{:.2f} to {:.2f}".format(*ratio[1:])
     count = f"{counted(images, 'image')} of each"
     return f"The {faster} side is {ratio[0]:.2f} times as fast as the {slower} ({spread}, {count})."
-
-
-def saved(page: str) -> str:
-    return f"Saved {page} in the WebUI's output folder."
-
-
-def not_saved(reason: str | None) -> str:
-    return f"The report could not be saved: {reason or 'the folder cannot be used'}."
 
 
 def facts_differ(number: int) -> str:

@@ -107,7 +107,7 @@ def test_axe_finds_nothing_and_no_word_is_cut(
         compare.choose("onediff_compare_left", "Balanced")
         compare.made(images=2)
         browser.click("onediff_compare_save")
-        browser.wait_for_text("onediff_compare_saved", "Saved", 20)
+        browser.wait_for_text("onediff_compare_file", ".html", 20)
         look("Compare, made", f"#{TAB}", 40)
         show_inner_page(browser, "Consistency")
         browser.type("#onediff_other_facts textarea", "OneDiff consistency report, format 1\n[Model]\nName: other")

@@ -6,9 +6,7 @@ import html
 import io
 import math
 import statistics
-import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from ...shapes.table import ENOUGH, Timing
@@ -126,16 +124,8 @@ def difference_of(left: Any, right: Any) -> tuple[Any, str]:
     return difference.point(lambda value: gain * value), f"difference times {gain}"
 
 
-def save(pairs: Sequence[Pair], sides: Sequence[Side], facts: str, folder: Path) -> Path:
-    """Write the report into folder, made if it is not there. facts: the consistency report. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{pairs[0].seed}.html"
-    path.write_text(page_html(pairs, sides, facts), encoding="utf-8")
-    return path
-
-
 def page_html(pairs: Sequence[Pair], sides: Sequence[Side], facts: str) -> str:
-    """The report as a page of its own, images and style included."""
+    """The report as a page of its own, images and style included. facts: the consistency report."""
     figures = "".join(figure(image, caption) for pair in pairs for image, caption in images_of(pair, sides))
     infotexts = "\n\n".join(image.infotext for pair in pairs for image in pair.images)
     return (

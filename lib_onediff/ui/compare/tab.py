@@ -3,7 +3,8 @@ from __future__ import annotations
 
 import html
 import inspect
-import logging
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ from ..events import (
 )
 from ..progress import bar_html, sentence
 from .job import CHOICES, CURRENT, OFF, Comparison, request_of, side_of
-from .report import images_of, outcome_html, save
-from .text_to_image import TextToImage, output_folder, sampler_names
+from .report import images_of, outcome_html, page_html
+from .text_to_image import TextToImage, sampler_names
 
 ELEM_ID = "onediff_compare"
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -49,19 +50,16 @@ COPY_FROM_TXT2IMG = """(...values) => {
   });
 }"""
 NO_FILE = gr.update(value=None, visible=False)
-log = logging.getLogger("onediff")
 
 
 class ComparePanel:
     """The handlers of the page."""
 
     def __init__(
-        self, maker: TextToImage, exclusively: Exclusively, standing: Callable[[], Settings],
-        facts: Callable[[], str], folder: Callable[[], Path] = output_folder,
+        self, maker: TextToImage, exclusively: Exclusively, standing: Callable[[], Settings], facts: Callable[[], str],
     ) -> None:
-        """standing: the settings tab's. facts: the consistency report. folder: where reports go."""
-        self.maker, self.exclusively, self.standing = maker, exclusively, standing
-        self.facts, self.folder = facts, folder
+        """standing: the settings tab's. facts: the consistency report."""
+        self.maker, self.exclusively, self.standing, self.facts = maker, exclusively, standing, facts
 
     def follow(self, *values: Any) -> Iterator[tuple[Any, ...]]:
         """Make the images, and show how far it is and what there is already.
@@ -101,16 +99,13 @@ class ComparePanel:
         job.cancel()
         return sentence(texts.STOPPING)
 
-    def save(self, job: Comparison | None) -> tuple[str, Any]:
-        """Write the report, and offer it."""
+    def report(self, job: Comparison | None) -> Any:
+        """Offer the report. gradio serves a copy of what lies in the folder of temporary files."""
         if job is None or not job.pairs:
-            return sentence(texts.NOTHING_TO_SAVE, wrong=True), NO_FILE
-        try:
-            page = save(job.pairs, job.sides, self.facts(), self.folder())
-        except OSError as error:
-            log.warning("The comparison could not be saved: %s", error)
-            return sentence(texts.not_saved(error.strerror), wrong=True), NO_FILE
-        return sentence(texts.saved(f"{page.parent.name}/{page.name}")), gr.update(value=str(page), visible=True)
+            return NO_FILE
+        page = Path(tempfile.mkdtemp(), f"onediff-{time.strftime('%Y%m%d-%H%M%S')}-{job.pairs[0].seed}.html")
+        page.write_text(page_html(job.pairs, job.sides, self.facts()), encoding="utf-8")
+        return gr.update(value=str(page), visible=True)
 
 
 def progress_html(job: Comparison) -> str:
@@ -140,15 +135,14 @@ def build_compare_page(panel: ComparePanel) -> None:
             **LOSSLESS,
         )
         with gr.Row(elem_classes=ACTIONS, visible=False) as saving:
-            save_report, saved = a_button("Save report", "compare_save"), markup("compare_saved")
+            save = a_button("Make report", "compare_save")
         file = gr.File(label="Report", visible=False, interactive=False, elem_id="onediff_compare_file")
     job = gr.State(None)
     copy.click(None, inputs=fields[:8], outputs=fields[:8], api_name=False, **in_the_browser(COPY_FROM_TXT2IMG))
     show_stream([compare.click], panel.follow, [*sides, *fields], [told, numbers, images, saving, file, job, cancel])
     cancel.click(panel.cancel, inputs=[job], outputs=[told], queue=False, **QUIET)
     forget_when_changed([*sides, *fields], told)
-    forget_when_changed([*sides, *fields], saved)
-    save_report.click(panel.save, inputs=[job], outputs=[saved, file], queue=False, **QUIET)
+    save.click(panel.report, inputs=[job], outputs=[file], queue=False, **QUIET)
 
 
 def build_side(label: str, chosen: str) -> tuple[Any, Any]:

@@ -8,14 +8,12 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ...options.infotext import options_of_a_run
 from ...options.settings import Settings
 
 JOB = "OneDiff comparison"
-FOLDER = "onediff-compare"
 
 
 @dataclass(frozen=True)
@@ -99,12 +97,3 @@ def sampler_names() -> list[str]:
     from modules import sd_samplers
 
     return list(sd_samplers.visible_sampler_names())
-
-
-def output_folder() -> Path:
-    """Where reports are kept: beside the WebUI's folders of images."""
-    from modules import paths, shared
-
-    everything = getattr(shared.opts, "outdir_samples", "")
-    images = getattr(shared.opts, "outdir_txt2img_samples", "")
-    return Path(everything or (Path(images).parent if images else paths.data_path), FOLDER)
