@@ -75,6 +75,7 @@ def test_screenshots(page: Any) -> None:
     compare = Compare(page)
     compare.show()
     compare.choose(RIGHT, "Balanced")
+    compare.choose("onediff_compare_sampler", "DDIM")
     compare.made(prompt="an owl and a rocket on a blue background", width=256, height=256, steps=20, seed=7)
     draw(page, f"#{NUMBERS}", "compare", last=f"#{IMAGES}")
     draw(page, f"#{show_settings(page)}", "settings")

@@ -8,7 +8,7 @@ from webui_panel import Panel
 
 LEFT, RIGHT = "onediff_compare_left", "onediff_compare_right"
 START, CANCEL, SAVE, COPY = (f"onediff_compare_{name}" for name in ("start", "cancel", "save", "copy"))
-TOLD, IMAGES, NUMBERS = (f"onediff_compare_{name}" for name in ("told", "images", "numbers"))
+TOLD, IMAGES, NUMBERS = (f"onediff_compare_{name}" for name in ("told", "gallery", "numbers"))
 FACTS, OTHER_FACTS, FACTS_COPY, COPIED, DIFFERENCES = (
     "onediff_facts", "onediff_other_facts", "onediff_facts_copy", "onediff_compare_copied",
     "onediff_compare_differences",

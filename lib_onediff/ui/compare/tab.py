@@ -131,7 +131,7 @@ def build_compare_page(panel: ComparePanel) -> None:
         told = gr.HTML(sentence(texts.COMPARE_FIRST), elem_id="onediff_compare_told", elem_classes=LIVE)
         numbers = markup("compare_numbers")
         images = gr.Gallery(
-            label="Images", show_label=False, columns=3, object_fit="contain", elem_id="onediff_compare_images",
+            label="Images", show_label=False, columns=3, object_fit="contain", elem_id="onediff_compare_gallery",
             **LOSSLESS,
         )
         with gr.Row(elem_classes=ACTIONS, visible=False) as saving:
