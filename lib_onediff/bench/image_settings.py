@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..model.deepcache.options import REUSED, UNIFORM
-from ..options.preset_data import PRESETS, SPEED
+from ..options.presets import FAST, PRESETS
 
 ONEDIFF = "onediff"
 INTERVALS, DEPTHS = (2, 3, 4, 5), (1, 2, 3)
@@ -12,7 +12,7 @@ GUIDANCE_ENDS = 0.3, 0.5, 0.75
 FORECASTS = (2, 3, 4)
 # Of the steps that are computed, DeepCache makes some shallow: fewer whole ones than either alone leaves.
 FORECASTS_WITH_DEEPCACHE, INTERVALS_WITH_FORECAST = (2, 3), (2, 3, 4)
-SPEED_VALUES = next(preset.values for preset in PRESETS if preset.name == SPEED)
+FAST_VALUES = PRESETS[FAST].values
 
 
 def deepcache(interval: int, depth: int, **others: Any) -> dict[str, Any]:
@@ -67,10 +67,10 @@ IMAGE_SETTINGS: dict[str, dict[str, Any]] = {
     "onediff + fp8 + DeepCache 3, depth 1": {"low_bit": "fp8", **deepcache(3, 1)},
     # What the presets were chosen from.
     **{
-        f"preset {SPEED}, {kind}, DeepCache {interval}": {**SPEED_VALUES, "low_bit": kind, **deepcache(interval, 1)}
+        f"preset {FAST}, {kind}, DeepCache {interval}": {**FAST_VALUES, "low_bit": kind, **deepcache(interval, 1)}
         for kind in ("off", "fp8", "int8") for interval in INTERVALS
     },
-    **{f"preset {preset.name}": dict(preset.values) for preset in PRESETS if preset.values},
+    **{f"preset {preset.name}": dict(preset.values) for preset in PRESETS.values() if preset.values},
 }
 # What --images times unless --settings says otherwise.
 TIMED = (

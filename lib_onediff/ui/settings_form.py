@@ -20,9 +20,6 @@ from . import texts
 from .events import HIDDEN, QUIET, a_button, in_the_browser, markup, nothing_seen
 from .settings_tab import in_groups
 
-# Made by the user, option by option: resetting all others leaves it.
-KEPT = "own_presets"
-
 
 def build_settings_form() -> None:
     """What the browser needs, inside the page that is being built; nothing of it is seen."""
@@ -39,7 +36,6 @@ def for_the_browser() -> str:
         host_key(option.name): {
             "group": option.metadata["group"], "default": option.default, "shown": format_value(option.default),
             "no_effect_when": {host_key(name): values for name, values in option.metadata["no_effect_when"].items()},
-            "reset": option.name != KEPT,
         } for option in in_groups()
     }
     told = {"options": known, "texts": texts.SETTINGS_PAGE}

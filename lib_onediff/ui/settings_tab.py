@@ -12,8 +12,8 @@ import gradio as gr
 
 from ..engines import ONEFLOW
 from ..options.effects import Machine, described
+from ..options.migration import migrate_values
 from ..options.option import current_value, format_value
-from ..options.presets import migrate_values
 from ..options.settings import CACHE, GROUPS, HOST_KEY_PREFIX, Settings, host_key
 from ..runtime.runtime import runtime
 from ..store.history import CACHE_VARIABLE

@@ -14,10 +14,8 @@ from lib_onediff.demo.loaded_model import LoadedModel
 from lib_onediff.demo.modules.processing import StableDiffusionProcessingImg2Img
 from lib_onediff.demo.train.scoring import verdicts
 from lib_onediff.public import compile_pipe
-from lib_onediff.quality import compare
-from lib_onediff.quality.comparison import DETAILS, FINE_DETAILS, IDENTICAL, UNLIKE
+from lib_onediff.quality import DETAILS, FINE_DETAILS, IDENTICAL, UNLIKE, compare, pixels_of
 from lib_onediff.quality.judge import Judge, load_judge
-from lib_onediff.quality.pixels import pixels_of
 
 JUDGE = Path(models.__file__).with_name("emoji-judge.safetensors")
 MOST_BYTES, MOST_PARAMETERS = 20 << 20, 10_000_000
@@ -37,7 +35,7 @@ def judge() -> Judge:
 
 def seen(judge: Judge, images: list[Image.Image]) -> list[tuple[str, str]]:
     """Of each image, the judge's first name and the background."""
-    values = torch.stack([pixels_of(image).permute(2, 0, 1).float() * 2 - 1 for image in images])
+    values = torch.stack([torch.tensor(pixels_of(image)).permute(2, 0, 1) / 127.5 - 1 for image in images])
     return [(names[0], ground) for names, ground in verdicts(judge, values)]
 
 
