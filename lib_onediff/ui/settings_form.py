@@ -12,7 +12,6 @@ from typing import Any
 
 import gradio as gr
 
-from ..engines import ONEFLOW
 from ..options.effects import Machine, described
 from ..options.option import check_value, format_value
 from ..options.settings import HOST_KEY_PREFIX, Settings, host_key
@@ -85,5 +84,5 @@ def notes(values: dict[str, Any]) -> dict[str, str]:
         key.removeprefix(HOST_KEY_PREFIX): value for key, value in values.items()
         if key in map(host_key, Settings.__dataclass_fields__) and isinstance(value, (bool, str))
     }
-    machine = Machine.now(chosen.get("backend") == ONEFLOW)
+    machine = Machine.now(chosen.get("backend") == "oneflow")
     return {host_key(name): said for name, said in described(chosen, machine).items()}
