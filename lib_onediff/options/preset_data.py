@@ -10,7 +10,7 @@ from typing import Any
 
 QUALITY, BALANCED, SPEED, DRAFTS = "Quality first", "Balanced", "Speed first", "Fast drafts"
 # How far a preset takes images from the host's in float32, by the judge (.readme/measuring.md): the rows of
-#   python -m lib_onediff.bench --quality 200 --steps 30 --dtype fp16 --settings "preset Balanced" ...
+#   python -m lib_onediff.bench quality --dtype fp16 --set deepcache_interval=2 --set ...
 # on a GPU, where Low-bit is in every layer.
 DISTANCES = {BALANCED: 0.01, SPEED: 0.046, DRAFTS: 0.14}
 # What computes each layer faster than exactly, whatever DeepCache does.

@@ -13,7 +13,7 @@ from .tone import Shift, shift_of
 
 # Where one verdict ends and the next begins was measured on pairs of images of emoji-sd, the first of each the host's:
 # 24 held-out prompts (8 for VAE bf16 and another seed), 256x256, 20 steps of Euler, float32, on a CPU, drawn as by
-#   python -m lib_onediff.bench --quality 24 --steps 20 --dtype fp32
+#   python -m lib_onediff.bench quality --images 24 --steps 20 --dtype fp32
 #                        PSNR: least, median, most    SSIM: least, median, most
 #   OneDiff, exact           91.5   94.1  101.1         1.000   1.000   1.000
 #   VAE bf16                 54.4   55.0   55.9         0.998   0.998   0.999

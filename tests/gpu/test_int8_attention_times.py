@@ -20,9 +20,7 @@ pytest.importorskip("triton", reason="needs Triton")
 from gpu_calls import arguments, host
 
 from lib_onediff import compile_unet, status, uncompile_unet
-from lib_onediff.bench.attentions import HEADINGS, AttentionTable
 from lib_onediff.bench.models import random_unet
-from lib_onediff.bench.report import markdown
 from lib_onediff.engines import WITHOUT_ATTENTION
 from lib_onediff.ops.attention_tuning import random_inputs
 from lib_onediff.ops.quantized.attention_gains import name_of
@@ -51,18 +49,6 @@ def needs_int8() -> None:
     lack = why_no_int8(GPU, torch.float16)
     if lack:
         pytest.skip(lack)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_error_and_time_beside_the_exact_one(dtype: torch.dtype) -> None:
-    table = AttentionTable(dtype, GPU)
-    with torch.no_grad():
-        rows = [table.row(name, shape) for name, shape in SHAPES.items()]
-    print(f"\n{torch.cuda.get_device_name()}, {dtype}\n{markdown(HEADINGS, [row.cells() for row in rows])}")
-    for row in rows:
-        exact, rounded = row.errors
-        assert exact < rounded < INT8_ERROR, row
-        assert row.used == (row.ms[1] < 0.9 * row.ms[0])
 
 
 @pytest.mark.parametrize(("width", "config"), CUTS)
