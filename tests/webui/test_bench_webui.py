@@ -17,14 +17,15 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_images_are_timed_off_and_on_and_with_options(webui: WebUI) -> None:
     before = webui.calls()
-    finished = bench("webui", webui.url, "--size", "64x64", "--steps", "2", "--runs", "1", "--set", "tf32=off")
+    options = "--size 64x64 --steps 2 --runs 1 --set vae_precision=fp32"
+    finished = bench("webui", webui.url, *options.split())
     assert finished.returncode == 0, finished.stdout + finished.stderr
     after = webui.calls()
     # An image of 2 steps first, one of 4 that is not counted, then of 2 and of 4.
     assert after["host"] - before["host"] == 12
     assert sum(after[route] - before[route] for route in ("graph", "plain")) == 24
     rows = [line for line in finished.stdout.splitlines() if "64x64" in line]
-    assert [name in row for name, row in zip(("off", "on", "tf32=off"), rows, strict=True)] == [True] * 3
+    assert [name in row for name, row in zip(("off", "on", "vae_precision=fp32"), rows, strict=True)] == [True] * 3
 
 
 def test_a_webui_that_is_not_there_is_a_sentence() -> None:
