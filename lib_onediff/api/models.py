@@ -162,7 +162,7 @@ class TotalsAnswer(Answer):
     low_bit_layers: int = Field(0, description="How many layers have weights in eight bits.")
     offloaded: int = Field(0, description="Bytes of the computer's memory of the WebUI's weights that they stand for.")
     compiled: dict[str, dict[str, int]] = Field(
-        {}, description="By backend that compiles graphs of its own (oneflow): how many graphs, and the most there may be."
+        {}, description="By a backend that compiles graphs of its own (oneflow): how many, and the most that may be."
     )
     low_bit_errors: list[LowBitAnswer] = Field([], description="As low_bit in GET status.")
 

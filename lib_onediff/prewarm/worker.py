@@ -223,12 +223,14 @@ class WarmUp:
             raise CannotWarm(f"there is not enough GPU memory for {call.size}") from None
         if status["route"] not in ("graph", "plain"):
             raise CannotWarm(status["reason"] or "the WebUI's own UNet serves it")
-        return Made(time.perf_counter() - began, status["route"], self._runtime.devices.has_graphs(status["backend"]), status["reason"])
+        has_graphs = self._runtime.devices.has_graphs(status["backend"])
+        return Made(time.perf_counter() - began, status["route"], has_graphs, status["reason"])
 
     def _what(self, call: Call) -> str:
         if call.number == 0:
             return CHECKING
-        return CAPTURING if call.number == 1 and self._runtime.devices.has_graphs(self._runtime.status()["backend"]) else MEASURING
+        captures = call.number == 1 and self._runtime.devices.has_graphs(self._runtime.status()["backend"])
+        return CAPTURING if captures else MEASURING
 
     def _shapes(self, size: Size, tokens: int, unbatched: bool | None) -> tuple[Shape, ...]:
         shapes = tuple(Shape(*shape) for shape in self._webui.call_shapes(size.batch, tokens))

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from test_standalone_host import generate
 
-from lib_onediff.bench.quality import Case, drawn, load
+from lib_onediff.bench.images import draw_prompts, load_pipeline
 from lib_onediff.demo import models
 from lib_onediff.demo.loaded_model import LoadedModel
 from lib_onediff.demo.modules.processing import StableDiffusionProcessingImg2Img
@@ -66,15 +66,15 @@ def test_other_sizes_work(model: LoadedModel, judge: Judge, size: tuple[int, int
 
 
 def test_compare_s_verdicts_on_its_images() -> None:
-    pipe = load(models.SHIPPED, torch.float32, torch.device("cpu"))
+    pipe = load_pipeline(models.SHIPPED, torch.float32, torch.device("cpu"))
     rocket, again, owl = (
-        Case(prompt, seed, (), "") for prompt, seed in (
+        {"prompt": prompt, "seed": seed} for prompt, seed in (
             ("a rocket on a yellow background", 2), ("a rocket on a yellow background", 3),
             ("an owl on a blue background", 2),
         )
     )
-    exact, another, other = drawn(pipe, [rocket, again, owl], 12)
+    exact, another, other = draw_prompts(pipe, [rocket, again, owl], 12)
     compile_pipe(pipe, backend="eager", deepcache_interval=2)
-    cached, = drawn(pipe, [rocket], 12)
+    cached, = draw_prompts(pipe, [rocket], 12)
     found = [compare(exact, image).verdict for image in (exact, cached, another, other)]
     assert found == [IDENTICAL, FINE_DETAILS, DETAILS, UNLIKE]
