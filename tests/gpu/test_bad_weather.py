@@ -139,7 +139,7 @@ def test_an_old_gpu_is_served_by_the_next_backend(unet: nn.Module, monkeypatch: 
 
 def test_without_triton_the_next_backend_says_what_to_install(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime.operators, "_why_not", {})
-    monkeypatch.setattr(runtime.operators, "_hint", None)
+    monkeypatch.setattr(runtime.devices, "_hint", None)
     monkeypatch.setattr(availability, "triton_here", lambda: None)
     monkeypatch.setattr(requirements, "triton_here", lambda: None)
     use(unet, arguments(unet))

@@ -91,7 +91,7 @@ def test_an_edit_of_a_weight_is_rounded_anew_where_the_old_was(on_a_gpu: Weather
 
 def test_what_another_size_wants_is_rounded_beside_what_is_there(on_a_gpu: Weather) -> None:
     unet = compiled(half_unet(), "int8")
-    choice = runtime.operators.low_bit.choice
+    choice = runtime.devices.lossy.low_bit.choice
     call, larger = half_call(unet), half_call(unet, 8, 8)
     layout = runtime.layout_of(unet)
     for _, one in products(layout, 4, 4, 1):

@@ -80,7 +80,7 @@ def used() -> set[str]:
 def classes_kept(unet: nn.Module) -> set[str]:
     """Of the weights in eight bits that are there."""
     managed = runtime.managed_unet(unet)
-    classes = runtime.operators.low_bit.classes(managed.bound.layout)
+    classes = runtime.devices.lossy.low_bit.classes(managed.bound.layout)
     return set() if managed.low_bit is None else {classes[name] for name, _ in managed.low_bit._kept}
 
 
@@ -133,7 +133,7 @@ def test_the_largest_budget_measures_nothing(on_a_gpu: Weather, passes: list[int
     assert classes_kept(unet) == set(CLASSES)
     lib_onediff.uncompile_unet(unet)
     unet = compiled(half_unet(), "fp8", 0.0)
-    with runtime.operators.low_bit.choice.used_everywhere():
+    with runtime.devices.lossy.low_bit.choice.used_everywhere():
         served(unet, half_call(unet))
         assert now()[0] == EIGHT and passes == [] and classes_kept(unet) == set(CLASSES), "for whoever measures images"
 
@@ -162,7 +162,7 @@ def test_what_the_middle_tells_leaves_more_out_and_graphs_are_made_anew(
         call = half_call(unet)
         served(unet, call)
     assert now() == (EIGHT, "graph") and used() == set(CLASSES)
-    real, worst = LowBitRoute._output, runtime.operators.low_bit
+    real, worst = LowBitRoute._output, runtime.devices.lossy.low_bit
 
     def output(self: LowBitRoute, managed: Any, lossy: Any, call: UNetCall, layers: Any) -> Tensor:
         classes = worst.classes(managed.bound.layout)

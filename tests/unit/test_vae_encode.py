@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from backend_names import NATIVE
 from builders import randomise, relative_error, without_initial_values
 from grid import WHOLE, grid
+from ladder_builders import seem_to_have_a_gpu
 from torch import Tensor, nn
 from vae_builders import (
     GROUPS,
@@ -24,7 +26,6 @@ from vae_builders import (
     with_small_groups,
 )
 
-from lib_onediff.engines import EAGER, NATIVE, Candidates
 from lib_onediff.hosts.ldm_decoder import DecoderPatches
 from lib_onediff.model.layout import Convolution, UnsupportedUNet
 from lib_onediff.model.patches import HostTraits
@@ -156,10 +157,7 @@ def test_a_plain_latent_is_no_black_picture() -> None:
 
 
 def test_native_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    native_first = Candidates((NATIVE, EAGER), "")
-    monkeypatch.setattr("lib_onediff.runtime.vae.fallback.decoder_candidates", lambda *given: native_first)
-    monkeypatch.setitem(runtime.operators._made, NATIVE, torch_ops)
-    monkeypatch.setattr(runtime.operators, "prepare", lambda network, waits_for_compile: True)
+    seem_to_have_a_gpu(monkeypatch, torch_ops)
     encoder = diffusers_vae(**SD).encoder
     picture = a_picture(encoder)
     assert relative_error(our_picture(encoder, picture), host_picture(encoder, picture)) < 1e-5
