@@ -1,6 +1,6 @@
 """How far the images of each setting are from the host's in float32, and whether they still show their prompt.
 
-A small model with trained weights draws them (lib_onediff/demo/train), and the judge that was trained beside it looks.
+A small model with trained weights draws them (demo/emoji-sd), and the judge that was trained beside it looks.
 """
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ from torch import Tensor
 from ..demo import SHIPPED
 from ..demo.errors import ModelProblem
 from ..demo.folder_parts import load_folder
-from ..demo.train.captions import HeldOut
-from ..demo.train.scoring import said, verdicts
 from ..engines import LOW_BIT_BACKENDS, LOW_BIT_ONLY, WITHOUT_ATTENTION
 from ..options.effects import why_no_effect
 from ..public import compile_pipe, uncompile_pipe
 from ..quality import compare
-from ..quality.judge import Judge, load_judge
+from ..quality.judge import Judge, load_judge, verdicts
 from ..runtime.runtime import runtime
+from .captions import held_out_captions
 from .clock import give_back_memory
 from .image_settings import IMAGE_SETTINGS
 from .options import DTYPES
@@ -96,9 +95,9 @@ class QualityRow:
 
 def cases(number: int) -> list[Case]:
     """Held-out captions with seed 0, then with seed 1, and so on: the same in every run."""
-    held_out = HeldOut.read()
-    captions, shown = held_out.captions(), held_out.names()
-    return [Case(captions[at % len(captions)], at // len(captions), *shown[at % len(captions)]) for at in range(number)]
+    captions = held_out_captions()
+    chosen = [(captions[at % len(captions)], at // len(captions)) for at in range(number)]
+    return [Case(caption.prompt, seed, caption.names, caption.background) for caption, seed in chosen]
 
 
 def quality(options: argparse.Namespace, device: torch.device) -> Iterator[QualityRow]:
@@ -109,7 +108,7 @@ def quality(options: argparse.Namespace, device: torch.device) -> Iterator[Quali
     folder = options.model or SHIPPED
     for needed in (folder / "model_index.json", options.judge or JUDGE):
         if not needed.is_file():
-            raise ValueError(f"{needed} is not there; lib_onediff/demo/train/README.md says how it is made")
+            raise ValueError(f"{needed} is not there; lib_onediff/demo/emoji-sd/README.md says how it is made")
     judge = load_judge(options.judge or JUDGE, device)
     wanted, steps = cases(options.quality), options.steps
     true = drawn(load(folder, torch.float32, device), wanted, steps)
@@ -180,8 +179,8 @@ def row(
 ) -> QualityRow:
     """A setting's numbers. images, true: (n, 3, SIDE, SIDE) of uint8, the setting's and the float32 host's."""
     floats, expected = (tensor.to(device).float() / 127.5 - 1 for tensor in (images, true))
-    hits = [said(verdict, case.names, case.background)["recognised"]
-            for verdict, case in zip(verdicts(judge, floats), wanted, strict=True)]
+    hits = [set(best[: len(case.names)]) == set(case.names)
+            for (best, _), case in zip(verdicts(judge, floats), wanted, strict=True)]
     found = QualityRow(setting, len(images), statistics.fmean(hits))
     if images is true:
         return found

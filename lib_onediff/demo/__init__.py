@@ -6,5 +6,5 @@ from __future__ import annotations
 
 from pathlib import Path
 
-# The model that lib_onediff.demo.train has made. Installed as an extension, OneDiff may come without it.
+# The model that ships; its README says how it was trained.
 SHIPPED = Path(__file__).with_name("emoji-sd")

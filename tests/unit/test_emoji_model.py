@@ -12,11 +12,10 @@ from lib_onediff.bench.quality import Case, drawn, load
 from lib_onediff.demo import models
 from lib_onediff.demo.loaded_model import LoadedModel
 from lib_onediff.demo.modules.processing import StableDiffusionProcessingImg2Img
-from lib_onediff.demo.train.scoring import verdicts
 from lib_onediff.public import compile_pipe
 from lib_onediff.quality import compare
 from lib_onediff.quality.comparison import DETAILS, FINE_DETAILS, IDENTICAL, UNLIKE
-from lib_onediff.quality.judge import Judge, load_judge
+from lib_onediff.quality.judge import Judge, load_judge, verdicts
 from lib_onediff.quality.pixels import pixels_of
 
 JUDGE = Path(models.__file__).with_name("emoji-judge.safetensors")
