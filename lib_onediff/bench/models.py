@@ -94,14 +94,13 @@ def load_unet(path: Path, device: torch.device) -> nn.Module:
     """The UNet of a diffusers folder or a single checkpoint file, in float32. Raises ValueError with a sentence."""
     from diffusers import UNet2DConditionModel
 
-    from ..demo.folder_parts import make_network
-    from ..demo.model_folder import check_files
+    from ..demo.model_folder import check_files, load_network
 
     try:
         if path.is_dir():
             check_files(path)
             folder = path / "unet" if (path / "unet").is_dir() else path
-            unet = make_network(folder, "diffusers", UNet2DConditionModel, torch.float32)
+            unet = load_network(folder, UNet2DConditionModel, torch.float32)
         else:
             unet = UNet2DConditionModel.from_single_file(str(path), local_files_only=True)
     except Exception as error:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ..demo import SHIPPED
-from ..demo.errors import ModelProblem
-from ..demo.folder_parts import load_folder
+from ..demo.errors import Refusal
+from ..demo.model_folder import load_folder
 from ..engines import LOW_BIT_BACKENDS, LOW_BIT_ONLY, WITHOUT_ATTENTION
 from ..options.effects import why_no_effect
 from ..public import compile_pipe, uncompile_pipe
@@ -143,7 +143,7 @@ def load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
 
     try:
         pipe = load_folder(folder, dtype)
-    except ModelProblem as problem:
+    except Refusal as problem:
         raise ValueError(str(problem)) from problem
     pipe.scheduler = EulerDiscreteScheduler.from_config(pipe.scheduler.config)
     pipe.set_progress_bar_config(disable=True)

@@ -10,7 +10,7 @@ from test_standalone_host import generate
 
 from lib_onediff.bench.quality import Case, drawn, load
 from lib_onediff.demo import models
-from lib_onediff.demo.loaded_model import LoadedModel
+from lib_onediff.demo.models import LoadedModel
 from lib_onediff.demo.modules.processing import StableDiffusionProcessingImg2Img
 from lib_onediff.public import compile_pipe
 from lib_onediff.quality import compare

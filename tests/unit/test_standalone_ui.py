@@ -257,8 +257,9 @@ def test_status_line_is_renewed_by_the_hosts_description_of_a_generation() -> No
 
 
 def test_script_serves_diffusers_models_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiny_model import tiny_sd15_pipeline
+
     from lib_onediff.demo.modules import modules_importable, paths, script_callbacks, scripts, sd_models
-    from lib_onediff.demo.tiny_model import tiny_sd15_pipeline
     from lib_onediff.hosts.diffusers.instance_forward import attached
 
     root = settings_tab.__file__.rsplit("/lib_onediff/", 1)[0]
