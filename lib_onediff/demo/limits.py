@@ -14,7 +14,7 @@ WHOLE = {
 }
 NUMBERS = {**WHOLE, "cfg_scale": (1, 30), "denoising_strength": (0, 1)}
 # A tokenizer compares all parts of a word with each other again and again.
-LONGEST_PROMPT = 1000
+LONGEST_PROMPT = 2000
 
 
 def checked(fields: dict[str, Any]) -> dict[str, Any]:

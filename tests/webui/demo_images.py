@@ -8,7 +8,7 @@ import io
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
 from lib_onediff.demo.errors import Refusal
-from lib_onediff.demo.images import FORMATS, MOST_PIXELS
+from lib_onediff.demo.offline import FORMATS, MOST_PIXELS
 
 UNREADABLE = (UnidentifiedImageError, OSError, SyntaxError, ValueError, EOFError)
 TOO_MANY_PIXELS = f"The image that was sent has more than {MOST_PIXELS} pixels; send a smaller one."

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from demo_images import from_base64, to_base64
+from demo_prompts import long_prompts
 from fastapi import APIRouter, FastAPI, Response
 from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
@@ -49,27 +50,20 @@ class Txt2ImgRequest(BaseModel):
         if self.enable_hr:
             raise Refusal("This host does not serve hires fix (enable_hr).")
         not_fields = {"override_settings", "override_settings_restore_afterwards", "alwayson_scripts", "enable_hr"}
-        return limits.checked(self.model_dump(exclude={*not_fields, "init_images", "mask"}))
+        return limits.checked(self.model_dump(exclude={*not_fields, "init_images"}))
 
 
 class Img2ImgRequest(Txt2ImgRequest):
-    """POST /sdapi/v1/img2img; images are base64. Inpainting repaints the whole image, starting from the original."""
+    """POST /sdapi/v1/img2img; images are base64."""
 
     init_images: list[str]
     denoising_strength: float = 0.75
-    resize_mode: int = 0
-    mask: str | None = None
-    mask_blur: int = 4
-    inpainting_mask_invert: int = 0
 
     def make(self) -> Any:
         if len(self.init_images) > self.batch_size:
             raise Refusal("There are more init images than images in a batch (batch_size).")
-        if self.resize_mode not in (0, 1):
-            raise Refusal("resize_mode must be 0 (just resize) or 1 (crop and resize) here.")
         images = [from_base64(image) for image in self.init_images]
-        mask = from_base64(self.mask) if self.mask else None
-        return processing.StableDiffusionProcessingImg2Img(**self.fields(), init_images=images, mask=mask)
+        return processing.StableDiffusionProcessingImg2Img(**self.fields(), init_images=images)
 
 
 class ImagesRequest(BoundedRequest):
@@ -211,7 +205,7 @@ def add_rest(page: Any, app: FastAPI) -> None:
 
 
 def with_rest() -> None:
-    """Have the demo of this process serve the routes too."""
+    """Have the demo of this process serve the routes too, and take prompts of any length."""
     load = scripts.load_scripts
 
     def load_scripts() -> None:
@@ -219,6 +213,7 @@ def with_rest() -> None:
         script_callbacks.on_app_started(add_rest)
 
     scripts.load_scripts = load_scripts
+    processing.StableDiffusionProcessing.prompts = long_prompts
 
 
 if __name__ == "__main__":

@@ -69,6 +69,10 @@ class StableDiffusionProcessing:
         self.init_images = [fitted(image, (self.width, self.height)) for image in self.init_images]
         self.extra_generation_params["Denoising strength"] = self.denoising_strength
 
+    def prompts(self, count: int) -> dict[str, Any]:
+        """The prompts of so many images, as a pipeline takes them."""
+        return {"prompt": [self.prompt] * count, "negative_prompt": [self.negative_prompt] * count}
+
     def sample(self) -> Tensor:
         """Latents of a batch, (batch, 4, height / 8, width / 8), by the model's pipeline.
 
@@ -87,8 +91,7 @@ class StableDiffusionProcessing:
         if self.scripts is not None:
             self.scripts.in_generation("process_before_every_sampling", self)
         return pipeline(
-            prompt=[self.prompt] * count,
-            negative_prompt=[self.negative_prompt] * count,
+            **self.prompts(count),
             num_inference_steps=self.steps,
             guidance_scale=self.cfg_scale,
             generator=[torch.Generator("cpu").manual_seed(seed) for seed in self.seeds],
