@@ -71,17 +71,13 @@ def build_generation_tab(runner: Any, tab: str) -> None:
 
 
 def build_prompts(tab: str) -> Inputs:
+    def textbox(label: str, lines: int, elem_id: str) -> gr.Textbox:
+        return gr.Textbox(label=label, show_label=False, lines=lines, placeholder=label, elem_id=f"{tab}_{elem_id}",
+                          elem_classes="prompt")
+
     with gr.Column(scale=6, min_width=280):
-        return {
-            "prompt": gr.Textbox(
-                label="Prompt", show_label=False, lines=3, placeholder="Prompt", elem_id=f"{tab}_prompt",
-                elem_classes="prompt",
-            ),
-            "negative_prompt": gr.Textbox(
-                label="Negative prompt", show_label=False, lines=2, placeholder="Negative prompt",
-                elem_id=f"{tab}_neg_prompt", elem_classes="prompt",
-            ),
-        }
+        prompt = textbox("Prompt", 3, "prompt")
+        return {"prompt": prompt, "negative_prompt": textbox("Negative prompt", 2, "neg_prompt")}
 
 
 def build_image_inputs() -> Inputs:
@@ -125,8 +121,8 @@ def making_images(tab: str, names: list[str], runner: Any) -> Callable[..., Iter
     def generate(*values: Any) -> Iterator[tuple[Any, ...]]:
         started = time.perf_counter()
         worker = ThreadPoolExecutor(1)
-        fields = dict(zip(names, values, strict=False))
-        work = worker.submit(lambda: make_images(processing_of(tab, fields), runner, [0, *values[len(names) :]]))
+        fields, arguments = dict(zip(names, values, strict=False)), [0, *values[len(names) :]]
+        work = worker.submit(lambda: make_images(processing_of(tab, fields), runner, arguments))
         # Not to be waited for where the page is closed meanwhile: that would keep the server from answering.
         worker.shutdown(wait=False)
         while not wait([work], SECONDS_BETWEEN_LOOKS).done:

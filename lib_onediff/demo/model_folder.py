@@ -20,7 +20,6 @@ from .errors import Refusal
 NEEDED = ("unet", "vae", "scheduler")
 # By this transformers would load another model in the place of the one in the folder.
 ADAPTER = "adapter_config.json"
-MOST_NAMED = 3
 
 
 def load_folder(folder: Path, dtype: torch.dtype) -> Any:
@@ -74,7 +73,7 @@ def load_network(folder: Path, kind: Any, dtype: torch.dtype) -> Any:
     )
     missing = sorted(found["missing_keys"])
     if missing:
-        raise Refusal(f"The weights in {folder.name} lack {len(missing)}, as {', '.join(missing[:MOST_NAMED])}.")
+        raise Refusal(f"{folder.name} lacks {len(missing)} of its weights, the first of them {missing[0]}.")
     return network.eval()
 
 

@@ -171,7 +171,7 @@ def overridden(body: Txt2ImgRequest) -> Iterator[None]:
 
 def script_arguments(given: dict[str, Any], runner: Any) -> list[Any]:
     """The defaults of every script with what the request says of some: {"Title": {"args": [...]}}."""
-    arguments = runner.default_arguments
+    arguments = [0, *(control.value for control in runner.inputs[1:])]
     for name, body in given.items():
         script = next((script for script in runner.alwayson_scripts if script.name == name.lower()), None)
         if script is None:

@@ -1,6 +1,7 @@
 """Infotext: the text in an image that says how it was made, and reading it back."""
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable
@@ -20,24 +21,16 @@ def quote(text: Any) -> Any:
     return text
 
 
-def unquote(text: str) -> str:
-    """Undo quote."""
-    if len(text) < 2 or text[0] != '"' or text[-1] != '"':
-        return text
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
 def parse_generation_parameters(infotext: str) -> dict[str, Any]:
     """Infotext as a mapping: "Prompt", "Negative prompt", and what the last line names; sizes as "Size-1", "Size-2"."""
     *lines, last = infotext.strip().split("\n")
     if len(PARAMETER.findall(last)) < 3:
         lines, last = [*lines, last], ""
     result: dict[str, Any] = {}
-    for name, text in PARAMETER.findall(last):
-        value = unquote(text)
+    for name, value in PARAMETER.findall(last):
+        if value.startswith('"'):
+            with contextlib.suppress(ValueError):
+                value = json.loads(value)
         size = SIZE.match(str(value))
         result.update(zip((f"{name}-1", f"{name}-2"), size.groups(), strict=True) if size else {name: value})
     prompts = NEGATIVE.split("\n".join(line.strip() for line in lines), maxsplit=1)

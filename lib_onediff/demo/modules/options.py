@@ -47,24 +47,13 @@ class OptionInfo:
         return None
 
 
-def options_section(section: tuple[str | None, str], options: dict[str, OptionInfo]) -> dict[str, OptionInfo]:
-    """Put all options into one section (identifier, title) of the settings tab."""
-    for option in options.values():
-        option.section = section[:2]
-    return options
-
-
 class Options:
     """The values of all options, as attributes; data_labels holds their OptionInfo, data what was set, and is saved."""
 
-    data_labels: dict[str, Any]
-    data: dict[str, Any]
-    _lock: threading.RLock
-
     def __init__(self, data_labels: dict[str, OptionInfo]) -> None:
-        object.__setattr__(self, "data_labels", data_labels)
-        object.__setattr__(self, "data", {key: info.default for key, info in data_labels.items()})
-        object.__setattr__(self, "_lock", threading.RLock())
+        self.data_labels = data_labels
+        self.data: dict[str, Any] = {key: info.default for key, info in data_labels.items()}
+        self._lock = threading.RLock()
 
     def __getattr__(self, key: str) -> Any:
         if key in self.data:
@@ -72,12 +61,6 @@ class Options:
         if key in self.data_labels:
             return self.data_labels[key].default
         raise AttributeError(key)
-
-    def __setattr__(self, key: str, value: Any) -> None:
-        if key in self.data_labels:
-            self.data[key] = value
-        else:
-            object.__setattr__(self, key, value)
 
     def add_option(self, key: str, info: OptionInfo) -> None:
         """Register an option; a value that was loaded before stays if it fits."""

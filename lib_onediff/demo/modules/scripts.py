@@ -21,21 +21,15 @@ AlwaysVisible = object()
 
 
 class Script:
-    """A script: subclasses say where they show, and have methods for the moments that they take part in: process and
-    postprocess of a generation, process_before_every_sampling, after_component of the page."""
+    """A script: subclasses have a title() and a ui(is_img2img), which creates gradio components and returns those whose
+    values its hooks get, and a method for each moment that they take part in: process and postprocess of a generation,
+    process_before_every_sampling, after_component of the page."""
 
     name: str | None = None
     filename: str | None = None
     args_from = args_to = 0
     is_img2img = False
     infotext_fields: list | None = None
-
-    def title(self) -> str:
-        """The name that users and the API know the script by."""
-        raise NotImplementedError
-
-    def ui(self, is_img2img: bool) -> list | None:
-        """Create the script's gradio components; the values of those returned become the arguments of its hooks."""
 
     def show(self, is_img2img: bool) -> Any:
         """AlwaysVisible for a script that takes part in every generation; this host shows no other kind."""
@@ -78,11 +72,6 @@ class ScriptRunner:
             self.infotext_fields += script.infotext_fields or []
             self.inputs += controls
             script.args_to = len(self.inputs)
-
-    @property
-    def default_arguments(self) -> list[Any]:
-        """The arguments of a generation that says nothing about scripts: what their components show at first."""
-        return [0, *(control.value for control in self.inputs[1:])]
 
     def in_generation(self, hook: str, p: Any, *objects: Any) -> None:
         """Call a hook of every script with the script's own arguments."""

@@ -1,29 +1,27 @@
 """A1111's samplers by name, as diffusers schedulers; each has the noise schedule that "Automatic" stands for there."""
 from __future__ import annotations
 
-import importlib.util
 from typing import Any, NamedTuple
 
 from ..errors import Refusal
 
 
 class Sampler(NamedTuple):
-    """A diffusers class and its arguments. needs: a package that the class imports. own_noise: it draws from seeds."""
+    """A diffusers class and its arguments. own_noise: it draws its noise from seeds."""
 
     scheduler: str
     arguments: dict[str, Any] = {}
-    needs: str | None = None
     own_noise: bool = False
 
 
 MULTISTEP, KARRAS = "DPMSolverMultistepScheduler", {"use_karras_sigmas": True}
 KNOWN = {
     "DPM++ 2M": Sampler(MULTISTEP, {"algorithm_type": "dpmsolver++", **KARRAS}),
-    "DPM++ SDE": Sampler("DPMSolverSDEScheduler", KARRAS, needs="torchsde", own_noise=True),
+    "DPM++ SDE": Sampler("DPMSolverSDEScheduler", KARRAS, own_noise=True),
     "DPM++ 2M SDE": Sampler(MULTISTEP, {"algorithm_type": "sde-dpmsolver++", **KARRAS}),
     "Euler a": Sampler("EulerAncestralDiscreteScheduler"),
     "Euler": Sampler("EulerDiscreteScheduler"),
-    "LMS": Sampler("LMSDiscreteScheduler", needs="scipy"),
+    "LMS": Sampler("LMSDiscreteScheduler"),
     "Heun": Sampler("HeunDiscreteScheduler"),
     "DDIM": Sampler("DDIMScheduler"),
     "PLMS": Sampler("PNDMScheduler", {"skip_prk_steps": True}),
@@ -33,8 +31,8 @@ KNOWN = {
 
 
 def visible_sampler_names() -> list[str]:
-    """The samplers whose needs are installed: what the page offers."""
-    return [name for name, sampler in KNOWN.items() if sampler.needs is None or importlib.util.find_spec(sampler.needs)]
+    """What the page offers."""
+    return list(KNOWN)
 
 
 def make_scheduler(name: str, base_config: dict[str, Any], seeds: list[int]) -> Any:
@@ -45,8 +43,8 @@ def make_scheduler(name: str, base_config: dict[str, Any], seeds: list[int]) -> 
     """
     import diffusers
 
-    if name not in visible_sampler_names():
-        raise Refusal(f"There is no sampler {name!r} here; there are {', '.join(visible_sampler_names())}.")
+    if name not in KNOWN:
+        raise Refusal(f"There is no sampler {name!r} here; there are {', '.join(KNOWN)}.")
     sampler = KNOWN[name]
     own_noise = {"noise_sampler_seed": seeds} if sampler.own_noise else {}
     arguments = {"use_karras_sigmas": False, **sampler.arguments, **own_noise}

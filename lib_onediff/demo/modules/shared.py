@@ -5,9 +5,9 @@ import argparse
 import datetime
 from typing import Any
 
-from .options import OptionInfo, Options, options_section
+from .options import OptionInfo, Options
 
-__all__ = ["OptionInfo", "cmd_opts", "config_filename", "opts", "options_section", "sd_model", "state"]
+__all__ = ["OptionInfo", "cmd_opts", "config_filename", "opts", "sd_model", "state"]
 
 
 class State:
