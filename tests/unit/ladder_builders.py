@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from backend_names import CUDAGRAPH, NATIVE
 from builders import SMALL_XL, diffusers_output, diffusers_unet, relative_error, served
 from torch import Tensor, nn

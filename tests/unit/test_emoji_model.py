@@ -10,12 +10,11 @@ from test_standalone_host import generate
 
 from lib_onediff.bench.images import draw_prompts, load_pipeline
 from lib_onediff.demo import models
-from lib_onediff.demo.loaded_model import LoadedModel
+from lib_onediff.demo.models import LoadedModel
 from lib_onediff.demo.modules.processing import StableDiffusionProcessingImg2Img
-from lib_onediff.demo.train.scoring import verdicts
 from lib_onediff.public import compile_pipe
 from lib_onediff.quality import DETAILS, FINE_DETAILS, IDENTICAL, UNLIKE, compare, pixels_of
-from lib_onediff.quality.judge import Judge, load_judge
+from lib_onediff.quality.judge import Judge, load_judge, verdicts
 
 JUDGE = Path(models.__file__).with_name("emoji-judge.safetensors")
 MOST_BYTES, MOST_PARAMETERS = 20 << 20, 10_000_000

@@ -1,21 +1,28 @@
 """A small random pipeline with the topology of a real one, made as code: no weights in git, no download."""
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from .checkpoint_config import TRAINING_SCHEDULE
-from .tiny_weights import CHANNELS_PER_VALUE, shape_unet, shape_vae
-from .tokenizer import BYTE_TOKENS, byte_tokenizer
+from tiny_weights import CHANNELS_PER_VALUE, shape_unet, shape_vae
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, StableDiffusionPipeline
     from diffusers.schedulers import DDIMScheduler
-    from transformers import CLIPTextConfig
+    from transformers import CLIPTextConfig, CLIPTokenizer
 
+# The noise schedule that all of Stable Diffusion 1, 2 and XL were trained with.
+TRAINING_SCHEDULE: dict[str, Any] = {
+    "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "clip_sample": False,
+    "set_alpha_to_one": False, "steps_offset": 1,
+}
+START, END = "<|startoftext|>", "<|endoftext|>"
+BYTE_TOKENS = 2 * 256 + 2
 DEFAULT_SEED = 15
 TEXT_WIDTH = 64
 GROUPS = 32 // CHANNELS_PER_VALUE
@@ -84,3 +91,26 @@ def seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
+
+
+def byte_tokenizer(pad_token: str = END) -> CLIPTokenizer:
+    """A CLIPTokenizer of 77 positions whose tokens are single bytes (75 characters of ASCII fill one chunk)."""
+    from transformers import CLIPTokenizer
+
+    with tempfile.TemporaryDirectory(prefix="onediff-tokenizer-") as folder:
+        write_byte_vocabulary(Path(folder))
+        return CLIPTokenizer(
+            f"{folder}/vocab.json", f"{folder}/merges.txt", unk_token=END, bos_token=START, eos_token=END,
+            pad_token=pad_token, model_max_length=77,
+        )
+
+
+def write_byte_vocabulary(folder: Path) -> None:
+    """CLIP's two files without a merge: tokens are each byte inside a word, each at the end of one, start and end."""
+    from transformers.models.clip.tokenization_clip import bytes_to_unicode
+
+    symbols = list(bytes_to_unicode().values())
+    tokens = [*symbols, *(symbol + "</w>" for symbol in symbols), START, END]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
+    (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")

@@ -1,19 +1,19 @@
-"""A small random SDXL pipeline, as lib_onediff.demo.tiny_model makes one of SD 1.5."""
+"""A small random SDXL pipeline, as tiny_model makes one of SD 1.5."""
 from __future__ import annotations
 
 from typing import Any
 
-from lib_onediff.demo.tiny_model import (
+from tiny_model import (
     DEFAULT_SEED,
     GROUPS,
     TEXT_WIDTH,
+    byte_tokenizer,
     seeded,
     text_config,
     tiny_vae,
     training_schedule,
 )
-from lib_onediff.demo.tiny_weights import shape_unet
-from lib_onediff.demo.tokenizer import byte_tokenizer
+from tiny_weights import shape_unet
 
 SECOND_TEXT_WIDTH = 96
 TIME_ID_WIDTH = 32
