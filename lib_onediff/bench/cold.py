@@ -84,7 +84,7 @@ def child(task: Task, device: torch.device) -> dict[str, Any]:
         runtime.history.open(Path(task.cache_folder))
         runtime.tuning_cache.attach(runtime.history.tuned, runtime.history.tune)
         if task.loaded_before:
-            diffusers.attach(unet, Settings(backend=variant.backend, verify=False))
+            diffusers.attach(unet, Settings(backend=variant.backend))
             runtime.operators.finish()
             runtime.operators.inductor.finish()
     synchronize(device)

@@ -3,16 +3,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..model.deepcache.options import REUSED, UNIFORM
-from ..options.preset_data import PRESETS, SPEED
+from ..options.presets import FAST, PRESETS
 
 ONEDIFF = "onediff"
 INTERVALS, DEPTHS = (2, 3, 4, 5), (1, 2, 3)
 GUIDANCE_ENDS = 0.3, 0.5, 0.75
 FORECASTS = (2, 3, 4)
-# Of the steps that are computed, DeepCache makes some shallow: fewer whole ones than either alone leaves.
-FORECASTS_WITH_DEEPCACHE, INTERVALS_WITH_FORECAST = (2, 3), (2, 3, 4)
-SPEED_VALUES = next(preset.values for preset in PRESETS if preset.name == SPEED)
+FAST_VALUES = PRESETS[FAST].values
 
 
 def deepcache(interval: int, depth: int, **others: Any) -> dict[str, Any]:
@@ -23,23 +20,11 @@ IMAGE_SETTINGS: dict[str, dict[str, Any]] = {
     ONEDIFF: {},
     **{f"onediff, VAE {name}": {"vae_precision": name} for name in ("fp16", "bf16", "fp32")},
     "onediff, half sums": {"matmul_accumulation": "half"},
-    "onediff, TF32": {"tf32": "on"},
     **{f"onediff + {kind}": {"low_bit": kind} for kind in ("fp8", "int8")},
     "onediff + low-bit auto": {"low_bit": "auto"},
-    "onediff + int8, attention": {"low_bit": "int8", "low_bit_attention": True},
     **{f"onediff + {kind} only": {"low_bit": kind, "low_bit_only": True} for kind in ("fp8", "int8")},
     **{
         f"onediff + DeepCache {interval}, depth {depth}": deepcache(interval, depth)
-        for interval in INTERVALS for depth in DEPTHS
-    },
-    **{
-        f"onediff + DeepCache {interval}, depth 1, as published":
-            deepcache(interval, 1, deepcache_schedule=UNIFORM, deepcache_feature=REUSED)
-        for interval in INTERVALS
-    },
-    **{
-        f"onediff + DeepCache {interval}, depth {depth}, reused":
-            deepcache(interval, depth, deepcache_feature=REUSED)
         for interval in INTERVALS for depth in DEPTHS
     },
     **{f"onediff, guidance end {end}": {"guidance_end": end} for end in GUIDANCE_ENDS},
@@ -47,30 +32,18 @@ IMAGE_SETTINGS: dict[str, dict[str, Any]] = {
         f"onediff + DeepCache {interval}, depth 1, guidance end 0.75": deepcache(interval, 1, guidance_end=0.75)
         for interval in INTERVALS
     },
-    **{f"onediff, forecast {interval}": {"forecast_interval": interval} for interval in FORECASTS},
+    **{f"onediff, forecast {interval}": deepcache(interval, 0) for interval in FORECASTS},
     **{
-        f"onediff, forecast {interval}, guidance end 0.75": {"forecast_interval": interval, "guidance_end": 0.75}
+        f"onediff, forecast {interval}, guidance end 0.75": deepcache(interval, 0, guidance_end=0.75)
         for interval in FORECASTS
-    },
-    **{
-        f"onediff, forecast {forecast} + DeepCache {interval}, depth 1": {
-            "forecast_interval": forecast, **deepcache(interval, 1)
-        }
-        for forecast in FORECASTS_WITH_DEEPCACHE for interval in INTERVALS_WITH_FORECAST
-    },
-    **{
-        f"onediff, forecast {forecast} + DeepCache {interval}, depth 1, guidance end 0.75": {
-            "forecast_interval": forecast, **deepcache(interval, 1, guidance_end=0.75)
-        }
-        for forecast, interval in ((2, 3), (3, 2))
     },
     "onediff + fp8 + DeepCache 3, depth 1": {"low_bit": "fp8", **deepcache(3, 1)},
     # What the presets were chosen from.
     **{
-        f"preset {SPEED}, {kind}, DeepCache {interval}": {**SPEED_VALUES, "low_bit": kind, **deepcache(interval, 1)}
+        f"preset {FAST}, {kind}, DeepCache {interval}": {**FAST_VALUES, "low_bit": kind, **deepcache(interval, 1)}
         for kind in ("off", "fp8", "int8") for interval in INTERVALS
     },
-    **{f"preset {preset.name}": dict(preset.values) for preset in PRESETS if preset.values},
+    **{f"preset {preset.name}": dict(preset.values) for preset in PRESETS.values() if preset.values},
 }
 # What --images times unless --settings says otherwise.
 TIMED = (

@@ -64,7 +64,7 @@ class Own:
         self._backend = backend
         low_bit = next((option for option, name in LOW_BIT_BACKENDS.items() if name == backend), "off")
         self._settings = Settings(
-            backend=backend if low_bit == "off" else NATIVE, low_bit=low_bit, verify=verify,
+            backend=backend if low_bit == "off" else NATIVE, low_bit=low_bit,
             low_bit_budget=low_bit_budget,
         )
         self._waits = waits_for_compile

@@ -26,15 +26,12 @@ CHANGES_IMAGES, CHANGES_DIGITS, CHANGES_NOTHING = range(3)
 # Another model, other options of the WebUI, and OneDiff's lossy options.
 SECTIONS_OF_IMAGES = {"Model", "WebUI options"}
 NAMES_OF_IMAGES = {
-    "deepcache_interval", "deepcache_depth", "deepcache_start", "deepcache_end", "deepcache_schedule",
-    "deepcache_feature", "deepcache_hires", "guidance_end", "forecast_interval", "low_bit", "low_bit_budget",
-    "low_bit_only", "low_bit_attention",
+    "deepcache_interval", "deepcache_depth", "guidance_end", "low_bit", "low_bit_budget", "low_bit_only",
     "matmul_accumulation", "convolution_accumulation",
 }
 # What says how much there is, or when it is made.
 NAMES_OF_NOTHING = {
-    "System", "GPU memory", "Python", "verify", "own_presets", "memory_budget", "prewarm",
-    "prewarm_most_used", "idle_prewarm",
+    "System", "GPU memory", "Python", "memory_budget", "prewarm",
 }
 PATH_SEPARATORS = re.compile(r"[/\\]")
 

@@ -1,6 +1,7 @@
 """What an option is: a field of settings.Settings with what an interface needs to show it, its values, its words."""
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, field
 from difflib import get_close_matches
@@ -18,10 +19,10 @@ def option(
 ) -> Any:
     """A dataclass field that carries what a user interface needs to show it.
 
-    explanation: at most 90 characters; what is more stands in .readme. group: where it stands on the settings page.
-    bounds: the least and the most that a number may be. step: what a slider between them moves by; 1 by default.
-    per_run: one generation may be given another value. check: raises ValueError with a sentence for a value that is of
-    the right kind but makes no sense. no_effect_when: other options, and their values with which this one does nothing.
+    explanation: at most 90 characters; the rest stands in .readme. group: the heading on the settings page.
+    bounds: the smallest and the largest number. step: of the slider between them. per_run: one generation may have
+    another value. check: raises ValueError with a sentence for a value of the right kind that makes no sense.
+    no_effect_when: other options, and their values with which this one does nothing.
     """
     return field(default=default, metadata={
         "label": label, "explanation": explanation, "choices": choices, "bounds": bounds, "step": step or 1,
@@ -57,6 +58,15 @@ def parse_value(option_field: Field[Any], word: str) -> Any:
     value = BOOL_OF_WORD[word] if kind is bool else kind(word)
     check_value(option_field, value)
     return value
+
+
+def parse_known(words: Mapping[str, str], options: Mapping[str, Field[Any]]) -> dict[str, Any]:
+    """The values that words mean; what is no option, or no value of it, is left out."""
+    values: dict[str, Any] = {}
+    for name in options.keys() & words.keys():
+        with contextlib.suppress(ValueError):
+            values[name] = parse_value(options[name], words[name])
+    return values
 
 
 def words_of(option_field: Field[Any]) -> list[str]:

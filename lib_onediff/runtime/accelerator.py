@@ -19,7 +19,7 @@ from ..model.deepcache.cache_run import StepPlan
 from ..model.deepcache.options import DeepCacheOptions
 from ..model.layout import UnsupportedUNet
 from ..model.patches import HostTraits
-from ..ops.precision import AttentionOverflows, Flags, flags_for, our_modes, upcasts_attention
+from ..ops.precision import AttentionOverflows, Flags, flags_for, our_modes
 from ..options.settings import ONE_GPU, Settings
 from ..shapes.key import ShapeKey
 from ..shapes.table import Entry, State
@@ -204,7 +204,7 @@ class Accelerator(ManagedUNets):
             # Outside our modes: the host's forward must run exactly as the host would run it.
             yardstick = managed.bound.host_traits.yardstick(host)
             refusal = prove(
-                entry, result.output, settings.verify, self.history, host, yardstick, is_noise,
+                entry, result.output, self.history, host, yardstick, is_noise,
                 () if call.patches is None else call.patches.functions(), times_host,
             )
             if refusal is not None:
@@ -243,7 +243,7 @@ class Accelerator(ManagedUNets):
         """Let later calls of this sampling go by replay, unless something is decided anew at each of them: the step of
         DeepCache, which layers are in eight bits, OneFlow's compiling, the choice of a backend."""
         backend, device = result.entry.key.backend, call.latent.device
-        decides = backend == ONEFLOW or result.plan is not None or settings.deepcache_interval > 1
+        decides = backend == ONEFLOW or result.plan is not None or settings.cache_interval > 1
         looks_again = decides or (
             settings.low_bit != "off" and not (backend in WITH_LOW_BIT and managed.low_bit_is_decided(backend))
             or settings.backend == AUTO and self.operators.auto.is_choosing(backend, device)
@@ -260,14 +260,14 @@ class Accelerator(ManagedUNets):
     ) -> CallResult | str:
         """The output of a call, or why none of these backends serves it.
 
-        The first output of a shape that overflows is computed again with attention in float32, where the choice is
-        auto; so is every other of this network from then on.
+        The first output of a shape that overflows is computed again with attention in float32; so is every other of
+        this network from then on.
         """
         weights, dtype = managed.bound.identity(), managed.bound.binding.dtype
         device, by_host = call.latent.device, call.upcast_attention
         overflows = self.attention_overflows.seen(weights, dtype)
         while True:
-            upcast = upcasts_attention(settings, by_host, overflows)
+            upcast = by_host or overflows
             if upcast != call.upcast_attention:
                 call = replace(call, upcast_attention=upcast)
             flags = flags_for(settings, dtype, device, call.upcast_attention)
@@ -276,12 +276,13 @@ class Accelerator(ManagedUNets):
                 result = self._fallback.serve(managed, settings, candidates, call, self._notice, flags, plan)
             if isinstance(result, str):
                 return result
-            rests = call.patches is not None and settings.deepcache_interval > 1
+            rests = call.patches is not None and settings.cache_interval > 1
             why_full = PATCHES_REST if rests else managed.cache_run.reason or managed.cache_run.failure
             why_reused = "" if result.plan is None else result.plan.why_reused
             self.call_stats.note_pass(result.entry.key.part, why_full, why_reused)
-            untried = not call.upcast_attention and upcasts_attention(settings, by_host, True)
-            if result.entry.state is not State.COLD or not untried or bool(torch.isfinite(result.output).all()):
+            if result.entry.state is not State.COLD or call.upcast_attention:
+                break
+            if bool(torch.isfinite(result.output).all()):
                 break
             overflows = True
         news = overflows and not self.attention_overflows.seen(weights, dtype)
@@ -293,7 +294,7 @@ class Accelerator(ManagedUNets):
     def _step_plan(self, managed: ManagedUNet, settings: Settings, call: UNetCall, flags: Flags) -> StepPlan | None:
         """What DeepCache says of a call."""
         sampling = self.sampling_of(managed)
-        choice, bound = DeepCacheOptions.of(settings, sampling.second_pass), managed.bound
+        choice, bound = DeepCacheOptions.of(settings), managed.bound
         if choice.interval <= 1:
             managed.cache_run.rest(managed.held_features)
             return None

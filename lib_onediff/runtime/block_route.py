@@ -173,7 +173,7 @@ class BlockRoute:
         with our_modes(hidden_states.device, entry.key.precision):
             layers = self._layers(managed, ops, call, embedding, entry.key.precision)
         managed.served_last = True
-        if settings.deepcache_interval > 1:
+        if settings.cache_interval > 1:
             call_stats.note_pass("", f"DeepCache rests: {owner} runs the UNet's loop itself")
         within = "" if patches is None else (
             f"other extensions compute within the UNet: {', '.join(entry.key.patches)}"
@@ -268,7 +268,7 @@ class BlockRoute:
             output = computed_twice(running.entry, compute, functions) if twice else compute()
         if output is None:
             return blame(running.entry, "what another extension computes within a stage differs each time")
-        if running.entry.state is State.COLD and (running.settings.verify or running.entry.key.patches):
+        if running.entry.state is State.COLD:
             # Where ours cannot be used, the host runs once more, for the answer.
             rewind = state_of(device, functions)
             miss = self._compare(running, output, host())

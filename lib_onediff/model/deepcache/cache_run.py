@@ -9,7 +9,7 @@ from ..call import DeepCachePass, DeepFeature, UNetCall
 from ..layout import UNetLayout
 from .buffers import Features, Place, Record
 from .forward import deepest
-from .options import FORECAST, DeepCacheOptions
+from .options import DeepCacheOptions
 from .prompts import TILES, FirstTimestep, PromptNumbers
 from .sampling import UNEQUAL_TIMES, Sampling
 from .schedule import is_whole, last_whole
@@ -105,8 +105,8 @@ class CacheRun:
             self.reason = RESTS + TILES
         whole = is_whole(choice, step)
         # Between steps that add noise, or that a sampler of a higher order joins, the feature does not follow a line.
-        why_reused = sampling.why_no_forecast() if choice.feature == FORECAST else ""
-        forecasts = choice.feature == FORECAST and not why_reused
+        why_reused = sampling.why_no_forecast()
+        forecasts = not why_reused
         if whole and step.index != self._whole_steps[1]:
             self._whole_steps = self._whole_steps[1], step.index
         # A line needs what the whole step before this one has made.

@@ -1,12 +1,9 @@
 """What a user may choose of DeepCache: the settings offer it, the schedule and the step plan follow it."""
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-EARLY, UNIFORM = SCHEDULES = ("early", "uniform")
-FORECAST, REUSED = FEATURES = ("forecast", "reused")
-AS_FIRST, OFF = HIRES = ("as the first pass", "off")
 MOST_INTERVAL, MOST_DEPTH = 20, 11
 
 
@@ -14,25 +11,16 @@ MOST_INTERVAL, MOST_DEPTH = 20, 11
 class DeepCacheOptions:
     """interval: every so many steps the whole UNet is computed; 1: at every step, which is exact.
 
-    depth: how many input stages, and as many output stages, run at every step. start, end: outside of these fractions
-    of a sampling's steps every step is whole. schedule: UNIFORM, or EARLY: as many whole steps, close together at the
-    beginning and ever rarer. feature: what stands for the deep feature of the other steps: FORECAST, a line
-    through the last two computed ones (buffers.Record), or REUSED, the last one itself, as the authors have it.
+    depth: how many input stages, and as many output stages, run at every step.
     """
 
     interval: int = 1
     depth: int = 1
-    start: float = 0.0
-    end: float = 1.0
-    schedule: str = EARLY
-    feature: str = FORECAST
 
     @classmethod
-    def of(cls, settings: Any, second_pass: bool) -> DeepCacheOptions:
-        """What settings (see settings.Settings) say for the first or the second pass of hires fix."""
-        if second_pass and settings.deepcache_hires == OFF:
-            return cls()
-        return cls(**{option.name: getattr(settings, f"deepcache_{option.name}") for option in fields(cls)})
+    def of(cls, settings: Any) -> DeepCacheOptions:
+        """What settings say, see settings.Settings."""
+        return cls(settings.cache_interval, settings.deepcache_depth)
 
 
 def depth_of(cache_layer_id: int, cache_block_id: int, layers_per_block: int = 2) -> int:

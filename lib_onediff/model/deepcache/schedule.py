@@ -1,10 +1,11 @@
-"""Which steps of a sampling compute the whole UNet."""
+"""Which steps of a sampling compute the whole UNet: many at the beginning, where an image takes shape, ever fewer
+later; at equal distances where the number of steps is not known (measured in .readme/deepcache.md)."""
 from __future__ import annotations
 
 import math
 from functools import lru_cache
 
-from .options import EARLY, DeepCacheOptions
+from .options import DeepCacheOptions
 from .timeline import Step
 
 # The authors' exponent, and how their search for one that leaves as many different steps goes down.
@@ -16,9 +17,7 @@ def is_whole(choice: DeepCacheOptions, step: Step) -> bool:
     """Whether this step computes the whole UNet. The first and the last step always do."""
     if choice.interval <= 1 or step.index == 0 or step.is_last:
         return True
-    if not choice.start - ROUNDING <= step.fraction < choice.end + (choice.end >= 1) - ROUNDING:
-        return True
-    if choice.schedule == EARLY and step.total is not None:
+    if step.total is not None:
         return step.index in early(step.total, choice.interval)
     return step.index % choice.interval == 0
 
@@ -28,7 +27,7 @@ def last_whole(choice: DeepCacheOptions, step: Step) -> int:
     a deep feature that is older is too old for this step."""
     if is_whole(choice, step):
         return step.index
-    if choice.schedule == EARLY and step.total is not None:
+    if step.total is not None:
         whole = early(step.total, choice.interval)
         return max(index for index in whole if index <= step.index)
     return step.index - step.index % choice.interval
