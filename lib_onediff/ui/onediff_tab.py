@@ -7,9 +7,9 @@ from typing import Any
 import gradio as gr
 
 from ..consistency import Facts, machine_facts, onediff_facts
-from ..hosts.host_facts import checkpoint_name, host_facts
+from ..hosts.host_facts import host_facts
 from ..hosts.webui import WebUI
-from ..options.presets import all_presets
+from ..options import presets as known_presets
 from ..options.settings import Settings
 from ..prewarm.worker import WarmUp
 from ..runtime.runtime import Runtime
@@ -18,7 +18,7 @@ from .compare.handlers import ComparePanel
 from .compare.tab import build_compare_page, build_facts_page
 from .compare.text_to_image import TextToImage, output_folder
 from .presets import PresetsPanel, Store, build_presets_page
-from .settings_form import build_settings_form
+from .settings_tab import build_settings_form
 
 TITLE, ELEM_ID = "OneDiff", "onediff"
 CACHE, PRESETS, COMPARE, CONSISTENCY = "Cache", "Presets", "Compare", "Consistency"
@@ -41,7 +41,7 @@ def build_onediff_tab(
         }
 
     def presets() -> dict[str, dict[str, Any]]:
-        return all_presets(standing(), standing().own_presets, checkpoint_name())
+        return {name: preset.all_values for name, preset in known_presets.PRESETS.items()}
 
     maker = TextToImage(make_script, runtime.status)
     panel = ComparePanel(maker, webui.exclusively, standing, presets, facts, output_folder)
@@ -49,7 +49,7 @@ def build_onediff_tab(
         with gr.Tab(CACHE, elem_id="onediff_page_cache"):
             build_cache_tab(runtime, warmup, webui.exclusively)
         with gr.Tab(PRESETS, elem_id="onediff_page_presets") as page:
-            build_presets_page(PresetsPanel(lambda: runtime.settings, checkpoint_name, store), page.select)
+            build_presets_page(PresetsPanel(lambda: runtime.settings, store), page.select)
         with gr.Tab(COMPARE, elem_id="onediff_page_compare") as page:
             build_compare_page(panel, page.select)
         with gr.Tab(CONSISTENCY, elem_id="onediff_page_consistency") as page:

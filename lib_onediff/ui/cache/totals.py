@@ -20,13 +20,15 @@ ERROR_COLUMNS = ("Layers", "Kind", "Error alone", "Computed in")
 def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job]) -> str:
     """What is held, how much of it is used, and what is to come."""
     states = Counter(row.state for row in rows)
-    kinds = ", ".join(f"{states[state]} {state}" for state in ("ready", "proved", "failed", "on disk") if states[state])
+    kinds = ", ".join(
+        f"{states[state]} {texts.STATE_NAMES.get(state, state)}"
+        for state in ("ready", "proved", "failed", "on disk") if states[state]
+    )
     calls = ", ".join(f"{count} {ROUTES.get(route, route)}" for route, count in totals.calls.items() if count)
     hits = NOTHING if totals.hit_rate is None else f"{100 * totals.hit_rate:.0f} %"
     facts = {
         "Graph memory": memory_held(totals), "Disk": memory(totals.disk), "Served by a graph": hits,
         "Queue": queue_sentence(jobs), "Low-bit weights": low_bit_held(totals),
-        "Inductor": compiled_sentence(**totals.inductor) if totals.inductor.get("graphs") else "",
         "OneFlow": "{graphs} of {most}".format(**totals.oneflow) if totals.oneflow.get("graphs") else "",
         "Resolutions": f"{len(rows)}{f' ({kinds})' if kinds else ''}", "Calls": calls or "none yet",
     }
@@ -73,11 +75,6 @@ def low_bit_held(totals: Totals) -> str:
     return memory(totals.low_bit) + originals
 
 
-def compiled_sentence(graphs: int, refused: int) -> str:
-    fits = f"{counted(refused, 'call')} did not fit" if refused else "fit for every call"
-    return f"{counted(graphs, 'graph')}, {fits}"
-
-
 def meter_html(totals: Totals) -> str:
     """How full the budget is."""
     if not totals.budget:
@@ -112,7 +109,7 @@ def chart_html(rows: Iterable[ResolutionRow]) -> str:
     longest = max(max(row.step_ms or 0.0, row.host_ms or 0.0) for row in shown)
     pairs = "".join(pair_html(row, longest) for row in shown)
     return (
-        '<figure class="onediff-chart"><figcaption>Milliseconds per step, OneDiff against the WebUI\'s own'
+        '<figure class="onediff-chart"><figcaption>Milliseconds per step, OneDiff and the WebUI'
         f"</figcaption><dl>{pairs}</dl></figure>"
     )
 

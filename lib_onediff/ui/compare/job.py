@@ -11,8 +11,8 @@ from ...guard import first_line, outcome_of
 from ...quality import Difference, ImageComparison, compare, difference_map
 from ...shapes.sizes import Size
 from .. import texts
-from ..cache.handlers import whole_number
 from ..cache.purge import Exclusively
+from ..progress import whole_number
 from .sides import Side
 from .text_to_image import GeneratedImage, ImageRequest, TextToImage
 
