@@ -58,7 +58,7 @@ PRESETS = {preset.name: preset for preset in (
         {"deepcache_interval": 3, **FASTER_LAYERS},
     ),
     Preset(
-        DRAFT, "Four of five steps compute part of the UNet, and INT8, so that details differ", 0.34, 0.14,
+        DRAFT, "Four of five steps compute part of the UNet, and INT8", 0.34, 0.14,
         {"deepcache_interval": 5, "deepcache_depth": 2, **FASTER_LAYERS},
     ),
 )}

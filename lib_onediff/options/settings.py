@@ -45,7 +45,7 @@ class Settings:
     )
     deepcache_depth: int = option(
         1, "DeepCache depth",
-        "How much the other steps compute. 1: fast; more: nearer; 0: nothing, they are extrapolated.",
+        "What the other steps compute. 1: fast; more: nearer; 0: nothing, they are extrapolated.",
         group=SPEED, per_run=True, bounds=(0, MOST_DEPTH),
     )
     vae_precision: str = option(

@@ -34,7 +34,7 @@ def sampled(host: Host, sampler: type[Sampler12], **options: Any) -> tuple[Guide
     """The steps of a sampling, and which of them were computed."""
     guided = Guided(host)
     guided.sampler = sampler
-    guided.start(**{"guidance_end": 1.0, "forecast_interval": 3, **options})
+    guided.start(**{"guidance_end": 1.0, "deepcache_interval": 3, "deepcache_depth": 0, **options})
     steps, computed, before = [], [], runtime.call_stats.forecasts
     for place, step in enumerate(guided.steps()):
         steps.append(step)
@@ -70,5 +70,5 @@ def test_other_samplers_are_computed_whole(host: Host, sampler: type[Sampler12],
 
 
 def test_off_is_off(host: Host) -> None:
-    _, _, computed = sampled(host, Euler, forecast_interval=1)
+    _, _, computed = sampled(host, Euler, deepcache_interval=1)
     assert computed == list(range(12)) and runtime.status()["forecast"]["reason"] == ""

@@ -4,12 +4,11 @@ from __future__ import annotations
 import pytest
 import torch
 from builders import SMALL, SMALL_XL, relative_error
-from deepcache_builders import STEPS, Rig, call_of, few_steps_suffice, passes  # noqa: F401
+from deepcache_builders import STEPS, Rig, call_of, evenly_spaced, few_steps_suffice, passes  # noqa: F401
 from torch import Tensor
 
 from lib_onediff.model.deepcache.buffers import DAMPING, Record
 
-FORECAST = {"deepcache_feature": "forecast"}
 WHOLE = [0, 3, 6, 9, 10]
 
 
@@ -23,7 +22,7 @@ def on_the_line(computed: list[tuple[int, Tensor]], step: int) -> Tensor:
 
 @pytest.mark.parametrize("config", [SMALL, SMALL_XL], ids=["SD1", "SDXL"])
 def test_cached_passes_read_the_forecast_of_their_own_prompt(config: dict) -> None:
-    rig = Rig.of(config, **FORECAST)
+    rig = Rig.of(config)
     rig.begin(STEPS[:11], why_no_forecast=lambda: "")
     computed: dict[str, list[tuple[int, Tensor]]] = {"cat": [], "ugly": []}
     for step, half in enumerate(passes(WHOLE, 11)):
@@ -42,7 +41,7 @@ def test_cached_passes_read_the_forecast_of_their_own_prompt(config: dict) -> No
 
 
 def test_one_prompt_alone_and_two_samplings_in_turn() -> None:
-    rig = Rig.of(**FORECAST)
+    rig = Rig.of()
     for _ in range(2):
         rig.begin(STEPS[:11], why_no_forecast=lambda: "")
         computed: list[tuple[int, Tensor]] = []
@@ -66,7 +65,6 @@ def test_of_two_features_at_one_step_the_later_counts_and_other_weights_begin_an
 
 
 def test_a_long_way_on_from_two_adjacent_steps_it_goes_no_farther() -> None:
-    """As with a late start and a large interval."""
     record = Record()
     for step, value in ((10, 1.0), (11, 2.0)):
         record.note(step, "weights", torch.full((2,), value))
@@ -77,9 +75,9 @@ def test_a_long_way_on_from_two_adjacent_steps_it_goes_no_farther() -> None:
 
 def test_its_memory_is_told_and_given_back() -> None:
     sizes = {}
-    for feature in ("reused", "forecast"):
-        rig = Rig.of(deepcache_feature=feature)
-        rig.begin(why_no_forecast=lambda: "")
+    for feature, why_not in (("reused", "it adds noise"), ("forecast", "")):
+        rig = Rig.of()
+        rig.begin(why_no_forecast=lambda why_not=why_not: why_not)
         rig.sample(STEPS)
         run = rig.runtime.managed_unet(rig.unet).cache_run
         sizes[feature] = run._features.bytes()
@@ -89,14 +87,14 @@ def test_its_memory_is_told_and_given_back() -> None:
 
 
 def test_with_samplers_that_no_line_follows_the_last_feature_is_reused() -> None:
-    rig = Rig.of(**FORECAST)
+    rig = Rig.of()
     rig.begin(STEPS[:11], why_no_forecast=lambda: "it adds noise")
     for step, half in enumerate(passes(WHOLE, 11)):
         rig.check(call_of(rig.unet, STEPS[step]), "a", half)
 
 
 def test_the_status_says_why_deep_layers_are_reused() -> None:
-    rig = Rig.of(**FORECAST)
+    rig = Rig.of()
     for why in ("", "it adds noise"):
         rig.begin(STEPS[:11], why_no_forecast=lambda why=why: why)
         for step in range(4):

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 import torch
 from builders import SMALL, SMALL_XL
-from deepcache_builders import STEPS, Rig, call_of, few_steps_suffice, passes  # noqa: F401
+from deepcache_builders import STEPS, Rig, call_of, evenly_spaced, few_steps_suffice, passes, unchecked  # noqa: F401
 from graph_builders import PretendedGraphs
 
 from lib_onediff.engines.graphs.recapture import CaptureRequest
@@ -166,8 +166,9 @@ def test_a_shallow_half_that_is_not_the_full_one_is_not_used(
     assert "differs from the full one by 1.0e-02" in rig.reason
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_picture_of_nothing_but_nan_does_not_condemn_it() -> None:
-    rig = Rig.of(SMALL, verify=False)
+    rig = Rig.of(SMALL)
     rig.begin(STEPS[:4])
     call = call_of(rig.unet, STEPS[0])
     call.latent.fill_(float("nan"))

@@ -6,21 +6,29 @@ from typing import Any
 
 import pytest
 from builders import SD1, SDXL, relative_error
-from deepcache_builders import few_steps_suffice
+from deepcache_builders import evenly_spaced, few_steps_suffice
 from grid import grid
 from test_public_api_pipelines import inputs, pipeline, quiet
 from torch import Tensor
 
 import lib_onediff
+from lib_onediff.hosts.diffusers import schedule as schedulers
+from lib_onediff.model.deepcache import schedule
 from lib_onediff.model.deepcache.schedule import early
 
 package = pytest.importorskip("DeepCache", reason="the package DeepCache is not installed")
-__all__ = ["few_steps_suffice", "quiet"]
+__all__ = ["evenly_spaced", "few_steps_suffice", "quiet"]
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "DeprecationWarning")]
 PIPELINES = {
     "SD1": ("StableDiffusionPipeline", SD1), "SDXL": ("StableDiffusionXLPipeline", SDXL),
     "SD1 img2img": ("StableDiffusionImg2ImgPipeline", SD1), "SDXL img2img": ("StableDiffusionXLImg2ImgPipeline", SDXL),
 }
+
+
+@pytest.fixture(autouse=True)
+def reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package reuses deep layers with every sampler."""
+    monkeypatch.setattr(schedulers, "FIRST_ORDER", ())
 
 
 def latents(pipe: Any, steps: int, size: int = 64) -> Tensor:
@@ -58,9 +66,8 @@ def theirs(pipe: Any, steps: int, interval: int, branch: int, whole: Collection[
         helper.disable()
 
 
-def ours(pipe: Any, steps: int, interval: int, branch: int, **options: Any) -> Tensor:
-    chosen = {"deepcache_interval": interval, "deepcache_depth": branch + 1, "deepcache_schedule": "uniform"}
-    chosen |= {"deepcache_feature": "reused", **options}
+def ours(pipe: Any, steps: int, interval: int, branch: int) -> Tensor:
+    chosen = {"deepcache_interval": interval, "deepcache_depth": branch + 1}
     lib_onediff.compile_pipe(pipe, ignores=("vae",), **chosen)
     try:
         return latents(pipe, steps)
@@ -111,11 +118,12 @@ def test_but_for_the_last_step(name: str, passes: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["SD1", "SDXL"])
-def test_the_early_schedule_in_the_packages_blocks(name: str) -> None:
+def test_the_early_schedule_in_the_packages_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule, "early", early)
     pipe = pipeline(*PIPELINES[name])
     whole = {*early(9, 3), 8}
     assert whole != {0, 3, 6, 8}
-    found = ours(pipe, 9, 3, 2, deepcache_schedule="early")
+    found = ours(pipe, 9, 3, 2)
     # Nine steps of random weights amplify rounding.
     assert relative_error(found, theirs(pipe, 9, 3, 2, whole)) < 3e-4
 
@@ -124,8 +132,7 @@ def test_onediffs_arguments(passes: Any) -> None:
     """cache_layer_id and cache_block_id of OneDiff, both 0: the second of the package's branches."""
     pipe = pipeline(*PIPELINES["SDXL"])
     expected = theirs(pipe, 7, 3, 1)
-    lib_onediff.compile_pipe(pipe, ignores=("vae",), cache_interval=3, cache_layer_id=0, cache_block_id=0,
-                             deepcache_schedule="uniform", deepcache_feature="reused")
+    lib_onediff.compile_pipe(pipe, ignores=("vae",), cache_interval=3, cache_layer_id=0, cache_block_id=0)
     assert relative_error(latents(pipe, 7), expected) < 1e-4
     assert passes() == (3, 4)
 

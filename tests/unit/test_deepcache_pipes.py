@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from builders import ONE_LAYER_A_BLOCK, SD1, SMALL, a_call, diffusers_unet, served
-from deepcache_builders import few_steps_suffice
+from deepcache_builders import evenly_spaced, few_steps_suffice
 from test_public_api_pipelines import inputs, pipeline, quiet
 
 import lib_onediff
@@ -16,9 +16,8 @@ from lib_onediff.model.deepcache.sampling import UNANNOUNCED, time_of
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 
-__all__ = ["few_steps_suffice", "quiet"]
+__all__ = ["evenly_spaced", "few_steps_suffice", "quiet"]
 NAME = "StableDiffusionPipeline"
-UNIFORM = {"deepcache_schedule": "uniform"}
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "DeprecationWarning")]
 
 
@@ -49,7 +48,7 @@ def depths() -> set[int]:
     (ONE_LAYER_A_BLOCK, {"cache_layer_id": 1}, 4),
 ])
 def test_onediffs_arguments(config: dict[str, Any], arguments: dict[str, int], depth: int) -> None:
-    pipe = lib_onediff.compile_pipe(pipeline(NAME, config), ignores=("vae",), cache_interval=3, **UNIFORM, **arguments)
+    pipe = lib_onediff.compile_pipe(pipeline(NAME, config), ignores=("vae",), cache_interval=3, **arguments)
     picture(pipe)
     assert counted() == (3, 4) and depths() == {depth}
 
@@ -63,8 +62,7 @@ def test_without_them_nothing_is_cached() -> None:
 
 @pytest.mark.parametrize("wrong", [
     {"cache_interval": 0}, {"cache_interval": 3, "cache_block_id": 3}, {"cache_interval": 3, "cache_layer_id": -1},
-    {"deepcache_depth": 0}, {"deepcache_start": 1.5}, {"deepcache_end": -0.1}, {"deepcache_depth": 12},
-    {"deepcache_schedule": "odd"}, {"deepcache_hires": "own values"}, {"cache_interval": 2.5},
+    {"deepcache_depth": -1}, {"deepcache_depth": 12}, {"cache_interval": 2.5},
 ], ids=str)
 def test_wrong_arguments_are_refused_with_a_sentence(wrong: dict[str, Any]) -> None:
     pipe = pipeline(NAME, SMALL)
@@ -74,12 +72,12 @@ def test_wrong_arguments_are_refused_with_a_sentence(wrong: dict[str, Any]) -> N
 
 def test_whole_numbers_are_fractions_too() -> None:
     """JSON writes 1.0 as 1."""
-    assert Settings.from_mapping({"deepcache_start": 0, "deepcache_end": 1}) == Settings()
+    assert Settings.from_mapping({"guidance_end": 1}) == Settings()
 
 
 def test_every_picture_of_a_pipeline_begins_with_a_whole_step() -> None:
     """An interrupted one, and then one that begins where that one stopped."""
-    pipe = lib_onediff.compile_pipe(pipeline(NAME, SMALL), ignores=("vae",), cache_interval=4, **UNIFORM)
+    pipe = lib_onediff.compile_pipe(pipeline(NAME, SMALL), ignores=("vae",), cache_interval=4)
 
     def stop(pipe: Any, step: int, time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         pipe._interrupt = step >= 1
@@ -95,7 +93,7 @@ def test_every_picture_of_a_pipeline_begins_with_a_whole_step() -> None:
 def test_a_scheduler_that_is_exchanged_is_followed() -> None:
     from diffusers import LCMScheduler
 
-    pipe = lib_onediff.compile_pipe(pipeline(NAME, SMALL), ignores=("vae",), cache_interval=4, **UNIFORM)
+    pipe = lib_onediff.compile_pipe(pipeline(NAME, SMALL), ignores=("vae",), cache_interval=4)
     pipe.scheduler = LCMScheduler.from_config(pipe.scheduler.config)
     # Its last timestep is far from zero: who does not know the schedule takes no step for the last one.
     picture(pipe, 4)
@@ -104,7 +102,7 @@ def test_a_scheduler_that_is_exchanged_is_followed() -> None:
 
 @pytest.mark.parametrize("is_known", [True, False], ids=["known timesteps", "learned timesteps"])
 def test_a_loop_of_ones_own_says_when_a_sampling_begins(is_known: bool) -> None:
-    unet, times = lib_onediff.compile_unet(diffusers_unet(), deepcache_interval=3, **UNIFORM), range(981, 0, -140)
+    unet, times = lib_onediff.compile_unet(diffusers_unet(), deepcache_interval=3), range(981, 0, -140)
 
     def sample() -> None:
         for time in times:

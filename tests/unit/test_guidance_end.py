@@ -207,8 +207,9 @@ def test_halves_of_other_latents_are_no_guidance() -> None:
     assert "the same latents" in refused(ours, lambda call: replace(call, latent=torch.randn_like(call.latent)))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_perturbed_rows_are_computed_whole() -> None:
-    ours = Samplings.of(verify=False)
+    ours = Samplings.of()
     ours.begin()
     perturbed = PerturbedAttention(frozenset(), 1)
     assert "perturbed" in refused(ours, lambda call: replace(call, perturbed=perturbed))
@@ -226,14 +227,15 @@ def test_a_step_with_other_calls_beside_prompt_and_negative_prompt() -> None:
     assert ours.sample() == steps(1)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_residuals_are_cut_with_the_rows() -> None:
     # The host of these tests adds no residuals.
-    ours = Samplings.of(verify=False)
+    ours = Samplings.of()
     residual = torch.cat([torch.zeros(1, 16, 8, 8), torch.ones(1, 16, 8, 8)])
     control = Control(input=(residual,), output=(None, None, None, residual))
     ours.begin()
     *_, (kind, output) = [ours.run(replace(ours.call(time), control=control)) for time in STEPS]
-    plain = Samplings.of(verify=False, guidance_end=1.0)
+    plain = Samplings.of(guidance_end=1.0)
     plain.begin()
     whole = plain.run(replace(plain.call(STEPS[-1]), control=control))[1]
     assert kind == EARLY and relative_error(output[1:], whole[1:]) < 1e-5 and torch.equal(output[0], output[1])
@@ -302,7 +304,7 @@ def test_deepcache_rests_below_as_many_steps(total: int, cached: int) -> None:
 
 @pytest.mark.parametrize("interval", [2, 3])
 def test_deepcache_begins_with_a_whole_call_where_the_batch_changes(interval: int) -> None:
-    ours = Samplings.of(deepcache_interval=interval, deepcache_schedule="uniform")
+    ours = Samplings.of(deepcache_interval=interval)
     ours.begin()
     passes = []
     for time in STEPS:

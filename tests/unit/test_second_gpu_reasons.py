@@ -41,7 +41,7 @@ def test_where_the_guidance_ends_one_card_computes_the_prompt_s_row() -> None:
 
 
 def test_a_forecast_runs_no_card() -> None:
-    image = Image.of(forecast_interval=3)
+    image = Image.of(deepcache_interval=3, deepcache_depth=0)
     image.begin(why_no_forecast=lambda: "")
     for time in STEPS:
         image.run(image.call(time))

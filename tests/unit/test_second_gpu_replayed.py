@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from builders import SMALL, SMALL_XL, diffusers_unet, randomise
-from deepcache_builders import EVERY_THIRD, STEPS, WEBUI, few_steps_suffice  # noqa: F401
+from deepcache_builders import EVERY_THIRD, STEPS, WEBUI, evenly_spaced, few_steps_suffice  # noqa: F401
 from graph_builders import PretendedGraphs
 from torch import nn
 from two_cpus import SECOND, Image, TwoCpus, change_by_data, change_in_place, change_one_layer, exact, near

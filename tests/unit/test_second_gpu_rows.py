@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from builders import SMALL, SMALL_XL, diffusers_output
-from deepcache_builders import EVERY_THIRD, STEPS, WEBUI, few_steps_suffice  # noqa: F401
+from deepcache_builders import EVERY_THIRD, STEPS, WEBUI, evenly_spaced, few_steps_suffice, unchecked  # noqa: F401
 from torch import Tensor
 from two_cpus import (
     SECOND,
@@ -61,9 +61,10 @@ def control_of(unet: Any, call: UNetCall, rows: int) -> Control:
     return Control(middle=(residuals[-1],), output=tuple(reversed(residuals[:-1])))
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("rows", [1, 2])
 def test_residuals_of_a_controlnet_are_cut(rows: int) -> None:
-    one, two = Image.of(second_gpu="off", verify=False), Image.of(verify=False)
+    one, two = Image.of(second_gpu="off"), Image.of()
     call = two.call()
     controlled = replace(call, control=control_of(two.unet, call, rows))
     for image in (one, two):
@@ -73,8 +74,9 @@ def test_residuals_of_a_controlnet_are_cut(rows: int) -> None:
     assert not near(output, exact(two, call))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_an_image_prompt_is_cut() -> None:
-    one, two = Image.of(second_gpu="off", verify=False), Image.of(verify=False)
+    one, two = Image.of(second_gpu="off"), Image.of()
     call, parts, column = two.call(), {}, 0
     for block, _ in transformer_blocks(two.runtime.layout_of(two.unet), 8, 8):
         query = block.cross_attention.query

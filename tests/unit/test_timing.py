@@ -125,7 +125,7 @@ def test_the_hosts_first_run_is_not_timed_and_a_slow_one_is_timed_once(
 def test_the_page_shows_a_ratio_with_its_spread_or_none() -> None:
     shape = dataclasses.replace(ROW.shapes[0], ratio_range=(1.8, 2.2))
     known, unknown = changed(ROW, shapes=(shape,), ratio_range=(1.8, 2.2)), changed(ROW, ratio=None)
-    assert text_of(table_html([known])).count("2.00 x 1.80 to 2.20") == 2
+    assert text_of(table_html([known])).count("2.00x 1.80 to 2.20") == 2
     assert "12.3 ms, 2.00 x (1.80 to 2.20)" in text_of(chart_html([known]))
     assert chart_html([unknown]) == ""
     status = {"route": "plain", "step_ms": 12.345, "host_ms": 24.69, "resolution": "", "model": "", "backend": ""}
