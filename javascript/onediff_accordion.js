@@ -35,7 +35,10 @@ window.onediffAccordion = (() => {
     function look() {
         for (const accordion of document.querySelectorAll(".onediff-accordion")) {
             const seen = !document.hidden && accordion.offsetParent !== null;
-            if (seen && !inView[accordion.id]) ask(accordion.id.replace("onediff_", ""));
+            // Settings that somebody has just applied may be there only a moment later.
+            if (seen && !inView[accordion.id]) for (const after of [0, 2000, 6000]) {
+                setTimeout(() => ask(accordion.id.replace("onediff_", "")), after);
+            }
             inView[accordion.id] = seen;
         }
     }

@@ -190,7 +190,8 @@ def purged(resolutions: int, freed: int, had_graphs: bool) -> str:
 PRESETS_EXPLAINED = (
     "Seconds: SDXL 1024x1024, 30 steps, on an H100, where the WebUI's own takes 3.26 s.",
     "Distance from the exact image: 0 is the same image, 4.4 another prompt's.",
-    "The accordion sets it for an image, <i>Use these settings</i> to stay.",
+    "A preset chosen in the accordion holds for that image.",
+    "<i>Use these settings</i> puts it into the settings to stay.",
 )
 DEFAULTS = "every option at its default"
 

@@ -93,7 +93,7 @@ def test_axe_finds_nothing_and_no_word_is_cut(
         if wrong:
             found[view] = wrong
 
-    with webui.options(onediff_own_presets="my drafts: tf32 on"):
+    with webui.options(onediff_vae_precision="fp32"):
         browser.size_page(width)
         try:
             open_page(browser, f"{webui.url}/?__theme={theme}")
@@ -214,7 +214,7 @@ def test_a_new_status_moves_nothing(standalone: WebUI, page: Any) -> None:
         open_advanced(browser, "txt2img")
         browser.wait_for_text(told("txt2img"), "switched off", 20)
         before = browser.run(BOXES)
-    browser.type(changed_options("txt2img"), "verify maybe")
+    browser.type(changed_options("txt2img"), "low_bit_only maybe")
     browser.find(changed_options("txt2img")).send_keys(Keys.TAB)
     browser.wait_for_text(told("txt2img"), "OneDiff would be off", 20)
     assert browser.run(BOXES) == before
