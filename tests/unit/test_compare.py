@@ -28,7 +28,7 @@ from lib_onediff.ui.compare.report import page_html, save
 from lib_onediff.ui.compare.sides import CURRENT, OFF, Side, choices, side_of
 from lib_onediff.ui.compare.text_to_image import GeneratedImage
 
-PRESETS = {"Careful": {"backend": "eager", "verify": True}}
+PRESETS = {"Careful": {"backend": "eager"}}
 FIELDS = ("a fox", "", 160, 128, 20, 7, "Euler a", 7, 2, True)
 
 
@@ -43,16 +43,16 @@ def test_sides_by_name() -> None:
     assert side_of(OFF, "", standing, presets).settings == Settings(False, "cudagraph", memory_budget=5)
     assert side_of("Careful", None, standing, presets).settings == Settings(backend="eager", memory_budget=5)
     assert side_of(OFF, "warp 9", standing, presets).name == OFF, "what cannot be seen there does not count"
-    changed = side_of("Careful", " verify off ", standing, presets)
-    assert changed.settings.verify is False and changed.name == "Careful + verify off"
+    changed = side_of("Careful", " low_bit_only on ", standing, presets)
+    assert changed.settings.low_bit_only and changed.name == "Careful + low_bit_only on"
     with pytest.raises(ValueError, match="no settings called 'careful'. Did you mean 'Careful'?"):
         side_of("careful", "", standing, presets)
 
 
 @pytest.mark.parametrize("text, expected", [
     ("", {}), ("off", {"enabled": False}), ("backend eager", {"backend": "eager"}),
-    ("OneDiff: on; backend eager; verify off", {"enabled": True, "backend": "eager", "verify": False}),
-    ("backend = eager\nverify=off;", {"backend": "eager", "verify": False}),
+    ("OneDiff: on; backend eager; verify off; low_bit fp8", {"enabled": True, "backend": "eager", "low_bit": "fp8"}),
+    ("backend = eager\nlow_bit=fp8;", {"backend": "eager", "low_bit": "fp8"}),
 ])
 def test_changes_as_infotext_has_them(text: str, expected: dict[str, Any]) -> None:
     assert read_changes(text) == expected
@@ -60,10 +60,10 @@ def test_changes_as_infotext_has_them(text: str, expected: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("text, part", [
     ("speed 9", "no option 'speed' for a run. Choose from enabled, "),
-    ("deepcache_intervall 3", "Did you mean 'deepcache_interval'"), ("TF32 on", "Did you mean 'tf32'"),
-    ("tf32", "tf32 needs a value: auto, on, off."),
+    ("deepcache_intervall 3", "Did you mean 'deepcache_interval'"), ("LOW_BIT on", "Did you mean 'low_bit'"),
+    ("low_bit", "low_bit needs a value: off, auto, int8, fp8."),
     ("backend warp", "backend does not take 'warp'; it takes auto, native"),
-    ("verify maybe", "it takes on, off"), ("cache_folder /tmp", "no option"),
+    ("low_bit_only maybe", "it takes on, off"), ("memory_budget 9", "no option"),
 ])
 def test_wrong_changes_get_a_sentence(text: str, part: str) -> None:
     with pytest.raises(ValueError, match=part):
@@ -281,7 +281,6 @@ def test_pages_are_built_for_every_page_anew(panel: ComparePanel, monkeypatch: p
     saved = (gradio.Textbox, gradio.Dropdown, gradio.Button, gradio.Number, gradio.Checkbox, gradio.Radio)
     ours = [block for block in page.blocks.values() if isinstance(block, saved)]
     assert ours and all(block.do_not_save_to_config for block in ours)
-    assert len(handlers) == 2 * 52
     assert all(handler["api_name"] is False and handler["queue"] is False for handler in handlers)
     assert not any(handler["types"]["generator"] for handler in handlers)
 
@@ -292,10 +291,10 @@ def test_a_card_tells_what_rests_though_it_is_chosen() -> None:
         "route": "plain", "step_ms": 12.3, "reason": "no graph here", "forecast": {"calls": 0, "reason": resting},
     }
     made = GeneratedImage(image_of(1), "", 1.0, status)
-    side = Side("mine", Settings(forecast_interval=3))
+    side = Side("mine", Settings(deepcache_interval=3, deepcache_depth=0))
     assert f"<dt>Why</dt><dd>no graph here; {resting}</dd>" in card_html("Left", side, [made])
     reusing = GeneratedImage(image_of(1), "", 1.0, {**status, "deepcache": {"reused": "Euler a adds noise"}})
     told = card_html("Left", side, [reusing])
-    assert "; DeepCache reuses deep layers and forecasts none: Euler a adds noise</dd>" in told
+    assert "; DeepCache reuses deep layers instead of extrapolating them: Euler a adds noise</dd>" in told
     off = Side("off", Settings(enabled=False))
     assert "Why" not in card_html("Left", off, [made])

@@ -237,14 +237,6 @@ def test_a_fault_of_ours_costs_a_reason_and_a_log_line(
     assert ours.sample() == steps()
 
 
-def test_with_deepcache_the_computed_steps_are_deepcaches() -> None:
-    ours = Samplings.of(deepcache_interval=3)
-    ours.begin()
-    assert ours.sample() == steps()
-    passes = ours.runtime.status()["deepcache"]
-    assert (passes["full"], passes["cached"]) == (8, 1)
-
-
 def test_after_the_end_of_guidance_the_prompt_has_a_history_of_its_own() -> None:
     ours = Samplings.of(guidance_end=0.5)
     ours.begin()

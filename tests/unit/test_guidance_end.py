@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from builders import LAYOUTS, SMALL, diffusers_output, diffusers_unet, relative_error
-from deepcache_builders import STEPS, WEBUI, Rig, call_of
+from deepcache_builders import STEPS, WEBUI, Rig, call_of, evenly_spaced, unchecked  # noqa: F401
 from grid import grid
 from torch import Tensor
 

@@ -104,7 +104,7 @@ def test_what_the_host_made_is_compared_with_nothing_and_its_seconds_stand_besid
     images.make(size=9)
     assert images.status()["image"]["host_seconds"] is None, "another size"
     images.make()
-    assert dict(described(images.status()))["Image"] == "2.0 s (the WebUI's own: 5.0 s)"
+    assert dict(described(images.status()))["Image"] == "2.0 s (WebUI alone: 5.0 s)"
 
 
 def test_without_the_hosts_time_no_ratio_is_made_up() -> None:
@@ -114,7 +114,7 @@ def test_without_the_hosts_time_no_ratio_is_made_up() -> None:
         entry.host._times.clear()
     status = images.status()
     assert status["step_ms"] and (status["host_ms"], status["ratio"]) == (None, None)
-    assert dict(described(status))["Speed"] == "not compared: the WebUI's own was not timed for these steps"
+    assert dict(described(status))["Speed"] == "the WebUI was not timed for these steps"
 
 
 def test_a_call_that_makes_a_size_ready_is_in_no_image() -> None:

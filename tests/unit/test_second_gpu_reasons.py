@@ -62,7 +62,7 @@ def test_what_tells_rows_apart_or_is_foreign_has_one_card(more: dict[str, Any], 
     assert image.second["calls"] == 1 and reason in image.second["reason"]
 
 
-@pytest.mark.parametrize("backend", ["inductor", "oneflow"])
+@pytest.mark.parametrize("backend", ["oneflow"])
 def test_engines_of_one_device_have_one_card(backend: str) -> None:
     image = Image.of(backend=backend)
     image.begin()

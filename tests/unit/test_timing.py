@@ -131,8 +131,8 @@ def test_the_page_shows_a_ratio_with_its_spread_or_none() -> None:
     status = {"route": "plain", "step_ms": 12.345, "host_ms": 24.69, "resolution": "", "model": "", "backend": ""}
     speed = lambda **known: dict(described({**status, **known}))["Speed"]  # noqa: E731
     assert speed(ratio=2.0, ratio_range=(1.8, 2.2)) == "2.0x faster (12.3 ms vs 24.7 ms)"
-    assert speed(ratio=None) == "not compared: too few steps were timed yet"
-    assert speed(ratio=None, host_ms=None) == "not compared: the WebUI's own was not timed for these steps"
+    assert speed(ratio=None) == "too few steps timed yet"
+    assert speed(ratio=None, host_ms=None) == "the WebUI was not timed for these steps"
     assert speed(ratio=None, route="host") == "\N{EN DASH}"
 
 

@@ -60,8 +60,8 @@ class Chore:
             self._over.set()
 
 
-def purge_of_rows(runtime: Runtime, keys: Iterable[str]) -> Purge:
-    """Of rows by key_of."""
+def purge_of_rows(runtime: Runtime, keys: Iterable[str], more: str = "") -> Purge:
+    """Of rows by key_of. more: what stands behind their number in the question."""
     keys = set(keys)
     affected = [row for row in runtime.rows() if key_of(row) in keys]
     by_model: dict[str, set[str]] = {}
@@ -72,15 +72,11 @@ def purge_of_rows(runtime: Runtime, keys: Iterable[str]) -> Purge:
         freed = sum(runtime.purge(resolutions, model) for model, resolutions in by_model.items())
         return freed + purge_decodes(runtime, affected)
 
-    return purge_of(runtime, counted(len(affected), "resolution"), affected, free)
+    return purge_of(runtime, counted(len(affected), "resolution") + more, affected, free)
 
 
 def purge_of_model(runtime: Runtime, model: str) -> Purge:
-    affected = [row for row in runtime.rows() if row.model == model]
-    what = f"{counted(len(affected), 'resolution')} of {model}"
-    return purge_of(
-        runtime, what, affected, lambda: runtime.purge(None, model) + purge_decodes(runtime, affected)
-    )
+    return purge_of_rows(runtime, [key_of(row) for row in runtime.rows() if row.model == model], f" of {model}")
 
 
 def purge_of_all(runtime: Runtime) -> Purge:
