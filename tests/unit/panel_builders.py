@@ -79,10 +79,10 @@ class Seen:
         self.parts.update({name: value for name, value in values.items() if value != gradio.update()})
 
     def look_until_idle(self) -> None:
-        self.look()
         while isinstance(self.waiting, Chore) or any(job.pending for job in self.warmup.jobs()):
             self.warmup.wait_for_change(-2, 0.05)
             self.look()
+        self.look()
 
     def text(self, part: str) -> str:
         return text_of(self.parts.get(part, ""))

@@ -40,7 +40,7 @@ def test_sides_by_name() -> None:
     presets = lambda: PRESETS  # noqa: E731
     assert choices(presets) == [CURRENT, OFF, "Careful"]
     assert side_of(CURRENT, "", standing, presets).settings == standing
-    assert side_of(OFF, "", standing, presets).settings == Settings(False, "cudagraph", memory_budget=5)
+    assert side_of(OFF, "", standing, presets).settings == Settings(enabled=False, backend="cudagraph", memory_budget=5)
     assert side_of("Careful", None, standing, presets).settings == Settings(backend="eager", memory_budget=5)
     assert side_of(OFF, "warp 9", standing, presets).name == OFF, "what cannot be seen there does not count"
     changed = side_of("Careful", " low_bit_only on ", standing, presets)
