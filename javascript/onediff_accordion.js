@@ -43,6 +43,10 @@ window.onediffAccordion = (() => {
         }
     }
 
+    document.addEventListener("click", (event) => {
+        const title = event.target.closest && event.target.closest(".onediff-accordion .label-wrap");
+        if (title) ask(title.closest(".onediff-accordion").id.replace("onediff_", ""));
+    });
     addEventListener("focus", () => { for (const id of Object.keys(inView)) delete inView[id]; });
 
     // --- for the keyboard and for screen readers ---
