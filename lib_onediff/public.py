@@ -34,7 +34,7 @@ PARTS = ("unet", "vae")
 def compile_unet(unet: Network, settings: Settings | None = None, **options: Any) -> Network:
     """Run a diffusers UNet2DConditionModel by our forward from now on. Returns the same module.
 
-    options are those of Settings (backend="cudagraph", verify=False, ...); ValueError names a wrong one, TypeError what
+    options are those of Settings (deepcache_interval=3, ...); ValueError names a wrong one, TypeError what
     is no UNet at all. A UNet that we cannot run keeps its own forward, and the log and status() say why. Safe to call
     twice; the last options count. What is measured and compiled is remembered where the environment variable
     ONEDIFF_CACHE says, else nowhere.

@@ -16,7 +16,7 @@ from ..model.operators import Operators
 from ..model.read import read_layout
 from ..ops.availability import how_to_be_fast_here
 from ..ops.tuning_cache import TuningCache
-from ..options.settings import Settings
+from ..options.settings import SAGE, Settings
 from ..weights.contents import Reader
 from .device import Candidates, Device, Network
 from .native import Native
@@ -138,5 +138,5 @@ class Devices:
             layout = read_layout(present)
             # Compiling takes longer than a host may want to keep it.
             del present
-            low_bit = "" if settings.low_bit == "off" else settings.low_bit
+            low_bit = "" if settings.low_bit in ("off", SAGE) else settings.low_bit
             first.prepare(Network(layout.architecture, layout.kernel_users, dtype, device, low_bit), waits=True)

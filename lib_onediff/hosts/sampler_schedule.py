@@ -56,17 +56,17 @@ def sampling_of(p: Any) -> Sampling:
     known: dict[str, Any] = {"why_no_forecast": lambda: no_line, "guidance_scale": guidance_scale_of(p, second_pass)}
     if "sigmas" in takes and hasattr(sampler, "get_sigmas"):
         if "s_churn" in takes and churn_of(p):
-            return Sampling(second_pass, why_not="the sampler's churn moves its steps")
+            return Sampling(why_not="the sampler's churn moves its steps")
         sigmas, speaker = Listener(sampler, "get_sigmas").heard, weakref.ref(sampler)
-        return Sampling(second_pass, lambda: timesteps_of(speaker(), sigmas[:-1]), **known)
+        return Sampling(lambda: timesteps_of(speaker(), sigmas[:-1]), **known)
     if "timesteps" in takes and hasattr(sampler, "get_timesteps"):
         timesteps, speaker = Listener(sampler, "get_timesteps").heard, weakref.ref(sampler)
         if name in ALL_BUT_THE_LOWEST:
-            return Sampling(second_pass, lambda: sorted(timesteps)[1:] or None, **known)
+            return Sampling(lambda: sorted(timesteps)[1:] or None, **known)
         if name == OWN_TIMESTEPS:
             count = lambda: own_count(speaker(), len(timesteps))  # noqa: E731
-            return Sampling(second_pass, count=count, **known)
-    return Sampling(second_pass, why_not="this sampler chooses its steps while it runs" if sampler is not None else "")
+            return Sampling(count=count, **known)
+    return Sampling(why_not="this sampler chooses its steps while it runs" if sampler is not None else "")
 
 
 def parameters_of(function: Any) -> tuple[str, ...]:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 FULL, HALF = "full", "half"
-AUTO, ON, OFF = "auto", "on", "off"
 # Switches as a shape's key names them.
 HALF_SUMS = "float16 sums in matmul"
 FP16_REDUCTION = "reduced float16 reduction"
@@ -41,9 +40,6 @@ class Precision:
 
     matmul_accumulation: str = FULL
     convolution_accumulation: str = FULL
-    reduced_precision_reduction: str = AUTO
-    tf32: str = AUTO
-    attention_upcast: str = AUTO
 
     @classmethod
     def of(cls, settings: Any) -> Precision:
@@ -52,16 +48,13 @@ class Precision:
             return settings
         return cls(
             getattr(settings, "matmul_accumulation", FULL), getattr(settings, "convolution_accumulation", FULL),
-            getattr(settings, "reduced_precision_reduction", AUTO), getattr(settings, "tf32", AUTO),
-            getattr(settings, "attention_upcast", AUTO),
         )
 
     def wanted(self, switch: str) -> bool | None:
         """How a switch is to stand; None: as it is found."""
-        if switch == HALF_SUMS:
-            return self.matmul_accumulation == HALF
-        chosen = self.tf32 if switch in (TF32_MATMUL, TF32_CONVOLUTION) else self.reduced_precision_reduction
-        return None if chosen == AUTO else chosen == ON
+        if self.matmul_accumulation == HALF:
+            return True
+        return False if switch == HALF_SUMS else None
 
 
 def switch_of(owner: Any, attribute: str) -> Any:
@@ -223,12 +216,6 @@ def tf32_is_on() -> bool:
     """Whether torch may use TF32 anywhere, read so that it never raises; allow_tf32 itself does from torch 2.9 on,
     where somebody has used fp32_precision."""
     return any(SWITCHES[name].read() for name in (TF32_MATMUL, TF32_CONVOLUTION))
-
-
-def upcasts_attention(settings: Any, host_upcasts: bool, overflowed: bool) -> bool:
-    """Whether attention is computed in float32. overflowed: it was seen to overflow in this network."""
-    chosen = Precision.of(settings).attention_upcast
-    return host_upcasts or overflowed if chosen == AUTO else chosen == ON
 
 
 def oneflow_variables(settings: Any) -> dict[str, str]:

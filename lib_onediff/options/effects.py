@@ -1,9 +1,7 @@
-"""What a choice of precision does on this machine: why it does nothing, where it does nothing, and how all stands.
+"""Why a choice does nothing on this machine.
 
 Read in torch's sources: cuBLAS sums in float16 where allow_fp16_accumulation is set (torch 2.7 and newer, compute
-capability 7.0 and newer, not on AMD). cuDNN is asked for float32 sums by every torch, through either of its interfaces;
-TORCH_CUDNN_V8_API_DISABLED, which every torch from 2.1 to 2.13 reads once, chooses the interface and so the kernels,
-but not the sums.
+capability 7.0 and newer, not on AMD). cuDNN is asked for float32 sums by every torch from 2.1 to 2.13.
 """
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..ops.precision import AUTO, BF16_REDUCTION, FP16_REDUCTION, HALF, HALF_SUMS, ON, SWITCHES, TF32_MATMUL
+from ..ops.precision import HALF, HALF_SUMS, SWITCHES, TF32_MATMUL
 from ..ops.requirements import (
     OLDEST_TRITON,
     oldest_int8_capability,
@@ -28,9 +26,7 @@ from ..ops.sage import OLDEST_CAPABILITY as SAGE_CAPABILITY
 from ..ops.sage import PACKAGE
 
 FLOAT8_TORCH = (2, 5)
-CUDNN_V8_DISABLED = "TORCH_CUDNN_V8_API_DISABLED"
 ONEFLOW_CUTLASS = "ONEFLOW_KERENL_CONV_ENABLE_CUTLASS_IMPL"
-AMD_TF32 = "HIPBLASLT_ALLOW_TF32"
 # Few CPUs compute in float16: emoji-sd's VAE took 80 times as long as in float32.
 FP16_ON_CPU = "CPUs decode float16 many times slower"
 HALF_SUMS_FROM, TF32_FROM, BF16_FROM, FLOAT8_FROM = (7, 0), (8, 0), (8, 0), (8, 9)
@@ -89,6 +85,8 @@ def why_no_effect(
 def of_matmul(value: str, machine: Machine, dtype: torch.dtype | None) -> str | None:
     if value != HALF or machine.oneflow:
         return None
+    if dtype == torch.float32:
+        return no_nvidia(machine) or missing(machine, TF32_MATMUL, "1.7") or too_old(machine, TF32_FROM, "TF32 exists")
     return (
         no_nvidia(machine)
         or missing(machine, HALF_SUMS, "2.7")
@@ -101,49 +99,9 @@ def of_convolution(value: str, machine: Machine, dtype: torch.dtype | None) -> s
     if value != HALF:
         return None
     if not machine.oneflow:
-        return (
-            "PyTorch asks cuDNN for float32 sums whatever is set, through either of cuDNN's interfaces "
-            f"({CUDNN_V8_DISABLED} chooses between the two, and only that). OneFlow alone can sum convolutions in half "
-            "precision, and it is not what computes here."
-        )
+        return "Only OneFlow can sum convolutions in half precision, and it is not the backend."
     if os.environ.get(ONEFLOW_CUTLASS) != "1":
-        return (
-            "OneFlow looks at this for its CUTLASS convolutions alone; they need "
-            f"{ONEFLOW_CUTLASS}=1 before the WebUI is started."
-        )
-    return None
-
-
-def of_reduction(value: str, machine: Machine, dtype: torch.dtype | None) -> str | None:
-    if value == AUTO:
-        return None
-    name, since = (BF16_REDUCTION, "1.13") if dtype == torch.bfloat16 else (FP16_REDUCTION, "1.10")
-    reason = no_nvidia(machine) or missing(machine, name, since)
-    if reason is None and dtype == torch.float32:
-        return "Reduced-precision reductions exist for float16 and bfloat16; this model is in float32."
-    return reason
-
-
-def of_tf32(value: str, machine: Machine, dtype: torch.dtype | None) -> str | None:
-    if value == AUTO or (machine.amd and os.environ.get(AMD_TF32) == "1"):
-        return None
-    reason = (
-        no_nvidia(machine)
-        or missing(machine, TF32_MATMUL, "1.7")
-        or too_old(machine, TF32_FROM, "TF32 exists")
-    )
-    if reason is None and dtype in (torch.float16, torch.bfloat16):
-        name = str(dtype).removeprefix("torch.")
-        return (
-            f"TF32 is a way to multiply float32; this model is in {name} (it counts where attention or the VAE is "
-            "computed in float32)."
-        )
-    return reason
-
-
-def of_upcast(value: str, machine: Machine, dtype: torch.dtype | None) -> str | None:
-    if value == ON and dtype == torch.float32:
-        return "This model is in float32 already."
+        return f"Start the WebUI with {ONEFLOW_CUTLASS}=1: only OneFlow's CUTLASS convolutions can do this."
     return None
 
 
@@ -159,9 +117,13 @@ def of_low_bit(value: str, machine: Machine, dtype: torch.dtype | None) -> str |
     if value == "off":
         return None
     if machine.amd or machine.capability is None:
-        return "Low-bit needs OneDiff's own kernels, and those an NVIDIA GPU."
+        return "Low-bit needs an NVIDIA GPU."
     if not triton_is_usable(machine.triton):
-        return f"Low-bit needs OneDiff's own kernels, and those Triton {written(OLDEST_TRITON)} or newer."
+        return f"Low-bit needs Triton {written(OLDEST_TRITON)} or newer."
+    if value == "sage":
+        if find_spec(PACKAGE) is None:
+            return f"The package {PACKAGE} is not installed."
+        return too_old(machine, SAGE_CAPABILITY, "SageAttention exists")
     if value == "fp8" and release(machine.torch) < FLOAT8_TORCH:
         return f"PyTorch has products in FP8 from {written(FLOAT8_TORCH)} on; here it is {machine.torch}."
     if value == "fp8":
@@ -178,16 +140,6 @@ def of_low_bit_only(value: bool, machine: Machine, dtype: torch.dtype | None) ->
     return of_low_bit("auto", machine, dtype) if value else None
 
 
-def of_attention(value: str, machine: Machine, dtype: torch.dtype | None) -> str | None:
-    if value != "sage":
-        return None
-    if find_spec(PACKAGE) is None:
-        return f"The package {PACKAGE} is not installed."
-    if machine.amd or machine.capability is None:
-        return "SageAttention needs OneDiff's own kernels, and those an NVIDIA GPU."
-    return too_old(machine, SAGE_CAPABILITY, "SageAttention exists")
-
-
 def of_second_gpu(value: str, machine: Machine, dtype: torch.dtype | None) -> str | None:
     if value == "off":
         return None
@@ -200,18 +152,16 @@ def of_second_gpu(value: str, machine: Machine, dtype: torch.dtype | None) -> st
 
 CHECKS: Mapping[str, Callable[[Any, Machine, torch.dtype | None], str | None]] = {
     "matmul_accumulation": of_matmul, "convolution_accumulation": of_convolution,
-    "reduced_precision_reduction": of_reduction, "tf32": of_tf32, "attention_upcast": of_upcast,
     "vae_precision": of_vae, "low_bit": of_low_bit, "low_bit_only": of_low_bit_only,
-    "attention": of_attention,
     "second_gpu": of_second_gpu,
 }
 
 
 def no_nvidia(machine: Machine) -> str | None:
     if machine.amd:
-        return "PyTorch looks at this on NVIDIA's GPUs alone; here it computes on an AMD one."
+        return "This needs an NVIDIA GPU; here PyTorch uses an AMD one."
     if machine.capability is None:
-        return "PyTorch looks at this on NVIDIA's GPUs alone, and can use none here."
+        return "This needs an NVIDIA GPU, and PyTorch can use none here."
     return None
 
 
@@ -239,7 +189,7 @@ def remark(option: str, value: str | bool, machine: Machine | None = None) -> st
     machine = machine or Machine.now()
     if option == "matmul_accumulation" and value == HALF and machine.capability not in HALF_RATE:
         return (
-            "This GPU sums float16 products in float32 at full speed: images change, and little time is gained."
+            "This GPU sums in float32 at full speed: images change, and little time is gained."
         )
     return None
 

@@ -259,7 +259,7 @@ class BlockRoute:
             output = computed_twice(running.entry, compute, functions) if twice else compute()
         if output is None:
             raise Refusal(blame(running.entry, "what another extension computes within a stage differs each time"))
-        if running.entry.state is State.COLD and (running.settings.verify or running.entry.key.patches):
+        if running.entry.state is State.COLD:
             # Where ours cannot be used, the host runs once more, for the answer.
             rewind = state_of(device, functions)
             miss = self._compare(running, output, host())

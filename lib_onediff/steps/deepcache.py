@@ -17,7 +17,6 @@ from .schedule import is_whole, last_whole
 
 PATCHES = "other extensions compute within the UNet"
 NO_CUT = "this network cannot be cut in two"
-OFF_FOR_HIRES = "it is off for the second pass of hires fix"
 
 
 class Cached:
@@ -57,16 +56,14 @@ class DeepCache:
         self._reason = self._reused = ""
 
     def is_on(self, settings: Settings) -> bool:
-        return settings.deepcache_interval > 1
+        return settings.cache_interval > 1
 
     def plan(self, moment: Moment) -> Callable[[Compute], Answer]:
         """A cached pass where the schedule has one and its feature is there; else a full pass, which makes one."""
         call, settings, sampling = moment.call, moment.settings, moment.sampling
-        interval = settings.deepcache_interval
+        interval = settings.cache_interval
         if call.patches is not None:
             raise Refusal(PATCHES)
-        if sampling.second_pass and settings.deepcache_hires == "off":
-            raise Refusal(OFF_FOR_HIRES)
         position = moment.position
         depth = min(settings.deepcache_depth, moment.deepest())
         if depth < 1:

@@ -15,7 +15,7 @@ from lib_onediff.steps.registry import step_policies
 
 CACHES: dict[str, dict[str, Any]] = {
     "deepcache": {"deepcache_interval": 3, "guidance_end": 1.0}, "guidance": {"guidance_end": 0.5},
-    "forecast": {"forecast_interval": 3, "guidance_end": 1.0},
+    "forecast": {"deepcache_interval": 3, "deepcache_depth": 0, "guidance_end": 1.0},
 }
 
 

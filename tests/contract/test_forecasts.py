@@ -70,5 +70,5 @@ def test_other_samplers_are_computed_whole(host: Host, sampler: type[Sampler12],
 
 
 def test_off_is_off(host: Host) -> None:
-    _, _, computed = sampled(host, Euler, forecast_interval=1)
+    _, _, computed = sampled(host, Euler, deepcache_interval=1)
     assert computed == list(range(12)) and runtime.status()["forecast"]["reason"] == ""

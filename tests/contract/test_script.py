@@ -211,7 +211,7 @@ def test_arguments_that_are_not_followed_are_told(
 
 @pytest.mark.parametrize(("options", "problem"), [
     ({}, None), ({"vae_precision": "fp32"}, None), ({"low_bit": "auto", "enabled": False}, None),
-    ({"low_bit": "int8", "tf32": "on"}, "No effect on this machine: tf32, low_bit."),
+    ({"low_bit": "int8", "matmul_accumulation": "half"}, "No effect on this machine: matmul_accumulation, low_bit."),
     ({"fp8": True}, "No effect on this machine: low_bit."),
 ], ids=str)
 def test_the_infotext_says_which_options_cannot_count_on_a_cpu(

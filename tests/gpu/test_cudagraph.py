@@ -206,7 +206,7 @@ def test_binding_sdxl_adds_less_than_64_mib_and_ten_cycles_leak_nothing() -> Non
     assert torch.cuda.max_memory_allocated() - allocated < 64 * MIB
     bound.release()
     for _ in range(10):
-        compile_unet(unet, backend="cudagraph", verify=False)
+        compile_unet(unet, backend="cudagraph")
         ours(unet, given)
         uncompile_unet(unet)
         runtime.free_graphs()
@@ -269,7 +269,7 @@ def test_a_really_failing_capture_leaves_the_gpu_usable(tiny: nn.Module, monkeyp
 def test_out_of_memory_frees_the_graphs_and_the_picture_is_made(tiny: nn.Module) -> None:
     given = arguments(tiny, 1024, 1024, 4)
     expected = host(tiny, given)
-    compile_unet(tiny, verify=False)
+    compile_unet(tiny)
     small = arguments(tiny)
     ours(tiny, small)
     gc.collect()
@@ -295,7 +295,7 @@ def test_twelve_sizes_share_their_memory() -> None:
     torch.cuda.reset_peak_memory_stats()
     host(unet, arguments(unet, 1280, 1280))
     peak = torch.cuda.max_memory_reserved()
-    compile_unet(unet, verify=False)
+    compile_unet(unet)
     for size in sizes:
         ours(unet, arguments(unet, *size))
     torch.cuda.synchronize()

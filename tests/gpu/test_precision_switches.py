@@ -105,7 +105,7 @@ def test_tf32(switch: str, work: Any) -> None:
     exact = work(a.double(), b.double())
     on, off = (error(lambda: work(a, b), exact, ((switch, value),)) for value in (True, False))
     assert on > 20 * off and off < 1e-5, (on, off)
-    assert why_no_effect("tf32", "on") is None
+    assert why_no_effect("matmul_accumulation", "half", dtype=torch.float32) is None
 
 
 def test_the_newer_way_to_set_tf32_is_put_back() -> None:
@@ -227,7 +227,7 @@ def test_the_watch_changes_no_picture_and_takes_no_memory(vae: Any, monkeypatch:
     latent = latent_of(128)
     pictures, times, peaks = {}, {}, {}
     for choice in ("fp16", "auto"):
-        diffusers_decoder.attach(vae.decoder, chosen(choice, verify=False))
+        diffusers_decoder.attach(vae.decoder, chosen(choice))
         for _ in range(3):
             pictures[choice] = decoded(vae, latent)
         torch.cuda.synchronize()

@@ -65,12 +65,6 @@ def test_every_new_shape_is_checked(accelerator: Runtime, adopted: Any, other: d
     assert len(accelerator.table.entries()) == 2
 
 
-def test_without_verification_the_host_never_runs(accelerator: Runtime, adopted: Any) -> None:
-    accelerator.configure(Settings(verify=False))
-    assert run(accelerator, adopted, a_call(adopted))[1] == 0
-    assert accelerator.status()["route"] == "plain"
-
-
 def test_a_unet_that_nobody_handed_over_is_the_hosts(accelerator: Runtime) -> None:
     unet = diffusers_unet()
     output, runs = run(accelerator, unet, a_call(unet))

@@ -99,7 +99,7 @@ def test_a_middle_residual_alone_is_ignored_as_the_host_ignores_it() -> None:
     _, middle = scene.controlnet()
     expected = scene.output(mid_block_additional_residual=middle)
     assert torch.equal(expected, scene.output())
-    lib_onediff.compile_unet(scene.unet, verify=False)
+    lib_onediff.compile_unet(scene.unet)
     assert relative_error(scene.output(mid_block_additional_residual=middle), expected) < CLOSE
 
 

@@ -62,12 +62,6 @@ def test_a_verdict_of_an_earlier_process_saves_the_check(host: Host) -> None:
     assert host.calls == 2
 
 
-def test_without_the_check_the_host_is_not_asked(host: Host) -> None:
-    runtime.configure(Settings(verify=False))
-    decode(host, a_latent(host.decoder))
-    assert (host.calls, last()) == (0, ("ours", ""))
-
-
 @pytest.mark.parametrize(("change", "reason"), [
     (lambda picture: 1.01 * picture, "it differs from the VAE's own image by 9.9e-03 (rounding explains 1e-04)"),
     (lambda picture: picture[:, :, :-1], "the VAE's own image is (1, 3, 11, 12) in float32, ours is (1, 3, 12, 12)"),

@@ -120,7 +120,7 @@ def sampling_to_come(p: Any) -> Sampling:
 
     scale = getattr(p, "cfg_scale", None)
     return Sampling(
-        bool(p.is_hr_pass), times, why_no_forecast=why_no_forecast,
+        times, why_no_forecast=why_no_forecast,
         guidance_scale=None if scale is None else float(scale),
     )
 

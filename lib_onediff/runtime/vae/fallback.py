@@ -242,7 +242,7 @@ class DecodeFallbackChain:
         if entry.state is not State.COLD:
             return ours
         history = self._services.history
-        if not recall(entry, history) and job.settings.verify:
+        if not recall(entry, history):
             # Outside our modes: the host's forward must run exactly as the host would run it.
             checked = check(ours, job.host)
             if checked.host_saw is not None:
