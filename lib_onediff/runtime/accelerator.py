@@ -56,7 +56,7 @@ class Accelerator(ManagedUNets):
         self.two_gpus = TwoGpusRoute(self.guard, self.call_stats, self)
         self._fallback = FallbackChain(self.table, self._graphs, self.operators, lambda: self.waits_for_compile)
         self.vae = DecoderRoute(self)
-        # The adapter of the WebUI that we run in (a hosts.webui.WebUI): it must outlive a reload of the scripts.
+        # The adapter of the WebUI that we run in (a hosts.contract.WebUI): it must outlive a reload of the scripts.
         self.webui: Any = None
 
     # --- what hosts say -------------------------------------------------------------------------------------------

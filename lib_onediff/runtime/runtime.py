@@ -106,7 +106,7 @@ class Runtime(Accelerator):
         and what is on the disk.
 
         Returns the bytes of GPU memory that were given back. Where a large graph goes, those that stay may be captured
-        again in less memory; so it is best called while no image is being made (hosts.webui.WebUI.exclusively):
+        again in less memory; so it is best called while no image is being made (hosts.contract.WebUI.exclusively):
         torch lets nobody empty its cache during a capture. Raises NotKept where the disk keeps it.
         """
         wanted = None if resolutions is None else set(resolutions)
@@ -133,7 +133,7 @@ class Runtime(Accelerator):
     def release_memory(self) -> int:
         """Drop every graph and empty torch's caches; what was proved stays proved. Returns the bytes given back.
 
-        To be called while no image is being made; see hosts.webui.WebUI.exclusively.
+        To be called while no image is being made; see hosts.contract.WebUI.exclusively.
         """
         with self._lock:
             return self._graphs.free()

@@ -7,8 +7,8 @@ from typing import Any
 import gradio as gr
 
 from ..consistency import Facts, machine_facts, onediff_facts
+from ..hosts.contract import WebUI
 from ..hosts.host_facts import checkpoint_name, host_facts
-from ..hosts.webui import WebUI
 from ..options.presets import all_presets
 from ..options.settings import Settings
 from ..prewarm.worker import WarmUp

@@ -10,11 +10,10 @@ from contract_hosts import Host, calls_of
 from test_generations import OURS, close, same
 from torch import Tensor
 
-from lib_onediff.hosts import sampler_schedule
+from lib_onediff.hosts import hooks, sampler_schedule
 from lib_onediff.hosts.a1111 import adapter as a1111
-from lib_onediff.hosts.a1111 import lora
+from lib_onediff.hosts.a1111 import layers
 from lib_onediff.hosts.forge import adapter as forge
-from lib_onediff.hosts.ldm_decoder import DecoderPatches
 from lib_onediff.model.fused_storage import shares_storage
 from lib_onediff.runtime.block_route import BlockRoute
 from lib_onediff.runtime.runtime import runtime
@@ -43,17 +42,17 @@ class Fault(NamedTuple):
 
 FAULTS = {
     "reading a call": Fault(lambda host: (forge, "unet_call"), FAMILY, UNET, ALL),
-    "looking at the UNet": Fault(lambda host: (host.adapter, "_look"), FAMILY, UNET, ALL),
-    "looking at a call": Fault(lambda host: (host.adapter, "_why_host"), ("a1111",), UNET, ALL),
+    "looking at the UNet": Fault(lambda host: (host.adapter, "_check"), FAMILY, UNET, ALL),
+    "looking at a call": Fault(lambda host: (host.adapter, "_check_state"), ("a1111",), UNET, ALL),
     "upcasting": Fault(lambda host: (a1111, "upcasts_attention"), ("a1111",), UNET, ALL),
     "beginning a sampling": Fault(lambda host: (runtime, "begin_sampling"), FAMILY, UNET, ALL),
     "beginning a sampling, A1111": Fault(lambda host: (runtime, "begin_sampling"), ("a1111",), BEGINNING, ALL),
     "taking into care": Fault(lambda host: (runtime, "adopt"), HOSTS, BEGINNING, ALL),
     "serving a call": Fault(lambda host: (runtime, "serve"), HOSTS, UNET, LATENT),
-    "merging a LoRA": Fault(lambda host: (lora, "wanted_names"), ("a1111",), UNET, LATENT),
-    "looking at a decode": Fault(lambda host: (DecoderPatches, "_why"), HOSTS, VAE, IMAGES),
+    "merging a LoRA": Fault(lambda host: (layers, "wanted_networks"), ("a1111",), UNET, LATENT),
+    "looking at a decode": Fault(lambda host: (hooks, "check_original"), HOSTS, VAE, IMAGES),
     "serving a decode": Fault(lambda host: (runtime.vae, "_serve"), HOSTS, VAE, IMAGES),
-    "the schedule": Fault(lambda host: (sampler_schedule, "sampling_of"), HOSTS, BEGINNING, ALL),
+    "the schedule": Fault(lambda host: (host.adapter_module, "sampling_of"), HOSTS, BEGINNING, ALL),
     "hearing the schedule": Fault(
         lambda host: (sampler_schedule.Listener, "_hear"), HOSTS, "reading the sampler's schedule", ()
     ),

@@ -12,9 +12,9 @@ import torch
 from builders import SMALL_LDM, a_call, ldm_output, ldm_unet, relative_error
 from torch import Tensor, nn
 
-from lib_onediff.hosts.a1111.inert import does_nothing_now
-from lib_onediff.hosts.a1111.lora import apply_wanted_networks, lora_module, wanted_names
-from lib_onediff.hosts.author import author
+from lib_onediff.hosts.a1111.patches import does_nothing_now
+from lib_onediff.hosts.a1111.layers import apply_wanted_networks, lora_module, wanted_names
+from lib_onediff.hosts.changed_modules import author
 from lib_onediff.model.patches import HostTraits
 from lib_onediff.runtime.runtime import runtime
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from lib_onediff.engines.graphs.segments import record
-from lib_onediff.hosts.a1111.controlnet_loop import HostLoop
-from lib_onediff.hosts.a1111.inert import does_nothing_now
+from lib_onediff.hosts.a1111.stages import StageHooks
+from lib_onediff.hosts.a1111.patches import does_nothing_now
 from lib_onediff.hosts.a1111.patches import ForeignModules, is_brought
 from lib_onediff.model.bound import BoundUNet
 from lib_onediff.model.call import UNetCall
@@ -142,7 +142,7 @@ def test_within_our_blocks_in_a_foreign_loop(unet: Any, case: str) -> None:
     from ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequential
 
     call = a_call(unet, 16, 16)
-    loop = HostLoop([TimestepEmbedSequential])
+    loop = StageHooks([TimestepEmbedSequential])
     loop.serve()
     loop.watch(unet)
     unet.forward = types.MethodType(controlled_forward, unet)
@@ -283,7 +283,7 @@ def test_a_reference_records_around_our_blocks_what_it_records_around_the_hosts(
 
     call, foreign = a_call(unet, 16, 16), ForeignModules()
     plain = ours(unet, foreign)
-    loop = HostLoop([TimestepEmbedSequential])
+    loop = StageHooks([TimestepEmbedSequential])
     loop.serve()
     loop.watch(unet)
     Reference(unet)
@@ -312,7 +312,7 @@ def test_what_was_taken_from_a_stage_before_our_hook_and_put_back_changes_nothin
 
     foreign, stage = ForeignModules(), unet.output_blocks[0]
     plain = ours(unet, foreign)
-    loop = HostLoop([TimestepEmbedSequential])
+    loop = StageHooks([TimestepEmbedSequential])
     stage.forward = stage.forward
     loop.serve()
     loop.watch(unet)
@@ -335,7 +335,7 @@ def test_the_loops_stages_ask_what_the_whole_unet_asks(unet: Any) -> None:
 
     call = a_call(unet)
     why: list[str | None] = ["a hypernetwork changes the attention"]
-    loop = HostLoop([TimestepEmbedSequential], None, lambda unet: why[0])
+    loop = StageHooks([TimestepEmbedSequential], None, lambda unet: why[0])
     loop.serve()
     loop.watch(unet)
     unet.forward = types.MethodType(controlled_forward, unet)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lib_onediff.guard import Guard
-from lib_onediff.hosts.class_patch import ClassPatch, active_patches
+from lib_onediff.hosts.hooks import ClassPatch, active_patches
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from test_public_api_pipelines import inputs, picture, pipeline, quiet
 from torch import Tensor
 
 import lib_onediff
-from lib_onediff.hosts.diffusers.guidance import NO_GUIDANCE, NO_PIPELINE, TWO_HALVES, arguments_of_prompt
+from lib_onediff.hosts.diffusers.call import NO_GUIDANCE, NO_PIPELINE, TWO_HALVES, arguments_of_prompt
 from lib_onediff.hosts.diffusers.unet import DiffusersForward
 from lib_onediff.model.deepcache.sampling import UNANNOUNCED
 from lib_onediff.model.rows import half_of

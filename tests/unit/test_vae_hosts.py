@@ -17,7 +17,7 @@ from vae_builders import a_latent, decodes, diffusers_vae, host_picture, last, l
 import lib_onediff
 from lib_onediff.hosts.diffusers import vae as diffusers_decoder
 from lib_onediff.hosts.diffusers.instance_forward import attached
-from lib_onediff.hosts.ldm_decoder import DecoderPatches
+from lib_onediff.hosts.hooks import VaeHooks
 from lib_onediff.model.patches import HostTraits
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
@@ -154,8 +154,8 @@ def decoder(fresh_route: Any) -> Any:
 
 
 @pytest.fixture
-def patches(decoder: Any) -> Iterator[DecoderPatches]:
-    made = DecoderPatches([ldm_module().Decoder], HostTraits())
+def patches(decoder: Any) -> Iterator[VaeHooks]:
+    made = VaeHooks([ldm_module().Decoder], HostTraits())
     made.serve()
     yield made
     made.stop()
@@ -170,7 +170,7 @@ def test_a_class_patch_serves_every_decoder_and_leaves_nothing(decoder: Any) -> 
     own = ldm_module().Decoder.__dict__["forward"]
     latent = a_latent(decoder, 5, 7)
     expected, before, attributes = called(decoder, latent), state(decoder), set(decoder.__dict__)
-    patches = DecoderPatches([ldm_module().Decoder], HostTraits())
+    patches = VaeHooks([ldm_module().Decoder], HostTraits())
     for _ in range(2):
         patches.serve()
     assert relative_error(called(decoder, latent), expected) < 1e-5
@@ -186,7 +186,7 @@ def test_a_class_patch_serves_every_decoder_and_leaves_nothing(decoder: Any) -> 
     assert state(decoder) == before and set(decoder.__dict__) == attributes
 
 
-def test_an_extension_that_decodes_in_tiles_stands_above(decoder: Any, patches: DecoderPatches) -> None:
+def test_an_extension_that_decodes_in_tiles_stands_above(decoder: Any, patches: VaeHooks) -> None:
     """It sets forward on the instance, keeps what it found there, and calls that where a picture is small."""
     original, latent = decoder.forward, a_latent(decoder, 4, 8)
 
@@ -201,7 +201,7 @@ def test_an_extension_that_decodes_in_tiles_stands_above(decoder: Any, patches: 
     assert decodes() == {"ours": 2, "host": 0}
 
 
-def test_hooks_of_the_decoder_itself_run(decoder: Any, patches: DecoderPatches) -> None:
+def test_hooks_of_the_decoder_itself_run(decoder: Any, patches: VaeHooks) -> None:
     """As --medvram moves whole models."""
     seen: list[str] = []
     decoder.register_forward_pre_hook(lambda module, given: seen.append("before"))
@@ -219,7 +219,7 @@ def test_somebody_elses_patch_of_the_class_beneath_ours(decoder: Any, monkeypatc
         return 2 * own(self, z)
 
     monkeypatch.setattr(kind, "forward", theirs)
-    patches = DecoderPatches([kind], HostTraits())
+    patches = VaeHooks([kind], HostTraits())
     patches.serve()
     try:
         latent = a_latent(decoder)
@@ -230,7 +230,7 @@ def test_somebody_elses_patch_of_the_class_beneath_ours(decoder: Any, monkeypatc
     assert kind.__dict__["forward"] is theirs
 
 
-def test_arguments_that_we_do_not_know_are_the_hosts(decoder: Any, patches: DecoderPatches) -> None:
+def test_arguments_that_we_do_not_know_are_the_hosts(decoder: Any, patches: VaeHooks) -> None:
     with pytest.raises(TypeError):
         called(decoder, a_latent(decoder), timesteps=3)
     assert last() == ("host", "the VAE is called with more than we know (timesteps)")
@@ -238,7 +238,7 @@ def test_arguments_that_we_do_not_know_are_the_hosts(decoder: Any, patches: Deco
 
 def test_what_the_adapter_knows_of_its_host(decoder: Any) -> None:
     reasons = ["the host said so", None]
-    patches = DecoderPatches([ldm_module().Decoder], HostTraits(), lambda decoder: reasons.pop(0), lambda: True)
+    patches = VaeHooks([ldm_module().Decoder], HostTraits(), lambda decoder: reasons.pop(0), lambda: True)
     patches.serve()
     try:
         latent = a_latent(decoder)

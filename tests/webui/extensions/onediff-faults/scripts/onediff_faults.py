@@ -22,18 +22,18 @@ ANY_HOST = {
     "UNet, before the route": ("lib_onediff.runtime.accelerator", "Accelerator.adopt"),
     "UNet, the route": ("lib_onediff.runtime.accelerator", "Accelerator.serve"),
     "UNet, the decision": ("lib_onediff.runtime.accelerator", "Accelerator.run"),
-    "VAE, before the route": ("lib_onediff.hosts.ldm_decoder", "DecoderPatches._why"),
+    "VAE, before the route": ("lib_onediff.hosts.hooks", "check_original"),
     "VAE, the route": ("lib_onediff.runtime.vae.route", "DecoderRoute.decode"),
 }
 FORGE_FAMILY = {
     "end of a generation": ("lib_onediff.hosts.forge.adapter", "Forge.after_run"),
     "UNet, the call": ("lib_onediff.hosts.forge.adapter", "unet_call"),
-    "UNet, once a sampling": ("lib_onediff.hosts.forge.checks", "why_not_unet"),
+    "UNet, once a sampling": ("lib_onediff.hosts.forge.adapter", "check_storage"),
 }
 A1111 = {
     "end of a generation": ("lib_onediff.hosts.a1111.adapter", "A1111.after_run"),
     "UNet, the call": ("lib_onediff.hosts.a1111.adapter", "foreign_forward"),
-    "LoRA": ("lib_onediff.hosts.a1111.lora", "wanted_names"),
+    "LoRA": ("lib_onediff.hosts.a1111.layers", "wanted_networks"),
 }
 HOSTS = {"forge": FORGE_FAMILY, "ldm_patched": FORGE_FAMILY, "a1111": A1111}
 
