@@ -32,7 +32,7 @@ class WebUI:
     nothing, for the reason `unmet`. What follows them is the same for all hosts, but may be overridden too.
 
     name: the kind of host, for programs ("forge"). release: for people ("Forge Neo 2.26").
-    unet_class: what the class of a UNet is called that we serve. checkpoint_paths: attributes that a checkpoint must
+    unet_class: what the class of a UNet is called that we serve; "" for none. checkpoint_paths: attributes that a checkpoint must
     have. host_traits: see there. unmet: what this release or its checkpoint lacks, as a sentence; None for nothing.
     """
 
@@ -105,6 +105,8 @@ class WebUI:
 
     def exclusively(self, work: Callable[[], Result]) -> Result:
         """Run work() while the host makes no image, on the thread that the host would use."""
+        if not self.unet_class:
+            return work()
         from modules import call_queue
 
         with call_queue.queue_lock:
@@ -118,6 +120,8 @@ class WebUI:
 
     def checkpoint(self) -> Any:
         """The loaded checkpoint; None before the first. Loads none, which the host's own shared.sd_model would."""
+        if not self.unet_class:
+            return None
         from modules import sd_models
 
         return getattr(sd_models.model_data, "sd_model", None)

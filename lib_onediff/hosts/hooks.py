@@ -99,18 +99,15 @@ class ClassPatch:
             self._is_traced = False
 
 
-class UNetHooks:
-    """Our forward in UNets' calls, and a look at every sampling for calls that went past it."""
+class ForwardPatches:
+    """The same replacement for the forwards of several classes. hook, declined: see ClassPatch."""
 
-    def __init__(self, unet_classes: Iterable[type], forward: Replacement, why_bypassed: Callable[[], str]) -> None:
-        """why_bypassed: who made an image without our forward, in one line for the user."""
+    def __init__(
+        self, classes: Iterable[type], replacement: Replacement, hook: str, declined: Declined = note_host
+    ) -> None:
         self.patches = [
-            ClassPatch(kind, "forward", forward, runtime.guard, "the UNet's forward") for kind in unet_classes
+            ClassPatch(kind, "forward", replacement, runtime.guard, hook, declined) for kind in classes
         ]
-        self._why_bypassed = why_bypassed
-        # The sampling that the host has announced: its generation, whether it is a second pass, and how many calls
-        # there had been before it.
-        self._announced: tuple[int, bool, int] | None = None
 
     @property
     def active(self) -> bool:
@@ -123,6 +120,25 @@ class UNetHooks:
     def stop(self) -> None:
         for patch in self.patches:
             patch.undo()
+
+    def count(self) -> int:
+        """How many patches of ours are at work on a class, at most."""
+        return max(patch.count() for patch in self.patches)
+
+
+class UNetHooks(ForwardPatches):
+    """Our forward in UNets' calls, and a look at every sampling for calls that went past it."""
+
+    def __init__(self, classes: Iterable[type], forward: Replacement, why_bypassed: Callable[[], str]) -> None:
+        """why_bypassed: who made an image without our forward, in one line for the user."""
+        super().__init__(classes, forward, "the UNet's forward")
+        self._why_bypassed = why_bypassed
+        # The sampling that the host has announced: its generation, whether it is a second pass, and how many calls
+        # there had been before it.
+        self._announced: tuple[int, bool, int] | None = None
+
+    def stop(self) -> None:
+        super().stop()
         self._announced = None
 
     def begin_sampling(self, p: Any, unet: nn.Module | None) -> None:
@@ -174,7 +190,7 @@ def answer_or_reason(question: Callable[[], Result]) -> Result | str:
         return str(refusal)
 
 
-class VaeHooks:
+class VaeHooks(ForwardPatches):
     """Our VAE in hosts whose VAE is ldm's (A1111 with ldm and sgm, Forge): patches of these classes of decoders and
     encoders.
 
@@ -186,22 +202,13 @@ class VaeHooks:
         self, classes: Iterable[type], host_traits: HostTraits,
         check: Callable[[nn.Module], object] = lambda decoder: None, upcasts: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.patches = [
-            ClassPatch(
-                kind, "forward", self._forward, runtime.guard, "the VAE's forward",
-                lambda decoder, reason: runtime.vae.note_host(reason),
-            )
-            for kind in classes
-        ]
+        super().__init__(
+            classes, self._forward, "the VAE's forward", lambda decoder, reason: runtime.vae.note_host(reason)
+        )
         self._host_traits, self._check, self._upcasts = host_traits, check, upcasts
 
-    def serve(self) -> None:
-        for patch in self.patches:
-            patch.apply()
-
     def stop(self) -> None:
-        for patch in self.patches:
-            patch.undo()
+        super().stop()
         runtime.vae.release_all()
 
     def begin_run(self, decoder: Any) -> None:

@@ -20,7 +20,6 @@ from test_real_host_unets import SGM, needs_forge, needs_sgm
 from torch import nn
 from vae_builders import LDM, a_latent, host_picture, last, ldm_decoder, our_picture, with_small_groups
 
-from lib_onediff.hosts.forge.traits import replaced_vae_helper
 from lib_onediff.hosts.forge.traits import FORGE as FORGE_TRAITS
 from lib_onediff.hosts.hooks import VaeHooks
 from lib_onediff.model.patches import HostTraits
@@ -124,7 +123,7 @@ def test_forge_with_another_attention_is_left_to_it(forge_vae: Any, monkeypatch:
     decoder = forge_decoder(forge_vae, forge_layers=True)
     own = forge_vae.Decoder.__dict__["forward"]
     patches = VaeHooks(
-        [forge_vae.Decoder], HostTraits(), lambda decoder: replaced_vae_helper(FORGE_TRAITS, decoder)
+        [forge_vae.Decoder], HostTraits(), FORGE_TRAITS.check_vae
     )
     patches.serve()
     try:

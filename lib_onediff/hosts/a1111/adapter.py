@@ -108,7 +108,7 @@ class A1111(WebUI):
         runtime.guard.attempt("giving the UNets back", runtime.release_all)
 
     def hooks(self) -> int:
-        return max(patch.count() for patch in (*self._unets.patches, *self._vae.patches))
+        return max(self._unets.count(), self._vae.count())
 
     def loads_at_start(self) -> bool:
         from modules import shared

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from ...runtime.block_route import BlockRoute
 from ...runtime.runtime import runtime
 from ..changed_modules import ChangedModules, foreign_forward
-from ..hooks import ClassPatch
+from ..hooks import ForwardPatches
 from .patches import does_nothing_now, patches_of
 
 
-class StageHooks:
+class StageHooks(ForwardPatches):
     """Class-level patches of TimestepEmbedSequential.forward that only act inside a foreign loop."""
 
     def __init__(
@@ -26,18 +26,10 @@ class StageHooks:
         self._route = BlockRoute(
             runtime, lambda unet: patches_of(modules.at_call(unet)), why_host, upcasts_attention
         )
-        self._patches = [
-            ClassPatch(kind, "forward", self._forward, runtime.guard, "the UNet's blocks", self._declined)
-            for kind in stage_classes
-        ]
-
-    def serve(self) -> None:
-        for patch in self._patches:
-            patch.apply()
+        super().__init__(stage_classes, self._forward, "the UNet's blocks", self._declined)
 
     def stop(self) -> None:
-        for patch in self._patches:
-            patch.undo()
+        super().stop()
         self._route.forget()
 
     def watch(self, unet: Any) -> None:

@@ -115,7 +115,9 @@ def sampling_of(scheduler: Any, guidance_scale: float | None = None) -> Sampling
 def sampling_to_come(p: Any) -> Sampling:
     """The sampling of the standalone host's generation p, which gets its scheduler only when the pipeline runs."""
     generation, scale = weakref.ref(p), getattr(p, "cfg_scale", None)
-    scheduler = lambda: getattr(generation(), "sampler", None)  # noqa: E731
+
+    def scheduler() -> Any:
+        return getattr(generation(), "sampler", None)
 
     def times() -> list[float] | None:
         return None if scheduler() is None else Clock(scheduler().timesteps, scheduler().order).times()

@@ -91,7 +91,7 @@ class Forge(WebUI):
             self._refusals.clear()
 
     def hooks(self) -> int:
-        return self._unets.patches[0].count()
+        return self._unets.count()
 
     def loads_at_start(self) -> bool:
         return self._loads_at_start

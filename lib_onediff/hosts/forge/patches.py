@@ -93,8 +93,8 @@ class OptionPatches(PatchPoints):
         return [*listed, *filter(None, [self._norm]), *functions_of(self._changed_modules)]
 
     def stands(self, point: str, *arguments: Any) -> bool:
-        if point == "after_stage":
-            return bool(self._modifiers) or arguments[0] == INPUT and POINTS[point] in self._lists
+        if point in ("before_stage", "after_stage") and self._modifiers:
+            return True
         if point == "attend":
             return self._replacement(arguments[0]) is not None
         if point == "whole_block":
@@ -103,8 +103,8 @@ class OptionPatches(PatchPoints):
             return self._module_of(arguments[0]) is not None
         if point == "attention_output":
             return OUTPUT_OF.format(arguments[0]) in self._lists
-        if point == "before_stage":
-            return bool(self._modifiers)
+        if point == "after_stage" and arguments[0] != INPUT:
+            return False
         return point == "norm" or POINTS.get(point) in self._lists
 
     def begin(self, latent: Tensor) -> None:
