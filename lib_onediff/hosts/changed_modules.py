@@ -26,25 +26,20 @@ Changed = dict[str, dict[str, Any]]
 FOLDERS = ("extensions", "extensions-builtin")
 
 
-class Places(NamedTuple):
-    """The transformer blocks and attentions of a UNet: path of the block, name within it, and module of each."""
+class Place(NamedTuple):
+    """A transformer block or an attention of a UNet: the path of its block, its name within it, and itself."""
 
-    names: list[tuple[str, str]]
-    modules: list[weakref.ref[Any]]
+    block: str
+    name: str
+    module: Callable[[], Any]
 
-    @classmethod
-    def of(cls, unet: nn.Module) -> Places:
-        blocks = [(path, module) for path, module in unet.named_modules() if is_block(type(module))]
-        found = [
-            ((path, name), part) for path, block in blocks
-            for name, part in (("", block), *((name, getattr(block, name)) for name in ATTENTIONS)) if part is not None
-        ]
-        return cls([name for name, _ in found], [weakref.ref(part) for _, part in found])
 
-    def present(self) -> list[Any] | None:
-        """The modules; None where one is gone."""
-        modules = [reference() for reference in self.modules]
-        return None if None in modules else modules
+def places_of(unet: nn.Module) -> list[Place]:
+    blocks = [(path, module) for path, module in unet.named_modules() if is_block(type(module))]
+    return [
+        Place(path, name, weakref.ref(part)) for path, block in blocks
+        for name, part in (("", block), *((name, getattr(block, name)) for name in ATTENTIONS)) if part is not None
+    ]
 
 
 class ChangedModules:
@@ -55,7 +50,7 @@ class ChangedModules:
 
     def __init__(self, inert: Callable[[nn.Module, Any], bool] = lambda unet, module: False) -> None:
         self._inert = inert
-        self._places: weakref.WeakKeyDictionary[nn.Module, Places] = weakref.WeakKeyDictionary()
+        self._places: weakref.WeakKeyDictionary[nn.Module, list[Place]] = weakref.WeakKeyDictionary()
 
     def look_again(self, unet: nn.Module) -> None:
         """A sampling begins: somebody may have put other modules into the UNet."""
@@ -63,19 +58,18 @@ class ChangedModules:
 
     def at_call(self, unet: nn.Module) -> Changed:
         """What stands on its modules now."""
-        places = self._places.get(unet)
-        modules = None if places is None else places.present()
-        if places is None or modules is None:
-            places = self._places[unet] = Places.of(unet)
-            modules = [reference() for reference in places.modules]
+        places = self._places.get(unet, [])
+        modules = [place.module() for place in places]
+        if unet not in self._places or None in modules:
+            places = self._places[unet] = places_of(unet)
+            modules = [place.module() for place in places]
         derived = set(filter(is_derived_block, set(map(type, modules))))
         changed: Changed = {}
-        for index, module in enumerate(modules):
+        for place, module in zip(places, modules, strict=True):
             state = module.__dict__
             touched = "forward" in state or "_forward" in state or type(module) in derived
             if touched and self._is_foreign(unet, module):
-                path, name = places.names[index]
-                changed.setdefault(path, {})[name] = module
+                changed.setdefault(place.block, {})[place.name] = module
         return changed
 
     def _is_foreign(self, unet: nn.Module, module: Any) -> bool:

@@ -32,8 +32,9 @@ class WebUI:
     nothing, for the reason `unmet`. What follows them is the same for all hosts, but may be overridden too.
 
     name: the kind of host, for programs ("forge"). release: for people ("Forge Neo 2.26").
-    unet_class: what the class of a UNet is called that we serve; "" for none. checkpoint_paths: attributes that a checkpoint must
-    have. host_traits: see there. unmet: what this release or its checkpoint lacks, as a sentence; None for nothing.
+    unet_class: what the class of a UNet is called that we serve; "" for none. checkpoint_paths: attributes that a
+    checkpoint must have. host_traits: see there. unmet: what this release or its checkpoint lacks, as a sentence; None
+    for nothing.
     """
 
     name, unet_class = "unknown", ""

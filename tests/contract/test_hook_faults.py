@@ -88,7 +88,7 @@ def test_a_fault_costs_no_image(fault: Fault, host: Host, tracebacks: Any) -> No
 # What follows the hooks themselves when OneDiff is switched off.
 ENDS = {
     "the UNets": lambda host: (runtime, "release"), "the VAE": lambda host: (runtime.vae, "release"),
-    "the weights under a LoRA": lambda host: (forge, "originals_beneath_loras"),
+    "the weights under a LoRA": lambda host: (forge, "give_originals_storage_of_their_own"),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -86,8 +86,7 @@ class Forge(WebUI):
             self._unets.stop()
             runtime.guard.attempt("switching the VAE off", self._vae.stop)
             runtime.guard.attempt("giving the UNets back", runtime.release_all)
-            for weight in originals_beneath_loras(patcher_of(self.checkpoint())):
-                give_storage_of_its_own(weight)
+            give_originals_storage_of_their_own(patcher_of(self.checkpoint()))
             self._refusals.clear()
 
     def hooks(self) -> int:
@@ -277,19 +276,13 @@ def patcher_of(checkpoint: Any) -> Any:
     return getattr(getattr(checkpoint, "forge_objects", None), "unet", None)
 
 
-def originals_beneath_loras(patcher: Any) -> Iterator[Tensor]:
-    """What the host has put aside under a merged LoRA: Forge in its loader, others in the patcher; Classic as mere
-    tensors."""
+def give_originals_storage_of_their_own(patcher: Any) -> None:
+    """As runtime.release does for the parameters that stand in the UNet, for what the host has put aside under a merged
+    LoRA: Forge in its loader, others in the patcher; Classic as mere tensors."""
     for holder in (getattr(getattr(patcher, "model", None), "lora_loader", None), patcher):
         backup = getattr(holder, "backup", None)
         for kept in list(backup.values()) if isinstance(backup, dict) else ():
             weight = getattr(kept, "weight", kept)
-            if isinstance(weight, Tensor):
-                yield weight
-
-
-def give_storage_of_its_own(weight: Tensor) -> None:
-    """As runtime.release does for the parameters that stand in the UNet."""
-    if shares_storage(weight):
-        with torch.inference_mode(weight.is_inference()):
-            weight.data = weight.detach().clone()
+            if isinstance(weight, Tensor) and shares_storage(weight):
+                with torch.inference_mode(weight.is_inference()):
+                    weight.data = weight.detach().clone()
