@@ -269,7 +269,7 @@ def test_script_serves_diffusers_models_only(tmp_path: Path, monkeypatch: pytest
         script = scripts.load_module(f"{root}/scripts/onediff.py")
         try:
             sd_models.use_model(SimpleNamespace(model="something else"))
-            assert "has no UNet2DConditionModel" in script.current_status()["reason"]
+            assert "this checkpoint's network is a" in script.current_status()["reason"]
             sd_models.use_model(SimpleNamespace(unet=unet))
             assert attached(unet) is not None
             assert script.current_status() == {
