@@ -22,7 +22,7 @@ from .answers import SentenceRoute, json_answer
 from .auth import protection
 
 if TYPE_CHECKING:
-    from ..hosts.webui import WebUI
+    from ..hosts.contract import WebUI
     from ..prewarm.worker import WarmUp
     from ..runtime.runtime import Runtime
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import gradio as gr
 
+from ..hosts.contract import WebUI
 from ..hosts.host_facts import host_facts
-from ..hosts.webui import WebUI
 from ..options.settings import Settings
 from ..prewarm.worker import WarmUp
 from ..runtime.consistency import Facts, machine_facts, onediff_facts, report

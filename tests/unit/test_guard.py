@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lib_onediff.guard import Guard, outcome_of
-from lib_onediff.hosts.class_patch import ClassPatch
+from lib_onediff.hosts.hooks import ClassPatch
 
 
 class Owner:

@@ -12,7 +12,7 @@ from grid import grid
 from torch import Tensor
 from torch.nn import functional
 
-from lib_onediff.hosts.forge.call import unet_call
+from lib_onediff.hosts.forge.call import HostCall, unet_call
 from lib_onediff.hosts.forge.patches import ATTENTIONS, LISTS, MODIFIERS, NORM, PATCHES, REPLACED
 from lib_onediff.model.call import UNetCall
 
@@ -95,7 +95,7 @@ CASES: dict[str, Options] = {
 
 def ours(unet: Any, call: UNetCall, options: Options, read: frozenset[str] = READ) -> UNetCall | str:
     """The call with the functions in it, as Forge's adapter makes it."""
-    return unet_call(unet, call.latent, call.timestep, call.context, None, None, options, False, read, {})
+    return unet_call(unet, HostCall(call.latent, call.timestep, call.context, None, None, options, {}), False, read)
 
 
 def tiny_ldm_unet() -> Any:

@@ -19,7 +19,7 @@ from lib_onediff.demo import rest
 from lib_onediff.demo.modules import shared
 from lib_onediff.demo.modules.options import OptionInfo, Options
 from lib_onediff.demo.refusal import Refusal
-from lib_onediff.hosts.unknown import UnknownHost
+from lib_onediff.hosts.contract import WebUI
 from lib_onediff.options.settings import OFF_IN_SETTINGS, Settings
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.runtime import runtime
@@ -53,7 +53,7 @@ def test_status_line_before_the_first_picture() -> None:
 
 
 def test_model_that_is_not_served_is_reported() -> None:
-    told = status.current_status(UnknownHost("SomeUI 3", "not served yet"))
+    told = status.current_status(WebUI("SomeUI 3", "not served yet"))
     assert told["route"] == "host" and told["reason"] == "not served yet" and not told["served"]
     assert (told["release"], told["hooks"], told["notes"]) == ("SomeUI 3", 0, [])
     line = status.status_html({**told, "notes": ["Sage is not used."], "faults": ["a fault <of> ours"]})
@@ -64,7 +64,7 @@ def test_beside_a_model_that_is_not_served_nothing_is_shown_of_the_last_one(monk
     last = {**runtime.status(), **STATUS, "image": {"seconds": 2.0, "host_seconds": None, "steps": {"whole": 3}}}
     last["deepcache"] = {"full": 3, "cached": 0, "reason": "DeepCache rests: few steps", "reused": ""}
     monkeypatch.setattr(runtime, "status", lambda: last)
-    served, refused = (status.current_status(UnknownHost("UI", why)) for why in ("", "its network is a Flux"))
+    served, refused = (status.current_status(WebUI("UI", why)) for why in ("", "its network is a Flux"))
     for shown in (status.summary_html, status.status_html):
         assert "12.3 ms" in shown(served) and "2.0x faster" in shown(served) and "2.0 s" in shown(served)
         for gone in ("12.3 ms", "2.0x faster", "2.0 s", "SD1", "64x72", "few steps", "UNet"):
@@ -218,10 +218,10 @@ def test_the_accordion_says_where_onediff_is_switched_off() -> None:
     for tell in tells:
         said, *_ = tell(True, "As in the settings", "", *SHOWN)
         assert f"{html.escape(OFF_IN_SETTINGS)}." in said
-    told = status.current_status(UnknownHost("SomeUI 3", ""))
+    told = status.current_status(WebUI("SomeUI 3", ""))
     assert (told["route"], told["reason"], told["enabled"]) == ("host", f"{OFF_IN_SETTINGS}.", False)
     runtime.configure(Settings())
-    assert status.current_status(UnknownHost("SomeUI 3", "not served yet"))["reason"] == "not served yet"
+    assert status.current_status(WebUI("SomeUI 3", "not served yet"))["reason"] == "not served yet"
 
 
 def test_prewarming_while_onediff_is_switched_off_is_refused_with_the_reason() -> None:
@@ -266,7 +266,7 @@ def test_script_serves_diffusers_models_only(tmp_path: Path, monkeypatch: pytest
         script = scripts.load_module(f"{root}/scripts/onediff.py")
         try:
             sd_models.use_model(SimpleNamespace(model="something else"))
-            assert "has no UNet2DConditionModel" in script.current_status()["reason"]
+            assert "this checkpoint's network is a" in script.current_status()["reason"]
             sd_models.use_model(SimpleNamespace(unet=unet))
             assert attached(unet) is not None
             assert script.current_status() == {

@@ -26,7 +26,7 @@ from vae_builders import (
     with_small_groups,
 )
 
-from lib_onediff.hosts.ldm_decoder import DecoderPatches
+from lib_onediff.hosts.hooks import VaeHooks
 from lib_onediff.model.layout import Convolution, UnsupportedUNet
 from lib_onediff.model.patches import HostTraits
 from lib_onediff.model.read import read_decoder
@@ -168,7 +168,7 @@ def test_a_class_level_patch_serves_encoders_too() -> None:
     encoder = ldm_encoder()
     picture = a_picture(encoder)
     expected = host_picture(encoder, picture)
-    patches = DecoderPatches([ldm_module().Decoder, ldm_module().Encoder], HostTraits())
+    patches = VaeHooks([ldm_module().Decoder, ldm_module().Encoder], HostTraits())
     patches.serve()
     try:
         with torch.no_grad():

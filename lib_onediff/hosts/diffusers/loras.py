@@ -149,22 +149,22 @@ def adding(biases: Sequence[tuple[Tensor, float]]) -> Change | None:
     return changed
 
 
-def note_scale(unet: Any, scale: Any, whole: bool) -> str | None:
-    """Have all LoRAs of a UNet computed times the scale of this call, or say why the host has to compute it. whole:
-    whether no attention is computed by the host's modules, which do not know the scale."""
+def use_scale(unet: Any, scale: Any, whole: bool) -> None:
+    """Have all LoRAs of a UNet computed times the scale of this call. Raises UnsupportedUNet where the host has to.
+    whole: whether no attention is computed by the host's modules, which do not know the scale."""
     managed = runtime.managed_unet(unet)
     reader = None if managed is None else managed.bound.host_traits.functions
     if not isinstance(reader, LoraReader):
-        return None
+        return
     if not isinstance(scale, Real) or not math.isfinite(scale):
-        return "the pipeline's LoRA scale is no number"
+        raise UnsupportedUNet("the pipeline's LoRA scale is no number")
     if scale != 1:
         # Some releases of diffusers begin to scale after these.
         early = [unet.conv_in, *unet.time_embedding.children()]
         if unet.config.addition_embed_type is not None:
             early += unet.add_embedding.children()
         if any(is_lora(type(layer)) for layer in (early if whole else unet.modules())):
-            return "the pipeline scales LoRAs, of which some are computed by diffusers"
+            raise UnsupportedUNet("the pipeline scales LoRAs, of which some are computed by diffusers")
     if scale == 0:
         from diffusers.utils import USE_PEFT_BACKEND, unscale_lora_layers
 
@@ -172,4 +172,3 @@ def note_scale(unet: Any, scale: Any, whole: bool) -> str | None:
         if USE_PEFT_BACKEND:
             unscale_lora_layers(unet, 0.0)
     reader.scale = float(scale)
-    return None

@@ -1,4 +1,4 @@
-"""Guidance that ends early in every WebUI: each says in its own way which rows are the prompt's."""
+"""What leaves steps out, in every WebUI: each says in its own way which rows are the prompt's, and its sampler."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ from builders import CONTEXT_WIDTH, relative_error
 from contract_hosts import FAMILY, Host, Sampler, random
 from torch import Tensor
 
+from lib_onediff.core.timeline import FEW_STEP_MODEL
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 
@@ -148,31 +149,17 @@ def rests(guided: Guided) -> str:
 @pytest.mark.parametrize("images", [1, 2])
 def test_half_of_the_steps(host: Host, images: int) -> None:
     guided = Guided(host, images)
+    if host.name == "a1111":
+        # SDXL's conditions are dictionaries; the negative prompt has been made longer.
+        guided.said = lambda: said
+        said = SimpleParams({"crossattn": guided.prompt}, {"crossattn": guided.negative[:, :40]})
+    elif images == 2:
+        guided.marks = NEGATIVE_FIRST
+    else:
+        residuals = random(2, 64, 4, 4, seed=5), random(2, 64, 4, 4, seed=6)
+        guided.control = {"input": [], "middle": [residuals[0]], "output": [residuals[1]]}
     guided.start()
     agrees(guided)
-
-
-@family
-def test_the_negative_prompts_rows_first(host: Host) -> None:
-    guided = Guided(host, 2, NEGATIVE_FIRST)
-    guided.start()
-    agrees(guided)
-
-
-@family
-def test_residuals_of_controlnets(host: Host) -> None:
-    guided = Guided(host, 1, NEGATIVE_FIRST)
-    guided.control = {"input": [], "middle": [random(2, 64, 4, 4, seed=5)], "output": [random(2, 64, 4, 4, seed=6)]}
-    guided.start()
-    agrees(guided)
-
-
-def test_off_changes_nothing(host: Host) -> None:
-    guided = Guided(host)
-    guided.start(guidance_end=1.0)
-    steps = list(guided.steps())
-    assert not any(step.is_early for step in steps) and runtime.status()["guidance"]["reason"] == ""
-    assert {entry.key.batch for entry in runtime.table.entries() if "vae decode" not in entry.key.inputs} == {2}
 
 
 @family
@@ -197,51 +184,88 @@ def test_functions_within_the_unet_are_computed_whole(host: Host) -> None:
 
 
 @a1111
-def test_sdxls_conditions_are_a_dictionary(host: Host) -> None:
-    guided = Guided(host)
-    guided.start()
-    prompt, negative = guided.prompt, guided.negative
-    guided.said = lambda: SimpleParams({"crossattn": prompt}, {"crossattn": negative})
-    agrees(guided)
-
-
-@a1111
-def test_a_negative_prompt_that_a1111_makes_longer(host: Host) -> None:
-    guided = Guided(host)
-    guided.start()
-    said = SimpleParams(guided.prompt, guided.negative[:, :40])
-    guided.said = lambda: said
-    agrees(guided)
-
-
-@a1111
 @pytest.mark.parametrize(("conds", "negatives", "batch", "reason"), [
     (2, 1, 3, "AND joins several prompts"), (1, 1, 1, "calls of their own"), (1, 1, 3, "other rows"),
-    (2, 1, 2, "AND joins several prompts"),
+    (1, 1, 2, "other prompts"), (0, 0, 2, "does not make this call"),
 ])
 def test_other_layouts_of_a1111(host: Host, conds: int, negatives: int, batch: int, reason: str) -> None:
     guided = Guided(host, 1, [0] * batch)
     guided.start()
-    prompts, negative = random(conds, 77, CONTEXT_WIDTH, seed=2), random(negatives, 77, CONTEXT_WIDTH, seed=3)
-    said = SimpleParams(prompts, negative)
-    guided.said = lambda: said
+    prompts, negative = random(conds, 77, CONTEXT_WIDTH, seed=4), random(negatives, 77, CONTEXT_WIDTH, seed=3)
+    # What a step has said ends with it.
+    said = SimpleParams(prompts, negative) if conds else None
+    guided.said = lambda: said or SimpleParams(prompts, negative)
+    if said is None:
+        guided.host.adapter.before_step = lambda params: None
     assert reason in rests(guided)
 
 
-@a1111
-def test_calls_with_other_prompts_than_a1111s(host: Host) -> None:
-    guided = Guided(host)
-    guided.start()
-    said = SimpleParams(guided.negative, guided.prompt)
-    guided.said = lambda: said
-    assert "other prompts" in rests(guided)
+# Of 12 steps at interval 3.
+COMPUTED = [0, 1, 2, 4, 8, 11]
 
 
-@a1111
-def test_what_a_step_said_ends_with_it(host: Host) -> None:
+class Euler(Sampler12):
+    """It adds no noise between its steps."""
+
+    def sample_euler(self, model: Any, x: Any, sigmas: Any) -> None:
+        """The sampling function; its name is what counts."""
+
+    func = sample_euler
+
+
+def sampled(host: Host, sampler: type[Sampler12], **options: Any) -> tuple[Guided, list[Any], list[int]]:
+    """The steps of a sampling, and which of them were computed."""
     guided = Guided(host)
-    guided.start()
-    said = guided.said
-    guided.said = lambda: None
-    guided.host.adapter.before_step = lambda params: type(guided.host.adapter).before_step(guided.host.adapter, said())
-    assert "does not make this call" in rests(guided)
+    guided.sampler = sampler
+    guided.start(**{"guidance_end": 1.0, "forecast_interval": 3, **options})
+    steps, computed, before = [], [], runtime.call_stats.forecasts
+    for place, step in enumerate(guided.steps()):
+        steps.append(step)
+        if runtime.call_stats.forecasts == before:
+            computed.append(place)
+        before = runtime.call_stats.forecasts
+    assert runtime.guard.faults == []
+    return guided, steps, computed
+
+
+def test_six_of_twelve_steps_are_computed_and_are_the_hosts(host: Host) -> None:
+    guided, steps, computed = sampled(host, Euler)
+    assert computed == COMPUTED and runtime.status()["forecast"]["reason"] == ""
+    guided.host.switch(False)
+    for place, step in enumerate(steps):
+        distance = relative_error(step.prediction, guided.by_host(step))
+        assert distance < 1e-5 if place in computed else distance > 1e-5, (place, distance)
+
+
+def test_without_a_negative_prompt_from_half_of_the_steps_on(host: Host) -> None:
+    _, steps, computed = sampled(host, Euler, guidance_end=0.5)
+    # There the prompt alone begins a history of its own.
+    assert computed == sorted({*COMPUTED, 6, 7})
+    assert [step.is_early for step in steps] == [place >= 6 for place in range(12)]
+
+
+def test_other_samplers_are_computed_whole(host: Host) -> None:
+    _, _, computed = sampled(host, Sampler12)
+    assert computed == list(range(12)) and "Euler and DDIM" in runtime.status()["forecast"]["reason"]
+
+
+def rests_for_few_steps(host: Host, **generation: Any) -> bool:
+    """Whether DeepCache rests in a sampling of 12 steps, because of the few steps. generation: attributes of p."""
+    guided = Guided(host)
+    guided.sampler, guided.generation = Euler, generation
+    guided.start(deepcache_interval=3, guidance_end=1.0)
+    runtime.call_stats.passes.clear()
+    list(guided.steps())
+    now = runtime.status()["deepcache"]
+    assert bool(now["cached"]) is (now["reason"] == "") and runtime.guard.faults == []
+    assert now["reason"].partition(" rests: ")[2] in ("", FEW_STEP_MODEL)
+    return not now["cached"]
+
+
+def test_caches_rest_in_samplings_of_few_step_models(host: Host) -> None:
+    """The CFG scale tells; Forge's hires pass has one of 1 unless somebody sets it, which tells of its own checkpoint
+    only."""
+    assert rests_for_few_steps(host, cfg_scale=1.5) and not rests_for_few_steps(host, cfg_scale=7.0)
+    second: dict[str, Any] = {"is_hr_pass": True, "cfg_scale": 7.0, "hr_cfg": 1.0}
+    assert not rests_for_few_steps(host, hr_checkpoint_info=None, **second)
+    assert rests_for_few_steps(host, hr_checkpoint_info=SimpleNamespace(name="a lightning checkpoint"), **second)

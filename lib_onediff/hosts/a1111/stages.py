@@ -1,42 +1,35 @@
 """Our blocks inside the loop of an extension that walks ldm's or sgm's stages itself, as sd-webui-controlnet does."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
 from ...runtime.block_route import BlockRoute
 from ...runtime.runtime import runtime
-from ..class_patch import ClassPatch
-from .inert import foreign_forward
-from .patches import ForeignModules
+from ..changed_modules import ChangedModules, foreign_forward
+from ..hooks import ForwardPatches
+from .patches import does_nothing_now, patches_of
 
 
-class HostLoop:
+class StageHooks(ForwardPatches):
     """Class-level patches of TimestepEmbedSequential.forward that only act inside a foreign loop."""
 
     def __init__(
-        self, stage_classes: list[type], foreign: ForeignModules | None = None,
+        self, stage_classes: Iterable[type], changed: ChangedModules | None = None,
         why_host: Callable[[nn.Module], str | None] = lambda unet: None,
         upcasts_attention: Callable[[], bool] = lambda: False,
     ) -> None:
         """why_host, upcasts_attention: see BlockRoute."""
-        self._route = BlockRoute(runtime, (foreign or ForeignModules()).in_stages, why_host, upcasts_attention)
-        self._patches = [
-            ClassPatch(
-                stage_class, "forward", self._forward, runtime.guard, "the UNet's blocks", self._declined,
-            )
-            for stage_class in stage_classes
-        ]
-
-    def serve(self) -> None:
-        for patch in self._patches:
-            patch.apply()
+        modules = changed or ChangedModules(does_nothing_now)
+        self._route = BlockRoute(
+            runtime, lambda unet: patches_of(modules.at_call(unet)), why_host, upcasts_attention
+        )
+        super().__init__(stage_classes, self._forward, "the UNet's blocks", self._declined)
 
     def stop(self) -> None:
-        for patch in self._patches:
-            patch.undo()
+        super().stop()
         self._route.forget()
 
     def watch(self, unet: Any) -> None:
@@ -59,9 +52,7 @@ class HostLoop:
         """Stands in for TimestepEmbedSequential.forward(self, x, emb, context=None, ...)."""
         host = lambda: original(block, x, emb, context, *args, **kwargs)  # noqa: E731
         unet = self._route.unet_of(block)
-        if unet is None:
-            return runtime.pressure.run_host(host)
-        owner = foreign_forward(unet)
+        owner = None if unet is None else foreign_forward(unet)
         if owner is None or args or kwargs or not isinstance(context, Tensor):
             return runtime.pressure.run_host(host)
         return self._route.run(block, x, emb, context, owner, host)
