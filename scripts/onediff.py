@@ -6,9 +6,9 @@ from typing import Any
 
 from modules import script_callbacks, scripts, shared
 
+from lib_onediff.core.logs import show_on_console
 from lib_onediff.hosts import register, this_webui
 from lib_onediff.hosts.host_facts import checkpoint_name
-from lib_onediff.logs import show_on_console
 from lib_onediff.options import infotext, xyz
 from lib_onediff.options.prewarm_list import USUAL_NUMBER, parse_prewarm
 from lib_onediff.options.settings import Settings

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi import Body, FastAPI, HTTPException, Path, Query, Response
 from fastapi.responses import JSONResponse
 
+from ..options.sizes import Size, parse_sizes
 from ..prewarm.job import Job, check_tokens, rows_with_jobs
 from ..runtime.rows import ResolutionRow
-from ..shapes.sizes import Size, parse_sizes
 from ..store.store import NotKept
 from . import models
 from .answers import SentenceRoute, json_answer

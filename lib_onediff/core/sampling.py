@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..weak_dictionary import WeakDictionary
 from .refusal import Refusal
 from .timeline import Step, Timeline, timeline_of
+from .weak_dictionary import WeakDictionary
 
 UNANNOUNCED = "nobody says when a sampling begins and ends (own loops: with lib_onediff.sampling(unet): ...)"
 UNEQUAL_TIMES = "the images of this batch are at different steps"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from ..model.layout import UnsupportedUNet
+from ..core.refusal import Refusal
 from ..runtime.runtime import runtime
 from .contract import WebUI
 from .needs import offers
@@ -19,7 +19,7 @@ from .needs import offers
 log = logging.getLogger("onediff")
 
 # The kinds of host: a module that only this kind offers, and where the function `adapter` is that makes its adapter, or
-# raises UnsupportedUNet for a release that lacks something. reForge carries A1111's modules besides its own, so it is
+# raises Refusal for a release that lacks something. reForge carries A1111's modules besides its own, so it is
 # asked for first. A host that is ours brings its adapter along.
 HOSTS = {
     "backend.nn.unet": ".forge.adapter",
@@ -47,7 +47,7 @@ def adapter_of_host() -> WebUI:
         module = importlib.import_module(place, __name__)
         try:
             webui = module.adapter()
-        except UnsupportedUNet as refusal:
+        except Refusal as refusal:
             webui = WebUI(module.release(), str(refusal))
     if webui.unmet:
         log.warning("%s.", webui.unmet)

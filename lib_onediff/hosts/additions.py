@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..model.additions import FreeU, ImagePrompt, PerturbedAttention, Shrink
+from ..core.additions import FreeU, ImagePrompt, PerturbedAttention, Shrink
 
 
 class Additions(NamedTuple):

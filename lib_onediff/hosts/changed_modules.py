@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..model.patch_points import CROSS_ATTENTION, SELF_ATTENTION
-from ..model.patches import origin, own_method, underlying
-from ..model.read_ldm import is_block, is_derived_block
+from ..core.origins import origin, underlying
+from ..core.patch_points import CROSS_ATTENTION, SELF_ATTENTION
+from ..families.unet.read_ldm import is_block, is_derived_block
+from ..weights.scan import own_method
 
 METHODS = ("forward", "_forward")
 ATTENTIONS = (SELF_ATTENTION, CROSS_ATTENTION)

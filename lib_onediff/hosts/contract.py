@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..model.layout import UNetLayout, UnsupportedUNet
-from ..model.patches import HostTraits
-from ..model.read import read_layout
+from ..core.key import LATENT_PIXEL
+from ..core.refusal import Refusal
+from ..families.registry import read_layout
+from ..families.unet.layout import UNetLayout
 from ..prewarm.job import CannotWarm
 from ..runtime.runtime import runtime
-from ..shapes.key import LATENT_PIXEL
+from ..weights.scan import HostTraits
 from .needs import why_unknown
 
 Result = TypeVar("Result")
@@ -63,7 +64,7 @@ class WebUI:
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
         """Make one UNet call as the host itself would, at a size in pixels; batch counts the latents of the call.
 
-        Raises CannotWarm and UnsupportedUNet. Call it through exclusively().
+        Raises CannotWarm and Refusal. Call it through exclusively().
         """
         raise CannotWarm(str(self.why_not_served()))
 
@@ -170,10 +171,10 @@ def network_name(unet: nn.Module | None) -> str | None:
     if unet is None:
         return None
     managed = runtime.managed_unet(unet)
-    with contextlib.suppress(UnsupportedUNet):  # It has not been called yet.
+    with contextlib.suppress(Refusal):  # It has not been called yet.
         if managed is not None:
             return managed.bound.layout.model_name
-    with contextlib.suppress(UnsupportedUNet):
+    with contextlib.suppress(Refusal):
         return read_layout(unet).model_name
     return None
 

@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..guard import Guard
-from ..model.call import UNetCall
-from ..model.layout import UnsupportedUNet
-from ..model.patches import HostTraits, origin, own_method, package
-from ..model.rows import PromptRows
+from ..core.call import UNetCall
+from ..core.guard import Guard
+from ..core.origins import origin, package
+from ..core.refusal import Refusal
+from ..core.rows import PromptRows
 from ..runtime.runtime import runtime
+from ..weights.scan import HostTraits, own_method
 
 Result = TypeVar("Result")
 # replacement(original, self, *args, **kwargs) -> what the method returns
@@ -173,7 +174,7 @@ def serve_call(
     host_traits: HostTraits | None = None,
 ) -> Tensor:
     """The output of a UNet's call. host: the host's own forward of it. read: the call as ours; prompt_rows: which of
-    its rows are the prompt's. Both raise UnsupportedUNet with the reason where only the host knows. host_traits: see
+    its rows are the prompt's. Both raise Refusal with the reason where only the host knows. host_traits: see
     Runtime.run."""
     call = answer_or_reason(read)
     if isinstance(call, str):
@@ -183,10 +184,10 @@ def serve_call(
 
 
 def answer_or_reason(question: Callable[[], Result]) -> Result | str:
-    """What question() returns; where it raises UnsupportedUNet, that reason."""
+    """What question() returns; where it raises Refusal, that reason."""
     try:
         return question()
-    except UnsupportedUNet as refusal:
+    except Refusal as refusal:
         return str(refusal)
 
 
@@ -194,7 +195,7 @@ class VaeHooks(ForwardPatches):
     """Our VAE in hosts whose VAE is ldm's (A1111 with ldm and sgm, Forge): patches of these classes of decoders and
     encoders.
 
-    check: raises UnsupportedUNet where a decoder's call is not ours, from what the adapter knows of its host.
+    check: raises Refusal where a decoder's call is not ours, from what the adapter knows of its host.
     upcasts: whether the host computes attention scores in float32 whatever the type of its inputs.
     """
 
@@ -227,7 +228,7 @@ class VaeHooks(ForwardPatches):
         def check() -> None:
             check_original(decoder, original)
             if kwargs:
-                raise UnsupportedUNet(f"the VAE is called with more than we know ({', '.join(sorted(kwargs))})")
+                raise Refusal(f"the VAE is called with more than we know ({', '.join(sorted(kwargs))})")
             self._check(decoder)
 
         host = lambda: original(decoder, z, **kwargs)  # noqa: E731
@@ -239,8 +240,8 @@ class VaeHooks(ForwardPatches):
 
 
 def check_original(module: nn.Module, original: Any) -> None:
-    """Raise UnsupportedUNet where another package has replaced the forward of a module's class. original: what stood
+    """Raise Refusal where another package has replaced the forward of a module's class. original: what stood
     there before us."""
     source, kind = origin(original), type(module)
     if package(source) != package(kind.__module__):
-        raise UnsupportedUNet(f"{kind.__name__}.forward was replaced by {source}")
+        raise Refusal(f"{kind.__name__}.forward was replaced by {source}")

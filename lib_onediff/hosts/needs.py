@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from ..model.layout import UnsupportedUNet
-from ..model.patches import origin, package
+from ..core.origins import origin, package
+from ..core.refusal import Refusal
 
 log = logging.getLogger("onediff")
 
@@ -37,7 +37,7 @@ def offers(module: str) -> bool:
 
 
 def check_needs(release: str, needs: Iterable[Need]) -> None:
-    """Raise UnsupportedUNet with a sentence that names the first need that this release does not meet."""
+    """Raise Refusal with a sentence that names the first need that this release does not meet."""
     lacks = f"{release} has "
     for need in needs:
         try:
@@ -56,7 +56,7 @@ def check_needs(release: str, needs: Iterable[Need]) -> None:
             break
     else:
         return
-    raise UnsupportedUNet(f"{lacks}: OneDiff does not know this release, and changes nothing")
+    raise Refusal(f"{lacks}: OneDiff does not know this release, and changes nothing")
 
 
 def takes(function: Any, parameter: str, module: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from ..shapes.sizes import MOST_SIZES, SEPARATOR, Size, parse_sizes
+from .sizes import MOST_SIZES, SEPARATOR, Size, parse_sizes
 
 MOST_USED = re.compile(r"most used(?: (\d{1,6}))?", re.IGNORECASE)
 WHILE_IDLE = "while idle"

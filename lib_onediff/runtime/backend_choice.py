@@ -3,15 +3,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..core.call import UNetCall
+from ..core.device import Candidates
+from ..core.key import EXACT, Lossy
 from ..core.refusal import Refusal
-from ..engines.device import Candidates
-from ..engines.graphs.cache import GraphCache
-from ..engines.managed_unet import ManagedUNet
-from ..engines.registry import AUTO, Devices
-from ..model.call import UNetCall
-from ..ops.sage import why_no_sage
+from ..devices.registry import AUTO, Devices
+from ..devices.torch.sage import why_no_sage
 from ..options.settings import ONE_GPU, SAGE, Settings
-from ..shapes.key import EXACT, Lossy
+from .graphs.cache import GraphCache
+from .managed_unet import ManagedUNet
 
 NO_ROOM = "there is no GPU memory for the weights in eight bits, or to measure what they do"
 SAGE_ATTENTION = "SageAttention"

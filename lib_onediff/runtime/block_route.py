@@ -10,24 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.call import UNetCall
+from ..core.device import Device
+from ..core.guard import first_line
+from ..core.key import ShapeKey
+from ..core.operators import Operators
+from ..core.patch_points import PatchPoints
+from ..core.precision import Flags, flags_for, our_modes
 from ..core.refusal import Refusal
-from ..engines.device import Device
-from ..engines.managed_unet import ManagedUNet
-from ..guard import first_line
-from ..model.call import UNetCall
-from ..model.forward import ContextProjections, block_shifts
-from ..model.layers import Layers
-from ..model.layout import Stage
-from ..model.operators import Operators
-from ..model.patch_points import PatchPoints
-from ..model.patched_forward import PatchedLayers
-from ..ops import torch_ops
-from ..ops.precision import Flags, flags_for, our_modes
+from ..core.table import Entry, State, Stopwatch
+from ..devices.torch import operators as torch_ops
+from ..families.unet.forward import ContextProjections, block_shifts
+from ..families.unet.layers import Layers
+from ..families.unet.layout import Stage
+from ..families.unet.patched_forward import PatchedLayers
 from ..options.settings import ONE_GPU, Settings
-from ..shapes.key import ShapeKey
-from ..shapes.table import Entry, State, Stopwatch
 from .call_stats import BLOCKS
 from .fallback import network_of, sampling_now
+from .managed_unet import ManagedUNet
 from .runtime import Runtime
 from .services import OUT_OF_MEMORY
 from .verify import blame, computed_twice, relative_error, rounding_limit, state_of

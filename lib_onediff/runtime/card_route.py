@@ -7,17 +7,17 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from ..core.call import UNetCall
+from ..core.device import Candidates
+from ..core.policy import Answer, Host, Served
+from ..core.precision import AttentionOverflows, flags_for, our_modes
 from ..core.refusal import Refusal
-from ..engines.device import Candidates
-from ..engines.managed_unet import ManagedUNet
-from ..model.call import UNetCall
-from ..ops.precision import AttentionOverflows, flags_for, our_modes
+from ..core.table import State
+from ..core.weak_dictionary import WeakDictionary
 from ..options.settings import SAGE, Settings
-from ..shapes.table import State
-from ..steps.policy import Answer, Host, Served
-from ..weak_dictionary import WeakDictionary
 from .call_stats import GRAPH, PLAIN
 from .fallback import FallbackChain
+from .managed_unet import ManagedUNet
 from .patched_route import WITHIN_FUNCTION
 from .services import Services
 from .session import Session

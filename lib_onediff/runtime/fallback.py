@@ -8,23 +8,23 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..core.call import UNetCall
+from ..core.device import Candidates, Device, Network, NotYet
+from ..core.guard import first_line
+from ..core.key import EXACT, Lossy, ShapeKey
+from ..core.policy import Served
+from ..core.precision import Flags
 from ..core.refusal import Refusal
-from ..engines.device import Candidates, Device, Network, NotYet
-from ..engines.graphs.cache import GraphCache
-from ..engines.managed_unet import ManagedUNet
-from ..engines.registry import Devices
-from ..guard import first_line
-from ..model.bound import BoundUNet
-from ..model.call import UNetCall
-from ..model.cuts import compute
-from ..ops.precision import Flags
+from ..core.table import Entry, ShapeTable, State, Stopwatch
+from ..devices.registry import Devices
+from ..families.unet.cuts import compute
 from ..options.settings import Settings
-from ..shapes.key import EXACT, Lossy, ShapeKey
-from ..shapes.table import Entry, ShapeTable, State, Stopwatch
-from ..steps.policy import Served
+from ..weights.bound import BoundUNet
 from .backend_choice import BackendChoice
 from .call_stats import GRAPH, PLAIN
+from .graphs.cache import GraphCache
 from .low_bit_route import LowBitRoute
+from .managed_unet import ManagedUNet
 from .patched_route import PatchedRoute
 from .verify import blame, judge_cached_pass
 

@@ -14,19 +14,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..core.call import UNetCall
+from ..core.key import Lossy
 from ..core.refusal import Refusal
 from ..core.sampling import time_of
-from ..engines.graphs.cache import GraphCache
-from ..engines.managed_unet import ManagedUNet
-from ..engines.registry import Devices
-from ..engines.sensitivity import BOTH, SECOND_HALF, TOGETHER, Choice, Findings, digest_of_layers, half_of
-from ..model.call import UNetCall
-from ..model.cuts import compute
-from ..model.low_bit import KINDS_OF, LowBitBinding, WantedKinds
-from ..model.offload import NoHostMemory
+from ..devices.cuda.low_bit.sensitivity import BOTH, SECOND_HALF, TOGETHER, Choice, Findings, digest_of_layers, half_of
+from ..devices.registry import Devices
+from ..families.unet.cuts import compute
 from ..options.settings import MOST_LOW_BIT_ERROR
-from ..shapes.key import Lossy
+from ..weights.low_bit import KINDS_OF, LowBitBinding, WantedKinds
+from ..weights.offload import NoHostMemory
 from .backend_choice import NO_ROOM
+from .graphs.cache import GraphCache
+from .managed_unet import ManagedUNet
 from .verify import relative_error
 
 log = logging.getLogger("onediff")

@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.call import UNetCall
+from ..core.device import Device
+from ..core.guard import HostFunction
+from ..core.policy import Answer, Guidance, Host, Served, StepPolicy
 from ..core.refusal import Refusal
 from ..core.sampling import UNANNOUNCED, Sampling
-from ..engines.device import Device
-from ..engines.managed_unet import ManagedUNet
-from ..guard import HostFunction
-from ..model.call import UNetCall
-from ..model.layout import UNetLayout
-from ..model.patches import HostTraits
+from ..families.unet.layout import UNetLayout
 from ..options.settings import ONE_GPU, Settings
-from ..steps.policy import Answer, Guidance, Host, Served, StepPolicy
 from ..steps.registry import step_policies
+from ..weights.scan import HostTraits
 from ..weights.watch import no_object
 from .cache import Cache
 from .call_stats import HOST
 from .card_route import CardRoute
+from .managed_unet import ManagedUNet
 from .services import OUT_OF_MEMORY, SWITCHED_OFF, TRAINING, Services
 from .stepping import Stepping
 from .two_gpus import TwoGpusRoute

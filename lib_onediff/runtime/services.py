@@ -8,20 +8,20 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from ..engines.device import Device
-from ..engines.graphs.cache import GraphCache
-from ..engines.graphs.memory_pressure import MemoryPressure
-from ..engines.graphs.stream_order import StreamOrder
-from ..engines.managed_unet import ManagedUNet
-from ..engines.registry import Devices, devices_here
-from ..guard import Guard
-from ..ops.tuning_cache import TuningCache
+from ..core.device import Device
+from ..core.guard import Guard
+from ..core.table import ShapeTable
+from ..core.tuning_cache import TuningCache
+from ..core.weak_dictionary import WeakDictionary
+from ..devices.cuda.graphs.stream_order import StreamOrder
+from ..devices.registry import Devices, devices_here
 from ..options.settings import Settings
-from ..shapes.table import ShapeTable
 from ..store.history import History
-from ..weak_dictionary import WeakDictionary
 from .call_stats import CallStats
 from .generations import Generations
+from .graphs.cache import GraphCache
+from .graphs.memory_pressure import MemoryPressure
+from .managed_unet import ManagedUNet
 
 # Why the host computes, in one line for the user.
 SWITCHED_OFF = "OneDiff is switched off"

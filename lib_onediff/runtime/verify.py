@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.key import EXACT
+from ..core.precision import ROUNDING_HALF_SUMS, Flags, sums_in_half, tf32_is_on
 from ..core.refusal import Refusal
-from ..model.function_state import FunctionState
-from ..ops.precision import ROUNDING_HALF_SUMS, Flags, sums_in_half, tf32_is_on
+from ..core.table import ENOUGH, Entry, State
 from ..options.settings import MOST_LOW_BIT_ERROR
-from ..shapes.key import EXACT
-from ..shapes.table import ENOUGH, Entry, State
 from ..store.history import History
+from ..weights.function_state import FunctionState
 
 log = logging.getLogger("onediff")
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from ..core.call import CACHED, FULL, Cut, UNetCall
+from ..core.policy import Answer, Compute, Moment
 from ..core.refusal import Refusal
 from ..core.timeline import Step
-from ..model.call import CACHED, FULL, Cut, UNetCall
 from ..options.settings import Settings
 from .features import Features, Place, Record
-from .policy import Answer, Compute, Moment
 from .prompts import Threads
 from .schedule import is_whole, last_whole
 

@@ -8,9 +8,9 @@ import gradio as gr
 
 from ..options.presets import AS_IN_SETTINGS, PRESETS
 from ..options.settings import Settings
+from ..options.sizes import Size
 from ..prewarm.job import CANCELLED, DONE, FAILED, Job
 from ..prewarm.worker import WarmUp
-from ..shapes.sizes import Size
 from . import texts
 from .controls import ROWS, a_control, a_text_of_changes, connect_controls
 from .events import LIVE, QUIET, UNCHANGED, in_the_browser, kept_out_of_defaults, show_stream

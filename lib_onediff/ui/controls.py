@@ -13,11 +13,11 @@ from typing import Any
 
 import gradio as gr
 
-from ..options.effects import described
 from ..options.infotext import SWITCH, describe, options_of_a_run
 from ..options.option import format_value, words_of
 from ..options.presets import AS_IN_SETTINGS, preset_options
 from ..options.settings import Settings
+from ..runtime.effects import described
 from ..runtime.runtime import runtime
 from . import texts
 from .events import HIDDEN, QUIET, UNCHANGED, in_the_browser, kept_out_of_defaults

@@ -17,7 +17,7 @@ from .compare.tab import ComparePanel, build_compare_page
 from .compare.text_to_image import TextToImage
 from .consistency import build_facts_page
 from .presets import PresetsPanel, Store, build_presets_page
-from .settings_form import build_settings_form
+from .settings_tab import build_settings_form
 
 TITLE, ELEM_ID = "OneDiff", "onediff"
 CACHE, PRESETS, COMPARE, CONSISTENCY = "Cache", "Presets", "Compare", "Consistency"

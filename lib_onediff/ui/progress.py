@@ -6,9 +6,9 @@ import time
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from ..options.sizes import Size
 from ..prewarm.job import CANCELLED, DONE, FAILED, QUEUED, TOKENS, Job
 from ..prewarm.worker import WarmUp
-from ..shapes.sizes import Size
 from . import texts
 from .amounts import counted, seconds
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from ..options import infotext
 from ..options.changes import read_changes
-from ..options.effects import without_effect
 from ..options.infotext import KEY, PROBLEM, options_of_a_run
 from ..options.presets import AS_IN_SETTINGS, with_preset
 from ..options.settings import OFF_IN_SETTINGS, Settings
+from ..runtime.effects import without_effect
 from ..runtime.runtime import runtime
 from .texts import no_effect_here
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import gradio as gr
 
-from ..options.effects import Machine, described
 from ..options.migration import migrate_values
 from ..options.option import format_value, parse_value, words_of
 from ..options.presets import PRESETS
 from ..options.settings import GROUPS, HOST_KEY_PREFIX, Settings, host_key
+from ..runtime.effects import Machine, described
 from ..runtime.runtime import runtime
 from ..store.history import CACHE_VARIABLE
 from . import texts

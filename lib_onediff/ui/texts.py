@@ -3,9 +3,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..core.table import ENOUGH
 from ..options.settings import OFF_IN_SETTINGS
-from ..shapes.sizes import Size
-from ..shapes.table import ENOUGH
+from ..options.sizes import Size
 from .amounts import counted, memory, milliseconds, seconds
 
 # --- fields -----------------------------------------------------------------------------------------------------------

@@ -14,10 +14,10 @@ from contract_hosts import FAMILY, Host, Sampler, calls_of
 from test_generations import OURS, close
 from torch import nn
 
-from lib_onediff.model.fused_storage import shares_storage
-from lib_onediff.model.layout import UnsupportedUNet
+from lib_onediff.core.refusal import Refusal
 from lib_onediff.prewarm.job import CannotWarm
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.weights.fused_storage import shares_storage
 
 family = pytest.mark.parametrize("host", FAMILY, indirect=True)
 forges = pytest.mark.parametrize("host", ["forge", "neo"], indirect=True)
@@ -157,7 +157,7 @@ def test_switched_off_within_a_sampling_the_host_goes_on(host: Host, monkeypatch
 def test_warming_what_the_host_must_run_says_why(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter, sd_models = host.start(), host.module("modules.sd_models")
     hook = host.unet.input_blocks[0][0].register_forward_hook(lambda *given: None)
-    with pytest.raises(UnsupportedUNet, match="forward hook"):
+    with pytest.raises(Refusal, match="forward hook"):
         adapter.warm(64, 64, 2, 77)
     hook.remove()
     reload = sd_models.forge_model_reload

@@ -13,7 +13,7 @@ from test_blocks import controlled_forward
 from test_generations import BY_HOST, OURS, close, same
 from torch import Tensor
 
-from lib_onediff.engines.managed_unet import ManagedUNet
+from lib_onediff.runtime.managed_unet import ManagedUNet
 from lib_onediff.runtime.runtime import runtime
 
 FLOAT8 = torch.float8_e4m3fn

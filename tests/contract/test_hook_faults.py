@@ -13,8 +13,8 @@ from torch import Tensor
 from lib_onediff.hosts import hooks, sampler_schedule
 from lib_onediff.hosts.a1111 import layers
 from lib_onediff.hosts.forge import adapter as forge
-from lib_onediff.model.fused_storage import shares_storage
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.weights.fused_storage import shares_storage
 
 # Neo's adapter is Forge's, and Classic's is reForge's.
 FAMILY = ("forge", "reforge")

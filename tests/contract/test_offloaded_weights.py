@@ -19,10 +19,10 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from low_bit_builders import use_low_bit, watch_offloaded
 
-from lib_onediff.model import offload
-from lib_onediff.model.offload import OffloadedWeights
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.weights import offload
+from lib_onediff.weights.offload import OffloadedWeights
 
 ONLY = "8-bit only"
 ALONE = Settings(low_bit="int8", low_bit_only=True)

@@ -12,8 +12,8 @@ from contract_hosts import Host, calls_of, random
 from test_generations import OURS, close, same
 from torch import Tensor, nn
 
-from lib_onediff.engines.managed_unet import ManagedUNet
 from lib_onediff.hosts.forge.weight_functions import LayerFunctions
+from lib_onediff.runtime.managed_unet import ManagedUNet
 from lib_onediff.runtime.runtime import runtime
 
 # Classic merges every LoRA.

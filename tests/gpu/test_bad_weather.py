@@ -18,10 +18,10 @@ from weather import entry_of, geglu_that, gpu_is_usable, now, use, while_capturi
 
 from lib_onediff import compile_unet, status
 from lib_onediff.bench.models import random_unet
-from lib_onediff.ops import availability, requirements
-from lib_onediff.ops.triton import tokens as triton_tokens
+from lib_onediff.core.table import State
+from lib_onediff.devices.cuda import availability, requirements
+from lib_onediff.devices.cuda.kernels import tokens as triton_tokens
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.table import State
 
 pytestmark = pytest.mark.gpu
 

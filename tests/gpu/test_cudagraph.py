@@ -14,11 +14,11 @@ from gpu_calls import arguments, host
 
 from lib_onediff import compile_unet, status, uncompile_unet
 from lib_onediff.bench.models import inputs, random_unet
-from lib_onediff.engines.graphs.capture import CudaGraphs
-from lib_onediff.model.bound import BoundUNet
-from lib_onediff.model.call import UNetCall
+from lib_onediff.core.call import UNetCall
+from lib_onediff.devices.cuda.graphs.capture import CudaGraphs
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
+from lib_onediff.weights.bound import BoundUNet
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_runtime")]
 MIB = 2**20

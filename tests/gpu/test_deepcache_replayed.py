@@ -13,8 +13,8 @@ from test_pipelines import latents, pipeline
 from lib_onediff import compile_pipe, compile_unet, status, uncompile_pipe
 from lib_onediff.bench.models import inputs, random_unet
 from lib_onediff.core.sampling import Sampling
+from lib_onediff.core.table import State
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.table import State
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_runtime")]
 NAMES = ["StableDiffusionPipeline", "StableDiffusionXLPipeline"]

@@ -18,12 +18,12 @@ from gpu_calls import arguments, host
 
 from lib_onediff import compile_unet, sampling, status
 from lib_onediff.bench.models import random_unet
-from lib_onediff.engines.graphs.capture import CudaGraphs
-from lib_onediff.model import low_bit
-from lib_onediff.model.low_bit import KINDS
-from lib_onediff.ops.quantized.gains import WORTH_ROUNDING
+from lib_onediff.devices.cuda.graphs.capture import CudaGraphs
+from lib_onediff.devices.cuda.low_bit.gains import WORTH_ROUNDING
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.weights import low_bit
+from lib_onediff.weights.low_bit import KINDS
 
 pytestmark = pytest.mark.gpu
 NEAR = {"fp8": 0.12, "int8": 5e-2, "auto": 0.12}

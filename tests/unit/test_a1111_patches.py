@@ -16,14 +16,14 @@ from test_blocks import controlled_forward
 from torch import Tensor
 from torch.nn import functional
 
+from lib_onediff.core.call import UNetCall
+from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.hosts.a1111.patches import does_nothing_now, is_brought, patches_of
 from lib_onediff.hosts.a1111.stages import StageHooks
 from lib_onediff.hosts.changed_modules import ChangedModules, author
-from lib_onediff.model.call import UNetCall
-from lib_onediff.model.patches import HostTraits
-from lib_onediff.ops import torch_ops
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.weights.scan import HostTraits
 
 CLOSE = 1e-5
 DRAWS = random.Random(0)
@@ -185,7 +185,7 @@ def test_what_joins_skips_is_called_as_the_host_calls_it(
     unet = ldm_unet(model_channels=32, num_res_blocks=1, channel_mult=[1, 2], num_heads=2, attention_resolutions=[2])
     if triton:
         pytest.importorskip("triton", reason="needs Triton")
-        from lib_onediff.ops.triton.operators import TritonOperators
+        from lib_onediff.devices.cuda.kernels.operators import TritonOperators
 
         ops = TritonOperators()
     call = a_call(unet, *size, batch=1, tokens=5)

@@ -9,10 +9,10 @@ import torch
 from builders import a_call, diffusers_output, diffusers_unet, relative_error
 from torch import Tensor
 
-from lib_onediff.model.call import UNetCall
-from lib_onediff.model.patches import HostTraits
+from lib_onediff.core.call import UNetCall
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import Runtime
+from lib_onediff.weights.scan import HostTraits
 
 
 class Host:

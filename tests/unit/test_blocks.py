@@ -17,12 +17,12 @@ from builders import SMALL_LDM, a_call, ldm_unet, randomise, relative_error
 from ladder_builders import Weather
 from torch import Tensor, nn
 
-from lib_onediff.engines.device import NotYet
+from lib_onediff.core.device import NotYet
+from lib_onediff.core.table import State
 from lib_onediff.hosts.a1111.stages import StageHooks
-from lib_onediff.model.patches import HostTraits
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.table import State
+from lib_onediff.weights.scan import HostTraits
 
 CLOSE = 1e-5
 

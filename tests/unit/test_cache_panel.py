@@ -15,9 +15,9 @@ import builders
 from panel_builders import MEBIBYTE, ROW, SHAPE, TOTALS, Seen, changed, keys, used
 from test_warmup import SmallWebUI, ThreadChoosingWebUI
 
+from lib_onediff.options.sizes import Size
 from lib_onediff.prewarm.presets import SizePreset
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.sizes import Size
 from lib_onediff.ui.cache import panel as cache_panel
 from lib_onediff.ui.cache import purge as cache_purge
 from lib_onediff.ui.cache.panel import read_keys

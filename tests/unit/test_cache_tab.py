@@ -12,9 +12,9 @@ import gradio
 from panel_builders import Seen, text_of
 
 from lib_onediff.options.settings import Settings
+from lib_onediff.options.sizes import Size
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.sizes import Size
 from lib_onediff.ui import accordion
 from lib_onediff.ui.cache import panel as cache_panel
 

@@ -6,10 +6,10 @@ import time
 import pytest
 from panel_builders import CALLS, MEBIBYTE, ROW, SHAPE, TOTALS, changed, text_of
 
-from lib_onediff.engines.sensitivity import ClassError
+from lib_onediff.devices.cuda.low_bit.sensitivity import ClassError
+from lib_onediff.options.sizes import Size
 from lib_onediff.prewarm.job import Job
 from lib_onediff.runtime.rows import LowBitErrors
-from lib_onediff.shapes.sizes import Size
 from lib_onediff.ui import amounts
 from lib_onediff.ui.cache import table as cache_table
 from lib_onediff.ui.cache import totals as cache_totals

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lib_onediff.guard import Guard
+from lib_onediff.core.guard import Guard
 from lib_onediff.hosts.hooks import ClassPatch, active_patches
 
 

@@ -12,10 +12,10 @@ from builders import SMALL, SMALL_XL, diffusers_output, diffusers_unet
 from deepcache_builders import STEPS, WEBUI, call_of
 from torch import Tensor
 
+from lib_onediff.core.call import UNetCall
+from lib_onediff.core.patch_points import PatchPoints
+from lib_onediff.core.rows import PromptRows, half_of, take_rows
 from lib_onediff.core.sampling import OTHER_SAMPLER, UNKNOWN_SAMPLER, Sampling
-from lib_onediff.model.call import UNetCall
-from lib_onediff.model.patch_points import PatchPoints
-from lib_onediff.model.rows import PromptRows, half_of, take_rows
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import Runtime
 from lib_onediff.steps.forecast import OutputHistory

@@ -12,9 +12,9 @@ import torch
 from builders import a_call, our_output, relative_error, shared_ldm_unet
 from torch import Tensor, nn
 
+from lib_onediff.core.call import UNetCall
+from lib_onediff.core.refusal import Refusal
 from lib_onediff.hosts.forge.call import HostCall, control_of, unet_call, unknown_options
-from lib_onediff.model.call import UNetCall
-from lib_onediff.model.layout import UnsupportedUNet
 
 
 def by_forge(patch: Any) -> Any:
@@ -127,6 +127,6 @@ def test_what_changes_the_unet_is_named(options: dict[str, Any], names: list[str
 def test_what_our_forward_cannot_do_is_for_the_host(given: dict[str, Any], reason: str | None) -> None:
     one = torch.zeros(1)
     call = HostCall(one, one, one, None, **{"control": None, "options": {}, "others": {}, **given})
-    refused = contextlib.nullcontext() if reason is None else pytest.raises(UnsupportedUNet, match=re.escape(reason))
+    refused = contextlib.nullcontext() if reason is None else pytest.raises(Refusal, match=re.escape(reason))
     with refused:
         assert unet_call(nn.Identity(), call, False, READ).latent is one

@@ -13,14 +13,14 @@ from test_patch_points import CLOSE, READ, copied, mean_value, with_an_image
 from torch import Tensor
 from torch.nn import functional
 
+from lib_onediff.core.call import UNetCall
+from lib_onediff.families.unet import read_ldm
+from lib_onediff.families.unet.read_ldm import family_of
 from lib_onediff.hosts.forge import additions
 from lib_onediff.hosts.forge.additions import kind_of, kind_of_code, read_additions
 from lib_onediff.hosts.forge.call import HostCall, unet_call
 from lib_onediff.hosts.forge.image_prompts import source_digest
 from lib_onediff.hosts.forge.patches import PATCHES, REPLACED
-from lib_onediff.model import read_ldm
-from lib_onediff.model.call import UNetCall
-from lib_onediff.model.read_ldm import family_of
 
 Options = dict[str, Any]
 SIZE = (16, 32)

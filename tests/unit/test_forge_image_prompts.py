@@ -13,12 +13,12 @@ from test_patch_points import CLOSE, READ, free_u
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lib_onediff.core.call import UNetCall
 from lib_onediff.hosts.forge import image_prompts
 from lib_onediff.hosts.forge.additions import read_additions
 from lib_onediff.hosts.forge.call import HostCall, unet_call
 from lib_onediff.hosts.forge.image_prompts import has_known_source, source_digest
 from lib_onediff.hosts.forge.patches import PATCHES, REPLACED
-from lib_onediff.model.call import UNetCall
 
 SIZE, TOKENS = (16, 32), 4
 ALWAYS = (999999999.9, 0.0)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lib_onediff.guard import Guard, outcome_of
+from lib_onediff.core.guard import Guard, outcome_of
 from lib_onediff.hosts.hooks import ClassPatch
 
 

@@ -13,14 +13,14 @@ pytest.importorskip("triton", reason="needs Triton")
 from low_bit_builders import EIGHT, EXACT, compiled, fewest_weights, half_call, half_unet, measured, now
 
 import lib_onediff
-from lib_onediff.engines.low_bit import LowBit
-from lib_onediff.model.forward import transformer_blocks
-from lib_onediff.model.low_bit import FP8, GATED, INT8, KINDS, NORMED, PLAIN
-from lib_onediff.ops.quantized import int8_mm, scaled_mm
-from lib_onediff.ops.quantized.gains import Product, ProductChoice, choice_name, products
-from lib_onediff.ops.tuning_cache import TuningCache
+from lib_onediff.core.key import Lossy
+from lib_onediff.core.tuning_cache import TuningCache
+from lib_onediff.devices.cuda.low_bit import int8_mm, scaled_mm
+from lib_onediff.devices.cuda.low_bit.choice import LowBit
+from lib_onediff.devices.cuda.low_bit.gains import Product, ProductChoice, choice_name, products
+from lib_onediff.families.unet.forward import transformer_blocks
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.key import Lossy
+from lib_onediff.weights.low_bit import FP8, GATED, INT8, KINDS, NORMED, PLAIN
 
 CPU = torch.device("cpu")
 

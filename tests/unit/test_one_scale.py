@@ -19,13 +19,13 @@ pytest.importorskip("triton", reason="needs Triton")
 from backend_names import NATIVE
 from low_bit_builders import rounded_rows, use_low_bit
 
-from lib_onediff.model.layout import LayerNorm
-from lib_onediff.model.low_bit import FP8, GATED, NORMED, PLAIN, LowBitWeights, empty_like
-from lib_onediff.model.operators import QuantizedTokens, Stream
-from lib_onediff.model.weights import Affine
-from lib_onediff.ops.quantized import scaled_mm
-from lib_onediff.ops.quantized.operators import LowBitOperators, updated
+from lib_onediff.core.affine import Affine
+from lib_onediff.core.leaves import LayerNorm
+from lib_onediff.core.operators import QuantizedTokens, Stream
+from lib_onediff.devices.cuda.low_bit import scaled_mm
+from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators, updated
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.weights.low_bit import FP8, GATED, NORMED, PLAIN, LowBitWeights, empty_like
 
 ROWS, WIDTH, OUT, EPS = 77, 640, 320, 1e-5
 # Than by scales of rows.

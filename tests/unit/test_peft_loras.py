@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from vae_builders import diffusers_vae
 
 import lib_onediff
-from lib_onediff.model.call import UNetCall
+from lib_onediff.core.call import UNetCall
 from lib_onediff.runtime.runtime import runtime
 
 pytest.importorskip("peft")

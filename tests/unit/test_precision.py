@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from lib_onediff.ops import precision
-from lib_onediff.ops.precision import (
+from lib_onediff.core import precision
+from lib_onediff.core.precision import (
     BF16_REDUCTION,
     FP16_REDUCTION,
     HALF_SUMS,
@@ -30,8 +30,8 @@ from lib_onediff.ops.precision import (
     switch_of,
     tf32_is_on,
 )
-from lib_onediff.ops.tuning_cache import TuningCache
-from lib_onediff.options.effects import Machine
+from lib_onediff.core.tuning_cache import TuningCache
+from lib_onediff.runtime.effects import Machine
 
 GPU = torch.device("cuda", 0)
 HALF = types.SimpleNamespace(matmul_accumulation="half")

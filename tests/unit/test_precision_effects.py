@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lib_onediff.ops import precision
-from lib_onediff.ops.precision import (
+from lib_onediff.core import precision
+from lib_onediff.core.precision import (
     HALF_SUMS,
     SWITCHES,
     TF32_CONVOLUTION,
@@ -20,7 +20,7 @@ from lib_onediff.ops.precision import (
     flags_for,
     switch_of,
 )
-from lib_onediff.options.effects import Machine, described, remark, why_no_effect
+from lib_onediff.runtime.effects import Machine, described, remark, why_no_effect
 
 GPU = torch.device("cuda", 0)
 HALF = types.SimpleNamespace(matmul_accumulation="half")

@@ -12,14 +12,14 @@ from torch import Tensor
 from vae_builders import a_latent, diffusers_vae, last, our_picture
 
 import lib_onediff
-from lib_onediff.model.weights import Affine
-from lib_onediff.ops import precision as modes
-from lib_onediff.ops import torch_ops
-from lib_onediff.ops.precision import FP16_REDUCTION, SWITCHES, Flags, flags_for
+from lib_onediff.core import precision as modes
+from lib_onediff.core.affine import Affine
+from lib_onediff.core.key import ShapeKey
+from lib_onediff.core.precision import FP16_REDUCTION, SWITCHES, Flags, flags_for
+from lib_onediff.core.table import State
+from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.key import ShapeKey
-from lib_onediff.shapes.table import State
 from lib_onediff.store.history import verdict_name
 
 REDUCED, FULL = ((FP16_REDUCTION, True),), ((FP16_REDUCTION, False),)

@@ -6,8 +6,8 @@ import re
 import pytest
 from panel_builders import Seen, text_of
 
+from lib_onediff.options.sizes import Size
 from lib_onediff.prewarm.job import Job
-from lib_onediff.shapes.sizes import Size
 from lib_onediff.ui import progress
 
 JOBS = [

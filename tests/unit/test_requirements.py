@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import install as installer
-from lib_onediff.ops import availability, requirements
-from lib_onediff.ops.requirements import OLDEST_TORCH, OLDEST_TRITON, Setup, how_to_be_fast, release
+from lib_onediff.devices.cuda import availability, requirements
+from lib_onediff.devices.cuda.requirements import OLDEST_TORCH, OLDEST_TRITON, Setup, how_to_be_fast, release
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui.status import status_html
 

@@ -11,13 +11,13 @@ import torch
 from builders import a_call, diffusers_output, shared_unet
 from panel_builders import ROW, changed, text_of
 
-from lib_onediff.model.call import UNetCall
+from lib_onediff.core.call import UNetCall
+from lib_onediff.core.key import ShapeKey
+from lib_onediff.core.table import ENOUGH, Entry, Ratio, Stopwatch, Timing
 from lib_onediff.runtime import verify
 from lib_onediff.runtime.rows import ratio_values, resolution_row
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import judge
-from lib_onediff.shapes.key import ShapeKey
-from lib_onediff.shapes.table import ENOUGH, Entry, Ratio, Stopwatch, Timing
 from lib_onediff.store.history import history_row
 from lib_onediff.ui.cache.table import table_html
 from lib_onediff.ui.cache.totals import chart_html

@@ -9,7 +9,7 @@ from builders import POOLED_WIDTH, SD1, SDXL, a_call, diffusers_unet, randomise,
 from torch import Tensor
 
 import lib_onediff
-from lib_onediff.ops import torch_ops
+from lib_onediff.devices.torch import operators as torch_ops
 
 CLOSE = 1e-5
 PICTURE = torch.linspace(0, 9, 2 * 3 * 64 * 96).reshape(2, 3, 64, 96).sin()

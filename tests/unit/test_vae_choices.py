@@ -22,16 +22,16 @@ from vae_precision_builders import (
     untouched,
 )
 
-from lib_onediff.model.vae.forward import Decoding
-from lib_onediff.model.weights import Affine
-from lib_onediff.ops import torch_ops
+from lib_onediff.core.affine import Affine
+from lib_onediff.core.table import State
+from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.families.vae.forward import Decoding
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae import fallback, precision
 from lib_onediff.runtime.vae.bound import BoundDecoder, HostTraits
 from lib_onediff.runtime.vae.fallback import UNCOMPARED
 from lib_onediff.runtime.vae.overflow import NOT_FINITE, ONE_COLOUR, SATURATED, WatchedOperators, look_at
 from lib_onediff.runtime.vae.precision import CastWeights, KnownVaes, digest_of, verdict_name
-from lib_onediff.shapes.table import State
 
 pytestmark = pytest.mark.usefixtures("fresh_route", "nothing_known")
 

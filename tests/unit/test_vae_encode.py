@@ -26,15 +26,16 @@ from vae_builders import (
     with_small_groups,
 )
 
+from lib_onediff.core.leaves import Convolution
+from lib_onediff.core.refusal import Refusal
+from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.families.registry import read_decoder
+from lib_onediff.families.vae.forward import Decoding
 from lib_onediff.hosts.hooks import VaeHooks
-from lib_onediff.model.layout import Convolution, UnsupportedUNet
-from lib_onediff.model.patches import HostTraits
-from lib_onediff.model.read import read_decoder
-from lib_onediff.model.vae.forward import Decoding
-from lib_onediff.ops import torch_ops
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.bound import BoundDecoder
 from lib_onediff.runtime.vae.overflow import WatchedOperators
+from lib_onediff.weights.scan import HostTraits
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
 SIZES = [(16, 16), (24, 40), (17, 22)]
@@ -189,7 +190,7 @@ def test_a_class_level_patch_serves_encoders_too() -> None:
 def test_what_we_do_not_know(change: Any) -> None:
     encoder = ldm_encoder()
     change(encoder)
-    with pytest.raises(UnsupportedUNet) as refusal:
+    with pytest.raises(Refusal) as refusal:
         read_decoder(encoder)
     assert "\n" not in str(refusal.value)
 
@@ -197,7 +198,7 @@ def test_what_we_do_not_know(change: Any) -> None:
 def test_other_encoders() -> None:
     from diffusers import AsymmetricAutoencoderKL, AutoencoderTiny, VQModel
 
-    with pytest.raises(UnsupportedUNet):
+    with pytest.raises(Refusal):
         read_decoder(AutoencoderTiny().encoder)
     for kind in (VQModel, AsymmetricAutoencoderKL):
         names = {"VQModel": {"norm_num_groups": GROUPS, "block_out_channels": (8,)}}.get(
@@ -221,7 +222,7 @@ def test_every_layer_is_described() -> None:
 def test_the_kernels_themselves_watched(part: str, dtype: torch.dtype) -> None:
     """What is watched is what a norm that follows has measured on the way: the very same tensor."""
     pytest.importorskip("triton", reason="needs Triton")
-    from lib_onediff.ops.triton.operators import TritonOperators
+    from lib_onediff.devices.cuda.kernels.operators import TritonOperators
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     module = getattr(diffusers_vae(**SD), part).to(device, dtype)

@@ -14,10 +14,10 @@ from torch import Tensor
 from vae_builders import a_latent, decodes, diffusers_vae, host_picture, last, ldm_decoder, ldm_module
 
 import lib_onediff
+from lib_onediff.core.refusal import Refusal
 from lib_onediff.hosts.diffusers import vae as diffusers_decoder
 from lib_onediff.hosts.hooks import VaeHooks
-from lib_onediff.model.layout import UnsupportedUNet
-from lib_onediff.model.patches import HostTraits
+from lib_onediff.weights.scan import HostTraits
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
 
@@ -181,7 +181,7 @@ def test_arguments_that_we_do_not_know_are_the_hosts(decoder: Any, patches: VaeH
 
 
 def test_what_the_adapter_knows_of_its_host(decoder: Any) -> None:
-    reasons = [UnsupportedUNet("the host said so")]
+    reasons = [Refusal("the host said so")]
 
     def check(decoder: Any) -> None:
         if reasons:

@@ -12,14 +12,14 @@ from grid import grid
 from ladder_builders import seem_to_have_a_gpu
 from vae_builders import SD, a_latent, decodes, diffusers_vae, host_picture, last, ldm_decoder, our_picture
 
-from lib_onediff.engines.device import NotYet
-from lib_onediff.engines.native import COMPILING
-from lib_onediff.model.patches import HostTraits
-from lib_onediff.model.vae.forward import Decoding
-from lib_onediff.ops import torch_ops
+from lib_onediff.core.device import NotYet
+from lib_onediff.devices.cuda.native import COMPILING
+from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.families.vae.forward import Decoding
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.bound import BoundDecoder
 from lib_onediff.runtime.vae.kernels import decoder_candidates
+from lib_onediff.weights.scan import HostTraits
 
 pytestmark = pytest.mark.usefixtures("fresh_route", "exact_products")
 
@@ -122,7 +122,7 @@ def test_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 @grid(host=["ldm", "diffusers"], size=[(2, 2), (3, 1)])
 def test_the_kernels_themselves(host: str, size: tuple[int, int]) -> None:
     pytest.importorskip("triton", reason="needs Triton")
-    from lib_onediff.ops.triton.operators import TritonOperators
+    from lib_onediff.devices.cuda.kernels.operators import TritonOperators
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     decoder = (ldm_decoder() if host == "ldm" else diffusers_vae(**SD).decoder).to(device)

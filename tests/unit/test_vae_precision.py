@@ -25,7 +25,7 @@ from vae_precision_builders import (
     untouched,
 )
 
-from lib_onediff.model.vae.forward import Decoding
+from lib_onediff.families.vae.forward import Decoding
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.store.history import History
 

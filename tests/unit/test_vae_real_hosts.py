@@ -20,10 +20,10 @@ from test_real_host_unets import SGM, needs_forge, needs_sgm
 from torch import nn
 from vae_builders import LDM, a_latent, host_picture, last, ldm_decoder, our_picture, with_small_groups
 
+from lib_onediff.families.registry import read_decoder
 from lib_onediff.hosts.forge.traits import FORGE as FORGE_TRAITS
 from lib_onediff.hosts.hooks import VaeHooks
-from lib_onediff.model.patches import HostTraits
-from lib_onediff.model.read import read_decoder
+from lib_onediff.weights.scan import HostTraits
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
 SIZES = [(6, 6), (5, 7)]

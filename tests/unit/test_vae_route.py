@@ -12,14 +12,14 @@ from torch import Tensor
 from vae_builders import a_latent, decodes, diffusers_vae, host_picture, last, our_picture
 from vae_precision_builders import Host, decode
 
-from lib_onediff.model.call import UNetCall
-from lib_onediff.ops import torch_ops
+from lib_onediff.core.call import UNetCall
+from lib_onediff.core.key import ShapeKey
+from lib_onediff.core.table import State
+from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.rows import rows_of
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.route import DecoderRoute
-from lib_onediff.shapes.key import ShapeKey
-from lib_onediff.shapes.table import State
 from lib_onediff.store.history import history_row
 from lib_onediff.ui.cache.table import table_html
 from lib_onediff.ui.status import status_html

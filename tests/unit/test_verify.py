@@ -12,10 +12,10 @@ from backend_names import EAGER, NATIVE, ONEFLOW
 from builders import SMALL, a_call, diffusers_unet
 from torch import Tensor
 
-from lib_onediff.model.read import read_layout
+from lib_onediff.core.key import EXACT, Lossy, ShapeKey
+from lib_onediff.core.table import Entry
+from lib_onediff.families.registry import read_layout
 from lib_onediff.runtime.verify import HOST_NOT_FINITE, computed_twice, judge, prove
-from lib_onediff.shapes.key import EXACT, Lossy, ShapeKey
-from lib_onediff.shapes.table import Entry
 from lib_onediff.store.history import History
 
 

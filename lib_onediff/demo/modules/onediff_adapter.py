@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 
+from ...core.key import LATENT_PIXEL
+from ...core.refusal import Refusal
+from ...families.unet.layout import UNetLayout
 from ...hosts.contract import PROMPT_NOISE, TIMESTEP, WebUI, random_state_kept
 from ...hosts.diffusers import schedule as diffusers_schedule
 from ...hosts.diffusers import unet as diffusers_host
 from ...hosts.diffusers import vae as diffusers_decoder
 from ...hosts.diffusers.instance_forward import attached
-from ...model.layout import UNetLayout, UnsupportedUNet
 from ...prewarm.job import CannotWarm
 from ...runtime.runtime import runtime
-from ...shapes.key import LATENT_PIXEL
 
 # Sizes, crop and target; the refiner takes a score in place of the target's two.
 NUMBERS_OF_A_LABEL = {False: 6, True: 5}
@@ -85,7 +86,7 @@ class Standalone(WebUI):
         self.model_loaded(self.checkpoint())
         try:
             layout = runtime.layout_of(unet)
-        except UnsupportedUNet as reason:
+        except Refusal as reason:
             raise CannotWarm(str(reason)) from reason
         with random_state_kept(), torch.no_grad():
             unet(**random_inputs(unet, layout, width, height, batch, tokens))

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...model.call import UNetCall
-from ...model.layout import UnsupportedUNet
-from ...model.patches import HostTraits, own_method
-from ...model.rows import APART, OTHER_ROWS, PromptRows, half_of
+from ...core.call import UNetCall
+from ...core.key import LATENT_PIXEL
+from ...core.refusal import Refusal
+from ...core.rows import APART, OTHER_ROWS, PromptRows, half_of
 from ...prewarm.job import TOKENS
 from ...runtime.runtime import runtime
-from ...shapes.key import LATENT_PIXEL
+from ...weights.scan import HostTraits, own_method
 from ...weights.watch import no_object
 from ..changed_modules import ChangedModules, foreign_forward
 from ..contract import TIMESTEP, WebUI, random_inputs, random_state_kept
@@ -63,7 +63,7 @@ def release() -> str:
 
 
 def adapter() -> WebUI:
-    """Raises UnsupportedUNet for a release that lacks something."""
+    """Raises Refusal for a release that lacks something."""
     check_needs(release(), NEEDS)
     return A1111()
 
@@ -155,13 +155,13 @@ class A1111(WebUI):
 
         def read() -> UNetCall:
             if not isinstance(timesteps, Tensor) or not isinstance(context, Tensor):
-                raise UnsupportedUNet("the UNet is called without a timestep or a context")
+                raise Refusal("the UNet is called without a timestep or a context")
             if len(args) > 1 or any(value is not None for name, value in kwargs.items() if name != "y"):
                 names = ", ".join(sorted(kwargs)) or "by position"
-                raise UnsupportedUNet(f"the UNet is called with more than we know ({names})")
+                raise Refusal(f"the UNet is called with more than we know ({names})")
             self._check_state(unet)
             if owner is not None:
-                raise UnsupportedUNet(f"{owner} calls the UNet from a forward of its own")
+                raise Refusal(f"{owner} calls the UNet from a forward of its own")
             patches = patches_of(self._changed.at_call(unet), replaced_concatenation())
             return UNetCall(x, timesteps, context, y, upcast_attention=upcasts_attention(), patches=patches)
 
@@ -173,21 +173,21 @@ class A1111(WebUI):
         return serve_call(unet, read, host, prompt_rows, self.host_traits)
 
     def _check_state(self, unet: nn.Module) -> None:
-        """Raise UnsupportedUNet where the calls of this UNet and of its stages are not ours now. Microseconds."""
+        """Raise Refusal where the calls of this UNet and of its stages are not ours now. Microseconds."""
         from modules import sd_hijack_unet, sd_unet, shared
 
         if self.unmet is not None:
-            raise UnsupportedUNet(self.unmet)
+            raise Refusal(self.unmet)
         if sd_unet.current_unet is not None:
-            raise UnsupportedUNet("another extension's UNet is active (Settings, SD Unet)")
+            raise Refusal("another extension's UNet is active (Settings, SD Unet)")
         if shared.loaded_hypernetworks:
-            raise UnsupportedUNet("a hypernetwork changes the attention")
+            raise Refusal("a hypernetwork changes the attention")
         if getattr(sys.modules[type(unet).__module__], "th", None) is not sd_hijack_unet.th:
-            raise UnsupportedUNet("an extension has replaced the UNet's torch functions")
+            raise Refusal("an extension has replaced the UNet's torch functions")
         if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
-            raise UnsupportedUNet("a forward hook is set on all modules")
+            raise Refusal("a forward hook is set on all modules")
         if shared.cmd_opts.lowvram and getattr(shared.sd_model, "lowvram", False):
-            raise UnsupportedUNet("--lowvram moves the UNet's layers one at a time")
+            raise Refusal("--lowvram moves the UNet's layers one at a time")
         check_layers()
 
     # --- calls between images -------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def upcasts_attention() -> bool:
 
 
 def rows_of_prompts(step: Any, context: Tensor) -> slice:
-    """The prompts' rows of a call with this context, (batch, tokens, width). Raises UnsupportedUNet where they are not
+    """The prompts' rows of a call with this context, (batch, tokens, width). Raises Refusal where they are not
     known. step: the host's CFGDenoiserParams; None outside of a step.
 
     CFGDenoiser puts the prompts' rows first and the negative prompts' last, one of each for an image unless AND joins
@@ -242,19 +242,19 @@ def rows_of_prompts(step: Any, context: Tensor) -> slice:
     image come after it has told of its step, so the call itself has to fit.
     """
     if step is None:
-        raise UnsupportedUNet(NO_STEP)
+        raise Refusal(NO_STEP)
     # SDXL's are dictionaries with the labels beside them.
     prompt, negative = (
         cond["crossattn"] if isinstance(cond, dict) else cond for cond in (step.text_cond, step.text_uncond)
     )
     images, batch = negative.shape[0], context.shape[0]
     if prompt.shape[0] != images:
-        raise UnsupportedUNet(SEVERAL_PROMPTS if batch != images else APART)
+        raise Refusal(SEVERAL_PROMPTS if batch != images else APART)
     if batch != 2 * images:
-        raise UnsupportedUNet(APART if batch == images else OTHER_ROWS)
+        raise Refusal(APART if batch == images else OTHER_ROWS)
     # Which waits for the GPU, as reading the timestep has.
     if not begins_with(context[:images], prompt) or not begins_with(context[images:], negative):
-        raise UnsupportedUNet(OTHER_PROMPTS)
+        raise Refusal(OTHER_PROMPTS)
     return half_of(batch, is_first=True)
 
 

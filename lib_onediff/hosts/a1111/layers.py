@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...model.layout import UnsupportedUNet
-from ...model.offload import restore_before
-from ...model.weight_functions import Casts
-from ...ops.precision import autocast_dtype
+from ...core.precision import autocast_dtype
+from ...core.refusal import Refusal
+from ...weights.offload import restore_before
+from ...weights.weight_functions import Casts
 
 log = logging.getLogger("onediff")
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -61,15 +61,15 @@ def holds_others(layer: nn.Module, wanted: Networks) -> bool:
 
 
 def check_layers() -> None:
-    """Raise UnsupportedUNet where the WebUI computes something beside every layer now, and not in its weights."""
+    """Raise Refusal where the WebUI computes something beside every layer now, and not in its weights."""
     from modules import devices, shared
 
     if getattr(shared.opts, "lora_functional", False) and wanted_networks():
-        raise UnsupportedUNet(
+        raise Refusal(
             "LoRA is set to the old method (Settings, Compatibility), which runs beside every layer"
         )
     if casts_by_hand() and not getattr(devices, "fp8", False):
-        raise UnsupportedUNet(
+        raise Refusal(
             "the WebUI casts what every layer computes with itself (this kind of GPU, or --precision)"
         )
 

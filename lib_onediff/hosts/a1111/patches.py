@@ -13,17 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...model.layout import TransformerBlock
-from ...model.patch_points import CROSS_ATTENTION, Block, PatchPoints
-from ..changed_modules import (
-    SELF_NORM,
-    Changed,
-    author,
-    foreign_forward,
-    functions_of,
-    is_block_or_attention,
-    kinds_of,
-)
+from ...core.leaves import TransformerBlock
+from ...core.patch_points import CROSS_ATTENTION, Block, PatchPoints
+from ..changed_modules import SELF_NORM, Changed, author, foreign_forward, functions_of, is_block_or_attention, kinds_of
 
 Concatenation = Callable[..., Tensor]
 # What sd-webui-freeu leaves there as long as the WebUI runs.

@@ -1,4 +1,4 @@
-"""The arguments of a UNet2DConditionModel's call as ours. UnsupportedUNet says what in them only diffusers knows."""
+"""The arguments of a UNet2DConditionModel's call as ours. Refusal says what in them only diffusers knows."""
 from __future__ import annotations
 
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...model.call import Control
-from ...model.layout import UnsupportedUNet
-from ...model.rows import half_of, rows_within
+from ...core.call import Control
+from ...core.refusal import Refusal
+from ...core.rows import half_of, rows_within
 
 # These pipelines call with the negative prompt's rows first and as many of the prompt's after them. Others, of
 # diffusers or of somebody else, may have three predictions an image, or another order.
@@ -30,15 +30,15 @@ FOR_ALL_ROWS = ("cross_attention_kwargs",)
 def rows_of_prompt(pipe: Any, latent: Tensor) -> slice:
     """The prompts' rows of a call that this pipeline makes. pipe: None where nobody knows it."""
     if pipe is None:
-        raise UnsupportedUNet(NO_PIPELINE)
+        raise Refusal(NO_PIPELINE)
     kind = type(pipe)
     if kind.__name__ not in TWO_HALVES or kind.__module__.partition(".")[0] != "diffusers":
-        raise UnsupportedUNet(f"{kind.__name__} may order its rows in another way")
+        raise Refusal(f"{kind.__name__} may order its rows in another way")
     # A pipeline has it from its first image on.
     if not hasattr(pipe, "_guidance_scale") or not getattr(pipe, "do_classifier_free_guidance", False):
-        raise UnsupportedUNet(NO_GUIDANCE)
+        raise Refusal(NO_GUIDANCE)
     if latent.shape[0] % 2:
-        raise UnsupportedUNet(ODD_BATCH)
+        raise Refusal(ODD_BATCH)
     return half_of(latent.shape[0], is_first=False)
 
 
@@ -61,7 +61,7 @@ def label_of(unet: Any, added: dict[str, Tensor] | None) -> Tensor | None:
     if unet.config.addition_embed_type is None:
         return None
     if not added or set(added) - {"image_embeds"} != {"text_embeds", "time_ids"}:
-        raise UnsupportedUNet(f"added_cond_kwargs holds {', '.join(sorted(added or {})) or 'nothing'}")
+        raise Refusal(f"added_cond_kwargs holds {', '.join(sorted(added or {})) or 'nothing'}")
     text, sizes = added["text_embeds"], added["time_ids"]
     waves = unet.add_time_proj(sizes.flatten()).reshape(text.shape[0], -1)
     return torch.cat([text, waves.to(text.dtype)], dim=-1)
@@ -70,7 +70,7 @@ def label_of(unet: Any, added: dict[str, Tensor] | None) -> Tensor | None:
 def control_of(unet: Any, sample: Tensor, down: Any, middle: Tensor | None, inside: Any) -> Control | None:
     """ControlNet's and T2I adapters' residuals, sorted into our slots as UNet2DConditionModel.forward takes them."""
     if inside is None and middle is None and down is not None:
-        raise UnsupportedUNet("a T2I adapter passes its residuals in the old way")
+        raise Refusal("a T2I adapter passes its residuals in the old way")
     adapter, waiting = adapter_slots(unet, list(inside or ()))
     after_middle: list[Tensor | None] = []
     if waiting and unet.mid_block is not None and waiting[0].shape == deepest_shape(unet, sample):

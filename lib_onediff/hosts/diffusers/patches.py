@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...model.additions import FreeU, ImagePrompt, PerturbedAttention
-from ...model.layout import TransformerBlock, UnsupportedUNet
-from ...model.patch_points import CROSS_ATTENTION, SELF_ATTENTION, Block, PatchPoints
-from ...model.read_diffusers import FREEU_FACTORS, has_freeu, is_plain
+from ...core.additions import FreeU, ImagePrompt, PerturbedAttention
+from ...core.leaves import TransformerBlock
+from ...core.patch_points import CROSS_ATTENTION, SELF_ATTENTION, Block, PatchPoints
+from ...core.refusal import Refusal
+from ...families.unet.read_diffusers import FREEU_FACTORS, has_freeu, is_plain
 from ..additions import Additions, freeu_of
 
 log = logging.getLogger("onediff")
@@ -93,7 +94,7 @@ def read_additions(
             found = adapters_of(adapters, latent, image_tokens, arguments.get(MASKS))
             prompts = tuple(one for adapter in found for one in image_prompts(adapter, latent, len(unet.down_blocks)))
             computed += adapters.values() if prompts else ()
-    except UnsupportedUNet as reason:
+    except Refusal as reason:
         log.debug("diffusers' IP-Adapter processors run as they are: %s", reason)
     if perturbed and (guidance := perturbed_attention(perturbed, latent.shape[0])):
         computed += perturbed.values()
@@ -120,32 +121,32 @@ class Adapter(NamedTuple):
 def adapters_of(
     processors: dict[str, Any], latent: Tensor, image_tokens: list[Tensor] | None, given_masks: Any
 ) -> list[Adapter]:
-    """The adapters of these processors. Raises UnsupportedUNet where diffusers has to run them, or to refuse their
+    """The adapters of these processors. Raises Refusal where diffusers has to run them, or to refuse their
     inputs."""
     if image_tokens is None or not all(path.endswith(CROSS_ATTENTION) for path in processors):
-        raise UnsupportedUNet("they are not where an image prompt is")
+        raise Refusal("they are not where an image prompt is")
     masks: list[Any] = [None] * len(image_tokens) if given_masks is None else list(
         given_masks.unsqueeze(1) if isinstance(given_masks, Tensor) else given_masks
     )
     counts = {len(parts) for one in processors.values() for parts in (one.to_k_ip, one.to_v_ip, one.scale)}
     if {*counts, len(masks)} != {len(image_tokens)}:
-        raise UnsupportedUNet("adapters, images, scales and masks are not equally many")
+        raise Refusal("adapters, images, scales and masks are not equally many")
     found: list[Adapter] = []
     for index, (tokens, mask) in enumerate(zip(image_tokens, masks, strict=True)):
         if tokens.dim() != 4 or tokens.shape[0] != latent.shape[0] or tokens.dtype != latent.dtype:
-            raise UnsupportedUNet(f"image tokens are {tuple(tokens.shape)} in {tokens.dtype}")
+            raise Refusal(f"image tokens are {tuple(tokens.shape)} in {tokens.dtype}")
         images = tokens.shape[1]
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] == images):
-            raise UnsupportedUNet("a mask is no (1, images, height, width)")
+            raise Refusal("a mask is no (1, images, height, width)")
         projections: Projections = {}
         for path, one in processors.items():
             keys, values, scale = one.to_k_ip[index], one.to_v_ip[index], one.scale[index]
             # diffusers takes a list of scales with masks alone.
             scales = scale if isinstance(scale, list) and mask is not None else [scale] * images
             if len(scales) != images or not all(isinstance(each, (int, float)) for each in scales):
-                raise UnsupportedUNet(f"a scale is {scale!r} for {images} images")
+                raise Refusal(f"a scale is {scale!r} for {images} images")
             if type(keys) is not nn.Linear or type(values) is not nn.Linear:
-                raise UnsupportedUNet(f"{path} has another layer than a linear one")
+                raise Refusal(f"{path} has another layer than a linear one")
             projections[path] = keys, values, scales
         found.append(Adapter(tokens, projections, mask))
     return found

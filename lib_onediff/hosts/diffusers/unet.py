@@ -9,20 +9,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...guard import HostFunction
-from ...model.call import UNetCall
-from ...model.layout import UnsupportedUNet
-from ...model.patches import HostTraits, replaced_by
-from ...model.read_diffusers import (
+from ...core.call import UNetCall
+from ...core.guard import HostFunction
+from ...core.refusal import Refusal
+from ...core.rows import PromptRows
+from ...families.unet.read_diffusers import (
     PROCESSOR_OF,
     attentions_of,
     foreign_parts,
     has_ip_adapter,
     is_diffusers_unet,
 )
-from ...model.rows import PromptRows
 from ...options.settings import Settings
 from ...runtime.runtime import runtime
+from ...weights.scan import HostTraits, replaced_by
 from ...weights.watch import no_object
 from ..additions import NO_ADDITIONS, Additions
 from ..hooks import serve_call
@@ -100,12 +100,12 @@ class DiffusersForward(InstanceForward):
         """The call with these arguments as ours."""
         try:
             return self._call(unet, **given)
-        except UnsupportedUNet:
+        except Refusal:
             raise
         except Exception as fault:
             # Inputs that we cannot even read are the host's to judge.
             log.debug("the inputs of a call were not understood", exc_info=True)
-            raise UnsupportedUNet(f"the inputs of this call were not understood: {fault}") from fault
+            raise Refusal(f"the inputs of this call were not understood: {fault}") from fault
 
     def _call(
         self, unet: Any, sample: Tensor, timestep: Tensor | float, encoder_hidden_states: Tensor,
@@ -115,14 +115,14 @@ class DiffusersForward(InstanceForward):
         **others: Any,
     ) -> UNetCall:
         if isinstance(encoder_hidden_states, (tuple, list)):
-            raise UnsupportedUNet("the context has several parts")
+            raise Refusal("the context has several parts")
         attentions, arguments = self._attentions_of(unet), dict(cross_attention_kwargs or {})
         scale = arguments.pop("scale", 1.0)
         patches, additions = within(unet, attentions, sample, added_cond_kwargs or {}, arguments)
         use_scale(unet, scale, whole=patches is None)
         passed = next((name for name, value in others.items() if value is not None and value != {}), None)
         if passed is not None:
-            raise UnsupportedUNet(f"the pipeline passes {passed}")
+            raise Refusal(f"the pipeline passes {passed}")
         return UNetCall(
             latent=sample, timestep=timestep_of_batch(timestep, sample), context=encoder_hidden_states,
             y=label_of(unet, added_cond_kwargs), timestep_condition=timestep_cond,
@@ -154,7 +154,7 @@ def within(
     is_foreign = bool(foreign_parts(unet, set(map(type, processors.values()))))
     unknown = sorted(set(arguments) - {MASKS} if is_foreign else arguments)
     if unknown:
-        raise UnsupportedUNet(f"the pipeline passes cross_attention_kwargs ({', '.join(unknown)})")
+        raise Refusal(f"the pipeline passes cross_attention_kwargs ({', '.join(unknown)})")
     if not is_foreign:
         return None, NO_ADDITIONS
     # What an IP-Adapter makes of the image embeddings, (batch, images, tokens, width) for each.

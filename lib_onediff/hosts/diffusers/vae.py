@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...guard import HostFunction
-from ...model.layout import UnsupportedUNet
-from ...model.patches import replaced_by
-from ...model.vae.read_diffusers import is_diffusers_decoder, is_diffusers_encoder
+from ...core.guard import HostFunction
+from ...core.refusal import Refusal
+from ...families.vae.read_diffusers import is_diffusers_decoder, is_diffusers_encoder
 from ...options.settings import Settings
 from ...runtime.runtime import runtime
+from ...weights.scan import replaced_by
 from ..hooks import answer_or_reason
 from .instance_forward import InstanceForward, put_on, take_off, unwrapped
 
@@ -39,15 +39,15 @@ class DecoderForward(InstanceForward):
 
 
 def check_call(decoder: nn.Module, latent: Any, others: dict[str, Any]) -> None:
-    """Raise UnsupportedUNet where a call of diffusers' Decoder.forward is not ours."""
+    """Raise Refusal where a call of diffusers' Decoder.forward is not ours."""
     source = replaced_by(type(decoder))
     if source is not None:
-        raise UnsupportedUNet(f"{type(decoder).__name__}.forward was replaced by {source}")
+        raise Refusal(f"{type(decoder).__name__}.forward was replaced by {source}")
     if not isinstance(latent, Tensor):
-        raise UnsupportedUNet("the VAE's decoder is called without a latent")
+        raise Refusal("the VAE's decoder is called without a latent")
     passed = sorted(name for name, value in others.items() if value is not None)
     if passed:
-        raise UnsupportedUNet(f"the VAE passes {', '.join(passed)}")
+        raise Refusal(f"the VAE passes {', '.join(passed)}")
 
 
 def halves_of(owner: Any) -> list[nn.Module]:

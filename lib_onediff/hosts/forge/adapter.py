@@ -11,18 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.call import UNetCall
+from ...core.guard import first_line, outcome_of
+from ...core.key import LATENT_PIXEL
+from ...core.origins import origin
+from ...core.refusal import Refusal
+from ...core.rows import PromptRows
 from ...core.sampling import Sampling
-from ...guard import first_line, outcome_of
-from ...model.call import UNetCall
-from ...model.fused_storage import shares_storage
-from ...model.layout import UNetLayout, UnsupportedUNet
-from ...model.patches import HostTraits, origin
-from ...model.rows import PromptRows
-from ...model.weight_functions import Casts
+from ...families.unet.layout import UNetLayout
 from ...prewarm.job import CannotWarm
 from ...runtime.call_stats import HOST
 from ...runtime.runtime import runtime
-from ...shapes.key import LATENT_PIXEL
+from ...weights.fused_storage import shares_storage
+from ...weights.scan import HostTraits
+from ...weights.weight_functions import Casts
 from ..additions import NO_ADDITIONS
 from ..changed_modules import ChangedModules, foreign_forward, is_block_or_attention
 from ..contract import TIMESTEP, Result, WebUI, random_inputs
@@ -38,7 +40,7 @@ release = FORGE.release
 
 
 def adapter() -> WebUI:
-    """Raises UnsupportedUNet for a release that lacks something."""
+    """Raises Refusal for a release that lacks something."""
     check_needs(release(), FORGE.needs())
     return Forge(FORGE)
 
@@ -151,7 +153,7 @@ class Forge(WebUI):
         return serve_call(unet, lambda: self._read(unet, given), lambda: given.by(original, unet), prompt_rows)
 
     def _read(self, unet: nn.Module, given: HostCall) -> UNetCall:
-        """A call as ours. Raises UnsupportedUNet where it is the host's."""
+        """A call as ours. Raises Refusal where it is the host's."""
         self._check(unet)
         changed = self._changed.at_call(unet)
         # The host calls a module with a forward of its own in another way than our additions would.
@@ -161,25 +163,25 @@ class Forge(WebUI):
         )
 
     def _check(self, unet: nn.Module) -> None:
-        """Raise UnsupportedUNet where a UNet's calls are the host's now. The UNet is looked at once a sampling."""
+        """Raise Refusal where a UNet's calls are the host's now. The UNet is looked at once a sampling."""
         if unet not in self._refusals:
             self._refusals[unet] = self.unmet or ""
             try:
                 check_original(unet, self._unets.patches[0].original)
                 check_storage(unet)
-            except UnsupportedUNet as refusal:
+            except Refusal as refusal:
                 self._refusals[unet] = self.unmet or str(refusal)
             self._changed.look_again(unet)
             runtime.adopt(unet, host_traits=self.host_traits)
             runtime.begin_sampling(unet, self._sampling)
         if self._refusals[unet]:
-            raise UnsupportedUNet(self._refusals[unet])
+            raise Refusal(self._refusals[unet])
         functions = self.traits.unet_functions()
         if functions != self._own_functions:
             for (_, name, owner), function in functions.items():
                 source = origin(function)
                 if source != owner:
-                    raise UnsupportedUNet(f"{name} of the WebUI's UNet was replaced by {source}")
+                    raise Refusal(f"{name} of the WebUI's UNet was replaced by {source}")
             self._own_functions = functions
 
     # --- what users ask -------------------------------------------------------------------------------------------

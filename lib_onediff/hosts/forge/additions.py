@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...model.additions import FreeU, PerturbedAttention, Shrink
-from ...model.layout import UnsupportedUNet
+from ...core.additions import FreeU, PerturbedAttention, Shrink
+from ...core.refusal import Refusal
 from ..additions import NO_ADDITIONS, Additions, freeu_of
 from .image_prompts import ATTENTION as CROSS_ATTENTION
 from .image_prompts import queries_at, read_image_prompts, source_digest
@@ -57,7 +57,7 @@ def read_additions(unet: nn.Module, options: Mapping[str, Any], latent: Tensor) 
         try:
             prompts = read_image_prompts(unet, replaced[CROSS_ATTENTION], options, latent)
             found = found._replace(image_prompts=prompts, stand_for=frozenset({CROSS_ATTENTION}))
-        except UnsupportedUNet as reason:
+        except Refusal as reason:
             log.debug("what stands for cross attentions is called as it is: %s", reason)
     alone = replaced.get(SELF_ATTENTION) or {}
     if alone and all(kind_of(function) == PERTURBED for function in alone.values()):

@@ -1,4 +1,4 @@
-"""One call of the host's UNet: as a UNetCall, and its prompt's rows alone. UnsupportedUNet says what in it only the
+"""One call of the host's UNet: as a UNetCall, and its prompt's rows alone. Refusal says what in it only the
 host's own forward understands."""
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ...model.call import Control, UNetCall
-from ...model.layout import UnsupportedUNet
-from ...model.patches import origin
-from ...model.rows import APART, OTHER_ROWS, half_of, rows_within
+from ...core.call import Control, UNetCall
+from ...core.origins import origin
+from ...core.refusal import Refusal
+from ...core.rows import APART, OTHER_ROWS, half_of, rows_within
 from ..additions import NO_ADDITIONS, Additions
 from ..changed_modules import Changed
 from .patches import OptionPatches, points_of
@@ -68,11 +68,11 @@ class HostCall(NamedTuple):
         """The options say which they are, and the noise levels among them have one value for each image."""
         marks, levels = self.options.get("cond_or_uncond"), self.options.get("sigmas")
         if not isinstance(marks, (list, tuple)) or not isinstance(levels, Tensor) or levels.dim() != 1:
-            raise UnsupportedUNet(NO_MARKS)
+            raise Refusal(NO_MARKS)
         if sorted(marks) != [COND, UNCOND]:
-            raise UnsupportedUNet(APART if len(marks) == 1 else SEVERAL_PROMPTS)
+            raise Refusal(APART if len(marks) == 1 else SEVERAL_PROMPTS)
         if self.x.shape[0] != 2 * levels.shape[0]:
-            raise UnsupportedUNet(OTHER_ROWS)
+            raise Refusal(OTHER_ROWS)
         return half_of(self.x.shape[0], is_first=marks[0] == COND)
 
 
@@ -89,10 +89,10 @@ def unet_call(
     points = points_of(options, names_read)
     foreign = unknown_options({name: value for name, value in options.items() if name not in points}, names_read)
     if foreign:
-        raise UnsupportedUNet(f"another extension changes the UNet for this call: {', '.join(foreign)}")
+        raise Refusal(f"another extension changes the UNet for this call: {', '.join(foreign)}")
     unknown = sorted(name for name, value in given.others.items() if value is not None and name in names_read)
     if unknown:
-        raise UnsupportedUNet(f"the UNet is called with more than we know ({', '.join(unknown)})")
+        raise Refusal(f"the UNet is called with more than we know ({', '.join(unknown)})")
     patches: OptionPatches | None = None
     if changed or not all(is_empty(options.get(name)) for name in points):
         patches = OptionPatches(unet, options, names_read, additions.stand_for, changed or {})
@@ -150,7 +150,7 @@ def control_of(control: Mapping[str, Any] | None) -> Control | None:
     residuals = [residual for part in PARTS for residual in slots[part] if residual is not None]
     other = next((residual for residual in residuals if not isinstance(residual, Tensor)), None)
     if other is not None:
-        raise UnsupportedUNet(f"control holds a {type(other).__name__}")
+        raise Refusal(f"control holds a {type(other).__name__}")
     return Control(slots["input"][::-1], slots["middle"][-1:], slots["output"][::-1]) if residuals else None
 
 

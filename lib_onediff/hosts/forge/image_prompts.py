@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...model.additions import ImagePrompt
-from ...model.layout import UnsupportedUNet
+from ...core.additions import ImagePrompt
+from ...core.refusal import Refusal
 
 ATTENTION = "attn2"
 # lib_ipadapter's CrossAttentionPatch of Forge (June 2025) and Forge Neo 2.26, as Python 3.10 and later ones write it.
@@ -34,19 +34,19 @@ ANY_SIGMA = (999999999.9, 0.0)
 def read_image_prompts(
     unet: nn.Module, functions: Mapping[Any, Any], options: Mapping[str, Any], latent: Tensor
 ) -> tuple[ImagePrompt, ...]:
-    """One for each adapter at this step's sigma. Raises UnsupportedUNet where something else stands for cross
+    """One for each adapter at this step's sigma. Raises Refusal where something else stands for cross
     attentions, or an adapter is used in a way that only the host knows. functions: what stands for cross attentions, by
     place. options: the call's transformer_options. Computed at every call, as the host does."""
     if not all(has_known_source(kind.__call__) for kind in set(map(type, functions.values()))):
-        raise UnsupportedUNet("they are no IP-Adapters that we know")
+        raise Refusal("they are no IP-Adapters that we know")
     # Whether each part of the batch is of the prompt (0) or the negative one (1).
     order, first = tuple(options.get("cond_or_uncond") or ()), next(iter(functions.values()))
     count, rows = len(first.weights), latent.shape[0]
     if not order or rows % len(order) or any(len(one.weights) != count for one in functions.values()):
-        raise UnsupportedUNet("rows or adapters are not equally many everywhere")
+        raise Refusal("rows or adapters are not equally many everywhere")
     places = {key: queries_at(unet, key) for key in functions}
     if options.get("ad_params") is not None or not all(places.values()):
-        raise UnsupportedUNet("they are not where an image prompt is")
+        raise Refusal("they are not where an image prompt is")
     of_rows = [part for part in order for _ in range(rows // len(order))]
     prompts = (image_prompt(functions, places, index, of_rows, latent, len(order)) for index in range(count))
     return tuple(
@@ -66,9 +66,9 @@ def image_prompt(
     same = all(settings_of(one, index) == settings_of(first, index) for one in functions.values())
     # "original" is the one way in which the host's page uses them.
     if not same or not first.weight_type[index].startswith("original") or first.unfold_batch[index]:
-        raise UnsupportedUNet("an adapter has settings that only the host knows")
+        raise Refusal("an adapter has settings that only the host knows")
     if cond.shape[0] != 1 or uncond.shape != cond.shape:
-        raise UnsupportedUNet(f"image tokens are {tuple(cond.shape)} and {tuple(uncond.shape)}")
+        raise Refusal(f"image tokens are {tuple(cond.shape)} and {tuple(uncond.shape)}")
     tokens = torch.cat([cond, uncond])
     projected: list[Tensor] = []
     columns: dict[str, tuple[int, int]] = {}
@@ -141,7 +141,7 @@ def masks_of(mask: Tensor, latent: Tensor, parts: int) -> dict[int, Tensor]:
         small = functional.interpolate(mask[:, None], size=(high, tokens // high), mode="bicubic")[:, 0]
         small = torch.cat([small, small[-1:].repeat(max(0, rows - len(small)), 1, 1)])[:rows]
         if small[0].numel() != tokens:
-            raise UnsupportedUNet("a mask does not cover the image")
+            raise Refusal("a mask does not cover the image")
         found[tokens] = small.repeat(parts, 1, 1).flatten(1)[..., None].to(latent)
         level = (level[0] + 1) // 2, (level[1] + 1) // 2
     return found

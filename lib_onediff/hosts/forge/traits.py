@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...model.binding import BOUND_DTYPES, STORED_DTYPES
-from ...model.layout import UnsupportedUNet
-from ...model.patches import origin
+from ...core.origins import origin
+from ...core.refusal import Refusal
+from ...weights.binding import BOUND_DTYPES, STORED_DTYPES
 from ..needs import Need
 
 UNET_ARGUMENTS = ("x", "timesteps", "context", "y", "control", "transformer_options")
@@ -123,18 +123,18 @@ class Traits:
         return {place: getattr(self.module(place[0]), place[1]) for place in (*self.helpers, attention)}
 
     def check_vae(self, decoder: Any) -> None:
-        """Raise UnsupportedUNet where the host's VAE computes attention by a function that is not the host's own."""
+        """Raise Refusal where the host's VAE computes attention by a function that is not the host's own."""
         source = origin(self.vae_attention(decoder))
         if source not in (self.attention, self.vae):
-            raise UnsupportedUNet(f"the attention of the WebUI's VAE was replaced by {source}")
+            raise Refusal(f"the attention of the WebUI's VAE was replaced by {source}")
 
 
 def check_storage(unet: Any) -> None:
-    """Raise UnsupportedUNet where the host casts a UNet's weights in a way that we do not know."""
+    """Raise Refusal where the host casts a UNet's weights in a way that we do not know."""
     stored, computed = getattr(unet, "storage_dtype", None), getattr(unet, "computation_dtype", None)
     if stored != computed and not (stored in STORED_DTYPES and computed in BOUND_DTYPES):
         stored, computed = (str(kind).removeprefix("torch.") for kind in (stored, computed))
-        raise UnsupportedUNet(
+        raise Refusal(
             f"the UNet is stored as {stored} and computed in {computed}: the WebUI casts its weights at every call"
         )
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...model.patches import APPLIED_AT_CALL
-from ...model.weight_functions import Change, LowRankUpdate, WeightFunctions, WeightFunctionState
+from ...weights.scan import APPLIED_AT_CALL
+from ...weights.weight_functions import Change, LowRankUpdate, WeightFunctions, WeightFunctionState
 
 ONLINE_LORAS, FUNCTIONS = "forge_online_loras", ("weight_function", "bias_function")
 # In half the time of asking their dictionaries.

@@ -20,7 +20,7 @@ def release() -> str:
 
 
 def adapter() -> WebUI:
-    """Raises UnsupportedUNet for a release that lacks something."""
+    """Raises Refusal for a release that lacks something."""
     check_needs(release(), LDM_PATCHED.needs())
     # reForge loads a checkpoint when it starts, whatever its command line says; Classic does not.
     return Forge(LDM_PATCHED, loads_at_start=release().startswith("reForge"))

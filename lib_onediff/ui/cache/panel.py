@@ -11,12 +11,12 @@ from typing import Any
 
 import gradio as gr
 
+from ...options.sizes import Size, parse_sizes
 from ...prewarm.job import QUEUED, TOKEN_CHOICES, TOKENS, rows_with_jobs
 from ...prewarm.presets import FAMILIES, SizePreset, families_for
 from ...prewarm.worker import WarmUp
 from ...runtime.runtime import Runtime
-from ...shapes.sizes import Size, parse_sizes
-from ...store.rows import NotKept
+from ...store.store import NotKept
 from .. import texts
 from ..events import (
     ACTIONS,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ...guard import first_line, outcome_of
+from ...core.guard import first_line, outcome_of
 from ...runtime.rows import ResolutionRow
 from ...runtime.runtime import Runtime
 from ...store.store import NotKept
