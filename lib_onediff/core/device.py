@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..options.settings import Settings
 from .call import UNetCall
+from .family import AttentionShapes
 from .key import Lossy
 from .operators import Operators
 from .refusal import Refusal
@@ -115,8 +116,8 @@ class Device(Protocol):
         """Have what a network needs compiled, and, where that is waited for, also measured (measures). Raises NotYet
         while that goes on in a thread (waits: wait for it), and RuntimeError where it fails."""
 
-    def tune(self, layout: Any, call: UNetCall) -> bool:
-        """Measure what is the fastest for this call, where that is not known; whether it was so."""
+    def tune(self, attentions: Sequence[AttentionShapes], call: UNetCall) -> bool:
+        """Measure what is the fastest for a call with these attentions, where that is not known; whether it was so."""
 
     def runner(self, managed: Any, key: Any, call: UNetCall, waits: bool) -> Any:
         """A runner of its own for a call (managed_unet.Runner); None where it has none, and calls are launched or

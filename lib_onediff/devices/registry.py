@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.call import UNetCall
 from ..core.device import Candidates, Device, Network
 from ..core.operators import Operators
 from ..core.refusal import Refusal
@@ -91,10 +90,6 @@ class Devices:
     def operators(self, name: str, wide_norms: bool = False, attention: str = "") -> Operators:
         """Of the device of a shape's key; see Device.operators."""
         return self.named(name).operators(wide_norms, attention)
-
-    def tune(self, name: str, layout: Any, call: UNetCall) -> bool:
-        """See Device.tune."""
-        return self.named(name).tune(layout, call)
 
     def measure_anew(self) -> None:
         """Trust nothing that was measured before."""

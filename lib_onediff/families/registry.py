@@ -4,29 +4,50 @@ The one door to the readers of each kind of module, which know nothing of each o
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
+from ..core.affine import Weights
+from ..core.call import UNetCall
+from ..core.family import Family
+from ..core.operators import Operators
 from ..core.refusal import Refusal
-from .unet.layout import UNetLayout
-from .unet.read_diffusers import is_diffusers_unet, read_diffusers
-from .unet.read_ldm import is_ldm_unet, read_ldm
+from .unet.family import UNets
 from .vae import read_diffusers as vae_diffusers
 from .vae import read_ldm as vae_ldm
 from .vae.layout import DecoderLayout
 
-Layout = TypeVar("Layout")
+Read = TypeVar("Read")
 
 
-def read_layout(unet: nn.Module) -> UNetLayout:
-    """The layout of a UNet module, read from its module tree.
+class Families:
+    """The families whose networks are served."""
 
-    Raises Refusal for anything that is not a UNet of the Stable Diffusion kind with parameters that we all
-    know.
-    """
-    return read(unet, "UNet", ((is_ldm_unet, read_ldm), (is_diffusers_unet, read_diffusers)))
+    def __init__(self, families: Iterable[Family]) -> None:
+        self.all = tuple(families)
+
+    def read(self, module: nn.Module) -> Any:
+        """The layout of a network, read from its module tree. Raises Refusal for anything that no family knows."""
+        return read(module, "UNet", tuple((family.knows, family.read) for family in self.all))
+
+    def of(self, layout: Any) -> Family:
+        """The family that has read it."""
+        return next(family for family in self.all if isinstance(layout, family.layout))
+
+    def output(self, layout: Any, weights: Weights, ops: Operators, call: UNetCall) -> Tensor:
+        """See Family.output."""
+        return self.of(layout).output(layout, weights, ops, call)
+
+
+# A new family is a folder beside this, and a name here.
+FAMILIES = Families((UNets(),))
+
+
+def read_layout(unet: nn.Module) -> Any:
+    """As FAMILIES.read."""
+    return FAMILIES.read(unet)
 
 
 def read_decoder(decoder: nn.Module) -> DecoderLayout:
@@ -43,8 +64,8 @@ def read_decoder(decoder: nn.Module) -> DecoderLayout:
 
 
 def read(
-    module: nn.Module, what: str, readers: tuple[tuple[Callable[[Any], bool], Callable[[Any], Layout]], ...]
-) -> Layout:
+    module: nn.Module, what: str, readers: tuple[tuple[Callable[[Any], bool], Callable[[Any], Read]], ...]
+) -> Read:
     """By the first of these pairs whose first half knows the module."""
     kind = type(module)
     try:

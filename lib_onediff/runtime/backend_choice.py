@@ -6,7 +6,6 @@ from dataclasses import replace
 from ..core.call import UNetCall
 from ..core.device import Candidates
 from ..core.key import EXACT, Lossy
-from ..core.refusal import Refusal
 from ..devices.registry import AUTO, Devices
 from ..devices.torch.sage import why_no_sage
 from ..options.settings import ONE_GPU, SAGE, Settings
@@ -34,9 +33,7 @@ class BackendChoice:
         managed.bound.refresh(
             call, candidates.devices[0].traits.channels_last, lambda: self._graphs.room(budget, device)
         )
-        misfit = managed.misfit(call)
-        if misfit is not None:
-            raise Refusal(misfit)
+        managed.refuse_call(call)
         if managed.kinds:
             self._graphs.drop_low_bit(managed)
             candidates = self._that_cast(candidates, managed.kinds, settings, call, waits)

@@ -189,9 +189,7 @@ class BlockRoute:
         bound, waits = managed.bound, self._runtime.services.waits_for_compile
         devices, reason = self._launched(settings, call)
         bound.refresh(call, channels_last=devices[0].traits.channels_last)
-        misfit = managed.misfit(call, y_is_embedded=True)
-        if misfit is not None:
-            raise Refusal(misfit)
+        managed.refuse_call(call, is_embedded=True)
         for device in devices:
             key = key_of(managed, settings, call, device.name)
             entry = self._runtime.table.entry(key, bound.layout.model_name)

@@ -35,7 +35,7 @@ class CardRoute:
         self.attention_overflows = AttentionOverflows(services.tuning_cache)
         self._sessions: WeakDictionary[nn.Module, Session] = WeakDictionary()
         self.fallback = FallbackChain(
-            services.table, services.graphs, services.devices, lambda: services.waits_for_compile
+            services.table, services.graphs, services.devices, services.families, lambda: services.waits_for_compile
         )
 
     @property

@@ -16,8 +16,7 @@ from ..core.precision import autocast_dtype
 from ..core.refusal import Refusal
 from ..core.sampling import Sampling
 from ..devices.cuda.low_bit.sensitivity import Choice
-from ..families.unet.cuts import deepest
-from ..families.unet.layout import layout_fits
+from ..families.registry import FAMILIES, Families
 from ..options.settings import Settings
 from ..weights.bound import BoundUNet
 from ..weights.low_bit import KINDS_OF, LowBitBinding, LowBitWeights, Round, WantedKinds
@@ -39,11 +38,13 @@ class ManagedUNet:
     """
 
     def __init__(
-        self, unet: nn.Module, settings: Settings | None, host_traits: HostTraits, bound: BoundUNet | None = None
+        self, unet: nn.Module, settings: Settings | None, host_traits: HostTraits, bound: BoundUNet | None = None,
+        families: Families = FAMILIES,
     ) -> None:
         """bound: the UNet, where it is bound in another way than a host's."""
+        self._families = families
         self.settings = settings
-        self.bound = bound or BoundUNet(unet, host_traits)
+        self.bound = bound or BoundUNet(unet, host_traits, families.read)
         self.served_last = False
         self.step_memories: dict[str, StepMemory] = {}
         self._cut_memories: weakref.WeakValueDictionary[Hashable, CutMemory] = weakref.WeakValueDictionary()
@@ -67,25 +68,22 @@ class ManagedUNet:
         except Refusal:
             return None
 
-    def misfit(self, call: UNetCall, y_is_embedded: bool = False) -> str | None:
-        """Why the inputs of a call do not fit the bound UNet, in one line for the user, or None. y_is_embedded: see
-        layout_fits."""
+    def refuse_call(self, call: UNetCall, is_embedded: bool = False) -> None:
+        """Raise Refusal with the reason where the inputs of a call do not fit the bound UNet. is_embedded: see
+        Family.refuse_call."""
         binding = self.bound.binding
-        misfit = layout_fits(binding.layout, call, y_is_embedded)
-        if misfit is not None:
-            return misfit
+        self._families.of(binding.layout).refuse_call(binding.layout, call, is_embedded)
         if binding.layout.foreign and call.patches is None and not call.additions:
-            return f"others compute within the UNet: {', '.join(binding.layout.foreign)}"
+            raise Refusal(f"others compute within the UNet: {', '.join(binding.layout.foreign)}")
         if call.latent.device != binding.device:
-            return f"the UNet's weights are on {binding.device}, the latent is on {call.latent.device}"
+            raise Refusal(f"the UNet's weights are on {binding.device}, the latent is on {call.latent.device}")
         autocast = autocast_dtype(call.latent.device.type)
         # Where the host casts its weights at each use, autocast takes inputs of any type to the same.
         casts_inputs = binding.cast_to is not None and autocast == binding.cast_to
         if call.latent.dtype != binding.dtype and not casts_inputs:
-            return f"the UNet's weights are {binding.dtype}, the latent is {call.latent.dtype}"
+            raise Refusal(f"the UNet's weights are {binding.dtype}, the latent is {call.latent.dtype}")
         if autocast not in (None, binding.dtype):
-            return f"autocast to {autocast} is on, but the UNet's weights are {binding.dtype}"
-        return None
+            raise Refusal(f"autocast to {autocast} is on, but the UNet's weights are {binding.dtype}")
 
     def takes_turns(self) -> bool:
         """Whether the host, which serves a call now, takes turns with us: within a sampling, or, where no sampling was
@@ -190,7 +188,8 @@ class ManagedUNet:
 
     def deepest(self) -> int:
         """The largest depth at which the UNet can be cut in two. Raises Refusal."""
-        return deepest(self.bound.layout if self.bound.has_binding else self.bound.layout_now())
+        layout = self.bound.layout if self.bound.has_binding else self.bound.layout_now()
+        return self._families.of(layout).deepest(layout)
 
     def ready_keys(self) -> set[ShapeKey]:
         """The shapes that have a graph."""

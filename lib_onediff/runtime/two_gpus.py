@@ -225,7 +225,7 @@ class TwoGpusRoute:
         with self._full_of(device), self.cards.using(device):
             copy = empty_copy(binding, device)
         mirror = MirrorUNet(managed.bound, copy)
-        copied = ManagedUNet(copy, settings, mirror.host_traits, mirror)
+        copied = ManagedUNet(copy, settings, mirror.host_traits, mirror, self._services.families)
         pair = Pair(
             copy, copied, mirror, device, (settings.second_gpu, first), needs, self.cards.are_equal(first, device),
         )

@@ -6,6 +6,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Hashable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -37,7 +38,12 @@ class BoundUNet:
     reader: reads the contents of weights, where there is something better than torch's operators.
     """
 
-    def __init__(self, unet: nn.Module, host_traits: HostTraits = HostTraits()) -> None:  # noqa: B008
+    def __init__(
+        self, unet: nn.Module, host_traits: HostTraits = HostTraits(),  # noqa: B008
+        read: Callable[[nn.Module], Any] = read_layout,
+    ) -> None:
+        """read: reads the layout of a module; see Families.read."""
+        self._read_layout = read
         self._unet = weakref.ref(unet)
         self.host_traits = host_traits
         self._tree: Tree | None = None
@@ -354,7 +360,7 @@ class BoundUNet:
         weights and graphs stay as they are."""
         layout, unreadable = None, None
         try:
-            layout = read_layout(unet)
+            layout = self._read_layout(unet)
         except Refusal as reason:
             unreadable = str(reason)
         if layout is not None and self._binding is not None and self._binding.follow(unet, layout):

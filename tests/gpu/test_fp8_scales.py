@@ -24,6 +24,7 @@ from lib_onediff.devices.cuda.low_bit import kernels, scaled_mm
 from lib_onediff.devices.cuda.low_bit.gains import Product
 from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators
 from lib_onediff.devices.cuda.low_bit.support import float8_support
+from lib_onediff.families.registry import FAMILIES
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.low_bit import FP8, GATED, NORMED, PLAIN
 
@@ -71,7 +72,7 @@ def by_row_scales(tokens: Tensor, weight: Tensor) -> tuple[Tensor, float | None]
         work()
     except (RuntimeError, ValueError):
         return product, None
-    return product, 1e3 * CudaGraphs().time_ms(DEVICE, torch.bfloat16, work)
+    return product, 1e3 * CudaGraphs(FAMILIES.output).time_ms(DEVICE, torch.bfloat16, work)
 
 
 @torch.no_grad()
@@ -97,7 +98,7 @@ def test_one_scale_is_as_near_as_scales_of_rows(product: Product, dtype: torch.d
     exact = given @ weight.double().t()
     rounded, row_time = by_row_scales(given, weight)
     error, row_error = relative_error(output, exact), relative_error(rounded, exact)
-    time_ms = CudaGraphs().time_ms
+    time_ms = CudaGraphs(FAMILIES.output).time_ms
     library = 1e3 * time_ms(DEVICE, dtype, partial(functional.linear, tokens, weight))
     ours = 1e3 * time_ms(DEVICE, dtype, work)
     print(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from computed import compute
 from simulated_memory import MEBIBYTE, PrivatePool, requests_of
 from tape import TapeRecording
 from torch import Tensor
@@ -17,7 +18,6 @@ from lib_onediff.devices.cuda.graphs.capture import CudaGraphs, SegmentsRunner
 from lib_onediff.devices.cuda.graphs.device_memory import Card
 from lib_onediff.devices.cuda.graphs.inputs import bytes_of, copy_inputs, rehearsal_of
 from lib_onediff.devices.cuda.graphs.segments import Segments, record
-from lib_onediff.families.unet.cuts import compute
 from lib_onediff.weights.binding import Binding
 
 # As if the tiny networks of the tests were large ones.

@@ -18,12 +18,12 @@ from builders import (
     relative_error,
     served,
 )
+from computed import compute
 from torch import Tensor
 
 import lib_onediff
 from lib_onediff.devices.cuda.graphs.inputs import bytes_of, copy_inputs, own_inputs
 from lib_onediff.devices.torch import operators as torch_ops
-from lib_onediff.families.unet.cuts import compute
 from lib_onediff.runtime.runtime import runtime
 
 CLOSE = 1e-5

@@ -11,6 +11,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
+from computed import compute
+
 from lib_onediff.core.affine import QuantizedWeight
 from lib_onediff.core.call import UNetCall
 from lib_onediff.core.operators import QuantizedTokens
@@ -21,7 +23,6 @@ from lib_onediff.devices.cuda.low_bit.gains import Product, products
 from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators
 from lib_onediff.devices.cuda.low_bit.scaled_mm import rounded_rows
 from lib_onediff.devices.torch import operators as torch_ops
-from lib_onediff.families.unet.cuts import compute
 from lib_onediff.weights import low_bit
 from lib_onediff.weights.bound import BoundUNet
 from lib_onediff.weights.low_bit import INT8

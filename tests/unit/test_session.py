@@ -11,6 +11,7 @@ import pytest
 import torch
 from backend_names import NATIVE
 from builders import SMALL_XL, a_call, diffusers_arguments, diffusers_output, diffusers_unet, relative_error
+from computed import compute
 from graph_builders import PretendedGraphs
 from torch import Tensor, nn
 
@@ -19,7 +20,6 @@ from lib_onediff import Settings
 from lib_onediff.core.call import UNetCall
 from lib_onediff.core.patch_points import MIDDLE, PatchPoints
 from lib_onediff.devices.torch import operators as torch_ops
-from lib_onediff.families.unet.cuts import compute
 from lib_onediff.runtime.fallback import FallbackChain
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.binding import Binding

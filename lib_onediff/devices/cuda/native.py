@@ -14,6 +14,7 @@ from torch import Tensor
 from ...core.call import UNetCall
 from ...core.card import on_card
 from ...core.device import Network, NotYet, Traits
+from ...core.family import AttentionShapes
 from ...core.guard import first_line
 from ...core.operators import Operators
 from ...core.refusal import Refusal
@@ -22,7 +23,7 @@ from ...options.settings import Settings
 from ...weights.contents import Place, Reader
 from ...weights.low_bit import KINDS_OF, Kind
 from ..torch.attention import Attention
-from ..torch.attention_tuning import attention_shapes, time_on_gpu
+from ..torch.attention_tuning import time_on_gpu
 from ..torch.device import refuse_without_gpu
 from ..torch.sage import SageAttention
 from .availability import why_no_triton
@@ -147,12 +148,9 @@ class Native:
             self._compiled.add(kind)
             log.debug("kernels for %s ready in %.1f s", network.dtype, time.perf_counter() - began)
 
-    def tune(self, layout: Any, call: UNetCall) -> bool:
-        """Measure which attention is the fastest for this call's shapes, where that is not known; whether it was so."""
-        batch, _, height, width = call.latent.shape
-        shapes = attention_shapes(layout, height, width, batch, call.context.shape[1])
+    def tune(self, attentions: Sequence[AttentionShapes], call: UNetCall) -> bool:
         dtype = torch.float32 if call.upcast_attention else call.latent.dtype
-        unknown = [pair for pair in shapes if self.attention.chosen(*pair, dtype) is None]
+        unknown = [pair for pair in attentions if self.attention.chosen(*pair, dtype) is None]
         for query, key in unknown:
             self.attention.measure(query, key, dtype, call.latent.device)
         return bool(unknown)

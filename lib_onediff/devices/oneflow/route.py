@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor
 from ...core.affine import Affine, Weights
 from ...core.call import UNetCall
 from ...core.device import CachedRunner, Network, Traits
+from ...core.family import AttentionShapes
 from ...core.key import ShapeKey
 from ...core.operators import Operators
 from ...core.precision import ROUNDING_HALF_SUMS, environment, oneflow_variables
@@ -119,7 +120,7 @@ class OneFlow:
     def prepare(self, network: Network, waits: bool, measures: bool = False) -> None:
         """Graphs compile themselves."""
 
-    def tune(self, layout: Any, call: UNetCall) -> bool:
+    def tune(self, attentions: Sequence[AttentionShapes], call: UNetCall) -> bool:
         return False
 
     def contents_reader(self, device: torch.device) -> Reader | None:

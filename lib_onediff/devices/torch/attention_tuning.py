@@ -10,9 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...families.unet.forward import transformer_blocks
-from ...families.unet.layout import UNetLayout
-
 Shape = tuple[int, ...]
 TimeMs = Callable[[Callable[[], Tensor]], float]
 
@@ -93,21 +90,3 @@ def random_inputs(
 
     tensors = split(keys, parts) if parts == 3 else [*split(queries, 1), *split(keys, 2)]
     return tensors[0], tensors[1], tensors[2]
-
-
-def attention_shapes(
-    layout: UNetLayout, height: int, width: int, batch: int, tokens: int
-) -> list[tuple[Shape, Shape]]:
-    """The distinct (query shape, key shape) of the attentions in one forward, in the order of their first use.
-
-    height, width: of the latent. tokens: of the context. The sizes are those that forward.Pass gives the images.
-    """
-    found: dict[tuple[Shape, Shape], None] = {}
-    for block, pixels in transformer_blocks(layout, height, width):
-        heads = block.self_attention.heads
-        own = (batch, heads, pixels, block.self_attention.query_key_value.out_features // 3 // heads)
-        found[own, own] = None
-        features, heads = block.cross_attention.query.out_features, block.cross_attention.heads
-        query = (batch, heads, pixels, features // heads)
-        found[query, (batch, heads, tokens, features // heads)] = None
-    return list(found)

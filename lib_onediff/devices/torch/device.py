@@ -1,12 +1,14 @@
 """PyTorch's operators: the reference, on any device; captured as CUDA graphs on NVIDIA GPUs."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ...core.call import UNetCall
 from ...core.device import Network, Traits
+from ...core.family import AttentionShapes
 from ...core.operators import Operators
 from ...core.refusal import Refusal
 from ...options.settings import Settings
@@ -34,7 +36,7 @@ class Eager:
     def prepare(self, network: Network, waits: bool, measures: bool = False) -> None:
         """PyTorch is compiled."""
 
-    def tune(self, layout: Any, call: UNetCall) -> bool:
+    def tune(self, attentions: Sequence[AttentionShapes], call: UNetCall) -> bool:
         return False
 
     def runner(self, managed: Any, key: Any, call: UNetCall, waits: bool) -> Any:

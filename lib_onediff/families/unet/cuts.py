@@ -10,9 +10,8 @@ from torch import Tensor
 from ...core.affine import Weights
 from ...core.call import UNetCall
 from ...core.operators import Operators
-from .forward import Pass, forward
+from .forward import Pass
 from .layout import UNetLayout
-from .patched_forward import patched_forward
 
 
 def check_depth(layout: UNetLayout, depth: int) -> None:
@@ -51,22 +50,3 @@ def cached_pass(
 def deepest(layout: UNetLayout) -> int:
     """The largest depth that leaves something to skip."""
     return len(layout.input_stages) - 1
-
-
-def compute(layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall) -> Tensor:
-    """The UNet's output, (batch, out channels, height, width) in the latent's dtype: see forward.forward.
-
-    With a cut, the inner part's hidden states are also written to its memory, or read from there. A call with patches
-    is computed whole. Raises ValueError for a depth that this UNet does not have.
-    """
-    cut = call.cut
-    if call.patches is not None:
-        return patched_forward(layout, weights, ops, call, call.patches)
-    if cut is None:
-        return forward(layout, weights, ops, call)
-    depth = min(cut.depth, deepest(layout))
-    if cut.reads:
-        return cached_pass(layout, weights, ops, call, depth, cut.memory.read())
-    output, deep = full_pass(layout, weights, ops, call, depth)
-    cut.memory.write(deep)
-    return output

@@ -25,6 +25,7 @@ from ...core.leaves import (
     digest_without,
     weights_of,
 )
+from ...core.refusal import Refusal
 
 # Weights of a group of context projections: SD1.5's are 19 million, SDXL's 370.
 LARGEST_GROUP = 1 << 25
@@ -166,24 +167,20 @@ class UNetLayout:
         return digest_without(self, ("path", "name", "family", "foreign"))
 
 
-def layout_fits(layout: UNetLayout, call: UNetCall, y_is_embedded: bool = False) -> str | None:
-    """Why these inputs cannot be this UNet's, in one line; None if they can.
-
-    y_is_embedded: the call carries no y, because it has gone into the embedding already.
-    """
+def refuse_call(layout: UNetLayout, call: UNetCall, is_embedded: bool = False) -> None:
+    """See core.family.Family. is_embedded: the call carries no y, because it has gone into the embedding already."""
     latent, context = call.latent, call.context
     if latent.dim() != 4 or latent.shape[1] != layout.in_channels:
-        return f"the latent is {tuple(latent.shape)}, but this UNet takes {layout.in_channels} channels"
+        raise Refusal(f"the latent is {tuple(latent.shape)}, but this UNet takes {layout.in_channels} channels")
     if not latent.numel():
-        return "the latent is empty"
+        raise Refusal("the latent is empty")
     if context.dim() != 3 or context.shape[2] != layout.context_width:
-        return f"the context is {tuple(context.shape)}, but this UNet takes a width of {layout.context_width}"
+        raise Refusal(f"the context is {tuple(context.shape)}, but this UNet takes a width of {layout.context_width}")
     if context.shape[0] != latent.shape[0] or call.timestep.shape != latent.shape[:1]:
-        return "latent, timestep and context have different batch sizes"
-    if (call.y is None) != (layout.label is None or y_is_embedded):
-        return "y is missing" if call.y is None else "y is given, but this UNet takes none"
+        raise Refusal("latent, timestep and context have different batch sizes")
+    if (call.y is None) != (layout.label is None or is_embedded):
+        raise Refusal("y is missing" if call.y is None else "y is given, but this UNet takes none")
     if call.y is not None and tuple(call.y.shape) != (latent.shape[0], layout.y_width):
-        return f"y is {tuple(call.y.shape)}, but this UNet takes a width of {layout.y_width}"
+        raise Refusal(f"y is {tuple(call.y.shape)}, but this UNet takes a width of {layout.y_width}")
     if call.timestep_condition is not None and layout.time.condition is None:
-        return "a guidance embedding is given, but this UNet takes none"
-    return None
+        raise Refusal("a guidance embedding is given, but this UNet takes none")

@@ -10,7 +10,7 @@ from torch import nn
 from ...core.key import ShapeKey
 from ...core.table import Entry, ShapeTable
 from ...core.weak_dictionary import WeakDictionary
-from ...devices.cuda.graphs.capture import CudaGraphs
+from ...devices.cuda.graphs.capture import CudaGraphs, Output
 from ...devices.cuda.graphs.device_memory import UNLIMITED, Card
 from ..managed_unet import CachedRunner, ManagedUNet
 from .pool_size import MEBIBYTE, gives_back
@@ -52,11 +52,14 @@ class GraphRecords:
     """Every graph that the UNets in our care have. Whoever asks holds the runtime's lock: a graph that somebody looks
     at keeps the memory of all."""
 
-    def __init__(self, table: ShapeTable, managed: WeakDictionary[nn.Module, ManagedUNet], pins: GetPins) -> None:
+    def __init__(
+        self, table: ShapeTable, managed: WeakDictionary[nn.Module, ManagedUNet], pins: GetPins,
+        output: Output,
+    ) -> None:
         self._table = table
         self._managed = managed
         self._pins = pins
-        self._graphs = CudaGraphs()
+        self._graphs = CudaGraphs(output)
         self.card = Card()
 
     def allowed(self, budget: int, device: torch.device | None = None) -> int:

@@ -16,6 +16,7 @@ from ...core.key import ShapeKey
 from ...core.operators import Operators
 from ...core.table import Entry, ShapeTable, State
 from ...core.weak_dictionary import WeakDictionary
+from ...devices.cuda.graphs.capture import Output
 from ...devices.cuda.graphs.inputs import own_inputs
 from ...weights.offload import empty_pinned_cache
 from ..managed_unet import ManagedUNet
@@ -36,9 +37,10 @@ class GraphCache(GraphRecords):
 
     def __init__(
         self, table: ShapeTable, managed: WeakDictionary[nn.Module, ManagedUNet], pins: GetPins,
-        operators_of: Callable[[str, bool, str], Operators],
+        operators_of: Callable[[str, bool, str], Operators], output: Output,
     ) -> None:
-        super().__init__(table, managed, pins)
+        """output: computes a call; see Families.output."""
+        super().__init__(table, managed, pins, output)
         self._operators_of = operators_of
         self._shared_noticed = 0
 

@@ -21,7 +21,6 @@ from ....core.affine import Source
 from ....core.call import UNetCall
 from ....core.operators import Operators
 from ....core.weak_dictionary import WeakDictionary
-from ....families.unet.cuts import compute
 from .allocations import peak
 from .device_memory import empty_cache
 from .inputs import bytes_of, copy_inputs, rehearsal_of
@@ -31,6 +30,8 @@ from .timing import time_in_graph
 Result = TypeVar("Result")
 # What torch says of its max_split_size_mb where the user has set none.
 UNLIMITED = -1
+# A layout, its weights, operators and a call to the output; see Family.output.
+Output = Callable[[Any, Any, Operators, UNetCall], Tensor]
 
 
 class Pool:
@@ -73,7 +74,9 @@ class CudaGraphs:
     One stream, because cuBLAS keeps a workspace (32 MiB on Hopper) for every stream that it has ever run on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, output: Output) -> None:
+        """output: computes a call; see Families.output."""
+        self._output = output
         # Nothing here keeps a pool alive: its graphs do, and who has made graphs in it.
         self._pools: weakref.WeakValueDictionary[tuple[torch.device, str], Pool] = weakref.WeakValueDictionary()
         # Those that a capture has failed in are no longer in the other. Looked at by threads that make no graphs.
@@ -101,9 +104,9 @@ class CudaGraphs:
             recorded: torch.cuda.CUDAGraph | Segments
             try:
                 if inputs.patches is not None:
-                    recorded = capture_segments(binding, ops, inputs, pool.handle, stream, piece)
+                    recorded = capture_segments(self._output, binding, ops, inputs, pool.handle, stream, piece)
                 else:
-                    recorded, output = capture(binding, ops, inputs, pool.handle, stream, piece)
+                    recorded, output = capture(self._output, binding, ops, inputs, pool.handle, stream, piece)
             except BaseException:
                 # torch may believe that this pool is still being recorded to, and would refuse every further capture.
                 del self._pools[device, architecture]
@@ -127,7 +130,7 @@ class CudaGraphs:
             stream = self._stream(device, binding.dtype)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                compute(binding.layout, binding.weights(), ops, rehearsal_of(inputs))
+                self._output(binding.layout, binding.weights(), ops, rehearsal_of(inputs))
             stream.synchronize()
 
     def bytes(self, device: torch.device, architecture: str | None = None) -> int:
@@ -205,7 +208,7 @@ class SegmentsRunner:
 
 
 def capture_segments(
-    binding: Source, ops: Operators, inputs: UNetCall, pool: Any,
+    output: Output, binding: Source, ops: Operators, inputs: UNetCall, pool: Any,
     stream: torch.cuda.Stream, piece: int,
 ) -> Segments:
     """As capture, with the functions that the call brings, which are called."""
@@ -217,7 +220,7 @@ def capture_segments(
         try:
             return record(
                 recording, inputs.patches,
-                lambda points: compute(binding.layout, weights, ops, replace(inputs, patches=points)),
+                lambda points: output(binding.layout, weights, ops, replace(inputs, patches=points)),
             )
         except BaseException:
             with contextlib.suppress(RuntimeError):
@@ -226,7 +229,7 @@ def capture_segments(
 
 
 def capture(
-    binding: Source, ops: Operators, inputs: UNetCall, pool: Any,
+    output: Output, binding: Source, ops: Operators, inputs: UNetCall, pool: Any,
     stream: torch.cuda.Stream, piece: int,
 ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """A graph, and the output that it writes. piece: bytes that the pool gets in one piece before."""
@@ -240,13 +243,13 @@ def capture(
         try:
             if piece:
                 torch.empty(piece, dtype=torch.uint8, device=device)
-            output = compute(binding.layout, weights, ops, inputs)
+            made = output(binding.layout, weights, ops, inputs)
         except BaseException:
             with contextlib.suppress(RuntimeError):
                 graph.capture_end()
             raise
         graph.capture_end()
-    return graph, output
+    return graph, made
 
 
 def give_workspaces(stream: torch.cuda.Stream, dtype: torch.dtype) -> None:

@@ -32,10 +32,11 @@ class SharedMemory:
 
 def replaying_graphs() -> Any:
     """What stands in for CudaGraphs."""
+    from computed import compute
+
     from lib_onediff.devices.cuda.graphs.capture import CudaGraphs, SegmentsRunner
     from lib_onediff.devices.cuda.graphs.inputs import bytes_of, copy_inputs
     from lib_onediff.devices.cuda.graphs.segments import record
-    from lib_onediff.families.unet.cuts import compute
 
     class Replayed:
         seconds = 0.0
