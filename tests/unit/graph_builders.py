@@ -55,7 +55,7 @@ class PretendedGraphs(CudaGraphs):
     """before_replay and before_capture may raise; captured is what was made, in order."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(compute)
         self.card = PretendedCard(self)
         self.before_replay: Callable[[], None] = lambda: None
         self.before_capture: Callable[[UNetCall], None] = lambda inputs: None
