@@ -21,6 +21,7 @@ from ..core.refusal import Refusal
 from ..core.sampling import UNANNOUNCED, Sampling
 from ..options.settings import ONE_GPU, Settings
 from ..steps.registry import step_policies
+from ..store.history import History
 from ..weights.scan import HostTraits
 from ..weights.watch import no_object
 from .cache import Cache
@@ -50,7 +51,7 @@ class Runtime:
         """policies: which may cut steps short, outermost first. devices: the fastest first, the reference last.
         families: of the networks that are served. By default, those of the registries."""
         services = self.services = Services(devices, families)
-        self.guard, self.table, self.history = services.guard, services.table, services.history
+        self.guard, self.table = services.guard, services.table
         self.tuning_cache, self.devices, self.call_stats = (
             services.tuning_cache, services.devices, services.call_stats,
         )
@@ -70,6 +71,15 @@ class Runtime:
         # What the host says of the sampling in progress, whichever UNets it may use for that.
         self._sampling: Sampling | None = None
         self._last_unet: Callable[[], nn.Module | None] = no_object
+
+    @property
+    def history(self) -> History:
+        """What outlives the process."""
+        return self.services.history
+
+    @history.setter
+    def history(self, history: History) -> None:
+        self.services.history = history
 
     @property
     def settings(self) -> Settings:
