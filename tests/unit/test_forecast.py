@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,16 +88,6 @@ def test_the_other_steps_are_on_the_line_through_the_last_two(config: dict[str, 
     assert ours.runtime.call_stats.total == 9 and ours.runtime.table.entries()[0].uses == 9
 
 
-@pytest.mark.parametrize(("interval", "whole"), [
-    (1, set(range(20))), (2, {0, 1, 2, 4, 6, 8, 10, 12, 14, 17, 19}), (4, {0, 1, 2, 5, 9, 14, 19}),
-])
-def test_how_many_are_computed(interval: int, whole: set[int]) -> None:
-    ours = Samplings.of(forecast_interval=interval)
-    for _ in range(2):
-        ours.begin()
-        assert ours.sample() == steps(whole)
-
-
 def test_the_host_may_go_on_computing_in_an_output() -> None:
     ours, other = Samplings.of(), Samplings.of()
     for each in (ours, other):
@@ -125,13 +115,6 @@ def test_prompts_and_sizes_that_take_turns_are_told_apart() -> None:
     assert found == steps()
 
 
-def test_a_prompt_that_changes_begins_a_history() -> None:
-    ours = Samplings.of()
-    ours.begin()
-    found = ours.sample(STEPS[:10]) + [ours.run(ours.call(time, names=("dog", "ugly")))[0] for time in STEPS[10:]]
-    assert found == steps(WHOLE_OF_20 | {10, 11})
-
-
 def test_weights_that_change_begin_a_history() -> None:
     ours = Samplings.of()
     ours.begin()
@@ -139,19 +122,6 @@ def test_weights_that_change_begin_a_history() -> None:
     with torch.no_grad():
         ours.unet.conv_in.weight.mul_(1.5)
     assert found + ours.sample(STEPS[10:]) == steps(WHOLE_OF_20 | {10, 11})
-
-
-def test_two_calls_a_step() -> None:
-    """The second, as Heun makes it, at the timestep where the next step begins."""
-    ours = Samplings.of()
-    ours.begin()
-    found = []
-    for time, following in zip(STEPS, [*STEPS[1:], 0.5], strict=True):
-        kinds = ours.run(ours.call(time))[0], ours.run(ours.call(following, seed=1))[0]
-        found.append(kinds)
-    # By its timestep, a second call belongs to the step that begins there.
-    assert [kind for kind, _ in found] == steps()
-    assert [kind for _, kind in found] == [*steps()[1:], COMPUTED]
 
 
 def test_img2img_and_a_second_sampling_begin_anew() -> None:
@@ -163,16 +133,14 @@ def test_img2img_and_a_second_sampling_begin_anew() -> None:
     assert ours.sample(STEPS[8:]) == steps({0, 1, 2, 4, 8, 11}, 12)
 
 
-def test_where_the_steps_are_not_known_they_are_counted() -> None:
-    ours = Samplings.of()
-    ours.begin(None)
-    assert ours.sample() == steps({0, 1, 2, 3, 6, 9, 12, 15, 18, 19})
-
-
-@pytest.mark.parametrize(("more", "why"), [
+SAMPLINGS: list[tuple[dict[str, Any], str]] = [
     ({"why_no_forecast": lambda: OTHER_SAMPLER}, OTHER_SAMPLER), ({"why_not": "it jumps"}, "it jumps"),
+    ({"why_no_forecast": Sampling().why_no_forecast}, UNKNOWN_SAMPLER),
     ({"times": STEPS[:9]}, "the sampling has fewer than 10 steps"),
-])
+]
+
+
+@pytest.mark.parametrize(("more", "why"), SAMPLINGS, ids=[why for _, why in SAMPLINGS])
 def test_samplings_without_forecasts(more: dict[str, Any], why: str) -> None:
     ours = Samplings.of()
     ours.begin(**more)
@@ -180,18 +148,15 @@ def test_samplings_without_forecasts(more: dict[str, Any], why: str) -> None:
     assert ours.reason == f"Output forecast rests: {why}"
 
 
-def test_nobody_says_which_sampler_it_is() -> None:
-    ours = Samplings.of()
-    ours.runtime.begin_sampling(ours.unet, Sampling(times=lambda: STEPS))
-    assert ours.sample() == [COMPUTED] * 20 and UNKNOWN_SAMPLER in ours.reason
-
-
-def test_images_at_different_steps() -> None:
+@pytest.mark.parametrize(("change", "why"), [
+    (lambda call: replace(call, timestep=call.timestep - torch.arange(2)), "at different steps"),
+    (lambda call: replace(call, patches=PatchPoints()), "other extensions"),
+])
+def test_calls_without_forecasts(change: Callable[[UNetCall], UNetCall], why: str) -> None:
     ours = Samplings.of()
     ours.begin()
-    call = ours.call(STEPS[5])
-    ours.run(replace(call, timestep=torch.tensor([501.0, 401.0])))
-    assert "at different steps" in ours.reason
+    found = [ours.run(change(ours.call(time)))[0] for time in STEPS]
+    assert found == [COMPUTED] * 20 and why in ours.reason
 
 
 def test_tiles() -> None:
@@ -199,13 +164,6 @@ def test_tiles() -> None:
     ours.begin()
     found = [ours.run(ours.call(time, seed=tile))[0] for time in STEPS for tile in range(2)]
     assert found == [COMPUTED] * 40 and "tiles" in ours.reason
-
-
-def test_functions_of_other_extensions_are_called_at_every_step() -> None:
-    ours = Samplings.of()
-    ours.begin()
-    found = [ours.run(replace(ours.call(time), patches=PatchPoints()))[0] for time in STEPS]
-    assert found == [COMPUTED] * 20 and "other extensions" in ours.reason
 
 
 def test_the_hosts_outputs_are_not_continued() -> None:
@@ -234,14 +192,6 @@ def test_a_fault_of_ours_costs_a_reason_and_a_log_line(
     monkeypatch.undo()
     ours.begin()
     assert ours.sample() == steps()
-
-
-def test_with_deepcache_the_computed_steps_are_deepcaches() -> None:
-    ours = Samplings.of(deepcache_interval=3)
-    ours.begin()
-    assert ours.sample() == steps()
-    passes = ours.runtime.status()["deepcache"]
-    assert (passes["full"], passes["cached"]) == (8, 1)
 
 
 def test_after_the_end_of_guidance_the_prompt_has_a_history_of_its_own() -> None:

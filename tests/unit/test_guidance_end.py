@@ -104,31 +104,6 @@ def test_half_of_the_steps_are_the_hosts_own_unet_on_the_prompts_rows(
     assert ours.runtime.status()["guidance"] == {"without_negative": 10, "reason": ""}
 
 
-@pytest.mark.parametrize(("end", "whole"), [(0.0, 1), (0.25, 5), (0.26, 6), (0.5, 10), (0.96, 20), (1.0, 20)])
-def test_the_fraction_of_the_steps(end: float, whole: int) -> None:
-    ours = Samplings.of(guidance_end=end)
-    for _ in range(2):
-        ours.begin()
-        assert ours.sample() == steps(whole)
-
-
-def test_steps_that_nobody_announces_are_learned() -> None:
-    ours = Samplings.of()
-    for _ in range(2):
-        ours.begin(None)
-        assert ours.sample() == steps(10)
-    # The next image begins without a word.
-    assert ours.sample() == steps(10)
-
-
-def test_a_sampler_that_calls_twice_a_step() -> None:
-    """As Heun's: the second call is where the next step begins."""
-    ours = Samplings.of()
-    ours.begin()
-    times = [time for pair in zip(STEPS, [*STEPS[1:], 0.5], strict=True) for time in pair]
-    assert ours.sample(times).index(EARLY) == 19
-
-
 def test_a_refiner_goes_on_where_the_first_unet_was() -> None:
     ours, refiner = Samplings.of(), Samplings.of()
     refiner.runtime = ours.runtime
@@ -142,33 +117,6 @@ def test_a_refiner_goes_on_where_the_first_unet_was() -> None:
     assert refiner.sample(STEPS[14:]) == steps(1, 6)
 
 
-@pytest.mark.parametrize(("total", "rests"), [(9, True), (10, False)])
-def test_few_steps_are_whole(total: int, rests: bool) -> None:
-    ours = Samplings.of()
-    ours.begin(STEPS[:total])
-    assert (EARLY in ours.sample(STEPS[:total])) is not rests
-    assert ("fewer than 10 steps" in ours.reason) is rests
-
-
-def test_off_nobody_is_asked() -> None:
-    ours = Samplings.of(guidance_end=1.0)
-    ours.begin()
-    for time in STEPS:
-        ours.run(ours.call(time), lambda: pytest.fail("asked"))
-    assert ours.runtime.status()["guidance"] == {"without_negative": 0, "reason": ""}
-
-
-def test_a_change_of_the_option_in_mid_sampling() -> None:
-    ours = Samplings.of()
-    ours.begin()
-    assert ours.sample(STEPS[:12]) == steps(10, 12)
-    ours.runtime.configure(Settings())
-    assert ours.sample(STEPS[12:14]) == [LATE, LATE] and ours.reason == ""
-
-
-# --- why not --------------------------------------------------------------------------------------------------------
-
-
 def refused(ours: Samplings, change: Callable[[UNetCall], UNetCall] = lambda call: call, **more: Any) -> str:
     """The reason at the end of a sampling that is computed whole."""
     for time in STEPS:
@@ -176,6 +124,22 @@ def refused(ours: Samplings, change: Callable[[UNetCall], UNetCall] = lambda cal
         assert ours.run(call, **more)[0] == LATE
     assert ours.reason.startswith("Guidance end rests: ")
     return ours.reason.removeprefix("Guidance end rests: ")
+
+
+@pytest.mark.parametrize(("change", "known", "why"), [
+    (lambda call: replace(call, timestep=call.timestep - torch.arange(2)), {}, "different steps"),
+    # As where somebody calls a pipeline's UNet himself.
+    (lambda call: replace(call, latent=torch.randn_like(call.latent)), {}, "the same latents"),
+    (lambda call: replace(call, perturbed=PerturbedAttention(frozenset(), 1)), {}, "perturbed"),
+    (lambda call: call, {"why_not": "the sampler's churn moves its steps"}, "the sampler's churn moves its steps"),
+    (lambda call: call, {"times": STEPS[:9]}, "fewer than 10 steps"),
+])
+def test_calls_and_samplings_that_are_computed_whole(
+    change: Callable[[UNetCall], UNetCall], known: dict[str, Any], why: str
+) -> None:
+    ours = Samplings.of(verify=False)
+    ours.begin(**known)
+    assert why in refused(ours, change)
 
 
 def test_a_host_that_cannot_tell_the_rows() -> None:
@@ -186,32 +150,6 @@ def test_a_host_that_cannot_tell_the_rows() -> None:
         call = ours.call(1.0)
         ours.runtime.run(ours.unet, call, lambda: ours.host(call))
     assert ours.reason.endswith("the caller does not say which rows are the negative prompt's")
-
-
-def test_what_the_sampler_says_counts() -> None:
-    ours = Samplings.of()
-    ours.begin(why_not="the sampler's churn moves its steps")
-    assert refused(ours) == "the sampler's churn moves its steps"
-
-
-def test_images_at_different_steps() -> None:
-    ours = Samplings.of()
-    ours.begin()
-    assert "different steps" in refused(ours, lambda call: replace(call, timestep=call.timestep - torch.arange(2)))
-
-
-def test_halves_of_other_latents_are_no_guidance() -> None:
-    """As where somebody calls a pipeline's UNet himself."""
-    ours = Samplings.of()
-    ours.begin()
-    assert "the same latents" in refused(ours, lambda call: replace(call, latent=torch.randn_like(call.latent)))
-
-
-def test_perturbed_rows_are_computed_whole() -> None:
-    ours = Samplings.of(verify=False)
-    ours.begin()
-    perturbed = PerturbedAttention(frozenset(), 1)
-    assert "perturbed" in refused(ours, lambda call: replace(call, perturbed=perturbed))
 
 
 def test_a_step_with_other_calls_beside_prompt_and_negative_prompt() -> None:
@@ -237,9 +175,6 @@ def test_residuals_are_cut_with_the_rows() -> None:
     plain.begin()
     whole = plain.run(replace(plain.call(STEPS[-1]), control=control))[1]
     assert kind == EARLY and relative_error(output[1:], whole[1:]) < 1e-5 and torch.equal(output[0], output[1])
-
-
-# --- faults ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_fault_of_ours_runs_the_whole_call(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,33 +206,6 @@ def test_where_the_host_fails_on_half_it_runs_the_whole(monkeypatch: pytest.Monk
     kind, output = ours.run(call, lambda: PromptRows(half_of(2, False), fails))
     assert kind == LATE and relative_error(output, diffusers_output(ours.unet, call)) < 1e-5
     assert "half a call" in ours.reason and ours.sample(STEPS[11:]) == steps(9, 9)
-
-
-def test_a_host_without_memory_is_not_asked_for_more() -> None:
-    ours = Samplings.of()
-    ours.begin()
-    ours.sample(STEPS[:10])
-
-    def full() -> Tensor:
-        raise torch.cuda.OutOfMemoryError("full")
-
-    ours.host_rows.clear()
-    with pytest.raises(torch.cuda.OutOfMemoryError):
-        ours.run(ours.call(STEPS[10]), lambda: PromptRows(half_of(2, False), full))
-    assert ours.host_rows == []
-
-
-@pytest.mark.parametrize(("total", "cached"), [(9, 0), (10, 6)])
-def test_deepcache_rests_below_as_many_steps(total: int, cached: int) -> None:
-    rig = Rig.of()
-    for _ in range(2):
-        rig.begin(STEPS[:total])
-        assert rig.sample(STEPS[:total]).count("cached") == cached
-        assert (rig.reason == "DeepCache rests: the sampling has fewer than 10 steps") is (cached == 0)
-        assert rig.log.count("whole") == (0 if cached else total)
-
-
-# --- beside DeepCache -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("interval", [2, 3])
