@@ -70,7 +70,8 @@ class One(NamedTuple):
 EIGHT = list(zip(STEPS, passes([0, 3, 6, 7], 8), strict=False))
 HALVES = {
     "the negative prompt in a call of its own, and longer": [
-        One(time, half, names, tokens=tokens) for time, half in EIGHT for names, tokens in ((ALONE, 77), (["ugly"], 154))
+        One(time, half, names, tokens=tokens)
+        for time, half in EIGHT for names, tokens in ((ALONE, 77), (["ugly"], 154))
     ],
     # It is left out at some steps, and split off at others: what is new is whole.
     "a batch that changes": [
