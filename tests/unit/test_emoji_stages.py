@@ -3,17 +3,11 @@ from __future__ import annotations
 
 import csv
 import json
-import math
-from pathlib import Path
 
 import pytest
 import torch
-from deepcache_builders import equal_distances, few_steps_suffice  # noqa: F401
 from emoji_builders import setup_of
-from PIL import Image
 
-from lib_onediff.bench import __main__ as bench
-from lib_onediff.bench import quality
 from lib_onediff.demo.folder_parts import load_folder
 from lib_onediff.demo.model_folder import read_index
 from lib_onediff.demo.train.denoiser_stage import MAIN_SIZE, draw_scenes, make_banks, train_denoiser
@@ -100,46 +94,3 @@ def test_the_judge_s_verdict_needs_every_emoji_of_the_caption(trained: Setup) ->
     assert not said((five, "blue"), (five[1],), "red")["recognised"]
     assert said((five, "white"), (five[1], five[0]), "white")["recognised"]
     assert not said((five, "white"), (five[0], five[2]), "white")["recognised"]
-
-
-def test_bench_quality_compares_every_setting_with_the_host_and_writes_a_sheet(
-    trained: Setup, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sheet, written = trained.folder / "sheet_of_settings.png", trained.folder / "bench.json"
-    monkeypatch.setattr(quality, "SIDE", 64)
-    monkeypatch.setattr("sys.argv", [
-        "bench", "--quality", "3", "--steps", "4", "--dtype", "fp32", "--model", str(trained.model), "--judge",
-        str(trained.judge), "--settings", "onediff", "onediff + DeepCache 3, depth 1", "--sheet", str(sheet),
-        "--json", str(written),
-    ])
-    assert bench.main() == 0
-    true, another, host, exact, deepcache = json.loads(written.read_text(encoding="utf-8"))["quality"]
-    assert another["setting"] == quality.ANOTHER and another["distance"] > 0 and sum(another["verdicts"].values()) == 3
-    assert true["setting"] == "host, float32" and host["psnr"] == math.inf and host["distance"] == 0
-    assert exact["psnr_low"] > 48 and exact["ssim"] > 0.999 and exact["distance"] < 1e-3 and not exact["paler"]
-    assert deepcache["psnr"] < exact["psnr"] and deepcache["distance"] > exact["distance"]
-    assert host["verdicts"] == {"identical": 3} and exact["verdicts"] in ({"identical": 3}, {"unseen": 3})
-    assert {row["images"] for row in (true, another, host, exact, deepcache)} == {3}
-    assert "| onediff + DeepCache 3, depth 1 | " in capsys.readouterr().out
-    with Image.open(sheet) as image:
-        assert image.width > 3 * 128 and image.height > 3 * 128
-
-
-def test_every_dtype_begins_with_the_same_noise(trained: Setup) -> None:
-    whole, half = (quality.load(trained.model, dtype, torch.device("cpu")) for dtype in (torch.float32, torch.float16))
-    noise = quality.first_latents(whole, [3, 4])
-    assert noise.shape == (2, 4, quality.SIDE // 8, quality.SIDE // 8) and not torch.equal(noise[0], noise[1])
-    assert torch.equal(quality.first_latents(half, [3, 4]), noise.half())
-
-
-def test_bench_quality_says_which_file_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["bench", "--quality", "--model", str(tmp_path)])
-    assert bench.main() == 1
-    assert "model_index.json is not there" in capsys.readouterr().out
-
-
-def test_low_and_high_psnrs_are_those_of_the_worst_and_best_images() -> None:
-    assert quality.low_median_high([math.inf] * 10 + [40.0 - one for one in range(10)]) == (32.0, math.inf, math.inf)
-    assert quality.low_median_high([3.0, 1.0, 2.0]) == (1.0, 2.0, 3.0)

@@ -15,7 +15,6 @@ pytest.importorskip("diffusers")
 
 from tiny_sdxl import tiny_sdxl_pipeline
 
-from lib_onediff.bench.models import load_unet
 from lib_onediff.demo import model_folder as model_folder_module
 from lib_onediff.demo import models
 from lib_onediff.demo.errors import ModelProblem
@@ -257,8 +256,6 @@ def change_index(folder: Path, **changes: Any) -> None:
 def test_folder_that_brings_python_is_not_loaded(damaged_folder: Path, tmp_path: Path, file: str) -> None:
     bring_python(damaged_folder, file, tmp_path / "witness")
     assert_refused(damaged_folder, "brings Python code", "runs nothing that comes with a model")
-    with pytest.raises(ValueError, match="brings Python code"):
-        load_unet(damaged_folder, torch.device("cpu"))
     assert not (tmp_path / "witness").exists()
 
 

@@ -177,7 +177,7 @@ def both_statuses() -> tuple[str, str]:
 
 def build_accordion(tab: str) -> list[Any]:
     return accordion.build_accordion(
-        tab, both_statuses, lambda: ["Balanced"], lambda *values: run_settings.settings_of_run(values, Settings()),
+        tab, both_statuses, lambda *values: run_settings.settings_of_run(values, Settings()),
     )
 
 
@@ -195,7 +195,8 @@ def test_accordion_has_no_effect_beside_its_components() -> None:
 
 @pytest.mark.parametrize(("values", "said"), [
     ((True, "As in the settings", ""), "This run: on."), ((False, "As in the settings", ""), "This run: off."),
-    ((True, "Balanced", "vae_precision fp16"), "This run: on; vae_precision fp16; deepcache_interval 2."),
+    ((True, "Balanced", "vae_precision fp16"),
+     "This run: on; vae_precision fp16; deepcache_interval 3; deepcache_depth 3."),
     ((True, "Gone", ""), "no preset"), ((True, "Balanced", "speed 9"), "would be off for this run"),
 ])
 def test_accordion_says_what_the_run_will_be(values: tuple[Any, ...], said: str) -> None:

@@ -104,7 +104,7 @@ def test_not_a_number(standalone: WebUI) -> None:
 
 @pytest.mark.parametrize("options", [
     {"no_such_option": 1}, {"onediff_backend": "warp"}, {"onediff_enabled": 1}, {"\ud800": 1},
-    {"onediff_own_presets": "\ud800"},
+    {"onediff_prewarm": "\ud800"},
 ], ids=ascii)
 def test_options_refuse(standalone: WebUI, options: dict[str, Any]) -> None:
     before = standalone.get("/sdapi/v1/options")
