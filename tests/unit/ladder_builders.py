@@ -4,18 +4,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
+import pytest
 from builders import SMALL_XL, diffusers_output, diffusers_unet, relative_error, served
 from torch import Tensor, nn
 
 import lib_onediff
-from lib_onediff.engines import CUDAGRAPH, EAGER, NATIVE, Candidates
 from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.weights import Affine
 from lib_onediff.ops import torch_ops
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import Entry
+
+NATIVE, CUDAGRAPH, EAGER = "native", "cudagraph", "eager"
 
 
 class Weather:
@@ -45,12 +46,15 @@ class Weather:
         self.geglu_by = torch_ops.geglu
 
 
-def steps_of_a_gpu(
-    wanted: str, device: torch.device, why_not_native: Callable[..., str | None], *others: Callable[..., str | None]
-) -> Candidates:
-    if wanted == EAGER:
-        return Candidates((EAGER,), "")
-    return Candidates((CUDAGRAPH,) if wanted == CUDAGRAPH else (NATIVE, CUDAGRAPH), "")
+def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch, operators: Any, is_compiled: bool = True) -> None:
+    """Let the devices of a GPU serve on this machine, native by these operators. is_compiled: it has no kernels that
+    would be compiled first."""
+    native, graphs = runtime.devices.named(NATIVE), runtime.devices.named(CUDAGRAPH)
+    monkeypatch.setitem(native._made, NATIVE, operators)  # type: ignore[attr-defined]
+    for device in (native, graphs):
+        monkeypatch.setattr(device, "refuse", lambda *given: None)
+    if is_compiled:
+        monkeypatch.setattr(native, "prepare", lambda *given, **more: None)
 
 
 def small_xl() -> nn.Module:
