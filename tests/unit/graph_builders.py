@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from simulated_memory import MEBIBYTE, PrivatePool, requests_of
+from simulated_memory import PrivatePool, requests_of
 from tape import TapeRecording
 from torch import Tensor
 
@@ -144,7 +144,3 @@ class PretendedCard(Card):
 
     def empty_cache(self) -> None:
         self.emptied += 1
-
-
-def mebibytes(size: int) -> int:
-    return size // MEBIBYTE
