@@ -46,7 +46,9 @@ def adopted(own: Runtime) -> Any:
 
 
 @pytest.mark.parametrize("other", [{"height": 9}, {"width": 9}, {"batch": 1}, {"tokens": 154}], ids=str)
-def test_the_first_use_of_every_shape_is_checked_and_no_other(own: Runtime, adopted: Any, other: dict[str, int]) -> None:
+def test_the_first_use_of_every_shape_is_checked_and_no_other(
+    own: Runtime, adopted: Any, other: dict[str, int]
+) -> None:
     for change in ({}, other):
         assert run(own, adopted, a_call(adopted, **change)) > 0
         for seed in range(2):
