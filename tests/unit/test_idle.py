@@ -12,7 +12,7 @@ from test_warmup import SECONDS, SmallWebUI, wait_until_idle
 
 from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.prewarm import idle as idle_module
-from lib_onediff.prewarm.idle import IdleWarmUp, count_ready
+from lib_onediff.prewarm.idle import IdleWarmUp
 from lib_onediff.prewarm.presets import WantedSize
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.runtime import runtime
@@ -76,22 +76,6 @@ def test_what_is_used_the_most_is_made_ready_one_at_a_time(rig: Rig) -> None:
     assert len(rig.webui.calls) == made, "it is done once"
 
 
-def test_what_is_ready_is_left_alone(rig: Rig) -> None:
-    rig.warmup.add([Size(64, 64)], "panel")
-    wait_until_idle(rig.warmup)
-    rig.idle.follow(True)
-    until(lambda: len(rig.states()) == 3 and not rig.warmup.busy())
-    assert [job.source for job in rig.warmup.jobs()] == ["panel", "idle", "idle"]
-
-
-def test_nothing_happens_while_pictures_are_made(rig: Rig) -> None:
-    rig.idle.follow(True)
-    for _ in range(12):
-        time.sleep(IDLE / 3)
-        rig.idle.disturb()
-    assert rig.webui.calls == [] and rig.states() == []
-
-
 def test_it_stops_as_soon_as_a_picture_begins_and_begins_again_later(rig: Rig) -> None:
     rig.idle.follow(True)
     until(lambda: rig.webui.calls)
@@ -138,14 +122,6 @@ def test_the_thread_lives_while_the_setting_is_on(rig: Rig) -> None:
     assert rig.webui.calls == []
 
 
-def test_switched_off_in_the_middle(rig: Rig) -> None:
-    rig.wanted = [WantedSize(Size(64 + 8 * step, 64), 77) for step in range(20)]
-    rig.idle.follow(True)
-    until(lambda: rig.webui.calls)
-    rig.idle.follow(False)
-    assert threads() == [] and not rig.warmup.busy()
-
-
 def test_a_fault_ends_up_in_the_log(
     rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,8 +130,3 @@ def test_a_fault_ends_up_in_the_log(
     rig.idle.follow(True)
     until(lambda: "idle warm-up failed" in caplog.text)
     assert len(threads()) == 1
-
-
-def test_a_graph_counts_more_than_plain_launches() -> None:
-    runtime.purge()
-    assert count_ready(runtime.rows()) == 0

@@ -2,14 +2,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from builders import a_call, diffusers_output, shared_unet
-from panel_builders import ROW, changed, text_of
 
 from lib_onediff.model.call import UNetCall
 from lib_onediff.runtime import verify
@@ -19,9 +17,6 @@ from lib_onediff.runtime.verify import judge
 from lib_onediff.shapes.key import ShapeKey
 from lib_onediff.shapes.table import ENOUGH, Entry, Ratio, Stopwatch, Timing
 from lib_onediff.store.history import history_row
-from lib_onediff.ui.cache.table import table_html
-from lib_onediff.ui.cache.totals import chart_html
-from lib_onediff.ui.status import described
 
 CPU = torch.device("cpu")
 CALL = UNetCall(latent=torch.empty(2, 4, 8, 8), timestep=torch.empty(2), context=torch.empty(2, 77, 48))
@@ -42,10 +37,6 @@ def test_few_times_are_no_timing() -> None:
     assert (stopwatch().median_ms, stopwatch().timing) == (None, None)
     assert (stopwatch(5.0, 7.0).median_ms, stopwatch(5.0, 7.0).timing) == (6.0, None)
     assert stopwatch(5.0, 9.0, 6.0).timing == Timing(6.0, 5.0, 9.0)
-
-
-def test_one_stray_time_hardly_moves_what_many_say() -> None:
-    assert stopwatch(*[5.0] * 9, 500.0).timing == Timing(5.0, 5.0, 5.0)
 
 
 def test_times_of_another_route_are_forgotten() -> None:
@@ -117,23 +108,6 @@ def test_the_hosts_first_run_is_not_timed_and_a_slow_one_is_timed_once(
     judge(entry, torch.ones(2, 4, 8, 8), host, nobody_waits=nobody_waits)
     assert (host.calls, len(entry.host._times)) == (1 + timed, timed)
     assert (entry.host.timing is not None) == (timed == ENOUGH)
-
-
-# --- what is shown ------------------------------------------------------------------------------------------------
-
-
-def test_the_page_shows_a_ratio_with_its_spread_or_none() -> None:
-    shape = dataclasses.replace(ROW.shapes[0], ratio_range=(1.8, 2.2))
-    known, unknown = changed(ROW, shapes=(shape,), ratio_range=(1.8, 2.2)), changed(ROW, ratio=None)
-    assert text_of(table_html([known])).count("2.00 x 1.80 to 2.20") == 2
-    assert "12.3 ms, 2.00 x (1.80 to 2.20)" in text_of(chart_html([known]))
-    assert chart_html([unknown]) == ""
-    status = {"route": "plain", "step_ms": 12.345, "host_ms": 24.69, "resolution": "", "model": "", "backend": ""}
-    speed = lambda **known: dict(described({**status, **known}))["Speed"]  # noqa: E731
-    assert speed(ratio=2.0, ratio_range=(1.8, 2.2)) == "2.00 x (1.80 to 2.20) the WebUI's own (24.7 ms)"
-    assert speed(ratio=None) == "not compared: too few steps were timed yet"
-    assert speed(ratio=None, host_ms=None) == "not compared: the WebUI's own was not timed for these steps"
-    assert speed(ratio=None, route="host") == "\N{EN DASH}"
 
 
 def test_prewarming_times_a_host_whose_output_was_checked_by_an_earlier_process(tmp_path: Path) -> None:
