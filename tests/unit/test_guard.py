@@ -59,17 +59,6 @@ def test_a_fault_leaves_the_rest_of_the_generation_to_the_host(console: Any) -> 
     assert module.forward(5) == 6 and calls == [1, 5] and len(console.records) == 1
 
 
-def test_where_nobody_tells_of_generations_a_fault_costs_one_call() -> None:
-    guard, calls = Guard(), []
-
-    def fails_once(original: Any, module: Any, x: int) -> int:
-        calls.append(x)
-        return broken(original, module, x) if len(calls) == 1 else -x
-
-    module = patched(fails_once, guard, []).owner()
-    assert [module.forward(x) for x in (1, 2)] == [2, -2] and guard.faults
-
-
 def test_what_an_error_left_behind_that_was_caught_is_not_taken_for_the_hosts() -> None:
     guard, told = Guard(), []
     ours = KeyError("ours")
@@ -104,32 +93,6 @@ def test_a_fault_after_the_hosts_own_error_is_still_the_hosts_error() -> None:
         patched(swallows, Guard(), []).owner().forward(-1)
 
 
-def test_nothing_that_failed_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    # pytest keeps what was logged.
-    monkeypatch.setattr(logging.getLogger("onediff"), "disabled", True)
-
-    class Large:
-        pass
-
-    def fails(original: Any, module: Any, x: int) -> int:
-        large = Large()
-        kept.append(weakref.ref(large))
-        raise IndexError(str(x))
-
-    kept: list[Any] = []
-    guard = Guard()
-    patched(fails, guard, []).owner().forward(1)
-    gc.collect()
-    assert kept[0]() is None and guard.faults
-
-
-def test_a_fault_while_the_reason_is_told_costs_nothing() -> None:
-    patch = ClassPatch(type("P", (Owner,), {"forward": Owner.forward}), "forward", broken, Guard(), "the test",
-                       lambda module, reason: [][1])
-    patch.apply()
-    assert patch.owner().forward(1) == 2
-
-
 def test_hooks_return_what_the_host_can_go_on_with(console: Any) -> None:
     guard = Guard()
 
@@ -149,18 +112,6 @@ def test_hooks_return_what_the_host_can_go_on_with(console: Any) -> None:
     for _ in range(5):
         page()
     assert len(console.records) == 3, "the same fault is logged once"
-
-
-def test_an_end_of_the_process_is_nobodys_fault() -> None:
-    guard = Guard()
-
-    @guard.hook("the page")
-    def page() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        page()
-    assert guard.faults == []
 
 
 def test_a_fault_that_a_hook_has_answered_itself_leaves_the_rest_to_the_host(console: Any) -> None:
