@@ -126,15 +126,6 @@ def test_a_page_with_logins_lets_in_who_has_logged_in(page: Any, flag: str) -> N
         assert send(logged_in_client(app, account), REQUESTS[0]).status_code == 200, account
 
 
-def test_the_apis_password_holds_beside_logins() -> None:
-    app, finished = as_the_hosts([("ann", "one")])
-    Api().add_to(app, command_line(api_auth="api:secret", gradio_auth="ann:one"))
-    app = finished()
-    client = logged_in_client(app, {"username": "ann", "password": "one"})
-    assert send(client, REQUESTS[0]).status_code == 401
-    assert send(TestClient(app), REQUESTS[0], **basic("api:secret")).status_code == 200
-
-
 def test_logins_without_a_page_let_nobody_in() -> None:
     """--nowebui: there is no login, and an app that has a route of the same name is no gradio."""
     app = FastAPI()

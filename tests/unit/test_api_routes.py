@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,14 +13,14 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 
-from api_builders import SECONDS, STATUS, Api, command_line, remember, wait_until
+from api_builders import SECONDS, Api, command_line, remember, wait_until
 from count_calls import count_calls
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from lib_onediff.api import models, routes
+from lib_onediff.api import models
 from lib_onediff.options.settings import Settings
-from lib_onediff.prewarm import idle, readiness
+from lib_onediff.prewarm import readiness
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.sizes import Size
 from lib_onediff.store import store as store_module
@@ -79,10 +78,6 @@ def test_docs_name_every_endpoint_with_its_bodies(api: Api) -> None:
     assert api.client.get("/docs").status_code == 200
 
 
-def test_status_keeps_its_fields(api: Api) -> None:
-    assert api.get("status") == {**STATUS, "ratio": None, "ready": True, "ready_reason": ""}
-
-
 # --- ready ------------------------------------------------------------------------------------------------------------
 
 
@@ -117,18 +112,6 @@ def test_ready_without_a_checkpoint_where_none_is_to_be_loaded(api: Api, folder:
         assert ready(api) == readiness.NO_CHECKPOINT, wanted
         runtime.configure(Settings(**wanted, enabled=False))
         assert ready(api) == "", wanted
-
-
-def test_ready_waits_for_sizes_that_somebody_asks_for(api: Api) -> None:
-    with api.webui.lock:
-        api.warmup.add([Size(64, 64)], idle.SOURCE)
-        assert ready(api) == "", "idle warm-up gives way to images"
-        api.post("prewarm", {"sizes": "128x64, 64x128"}, 202)
-        assert ready(api) == "2 sizes are being made ready."
-    # No model is loaded, so they fail: that holds nobody up.
-    wait_until(lambda: api.get("status")["ready"])
-    assert ready(api) == ""
-    assert {job["state"] for job in api.get("jobs")["jobs"]} == {"failed"}
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
@@ -194,19 +177,6 @@ def test_a_picture_in_progress_is_not_disturbed(api: Api, folder: Path, path: st
         assert 0.9 < time.monotonic() - began < 5
     with api.webui.lock:  # Behind the request that was given up, which must not be carried out now.
         assert known(api) == set(ROWS)
-
-
-def test_only_so_many_wait_for_a_picture(api: Api, folder: Path) -> None:
-    answers: list[Any] = []
-    ask = lambda: answers.append(api.post("release", {"wait": 2}, 409)["detail"])  # noqa: E731
-    with api.webui.lock:
-        threads = [threading.Thread(target=ask) for _ in range(routes.MOST_WAITING + 3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(SECONDS)
-    assert sum(answer.startswith("Too many") for answer in answers) == 3
-    wait_until(lambda: api.client.post("/onediff/v1/release").status_code == 200)
 
 
 # --- pins -------------------------------------------------------------------------------------------------------------

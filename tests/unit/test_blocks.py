@@ -13,8 +13,6 @@ from builders import SMALL_LDM, a_call, ldm_unet, randomise, relative_error
 from ladder_builders import EAGER, NATIVE, Weather
 from torch import Tensor
 
-from lib_onediff.engines.device import NotYet
-from lib_onediff.engines.native import COMPILING
 from lib_onediff.hosts.a1111.controlnet_loop import HostLoop
 from lib_onediff.model.patches import HostTraits
 from lib_onediff.options.settings import Settings
@@ -148,31 +146,6 @@ def test_where_one_backend_fails_the_next_computes_the_blocks(unet: Any, loop: H
         assert relative_error(controlled(unet), expected) < CLOSE
     assert (runtime.status()["backend"], runtime.status()["route"]) == (EAGER, "blocks")
     assert "out of resource" in runtime.status()["reason"], "why it is not the better one"
-
-
-def test_kernels_that_do_not_compile_give_way_to_the_next_backend(
-    unet: Any, loop: HostLoop, weather: Weather, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*given: Any, **more: Any) -> None:
-        raise RuntimeError("ptxas died")
-
-    own_loop(unet)
-    monkeypatch.setattr(runtime.devices.named(NATIVE), "prepare", broken)
-    controlled(unet)
-    assert (runtime.status()["backend"], runtime.status()["route"]) == (EAGER, "blocks")
-    assert "ptxas died" in runtime.status()["reason"]
-
-
-def test_while_kernels_are_compiled_the_host_computes_the_blocks(
-    unet: Any, loop: HostLoop, weather: Weather, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own_loop(unet)
-    def compiling(*given: Any, **more: Any) -> None:
-        raise NotYet(COMPILING)
-
-    monkeypatch.setattr(runtime.devices.named(NATIVE), "prepare", compiling)
-    controlled(unet)
-    assert runtime.status()["route"] == "host" and "being compiled" in runtime.status()["reason"]
 
 
 def test_blocks_that_record_are_left_to_the_host(unet: Any, loop: HostLoop) -> None:

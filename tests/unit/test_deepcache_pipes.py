@@ -11,8 +11,7 @@ from deepcache_builders import equal_distances, few_steps_suffice
 from test_public_api_pipelines import inputs, pipeline, quiet
 
 import lib_onediff
-from lib_onediff.core.sampling import UNANNOUNCED, time_of
-from lib_onediff.hosts.diffusers.schedule import Clock
+from lib_onediff.core.sampling import UNANNOUNCED
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.steps.registry import step_policies
 
@@ -101,15 +100,3 @@ def test_a_loop_of_ones_own_says_when_a_sampling_begins(is_known: bool) -> None:
     assert counted() == (2 * 4, 2 * 4)
     sample()
     assert counted() == (2 * 4, 2 * 4) and lib_onediff.status()["deepcache"]["reason"].endswith(UNANNOUNCED)
-
-
-def test_a_timestep_is_known_by_where_it_lies_and_asked_for_where_it_lies_elsewhere() -> None:
-    timesteps = torch.tensor([951.0, 651.0, 351.0, 51.0])
-    clock = Clock(timesteps, 1)
-    assert clock.times() == [951.0, 651.0, 351.0, 51.0]
-    values = [clock.read(time.reshape(-1).expand(2)) for time in timesteps[1:]]
-    assert values == [651.0, 351.0, 51.0]
-    assert clock.read(torch.tensor([651.0, 651.0])) == 651.0
-    assert clock.read(torch.tensor([651, 651])) == 651.0
-    assert clock.read(torch.tensor([951.0, 651.0])) is None
-    assert time_of(torch.tensor(7.5)) == 7.5

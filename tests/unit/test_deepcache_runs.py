@@ -25,7 +25,7 @@ from torch import Tensor
 from lib_onediff.core.sampling import UNANNOUNCED
 from lib_onediff.model.call import Control
 from lib_onediff.options.settings import Settings
-from lib_onediff.steps.features import DAMPING, Record
+from lib_onediff.steps.features import DAMPING
 
 BOTH, ALONE, DOG = ("cat", "ugly"), ("cat",), ("dog", "ugly")
 
@@ -49,12 +49,6 @@ def test_the_deep_part_is_computed_exactly_as_scheduled(interval: int, total: in
         assert found.count("full") == math.ceil(total / interval) + bool((total - 1) % interval)
     counted = rig.runtime.status()["deepcache"]
     assert counted["full"] + counted["cached"] == 2 * total
-
-
-def test_without_a_hosts_help_the_last_step_is_whole_too() -> None:
-    rig = Rig.of()
-    rig.begin(None)
-    assert rig.sample(STEPS) == passes([0, 3, 6, 9, 12, 15, 18, 19], 20)
 
 
 class One(NamedTuple):
@@ -160,18 +154,6 @@ def test_a_new_sampling_begins_with_a_whole_step_wherever_the_last_one_ended() -
     assert rig.reason == f"DeepCache rests: {UNANNOUNCED}"
 
 
-def test_the_option_and_the_depth_change_in_mid_sampling() -> None:
-    rig = Rig.of()
-    rig.begin()
-    rig.sample(STEPS[:2])
-    rig.runtime.configure(Settings(**EVERY_THIRD, deepcache_depth=2))
-    rig.oracle.depth = 2
-    rig.check(call_of(rig.unet, STEPS[2]), "a", "full")
-    rig.runtime.configure(Settings())
-    rig.run(call_of(rig.unet, STEPS[3]))
-    assert rig.log[-1] == "whole" and feature_bytes(rig) == 0 and rig.reason == ""
-
-
 def test_the_hires_pass_does_as_the_first_or_without() -> None:
     rig = Rig.of(deepcache_hires="off")
     rig.begin(second_pass=True)
@@ -248,12 +230,3 @@ def test_cached_passes_read_the_forecast_of_their_own_prompt(config: dict) -> No
                 reused = rig.oracle.shallow(call, computed[name][-1][1])
                 assert (relative_error(output, reused) > 1e-4) is (len(computed[name]) > 1)
     assert rig.runtime.status()["deepcache"]["reused"] == ""
-
-
-def test_of_two_features_at_one_step_the_later_counts_and_other_weights_begin_anew() -> None:
-    record = Record()
-    for step, value in ((0, 1.0), (2, 5.0), (2, 3.0)):
-        record.note(step, "weights", torch.full((2,), value))
-    assert torch.equal(record.forecast(3), torch.full((2,), 3 + DAMPING * 2 * 1 / 2))
-    record.note(4, "other weights", torch.full((2,), 9.0))
-    assert record.forecast(5) is None

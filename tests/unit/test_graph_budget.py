@@ -4,7 +4,7 @@ from __future__ import annotations
 import gc
 import random
 
-from builders import SMALL_XL, a_call, served
+from builders import SMALL_XL, a_call
 from graph_builders import PretendedGraphs
 from grid import WHOLE
 from ladder_builders import attached, error, now, reason
@@ -69,29 +69,6 @@ def test_a_row_says_what_its_purge_gives_back(unet: nn.Module, pretended: Preten
     assert held() == 0 and not pretended.devices()
 
 
-def test_a_small_graph_gives_nothing_back_and_leaves_the_others_alone(
-    unet: nn.Module, pretended: PretendedGraphs
-) -> None:
-    make_ready(unet, LARGE, SMALL)
-    own = row("64x64").bytes
-    assert 0 < own < MEBIBYTE, "only its own inputs"
-    assert runtime.purge(["64x64"]) == 0
-    assert pretended.captured == ["128x128", "64x64"] and states() == {"128x128": "ready"}
-
-
-def test_a_row_of_several_shapes_gives_back_more_than_each(unet: nn.Module) -> None:
-    for batch in (4, 2):
-        for _ in range(3):
-            served(unet, a_call(unet, *LARGE, batch=batch))
-    make_ready(unet, SMALL)
-    whole = row("128x128")
-    by_batch = {shape.batch: shape for shape in whole.shapes}
-    assert whole.needs == by_batch[4].needs > by_batch[2].needs
-    assert whole.bytes > by_batch[4].bytes > LEAST_GAIN > by_batch[2].bytes
-    freed = runtime.purge(["128x128"])
-    assert abs(freed - whole.bytes) <= 0.1 * whole.bytes and states() == {"64x64": "ready"}
-
-
 def test_many_sizes_within_a_budget(unet: nn.Module, pretended: PretendedGraphs) -> None:
     make_ready(unet, LARGE)
     largest = entry("128x128").needs
@@ -153,20 +130,6 @@ def test_another_architecture_goes_first(unet: nn.Module, pretended: PretendedGr
     assert now()[1] == "graph" and row("96x96").state == "proved"
 
 
-def test_what_is_pinned_is_not_given_up_for_another_architecture(unet: nn.Module) -> None:
-    other = attached()
-    make_ready(other, MIDDLE)
-    runtime.pin("96x96", row("96x96").model, True)
-    allow(held() // MEBIBYTE + 4)
-    for _ in range(3):
-        assert error(unet, a_call(unet)) < CLOSE
-        assert now()[1] == "plain"
-    assert reason().startswith("pinned resolutions of another model") and row("96x96").state == "ready"
-    runtime.pin("96x96", row("96x96").model, False)
-    make_ready_again(unet)
-    assert row("96x96").state == "proved"
-
-
 def make_ready_again(unet: nn.Module) -> None:
     for route in ("plain", "graph"):
         assert error(unet, a_call(unet)) < CLOSE
@@ -186,18 +149,6 @@ def test_what_cannot_be_captured_again_is_captured_at_its_next_use(
     assert states() == {"96x96": "proved", "64x64": "proved"} and held() == 0
     pretended.before_capture = lambda inputs: None
     make_ready_again(unet)
-
-
-def test_a_purge_of_one_model_leaves_the_others(unet: nn.Module) -> None:
-    other = attached(**{**SMALL_XL, "in_channels": 9})
-    make_ready(other, SMALL)
-    make_ready(unet, SMALL)
-    models = {row.model for row in runtime.rows()}
-    assert len(models) == 2
-    gone = runtime.rows()[0].model
-    assert runtime.purge(["64x64"], gone) > 0
-    assert {row.model: row.state for row in runtime.rows()} == {(models - {gone}).pop(): "ready"}
-    assert runtime.purge(None, gone) == 0 and len(runtime.rows()) == 1
 
 
 def test_an_unloaded_unet_gives_its_memory_back(unet: nn.Module, pretended: PretendedGraphs) -> None:

@@ -162,15 +162,3 @@ def test_a_unet_without_its_pipeline() -> None:
     assert told()[1] == f"Guidance end rests: {NO_PIPELINE}"
     served(unet, call)
     assert told()[1] == f"Guidance end rests: {UNANNOUNCED}"
-
-
-def test_calling_the_unet_by_oneself_after_an_image() -> None:
-    """The pipeline still knows the guidance of its last image, but these are no halves of one call."""
-    pipe = compiled("StableDiffusionPipeline", SMALL)
-    generate(pipe)
-    count = told()[0]
-    for step in range(900, 0, -50):
-        call = a_call(pipe.unet, batch=2)
-        with torch.no_grad():
-            pipe.unet(torch.randn_like(call.latent), step, call.context)
-    assert told()[0] == count

@@ -89,16 +89,6 @@ def test_it_stops_as_soon_as_a_picture_begins_and_begins_again_later(rig: Rig) -
     until(lambda: {size for size, state in rig.states() if state == "done"} == {"64x64", "72x64", "80x64 x2"})
 
 
-def test_what_others_have_queued_goes_on(rig: Rig) -> None:
-    rig.idle.follow(True)
-    until(lambda: rig.webui.calls)
-    with rig.webui.lock:
-        (job,) = rig.warmup.add([Size(128, 64)], "panel")
-        rig.idle.disturb()
-    wait_until_idle(rig.warmup)
-    assert next(now for now in rig.warmup.jobs() if now.id == job.id).state == "done"
-
-
 def test_it_does_not_drive_one_size_out_for_another(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle_module, "count_ready", lambda rows: 5)
     rig.idle.follow(True)
@@ -120,13 +110,3 @@ def test_the_thread_lives_while_the_setting_is_on(rig: Rig) -> None:
     rig.idle.stop()
     time.sleep(2 * IDLE)
     assert rig.webui.calls == []
-
-
-def test_a_fault_ends_up_in_the_log(
-    rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(idle_module.log, "propagate", True)
-    monkeypatch.setattr(rig.idle, "_most_used", lambda: 1 / 0)
-    rig.idle.follow(True)
-    until(lambda: "idle warm-up failed" in caplog.text)
-    assert len(threads()) == 1

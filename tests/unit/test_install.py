@@ -122,13 +122,6 @@ def test_line_names_this_torch_and_reads_it_without_importing_it(fake_torch):
     assert answer.stdout.endswith("; backends: eager (native and cudagraph need an NVIDIA GPU).\n")
 
 
-def test_line_survives_a_broken_torch(fake_torch):
-    (fake_torch / "torch" / "version.py").unlink()
-    answer = run_install(REPOSITORY, PYTHONPATH=str(fake_torch))
-    assert (answer.returncode, answer.stderr.count("Traceback"), answer.stdout.count("\n")) == (0, 1, 1)
-    assert answer.stdout.startswith("OneDiff: cannot tell what is installed here (FileNotFoundError")
-
-
 @pytest.mark.parametrize(
     ("torch_version", "cuda_build", "driver_cuda", "triton_version", "backends"),
     [
@@ -216,17 +209,6 @@ def test_arguments_folder_and_exit_code_reach_pytest_and_the_users_arguments_cou
     assert json.loads(answer.stdout) == [str(checkout), *install.SIDE_BY_SIDE, *words]
 
 
-def test_demo_starts_the_host_with_an_absolute_model(installed):
-    checkout, environment = installed
-    (checkout.parent / "model.ckpt").touch()
-    run_install(checkout, "--demo", **environment)
-    words = ["--port", "7861", "--gradio-auth", "ann:zoë", "--api-auth", "b:c", "--allowed-hosts", "sd.example"]
-    answer = run_install(checkout, "--demo", "--model", "model.ckpt", *words, **EMPTY_PACKAGE_INDEX)
-    assert (answer.returncode, answer.stderr) == (7, "")
-    expected = ["--model", str(checkout.parent / "model.ckpt"), "--host", "127.0.0.1", *words]
-    assert json.loads(answer.stdout) == [str(checkout), *expected]
-
-
 @pytest.mark.skipif(os.name == "nt", reason="a console's Ctrl-C cannot be sent to one process on Windows")
 def test_ctrl_c_is_the_hosts_own(installed):
     checkout, environment = installed
@@ -278,17 +260,6 @@ def test_offline_is_said_and_a_half_made_venv_is_repaired(tmp_path, wheels):
     online = run_install(checkout, "--demo", **{**EMPTY_PACKAGE_INDEX, "PIP_FIND_LINKS": str(wheels)})
     assert "Making .venv" not in online.stdout, "a venv that only lacks packages was thrown away"
     assert online.returncode == 7
-
-
-def test_a_failed_addition_leaves_a_complete_venv_alone(installed):
-    checkout, environment = installed
-    project = checkout / "pyproject.toml"
-    project.write_text(TINY_PYPROJECT.replace('"pytest==1.0"', '"pytest==1.0", "not-there"'))
-    failed = run_install(checkout, "--test", **environment)
-    project.write_text(TINY_PYPROJECT)
-    assert failed.returncode == 1 and "finds no not-there" in failed.stderr
-    answer = run_install(checkout, "--test", **environment)
-    assert (answer.returncode, answer.stderr) == (7, "") and "Installing" not in answer.stdout
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from lib_onediff.prewarm.job import RUNNING, Call, Job, Shape, check_tokens, rows_with_jobs
+from lib_onediff.prewarm.job import RUNNING, Call, Job, Shape, rows_with_jobs
 from lib_onediff.prewarm.queue import Estimates, JobQueue
 from lib_onediff.runtime.rows import ResolutionRow, rows_of
 from lib_onediff.shapes.sizes import Size
@@ -45,19 +45,6 @@ def test_only_what_is_queued_moves() -> None:
     assert not queue.move(running.id, 1) and not queue.move(99, 0)
     assert queue.move(jobs[2].id, 0) and widths(queue) == [64, 80, 72], "what runs stays before the queue"
     assert queue.cancel(jobs[2].id) and not queue.move(jobs[2].id, 1)
-
-
-def test_another_length_of_the_prompt_is_another_job() -> None:
-    queue, (job,) = a_queue(64)
-    (same,) = queue.add([(Size(64, 64), 77, SHAPES)], "API", {})
-    (longer,) = queue.add([(Size(64, 64), 154, (Shape(2, 154),))], "API", {})
-    assert same == job and longer.id != job.id and (longer.tokens, longer.total) == (154, 3)
-
-
-@pytest.mark.parametrize("tokens", [0, -77, 76, 78, 308, 10**9])
-def test_other_lengths_are_a_sentence(tokens: int) -> None:
-    with pytest.raises(ValueError, match="77, 154 or 231 tokens, not"):
-        check_tokens(tokens)
 
 
 # --- progress ---------------------------------------------------------------------------------------------------------

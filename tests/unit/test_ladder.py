@@ -104,19 +104,6 @@ def test_whatever_a_capture_raises_the_call_has_its_answer(
     assert len(attempts) == 1, "a capture is tried once"
 
 
-def test_measuring_attention_that_fails_costs_nothing_but_the_graph(
-    unet: nn.Module, weather: Weather, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*call: Any) -> bool:
-        raise RuntimeError("no such kernel")
-
-    monkeypatch.setattr(runtime.devices.named(NATIVE), "tune", fail)
-    call = a_call(unet)
-    for _ in range(3):
-        assert error(unet, call) < CLOSE
-    assert now() == ("native", "plain") and "no such kernel" in reason()
-
-
 def test_out_of_memory_in_a_replay_frees_the_graphs_and_the_host_serves(
     unet: nn.Module, weather: Weather, pretended: PretendedGraphs
 ) -> None:

@@ -103,26 +103,6 @@ def test_a_triton_that_cannot_be_imported(compiler: Compiler, monkeypatch: pytes
     assert "Triton cannot be imported" in reason()
 
 
-def test_two_threads_wait_for_one_compilation(compiler: Compiler) -> None:
-    unets = [small_xl(), small_xl()]
-    errors: list[float] = []
-
-    def work(index: int) -> None:
-        call = a_call(unets[index], seed=index)
-        output = served(unets[index], call)
-        errors.append(relative_error(output, diffusers_output(unets[index], call)))
-
-    with runtime.wait_for_compile():
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
-        for thread in threads:
-            thread.start()
-        compiler.may_end.set()
-        for thread in threads:
-            thread.join(SECONDS)
-    assert len(errors) == 2 and max(errors) < CLOSE
-    assert compiler.networks == 1
-
-
 def test_what_does_not_compile_keeps_no_unet_alive(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     # pytest keeps what was logged, tracebacks included.
     monkeypatch.setattr(logging.getLogger("onediff"), "disabled", True)

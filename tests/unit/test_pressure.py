@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +10,11 @@ import pytest
 import torch
 from builders import a_call, diffusers_output, served
 from graph_builders import PretendedCard, PretendedGraphs
-from ladder_builders import Weather, attached, error, now, reason
+from ladder_builders import Weather, error, now, reason
 from torch import Tensor, nn
 
-from lib_onediff.engines.graphs import memory_pressure as pressure
 from lib_onediff.engines.graphs.allocations import PIECE, most_in_use
 from lib_onediff.engines.graphs.cache import CARD_IS_FULL
-from lib_onediff.engines.graphs.device_memory import LEAST, MOST, Card
 from lib_onediff.model.call import UNetCall
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.freed_memory import give_back_freed_memory
@@ -52,17 +49,6 @@ def leave(card: PretendedCard, left: int) -> None:
 def fill_after(card: PretendedCard, size: int) -> None:
     """Let others take so much that what is left would be enough if this were given back."""
     leave(card, card.spare(torch.device("cpu")) - size)
-
-
-def test_other_architectures_go_first(unet: nn.Module, card: PretendedCard) -> None:
-    other = attached()
-    make_ready(other, (8, 16))
-    make_ready(unet, (8, 8))
-    fill_after(card, 32 << 20)
-    runtime.begin_sampling(unet)
-    assert states() == {"64x64": "ready", "128x64": "proved"}
-    runtime.begin_sampling(unet)
-    assert states() == {"64x64": "ready", "128x64": "proved"}, "that was enough"
 
 
 def test_the_pinned_go_last(unet: nn.Module, card: PretendedCard) -> None:
@@ -129,31 +115,6 @@ def test_out_of_memory_in_a_capture_frees_the_others(unet: nn.Module, card: Pret
     assert now() == ("native", "plain")
     assert states() == {"80x64": "proved", "64x64": "proved"} and runtime.services.graphs.shared() == 0
     assert "out of GPU memory while its graph was captured" in runtime.rows()[0].reason
-
-
-def test_what_is_spared() -> None:
-    card = Card()
-    assert card.spare(torch.device("cpu")) == LEAST
-    sizes = {2: LEAST, 16: GIBIBYTE // 2, 141: MOST}
-    for total, spare in sizes.items():
-        assert PretendedCard(PretendedGraphs(), total * GIBIBYTE).spare(torch.device("cpu")) == spare
-
-
-def test_a_unet_that_its_host_takes_away_between_pictures_is_noticed(
-    unet: nn.Module, card: PretendedCard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pressure, "SECONDS_BETWEEN_LOOKS", 0.01)
-    make_ready(unet, (8, 8))
-    emptied = card.emptied
-    runtime.keep_history()
-    watcher = runtime.pressure._watcher
-    time.sleep(0.1)
-    assert watcher.is_alive() and runtime.services.graphs.devices() and card.emptied == emptied, "nothing has happened"
-    for parameter in unet.parameters():
-        parameter.data = parameter.data.clone()
-    watcher.join(30)
-    assert not watcher.is_alive() and not runtime.services.graphs.devices() and card.emptied > emptied
-    assert states() == {"64x64": "proved"}
 
 
 def test_nothing_is_given_back_by_a_thread_of_its_own_while_the_host_makes_an_image(

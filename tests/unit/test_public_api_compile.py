@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
 import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -119,15 +118,6 @@ def test_what_ignores_cannot_name_gets_a_sentence_and_nothing_is_compiled(
     with pytest.raises(kind) as error:
         lib_onediff.compile_pipe(pipe, ignores=ignores)
     assert str(error.value) == sentence and pipe.unet.__dict__ == attributes
-
-
-def test_a_pipe_without_a_unet_is_returned_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    pipe = SimpleNamespace(transformer=nn.Linear(2, 2))
-    with caplog.at_level(logging.WARNING, "onediff"):
-        assert lib_onediff.compile_pipe(pipe) is pipe
-    assert lib_onediff.uncompile_pipe(pipe) is pipe
-    assert "has no UNet; it stays as it is." in caplog.text
-    assert set(vars(pipe)) == {"transformer"}
 
 
 def test_an_ignored_unet_stays_the_hosts_and_parts_that_are_never_compiled_can_be_ignored() -> None:

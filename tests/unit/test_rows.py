@@ -16,7 +16,6 @@ from lib_onediff.shapes.key import ShapeKey
 from lib_onediff.shapes.table import Entry, State, Verdict
 
 
-
 def an_entry(
     width: int = 64, height: int = 64, batch: int = 2, tokens: int = 77, model: str = "SD1",
     own: tuple[float, ...] = (), host: tuple[float, ...] = (), control: Control | None = None, **others: Any,

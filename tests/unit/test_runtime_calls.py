@@ -2,7 +2,6 @@
 output."""
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 from collections.abc import Callable
@@ -54,11 +53,6 @@ def test_the_first_use_of_every_shape_is_checked_and_no_other(
         for seed in range(2):
             assert run(own, adopted, a_call(adopted, seed=seed, **change)) == 0
     assert len(own.table.entries()) == 2
-
-
-def test_without_verification_the_host_never_runs(own: Runtime, adopted: Any) -> None:
-    own.configure(Settings(verify=False))
-    assert run(own, adopted, a_call(adopted)) == 0 and own.status()["route"] == "plain"
 
 
 def test_a_unet_that_nobody_handed_over_or_that_was_released_is_the_hosts(own: Runtime) -> None:
@@ -225,14 +219,6 @@ def test_inputs_that_do_not_fit_get_the_hosts_own_error(misfit: Callable[[UNetCa
     assert str(error.value) == str(expected.value)
     served(unet, a_call(unet))
     assert route() == "plain", reason()
-
-
-def test_an_empty_latent_is_the_hosts_affair() -> None:
-    unet = lib_onediff.compile_unet(diffusers_unet())
-    # Whether that is an error is for the host to say, too.
-    with contextlib.suppress(RuntimeError):
-        served(unet, a_call(unet, 8, 0))
-    assert (route(), reason()) == ("host", "the latent is empty") and runtime.rows() == []
 
 
 def test_two_unets_in_two_threads_get_their_own_images() -> None:

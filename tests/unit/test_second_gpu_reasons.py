@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from deepcache_builders import STEPS, equal_distances, few_steps_suffice  # noqa: F401
-from torch import Tensor
 from two_cpus import (
     FIRST,
     Image,
@@ -23,7 +22,6 @@ from lib_onediff.model.rows import PromptRows, half_of, take_rows
 from lib_onediff.options.effects import Machine, why_no_effect
 from lib_onediff.runtime import card_pair, two_gpus
 from lib_onediff.runtime.cards import NO_SECOND, Cards, second_card, second_share
-from lib_onediff.ui.status import gpus_sentence
 
 
 def test_where_the_guidance_ends_one_card_computes_the_prompt_s_row() -> None:
@@ -71,22 +69,6 @@ def test_a_fault_on_the_second_card_is_told_once_and_the_first_goes_on(monkeypat
         assert near(image.run(call), exact(image, call))
         assert "peer access is broken" in image.second["reason"] and image.second["bytes"] == 0
     assert len(image.runtime.guard.faults) == 1 and not image.runtime.guard.suspended
-
-
-def test_what_the_host_raises_in_a_check_is_the_host_s() -> None:
-    class Interrupted(Exception):
-        pass
-
-    def interrupted() -> Tensor:
-        raise Interrupted
-
-    image = Image.of()
-    image.begin()
-    with pytest.raises(Interrupted):
-        image.run(image.call(), interrupted)
-    assert image.runtime.guard.faults == []
-    call = image.call()
-    assert near(image.run(call), exact(image, call)) and image.second["split"]
 
 
 @pytest.mark.parametrize(("cards", "reason"), [(TwoCpus([FIRST]), NO_SECOND), (Cards(), "this UNet is on the CPU")])
@@ -138,10 +120,3 @@ def test_the_second_card_is_the_one_named_or_the_next_with_room(
 def test_the_settings_say_where_the_option_has_no_effect(value: str, gpus: int, reason: str | None) -> None:
     machine = Machine("2.11.0", "GPU", (9, 0), False, frozenset(), gpus=gpus)
     assert why_no_effect("second_gpu", value, machine) == reason
-
-
-def test_the_status_line_names_cards_memory_and_reasons() -> None:
-    said = gpus_sentence({"calls": 3, "split": "cuda:0 + cuda:1, 1+1 rows", "reason": "", "bytes": 5 << 30})
-    assert said == "Two GPUs: cuda:0 + cuda:1, 1+1 rows; 5120 MiB of weights on the second."
-    assert gpus_sentence({"calls": 3, "split": "", "reason": "no room", "bytes": 0}) == "One GPU: no room."
-    assert gpus_sentence({"calls": 0, "split": "", "reason": "", "bytes": 0}) == gpus_sentence({}) == ""

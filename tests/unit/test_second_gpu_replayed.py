@@ -110,22 +110,6 @@ def test_nothing_stale_is_replayed(
 
 
 @HOSTS
-def test_a_new_sampling_with_the_same_weights_copies_nothing(
-    traits: HostTraits, found_out: list[int], image_of: Callable[..., Image]
-) -> None:
-    image = image_of(traits)
-    ready(image, traits)
-    (copy,) = image.copies
-    copied = image.runtime.services.managed[copy].bound.copied_bytes
-    image.begin()
-    found_out.clear()
-    calls = calls_of(image, traits, 4, start=10)
-    for call in calls:
-        assert near(image.run(call), exact(image, call))
-    assert found_out == [1, 1] and image.runtime.services.managed[copy].bound.copied_bytes == copied
-
-
-@HOSTS
 def test_switched_off_and_on_in_the_middle(
     traits: HostTraits, found_out: list[int], image_of: Callable[..., Image]
 ) -> None:
@@ -139,27 +123,6 @@ def test_switched_off_and_on_in_the_middle(
             assert near(image.run(call), exact(image, call))
             assert bool(image.second["split"]) is split
         assert bool(image.copies) is split and bool(image.second["bytes"]) is split
-
-
-def test_a_full_first_card_gives_graphs_up_and_the_host_answers(
-    found_out: list[int], image_of: Callable[..., Image], pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    image = image_of()
-    calls = ready(image, WEBUI)
-
-    seen: list[int] = []
-
-    def second_replay() -> None:
-        seen.append(1)
-        if len(seen) == 2:
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(pretended, "before_replay", second_replay)
-    assert near(image.run(calls[4]), exact(image, calls[4]))
-    assert image.runtime.status()["route"] == "host" and "graphs were freed" in image.runtime.status()["reason"]
-    for call in calls[5:]:
-        assert near(image.run(call), exact(image, call))
-    assert image.second["split"]
 
 
 def test_deepcache_replays_both_passes_on_both_cards(found_out: list[int], image_of: Callable[..., Image]) -> None:

@@ -10,11 +10,7 @@ from builders import diffusers_unet, randomise
 from deepcache_builders import WEBUI, equal_distances, few_steps_suffice  # noqa: F401
 from torch import nn
 from two_cpus import (
-    FIRST,
-    ROOMY,
-    SECOND,
     Image,
-    TwoCpus,
     change_by_data,
     change_in_place,
     change_one_layer,
@@ -63,21 +59,6 @@ def test_the_copy_follows_every_change_of_the_weights(
     assert not near(output[1:], before[1:])
 
 
-def test_after_a_change_of_one_layer_that_layer_alone_is_copied() -> None:
-    image = Image.of()
-    image.begin()
-    image.run(image.call())
-    (copy,) = image.copies
-    bound = image.runtime.services.managed[copy].bound
-    before = bound.copied_bytes
-    with torch.no_grad():
-        change_one_layer(image.unet)
-    image.begin()
-    image.run(image.call())
-    layer = image.unet.mid_block.attentions[0].transformer_blocks[0].attn2.to_k.weight
-    assert bound.copied_bytes - before == layer.nbytes
-
-
 def test_another_checkpoint_has_a_copy_of_its_own_and_a_gone_one_leaves_none() -> None:
     image = Image.of()
     image.begin()
@@ -91,24 +72,6 @@ def test_another_checkpoint_has_a_copy_of_its_own_and_a_gone_one_leaves_none() -
     del image
     second.runtime.release(other)
     assert second.runtime.two_gpus.bytes() == 0 or len(second.runtime.two_gpus._pairs) == 0
-
-
-def test_where_there_is_room_for_one_copy_the_other_checkpoint_s_goes() -> None:
-    image = Image.of()
-    image.begin()
-    image.run(image.call())
-    other = diffusers_unet(seed=3)
-    image.runtime.adopt(other, host_traits=WEBUI)
-    second = replace(image, unet=other)
-    second.begin()
-
-    def room(device: torch.device) -> int:
-        return 0 if image.runtime.two_gpus.bytes() else ROOMY
-
-    image.cards.room = room  # type: ignore[method-assign]
-    second.run(second.call())
-    assert second.second["split"] and len(image.runtime.two_gpus._pairs) == 1
-    assert image.runtime.two_gpus._pairs.get(other) is not None
 
 
 def test_out_of_memory_on_the_second_card_leaves_one_until_something_changes() -> None:
@@ -176,13 +139,3 @@ def test_tiling_goes_to_both_cards_and_back() -> None:
         outputs.append(image.run(call))
         assert image.second["split"] and near(outputs[-1], exact(image, call)) and len(image.copies) == 1
     assert not near(outputs[0], outputs[1]) and near(outputs[0], outputs[2])
-
-
-def test_another_card_by_option_takes_the_copy_over() -> None:
-    image = Image.of(cards=TwoCpus([FIRST, SECOND, torch.device("cpu", 2)]), second_gpu="1")
-    image.begin()
-    call = image.call()
-    for option, card in (("1", "cpu:1"), ("2", "cpu:2"), ("auto", "cpu:1")):
-        image.runtime.configure(Settings(second_gpu=option))
-        assert near(image.run(call), exact(image, call))
-        assert image.second["split"] == f"cpu + {card}, 1+1 rows" and len(image.copies) == 1

@@ -145,16 +145,6 @@ def test_a_request_below_which_every_replica_ends_is_given_up() -> None:
     run(serve())
 
 
-def test_an_image_that_fails_is_not_tried_again_and_holds_up_nobody() -> None:
-    async def serve() -> None:
-        replicas = Replicas(fails_at=(1,))
-        got = await answers(Groups(replicas.make, Limits(), lanes=1), [request(seed) for seed in range(3)])
-        assert (got[0], got[2]) == (b"0", b"2") and got[1].status == 500 and str(got[1]) == "It failed."
-        assert sum(len(group) for group in replicas.made) == 3
-
-    run(serve())
-
-
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 

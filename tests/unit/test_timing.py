@@ -11,7 +11,7 @@ from builders import a_call, diffusers_output, shared_unet
 
 from lib_onediff.model.call import UNetCall
 from lib_onediff.runtime import verify
-from lib_onediff.runtime.rows import ratio_values, resolution_row
+from lib_onediff.runtime.rows import resolution_row
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import judge
 from lib_onediff.shapes.key import ShapeKey
@@ -46,18 +46,6 @@ def test_times_of_another_route_are_forgotten() -> None:
     assert watch.timing is not None
     watch.time(CPU, lambda: None, "graph")
     assert watch.timing is None and watch.median_ms is not None
-
-
-def test_what_an_earlier_process_has_measured_holds_until_this_one_has() -> None:
-    watch = Stopwatch()
-    watch.remember(5.0)
-    assert (watch.median_ms, watch.timing) == (5.0, Timing(5.0))
-    watch._times.append(100.0)
-    assert watch.timing == Timing(5.0)
-    ratio = Ratio.of(Timing(2.0, 1.0, 4.0), watch.timing)
-    assert ratio == Ratio(2.5) and ratio_values(ratio) == {"ratio": 2.5, "ratio_range": None}, "half is no spread"
-    watch._times.extend([100.0] * ENOUGH)
-    assert watch.timing == Timing(100.0, 100.0, 100.0)
 
 
 def test_a_ratio_needs_enough_times_on_both_sides() -> None:

@@ -57,14 +57,6 @@ def test_purging_the_disk_leaves_graphs_and_pins(unet: nn.Module, store: Path) -
     assert runtime.rows()[0].state == State.READY.value
 
 
-def test_purging_everything_leaves_pins(unet: nn.Module, store: Path) -> None:
-    served(unet, a_call(unet))
-    runtime.pin("64x64", runtime.rows()[0].model, True)
-    runtime.purge()
-    assert runtime.rows() == []
-    assert another_process(store)[0].pins() == runtime.history.pins() != frozenset()
-
-
 def test_five_hundred_ready_rows_are_little_work(unet: nn.Module) -> None:
     for _ in range(3):
         served(unet, a_call(unet))

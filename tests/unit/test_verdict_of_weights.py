@@ -108,15 +108,3 @@ def test_twice_failed_is_the_verdict_of_these_weights_alone(monkeypatch: pytest.
     assert route_of(other) == "plain"
     lib_onediff.uncompile_unet(unet)
     assert route_of(lib_onediff.compile_unet(unet)) == "plain"
-
-
-def test_a_functional_call_leaves_nothing_behind() -> None:
-    unet = checkpoint(False)
-    given = diffusers_arguments(a_call(unet))
-    assert route_of(unet) == "plain"
-    louder = {name: 1.1 * one.detach() for name, one in unet.named_parameters()}
-    with torch.no_grad():
-        output = torch.func.functional_call(unet, louder, (), given).sample
-        expected = torch.func.functional_call(diffusers_unet(**SMALL_XL), louder, (), given).sample
-    assert relative_error(output, expected) < CLOSE
-    assert route_of(unet) == "plain"

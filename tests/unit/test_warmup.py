@@ -131,14 +131,6 @@ def test_a_fault_in_a_thread_of_the_hosts_choice_is_not_lost(webui: SmallWebUI) 
     assert finished(queue, following).state == "done"
 
 
-def test_what_the_host_serves_is_not_ready(webui: SmallWebUI, queue: WarmUp) -> None:
-    hook = webui.unet.conv_in.register_forward_hook(lambda *given: None)
-    (job,) = queue.add([SMALL], "panel")
-    failed = finished(queue, job)
-    hook.remove()
-    assert failed.state == "failed" and "hook" in failed.reason
-
-
 def test_switched_off(queue: WarmUp) -> None:
     runtime.configure(Settings(enabled=False))
     with pytest.raises(ValueError, match="switched off in the settings .*, so nothing can be made ready"):
@@ -159,16 +151,6 @@ def test_cancelling_twenty_in_the_middle(webui: SmallWebUI, queue: WarmUp) -> No
     assert states[:3] == ["done"] * 3 and set(states[4:]) == {"cancelled"}
     assert not any(queue.cancel(job.id) for job in jobs), "there is nothing left to cancel"
     assert not queue.cancel(10**9)
-
-
-def test_a_size_waits_once(webui: SmallWebUI, queue: WarmUp) -> None:
-    with webui.lock:
-        queue.add([Size(72, 64)], "panel")
-        first = queue.add([SMALL, SMALL], "panel")
-        again = queue.add([SMALL, Size(64, 64, 2)], "accordion")
-        assert first[0] == first[1] == again[0] != again[1]
-    wait_until_idle(queue)
-    assert len(queue.jobs()) == 3
 
 
 def test_many_threads_ask(queue: WarmUp) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import builders
-from test_warmup import SECONDS, SMALL, SmallWebUI, queue, wait_until_idle, webui
+from test_warmup import SECONDS, SmallWebUI, queue, webui
 
 from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.prewarm.worker import WarmUp
@@ -75,16 +75,6 @@ def test_a_picture_is_not_passed_by_where_the_lock_is_not_fair() -> None:
     queue.stop(SECONDS)
     diffusers_host.detach(unet)
     assert max(passed_by) <= 1, passed_by
-
-
-def test_worker_lives_while_there_is_work(queue: WarmUp) -> None:
-    for _ in range(2):
-        queue.add([SMALL], "panel")
-        wait_until_idle(queue)
-        deadline = time.monotonic() + SECONDS
-        while any(thread.name == "onediff-warm-up" for thread in threading.enumerate()):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
 
 
 def test_the_program_can_end_in_the_middle() -> None:
