@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lib_onediff.guard import Guard
-from lib_onediff.hosts.class_patch import ClassPatch, active_patches
+from lib_onediff.hosts.class_patch import ClassPatch
 
 
 @pytest.fixture
@@ -49,14 +49,3 @@ def test_somebody_elses_later_patch_survives_and_ours_sleeps_below_it(owner: typ
     assert owner().forward(3) == 104
     patch.apply()
     assert owner().forward(3) == 108
-
-
-def test_every_patch_in_place_is_counted(owner: type) -> None:
-    patches = [ClassPatch(owner, "forward", doubled, Guard(), "a method") for _ in range(3)]
-    for number, patch in enumerate(patches, 1):
-        patch.apply()
-        assert len(active_patches(owner, "forward")) == number
-    assert owner().forward(3) == 32
-    for number, patch in enumerate(reversed(patches), 1):
-        patch.undo()
-        assert len(active_patches(owner, "forward")) == 3 - number

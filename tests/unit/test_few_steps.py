@@ -49,16 +49,3 @@ def test_a_pipelines_guidance_scale(cache: str) -> None:
     assert told(pipe, cache, 12, 1.5) == FEW_STEP_MODEL
     assert told(pipe, cache, 12, 5.0) == ""
     assert told(pipe, cache, 16, 1.5) == ""
-
-
-def test_guidance_that_a_callback_ends_is_still_the_samplings() -> None:
-    pipe = compiled(SMALL, deepcache_interval=3)
-
-    def end(pipe: Any, step: int, time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        if step == 6:
-            pipe._guidance_scale = 0.0
-            tensors["prompt_embeds"] = tensors["prompt_embeds"].chunk(2)[-1]
-        return tensors
-
-    more = {"callback_on_step_end": end, "callback_on_step_end_tensor_inputs": ["prompt_embeds"]}
-    assert told(pipe, "deepcache", 12, 5.0, **more) == ""

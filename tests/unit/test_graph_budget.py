@@ -12,7 +12,7 @@ from simulated_memory import MEBIBYTE
 from torch import nn
 
 from lib_onediff.engines.graphs.accounting import PoolKey
-from lib_onediff.engines.graphs.pool_size import LEAST_GAIN, gives_back, memory_of, needs_of
+from lib_onediff.engines.graphs.pool_size import LEAST_GAIN, memory_of
 from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.rows import ResolutionRow
@@ -181,17 +181,6 @@ def test_releasing_memory_keeps_what_was_proved(unet: nn.Module) -> None:
     assert runtime.release_memory() == before and held() == 0
     assert set(states().values()) == {"proved"} and {row.bytes for row in runtime.rows()} == {0}
     make_ready_again(unet)
-
-
-def test_arithmetic() -> None:
-    page = 2 * MEBIBYTE
-    assert memory_of([]) == 0 and needs_of(0) == 0
-    assert memory_of([100 * MEBIBYTE, 30 * MEBIBYTE]) == 100 * MEBIBYTE + page
-    assert needs_of(70 * MEBIBYTE) == 80 * MEBIBYTE
-    assert needs_of(70 * MEBIBYTE, in_one_piece=False) == 98 * MEBIBYTE
-    assert gives_back(500, []) == 500
-    assert gives_back(500 * MEBIBYTE, [400 * MEBIBYTE]) == 98 * MEBIBYTE
-    assert gives_back(500 * MEBIBYTE, [480 * MEBIBYTE]) == 0, "not worth it"
 
 
 def test_a_lowered_budget_holds_from_the_next_sampling_on(unet: nn.Module, pretended: PretendedGraphs) -> None:

@@ -5,7 +5,6 @@ import logging
 from typing import Any
 
 import pytest
-import torch
 from builders import a_call, served, shared_unet
 
 import lib_onediff
@@ -52,14 +51,3 @@ def test_debug_tells_every_call_binding_and_its_time(console: Any) -> None:
     assert sum("plain route" in line and "64x64, batch 2, 77 tokens" in line for line in told) == 2
     assert any("bound" in line and "MiB copied in" in line for line in told)
     assert all(line[2] == line[5] == ":" and line[8] == "." and "OneDiff: " in line for line in told), told
-
-
-def test_without_debug_a_picture_costs_one_line(console: Any) -> None:
-    lines = console()
-    unet = shared_unet("SD1")
-    lib_onediff.compile_unet(unet)
-    with torch.no_grad():
-        for seed in range(5):
-            served(unet, a_call(unet, seed=seed))
-    lib_onediff.uncompile_unet(unet)
-    assert len(lines()) <= 1

@@ -158,25 +158,3 @@ def test_pipes_that_share_a_unet_share_its_compilation() -> None:
     assert calls("plain") > before
     lib_onediff.uncompile_pipe(pipe)
     assert numpy.array_equal(image_of(other), expected)
-
-
-def test_an_interrupted_run_leaves_a_working_pipe() -> None:
-    pipe = lib_onediff.compile_pipe(pipeline("StableDiffusionPipeline", SMALL))
-    expected = image_of(pipe)
-
-    def stop(pipe: Any, step: int, timestep: Any, tensors: dict) -> dict:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        pipe(**inputs("StableDiffusionPipeline", 64, 64), callback_on_step_end=stop)
-    assert numpy.array_equal(image_of(pipe), expected)
-
-
-def test_inference_mode_around_a_pipe_changes_nothing() -> None:
-    pipe = pipeline("StableDiffusionXLPipeline", SMALL_XL)
-    expected = image_of(pipe)
-    lib_onediff.compile_pipe(pipe)
-    with torch.inference_mode():
-        image = image_of(pipe)
-    assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
-    assert numpy.abs(image - expected).max() <= 1 / 255

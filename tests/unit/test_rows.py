@@ -43,14 +43,6 @@ def test_one_row_per_model_and_resolution_the_last_used_first() -> None:
     assert [(shape.batch, shape.tokens) for shape in rows[0].shapes] == [(1, 77), (2, 77), (2, 154)]
 
 
-def test_times_are_those_of_the_shape_that_is_used_most() -> None:
-    (row,) = rows_of([
-        an_entry(batch=1, own=(1.0, 3.0, 2.0), host=(8.0,), uses=3), an_entry(own=(6.0,) * 3, host=(9.0,) * 3, uses=20),
-        an_entry(tokens=154, uses=99),
-    ])
-    assert (row.step_ms, row.host_ms, row.ratio, row.ratio_range) == (6.0, 9.0, 1.5, (1.5, 1.5))
-
-
 def test_state_is_the_best_and_the_reason_the_latest() -> None:
     def row_of(*entries: Entry) -> ResolutionRow:
         (row,) = rows_of(entries)

@@ -1,7 +1,6 @@
 """The pre-warm queue, with a real UNet behind the real runtime and a very small WebUI."""
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -151,15 +150,3 @@ def test_cancelling_twenty_in_the_middle(webui: SmallWebUI, queue: WarmUp) -> No
     assert states[:3] == ["done"] * 3 and set(states[4:]) == {"cancelled"}
     assert not any(queue.cancel(job.id) for job in jobs), "there is nothing left to cancel"
     assert not queue.cancel(10**9)
-
-
-def test_many_threads_ask(queue: WarmUp) -> None:
-    with ThreadPoolExecutor(4) as threads:
-        sizes = [[Size(64 + 8 * (number % 3), 64)] for number in range(12)]
-        jobs = list(threads.map(lambda wanted: queue.add(wanted, "api")[0], sizes))
-        workers = [thread for thread in threading.enumerate() if thread.name == "onediff-warm-up"]
-        assert len(workers) <= 1
-    wait_until_idle(queue)
-    assert {job.state for job in queue.jobs()} == {"done"}
-    assert {job.size for job in jobs} == {Size(64, 64), Size(72, 64), Size(80, 64)}
-    assert [job.id for job in queue.jobs()] == sorted({job.id for job in queue.jobs()})
