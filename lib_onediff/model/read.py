@@ -12,8 +12,7 @@ from torch import nn
 from .layout import UNetLayout, UnsupportedUNet
 from .read_diffusers import is_diffusers_unet, read_diffusers
 from .read_ldm import is_ldm_unet, read_ldm
-from .vae import read_diffusers as vae_diffusers
-from .vae import read_ldm as vae_ldm
+from .vae import read as vae
 from .vae.layout import DecoderLayout
 
 Layout = TypeVar("Layout")
@@ -34,11 +33,7 @@ def read_decoder(decoder: nn.Module) -> DecoderLayout:
     Raises UnsupportedUNet for anything that is neither of an AutoencoderKL with parameters that we all know: a tiny
     autoencoder, a video decoder, one that takes a mask.
     """
-    return read(decoder, "VAE decoder", (
-        (vae_ldm.is_ldm_decoder, vae_ldm.read_ldm), (vae_diffusers.is_diffusers_decoder, vae_diffusers.read_diffusers),
-        (vae_ldm.is_ldm_encoder, vae_ldm.read_ldm_encoder),
-        (vae_diffusers.is_diffusers_encoder, vae_diffusers.read_diffusers_encoder),
-    ))
+    return read(decoder, "VAE decoder", ((vae.is_ldm, vae.read_ldm), (vae.is_diffusers, vae.read_diffusers)))
 
 
 def read(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...guard import HostFunction
 from ...model.patches import replaced_by
-from ...model.vae.read_diffusers import is_diffusers_decoder, is_diffusers_encoder
+from ...model.vae.read import is_diffusers
 from ...options.settings import Settings
 from ...runtime.runtime import runtime
 from .instance_forward import InstanceForward, put_on, take_off, unwrapped
@@ -50,7 +50,7 @@ def why_host(decoder: nn.Module, latent: Any, others: dict[str, Any]) -> str | N
 def decoder_of(owner: Any) -> nn.Module | None:
     """The decoder of a pipeline's AutoencoderKL; None for pipelines without one, and for every other kind of VAE."""
     decoder = unwrapped(getattr(getattr(owner, "vae", None), "decoder", None))
-    return decoder if isinstance(decoder, nn.Module) and is_diffusers_decoder(decoder) else None
+    return decoder if isinstance(decoder, nn.Module) and is_diffusers(decoder) else None
 
 
 def halves_of(owner: Any) -> list[nn.Module]:
@@ -58,7 +58,7 @@ def halves_of(owner: Any) -> list[nn.Module]:
     decoder, encoder = decoder_of(owner), unwrapped(getattr(getattr(owner, "vae", None), "encoder", None))
     if decoder is None:
         return []
-    return [decoder, encoder] if isinstance(encoder, nn.Module) and is_diffusers_encoder(encoder) else [decoder]
+    return [decoder, encoder] if isinstance(encoder, nn.Module) and is_diffusers(encoder) else [decoder]
 
 
 def attach(decoder: nn.Module, settings: Settings | None = None) -> None:

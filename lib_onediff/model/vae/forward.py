@@ -12,10 +12,10 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from ..layers import join_heads, split_heads
-from ..layout import Convolution, Upsample
+from ..layout import Convolution, Downsample, Upsample
 from ..operators import Operators
 from ..weights import Affine
-from .layout import DecoderLayout, PaddedDownsample, PixelAttention, ResidualBlock
+from .layout import DecoderLayout, PixelAttention, ResidualBlock
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Decoding:
                 image = self._residual_block(layer, image)
             elif isinstance(layer, PixelAttention):
                 image = self._attention(layer, image)
-            elif isinstance(layer, PaddedDownsample):
+            elif isinstance(layer, Downsample):
                 image = self._downsample(layer, image)
             else:
                 image = self._upsample(layer, image)
@@ -75,7 +75,7 @@ class Decoding:
         image = self.ops.resize(image, image.shape[-2] * 2, image.shape[-1] * 2)
         return self._convolution(image, layer.convolution)
 
-    def _downsample(self, layer: PaddedDownsample, image: Tensor) -> Tensor:
+    def _downsample(self, layer: Downsample, image: Tensor) -> Tensor:
         return self._convolution(functional.pad(image, (0, 1, 0, 1)), layer.convolution)
 
     def _convolution(self, image: Tensor, shape: Convolution) -> Tensor:
