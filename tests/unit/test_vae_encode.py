@@ -34,7 +34,7 @@ from lib_onediff.model.vae.forward import Decoding
 from lib_onediff.ops import torch_ops
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.bound import BoundDecoder
-from lib_onediff.runtime.vae.overflow import WatchedOperators
+from lib_onediff.runtime.vae.precision import WatchedOperators
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
 SIZES = [(16, 16), (24, 40), (17, 22)]

@@ -19,7 +19,6 @@ from lib_onediff.model.vae.forward import Decoding
 from lib_onediff.ops import torch_ops
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.bound import BoundDecoder
-from lib_onediff.runtime.vae.kernels import decoder_candidates
 
 pytestmark = pytest.mark.usefixtures("fresh_route", "exact_products")
 
@@ -109,7 +108,7 @@ def test_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode has no graph: what would run in one runs by plain launches."""
 
     def tried(kind: str) -> tuple[tuple[str, ...], str]:
-        found = decoder_candidates(runtime.services, runtime.settings, torch.device(kind), torch.float16)
+        found = runtime.devices.launched(runtime.settings, torch.device(kind), torch.float16, False)
         return tuple(device.name for device in found.devices), found.reason
 
     assert tried("cpu") == ((EAGER,), "")

@@ -153,7 +153,7 @@ def test_no_memory_at_all_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(Decoding, "run", too_large)
-    monkeypatch.setattr(runtime, "free_graphs", lambda: freed.append(True))
+    monkeypatch.setattr(runtime.services, "free_graphs", lambda: freed.append(True))
     host = Host(decoder, lambda picture: torch.rand(picture.shape))
     decode(host, latent)
     assert host.calls == 1 and freed == [True] and last() == ("host", "out of GPU memory: the graphs were freed")
