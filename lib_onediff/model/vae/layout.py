@@ -60,10 +60,6 @@ class DecoderLayout:
     out_convolution: Convolution
 
     @property
-    def in_channels(self) -> int:
-        return self.in_convolution.in_channels
-
-    @property
     def model_name(self) -> str:
         """A name for people; nothing depends on it."""
         return "VAE encoder" if self.encodes else "VAE decoder"

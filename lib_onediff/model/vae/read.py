@@ -3,6 +3,7 @@ Forge's own) and diffusers'."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -115,8 +116,7 @@ def read_ldm_level(level: Any, count: int, leaves: LeafReader) -> list[Layer]:
     blocks, attentions = list(level.block), list(level.attn)
     if len(blocks) != count or len(attentions) not in (0, count):
         raise UnsupportedUNet(f"{leaves.path(level)} has another number of layers than it says")
-    pairs = zip(blocks, attentions, strict=True) if attentions else ((block,) for block in blocks)
-    return read_ldm_layers((module for pair in pairs for module in pair), leaves)
+    return read_ldm_layers(chain(*zip(blocks, attentions, strict=True)) if attentions else blocks, leaves)
 
 
 def read_ldm_layers(modules: Iterable[Any], leaves: LeafReader) -> list[Layer]:
@@ -155,27 +155,26 @@ def read_diffusers_middle(block: Any, leaves: LeafReader) -> list[Layer]:
     """A residual block, then an attention (None in a decoder without) and a residual block, any number of times."""
     if leaves.kind(block) != "UNetMidBlock2D" or len(block.resnets) != len(block.attentions) + 1:
         raise UnsupportedUNet(f"{leaves.path(block)} is a {leaves.kind(block)} of another kind")
-    layers: list[Layer] = [read_diffusers_residual_block(block.resnets[0], leaves)]
-    for attention, resnet in zip(block.attentions, list(block.resnets)[1:], strict=True):
-        if attention is not None:
-            layers.append(read_diffusers_attention(attention, leaves))
-        layers.append(read_diffusers_residual_block(resnet, leaves))
-    return layers
+    first, *others = block.resnets
+    return read_diffusers_layers((first, *chain(*zip(block.attentions, others, strict=True))), leaves)
 
 
 def read_diffusers_block(block: Any, known: set[str], leaves: LeafReader) -> list[Layer]:
     """The layers of one resolution, without the one that leads to the next."""
     if leaves.kind(block) not in known:
         raise UnsupportedUNet(f"{leaves.path(block)} is a {leaves.kind(block)}, which we do not know")
-    attentions = list(getattr(block, "attentions", ()))
-    if len(attentions) not in (0, len(block.resnets)):
+    attentions = list(getattr(block, "attentions", ())) or [None] * len(block.resnets)
+    if len(attentions) != len(block.resnets):
         raise UnsupportedUNet(f"{leaves.path(block)} has another number of attentions than of residual blocks")
-    layers: list[Layer] = []
-    for index, resnet in enumerate(block.resnets):
-        layers.append(read_diffusers_residual_block(resnet, leaves))
-        if attentions:
-            layers.append(read_diffusers_attention(attentions[index], leaves))
-    return layers
+    return read_diffusers_layers(chain(*zip(block.resnets, attentions, strict=True)), leaves)
+
+
+def read_diffusers_layers(modules: Iterable[Any], leaves: LeafReader) -> list[Layer]:
+    return [
+        read_diffusers_attention(module, leaves) if hasattr(module, "processor")
+        else read_diffusers_residual_block(module, leaves)
+        for module in modules if module is not None
+    ]
 
 
 def read_diffusers_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:

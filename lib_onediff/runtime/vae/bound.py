@@ -57,7 +57,7 @@ class BoundDecoder:
 
     def refuse_latent(self, latent: Tensor) -> None:
         """Raise Refusal for a latent that does not fit the decoder."""
-        channels, binding = self.layout.in_channels, self.binding
+        channels, binding = self.layout.in_convolution.in_channels, self.binding
         if latent.dim() != 4 or latent.shape[1] != channels:
             raise Refusal(f"the latent is {tuple(latent.shape)}, but this VAE takes {channels} channels")
         if latent.device != binding.device:
