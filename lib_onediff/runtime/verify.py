@@ -107,6 +107,8 @@ def judge(
         expected = (yardstick or host)()
         if not bool(torch.isfinite(expected).all()):
             return HOST_NOT_FINITE
+        if (output.shape, output.dtype) != (expected.shape, expected.dtype):
+            return f"it is {tuple(output.shape)} in {output.dtype}, not {tuple(expected.shape)} in {expected.dtype}"
         entry.relative_error = relative_error(output, expected)
         if times_host and not entry.key.patches and (nobody_waits or entry.host.timing is None):
             # A function of another extension may count its calls.

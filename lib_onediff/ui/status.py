@@ -9,7 +9,7 @@ from ..hosts.contract import WebUI
 from ..options.settings import OFF_IN_SETTINGS
 from ..runtime.call_stats import CallStats
 from ..runtime.runtime import runtime
-from ..runtime.vae.call_stats import described as decode_described
+from ..runtime.vae.route import described as decode_described
 from .amounts import NOTHING, milliseconds, seconds, times
 from .texts import (
     NO_IMAGE_YET,

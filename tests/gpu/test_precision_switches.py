@@ -20,7 +20,7 @@ from lib_onediff.hosts.diffusers import vae as diffusers_decoder
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.effects import Machine, why_no_effect
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.runtime.vae.overflow import WatchedOperators
+from lib_onediff.runtime.vae.precision import WatchedOperators
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
@@ -216,10 +216,10 @@ def test_a_vae_that_overflows(vae: Any, backend: str, caplog: pytest.LogCaptureF
 def test_a_healthy_vae_decodes_in_float16_once(vae: Any) -> None:
     latent = latent_of()
     diffusers_decoder.attach(vae.decoder)
-    before = dict(runtime.vae.call_stats.calls)
+    before = runtime.vae.status()["calls"]
     pictures = [decoded(vae, latent) for _ in range(3)]
     assert all(bool(picture.isfinite().all()) for picture in pictures)
-    assert runtime.vae.status()["calls"]["ours"] == before.get("ours", 0) + 3
+    assert runtime.vae.status()["calls"]["ours"] == before["ours"] + 3
     assert {entry.key.dtype for entry in runtime.table.entries()} == {torch.float16}
 
 

@@ -48,7 +48,8 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     for name, nothing in (("_compiled", set()), ("_pending", set()), ("_failed", {})):
         monkeypatch.setattr(native, name, nothing)
     monkeypatch.setitem(
-        sys.modules, "lib_onediff.devices.cuda.compile_kernels", SimpleNamespace(compile_kernels=compiler.compile_kernels)
+        sys.modules, "lib_onediff.devices.cuda.compile_kernels",
+        SimpleNamespace(compile_kernels=compiler.compile_kernels),
     )
     yield compiler
     compiler.may_end.set()

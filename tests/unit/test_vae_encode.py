@@ -31,10 +31,10 @@ from lib_onediff.core.refusal import Refusal
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.registry import read_decoder
 from lib_onediff.families.vae.forward import Decoding
-from lib_onediff.hosts.hooks import VaeHooks
+from lib_onediff.hosts.ldm_decoder import DecoderPatches
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.bound import BoundDecoder
-from lib_onediff.runtime.vae.overflow import WatchedOperators
+from lib_onediff.runtime.vae.precision import WatchedOperators
 from lib_onediff.weights.scan import HostTraits
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
@@ -169,7 +169,7 @@ def test_a_class_level_patch_serves_encoders_too() -> None:
     encoder = ldm_encoder()
     picture = a_picture(encoder)
     expected = host_picture(encoder, picture)
-    patches = VaeHooks([ldm_module().Decoder, ldm_module().Encoder], HostTraits())
+    patches = DecoderPatches([ldm_module().Decoder, ldm_module().Encoder], HostTraits())
     patches.serve()
     try:
         with torch.no_grad():

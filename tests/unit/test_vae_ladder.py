@@ -18,7 +18,6 @@ from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.vae.forward import Decoding
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.bound import BoundDecoder
-from lib_onediff.runtime.vae.kernels import decoder_candidates
 from lib_onediff.weights.scan import HostTraits
 
 pytestmark = pytest.mark.usefixtures("fresh_route", "exact_products")
@@ -109,7 +108,7 @@ def test_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode has no graph: what would run in one runs by plain launches."""
 
     def tried(kind: str) -> tuple[tuple[str, ...], str]:
-        found = decoder_candidates(runtime.services, runtime.settings, torch.device(kind), torch.float16)
+        found = runtime.devices.launched(runtime.settings, torch.device(kind), torch.float16, False)
         return tuple(device.name for device in found.devices), found.reason
 
     assert tried("cpu") == ((EAGER,), "")
