@@ -10,7 +10,7 @@ import torch
 from builders import relative_error
 from contract_hosts import ATTENTION, FAMILY, A1111Host, Host, calls_of, random, running
 from graph_builders import PretendedGraphs
-from ladder_builders import Weather, seem_to_have_a_gpu
+from ladder_builders import Weather, pretend_a_gpu
 from test_blocks import controlled_forward
 from test_generations import same
 from torch import Tensor
@@ -31,7 +31,7 @@ ALONE = Settings(low_bit="int8", low_bit_only=True)
 @pytest.fixture
 def int8(fresh_runtime: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that has INT8, for models in float32 too."""
-    seem_to_have_a_gpu(monkeypatch, Weather())
+    pretend_a_gpu(monkeypatch, Weather())
     use_low_bit(monkeypatch)
     watch_offloaded(monkeypatch)
     monkeypatch.setattr(runtime.devices.lossy.low_bit, "_lack", lambda kind, device, dtype: None)

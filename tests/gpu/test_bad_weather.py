@@ -148,7 +148,7 @@ def test_without_triton_the_next_backend_says_what_to_install(unet: nn.Module, m
 
 
 def test_where_native_and_cudagraph_fail_the_host_serves(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lib_onediff.ops import torch_ops
+    from lib_onediff.devices.torch import operators as torch_ops
 
     def broken(tokens: Tensor, *tuning: int) -> Tensor:
         raise RuntimeError("no GEGLU today")

@@ -244,7 +244,7 @@ def test_a_graph_that_cannot_be_captured_leaves_the_plain_route(tiny: nn.Module,
 
 
 def test_a_really_failing_capture_leaves_the_gpu_usable(tiny: nn.Module, monkeypatch: Any) -> None:
-    from lib_onediff.engines.graphs import capture as cudagraph
+    from lib_onediff.devices.cuda.graphs import capture as cudagraph
 
     original = cudagraph.compute
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lib_onediff.core.guard import Guard
-from lib_onediff.hosts.class_patch import ClassPatch
+from lib_onediff.hosts.hooks import ClassPatch
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from backend_names import NATIVE
 from builders import randomise, relative_error, without_initial_values
 from grid import WHOLE, grid
-from ladder_builders import seem_to_have_a_gpu
+from ladder_builders import pretend_a_gpu
 from torch import Tensor, nn
 from vae_builders import (
     GROUPS,
@@ -31,7 +31,7 @@ from lib_onediff.core.refusal import Refusal
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.registry import read_decoder
 from lib_onediff.families.vae.forward import Decoding
-from lib_onediff.hosts.ldm_decoder import DecoderPatches
+from lib_onediff.hosts.hooks import VaeHooks
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.bound import BoundDecoder
 from lib_onediff.runtime.vae.precision import WatchedOperators
@@ -158,7 +158,7 @@ def test_a_plain_latent_is_no_black_picture() -> None:
 
 
 def test_native_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    seem_to_have_a_gpu(monkeypatch, torch_ops)
+    pretend_a_gpu(monkeypatch, torch_ops)
     encoder = diffusers_vae(**SD).encoder
     picture = a_picture(encoder)
     assert relative_error(our_picture(encoder, picture), host_picture(encoder, picture)) < 1e-5
@@ -169,7 +169,7 @@ def test_a_class_level_patch_serves_encoders_too() -> None:
     encoder = ldm_encoder()
     picture = a_picture(encoder)
     expected = host_picture(encoder, picture)
-    patches = DecoderPatches([ldm_module().Decoder, ldm_module().Encoder], HostTraits())
+    patches = VaeHooks([ldm_module().Decoder, ldm_module().Encoder], HostTraits())
     patches.serve()
     try:
         with torch.no_grad():

@@ -9,7 +9,7 @@ import torch
 from backend_names import EAGER, NATIVE
 from builders import relative_error
 from grid import grid
-from ladder_builders import seem_to_have_a_gpu
+from ladder_builders import pretend_a_gpu
 from vae_builders import SD, a_latent, decodes, diffusers_vae, host_picture, last, ldm_decoder, our_picture
 
 from lib_onediff.core.device import NotYet
@@ -40,7 +40,7 @@ class Stand:
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
     stand = Stand()
-    seem_to_have_a_gpu(monkeypatch, stand)
+    pretend_a_gpu(monkeypatch, stand)
     monkeypatch.setattr(runtime.devices.named(NATIVE), "prepare", lambda *args, **more: stand.ready())
     return stand
 
