@@ -17,7 +17,6 @@ from test_hook_faults import broken
 from torch import Tensor
 from vae_builders import diffusers_vae
 
-from lib_onediff.api import routes
 from lib_onediff.demo.modules import modules_importable, paths, script_callbacks, scripts, sd_models, shared
 from lib_onediff.hosts.diffusers.instance_forward import attached
 from lib_onediff.runtime.runtime import runtime
@@ -84,41 +83,6 @@ def standalone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stan
         script_callbacks.clear_callbacks()
 
 
-# The function of ours that fails, as (its owner, its name); the moment; what the host gets; and what users read.
-MOMENTS: dict[str, Any] = {
-    "a loaded model": (
-        lambda host: (host.script.webui, "model_loaded"), lambda host: host.callback("model_loaded", host.model), None,
-        "looking at a loaded checkpoint",
-    ),
-    "the accordion": (
-        lambda host: (host.script.accordion, "build_accordion"), lambda host: host.page.ui(False), [],
-        "building the accordion",
-    ),
-    "a component": (
-        lambda host: (host.script.accordion, "connect"), lambda host: host.page.after_component(object()), None,
-        "connecting the accordion",
-    ),
-    "the tab": (
-        lambda host: (host.script.onediff_tab, "build_onediff_tab"), lambda host: host.callback("ui_tabs"), [],
-        "building the OneDiff tab",
-    ),
-    "the options": (
-        lambda host: (host.script.settings_tab, "add_options"), lambda host: host.callback("ui_settings"), None,
-        "adding options to the settings tab",
-    ),
-    "the axes": (
-        lambda host: (host.script.xyz, "add_axes"), lambda host: host.callback("before_ui"), None,
-        "adding axes to the X/Y/Z plot",
-    ),
-    "the routes": (
-        lambda host: (routes, "add_routes"), lambda host: host.callback("app_started", None, None), None,
-        "adding routes to the API",
-    ),
-    "the status line": (
-        lambda host: (host.script.status, "current_status"), lambda host: host.script.status_lines(),
-        ("", '<p class="onediff-reason">OneDiff cannot show its status: see the console.</p>'), "the status line",
-    ),
-}
 
 
 @pytest.mark.parametrize(("where", "hook"), [

@@ -12,7 +12,6 @@ from lib_onediff.ui import amounts
 from lib_onediff.ui.cache import table as cache_table
 from lib_onediff.ui.cache import totals as cache_totals
 
-UNKNOWN = {"step_ms": None, "host_ms": None, "ratio": None, "bytes": 0, "needs": 0}
 ROWS = [
     changed(ROW, resolution="512x768", last_used=3.0, step_ms=9.0, needs=2, uses=1),
     changed(ROW, resolution="1024x1024", last_used=1.0, step_ms=None, needs=9, uses=5, model="SDXL"),

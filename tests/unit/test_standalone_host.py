@@ -5,7 +5,6 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +28,6 @@ from lib_onediff.demo.modules import (
     modules_importable,
     options,
     processing,
-    script_callbacks,
     sd_samplers,
     shared,
 )
@@ -41,14 +39,6 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
     return LoadedModel(tiny_sd15_pipeline(), "small")
-
-
-@pytest.fixture
-def callbacks() -> Iterator[None]:
-    """Start and end without registered functions."""
-    script_callbacks.clear_callbacks()
-    yield
-    script_callbacks.clear_callbacks()
 
 
 def generate(model: LoadedModel, kind: type = processing.StableDiffusionProcessingTxt2Img, **changes: Any) -> Any:

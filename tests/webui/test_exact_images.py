@@ -14,7 +14,7 @@ from webui_models import Models, stem
 
 # One token a word in every tokenizer; a chunk takes 75.
 LETTERS = "a b c d e f g h i j k l m n o p q r s t u v w x y z "
-WORDS_50, WORDS_110, WORDS_190 = (" ".join((LETTERS * 8).split()[:count]) for count in (50, 110, 190))
+WORDS_110, WORDS_190 = (" ".join((LETTERS * 8).split()[:count]) for count in (110, 190))
 
 
 @dataclass(frozen=True)

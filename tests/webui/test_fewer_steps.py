@@ -120,7 +120,8 @@ def test_the_deep_part_is_computed_as_scheduled(webui: WebUI, exact: Counted, re
 @pytest.mark.parametrize(("options", "request_", "part", "why"), [
     (EVERY_THIRD, {"steps": 7}, "deepcache", "fewer than 10 steps"),
     (EVERY_THIRD, {"cfg_scale": 1.5}, "deepcache", "few-step models"),
-    (FORECAST, {"sampler_name": "Euler a"}, "forecast", "Euler and DDIM"), (FORECAST, {"steps": 7}, "forecast", "steps"),
+    (FORECAST, {"sampler_name": "Euler a"}, "forecast", "Euler and DDIM"),
+    (FORECAST, {"steps": 7}, "forecast", "steps"),
     (HALF, {"cfg_scale": 1}, "guidance", "rests"), (HALF, {"steps": 7}, "guidance", "rests"),
     (HALF, {"prompt": "a fox AND a hill"}, "guidance", "rests"),
     ({"deepcache_interval": 0}, {}, "", "OneDiff is off for this run"),
