@@ -164,12 +164,3 @@ def test_a_checkpoint_that_is_loaded_into_the_same_module_is_rounded(a1111: A111
     a1111.switch(False)
     assert near(made, a1111.generate())
     assert torch.equal(a1111.unet.get_submodule(ATTENTION).weight, other[f"{ATTENTION}.weight"])
-
-
-def test_weights_stored_in_float8_come_back(a1111: A1111Host) -> None:
-    begin(a1111)
-    generated(a1111)
-    assert offloaded(a1111)
-    a1111.store_in_fp8(True, by_hand=True)
-    a1111.generate()
-    assert not offloaded(a1111) and runtime.managed_unet(a1111.unet).low_bit is None

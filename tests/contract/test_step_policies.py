@@ -217,7 +217,7 @@ def sampled(host: Host, sampler: type[Sampler12], **options: Any) -> tuple[Guide
     """The steps of a sampling, and which of them were computed."""
     guided = Guided(host)
     guided.sampler = sampler
-    guided.start(**{"guidance_end": 1.0, "forecast_interval": 3, **options})
+    guided.start(**{"guidance_end": 1.0, "deepcache_interval": 3, "deepcache_depth": 0, **options})
     steps, computed, before = [], [], runtime.call_stats.forecasts
     for place, step in enumerate(guided.steps()):
         steps.append(step)
