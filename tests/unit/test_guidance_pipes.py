@@ -87,7 +87,7 @@ def test_each_call_is_the_hosts_own_on_the_prompts_rows(
             if index < 12 - early:
                 expected = oracle(**given, return_dict=False)[0]
             else:
-                expected = oracle(**arguments_of_prompt(given, rows, batch), return_dict=False)[0].repeat(2, 1, 1, 1)
+                expected = oracle(**arguments_of_prompt(given, rows), return_dict=False)[0].repeat(2, 1, 1, 1)
         assert relative_error(output, expected) < 1e-5, index
     exact = generate(compiled(name, layout, guidance_end=1.0), **more)
     assert told() == (0, "") and relative_error(found, exact) > 1e-3

@@ -65,7 +65,7 @@ def test_only_what_pays_is_done_in_eight_bits(on_a_gpu: Weather, monkeypatch: py
     monkeypatch.setattr(
         scaled_mm, "product", lambda *given: (done.append(tuple(given[1].values.shape)), real(*given))[1]
     )
-    unet = compiled(half_unet(), "fp8", verify=False)
+    unet = compiled(half_unet(), "fp8")
     call = half_call(unet)
     served(unet, call)
     every = {product for _, product in products(runtime.layout_of(unet), 4, 4, 1)}
@@ -88,7 +88,7 @@ def test_auto_takes_for_each_product_what_was_measured_to_be_faster(
 
     monkeypatch.setattr(scaled_mm, "product", noted("fp8", eight))
     monkeypatch.setattr(int8_mm, "product", noted("int8", integers))
-    unet = compiled(half_unet(), "auto", verify=False)
+    unet = compiled(half_unet(), "auto")
     every = {product for _, product in products(runtime.layout_of(unet), 4, 4, 1)}
     for one in every:
         fast = {NORMED: (1, 2), GATED: (3, 1), PLAIN: (5, 5)}[one.source]
@@ -108,7 +108,7 @@ def test_auto_takes_for_each_product_what_was_measured_to_be_faster(
 def test_what_cannot_be_timed_is_tried_once_and_stops_no_call(
     on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unet, tried = compiled(half_unet(), "fp8", verify=False), list[Product]()
+    unet, tried = compiled(half_unet(), "fp8"), list[Product]()
     call, known = half_call(unet), runtime.devices.lossy.low_bit
 
     def measure(product: Product, *others: Any) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lib_onediff.core.call import UNetCall
+from lib_onediff.core.refusal import Refusal
 from lib_onediff.hosts.forge.call import HostCall, unet_call
 from lib_onediff.hosts.forge.patches import ATTENTIONS, LISTS, MODIFIERS, NORM, PATCHES, REPLACED
 
@@ -186,8 +187,8 @@ def test_a_shape_is_known_by_what_stands_where_and_not_by_the_objects() -> None:
 ])
 def test_a_point_that_we_do_not_have_is_for_the_host(options: Options, read: frozenset[str]) -> None:
     unet = shared_ldm_unet()
-    refusal = ours(unet, a_call(unet), options, read)
-    assert isinstance(refusal, str) and refusal.startswith("another extension changes the UNet for this call: ")
+    with pytest.raises(Refusal, match="another extension changes the UNet for this call: "):
+        ours(unet, a_call(unet), options, read)
 
 
 @pytest.mark.parametrize("options", [

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from low_bit_builders import EIGHT, EXACT, entry_of, half_call, half_unet, now
+from low_bit_builders import EXACT, entry_of, half_call, half_unet, now
 
 import lib_onediff
 from lib_onediff.core.table import State
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.devices.torch import sage
 from lib_onediff.families.unet.forward import transformer_blocks
-from lib_onediff.options.infotext import describe
 from lib_onediff.options.settings import MOST_LOW_BIT_ERROR, Settings
 from lib_onediff.runtime.effects import Machine, why_no_effect
 from lib_onediff.runtime.runtime import runtime
@@ -65,7 +64,7 @@ class Attending:
 
 
 def compiled(**options: Any) -> Any:
-    chosen = {"attention": "sage", "low_bit_budget": MOST_LOW_BIT_ERROR, **options}
+    chosen = {"low_bit": "sage", "low_bit_budget": MOST_LOW_BIT_ERROR, **options}
     return lib_onediff.compile_unet(half_unet(), **chosen)
 
 
@@ -88,22 +87,14 @@ def test_self_attention_is_the_packages_and_cross_attention_never(package: Packa
     assert torch.equal(served(lib_onediff.compile_unet(half_unet()), call), exact), "exact is exact"
 
 
-def test_with_low_bit_both_serve_and_infotext_names_both(package: Package) -> None:
-    unet = compiled(low_bit="int8")
-    served(unet, half_call(unet))
-    assert now()[0] == f"{EIGHT}, {SAGE}" and package.calls, reason()
-    assert "attention sage" in describe(Settings(attention="sage", low_bit="int8"))
-
-
-@pytest.mark.parametrize("low_bit", ["off", "int8"])
-def test_what_is_wrong_or_fails_leaves_exact_attention(package: Package, low_bit: str) -> None:
+def test_what_is_wrong_or_fails_leaves_exact_attention(package: Package) -> None:
     package.factor = -3.0
-    unet = compiled(low_bit=low_bit)
+    unet = compiled()
     call = half_call(unet)
     assert torch.equal(served(unet, call), diffusers_output(unet, call)), "the first image is the host's"
     served(unet, call)
-    assert now()[0] == (EXACT if low_bit == "off" else EIGHT) and "it differs" in reason()
-    assert entry_of("" if low_bit == "off" else low_bit, attention=SAGE).state is State.FAILED
+    assert now()[0] == EXACT and "it differs" in reason()
+    assert entry_of("", attention=SAGE).state is State.FAILED
 
 
 def test_it_says_why_not(on_a_gpu: Weather) -> None:

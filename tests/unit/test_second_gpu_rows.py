@@ -58,7 +58,7 @@ def control_of(unet: Any, call: UNetCall, rows: int) -> Control:
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_residuals_of_a_controlnet_are_cut(rows: int) -> None:
-    one, two = Image.of(second_gpu="off", verify=False), Image.of(verify=False)
+    one, two = Image.of(second_gpu="off"), Image.of()
     call = two.call()
     controlled = replace(call, control=control_of(two.unet, call, rows))
     for image in (one, two):
