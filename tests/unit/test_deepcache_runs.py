@@ -9,14 +9,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from builders import SD1, SDXL, SMALL, SMALL_XL, relative_error
-from deepcache_builders import (  # noqa: F401
-    EVERY_THIRD,
+from deepcache_builders import (
     STEPS,
     Rig,
     call_of,
-    equal_distances,
     feature_bytes,
-    few_steps_suffice,
     passes,
 )
 from grid import grid
@@ -105,6 +102,7 @@ def test_what_belongs_together_shares_a_feature_and_what_is_new_is_whole(calls: 
     assert rig.reason == ""
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_control_that_ends_inside_a_sampling_makes_the_next_step_whole() -> None:
     # The host of these tests adds no residuals.
     rig = Rig.of()

@@ -99,6 +99,7 @@ def test_a_step_with_other_calls_beside_prompt_and_negative_prompt() -> None:
     assert ours.sample() == steps(1)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_residuals_are_cut_with_the_rows() -> None:
     # The host of these tests adds no residuals.
     ours = Samplings.of("guidance")

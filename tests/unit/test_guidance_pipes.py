@@ -105,7 +105,7 @@ def test_an_ip_adapters_rows_and_masks(called: list[Called]) -> None:
     assert told() == (6, "")
     for index, (given, output) in enumerate(called):
         batch = given["sample"].shape[0]
-        alone = arguments_of_prompt(given, half_of(batch, is_first=False), batch)
+        alone = arguments_of_prompt(given, half_of(batch, is_first=False))
         with torch.no_grad():
             expected = oracle(**(given if index < 6 else alone), return_dict=False)[0]
         assert relative_error(output[-len(expected):], expected) < 1e-5, index

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,10 +102,12 @@ def test_it_says_why_not(on_a_gpu: Weather) -> None:
     unet = compiled()
     served(unet, half_call(unet))
     assert now()[0] == EXACT and "package sageattention, which is not installed" in reason()
-    assert "not installed" in (why_no_effect("attention", "sage", Machine.now()) or "")
+    assert "not installed" in (why_no_effect("low_bit", "sage", Machine.now()) or "")
 
 
 def test_attention_in_float32_stays_so(package: Package) -> None:
-    unet = compiled(attention_upcast="on")
-    served(unet, half_call(unet))
+    unet = compiled()
+    call = half_call(unet)
+    with torch.no_grad():
+        runtime.run(unet, replace(call, upcast_attention=True), lambda: diffusers_output(unet, call))
     assert now()[0] == EXACT and "not for attention in float32" in reason() and package.calls == []

@@ -57,6 +57,7 @@ def control_of(unet: Any, call: UNetCall, rows: int) -> Control:
 
 
 @pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.usefixtures("unchecked")
 def test_residuals_of_a_controlnet_are_cut(rows: int) -> None:
     one, two = Image.of(second_gpu="off"), Image.of()
     call = two.call()
