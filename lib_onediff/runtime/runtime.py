@@ -12,21 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.call import UNetCall
+from ..core.device import Device
+from ..core.family import Family
+from ..core.guard import HostFunction
+from ..core.policy import Answer, Guidance, Host, Served, StepPolicy
 from ..core.refusal import Refusal
 from ..core.sampling import UNANNOUNCED, Sampling
-from ..engines.device import Device
-from ..engines.managed_unet import ManagedUNet
-from ..guard import HostFunction
-from ..model.call import UNetCall
-from ..model.layout import UNetLayout
-from ..model.patches import HostTraits
 from ..options.settings import ONE_GPU, Settings
-from ..steps.policy import Answer, Guidance, Host, Served, StepPolicy
 from ..steps.registry import step_policies
+from ..store.history import History
+from ..weights.scan import HostTraits
 from ..weights.watch import no_object
 from .cache import Cache
 from .call_stats import HOST
 from .card_route import CardRoute
+from .managed_unet import ManagedUNet
 from .services import OUT_OF_MEMORY, SWITCHED_OFF, TRAINING, Services
 from .stepping import Stepping
 from .two_gpus import TwoGpusRoute
@@ -44,12 +45,13 @@ class Runtime:
     """
 
     def __init__(
-        self, policies: Iterable[StepPolicy] | None = None, devices: Iterable[Device] | None = None
+        self, policies: Iterable[StepPolicy] | None = None, devices: Iterable[Device] | None = None,
+        families: Iterable[Family] | None = None,
     ) -> None:
-        """policies: which may cut steps short, outermost first. devices: the fastest first, the reference last. By
-        default, those of the registries."""
-        services = self.services = Services(devices)
-        self.guard, self.table, self.history = services.guard, services.table, services.history
+        """policies: which may cut steps short, outermost first. devices: the fastest first, the reference last.
+        families: of the networks that are served. By default, those of the registries."""
+        services = self.services = Services(devices, families)
+        self.guard, self.table = services.guard, services.table
         self.tuning_cache, self.devices, self.call_stats = (
             services.tuning_cache, services.devices, services.call_stats,
         )
@@ -71,6 +73,15 @@ class Runtime:
         self._last_unet: Callable[[], nn.Module | None] = no_object
 
     @property
+    def history(self) -> History:
+        """What outlives the process."""
+        return self.services.history
+
+    @history.setter
+    def history(self, history: History) -> None:
+        self.services.history = history
+
+    @property
     def settings(self) -> Settings:
         """Those of calls that no generation and no UNet's own settings decide."""
         return self.services.settings
@@ -89,7 +100,9 @@ class Runtime:
         with services.lock:
             known = services.managed.get(unet)
             if known is None:
-                managed = services.managed[unet] = ManagedUNet(unet, settings, host_traits)
+                managed = services.managed[unet] = ManagedUNet(
+                    unet, settings, host_traits, families=services.families
+                )
                 managed.bound.offloaded.restore_all = partial(self._restore_present, weakref.ref(unet))
             else:
                 known.settings = settings
@@ -124,7 +137,7 @@ class Runtime:
         """What is kept for a UNet, or None if it was not handed over."""
         return self.services.managed.get(unet)
 
-    def layout_of(self, unet: nn.Module) -> UNetLayout:
+    def layout_of(self, unet: nn.Module) -> Any:
         """The layout of a UNet in our care. Raises Refusal."""
         managed = self.managed_unet(unet)
         if managed is None:

@@ -18,10 +18,10 @@ from weather import entry_of, geglu_that, gpu_is_usable, now, use, while_capturi
 
 from lib_onediff import compile_unet, status
 from lib_onediff.bench.models import random_unet
-from lib_onediff.ops import availability, requirements
-from lib_onediff.ops.triton import tokens as triton_tokens
+from lib_onediff.core.table import State
+from lib_onediff.devices.cuda import availability, requirements
+from lib_onediff.devices.cuda.kernels import tokens as triton_tokens
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.table import State
 
 pytestmark = pytest.mark.gpu
 
@@ -139,7 +139,7 @@ def test_an_old_gpu_is_served_by_the_next_backend(unet: nn.Module, monkeypatch: 
 
 def test_without_triton_the_next_backend_says_what_to_install(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime.operators, "_why_not", {})
-    monkeypatch.setattr(runtime.operators, "_hint", None)
+    monkeypatch.setattr(runtime.devices, "_hint", None)
     monkeypatch.setattr(availability, "triton_here", lambda: None)
     monkeypatch.setattr(requirements, "triton_here", lambda: None)
     use(unet, arguments(unet))
@@ -148,7 +148,7 @@ def test_without_triton_the_next_backend_says_what_to_install(unet: nn.Module, m
 
 
 def test_where_native_and_cudagraph_fail_the_host_serves(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lib_onediff.ops import torch_ops
+    from lib_onediff.devices.torch import operators as torch_ops
 
     def broken(tokens: Tensor, *tuning: int) -> Tensor:
         raise RuntimeError("no GEGLU today")

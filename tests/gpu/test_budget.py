@@ -16,11 +16,11 @@ pytest.importorskip("diffusers")
 
 from lib_onediff import status
 from lib_onediff.bench.models import inputs, random_unet
-from lib_onediff.engines.graphs.accounting import PoolKey
-from lib_onediff.engines.graphs.cache import CARD_IS_FULL
-from lib_onediff.engines.graphs.pool_size import memory_of
 from lib_onediff.hosts.diffusers.unet import attach
 from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.graphs.accounting import PoolKey
+from lib_onediff.runtime.graphs.cache import CARD_IS_FULL
+from lib_onediff.runtime.graphs.pool_size import memory_of
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
 

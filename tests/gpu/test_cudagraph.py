@@ -14,11 +14,11 @@ from gpu_calls import arguments, host
 
 from lib_onediff import compile_unet, status, uncompile_unet
 from lib_onediff.bench.models import inputs, random_unet
-from lib_onediff.engines.graphs.capture import CudaGraphs
-from lib_onediff.model.bound import BoundUNet
-from lib_onediff.model.call import UNetCall
+from lib_onediff.core.call import UNetCall
+from lib_onediff.devices.cuda.graphs.capture import CudaGraphs
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
+from lib_onediff.weights.bound import BoundUNet
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_runtime")]
 MIB = 2**20
@@ -206,7 +206,7 @@ def test_binding_sdxl_adds_less_than_64_mib_and_ten_cycles_leak_nothing() -> Non
     assert torch.cuda.max_memory_allocated() - allocated < 64 * MIB
     bound.release()
     for _ in range(10):
-        compile_unet(unet, backend="cudagraph", verify=False)
+        compile_unet(unet, backend="cudagraph")
         ours(unet, given)
         uncompile_unet(unet)
         runtime.free_graphs()
@@ -244,7 +244,7 @@ def test_a_graph_that_cannot_be_captured_leaves_the_plain_route(tiny: nn.Module,
 
 
 def test_a_really_failing_capture_leaves_the_gpu_usable(tiny: nn.Module, monkeypatch: Any) -> None:
-    from lib_onediff.engines.graphs import capture as cudagraph
+    from lib_onediff.devices.cuda.graphs import capture as cudagraph
 
     original = cudagraph.compute
 
@@ -269,7 +269,7 @@ def test_a_really_failing_capture_leaves_the_gpu_usable(tiny: nn.Module, monkeyp
 def test_out_of_memory_frees_the_graphs_and_the_picture_is_made(tiny: nn.Module) -> None:
     given = arguments(tiny, 1024, 1024, 4)
     expected = host(tiny, given)
-    compile_unet(tiny, verify=False)
+    compile_unet(tiny)
     small = arguments(tiny)
     ours(tiny, small)
     gc.collect()
@@ -295,7 +295,7 @@ def test_twelve_sizes_share_their_memory() -> None:
     torch.cuda.reset_peak_memory_stats()
     host(unet, arguments(unet, 1280, 1280))
     peak = torch.cuda.max_memory_reserved()
-    compile_unet(unet, verify=False)
+    compile_unet(unet)
     for size in sizes:
         ours(unet, arguments(unet, *size))
     torch.cuda.synchronize()

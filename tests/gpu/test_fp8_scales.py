@@ -14,18 +14,19 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.engines.graphs.capture import CudaGraphs
-from lib_onediff.model.layout import LayerNorm
-from lib_onediff.model.low_bit import FP8, GATED, NORMED, PLAIN
-from lib_onediff.model.operators import QuantizedTokens, Stream
-from lib_onediff.model.weights import Affine
-from lib_onediff.ops.quantized import kernels, scaled_mm
-from lib_onediff.ops.quantized.gains import Product
-from lib_onediff.ops.quantized.operators import LowBitOperators
-from lib_onediff.ops.quantized.support import float8_support
-from lib_onediff.ops.triton.launch_config import Launches
-from lib_onediff.ops.tuning_cache import TuningCache
+from lib_onediff.core.affine import Affine
+from lib_onediff.core.leaves import LayerNorm
+from lib_onediff.core.operators import QuantizedTokens, Stream
+from lib_onediff.core.tuning_cache import TuningCache
+from lib_onediff.devices.cuda.graphs.capture import CudaGraphs
+from lib_onediff.devices.cuda.kernels.launch_config import Launches
+from lib_onediff.devices.cuda.low_bit import kernels, scaled_mm
+from lib_onediff.devices.cuda.low_bit.gains import Product
+from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators
+from lib_onediff.devices.cuda.low_bit.support import float8_support
+from lib_onediff.families.registry import FAMILIES
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.weights.low_bit import FP8, GATED, NORMED, PLAIN
 
 pytestmark = pytest.mark.gpu
 DEVICE, EPS = torch.device("cuda"), 1e-5
@@ -41,7 +42,7 @@ PRODUCTS = [
 
 @pytest.fixture(params=[torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    lack = runtime.operators.low_bit.why_not("fp8", DEVICE, request.param)
+    lack = runtime.devices.lossy.low_bit.why_not("fp8", DEVICE, request.param)
     if lack:
         pytest.skip(lack)
     return request.param
@@ -71,7 +72,7 @@ def by_row_scales(tokens: Tensor, weight: Tensor) -> tuple[Tensor, float | None]
         work()
     except (RuntimeError, ValueError):
         return product, None
-    return product, 1e3 * CudaGraphs().time_ms(DEVICE, torch.bfloat16, work)
+    return product, 1e3 * CudaGraphs(FAMILIES.output).time_ms(DEVICE, torch.bfloat16, work)
 
 
 @torch.no_grad()
@@ -97,7 +98,7 @@ def test_one_scale_is_as_near_as_scales_of_rows(product: Product, dtype: torch.d
     exact = given @ weight.double().t()
     rounded, row_time = by_row_scales(given, weight)
     error, row_error = relative_error(output, exact), relative_error(rounded, exact)
-    time_ms = CudaGraphs().time_ms
+    time_ms = CudaGraphs(FAMILIES.output).time_ms
     library = 1e3 * time_ms(DEVICE, dtype, partial(functional.linear, tokens, weight))
     ours = 1e3 * time_ms(DEVICE, dtype, work)
     print(

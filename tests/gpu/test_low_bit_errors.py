@@ -20,9 +20,9 @@ from gpu_calls import arguments
 
 from lib_onediff import compile_unet, status, uncompile_unet
 from lib_onediff.bench.models import random_unet
-from lib_onediff.model.low_bit import FEED_FORWARD_OUT
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.weights.low_bit import FEED_FORWARD_OUT
 
 pytestmark = pytest.mark.gpu
 FIRST, LATER, MIDDLE = 981.0, 700.0, 400.0

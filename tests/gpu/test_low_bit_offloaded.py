@@ -19,9 +19,9 @@ from gpu_calls import arguments, host
 
 from lib_onediff import compile_unet, status, uncompile_unet
 from lib_onediff.bench.models import random_unet
-from lib_onediff.model import low_bit
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.weights import low_bit
 
 pytestmark = pytest.mark.gpu
 NEAR = {"fp8": 0.12, "int8": 5e-2, "auto": 0.12}
@@ -40,9 +40,9 @@ def nothing_known() -> Iterator[None]:
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[nn.Module]:
     """A network whose layers are all taken, however small."""
     monkeypatch.setattr(low_bit, "FEWEST_WEIGHTS", 0)
-    runtime.operators.low_bit.forget()
+    runtime.devices.lossy.low_bit.forget()
     yield random_unet("tiny-sdxl", torch.device("cuda")).half()
-    runtime.operators.low_bit.forget()
+    runtime.devices.lossy.low_bit.forget()
 
 
 def allocated() -> int:
@@ -99,7 +99,7 @@ def test_sdxl_takes_less_than_60_percent_and_comes_back_bit_for_bit(option: str)
     torch.cuda.empty_cache()
     whole, floor = bytes_on_gpu(unet), allocated()
     # Without the check there is no graph yet: what is allocated is weights.
-    compile_unet(unet, low_bit=option, low_bit_only=True, verify=False)
+    compile_unet(unet, low_bit=option, low_bit_only=True)
     torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     first = called(unet, given)

@@ -18,12 +18,13 @@ from gpu_calls import arguments, host
 
 from lib_onediff import compile_unet, sampling, status
 from lib_onediff.bench.models import random_unet
-from lib_onediff.engines.graphs.capture import CudaGraphs
-from lib_onediff.model import low_bit
-from lib_onediff.model.low_bit import KINDS
-from lib_onediff.ops.quantized.gains import WORTH_ROUNDING
+from lib_onediff.devices.cuda.graphs.capture import CudaGraphs
+from lib_onediff.devices.cuda.low_bit.gains import WORTH_ROUNDING
+from lib_onediff.families.registry import FAMILIES
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.weights import low_bit
+from lib_onediff.weights.low_bit import KINDS
 
 pytestmark = pytest.mark.gpu
 NEAR = {"fp8": 0.12, "int8": 5e-2, "auto": 0.12}
@@ -34,7 +35,7 @@ def every_product(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The networks are small, and all of their products are done in eight bits nevertheless."""
     runtime.purge()
     monkeypatch.setattr(low_bit, "FEWEST_WEIGHTS", 0)
-    ours = runtime.operators.low_bit
+    ours = runtime.devices.lossy.low_bit
     ours.forget()
     # By turns, where there are several kinds.
     monkeypatch.setattr(ours.choice, "_best", lambda product, dtype, kinds: kinds[product.out // 32 % len(kinds)])
@@ -64,7 +65,7 @@ def test_what_python_takes_to_launch_is_no_part_of_a_time() -> None:
         time.sleep(seconds)
         numbers.mul_(1.0)
 
-    device, graphs = numbers.device, CudaGraphs()
+    device, graphs = numbers.device, CudaGraphs(FAMILIES.output)
     fast, slow = (graphs.time_ms(device, torch.float16, partial(work, seconds)) for seconds in (0, 0.01))
     assert 0 < fast < 5 and slow < 2 * fast + 0.1
 

@@ -95,7 +95,7 @@ def fill(target, value, BLOCK: tl.constexpr):
 @pytest.mark.parametrize("name", ["sd15", "sdxl"])
 def test_no_kernel_is_compiled_again_for_another_size(name: str) -> None:
     unet = random_unet(name, torch.device("cuda")).half()
-    compile_unet(unet, backend="native", verify=False)
+    compile_unet(unet, backend="native")
     ours(unet, arguments(unet, 512, 512))
     with count_compilations() as counted:
         for size in ((768, 512), (960, 720), (72, 88), (1024, 1024), (64, 64), (1280, 768), (40, 24)):

@@ -106,7 +106,7 @@ def test_low_bit(low_bit: str) -> None:
     unet = half_unet(1)
     given = arguments(unet)
     expected = host(unet, given)
-    with runtime.operators.low_bit.choice.used_everywhere():
+    with runtime.devices.lossy.low_bit.choice.used_everywhere():
         compile_unet(unet, low_bit=low_bit)
         with runtime.wait_for_compile():
             outputs = [call(unet, given) for _ in range(5)]

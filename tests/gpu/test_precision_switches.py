@@ -15,12 +15,12 @@ from torch import Tensor, nn
 pytest.importorskip("diffusers")
 
 from lib_onediff.bench.models import random_vae
+from lib_onediff.core.precision import HALF_SUMS, SWITCHES, TF32_CONVOLUTION, TF32_MATMUL, Flags, applied, switch_of
 from lib_onediff.hosts.diffusers import vae as diffusers_decoder
-from lib_onediff.ops.precision import HALF_SUMS, SWITCHES, TF32_CONVOLUTION, TF32_MATMUL, Flags, applied, switch_of
-from lib_onediff.options.effects import Machine, why_no_effect
 from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.effects import Machine, why_no_effect
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.runtime.vae.overflow import WatchedOperators
+from lib_onediff.runtime.vae.precision import WatchedOperators
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
@@ -105,7 +105,7 @@ def test_tf32(switch: str, work: Any) -> None:
     exact = work(a.double(), b.double())
     on, off = (error(lambda: work(a, b), exact, ((switch, value),)) for value in (True, False))
     assert on > 20 * off and off < 1e-5, (on, off)
-    assert why_no_effect("tf32", "on") is None
+    assert why_no_effect("matmul_accumulation", "half", dtype=torch.float32) is None
 
 
 def test_the_newer_way_to_set_tf32_is_put_back() -> None:
@@ -216,10 +216,10 @@ def test_a_vae_that_overflows(vae: Any, backend: str, caplog: pytest.LogCaptureF
 def test_a_healthy_vae_decodes_in_float16_once(vae: Any) -> None:
     latent = latent_of()
     diffusers_decoder.attach(vae.decoder)
-    before = dict(runtime.vae.call_stats.calls)
+    before = runtime.vae.status()["calls"]
     pictures = [decoded(vae, latent) for _ in range(3)]
     assert all(bool(picture.isfinite().all()) for picture in pictures)
-    assert runtime.vae.status()["calls"]["ours"] == before.get("ours", 0) + 3
+    assert runtime.vae.status()["calls"]["ours"] == before["ours"] + 3
     assert {entry.key.dtype for entry in runtime.table.entries()} == {torch.float16}
 
 
@@ -227,7 +227,7 @@ def test_the_watch_changes_no_picture_and_takes_no_memory(vae: Any, monkeypatch:
     latent = latent_of(128)
     pictures, times, peaks = {}, {}, {}
     for choice in ("fp16", "auto"):
-        diffusers_decoder.attach(vae.decoder, chosen(choice, verify=False))
+        diffusers_decoder.attach(vae.decoder, chosen(choice))
         for _ in range(3):
             pictures[choice] = decoded(vae, latent)
         torch.cuda.synchronize()

@@ -13,7 +13,7 @@ pytest.importorskip("diffusers")
 
 from lib_onediff import compile_unet, status
 from lib_onediff.bench.models import ScaledContext, cross_attentions, inputs, random_unet
-from lib_onediff.engines.graphs.capture import SegmentsRunner
+from lib_onediff.devices.cuda.graphs.capture import SegmentsRunner
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
 

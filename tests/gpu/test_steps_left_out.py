@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_runtime")]
 NAMES = ["StableDiffusionPipeline", "StableDiffusionXLPipeline"]
 IMAGE = {"width": 256, "height": 256, "num_inference_steps": 12}
 # Of 12 steps: the second half without the negative prompt; computed are 0, 1, 2, 4, 8 and 11.
-OPTIONS = {"guidance_end": 0.5}, {"forecast_interval": 3}
-LEFT_OUT = {"guidance_end": 6, "forecast_interval": 6}
+OPTIONS = {"guidance": {"guidance_end": 0.5}, "forecast": {"deepcache_interval": 3, "deepcache_depth": 0}}
+LEFT_OUT = 6
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def wait_for_compile() -> None:
 
 def counted() -> dict[str, int]:
     now = status()
-    return {"guidance_end": now["guidance"]["without_negative"], "forecast_interval": now["forecast"]["calls"],
+    return {"guidance": now["guidance"]["without_negative"], "forecast": now["forecast"]["calls"],
             "graph": now["calls"]["graph"]}
 
 
@@ -43,7 +43,7 @@ def drawn(dtype: torch.dtype, name: str, images: int = 1, **options: Any) -> tor
     return output
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=LEFT_OUT)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("name", NAMES)
 def test_replayed_in_half_precision_it_is_as_near_to_the_same_in_float32_as_plain(
     name: str, options: dict[str, Any]
@@ -56,16 +56,16 @@ def test_replayed_in_half_precision_it_is_as_near_to_the_same_in_float32_as_plai
     assert float((drawn(torch.float32, name, backend="eager") - reference).norm() / reference.norm()) > 1e-3
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=LEFT_OUT)
+@pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize("backend", ["native", "cudagraph"])
-def test_what_is_computed_is_replayed_and_repeats(backend: str, options: dict[str, Any]) -> None:
-    pipe = compile_pipe(pipeline(NAMES[1], torch.float16), ignores=("vae",), backend=backend, **options)
+def test_what_is_computed_is_replayed_and_repeats(backend: str, kind: str) -> None:
+    pipe = compile_pipe(pipeline(NAMES[1], torch.float16), ignores=("vae",), backend=backend, **OPTIONS[kind])
     with runtime.wait_for_compile():
         latents(pipe, **IMAGE)
     for _ in range(2):
         latents(pipe, **IMAGE)
     before, second = counted(), latents(pipe, **IMAGE)
-    after, (name,) = counted(), options
-    assert after[name] - before[name] == LEFT_OUT[name]
-    assert after["graph"] - before["graph"] == 12 - (LEFT_OUT[name] if name == "forecast_interval" else 0)
+    after = counted()
+    assert after[kind] - before[kind] == LEFT_OUT
+    assert after["graph"] - before["graph"] == 12 - (LEFT_OUT if kind == "forecast" else 0)
     assert torch.equal(latents(pipe, **IMAGE), second)

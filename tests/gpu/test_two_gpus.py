@@ -87,10 +87,18 @@ def test_in_half_precision_no_farther_from_float32_than_the_host(name: str, side
         assert relative_error(output[row], exact[row]) <= 1.1 * relative_error(own[row], exact[row])
 
 
+@pytest.fixture
+def no_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of float32 in float32, so that rounding differs little."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+@pytest.mark.usefixtures("no_tf32")
 def test_in_float32_an_image_is_that_of_one_card_within_a_level() -> None:
     # With more guidance, a network of random weights makes another image of any rounding.
     size = {"width": 256, "height": 256, "num_inference_steps": 8, "guidance_scale": 2.0}
-    options: dict[str, Any] = {"ignores": ("vae",), "backend": "cudagraph", "tf32": "off"}
+    options: dict[str, Any] = {"ignores": ("vae",), "backend": "cudagraph"}
     pipe = compile_pipe(pipeline("StableDiffusionXLPipeline", torch.float32), **options)
     one = latents(pipe, **size)
     compile_pipe(pipe, **options, second_gpu="1")
@@ -265,12 +273,12 @@ def test_residuals_of_a_controlnet_are_cut(tiny: nn.Module) -> None:
         assert all(relative_error(output[row], expected[row]) < 1e-2 for row in range(2))
 
 
+@pytest.mark.usefixtures("no_tf32")
 def test_deepcache_keeps_a_feature_on_each_card() -> None:
     # With less guidance, so few steps would be those of a few-step model, which DeepCache leaves alone.
     size = {"width": 256, "height": 256, "num_inference_steps": 10, "guidance_scale": 2.5}
     options: dict[str, Any] = {
-        "ignores": ("vae",), "backend": "cudagraph", "tf32": "off", "deepcache_interval": 3, "deepcache_depth": 2,
-        "deepcache_schedule": "uniform",
+        "ignores": ("vae",), "backend": "cudagraph", "deepcache_interval": 3, "deepcache_depth": 2,
     }
     pipe = pipeline("StableDiffusionXLPipeline", torch.float32)
 
@@ -285,7 +293,7 @@ def test_deepcache_keeps_a_feature_on_each_card() -> None:
     before, replayed = status()["deepcache"], status()["calls"]["graph"]
     again = latents(pipe, **size)
     after = status()["deepcache"]
-    assert (after["full"] - before["full"], after["cached"] - before["cached"]) == (4, 6)
+    assert (after["full"] - before["full"], after["cached"] - before["cached"]) == (5, 5)
     assert status()["calls"]["graph"] - replayed == 10
     assert float((two - one).abs().max()) <= LEVEL and float((again - two).abs().max()) <= LEVEL
     uncompile_pipe(pipe)

@@ -19,13 +19,12 @@ from fastapi.testclient import TestClient
 
 from lib_onediff.api import models
 from lib_onediff.options.settings import Settings
+from lib_onediff.options.sizes import Size
 from lib_onediff.prewarm import readiness
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.sizes import Size
 from lib_onediff.store import store as store_module
 from lib_onediff.store.history import History
-from lib_onediff.ui.cache.handlers import Panel
-from lib_onediff.ui.cache.page import Page
+from lib_onediff.ui.cache.panel import Panel
 
 ROWS = [("512x512", "SD1"), ("768x512", "SD1"), ("512x512", "SDXL")]
 
@@ -104,7 +103,7 @@ def test_ready_waits_for_the_checkpoint_that_the_webui_loads(api: Api, monkeypat
 
 def test_ready_without_a_checkpoint_where_none_is_to_be_loaded(api: Api, folder: Path) -> None:
     assert ready(api) == ""
-    for wanted in ({"prewarm": "512x512"}, {"prewarm_most_used": 2}):
+    for wanted in ({"prewarm": "512x512"}, {"prewarm": "most used 2"}):
         runtime.configure(Settings(**wanted))
         assert ready(api) == readiness.NO_CHECKPOINT, wanted
         runtime.configure(Settings(**wanted, enabled=False))
@@ -203,6 +202,6 @@ def test_what_the_disk_does_not_keep_is_told(api: Api, folder: Path, monkeypatch
         for path, body in (("pin", pin), ("purge", {"all": True}), ("purge", {"disk": True})):
             assert "disk" in api.post(path, body, 507)["detail"]
         panel = Panel(runtime, api.warmup, api.webui.exclusively)
-        assert "cannot be written to the disk" in str(panel.pin(True)('["512x512 SD1"]', Page())[2])
+        assert "cannot be written to the disk" in str(panel.pin(True)('["512x512 SD1"]', None)[1])
     assert on_the_disk(folder) == ({row[0] for row in ROWS}, set())
     assert api.post("purge", {"all": True})["purged"] and on_the_disk(folder)[0] == set()

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import lib_onediff
-from lib_onediff.ops import availability
-from lib_onediff.ops.availability import (
+from lib_onediff.devices.cuda import availability
+from lib_onediff.devices.cuda.availability import (
     why_no_compiler,
     why_no_triton,
     why_no_triton_gpu,
     why_no_triton_package,
 )
-from lib_onediff.ops.requirements import release
+from lib_onediff.devices.cuda.requirements import release
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="Triton builds its launcher so on Linux only")
@@ -170,7 +170,7 @@ def test_releases(version: str, numbers: tuple[int, ...]) -> None:
 
 def test_asking_imports_no_triton() -> None:
     script = (
-        "import sys, torch\nfrom lib_onediff.ops.availability import why_no_compiler, why_no_triton_package\n"
+        "import sys, torch\nfrom lib_onediff.devices.cuda.availability import why_no_compiler, why_no_triton_package\n"
         "why_no_triton_package(); why_no_compiler()\nassert 'triton' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], cwd=Path(lib_onediff.__file__).parents[1], check=True)

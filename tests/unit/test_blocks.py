@@ -13,10 +13,10 @@ from builders import SMALL_LDM, a_call, ldm_unet, randomise, relative_error
 from ladder_builders import EAGER, NATIVE, Weather
 from torch import Tensor
 
-from lib_onediff.hosts.a1111.controlnet_loop import HostLoop
-from lib_onediff.model.patches import HostTraits
+from lib_onediff.hosts.a1111.stages import StageHooks
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.weights.scan import HostTraits
 
 CLOSE = 1e-5
 
@@ -42,10 +42,10 @@ def unet() -> Any:
 
 
 @pytest.fixture
-def loop(unet: Any) -> Iterator[HostLoop]:
+def loop(unet: Any) -> Iterator[StageHooks]:
     from ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequential
 
-    loop = HostLoop([TimestepEmbedSequential])
+    loop = StageHooks([TimestepEmbedSequential])
     loop.serve()
     runtime.adopt(unet, host_traits=HostTraits())
     loop.watch(unet)
@@ -70,7 +70,7 @@ def counted(route: str) -> int:
 
 
 @pytest.mark.parametrize("size", [{}, {"height": 16, "width": 8, "batch": 3, "tokens": 154}], ids=["8x8", "16x8"])
-def test_blocks_in_a_foreign_loop_are_ours_and_exact(unet: Any, loop: HostLoop, size: dict[str, int]) -> None:
+def test_blocks_in_a_foreign_loop_are_ours_and_exact(unet: Any, loop: StageHooks, size: dict[str, int]) -> None:
     own_loop(unet)
     with runtime.settings_for_run(Settings(enabled=False)):
         expected = controlled(unet, **size)
@@ -82,8 +82,8 @@ def test_blocks_in_a_foreign_loop_are_ours_and_exact(unet: Any, loop: HostLoop, 
     assert "test_blocks runs the UNet's loop" in runtime.status()["reason"]
 
 
-def test_a_stage_that_differs_is_left_to_the_host(unet: Any, loop: HostLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lib_onediff.ops import torch_ops
+def test_a_stage_that_differs_is_left_to_the_host(unet: Any, loop: StageHooks, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lib_onediff.devices.torch import operators as torch_ops
 
     own_loop(unet)
     with runtime.settings_for_run(Settings(enabled=False)):
@@ -98,12 +98,12 @@ def test_a_stage_that_differs_is_left_to_the_host(unet: Any, loop: HostLoop, mon
 
 @pytest.mark.parametrize("ours, theirs", [(2.0, 1.0), (1.0, 2.0)], ids=["slower", "faster"])
 def test_the_slower_blocks_are_not_used(
-    unet: Any, loop: HostLoop, monkeypatch: pytest.MonkeyPatch, ours: float, theirs: float
+    unet: Any, loop: StageHooks, monkeypatch: pytest.MonkeyPatch, ours: float, theirs: float
 ) -> None:
     """Where launches may cost more than the work, as on a GPU: a check, three passes of ours, three of the host's."""
     from ldm.modules.attention import FeedForward
 
-    from lib_onediff.ops import torch_ops
+    from lib_onediff.devices.torch import operators as torch_ops
 
     own_loop(unet)
     with runtime.settings_for_run(Settings(enabled=False)):
@@ -132,7 +132,7 @@ def test_the_slower_blocks_are_not_used(
     assert ("the WebUI's own blocks are faster here" in reasons[-1]) == (ours > theirs)
 
 
-def test_where_one_backend_fails_the_next_computes_the_blocks(unet: Any, loop: HostLoop, weather: Weather) -> None:
+def test_where_one_backend_fails_the_next_computes_the_blocks(unet: Any, loop: StageHooks, weather: Weather) -> None:
     own_loop(unet)
     with runtime.settings_for_run(Settings(enabled=False)):
         expected = controlled(unet)
@@ -148,7 +148,7 @@ def test_where_one_backend_fails_the_next_computes_the_blocks(unet: Any, loop: H
     assert "out of resource" in runtime.status()["reason"], "why it is not the better one"
 
 
-def test_blocks_that_record_are_left_to_the_host(unet: Any, loop: HostLoop) -> None:
+def test_blocks_that_record_are_left_to_the_host(unet: Any, loop: StageHooks) -> None:
     """A ControlNet reference sets _forward on the transformer blocks to read along."""
     own_loop(unet)
     controlled(unet)
@@ -168,7 +168,7 @@ def test_blocks_that_record_are_left_to_the_host(unet: Any, loop: HostLoop) -> N
     assert "has a _forward of its own" in runtime.status()["reason"]
 
 
-def test_weights_changed_between_passes_are_seen(unet: Any, loop: HostLoop) -> None:
+def test_weights_changed_between_passes_are_seen(unet: Any, loop: StageHooks) -> None:
     own_loop(unet)
     controlled(unet)
     randomise(unet, seed=5)
@@ -178,7 +178,7 @@ def test_weights_changed_between_passes_are_seen(unet: Any, loop: HostLoop) -> N
     assert runtime.status()["route"] == "blocks"
 
 
-def test_a_pass_that_its_owner_gives_up_keeps_no_weights(unet: Any, loop: HostLoop) -> None:
+def test_a_pass_that_its_owner_gives_up_keeps_no_weights(unet: Any, loop: StageHooks) -> None:
     unet.forward = types.MethodType(failing_forward, unet)
     watched, _ = loop._route._places[unet.input_blocks[0]]
     # pytest.raises would keep the traceback, and with it the frames of the loop.

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from lib_onediff.model.low_bit import FP8, INT8, NORMED
-from lib_onediff.ops.attention import FLASH, Attention
-from lib_onediff.ops.attention import choice_name as attention_name
-from lib_onediff.ops.quantized.gains import Product, ProductChoice
-from lib_onediff.ops.triton.launch_config import LAYER_NORM, Launches
-from lib_onediff.ops.tuning_cache import TuningCache
+from lib_onediff.core.key import ShapeKey
+from lib_onediff.core.table import Entry, Stopwatch
+from lib_onediff.core.tuning_cache import TuningCache
+from lib_onediff.devices.cuda.kernels.launch_config import LAYER_NORM, Launches
+from lib_onediff.devices.cuda.low_bit.gains import Product, ProductChoice
+from lib_onediff.devices.torch.attention import FLASH, Attention
+from lib_onediff.devices.torch.attention import choice_name as attention_name
 from lib_onediff.runtime.services import Services
-from lib_onediff.shapes.key import ShapeKey
-from lib_onediff.shapes.table import Entry, Stopwatch
 from lib_onediff.store.history import History
+from lib_onediff.weights.low_bit import FP8, INT8, NORMED
 
 HALF, SHAPE = torch.float16, (2, 8, 4096, 64)
 PRODUCT = Product(8, 16, 32, NORMED)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from lib_onediff.guard import Guard
-from lib_onediff.hosts.class_patch import ClassPatch
+from lib_onediff.core.guard import Guard
+from lib_onediff.hosts.hooks import ClassPatch
 
 
 @pytest.fixture

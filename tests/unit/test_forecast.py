@@ -13,9 +13,9 @@ from deepcache_builders import STEPS
 from samplings import FORECAST, WHOLE, Samplings
 from torch import Tensor
 
+from lib_onediff.core.call import UNetCall
+from lib_onediff.core.patch_points import PatchPoints
 from lib_onediff.core.sampling import OTHER_SAMPLER, UNKNOWN_SAMPLER, Sampling
-from lib_onediff.model.call import UNetCall
-from lib_onediff.model.patch_points import PatchPoints
 from lib_onediff.steps.forecast import OutputHistory
 
 # Of 20 steps with interval 3: DeepCache's whole steps, the first three, and the last.

@@ -11,11 +11,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.model.low_bit import FP8, INT8, LowBitWeights, gated_scale
-from lib_onediff.model.operators import QuantizedTokens
-from lib_onediff.model.weights import Affine, QuantizedWeight
-from lib_onediff.ops import torch_ops
-from lib_onediff.ops.quantized import gated_product, scaled_mm
+from lib_onediff.core.affine import Affine, QuantizedWeight
+from lib_onediff.core.operators import QuantizedTokens
+from lib_onediff.devices.cuda.low_bit import gated_product, scaled_mm
+from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.weights.low_bit import FP8, INT8, LowBitWeights, gated_scale
 
 if gated_product.TensorDescriptor is None:
     pytest.skip("this Triton has no tensor descriptors", allow_module_level=True)

@@ -14,9 +14,9 @@ from grid import grid
 from samplings import ALONE, WHOLE, Samplings
 from torch import Tensor
 
-from lib_onediff.model.additions import PerturbedAttention
-from lib_onediff.model.call import Control, UNetCall
-from lib_onediff.model.rows import PromptRows, half_of, take_rows
+from lib_onediff.core.additions import PerturbedAttention
+from lib_onediff.core.call import Control, UNetCall
+from lib_onediff.core.rows import PromptRows, half_of, take_rows
 
 KINDS = {"negative first": False, "prompt first": True}
 

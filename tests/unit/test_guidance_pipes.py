@@ -12,10 +12,10 @@ from test_public_api_pipelines import inputs, pipeline, quiet
 from torch import Tensor
 
 import lib_onediff
+from lib_onediff.core.rows import half_of
 from lib_onediff.core.sampling import UNANNOUNCED
-from lib_onediff.hosts.diffusers.guidance import NO_GUIDANCE, NO_PIPELINE, arguments_of_prompt
+from lib_onediff.hosts.diffusers.call import NO_GUIDANCE, NO_PIPELINE, arguments_of_prompt
 from lib_onediff.hosts.diffusers.unet import DiffusersForward
-from lib_onediff.model.rows import half_of
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.steps.registry import step_policies
 

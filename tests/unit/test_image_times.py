@@ -10,11 +10,11 @@ import torch
 from builders import diffusers_output, diffusers_unet
 from deepcache_builders import EVERY_THIRD, STEPS, WEBUI, call_of, equal_distances, few_steps_suffice  # noqa: F401
 
+from lib_onediff.core.rows import PromptRows, half_of, take_rows
 from lib_onediff.core.sampling import Sampling
-from lib_onediff.model.rows import PromptRows, half_of, take_rows
+from lib_onediff.core.table import ENOUGH
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import Runtime
-from lib_onediff.shapes.table import ENOUGH
 from lib_onediff.ui.status import described, summary_html
 
 WHOLE_MS, CACHED_MS, ALONE_MS, HOST_MS = 900.0, 150.0, 500.0, 1200.0

@@ -11,20 +11,21 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.model import low_bit
-from lib_onediff.model.bound import BoundUNet
-from lib_onediff.model.call import UNetCall
-from lib_onediff.model.cuts import compute
-from lib_onediff.model.low_bit import INT8
-from lib_onediff.model.operators import QuantizedTokens
-from lib_onediff.model.weights import QuantizedWeight
-from lib_onediff.ops import torch_ops
-from lib_onediff.ops.quantized import int8_mm, kernels
-from lib_onediff.ops.quantized.gains import Product, products
-from lib_onediff.ops.quantized.operators import LowBitOperators
-from lib_onediff.ops.quantized.scaled_mm import rounded_rows
-from lib_onediff.ops.triton.launch_config import INT8_PRODUCT_HOPPER, LaunchConfig, Launches
-from lib_onediff.ops.tuning_cache import TuningCache
+from computed import compute
+
+from lib_onediff.core.affine import QuantizedWeight
+from lib_onediff.core.call import UNetCall
+from lib_onediff.core.operators import QuantizedTokens
+from lib_onediff.core.tuning_cache import TuningCache
+from lib_onediff.devices.cuda.kernels.launch_config import INT8_PRODUCT_HOPPER, LaunchConfig, Launches
+from lib_onediff.devices.cuda.low_bit import int8_mm, kernels
+from lib_onediff.devices.cuda.low_bit.gains import Product, products
+from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators
+from lib_onediff.devices.cuda.low_bit.scaled_mm import rounded_rows
+from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.weights import low_bit
+from lib_onediff.weights.bound import BoundUNet
+from lib_onediff.weights.low_bit import INT8
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Tiles that a CPU does in a moment; the two ways differ in how they load, store and go on.

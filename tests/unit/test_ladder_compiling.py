@@ -19,8 +19,8 @@ from ladder_builders import CUDAGRAPH, EAGER, NATIVE, Weather, entry_of, error, 
 from torch import nn
 
 import lib_onediff
+from lib_onediff.core.table import State
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.table import State
 
 CLOSE = 1e-5
 SECONDS = 30
@@ -48,7 +48,8 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     for name, nothing in (("_compiled", set()), ("_pending", set()), ("_failed", {})):
         monkeypatch.setattr(native, name, nothing)
     monkeypatch.setitem(
-        sys.modules, "lib_onediff.ops.compile_kernels", SimpleNamespace(compile_kernels=compiler.compile_kernels)
+        sys.modules, "lib_onediff.devices.cuda.compile_kernels",
+        SimpleNamespace(compile_kernels=compiler.compile_kernels),
     )
     yield compiler
     compiler.may_end.set()
@@ -94,7 +95,7 @@ def test_what_does_not_compile_is_served_by_the_next_backend(compiler: Compiler)
 
 def test_a_triton_that_cannot_be_imported(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(runtime.devices.named(NATIVE)._made, NATIVE)
-    monkeypatch.setitem(sys.modules, "lib_onediff.ops.quantized.operators", None)
+    monkeypatch.setitem(sys.modules, "lib_onediff.devices.cuda.low_bit.operators", None)
     compiler.may_end.set()
     unet = small_xl()
     with runtime.wait_for_compile():

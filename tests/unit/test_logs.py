@@ -8,7 +8,7 @@ import pytest
 from builders import a_call, served, shared_unet
 
 import lib_onediff
-from lib_onediff.logs import DEBUG_VARIABLE, show_on_console
+from lib_onediff.core.logs import DEBUG_VARIABLE, show_on_console
 from lib_onediff.runtime.call_stats import CallStats
 
 

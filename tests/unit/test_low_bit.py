@@ -15,16 +15,16 @@ pytest.importorskip("triton", reason="needs Triton")
 from low_bit_builders import EIGHT, EXACT, compiled, entry_of, half_call, half_unet, kinds_kept, now, use_low_bit
 
 import lib_onediff
-from lib_onediff.model import low_bit
-from lib_onediff.model.call import UNetCall
-from lib_onediff.model.low_bit import FP8, GATED, INT8, KINDS_OF
-from lib_onediff.ops.quantized import int8_mm, scaled_mm, support
-from lib_onediff.ops.quantized.gains import products
+from lib_onediff.core.call import UNetCall
+from lib_onediff.core.table import State
+from lib_onediff.devices.cuda.low_bit import int8_mm, scaled_mm, support
+from lib_onediff.devices.cuda.low_bit.gains import products
 from lib_onediff.options.settings import MOST_LOW_BIT_ERROR, Settings
 from lib_onediff.runtime.fallback import FallbackChain
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.table import State
 from lib_onediff.ui.status import backend_sentence
+from lib_onediff.weights import low_bit
+from lib_onediff.weights.low_bit import FP8, GATED, INT8, KINDS_OF
 
 CPU = torch.device("cpu")
 
@@ -91,7 +91,7 @@ def test_an_edit_of_a_weight_is_rounded_anew_where_the_old_was(on_a_gpu: Weather
 
 def test_what_another_size_wants_is_rounded_beside_what_is_there(on_a_gpu: Weather) -> None:
     unet = compiled(half_unet(), "int8")
-    choice = runtime.operators.low_bit.choice
+    choice = runtime.devices.lossy.low_bit.choice
     call, larger = half_call(unet), half_call(unet, 8, 8)
     layout = runtime.layout_of(unet)
     for _, one in products(layout, 4, 4, 1):

@@ -15,9 +15,14 @@ pytest.importorskip("triton", reason="needs Triton")
 from low_bit_builders import EIGHT, EXACT, half_call, half_unet, measured, now
 
 import lib_onediff
-from lib_onediff.engines.sensitivity import BOTH, FIRST_HALF, LATE, MIDDLE, Findings
-from lib_onediff.model.call import UNetCall
-from lib_onediff.model.low_bit import (
+from lib_onediff.core.call import UNetCall
+from lib_onediff.core.tuning_cache import TuningCache
+from lib_onediff.devices.cuda.low_bit.gains import products
+from lib_onediff.devices.cuda.low_bit.sensitivity import BOTH, FIRST_HALF, LATE, MIDDLE, Findings
+from lib_onediff.options.settings import MOST_LOW_BIT_ERROR, Settings
+from lib_onediff.runtime.low_bit_route import LowBitRoute
+from lib_onediff.runtime.runtime import runtime
+from lib_onediff.weights.low_bit import (
     CROSS_OUT,
     CROSS_QUERY,
     FEED_FORWARD_IN,
@@ -27,11 +32,6 @@ from lib_onediff.model.low_bit import (
     SELF_OUT,
     SELF_QKV,
 )
-from lib_onediff.ops.quantized.gains import products
-from lib_onediff.ops.tuning_cache import TuningCache
-from lib_onediff.options.settings import MOST_LOW_BIT_ERROR, Settings
-from lib_onediff.runtime.low_bit_route import LowBitRoute
-from lib_onediff.runtime.runtime import runtime
 
 CLASSES = (SELF_QKV, SELF_OUT, CROSS_QUERY, CROSS_OUT, FEED_FORWARD_IN, FEED_FORWARD_OUT)
 # In FP8 the small UNet's classes err by 1.8e-2 to 8e-2 alone, in INT8 by 3e-3 to 1.1e-2.
@@ -80,7 +80,7 @@ def used() -> set[str]:
 def classes_kept(unet: nn.Module) -> set[str]:
     """Of the weights in eight bits that are there."""
     managed = runtime.managed_unet(unet)
-    classes = runtime.operators.low_bit.classes(managed.bound.layout)
+    classes = runtime.devices.lossy.low_bit.classes(managed.bound.layout)
     return set() if managed.low_bit is None else {classes[name] for name, _ in managed.low_bit._kept}
 
 
@@ -133,7 +133,7 @@ def test_the_largest_budget_measures_nothing(on_a_gpu: Weather, passes: list[int
     assert classes_kept(unet) == set(CLASSES)
     lib_onediff.uncompile_unet(unet)
     unet = compiled(half_unet(), "fp8", 0.0)
-    with runtime.operators.low_bit.choice.used_everywhere():
+    with runtime.devices.lossy.low_bit.choice.used_everywhere():
         served(unet, half_call(unet))
         assert now()[0] == EIGHT and passes == [] and classes_kept(unet) == set(CLASSES), "for whoever measures images"
 
@@ -162,7 +162,7 @@ def test_what_the_middle_tells_leaves_more_out_and_graphs_are_made_anew(
         call = half_call(unet)
         served(unet, call)
     assert now() == (EIGHT, "graph") and used() == set(CLASSES)
-    real, worst = LowBitRoute._output, runtime.operators.low_bit
+    real, worst = LowBitRoute._output, runtime.devices.lossy.low_bit
 
     def output(self: LowBitRoute, managed: Any, lossy: Any, call: UNetCall, layers: Any) -> Tensor:
         classes = worst.classes(managed.bound.layout)

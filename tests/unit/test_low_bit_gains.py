@@ -13,14 +13,14 @@ pytest.importorskip("triton", reason="needs Triton")
 from low_bit_builders import EIGHT, EXACT, compiled, fewest_weights, half_call, half_unet, measured, now
 
 import lib_onediff
-from lib_onediff.engines.low_bit import LowBit
-from lib_onediff.model.forward import transformer_blocks
-from lib_onediff.model.low_bit import FP8, GATED, INT8, KINDS, NORMED, PLAIN
-from lib_onediff.ops.quantized import int8_mm, scaled_mm
-from lib_onediff.ops.quantized.gains import Product, ProductChoice, choice_name, products
-from lib_onediff.ops.tuning_cache import TuningCache
+from lib_onediff.core.key import Lossy
+from lib_onediff.core.tuning_cache import TuningCache
+from lib_onediff.devices.cuda.low_bit import int8_mm, scaled_mm
+from lib_onediff.devices.cuda.low_bit.choice import LowBit
+from lib_onediff.devices.cuda.low_bit.gains import Product, ProductChoice, choice_name, products
+from lib_onediff.families.unet.forward import transformer_blocks
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.key import Lossy
+from lib_onediff.weights.low_bit import FP8, GATED, INT8, KINDS, NORMED, PLAIN
 
 CPU = torch.device("cpu")
 
@@ -100,7 +100,7 @@ def test_auto_takes_for_each_product_what_was_measured_to_be_faster(
     assert done["int8"] == {(one.out, one.width) for one in every if one.source == GATED}
     kept = runtime.managed_unet(unet).low_bit._kept
     assert {kind for name, kind in kept if name.endswith("ff.net.2")} == {INT8}, "no second copy"
-    choice, gated = runtime.operators.low_bit.choice, next(one for one in every if one.source == GATED)
+    choice, gated = runtime.devices.lossy.low_bit.choice, next(one for one in every if one.source == GATED)
     measured(gated, INT8, 4, 2.8)
     assert choice.best(gated, torch.float16, [FP8.dtype, INT8.dtype]) == FP8, "a little faster is not enough"
 
@@ -109,7 +109,7 @@ def test_what_cannot_be_timed_is_tried_once_and_stops_no_call(
     on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unet, tried = compiled(half_unet(), "fp8", verify=False), list[Product]()
-    call, known = half_call(unet), runtime.operators.low_bit
+    call, known = half_call(unet), runtime.devices.lossy.low_bit
 
     def measure(product: Product, *others: Any) -> None:
         tried.append(product)

@@ -16,10 +16,10 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from low_bit_builders import norm_scale
 
-from lib_onediff.model.low_bit import FP8, INT8, KINDS, Kind
-from lib_onediff.model.operators import QuantizedTokens, Stream
-from lib_onediff.ops.quantized import kernels, scaled_mm
-from lib_onediff.ops.triton.launch_config import LAYER_NORM
+from lib_onediff.core.operators import QuantizedTokens, Stream
+from lib_onediff.devices.cuda.kernels.launch_config import LAYER_NORM
+from lib_onediff.devices.cuda.low_bit import kernels, scaled_mm
+from lib_onediff.weights.low_bit import FP8, INT8, KINDS, Kind
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Half a step of float8's, relative to a value.

@@ -37,21 +37,21 @@ from low_bit_builders import (
 
 import lib_onediff
 from lib_onediff.bench.models import random_unet
-from lib_onediff.engines.low_bit import LowBit
-from lib_onediff.engines.managed_unet import ManagedUNet
-from lib_onediff.model import low_bit, offload
-from lib_onediff.model.call import UNetCall
-from lib_onediff.model.fused_storage import shares_storage
-from lib_onediff.model.low_bit import KINDS_OF
-from lib_onediff.model.offload import HostMemory, NoHostMemory, OffloadedWeights
-from lib_onediff.model.read import read_layout
-from lib_onediff.ops.triton.launch_config import Launches
-from lib_onediff.ops.tuning_cache import TuningCache
+from lib_onediff.core.call import UNetCall
+from lib_onediff.core.key import Lossy
+from lib_onediff.core.table import State
+from lib_onediff.core.tuning_cache import TuningCache
+from lib_onediff.devices.cuda.kernels.launch_config import Launches
+from lib_onediff.devices.cuda.low_bit.choice import LowBit
+from lib_onediff.families.registry import read_layout
 from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.managed_unet import ManagedUNet
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.key import Lossy
-from lib_onediff.shapes.table import State
 from lib_onediff.ui.cache.totals import totals_html
+from lib_onediff.weights import low_bit, offload
+from lib_onediff.weights.fused_storage import shares_storage
+from lib_onediff.weights.low_bit import KINDS_OF
+from lib_onediff.weights.offload import HostMemory, NoHostMemory, OffloadedWeights
 
 ALONE = {"low_bit": "int8", "low_bit_only": True}
 CPU = torch.device("cpu")
@@ -158,7 +158,7 @@ def test_it_computes_what_rounded_weights_beside_the_hosts_do(on_a_gpu: None, op
                 # As one weight.
                 both = torch.cat([layer.to_k.weight, layer.to_v.weight])
                 values, scales = low_bit.empty_like(both, kind)
-                runtime.operators.low_bit.quantizer()(both, values, scales)
+                runtime.devices.lossy.low_bit.quantizer()(both, values, scales)
                 halves = values.half().mul_(scales.t()).chunk(2)
                 for part, rounded in zip((layer.to_k, layer.to_v), halves, strict=True):
                     part.weight.copy_(rounded)

@@ -6,17 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from backend_names import CUDAGRAPH
 from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, relative_error
 from graph_builders import PretendedGraphs
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lib_onediff.engines import CUDAGRAPH, NATIVE, ONEFLOW, Candidates
 from lib_onediff.hosts.forge.weight_functions import LayerFunctions
-from lib_onediff.model.patches import HostTraits
 from lib_onediff.options.settings import Settings
-from lib_onediff.runtime.backend_choice import without_engines
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.weights.scan import HostTraits
 
 CLOSE = 1e-5
 FUSED = "mid_block.attentions.0.transformer_blocks.0.attn1.to_k"
@@ -147,16 +146,6 @@ def test_memory_is_given_back_with_the_graphs(unet: Any) -> None:
     runtime.free_graphs()
     assert managed.bound.on_the_fly.bytes == 0
     assert run(unet) == "plain" and managed.bound.on_the_fly.bytes
-
-
-@pytest.mark.parametrize(("given", "left"), [
-    ((ONEFLOW, CUDAGRAPH), (CUDAGRAPH,)), ((NATIVE, CUDAGRAPH), (NATIVE, CUDAGRAPH)), ((ONEFLOW,), (CUDAGRAPH,)),
-])
-def test_engines_that_take_weights_as_they_are_leave_it_to_others(given: Any, left: Any) -> None:
-    kinds = ("LoRA on the fly",)
-    found = without_engines(Candidates(given, ""), kinds, torch.device("cuda"))
-    assert found.backends == left
-    assert found.reason == ("" if given == left else f"the backend {given[0]} does not compute with LoRA on the fly")
 
 
 def test_a_shape_says_how_its_weights_are_computed_with(unet: Any) -> None:

@@ -16,16 +16,16 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
+from backend_names import NATIVE
 from low_bit_builders import rounded_rows, use_low_bit
 
-from lib_onediff.engines import NATIVE
-from lib_onediff.model.layout import LayerNorm
-from lib_onediff.model.low_bit import FP8, GATED, NORMED, PLAIN, LowBitWeights, empty_like
-from lib_onediff.model.operators import QuantizedTokens, Stream
-from lib_onediff.model.weights import Affine
-from lib_onediff.ops.quantized import scaled_mm
-from lib_onediff.ops.quantized.operators import LowBitOperators, updated
+from lib_onediff.core.affine import Affine
+from lib_onediff.core.leaves import LayerNorm
+from lib_onediff.core.operators import QuantizedTokens, Stream
+from lib_onediff.devices.cuda.low_bit import scaled_mm
+from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators, updated
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.weights.low_bit import FP8, GATED, NORMED, PLAIN, LowBitWeights, empty_like
 
 ROWS, WIDTH, OUT, EPS = 77, 640, 320, 1e-5
 # Than by scales of rows.
@@ -35,7 +35,7 @@ WORSE = 1.1
 @pytest.fixture
 def operators(monkeypatch: pytest.MonkeyPatch) -> LowBitOperators:
     use_low_bit(monkeypatch)
-    return runtime.operators.of(NATIVE)
+    return runtime.devices.operators(NATIVE)
 
 
 def affine_of(weight: Tensor, bias: Tensor | None = None) -> Affine:
@@ -111,7 +111,7 @@ def test_an_outlier_among_the_weights_does_not_cost_the_others_their_digits(
     monkeypatch: pytest.MonkeyPatch, source: str, factor: float, whole_row: bool
 ) -> None:
     use_low_bit(monkeypatch, torch.bfloat16)
-    operators = runtime.operators.of(NATIVE)
+    operators = runtime.devices.operators(NATIVE)
     weight = torch.randn(OUT, WIDTH, dtype=torch.bfloat16) / 25
     weight[5, slice(None) if whole_row else 9] *= factor
     weight[11] = 0

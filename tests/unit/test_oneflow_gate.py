@@ -12,8 +12,8 @@ import pytest
 import torch
 from grid import first
 
-from lib_onediff.engines.oneflow import gate as oneflow_gate
-from lib_onediff.engines.oneflow.gate import (
+from lib_onediff.devices.oneflow import gate as oneflow_gate
+from lib_onediff.devices.oneflow.gate import (
     COMPUTING,
     DONE,
     IMPORTING,

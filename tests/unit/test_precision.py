@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from lib_onediff.ops import precision
-from lib_onediff.ops.precision import (
+from lib_onediff.core import precision
+from lib_onediff.core.precision import (
     BF16_REDUCTION,
     FP16_REDUCTION,
     HALF_SUMS,
@@ -29,10 +29,9 @@ from lib_onediff.ops.precision import (
     sums_in_half,
     switch_of,
     tf32_is_on,
-    upcasts_attention,
 )
-from lib_onediff.ops.tuning_cache import TuningCache
-from lib_onediff.options.effects import Machine
+from lib_onediff.core.tuning_cache import TuningCache
+from lib_onediff.runtime.effects import Machine
 
 GPU = torch.device("cuda", 0)
 HALF = types.SimpleNamespace(matmul_accumulation="half")
@@ -237,21 +236,19 @@ def test_a_cpu_has_no_switches() -> None:
     assert flags_for(HALF, torch.float16, torch.device("cpu")) == ()
 
 
-def test_auto_is_what_the_host_has_set() -> None:
+def test_full_is_what_the_host_has_set_and_half_all_that_is_faster() -> None:
     flags = lambda **values: dict(flags_for(switched(**values), torch.float32, GPU))  # noqa: E731
     for value in (True, False):
         torch.backends.cuda.matmul.allow_tf32 = value
-        assert flags()[TF32_MATMUL] is value and flags(tf32="auto")[TF32_MATMUL] is value
-    assert flags(tf32="on") == {TF32_MATMUL: True, TF32_CONVOLUTION: True}
-    assert flags(tf32="off") == {TF32_MATMUL: False, TF32_CONVOLUTION: False}
+        assert flags()[TF32_MATMUL] is value
+    assert flags(matmul_accumulation="half") == {TF32_MATMUL: True, TF32_CONVOLUTION: True}
     for dtype, name in ((torch.float16, FP16_REDUCTION), (torch.bfloat16, BF16_REDUCTION)):
-        for value, expected in (("on", True), ("off", False)):
-            chosen = switched(reduced_precision_reduction=value)
-            assert dict(flags_for(chosen, dtype, GPU))[name] is expected
+        assert dict(flags_for(HALF, dtype, GPU))[name] is True
 
 
 def test_flags_can_be_in_a_key() -> None:
-    one, other = (flags_for(switched(tf32=value), torch.float32, GPU) for value in ("on", "off"))
+    torch.backends.cuda.matmul.allow_tf32 = False
+    one, other = (flags_for(chosen, torch.float32, GPU) for chosen in (HALF, Precision()))
     assert len({one, other}) == 2 and eval(repr(one)) == one
 
 
@@ -266,14 +263,6 @@ def test_oneflows_variables_are_put_back(monkeypatch: pytest.MonkeyPatch) -> Non
         assert (os.environ[matmul], os.environ[convolution]) == ("1", "0")
         _ = 1 / 0
     assert os.environ[matmul] == "found" and convolution not in os.environ
-
-
-@pytest.mark.parametrize(("choice", "host", "overflowed", "expected"), [
-    ("auto", False, False, False), ("auto", True, False, True), ("auto", False, True, True),
-    ("on", False, False, True), ("off", True, True, False),
-])
-def test_attention(choice: str, host: bool, overflowed: bool, expected: bool) -> None:
-    assert upcasts_attention(switched(attention_upcast=choice), host, overflowed) is expected
 
 
 def test_an_overflow_is_remembered() -> None:

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lib_onediff.ops import precision
-from lib_onediff.ops.precision import (
-    BF16_REDUCTION,
-    FP16_REDUCTION,
+from lib_onediff.core import precision
+from lib_onediff.core.precision import (
     HALF_SUMS,
     SWITCHES,
     TF32_CONVOLUTION,
@@ -22,7 +20,7 @@ from lib_onediff.ops.precision import (
     flags_for,
     switch_of,
 )
-from lib_onediff.options.effects import Machine, described, remark, why_no_effect
+from lib_onediff.runtime.effects import Machine, described, remark, why_no_effect
 
 GPU = torch.device("cuda", 0)
 HALF = types.SimpleNamespace(matmul_accumulation="half")
@@ -31,14 +29,9 @@ HAS_NEWER_TF32 = switch_of(torch.backends.cuda.matmul, "fp32_precision") is not 
 
 
 NOTHING_CHOSEN = {
-    "matmul_accumulation": "full", "convolution_accumulation": "full", "reduced_precision_reduction": "auto",
-    "tf32": "auto", "attention_upcast": "auto", "vae_precision": "auto",
+    "matmul_accumulation": "full", "convolution_accumulation": "full", "vae_precision": "auto",
 }
-CHOSEN = {
-    "matmul_accumulation": "half", "reduced_precision_reduction": "off", "tf32": "on", "attention_upcast": "on",
-    "vae_precision": "bf16",
-}
-OF_NVIDIA = ("matmul_accumulation", "reduced_precision_reduction", "tf32")
+CHOSEN = {"matmul_accumulation": "half", "vae_precision": "bf16"}
 
 
 @pytest.mark.parametrize("machine", [H200, replace(H200, capability=None, gpu=""), replace(H200, amd=True)])
@@ -49,14 +42,14 @@ def test_defaults_need_no_reason(machine: Machine) -> None:
 def test_on_a_new_gpu_and_torch_everything_but_convolutions_has_an_effect() -> None:
     assert {option: why_no_effect(option, value, H200) for option, value in CHOSEN.items()} == dict.fromkeys(CHOSEN)
     reason = why_no_effect("convolution_accumulation", "half", H200)
-    assert reason is not None and "float32 sums" in reason and "TORCH_CUDNN_V8_API_DISABLED" in reason
+    assert reason is not None and "Only OneFlow" in reason
 
 
-@pytest.mark.parametrize("option", OF_NVIDIA)
-def test_without_an_nvidia_gpu(option: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, None])
+def test_without_an_nvidia_gpu(dtype: torch.dtype | None) -> None:
     none = replace(H200, capability=None, gpu="")
-    assert "can use none here" in why_no_effect(option, CHOSEN[option], none)
-    assert "AMD" in why_no_effect(option, CHOSEN[option], replace(H200, amd=True))
+    assert "can use none here" in why_no_effect("matmul_accumulation", "half", none, dtype)
+    assert "AMD" in why_no_effect("matmul_accumulation", "half", replace(H200, amd=True), dtype)
 
 
 def test_float16_of_the_vae_on_a_cpu() -> None:
@@ -85,11 +78,12 @@ def test_low_bit(value: str, changes: dict[str, Any], part: str | None) -> None:
         assert "float32" in why_no_effect("low_bit", value, replace(H200, **changes), torch.float32)
 
 
-@pytest.mark.parametrize(("option", "capability"), [
-    ("matmul_accumulation", (6, 1)), ("tf32", (7, 5)), ("vae_precision", (7, 5)),
+@pytest.mark.parametrize(("option", "dtype", "capability"), [
+    ("matmul_accumulation", torch.float16, (6, 1)), ("matmul_accumulation", torch.float32, (7, 5)),
+    ("vae_precision", None, (7, 5)),
 ])
-def test_an_old_gpu(option: str, capability: tuple[int, int]) -> None:
-    reason = why_no_effect(option, CHOSEN[option], replace(H200, gpu="Old Card", capability=capability))
+def test_an_old_gpu(option: str, dtype: torch.dtype | None, capability: tuple[int, int]) -> None:
+    reason = why_no_effect(option, CHOSEN[option], replace(H200, gpu="Old Card", capability=capability), dtype)
     assert reason is not None and reason.endswith(f"this Old Card has {capability[0]}.{capability[1]}.")
 
 
@@ -128,14 +122,12 @@ def test_every_combination_of_switches_that_torch_lacks(
     assert has.isdisjoint(missing)
     machine = replace(H200, torch="1.2.3", switches=has)
     for option, dtype, name in (
-        ("matmul_accumulation", torch.float16, HALF_SUMS),
-        ("reduced_precision_reduction", torch.float16, FP16_REDUCTION),
-        ("reduced_precision_reduction", torch.bfloat16, BF16_REDUCTION), ("tf32", torch.float32, TF32_MATMUL),
+        ("matmul_accumulation", torch.float16, HALF_SUMS), ("matmul_accumulation", torch.float32, TF32_MATMUL),
     ):
         reason = why_no_effect(option, CHOSEN[option], machine, dtype)
         assert (reason is None) == (name in has)
         assert reason is None or reason.endswith("here it is 1.2.3.")
-    everything = Precision("half", "half", "off", "on", "on")
+    everything = Precision("half", "half")
     for dtype in precision.OF_DTYPE:
         flags = flags_for(everything, dtype, GPU, upcast_attention=True)
         assert {name for name, _ in flags} <= has
@@ -146,8 +138,7 @@ def test_every_combination_of_switches_that_torch_lacks(
 
 
 @pytest.mark.parametrize(("option", "dtype"), [
-    ("matmul_accumulation", torch.bfloat16), ("matmul_accumulation", torch.float32),
-    ("reduced_precision_reduction", torch.float32), ("tf32", torch.float16), ("attention_upcast", torch.float32),
+    ("matmul_accumulation", torch.bfloat16),
 ])
 def test_a_model_of_another_dtype(option: str, dtype: torch.dtype) -> None:
     reason = why_no_effect(option, CHOSEN[option], H200, dtype)

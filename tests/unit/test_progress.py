@@ -5,8 +5,8 @@ import re
 
 from panel_builders import text_of
 
+from lib_onediff.options.sizes import Size
 from lib_onediff.prewarm.job import Job
-from lib_onediff.shapes.sizes import Size
 from lib_onediff.ui import progress
 
 JOBS = [

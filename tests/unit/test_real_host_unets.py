@@ -17,8 +17,8 @@ import torch
 from builders import CONTEXT_WIDTH, GROUPS, a_call, our_output, randomise, relative_error
 from torch import Tensor, nn
 
-from lib_onediff.model.call import Control, UNetCall
-from lib_onediff.model.read import read_layout
+from lib_onediff.core.call import Control, UNetCall
+from lib_onediff.families.registry import read_layout
 
 FORGE, SGM = os.environ.get("ONEDIFF_FORGE"), os.environ.get("ONEDIFF_SGM")
 needs_forge = pytest.mark.skipif(not FORGE, reason="ONEDIFF_FORGE names no checkout of Forge")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from builders import a_call, diffusers_output, relative_error, shared_unet
 
-from lib_onediff.model.additions import ImagePrompt, PerturbedAttention
-from lib_onediff.model.call import Control, UNetCall
-from lib_onediff.model.patch_points import PatchPoints
-from lib_onediff.model.rows import PATCHED, PERTURBED, for_all_rows, half_of, take_rows, why_not_taken
+from lib_onediff.core.additions import ImagePrompt, PerturbedAttention
+from lib_onediff.core.call import Control, UNetCall
+from lib_onediff.core.patch_points import PatchPoints
+from lib_onediff.core.rows import PATCHED, PERTURBED, for_all_rows, half_of, take_rows, why_not_taken
 
 
 def whole_call(batch: int = 4) -> UNetCall:

@@ -14,11 +14,11 @@ from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, relativ
 from torch import Tensor
 
 import lib_onediff
-from lib_onediff.model.call import UNetCall
-from lib_onediff.model.patches import HostTraits
-from lib_onediff.ops import torch_ops
+from lib_onediff.core.call import UNetCall
+from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import Runtime, runtime
+from lib_onediff.weights.scan import HostTraits
 
 
 @torch.no_grad()

@@ -16,13 +16,14 @@ pytest.importorskip("triton", reason="needs Triton")
 from low_bit_builders import EIGHT, EXACT, entry_of, half_call, half_unet, now
 
 import lib_onediff
-from lib_onediff.model.forward import transformer_blocks
-from lib_onediff.ops import sage, torch_ops
-from lib_onediff.options.effects import Machine, why_no_effect
+from lib_onediff.core.table import State
+from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.devices.torch import sage
+from lib_onediff.families.unet.forward import transformer_blocks
 from lib_onediff.options.infotext import describe
 from lib_onediff.options.settings import MOST_LOW_BIT_ERROR, Settings
+from lib_onediff.runtime.effects import Machine, why_no_effect
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.table import State
 
 SAGE = "SageAttention"
 
@@ -46,7 +47,7 @@ def package(on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch) -> Package:
     found = Package()
     monkeypatch.setitem(sys.modules, "sageattention", SimpleNamespace(sageattn=found.sageattn, __spec__=object()))
     monkeypatch.setattr(sage, "FEW_KEYS", 3)
-    operators = runtime.operators
+    operators = runtime.devices.named("native")
     monkeypatch.setitem(operators._made, SAGE, Attending(operators._made["native"], sage.SageAttention(
         torch_ops.attention
     )))

@@ -17,8 +17,8 @@ from two_cpus import (
     near,
 )
 
-from lib_onediff.model.call import Control, UNetCall
-from lib_onediff.model.patches import HostTraits
+from lib_onediff.core.call import Control, UNetCall
+from lib_onediff.weights.scan import HostTraits
 
 
 @pytest.mark.parametrize("config", [SMALL, SMALL_XL], ids=["SD1", "SDXL"])

@@ -18,8 +18,8 @@ from two_cpus import (
     near,
 )
 
-from lib_onediff.model.patches import HostTraits
 from lib_onediff.options.settings import Settings
+from lib_onediff.weights.scan import HostTraits
 
 
 def change_by_loading(unet: nn.Module) -> None:

@@ -1,9 +1,9 @@
 """The standalone host's models: the small random ones, and what cannot be loaded."""
 from __future__ import annotations
 
-import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,12 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("diffusers")
 
+from tiny_model import tiny_sd15_pipeline
 from tiny_sdxl import tiny_sdxl_pipeline
 
 from lib_onediff.demo import model_folder as model_folder_module
-from lib_onediff.demo import models
-from lib_onediff.demo.errors import ModelProblem
+from lib_onediff.demo.errors import Refusal
 from lib_onediff.demo.models import load_model
-from lib_onediff.demo.tiny_model import tiny_sd15_pipeline
 
 UNET_WEIGHTS = Path("unet", "diffusion_pytorch_model.safetensors")
 
@@ -39,53 +38,12 @@ def damaged_folder(model_folder: Path, tmp_path: Path) -> Path:
 
 
 def assert_refused(model: Path, *parts: str) -> None:
-    with pytest.raises(ModelProblem) as caught:
+    with pytest.raises(Refusal) as caught:
         load_model(str(model))
     sentence = str(caught.value)
     assert "\n" not in sentence and sentence.endswith(".")
     for part in parts:
         assert part in sentence
-
-
-@pytest.mark.parametrize("build", [tiny_sd15_pipeline, tiny_sdxl_pipeline])
-def test_same_seed_gives_the_same_weights(build: Any) -> None:
-    first, again, other = (build(seed).unet.state_dict() for seed in (1, 1, 2))
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert any(not torch.equal(first[name], other[name]) for name in first)
-
-
-def test_building_leaves_the_random_state_alone() -> None:
-    before = torch.get_rng_state()
-    tiny_sd15_pipeline()
-    assert torch.equal(before, torch.get_rng_state())
-
-
-@pytest.mark.parametrize("build", [tiny_sd15_pipeline, tiny_sdxl_pipeline])
-def test_tiny_models_make_pictures(build: Any) -> None:
-    """Neither grey nor clipped, and each prompt its own."""
-    pipeline = build()
-    pipeline.set_progress_bar_config(disable=True)
-    pictures = [
-        pipeline(
-            prompt, width=64, height=64, num_inference_steps=4, output_type="np",
-            generator=torch.Generator().manual_seed(1),
-        ).images[0]
-        for prompt in ("a fox", "a castle")
-    ]
-    for picture in pictures:
-        assert picture.std() > 0.05
-        assert ((picture > 0.01) & (picture < 0.99)).mean() > 0.8
-    assert abs(pictures[0] - pictures[1]).mean() > 0.02
-
-
-def test_tiny_vae_carries_colour() -> None:
-    """An image comes back from its latents closer to its own colour than to any other."""
-    vae = tiny_sd15_pipeline().vae
-    colours = torch.tensor([[0.6, -0.6, -0.6], [-0.6, 0.6, -0.6], [-0.6, -0.6, 0.6], [0.6, 0.6, 0.6], [0.0, 0.0, 0.0]])
-    images = colours[:, :, None, None].expand(-1, -1, 64, 64)
-    with torch.no_grad():
-        returned = vae.decode(vae.encode(images).latent_dist.mean).sample.mean((2, 3))
-    assert torch.cdist(returned, colours).argmin(1).tolist() == list(range(len(colours)))
 
 
 def test_every_layer_of_the_tiny_unet_matters() -> None:
@@ -107,30 +65,9 @@ def test_every_layer_of_the_tiny_unet_matters() -> None:
             weight.copy_(kept)
 
 
-@pytest.mark.parametrize("shipped, random, name", [
-    (True, False, "small-model"), (True, True, "random-tiny-sd15"), (False, False, "random-tiny-sd15"),
-])
-def test_the_shipped_model_is_the_default(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch, shipped: bool, random: bool, name: str
-) -> None:
-    monkeypatch.setattr(models, "SHIPPED", model_folder if shipped else model_folder / "nothing")
-    model = load_model(None, random)
-    assert model.name == name and "--model" in model.about
-    assert model.about.startswith("Random weights") is (random or not shipped)
-
-
-def test_demo_model() -> None:
-    model = load_model(None, random=True)
-    assert model.name == "random-tiny-sd15"
-    assert model.unet is model.pipeline.unet
-    assert not model.is_sdxl and not model.takes_mask and not model.is_refiner
-
-
-def test_folder_is_loaded_as_it_was_saved(model_folder: Path) -> None:
-    model = load_model(str(model_folder))
-    assert model.name == "small-model"
-    saved = tiny_sd15_pipeline(seed=3).unet.state_dict()
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in model.unet.state_dict().items())
+def test_the_shipped_model_is_the_default() -> None:
+    model = load_model(None)
+    assert model.name == "emoji-sd" and model.side == 256 and "emoji" in model.about and "--model" in model.about
 
 
 def test_a_models_name_is_one_line_that_no_console_obeys(model_folder: Path, tmp_path: Path) -> None:
@@ -138,39 +75,10 @@ def test_a_models_name_is_one_line_that_no_console_obeys(model_folder: Path, tmp
     assert load_model(str(folder)).name == "a?[31m?b"
 
 
-def test_sdxl_folder(tmp_path: Path) -> None:
-    tiny_sdxl_pipeline().save_pretrained(tmp_path / "xl")
-    assert load_model(str(tmp_path / "xl")).is_sdxl
-
-
-def test_model_that_is_not_there(tmp_path: Path) -> None:
-    assert_refused(tmp_path / "nothing.safetensors", "nothing.safetensors")
-
-
-def test_file_of_another_kind(tmp_path: Path) -> None:
-    file = tmp_path / "notes.txt"
-    file.write_text("hello")
-    assert_refused(file, "notes.txt", ".safetensors or .ckpt")
-
-
 @pytest.mark.parametrize("content", [b"", b"\x00" * 7, b"\xff" * 4096, b'\x08\x00\x00\x00\x00\x00\x00\x00{"a":{}}'])
-@pytest.mark.parametrize("name", ["broken.safetensors", "broken.ckpt"])
-def test_corrupt_checkpoint(tmp_path: Path, name: str, content: bytes) -> None:
-    (tmp_path / name).write_bytes(content)
-    assert_refused(tmp_path / name, name)
-
-
-@pytest.mark.parametrize("weight, kind", [
-    ("double_blocks.0.img_attn.qkv.weight", "Flux"),
-    ("model.diffusion_model.joint_blocks.0.context_block.attn.qkv.weight", "Stable Diffusion 3"),
-    ("lora_unet_down_blocks_0.lora_up.weight", "LoRA"),
-    ("down_blocks.0.resnets.0.conv1.weight", "part of a model"),
-    ("something.else", "not a checkpoint"),
-])
-def test_checkpoint_of_another_architecture(tmp_path: Path, weight: str, kind: str) -> None:
-    file = tmp_path / "other.safetensors"
-    save_file({weight: torch.zeros(2, 2)}, file)
-    assert_refused(file, "other.safetensors", kind)
+def test_corrupt_checkpoint(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "broken.safetensors").write_bytes(content)
+    assert_refused(tmp_path / "broken.safetensors", "broken.safetensors")
 
 
 class Trap:
@@ -190,41 +98,58 @@ def test_checkpoint_that_runs_code_is_not_loaded(tmp_path: Path) -> None:
     assert not witness.exists()
 
 
-@pytest.mark.parametrize("kind", ["FluxPipeline", "StableDiffusion3Pipeline", None])
-def test_folder_of_another_architecture(tmp_path: Path, kind: str | None) -> None:
-    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": kind}))
-    assert_refused(tmp_path, kind or "class name")
+def test_folder_of_another_architecture(tmp_path: Path) -> None:
+    (tmp_path / "transformer").mkdir()
+    assert_refused(tmp_path, "no folder of Stable Diffusion 1.x, 2.x or XL", "it has no unet/, vae/, scheduler/.")
 
 
-@pytest.mark.parametrize("index", [None, "", "{", "[]"])
-def test_folder_that_is_no_model(tmp_path: Path, index: str | None) -> None:
-    if index is not None:
-        (tmp_path / "model_index.json").write_text(index)
-    assert_refused(tmp_path, "model_index.json")
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / UNET_WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / UNET_WEIGHTS)
 
 
-def test_folder_with_missing_parts(damaged_folder: Path) -> None:
-    shutil.rmtree(damaged_folder / "vae")
-    (damaged_folder / UNET_WEIGHTS).unlink()
-    (damaged_folder / "text_encoder" / "config.json").unlink()
-    assert_refused(damaged_folder, "text_encoder/config.json, unet's weights, vae/ missing")
+def cut_off(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-def test_folder_with_a_cut_off_file(damaged_folder: Path) -> None:
-    weights = damaged_folder / UNET_WEIGHTS
-    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
-    assert_refused(damaged_folder, "diffusion_pytorch_model.safetensors")
+def write(*path: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: folder.joinpath(*path).write_text(text, encoding="utf-8")
 
 
-def test_folder_with_weights_of_another_shape(damaged_folder: Path) -> None:
-    tensors = load_file(damaged_folder / UNET_WEIGHTS)
-    save_file({**tensors, "conv_in.weight": torch.zeros(1, 1, 1, 1)}, damaged_folder / UNET_WEIGHTS)
-    assert_refused(damaged_folder, "damaged-model", "conv_in.weight")
+SCHEDULER, CONFIG = ("scheduler", "scheduler_config.json"), ("text_encoder", "config.json")
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no weights": (lambda folder: (folder / UNET_WEIGHTS).unlink(), "no weights of the unet"),
+    "no configuration": (lambda folder: (folder / "unet" / "config.json").unlink(), "config.json"),
+    "a weight left out": (
+        lambda folder: change_weights(folder, lambda weights: weights.pop("conv_in.weight")), "conv_in.weight",
+    ),
+    "another shape": (
+        lambda folder: change_weights(folder, lambda weights: weights.update({"conv_in.weight": torch.zeros(1, 1, 1)})),
+        "conv_in.weight",
+    ),
+    "a file cut off": (lambda folder: cut_off(folder / UNET_WEIGHTS), "diffusion_pytorch_model.safetensors"),
+    "a broken tokenizer": (write("tokenizer", "vocab.json", text="{"), "damaged-model"),
+    "another class for a scheduler": (
+        write(*SCHEDULER, text='{"_class_name": "UNet2DConditionModel"}'), "does not know the scheduler",
+    ),
+    "code for a scheduler": (
+        write(*SCHEDULER, text='{"_class_name": ["os", "system"]}'), "does not know the scheduler",
+    ),
+    "no scheduler": (write(*SCHEDULER, text="{}"), "does not know the scheduler"),
+    # transformers would load the model that it names.
+    "an adapter": (
+        write("text_encoder", "adapter_config.json", text='{"base_model_name_or_path": "/other"}'), "brings an adapter",
+    ),
+    **{f"{text[:8]} for a configuration": (write(*CONFIG, text=text), "config.json in text_encoder")
+       for text in ("[" * 100_000, "\ufeff{}", '"text"', "null")},
+}
 
 
-def test_folder_with_a_broken_tokenizer(damaged_folder: Path) -> None:
-    (damaged_folder / "tokenizer" / "vocab.json").write_text("{")
-    assert_refused(damaged_folder, "damaged-model")
+@pytest.mark.parametrize(("damage", "part"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_folder_is_refused_in_one_sentence(damaged_folder: Path, damage: Any, part: str) -> None:
+    damage(damaged_folder)
+    assert_refused(damaged_folder, part)
 
 
 # --- what a folder may name -------------------------------------------------------------------------------------------
@@ -245,11 +170,6 @@ def bring_python(folder: Path, file: str, witness: Path) -> None:
     """A file of Python in a model folder, and what exists once that file has run."""
     (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).write_text(PYTHON.format(witness=str(witness)))
-
-
-def change_index(folder: Path, **changes: Any) -> None:
-    file = folder / "model_index.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 @pytest.mark.parametrize("file", PYTHON_FILES)
@@ -276,19 +196,17 @@ def test_pickled_weights_in_a_folder_are_not_opened(damaged_folder: Path, tmp_pa
         torch.save({"state_dict": Trap(witness)}, damaged_folder / "unet" / name)
     assert load_model(str(damaged_folder)).name == "damaged-model"
     (damaged_folder / UNET_WEIGHTS).unlink()
-    assert_refused(damaged_folder, "unet's weights as .safetensors")
+    assert_refused(damaged_folder, "no weights of the unet as .safetensors")
     assert not witness.exists()
 
 
 def test_weights_in_parts_and_in_float16_are_read(damaged_folder: Path) -> None:
     """As large models and variants have them; an old VAE's attention has other names."""
     saved = load_model(str(damaged_folder)).pipeline
-    unet, vae = (load_file(damaged_folder / part / UNET_WEIGHTS.name) for part in ("unet", "vae"))
+    vae = load_file(damaged_folder / "vae" / UNET_WEIGHTS.name)
     (damaged_folder / UNET_WEIGHTS).unlink()
-    names = sorted(unet)
-    for number, part in enumerate((names[::2], names[1::2]), 1):
-        save_file({name: unet[name] for name in part},
-                  damaged_folder / "unet" / f"diffusion_pytorch_model-0000{number}-of-00002.safetensors")
+    saved.unet.save_pretrained(damaged_folder / "unet", max_shard_size="500KB")
+    assert len(list((damaged_folder / "unet").glob("*.safetensors"))) > 1
     (damaged_folder / "vae" / UNET_WEIGHTS.name).unlink()
     older = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
     renamed = {re.sub("to_q|to_k|to_v|to_out.0", lambda found: older[found[0]], name): weight.half()
@@ -328,34 +246,12 @@ def test_our_loader_reads_what_diffusers_own_does(build: Any, tmp_path: Path) ->
             assert dict(ours.config) == {**part.config, "_class_name": type(ours).__name__}
 
 
-@pytest.mark.parametrize("changes", [
-    {"unet": ["os", "system"]}, {"unet": ["diffusers", "DiffusionPipeline"]},
-    {"vae": ["diffusers", "AutoPipelineForText2Image"]},
-    {"scheduler": ["diffusers", "UNet2DConditionModel"]}, {"scheduler": ["subprocess", "Popen"]},
-    {"tokenizer": ["transformers", "AutoTokenizer"]}, {"text_encoder": ["transformers", "AutoModel"]},
-    {"text_encoder": ["transformers_modules", "CLIPTextModel"]}, {"../unet": ["diffusers", "UNet2DConditionModel"]},
-    {"more": ["diffusers", "UNet2DConditionModel"]}, {"more": ["os", "system"]}, {"more": {"a": 1}}, {"unet": []},
-    {"unet": ["diffusers"]}, {"unet": [None, "UNet2DConditionModel"]}, {"unet": [["diffusers"], {}]},
-    {"unet": "diffusers"},
-    {"unet": None}, {"unet": [None, None]}, {"unet": 5}, {"vae": [None, None]}, {"_class_name": ["own", "Own"]},
-    {"_class_name": {}}, {"_class_name": 5}, {"_class_name": "Stable\nDiffusion\x1b[31m"}, {"scheduler": {}},
-], ids=str)
-def test_folder_with_an_odd_index_is_refused_in_one_sentence(damaged_folder: Path, changes: dict[str, Any]) -> None:
-    change_index(damaged_folder, **changes)
-    assert_refused(damaged_folder)
-
-
-@pytest.mark.parametrize("content", ["[" * 100_000, '{"a":' * 100_000, "\ufeff{}", '"text"', "null", "5", "NaN"])
-def test_index_that_is_no_mapping_is_refused_in_one_sentence(damaged_folder: Path, content: str) -> None:
-    (damaged_folder / "model_index.json").write_text(content, encoding="utf-8")
-    assert_refused(damaged_folder, "model_index.json")
-
-
-def test_parts_that_are_left_out_may_be_anything(damaged_folder: Path) -> None:
-    (damaged_folder / "safety_checker").mkdir()
-    change_index(damaged_folder, safety_checker=["own", "Own"], feature_extractor=["own", "Own"],
-                 image_encoder=["own", "Own"], requires_safety_checker=True)
-    assert load_model(str(damaged_folder)).pipeline.safety_checker is None
+@pytest.mark.parametrize("index", [
+    '{"unet": ["os", "system"], "_class_name": "own"}', '{"scheduler": ["subprocess", "Popen"]}', "[" * 100_000, "NaN",
+])
+def test_an_index_has_no_say(damaged_folder: Path, index: str) -> None:
+    (damaged_folder / "model_index.json").write_text(index)
+    assert type(load_model(str(damaged_folder)).pipeline).__name__ == "StableDiffusionPipeline"
 
 
 @pytest.mark.parametrize("linked", [UNET_WEIGHTS, Path("unet"), Path("unet", "config.json"), Path("notes")])
@@ -368,13 +264,6 @@ def test_folder_with_a_link_that_leaves_it_is_refused(model_folder: Path, damage
     assert_refused(damaged_folder, "link", linked.parts[0])
 
 
-def test_folder_with_links_inside_is_loaded(damaged_folder: Path) -> None:
-    weights = damaged_folder / UNET_WEIGHTS
-    weights.rename(damaged_folder / "weights")
-    weights.symlink_to(Path("..", "weights"))
-    assert load_model(str(damaged_folder)).name == "damaged-model"
-
-
 def test_folder_of_a_hugging_face_cache_is_loaded(damaged_folder: Path, tmp_path: Path) -> None:
     cache = tmp_path / "models--one--model"
     (cache / "blobs").mkdir(parents=True)
@@ -385,12 +274,3 @@ def test_folder_of_a_hugging_face_cache_is_loaded(damaged_folder: Path, tmp_path
     assert load_model(str(snapshot)).name == "abc"
     (snapshot / "unet" / "more").symlink_to(damaged_folder / "unet")
     assert_refused(snapshot, "link")
-
-
-@pytest.mark.parametrize("nested", ["itself", "in another", "twice"])
-def test_checkpoint_whose_weights_are_itself_is_refused(tmp_path: Path, nested: str) -> None:
-    content: dict[str, Any] = {}
-    content["state_dict"] = {"itself": content, "in another": {"state_dict": content},
-                             "twice": {"state_dict": {"model": torch.zeros(1)}}}[nested]
-    torch.save(content, tmp_path / "endless.ckpt")
-    assert_refused(tmp_path / "endless.ckpt", "endless.ckpt", "does not hold the weights")

@@ -11,9 +11,10 @@ import pytest
 pytest.importorskip("gradio")
 pytest.importorskip("diffusers")
 
-from lib_onediff.demo.loaded_model import LoadedModel
+from tiny_model import tiny_sd15_pipeline
+
+from lib_onediff.demo.models import LoadedModel
 from lib_onediff.demo.modules import modules_importable, paths, script_callbacks, scripts, sd_models, shared
-from lib_onediff.demo.tiny_model import tiny_sd15_pipeline
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui.compare.text_to_image import ImageRequest, TextToImage, sampler_names

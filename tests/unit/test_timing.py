@@ -9,13 +9,13 @@ import pytest
 import torch
 from builders import a_call, diffusers_output, shared_unet
 
-from lib_onediff.model.call import UNetCall
+from lib_onediff.core.call import UNetCall
+from lib_onediff.core.key import ShapeKey
+from lib_onediff.core.table import ENOUGH, Entry, Ratio, Stopwatch, Timing
 from lib_onediff.runtime import verify
 from lib_onediff.runtime.rows import resolution_row
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import judge
-from lib_onediff.shapes.key import ShapeKey
-from lib_onediff.shapes.table import ENOUGH, Entry, Ratio, Stopwatch, Timing
 from lib_onediff.store.history import history_row
 
 CPU = torch.device("cpu")

@@ -10,11 +10,11 @@ from builders import SMALL, diffusers_output, diffusers_unet, relative_error
 from deepcache_builders import STEPS, WEBUI, call_of
 from torch import Tensor
 
+from lib_onediff.core.policy import Answer, Compute, Moment, StepPolicy
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.sampling import UNANNOUNCED, Sampling
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import Runtime
-from lib_onediff.steps.policy import Answer, Compute, Moment, StepPolicy
 
 
 class Last:

@@ -10,9 +10,9 @@ from builders import relative_error
 from grid import ends
 from torch import Tensor
 
-from lib_onediff.ops.attention_tuning import random_inputs
-from lib_onediff.ops.triton.attention import attention, heads_lie_beside
-from lib_onediff.ops.triton.launch_config import ATTENTION, LIBRARY, WIDE_ATTENTION, LaunchConfig
+from lib_onediff.devices.cuda.kernels.attention import attention, heads_lie_beside
+from lib_onediff.devices.cuda.kernels.launch_config import ATTENTION, LIBRARY, WIDE_ATTENTION, LaunchConfig
+from lib_onediff.devices.torch.attention_tuning import random_inputs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Of a half type, with the weights rounded to it before they meet the values. The interpreter cuts bfloat16 off.

@@ -9,8 +9,8 @@ import pytest
 import torch
 from store_builders import opened
 
-from lib_onediff.ops.attention import GEMM, TORCH, Attention, choice_name
-from lib_onediff.ops.tuning_cache import TuningCache
+from lib_onediff.core.tuning_cache import TuningCache
+from lib_onediff.devices.torch.attention import GEMM, TORCH, Attention, choice_name
 from lib_onediff.store import history as history_module
 from lib_onediff.store.history import History
 

@@ -9,7 +9,7 @@ import torch.nn.functional as functional
 from builders import a_call, our_output, relative_error, shared_ldm_unet, shared_unet
 from torch import Tensor
 
-from lib_onediff.model.call import Control, UNetCall
+from lib_onediff.core.call import Control, UNetCall
 
 CLOSE = 1e-5
 

@@ -153,7 +153,7 @@ def test_a_unet_in_channels_last_gives_the_same() -> None:
 
 def test_an_odd_size_is_resized_after_the_convolution_and_not_before() -> None:
     """A1111 and diffusers differ there; if this test's oracle did not, the odd sizes above would prove nothing."""
-    from lib_onediff.ops import torch_ops
+    from lib_onediff.devices.torch import operators as torch_ops
 
     class ResizeBefore:
         """Cuts 10 x 12 to 9 x 11 before the convolution, as diffusers does."""
@@ -184,8 +184,8 @@ def test_sinusoids_are_the_hosts_to_the_bit(channels: int) -> None:
     """What is rounded otherwise here is a thousand times as much in the output of some models."""
     from ldm.modules.diffusionmodules.util import timestep_embedding
 
-    from lib_onediff.model.layout import Linear, TimeEmbedding
-    from lib_onediff.ops import torch_ops
+    from lib_onediff.core.leaves import Linear, TimeEmbedding
+    from lib_onediff.devices.torch import operators as torch_ops
 
     layer = Linear("", channels, channels)
     time = TimeEmbedding(channels, True, 0.0, 1.0, None, layer, layer)

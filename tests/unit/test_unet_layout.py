@@ -17,8 +17,9 @@ from builders import (
     ldm_structure,
 )
 
-from lib_onediff.model.layout import SpatialTransformer, UNetLayout, UnsupportedUNet, Upsample
-from lib_onediff.model.read import read_layout
+from lib_onediff.core.refusal import Refusal
+from lib_onediff.families.registry import read_layout
+from lib_onediff.families.unet.layout import SpatialTransformer, UNetLayout, Upsample
 
 
 def without_resizing(node: Any) -> Any:
@@ -115,7 +116,7 @@ def test_a_layout_claims_every_parameter_once() -> None:
 )
 def test_other_architectures_are_refused_in_one_line(config: dict[str, Any], reason: str) -> None:
     unet = diffusers_structure({**SD1, **config})
-    with pytest.raises(UnsupportedUNet, match=reason) as refusal:
+    with pytest.raises(Refusal, match=reason) as refusal:
         read_layout(unet)
     assert "\n" not in str(refusal.value)
 
@@ -134,6 +135,6 @@ def test_other_architectures_are_refused_in_one_line(config: dict[str, Any], rea
 )
 def test_other_ldm_architectures_are_refused_in_one_line(config: dict[str, Any], reason: str) -> None:
     unet = ldm_structure(config)
-    with pytest.raises(UnsupportedUNet, match=reason) as refusal:
+    with pytest.raises(Refusal, match=reason) as refusal:
         read_layout(unet)
     assert "\n" not in str(refusal.value)

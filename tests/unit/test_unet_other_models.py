@@ -10,8 +10,8 @@ from builders import SD1, a_call, diffusers_unet, randomise
 from torch import nn
 
 import lib_onediff
-from lib_onediff.model.layout import UnsupportedUNet
-from lib_onediff.model.read import read_layout
+from lib_onediff.core.refusal import Refusal
+from lib_onediff.families.registry import read_layout
 from lib_onediff.runtime.runtime import runtime
 
 random = torch.randn
@@ -115,7 +115,7 @@ MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], str]] = 
 
 @pytest.mark.parametrize(("build", "reason"), MODELS.values(), ids=MODELS)
 def test_reading_it_is_refused_in_one_line(build: Callable, reason: str) -> None:
-    with pytest.raises(UnsupportedUNet, match=reason) as refusal:
+    with pytest.raises(Refusal, match=reason) as refusal:
         read_layout(build()[0])
     assert "\n" not in str(refusal.value)
 

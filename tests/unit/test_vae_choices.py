@@ -22,16 +22,23 @@ from vae_precision_builders import (
     untouched,
 )
 
-from lib_onediff.model.vae.forward import Decoding
-from lib_onediff.model.weights import Affine
-from lib_onediff.ops import torch_ops
+from lib_onediff.core.affine import Affine
+from lib_onediff.core.table import State
+from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.families.vae.forward import Decoding
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.runtime.vae import fallback, precision
+from lib_onediff.runtime.vae import precision
 from lib_onediff.runtime.vae.bound import BoundDecoder, HostTraits
-from lib_onediff.runtime.vae.fallback import UNCOMPARED
-from lib_onediff.runtime.vae.overflow import NOT_FINITE, ONE_COLOUR, SATURATED, WatchedOperators, look_at
-from lib_onediff.runtime.vae.precision import CastWeights, KnownVaes, digest_of, verdict_name
-from lib_onediff.shapes.table import State
+from lib_onediff.runtime.vae.decode import UNCOMPARED
+from lib_onediff.runtime.vae.precision import (
+    NOT_FINITE,
+    ONE_COLOUR,
+    SATURATED,
+    CastWeights,
+    KnownVae,
+    WatchedOperators,
+    look_at,
+)
 
 pytestmark = pytest.mark.usefixtures("fresh_route", "nothing_known")
 
@@ -62,7 +69,7 @@ def test_a_type_of_choice(choice: str, stored: torch.dtype, monkeypatch: pytest.
 
 def test_on_a_cpu_nobody_waits_for_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes a CPU many times as long."""
-    monkeypatch.setattr(fallback, "SLOW_ON_CPU", precision.SLOW_ON_CPU)
+    monkeypatch.setattr(precision, "SLOW_ON_CPU", {"fp16"})
     types = count_decodes(monkeypatch)
     runtime.configure(chosen("fp16"))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -120,7 +127,7 @@ def test_the_digest_of_a_vae() -> None:
     def digest() -> str:
         bound = BoundDecoder(decoder, None, HostTraits())
         bound.look()
-        return digest_of(bound.layout.architecture, bound.weights())
+        return KnownVae(runtime.tuning_cache, bound.layout.architecture, bound.weights()).digest
 
     seen = [digest(), digest()]
     assert seen[0] == seen[1]
@@ -138,8 +145,9 @@ def test_the_digest_of_a_vae() -> None:
 
 @pytest.mark.parametrize("stored", [None, 3, True, "nonsense", {"saw": NOT_FINITE}, [NOT_FINITE]])
 def test_a_store_that_anybody_has_written(stored: Any) -> None:
-    runtime.tuning_cache.set(verdict_name("abc", torch.float16), stored)
-    assert KnownVaes(runtime.tuning_cache).saw("abc", torch.float16) is None
+    vae = KnownVae(runtime.tuning_cache, "abc", {})
+    vae.remember(torch.float16, stored)
+    assert vae.saw(torch.float16) is None
 
 
 def test_cast_weights_are_cast_one_layer_at_a_time() -> None:
@@ -166,9 +174,7 @@ def test_cast_weights_are_cast_one_layer_at_a_time() -> None:
 def test_what_is_seen_of_a_decode(spoil: Any, peaks: list[float], saw: str | None, format: Any) -> None:
     picture = torch.rand(2, 3, 8, 8).half().contiguous(memory_format=format)
     spoil(picture)
-    found = look_at(picture, torch.rand(2, 4, 1, 1), [torch.tensor(peak).half() for peak in peaks])
-    assert (found.saw, found.latent_is_finite) == (saw, True)
-    assert not look_at(picture, torch.full((2, 4, 1, 1), float("inf")), []).latent_is_finite
+    assert look_at(picture, [torch.tensor(peak).half() for peak in peaks]) == saw
 
 
 def test_every_image_is_watched() -> None:

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from backend_names import NATIVE
 from builders import randomise, relative_error, without_initial_values
 from grid import WHOLE, grid
+from ladder_builders import pretend_a_gpu
 from torch import Tensor, nn
 from vae_builders import (
     GROUPS,
@@ -24,16 +26,16 @@ from vae_builders import (
     with_small_groups,
 )
 
-from lib_onediff.engines import EAGER, NATIVE, Candidates
-from lib_onediff.hosts.ldm_decoder import DecoderPatches
-from lib_onediff.model.layout import Convolution, UnsupportedUNet
-from lib_onediff.model.patches import HostTraits
-from lib_onediff.model.read import read_decoder
-from lib_onediff.model.vae.forward import Decoding
-from lib_onediff.ops import torch_ops
+from lib_onediff.core.leaves import Convolution
+from lib_onediff.core.refusal import Refusal
+from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.families.registry import read_decoder
+from lib_onediff.families.vae.forward import Decoding
+from lib_onediff.hosts.hooks import VaeHooks
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.bound import BoundDecoder
-from lib_onediff.runtime.vae.overflow import WatchedOperators
+from lib_onediff.runtime.vae.precision import WatchedOperators
+from lib_onediff.weights.scan import HostTraits
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
 SIZES = [(16, 16), (24, 40), (17, 22)]
@@ -156,10 +158,7 @@ def test_a_plain_latent_is_no_black_picture() -> None:
 
 
 def test_native_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    native_first = Candidates((NATIVE, EAGER), "")
-    monkeypatch.setattr("lib_onediff.runtime.vae.fallback.decoder_candidates", lambda *given: native_first)
-    monkeypatch.setitem(runtime.operators._made, NATIVE, torch_ops)
-    monkeypatch.setattr(runtime.operators, "prepare", lambda network, waits_for_compile: True)
+    pretend_a_gpu(monkeypatch, torch_ops)
     encoder = diffusers_vae(**SD).encoder
     picture = a_picture(encoder)
     assert relative_error(our_picture(encoder, picture), host_picture(encoder, picture)) < 1e-5
@@ -170,7 +169,7 @@ def test_a_class_level_patch_serves_encoders_too() -> None:
     encoder = ldm_encoder()
     picture = a_picture(encoder)
     expected = host_picture(encoder, picture)
-    patches = DecoderPatches([ldm_module().Decoder, ldm_module().Encoder], HostTraits())
+    patches = VaeHooks([ldm_module().Decoder, ldm_module().Encoder], HostTraits())
     patches.serve()
     try:
         with torch.no_grad():
@@ -191,7 +190,7 @@ def test_a_class_level_patch_serves_encoders_too() -> None:
 def test_what_we_do_not_know(change: Any) -> None:
     encoder = ldm_encoder()
     change(encoder)
-    with pytest.raises(UnsupportedUNet) as refusal:
+    with pytest.raises(Refusal) as refusal:
         read_decoder(encoder)
     assert "\n" not in str(refusal.value)
 
@@ -199,7 +198,7 @@ def test_what_we_do_not_know(change: Any) -> None:
 def test_other_encoders() -> None:
     from diffusers import AsymmetricAutoencoderKL, AutoencoderTiny, VQModel
 
-    with pytest.raises(UnsupportedUNet):
+    with pytest.raises(Refusal):
         read_decoder(AutoencoderTiny().encoder)
     for kind in (VQModel, AsymmetricAutoencoderKL):
         names = {"VQModel": {"norm_num_groups": GROUPS, "block_out_channels": (8,)}}.get(
@@ -223,7 +222,7 @@ def test_every_layer_is_described() -> None:
 def test_the_kernels_themselves_watched(part: str, dtype: torch.dtype) -> None:
     """What is watched is what a norm that follows has measured on the way: the very same tensor."""
     pytest.importorskip("triton", reason="needs Triton")
-    from lib_onediff.ops.triton.operators import TritonOperators
+    from lib_onediff.devices.cuda.kernels.operators import TritonOperators
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     module = getattr(diffusers_vae(**SD), part).to(device, dtype)

@@ -9,12 +9,12 @@ from builders import relative_error
 from torch import nn
 from vae_builders import LAYOUTS, LDM_LAYOUTS, SD, a_latent, diffusers_vae, host_picture, last, ldm_decoder, our_picture
 
-from lib_onediff.model.layout import Convolution
-from lib_onediff.model.patches import HostTraits
-from lib_onediff.model.read import read_decoder
-from lib_onediff.model.vae.forward import Decoding
-from lib_onediff.ops import torch_ops
+from lib_onediff.core.leaves import Convolution
+from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.families.registry import read_decoder
+from lib_onediff.families.vae.forward import Decoding
 from lib_onediff.runtime.vae.bound import BoundDecoder
+from lib_onediff.weights.scan import HostTraits
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
 SIZES = [(6, 6), (1, 1), (5, 7), (9, 4)]

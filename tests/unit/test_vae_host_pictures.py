@@ -13,8 +13,8 @@ from vae_precision_builders import STEP, Host, decode, in_float32, shown
 
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.runtime.vae.fallback import DecodeFallbackChain
-from lib_onediff.runtime.vae.overflow import NOT_FINITE, ONE_COLOUR
+from lib_onediff.runtime.vae.decode import Decode
+from lib_onediff.runtime.vae.precision import NOT_FINITE, ONE_COLOUR
 
 pytestmark = pytest.mark.usefixtures("fresh_route", "nothing_known")
 
@@ -109,6 +109,6 @@ def test_a_fault_of_ours_costs_no_picture_of_the_hosts(monkeypatch: pytest.Monke
         raise AttributeError("no such thing")
 
     host = Host(diffusers_vae().decoder.half(), lambda picture: picture * 0)
-    monkeypatch.setattr(DecodeFallbackChain, "repeat", broken)
+    monkeypatch.setattr(Decode, "repeat", broken)
     assert (foreign(host, a_latent(host.decoder)) == 0).all()
     assert "a fault of OneDiff in the VAE's forward, please report it: no such thing" in last()[1]

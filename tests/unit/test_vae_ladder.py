@@ -6,18 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from backend_names import EAGER, NATIVE
 from builders import relative_error
 from grid import grid
+from ladder_builders import pretend_a_gpu
 from vae_builders import SD, a_latent, decodes, diffusers_vae, host_picture, last, ldm_decoder, our_picture
 
-from lib_onediff.engines import EAGER, NATIVE, Candidates
-from lib_onediff.model.patches import HostTraits
-from lib_onediff.model.vae.forward import Decoding
-from lib_onediff.ops import torch_ops
-from lib_onediff.runtime.fallback import COMPILING
+from lib_onediff.core.device import NotYet
+from lib_onediff.devices.cuda.native import COMPILING
+from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.families.vae.forward import Decoding
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.bound import BoundDecoder
-from lib_onediff.runtime.vae.kernels import decoder_candidates
+from lib_onediff.weights.scan import HostTraits
 
 pytestmark = pytest.mark.usefixtures("fresh_route", "exact_products")
 
@@ -27,7 +28,7 @@ class Stand:
 
     def __init__(self) -> None:
         self.resize: Any = torch_ops.resize
-        self.ready: Any = lambda: True
+        self.ready: Any = lambda: None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch_ops, name)
@@ -39,11 +40,13 @@ class Stand:
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
     stand = Stand()
-    native_first = Candidates((NATIVE, EAGER), "")
-    monkeypatch.setattr("lib_onediff.runtime.vae.fallback.decoder_candidates", lambda *given: native_first)
-    monkeypatch.setitem(runtime.operators._made, NATIVE, stand)
-    monkeypatch.setattr(runtime.operators, "prepare", lambda network, waits_for_compile: stand.ready())
+    pretend_a_gpu(monkeypatch, stand)
+    monkeypatch.setattr(runtime.devices.named(NATIVE), "prepare", lambda *args, **more: stand.ready())
     return stand
+
+
+def not_yet() -> None:
+    raise NotYet(COMPILING)
 
 
 def entries() -> dict[str, str]:
@@ -86,10 +89,10 @@ def test_a_kernel_that_computes_something_else(native: Stand) -> None:
 def test_kernels_that_are_still_being_compiled(native: Stand) -> None:
     decoder = diffusers_vae().decoder
     latent = a_latent(decoder)
-    native.ready = lambda: False
+    native.ready = not_yet
     assert torch.equal(our_picture(decoder, latent), host_picture(decoder, latent))
     assert last() == ("host", COMPILING)
-    native.ready = lambda: True
+    native.ready = lambda: None
     our_picture(decoder, latent)
     assert last() == ("ours", "") and decodes() == {"ours": 1, "host": 1}
 
@@ -101,21 +104,24 @@ def test_kernels_that_do_not_compile(native: Stand) -> None:
     assert last() == ("ours", "our forward failed: no such kernel (backend native)")
 
 
-def test_steps() -> None:
+def test_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode has no graph: what would run in one runs by plain launches."""
-    settings = runtime.settings
-    assert decoder_candidates(runtime, settings, torch.device("cpu")) == Candidates((EAGER,), "")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime.operators, "why_not_native", lambda device: None)
-        assert decoder_candidates(runtime, settings, torch.device("cuda")) == Candidates((NATIVE, EAGER), "")
-        patch.setattr(runtime.operators, "why_not_native", lambda device: "Install it.")
-        assert decoder_candidates(runtime, settings, torch.device("cuda")) == Candidates((EAGER,), "Install it.")
+
+    def tried(kind: str) -> tuple[tuple[str, ...], str]:
+        found = runtime.devices.launched(runtime.settings, torch.device(kind), torch.float16, False)
+        return tuple(device.name for device in found.devices), found.reason
+
+    assert tried("cpu") == ((EAGER,), "")
+    monkeypatch.setattr(runtime.devices.named(NATIVE), "why_not", lambda device: None)
+    assert tried("cuda") == ((NATIVE, EAGER), "")
+    monkeypatch.setattr(runtime.devices.named(NATIVE), "why_not", lambda device: "Install it.")
+    assert tried("cuda") == ((EAGER,), "Install it.")
 
 
 @grid(host=["ldm", "diffusers"], size=[(2, 2), (3, 1)])
 def test_the_kernels_themselves(host: str, size: tuple[int, int]) -> None:
     pytest.importorskip("triton", reason="needs Triton")
-    from lib_onediff.ops.triton.operators import TritonOperators
+    from lib_onediff.devices.cuda.kernels.operators import TritonOperators
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     decoder = (ldm_decoder() if host == "ldm" else diffusers_vae(**SD).decoder).to(device)

@@ -25,7 +25,7 @@ from vae_precision_builders import (
     untouched,
 )
 
-from lib_onediff.model.vae.forward import Decoding
+from lib_onediff.families.vae.forward import Decoding
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.store.history import History
 
@@ -153,7 +153,7 @@ def test_no_memory_at_all_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(Decoding, "run", too_large)
-    monkeypatch.setattr(runtime, "free_graphs", lambda: freed.append(True))
+    monkeypatch.setattr(runtime.services, "free_graphs", lambda: freed.append(True))
     host = Host(decoder, lambda picture: torch.rand(picture.shape))
     decode(host, latent)
     assert host.calls == 1 and freed == [True] and last() == ("host", "out of GPU memory: the graphs were freed")

@@ -20,11 +20,10 @@ from test_real_host_unets import SGM, needs_forge, needs_sgm
 from torch import nn
 from vae_builders import LDM, a_latent, host_picture, last, ldm_decoder, our_picture, with_small_groups
 
-from lib_onediff.hosts.forge.checks import replaced_vae_helper
+from lib_onediff.families.registry import read_decoder
 from lib_onediff.hosts.forge.traits import FORGE as FORGE_TRAITS
-from lib_onediff.hosts.ldm_decoder import DecoderPatches
-from lib_onediff.model.patches import HostTraits
-from lib_onediff.model.read import read_decoder
+from lib_onediff.hosts.hooks import VaeHooks
+from lib_onediff.weights.scan import HostTraits
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
 SIZES = [(6, 6), (5, 7)]
@@ -123,8 +122,8 @@ def test_forge_encodes_as_itself(forge_vae: Any, forge_layers: bool) -> None:
 def test_forge_with_another_attention_is_left_to_it(forge_vae: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = forge_decoder(forge_vae, forge_layers=True)
     own = forge_vae.Decoder.__dict__["forward"]
-    patches = DecoderPatches(
-        [forge_vae.Decoder], HostTraits(), lambda decoder: replaced_vae_helper(FORGE_TRAITS, decoder)
+    patches = VaeHooks(
+        [forge_vae.Decoder], HostTraits(), FORGE_TRAITS.check_vae
     )
     patches.serve()
     try:

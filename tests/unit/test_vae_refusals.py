@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from vae_builders import a_latent, diffusers_vae, last, ldm_decoder, ldm_module, our_picture
 
-from lib_onediff.model.layout import UnsupportedUNet
-from lib_onediff.model.patches import HostTraits
-from lib_onediff.model.read import read_decoder
+from lib_onediff.core.refusal import Refusal
+from lib_onediff.families.registry import read_decoder
+from lib_onediff.weights.scan import HostTraits
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
 
@@ -171,7 +171,7 @@ def other_vaes() -> dict[str, Callable[[], Any]]:
 
 @pytest.mark.parametrize("name", ["TAESD", "asymmetric", "temporal", "consistency", "spatial norms"])
 def test_other_autoencoders(name: str) -> None:
-    with pytest.raises(UnsupportedUNet) as refusal:
+    with pytest.raises(Refusal) as refusal:
         read_decoder(other_vaes()[name]())
     assert "\n" not in str(refusal.value)
 

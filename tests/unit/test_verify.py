@@ -10,12 +10,12 @@ import torch
 from builders import a_call, shared_unet
 from torch import Tensor
 
+from lib_onediff.core.key import Lossy, ShapeKey
 from lib_onediff.core.refusal import Refusal
-from lib_onediff.engines.oneflow.route import OneFlow
-from lib_onediff.model.read import read_layout
+from lib_onediff.core.table import Entry
+from lib_onediff.devices.oneflow.route import OneFlow
+from lib_onediff.families.registry import read_layout
 from lib_onediff.runtime.verify import HOST_NOT_FINITE, computed_twice, judge, prove
-from lib_onediff.shapes.key import Lossy, ShapeKey
-from lib_onediff.shapes.table import Entry
 from lib_onediff.store.history import History
 
 

@@ -12,8 +12,8 @@ import pytest
 from test_history import KEY
 from torch import nn
 
-from lib_onediff.shapes.table import ShapeTable
-from lib_onediff.weak_dictionary import WeakDictionary
+from lib_onediff.core.table import ShapeTable
+from lib_onediff.core.weak_dictionary import WeakDictionary
 
 SECONDS = 0.5
 

@@ -13,10 +13,10 @@ import torch
 from builders import randomise, without_initial_values
 from torch import Tensor, nn
 
-from lib_onediff.model.patches import HostTraits
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.route import DecoderRoute
+from lib_onediff.weights.scan import HostTraits
 
 # With the 32 groups of the real models, so few channels would leave one to a group, whose norm swallows every bias.
 GROUPS = 4
@@ -49,8 +49,9 @@ LDM_LAYOUTS = {
 @pytest.fixture
 def fresh_route(monkeypatch: pytest.MonkeyPatch) -> Iterator[DecoderRoute]:
     """The runtime's route for decodes, which has seen nothing."""
-    route = DecoderRoute(runtime)
+    route = DecoderRoute(runtime.services)
     monkeypatch.setattr(runtime, "vae", route)
+    monkeypatch.setattr(runtime.cache, "_vae", route)
     yield route
     route.release_all()
 

@@ -32,10 +32,11 @@ class SharedMemory:
 
 def replaying_graphs() -> Any:
     """What stands in for CudaGraphs."""
-    from lib_onediff.engines.graphs.capture import CudaGraphs, SegmentsRunner
-    from lib_onediff.engines.graphs.inputs import bytes_of, copy_inputs
-    from lib_onediff.engines.graphs.segments import record
-    from lib_onediff.model.cuts import compute
+    from computed import compute
+
+    from lib_onediff.devices.cuda.graphs.capture import CudaGraphs, SegmentsRunner
+    from lib_onediff.devices.cuda.graphs.inputs import bytes_of, copy_inputs
+    from lib_onediff.devices.cuda.graphs.segments import record
 
     class Replayed:
         seconds = 0.0
@@ -89,7 +90,7 @@ def tape() -> Any:
 
 def all_lying_still(weights: Any) -> Any:
     """What a graph knows of weights: addresses. What the host casts at each use is cast within the graph."""
-    from lib_onediff.model.applied_functions import AppliedWeights
+    from lib_onediff.weights.applied_functions import AppliedWeights
 
     if isinstance(weights, AppliedWeights):
         # What was made of them is written over in its place, and its dictionaries are made anew.
@@ -110,7 +111,7 @@ class Switch:
         self.found_out = 0
 
     def turn(self, on: bool) -> None:
-        from lib_onediff import engines
+        from lib_onediff.core.refusal import Refusal
         from lib_onediff.runtime.fallback import FallbackChain
         from lib_onediff.runtime.runtime import runtime
 
@@ -120,14 +121,18 @@ class Switch:
             setattr(holder, name, before)
         if not on:
             return
-        begin, candidates = FallbackChain.begin, engines.Candidates((engines.CUDAGRAPH,), "")
+        def refuse(*args: Any) -> None:
+            raise Refusal("there is no Triton here")
+
+        begin, native = FallbackChain.begin, runtime.devices.named("native")
 
         def counting(chain: Any, *args: Any) -> Any:
             self.found_out += 1
             return begin(chain, *args)
 
         self.put(FallbackChain, "begin", counting)
-        self.put(engines, "candidates", lambda *args: candidates)
+        self.put(runtime.devices.named("cudagraph"), "refuse", lambda *args: None)
+        self.put(native, "refuse", refuse)
         self.put(runtime.services.graphs, "_graphs", replaying_graphs())
 
     def put(self, holder: Any, name: str, value: Any) -> None:
