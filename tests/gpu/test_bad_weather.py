@@ -69,9 +69,9 @@ def test_a_kernel_that_does_not_compile_in_a_call(unet: nn.Module, monkeypatch: 
 @pytest.fixture
 def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a new process, where no network's kernels are known to be there."""
-    monkeypatch.setattr(runtime.operators, "_compiled", set())
-    monkeypatch.setattr(runtime.operators, "_pending", set())
-    monkeypatch.setattr(runtime.operators, "_failed", {})
+    monkeypatch.setattr(runtime.devices.named("native"), "_compiled", set())
+    monkeypatch.setattr(runtime.devices.named("native"), "_pending", set())
+    monkeypatch.setattr(runtime.devices.named("native"), "_failed", {})
 
 
 @pytest.mark.usefixtures("nothing_compiled")
@@ -89,16 +89,16 @@ def test_kernels_that_do_not_compile_at_all(unet: nn.Module, monkeypatch: pytest
 @pytest.mark.usefixtures("nothing_compiled")
 def test_the_host_serves_while_kernels_are_compiled(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime.by_card.fallback, "_waits_for_compile", lambda: False)
-    runtime.operators.finish()
+    runtime.devices.finish()
     for memory in ("_compiled", "_pending"):
-        monkeypatch.setattr(runtime.operators, memory, set())
+        monkeypatch.setattr(runtime.devices.named("native"), memory, set())
     done = threading.Event()
-    runtime.operators._worker.submit(done.wait)
+    runtime.devices.named("native")._worker.submit(done.wait)
     given = arguments(unet)
     use(unet, given, 1)
     assert now()[1] == "host" and "kernels are being compiled" in status()["reason"]
     done.set()
-    runtime.operators.finish()
+    runtime.devices.finish()
     use(unet, given)
     assert now() == ("native", "graph")
 
@@ -130,7 +130,7 @@ def test_a_capture_that_fails_leaves_plain_launches_and_a_usable_gpu(
 
 
 def test_an_old_gpu_is_served_by_the_next_backend(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime.operators, "_why_not", {})
+    monkeypatch.setattr(runtime.devices.named("native"), "_why_not", {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (6, 1))
     use(unet, arguments(unet))
     assert now() == ("cudagraph", "graph")
@@ -138,7 +138,7 @@ def test_an_old_gpu_is_served_by_the_next_backend(unet: nn.Module, monkeypatch: 
 
 
 def test_without_triton_the_next_backend_says_what_to_install(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime.operators, "_why_not", {})
+    monkeypatch.setattr(runtime.devices.named("native"), "_why_not", {})
     monkeypatch.setattr(runtime.devices, "_hint", None)
     monkeypatch.setattr(availability, "triton_here", lambda: None)
     monkeypatch.setattr(requirements, "triton_here", lambda: None)

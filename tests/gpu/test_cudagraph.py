@@ -244,9 +244,8 @@ def test_a_graph_that_cannot_be_captured_leaves_the_plain_route(tiny: nn.Module,
 
 
 def test_a_really_failing_capture_leaves_the_gpu_usable(tiny: nn.Module, monkeypatch: Any) -> None:
-    from lib_onediff.devices.cuda.graphs import capture as cudagraph
-
-    original = cudagraph.compute
+    graphs = runtime.services.graphs._graphs
+    original = graphs._output
 
     def waits_for_the_gpu(*args: Any) -> Tensor:
         output = original(*args)
@@ -254,7 +253,7 @@ def test_a_really_failing_capture_leaves_the_gpu_usable(tiny: nn.Module, monkeyp
             torch.cuda.synchronize()
         return output
 
-    monkeypatch.setattr(cudagraph, "compute", waits_for_the_gpu)
+    monkeypatch.setattr(graphs, "_output", waits_for_the_gpu)
     given = arguments(tiny)
     expected = host(tiny, given)
     compile_unet(tiny)

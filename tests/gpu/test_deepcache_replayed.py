@@ -94,6 +94,6 @@ def test_both_halves_of_sdxl_are_ready_and_the_feature_is_counted() -> None:
     assert [entries[part].state for part in ("full", "cached")] == [State.READY] * 2
     print({part: f"{entry.own.median_ms:.2f} ms" for part, entry in entries.items()})
     feature = next(runner.runner.inputs.cut.memory for _, runner in runtime.managed_unet(unet).kept()).tensor
-    assert sum(memory.bytes() for memory in runtime.managed_unet(unet).step_memories.values()) == feature.nbytes
+    assert runtime.managed_unet(unet).step_memories["deepcache"].features.bytes() == feature.nbytes
     own = {key.part: kept.runner.own_bytes for key, kept in runtime.managed_unet(unet).kept()}
     assert own["full"] - own["cached"] == feature.nbytes

@@ -114,7 +114,7 @@ def test_what_gains_is_measured_before_the_first_use(
     monkeypatch.undo()
     monkeypatch.setattr(low_bit, "FEWEST_WEIGHTS", 0)
     runtime.tuning_cache.clear()
-    runtime.operators.measure_anew()
+    runtime.devices.measure_anew()
     compile_unet(unet, low_bit=option)
     given = arguments(unet)
     expected = host(unet, given)

@@ -116,7 +116,7 @@ def test_what_changes_the_unet_is_named(options: dict[str, Any], names: list[str
     ({"others": {"num_frames": 2}}, "the UNet is called with more than we know (num_frames)"),
     ({"control": {"input": [], "middle": [0.5], "output": []}}, "control holds a float"),
     ({"others": {"control_model": object(), "num_frames": None}}, None),
-], ids=str)
+])
 def test_what_our_forward_cannot_do_is_for_the_host(given: dict[str, Any], reason: str | None) -> None:
     one = torch.zeros(1)
     call = HostCall(one, one, one, None, **{"control": None, "options": {}, "others": {}, **given})

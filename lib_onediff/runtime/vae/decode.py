@@ -250,7 +250,7 @@ class Decode:
             host = self.host if on_gpu else lambda: entry.host.time(device, self.host)
             # Ours may have been computed in another type than the host's.
             allowed = rounding_limit(self._latent.dtype, device, entry.key.precision)
-            miss = judge(entry, made.image, host, times_host=False, allowed=allowed)
+            miss = judge(entry, made.image, host, times_host=False, allowed=allowed, same_type=True)
             if miss == HOST_NOT_FINITE:
                 if self._wanted != torch.float32:
                     self._known.remember(precision.BY_THE_HOST, NOT_FINITE)
