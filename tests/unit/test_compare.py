@@ -71,8 +71,10 @@ def a_pair(seed: int = 7, kept: float = 1.0, seconds: tuple[float, float] = (2.0
 
 
 @pytest.mark.parametrize("text, expected", [
-    ("", {}), ("off", {"enabled": False}), ("backend = eager\nverify=off;", {"backend": "eager", "verify": False}),
-    ("OneDiff: on; backend eager; verify off", {"enabled": True, "backend": "eager", "verify": False}),
+    ("", {}), ("off", {"enabled": False}),
+    ("backend = eager\nlow_bit_only=on;", {"backend": "eager", "low_bit_only": True}),
+    # Options that earlier versions had are ignored.
+    ("OneDiff: on; backend eager; verify off; cache_folder /tmp", {"enabled": True, "backend": "eager"}),
 ])
 def test_changes_as_infotext_has_them(text: str, expected: dict[str, Any]) -> None:
     assert read_changes(text) == expected
@@ -80,8 +82,8 @@ def test_changes_as_infotext_has_them(text: str, expected: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("text, part", [
     ("speed 9", "no option 'speed' for a run. Choose from enabled, "),
-    ("deepcache_intervall 3", "Did you mean 'deepcache_interval'"), ("tf32", "tf32 needs a value: auto, on, off."),
-    ("backend warp", "backend does not take 'warp'; it takes auto, native"), ("cache_folder /tmp", "no option"),
+    ("deepcache_intervall 3", "Did you mean 'deepcache_interval'"), ("low_bit", "low_bit needs a value: off, "),
+    ("backend warp", "backend does not take 'warp'; it takes auto, native"),
 ])
 def test_wrong_changes_get_a_sentence(text: str, part: str) -> None:
     with pytest.raises(ValueError, match=part):

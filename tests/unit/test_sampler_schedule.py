@@ -96,7 +96,7 @@ def webui(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 def test_noise_levels_are_overheard_and_become_timesteps(steps: int) -> None:
     sampler = BySigmas(euler)
     sampling = sampling_of(Generation(sampler, is_hr_pass=True))
-    assert sampling.second_pass and sampling.times() is None
+    assert sampling.times() is None
     sigmas = sampler.get_sigmas(None, steps)
     times = sampling.times()
     assert len(times) == steps and times == sorted(times, reverse=True)

@@ -23,7 +23,7 @@ def said(pictures: Pictures) -> str:
 
 @pytest.mark.parametrize(("arguments", "part"), [
     (({"speed": 9},), "no option 'speed'"), (({"enabled": "yes"},), "enabled"), (({"backend": "warp"},), "backend"),
-    (({"memory_budget": 5},), "memory_budget"), (({"cache_folder": "/tmp/onediff"},), "cache_folder"),
+    (({"memory_budget": 5},), "memory_budget"),
     (([True],), "mapping"), (("on",), "mapping"), ((1,), "mapping"), ((True, "Fastest"), "no preset 'Fastest'"),
     ((True, 3), "second script argument"), ((True, "Balanced", "speed 9"), "no option 'speed'"),
     ((True, "Balanced", ["off"]), "third script argument"),

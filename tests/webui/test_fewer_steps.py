@@ -87,7 +87,7 @@ def test_so_much_is_left_out(
     found = made(webui, options)
     assert (found.full, found.left_out) == (full, left_out)
     # Two whole steps of thirteen make no near image of random weights.
-    assert distance(found, exact) > 0 and (full == 2 or distance(found, exact) < 0.5 * far)
+    assert distance(found, exact) > 0 and (full == 2 or distance(found, exact) < 0.75 * far)
     assert largest_difference(made(webui, options).pictures, found.pictures) == 0
 
 

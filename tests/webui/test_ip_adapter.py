@@ -139,7 +139,8 @@ def reason_for(webui: WebUI, case: Case) -> str:
 
 @pytest.mark.parametrize("case", [*IP_ADAPTERS, *LLLITES], ids=lambda case: case.name)
 def test_at_every_attention(webui: WebUI, sd15: Models, case: Case) -> None:
-    reason, (request, without) = reason_for(webui, case), prepared(webui, sd15, case)
+    request, without = prepared(webui, sd15, case)
+    reason = reason_for(webui, case)
     plain, on = assert_within(webui, request, without, reason, ROUTES[webui.kind])
     assert_different(plain, on, case.name)
 

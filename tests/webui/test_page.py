@@ -229,7 +229,8 @@ def test_what_the_run_will_be_is_told_after_pasting_applying_resetting_and_gener
         assert "deepcache_interval 2; vae_precision fp32" in make_picture(page, seed=31)
         page.wait_for_text(told("txt2img"), "This run: on; deepcache_interval 2; vae_precision fp32.", 20)
         page.close_accordion(accordion("txt2img"))
-        assert page.text("onediff_txt2img_set_here") == "Set here: deepcache_interval 2", "also where it is closed"
+        here = "onediff_txt2img_set_here"
+        page.wait(lambda: page.text(here) == "Set here: deepcache_interval 2", "it where the accordion is closed", 10)
 
 
 # --- the standalone host's own ----------------------------------------------------------------------------------------

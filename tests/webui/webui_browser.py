@@ -1,11 +1,13 @@
 """Chromium without a screen, kept to this machine."""
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
 
 from selenium import webdriver
+from selenium.common.exceptions import ElementClickInterceptedException
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
@@ -172,7 +174,14 @@ class Browser:
         return self.run(TEXT, elem_id)
 
     def click(self, elem_id: str) -> None:
-        self.driver.find_element(By.ID, elem_id).click()
+        def clicked() -> bool:
+            # A list that closes, or a message that goes, lies over it for a moment.
+            with contextlib.suppress(ElementClickInterceptedException):
+                self.driver.find_element(By.ID, elem_id).click()
+                return True
+            return False
+
+        self.wait(clicked, f"a {elem_id} that nothing lies over", 20)
 
     def point_at(self, elem_id: str) -> None:
         """Put the pointer on an element, and wait until its colours have changed."""
