@@ -18,7 +18,9 @@ from lib_onediff.runtime.runtime import Runtime
 
 # What answers a call: a forecast, the prompt's rows alone, or the whole UNet.
 FORECAST, ALONE, WHOLE = "forecast", "prompt alone", "whole"
-ON: dict[str, dict[str, Any]] = {"forecast": {"deepcache_interval": 3, "deepcache_depth": 0}, "guidance": {"guidance_end": 0.5}}
+ON: dict[str, dict[str, Any]] = {
+    "forecast": {"deepcache_interval": 3, "deepcache_depth": 0}, "guidance": {"guidance_end": 0.5},
+}
 
 
 @dataclass
