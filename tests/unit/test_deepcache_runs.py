@@ -104,7 +104,6 @@ def test_what_belongs_together_shares_a_feature_and_what_is_new_is_whole(calls: 
 
 @pytest.mark.usefixtures("unchecked")
 def test_control_that_ends_inside_a_sampling_makes_the_next_step_whole() -> None:
-    # The host of these tests adds no residuals.
     rig = Rig.of()
     rig.begin(STEPS[:6])
     for index, half in enumerate(["full", "cached", "full", "full", "cached", "full"]):
@@ -149,7 +148,6 @@ def test_a_new_sampling_begins_with_a_whole_step_wherever_the_last_one_ended() -
     rig.runtime.end_sampling()
     assert set(rig.sample(STEPS[2:5])) == {"whole"} and feature_bytes(rig) == 0
     assert rig.reason == f"DeepCache rests: {UNANNOUNCED}"
-
 
 
 def test_a_refiner_begins_with_a_whole_step_and_the_last_step_is_its_own() -> None:

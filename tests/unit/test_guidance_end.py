@@ -101,7 +101,6 @@ def test_a_step_with_other_calls_beside_prompt_and_negative_prompt() -> None:
 
 @pytest.mark.usefixtures("unchecked")
 def test_residuals_are_cut_with_the_rows() -> None:
-    # The host of these tests adds no residuals.
     ours = Samplings.of("guidance")
     residual = torch.cat([torch.zeros(1, 16, 8, 8), torch.ones(1, 16, 8, 8)])
     control = Control(input=(residual,), output=(None, None, None, residual))
