@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from builders import SD1, SDXL, SMALL, SMALL_XL, relative_error
-from deepcache_builders import (
+from deepcache_builders import (  # noqa: F401
     STEPS,
     Rig,
     call_of,
+    equal_distances,
     feature_bytes,
+    few_steps_suffice,
     passes,
 )
 from grid import grid
