@@ -133,7 +133,9 @@ class Guard:
                 self.note(hook, error)
             return otherwise
 
-    def hook(self, name: str, otherwise: Any = None, in_generation: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def hook(
+        self, name: str, otherwise: Any = None, in_generation: bool = False
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Decorate a function that the host calls. It returns otherwise where it fails.
 
         in_generation: a fault leaves the generation in progress to the host.

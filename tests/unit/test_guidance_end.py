@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lib_onediff.core.additions import PerturbedAttention
 from lib_onediff.core.call import Control, UNetCall
+from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.rows import PromptRows, half_of, take_rows
 from lib_onediff.core.sampling import Sampling
 from lib_onediff.options.settings import Settings
@@ -57,7 +58,7 @@ class Samplings:
         return PromptRows(rows, lambda: self.host(take_rows(call, rows)))
 
     @torch.no_grad()
-    def run(self, call: UNetCall, guidance: Callable[[], PromptRows | str] | None = None) -> tuple[str, Tensor]:
+    def run(self, call: UNetCall, guidance: Callable[[], PromptRows] | None = None) -> tuple[str, Tensor]:
         before = self.runtime.status()["guidance"]["without_negative"]
         output = self.runtime.run(
             self.unet, call, lambda: self.host(call), guidance=guidance or (lambda: self.rows(call))
@@ -181,7 +182,11 @@ def refused(ours: Samplings, change: Callable[[UNetCall], UNetCall] = lambda cal
 def test_a_host_that_cannot_tell_the_rows() -> None:
     ours = Samplings.of()
     ours.begin()
-    assert refused(ours, guidance=lambda: "the host's reason") == "the host's reason"
+
+    def nobody_knows() -> PromptRows:
+        raise Refusal("the host's reason")
+
+    assert refused(ours, guidance=nobody_knows) == "the host's reason"
     with torch.no_grad():
         call = ours.call(1.0)
         ours.runtime.run(ours.unet, call, lambda: ours.host(call))

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from ...core.refusal import Refusal
 from ...core.tuners import is_lora, layer_within
-from ...runtime.runtime import runtime
 from ...weights.weight_functions import Change, LowRankUpdate, WeightFunctions, WeightFunctionState, edit_counts
 
 # What of a convolution and of a LoRA's first factor has to be the same.
@@ -92,6 +91,26 @@ class LoraReader:
                 biases.append((up.bias.detach(), scale))
         return WeightFunctions(tuple(updates), bias=adding(biases) if within.bias is not None else None)
 
+    def use_scale(self, unet: Any, scale: Any, whole: bool) -> None:
+        """Have all LoRAs of the UNet computed times the scale of this call. Raises Refusal where the host has to.
+        whole: whether no attention is computed by the host's modules, which do not know the scale."""
+        if not isinstance(scale, Real) or not math.isfinite(scale):
+            raise Refusal("the pipeline's LoRA scale is no number")
+        if scale != 1:
+            # Some releases of diffusers begin to scale after these.
+            early = [unet.conv_in, *unet.time_embedding.children()]
+            if unet.config.addition_embed_type is not None:
+                early += unet.add_embedding.children()
+            if any(is_lora(type(layer)) for layer in (early if whole else unet.modules())):
+                raise Refusal("the pipeline scales LoRAs, of which some are computed by diffusers")
+        if scale == 0:
+            from diffusers.utils import USE_PEFT_BACKEND, unscale_lora_layers
+
+            # As diffusers' own forward leaves its layers behind.
+            if USE_PEFT_BACKEND:
+                unscale_lora_layers(unet, 0.0)
+        self.scale = float(scale)
+
 
 def around(layers: Sequence[nn.Module]) -> list[int]:
     """The places of LoRAs among these; most often none: 20 microseconds for SDXL."""
@@ -147,28 +166,3 @@ def adding(biases: Sequence[tuple[Tensor, float]]) -> Change | None:
         return bias
 
     return changed
-
-
-def use_scale(unet: Any, scale: Any, whole: bool) -> None:
-    """Have all LoRAs of a UNet computed times the scale of this call. Raises Refusal where the host has to.
-    whole: whether no attention is computed by the host's modules, which do not know the scale."""
-    managed = runtime.managed_unet(unet)
-    reader = None if managed is None else managed.bound.host_traits.functions
-    if not isinstance(reader, LoraReader):
-        return
-    if not isinstance(scale, Real) or not math.isfinite(scale):
-        raise Refusal("the pipeline's LoRA scale is no number")
-    if scale != 1:
-        # Some releases of diffusers begin to scale after these.
-        early = [unet.conv_in, *unet.time_embedding.children()]
-        if unet.config.addition_embed_type is not None:
-            early += unet.add_embedding.children()
-        if any(is_lora(type(layer)) for layer in (early if whole else unet.modules())):
-            raise Refusal("the pipeline scales LoRAs, of which some are computed by diffusers")
-    if scale == 0:
-        from diffusers.utils import USE_PEFT_BACKEND, unscale_lora_layers
-
-        # As diffusers' own forward leaves its layers behind.
-        if USE_PEFT_BACKEND:
-            unscale_lora_layers(unet, 0.0)
-    reader.scale = float(scale)
