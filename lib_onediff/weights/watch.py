@@ -369,17 +369,21 @@ class Parameters:
         self.versions = self._versions_now()
 
     def _versions_now(self) -> list[int]:
-        parameters = self.now() or []
-        try:
-            return list(map(VERSION, parameters))
-        except RuntimeError:  # an inference tensor counts none
-            return list(map(edit_count, parameters))
+        return edit_counts(self.now() or [])
 
     def __len__(self) -> int:
         return len(self.versions)
 
 
 UNCOUNTED = -1
+
+
+def edit_counts(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each was edited in place."""
+    try:
+        return list(map(VERSION, tensors))
+    except RuntimeError:  # an inference tensor counts none
+        return list(map(edit_count, tensors))
 
 
 def edit_count(tensor: Any) -> int:
