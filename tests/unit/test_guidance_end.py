@@ -179,14 +179,19 @@ def refused(ours: Samplings, change: Callable[[UNetCall], UNetCall] = lambda cal
     return ours.reason.removeprefix("Guidance end rests: ")
 
 
+def refusing(reason: str) -> Callable[[], PromptRows]:
+    """A host that does not know which rows are the prompt's."""
+
+    def guidance() -> PromptRows:
+        raise Refusal(reason)
+
+    return guidance
+
+
 def test_a_host_that_cannot_tell_the_rows() -> None:
     ours = Samplings.of()
     ours.begin()
-
-    def nobody_knows() -> PromptRows:
-        raise Refusal("the host's reason")
-
-    assert refused(ours, guidance=nobody_knows) == "the host's reason"
+    assert refused(ours, guidance=refusing("the host's reason")) == "the host's reason"
     with torch.no_grad():
         call = ours.call(1.0)
         ours.runtime.run(ours.unet, call, lambda: ours.host(call))
@@ -225,7 +230,7 @@ def test_a_step_with_other_calls_beside_prompt_and_negative_prompt() -> None:
     ours.begin()
     for time in STEPS:
         call = ours.call(time)
-        assert ours.run(call)[0] == ours.run(call, lambda: "several prompts")[0] == LATE
+        assert ours.run(call)[0] == ours.run(call, refusing("several prompts"))[0] == LATE
     assert ours.run(ours.call(1.0))[0] == LATE and "and others" in ours.reason
     ours.begin()
     assert ours.sample() == steps(1)
