@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lib_onediff.core.additions import PerturbedAttention
 from lib_onediff.core.call import Control, UNetCall
+from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.rows import PromptRows, half_of, take_rows
 
 KINDS = {"negative first": False, "prompt first": True}
@@ -77,10 +78,19 @@ def test_calls_and_samplings_that_are_computed_whole(
     assert why in refused(ours, change)
 
 
+def refusing(reason: str) -> Callable[[], PromptRows]:
+    """A host that does not know which rows are the prompt's."""
+
+    def guidance() -> PromptRows:
+        raise Refusal(reason)
+
+    return guidance
+
+
 def test_a_host_that_cannot_tell_the_rows() -> None:
     ours = Samplings.of("guidance")
     ours.begin()
-    assert refused(ours, guidance=lambda: "the host's reason") == "the host's reason"
+    assert refused(ours, guidance=refusing("the host's reason")) == "the host's reason"
     with torch.no_grad():
         call = ours.call(1.0)
         ours.runtime.run(ours.unet, call, lambda: ours.host(call))
@@ -93,7 +103,7 @@ def test_a_step_with_other_calls_beside_prompt_and_negative_prompt() -> None:
     ours.begin()
     for time in STEPS:
         call = ours.call(time)
-        assert ours.run(call)[0] == ours.run(call, lambda: "several prompts")[0] == WHOLE
+        assert ours.run(call)[0] == ours.run(call, refusing("several prompts"))[0] == WHOLE
     assert ours.run(ours.call(1.0))[0] == WHOLE and "and others" in ours.reason
     ours.begin()
     assert ours.sample() == steps(1)
