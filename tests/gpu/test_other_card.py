@@ -90,31 +90,6 @@ def test_a_unet(card: int, current: int, backend: str, names: list[str]) -> None
     assert all(name.endswith(names[card]) for name in tuned if name not in known) and (tuned or backend != "auto")
 
 
-def test_what_one_card_has_measured_the_other_measures_itself(names: list[str]) -> None:
-    for card in range(2):
-        unet = half_unet(card)
-        compile_unet(unet)
-        ready(unet, arguments(unet))
-    tuned = {name for name in runtime.tuning_cache._values if name.startswith(("attention, ", "kernel "))}
-    own = [{name.removesuffix(one) for name in tuned if name.endswith(one)} for one in names]
-    # Kernels that an earlier test has tuned on the first card are not tuned again in this process.
-    assert own[1] >= own[0] and len(own[0]) + len(own[1]) == len(tuned) > 0
-
-
-@pytest.mark.parametrize("low_bit", ["int8", "fp8"])
-def test_low_bit(low_bit: str) -> None:
-    unet = half_unet(1)
-    given = arguments(unet)
-    expected = host(unet, given)
-    with runtime.operators.low_bit.choice.used_everywhere():
-        compile_unet(unet, low_bit=low_bit)
-        with runtime.wait_for_compile():
-            outputs = [call(unet, given) for _ in range(5)]
-        assert all(bool(torch.isfinite(output).all()) for output in outputs)
-        assert max(relative_error(output, expected) for output in outputs) < 0.2
-    assert runtime.guard.faults == []
-
-
 @torch.no_grad()
 def test_a_vae() -> None:
     device = torch.device("cuda", 1)

@@ -1,8 +1,6 @@
 """A convolution in float8, and the group norm that writes what it reads."""
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as functional
@@ -13,10 +11,10 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs Triton")
 
 from lib_onediff.model.layout import Convolution, GroupNorm
-from lib_onediff.model.low_bit import FP8, LowBitWeights, as_rows, normed_scale
+from lib_onediff.model.low_bit import FP8, as_rows, normed_scale
 from lib_onediff.model.weights import Affine, QuantizedWeight
 from lib_onediff.ops import torch_ops
-from lib_onediff.ops.quantized import convolution, kernels, scaled_mm
+from lib_onediff.ops.quantized import convolution, scaled_mm
 from lib_onediff.ops.quantized.operators import LowBitOperators
 from lib_onediff.ops.triton.launch_config import Launches
 from lib_onediff.ops.triton.operators import VirtualConcatenation
@@ -102,18 +100,3 @@ def test_nothing_that_a_norm_can_give_is_too_large(members: int) -> None:
 
     largest = float((normed / normed_scale(affine) / deviations(members)).max())
     assert FP8.largest / 5 < largest <= FP8.largest
-
-
-def test_weights_are_rounded_in_the_order_that_the_kernel_reads() -> None:
-    weight, norm = torch.randn(16, 32, 3, 3, device=DEVICE), Affine(torch.rand(32), torch.rand(32))
-    layout = SimpleNamespace(layers=lambda kind: (), residual_blocks=())
-    kept = LowBitWeights(layout, kernels.rounded_rows)  # type: ignore[arg-type]
-    kept._norms = {"conv": "norm"}
-    weights = {"conv": Affine(weight, None), "norm": norm}
-    kept.fit(lambda: 0, lambda: weights, {"conv": FP8}, DEVICE)
-    found = kept.beside(weights, (FP8,))["conv"]
-    values, scales = found.low_bit[0]
-    back = (values.float() * scales.t()).view(16, 3, 3, 32).permute(0, 3, 1, 2)
-    assert relative_error(back, weight) < 0.1
-    assert found.normed_scale is not None and float(found.normed_scale) == float(normed_scale(norm))
-    assert found.gated_scale is None

@@ -5,38 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-from builders import SMALL_XL, diffusers_unet, served
+from builders import served
 from ladder_builders import Weather, reason
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from low_bit_builders import EIGHT, EXACT, compiled, fewest_weights, half_call, half_unet, measured, now
+from low_bit_builders import EIGHT, EXACT, compiled, half_call, half_unet, measured, now
 
-import lib_onediff
-from lib_onediff.engines.low_bit import LowBit
-from lib_onediff.model.forward import transformer_blocks
 from lib_onediff.model.low_bit import FP8, GATED, INT8, KINDS, NORMED, PLAIN
 from lib_onediff.ops.quantized import int8_mm, scaled_mm
 from lib_onediff.ops.quantized.gains import Product, ProductChoice, choice_name, products
 from lib_onediff.ops.tuning_cache import TuningCache
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.key import Lossy
-
-CPU = torch.device("cpu")
-
-
-def test_the_layers_are_those_that_are_worth_it(on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = runtime.layout_of(lib_onediff.compile_unet(diffusers_unet(**SMALL_XL)))
-    sources = {name: product.source for name, product in products(layout, 4, 4, 1)}
-    fewest_weights(monkeypatch, 1 << 20)
-    assert list(products(layout, 4, 4, 1)) == [], "too small"
-    blocks = list(transformer_blocks(layout, 4, 4))
-    assert len(sources) == 6 * len(blocks)
-    ends = {"ff.net.2": GATED, "ff.net.0.proj": NORMED, "to_q": NORMED, "to_out.0": PLAIN}
-    for name, source in sources.items():
-        known = [one for end, one in ends.items() if name.endswith(end)] or [NORMED]
-        assert source == known[0], name
-    assert not any("attn2" in name and name.endswith(("to_k", "to_v")) for name in sources), "once in a generation"
 
 
 def test_where_no_product_was_measured_to_gain_native_serves(on_a_gpu: Weather) -> None:
@@ -57,24 +37,6 @@ def test_where_no_product_was_measured_to_gain_native_serves(on_a_gpu: Weather) 
     measured(first, FP8, 2, 1)
     served(unet, call)
     assert now()[0] == EIGHT
-
-
-def test_only_what_pays_is_done_in_eight_bits(on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[tuple[int, ...]] = []
-    real = scaled_mm.product
-    monkeypatch.setattr(
-        scaled_mm, "product", lambda *given: (done.append(tuple(given[1].values.shape)), real(*given))[1]
-    )
-    unet = compiled(half_unet(), "fp8", verify=False)
-    call = half_call(unet)
-    served(unet, call)
-    every = {product for _, product in products(runtime.layout_of(unet), 4, 4, 1)}
-    assert set(done) == {(one.out, one.width) for one in every}
-    for one in every:
-        measured(one, FP8, 2, 1 if one.source == GATED else 2)
-    done.clear()
-    served(unet, call)
-    assert set(done) == {(one.out, one.width) for one in every if one.source == GATED}
 
 
 def test_auto_takes_for_each_product_what_was_measured_to_be_faster(
@@ -103,27 +65,6 @@ def test_auto_takes_for_each_product_what_was_measured_to_be_faster(
     choice, gated = runtime.operators.low_bit.choice, next(one for one in every if one.source == GATED)
     measured(gated, INT8, 4, 2.8)
     assert choice.best(gated, torch.float16, [FP8.dtype, INT8.dtype]) == FP8, "a little faster is not enough"
-
-
-def test_what_cannot_be_timed_is_tried_once_and_stops_no_call(
-    on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    unet, tried = compiled(half_unet(), "fp8", verify=False), list[Product]()
-    call, known = half_call(unet), runtime.operators.low_bit
-
-    def measure(product: Product, *others: Any) -> None:
-        tried.append(product)
-        raise RuntimeError("no graph can be captured here")
-
-    monkeypatch.setattr(known, "measure", measure)
-    layout, lossy = runtime.layout_of(unet), Lossy("fp8")
-    assert LowBit.tune(known, lossy, layout, call, lambda work: 1.0) and tried
-    count = len(tried)
-    assert not LowBit.tune(known, lossy, layout, call, lambda work: 1.0)
-    assert len(tried) == count == len(set(tried))
-    served(unet, call)
-    assert now()[0] == EIGHT, reason()
-    known.forget()
 
 
 def test_auto_prefers_fp8_where_nothing_was_measured_and_everywhere() -> None:

@@ -11,11 +11,10 @@ from graph_builders import PretendedGraphs
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lib_onediff.engines import CUDAGRAPH, NATIVE, ONEFLOW, Candidates
+from lib_onediff.engines import CUDAGRAPH
 from lib_onediff.hosts.forge.weight_functions import LayerFunctions
 from lib_onediff.model.patches import HostTraits
 from lib_onediff.options.settings import Settings
-from lib_onediff.runtime.backend_choice import without_engines
 from lib_onediff.runtime.runtime import runtime
 
 CLOSE = 1e-5
@@ -99,10 +98,6 @@ def other_lora(unet: Any, patches: dict[str, list[Any]]) -> None:
         entries[0][1] = patch(1.0, seed=9)[1]
 
 
-def other_list(unet: Any, patches: dict[str, list[Any]]) -> None:
-    put_on(unet, {path: [patch(0.3, seed=4)] for path in patches})
-
-
 def one_more(unet: Any, patches: dict[str, list[Any]]) -> None:
     for entries in patches.values():
         entries.append(patch(0.4, seed=5))
@@ -118,7 +113,7 @@ def none(unet: Any, patches: dict[str, list[Any]]) -> None:
 
 
 @pytest.mark.parametrize(("change", "in_place"), [
-    (other_strength, True), (other_lora, True), (other_list, True), (one_more, False), (one_layer_fewer, False),
+    (other_strength, True), (other_lora, True), (one_more, False), (one_layer_fewer, False),
     (none, False),
 ], ids=lambda given: getattr(given, "__name__", None))
 def test_a_change_between_two_replays(
@@ -147,19 +142,3 @@ def test_memory_is_given_back_with_the_graphs(unet: Any) -> None:
     runtime.free_graphs()
     assert managed.bound.on_the_fly.bytes == 0
     assert run(unet) == "plain" and managed.bound.on_the_fly.bytes
-
-
-@pytest.mark.parametrize(("given", "left"), [
-    ((ONEFLOW, CUDAGRAPH), (CUDAGRAPH,)), ((NATIVE, CUDAGRAPH), (NATIVE, CUDAGRAPH)), ((ONEFLOW,), (CUDAGRAPH,)),
-])
-def test_engines_that_take_weights_as_they_are_leave_it_to_others(given: Any, left: Any) -> None:
-    kinds = ("LoRA on the fly",)
-    found = without_engines(Candidates(given, ""), kinds, torch.device("cuda"))
-    assert found.backends == left
-    assert found.reason == ("" if given == left else f"the backend {given[0]} does not compute with LoRA on the fly")
-
-
-def test_a_shape_says_how_its_weights_are_computed_with(unet: Any) -> None:
-    put_on(unet, {FUSED: [patch(0.5)]})
-    run(unet, "eager")
-    assert [str(entry.key) for entry in runtime.table.entries()] == ["64x64, batch 2, 77 tokens, LoRA on the fly"]

@@ -1,13 +1,12 @@
 """Choices of precision that change nothing on a machine, and the sentences that say so."""
 from __future__ import annotations
 
-import itertools
-import types
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from grid import grid
 
 from lib_onediff.ops import precision
 from lib_onediff.ops.precision import (
@@ -20,52 +19,44 @@ from lib_onediff.ops.precision import (
     Precision,
     applied,
     flags_for,
-    switch_of,
 )
 from lib_onediff.options.effects import Machine, described, remark, why_no_effect
 
 GPU = torch.device("cuda", 0)
-HALF = types.SimpleNamespace(matmul_accumulation="half")
 H200 = Machine("2.13.0", "NVIDIA H200", (9, 0), False, frozenset(SWITCHES))
-HAS_NEWER_TF32 = switch_of(torch.backends.cuda.matmul, "fp32_precision") is not None
-
-
-NOTHING_CHOSEN = {
-    "matmul_accumulation": "full", "convolution_accumulation": "full", "reduced_precision_reduction": "auto",
-    "tf32": "auto", "attention_upcast": "auto", "vae_precision": "auto",
-}
+OF_NVIDIA = ("matmul_accumulation", "reduced_precision_reduction", "tf32")
 CHOSEN = {
     "matmul_accumulation": "half", "reduced_precision_reduction": "off", "tf32": "on", "attention_upcast": "on",
     "vae_precision": "bf16",
 }
-OF_NVIDIA = ("matmul_accumulation", "reduced_precision_reduction", "tf32")
+NO_GPU, ALONE = {"capability": None, "gpu": ""}, {"capability": None, "gpu": "", "cpu_alone": True}
 
 
-@pytest.mark.parametrize("machine", [H200, replace(H200, capability=None, gpu=""), replace(H200, amd=True)])
-def test_defaults_need_no_reason(machine: Machine) -> None:
-    assert described(NOTHING_CHOSEN, machine) == {}
-
-
-def test_on_a_new_gpu_and_torch_everything_but_convolutions_has_an_effect() -> None:
-    assert {option: why_no_effect(option, value, H200) for option, value in CHOSEN.items()} == dict.fromkeys(CHOSEN)
-    reason = why_no_effect("convolution_accumulation", "half", H200)
-    assert reason is not None and "float32 sums" in reason and "TORCH_CUDNN_V8_API_DISABLED" in reason
-
-
-@pytest.mark.parametrize("option", OF_NVIDIA)
-def test_without_an_nvidia_gpu(option: str) -> None:
-    none = replace(H200, capability=None, gpu="")
-    assert "can use none here" in why_no_effect(option, CHOSEN[option], none)
-    assert "AMD" in why_no_effect(option, CHOSEN[option], replace(H200, amd=True))
-
-
-def test_float16_of_the_vae_on_a_cpu() -> None:
-    without = replace(H200, capability=None, gpu="")
-    assert why_no_effect("vae_precision", "fp16", without) is None, "a GPU that is not NVIDIA's"
-    alone = replace(without, cpu_alone=True)
-    assert "slower" in why_no_effect("vae_precision", "fp16", alone)
-    assert why_no_effect("vae_precision", "bf16", alone) is None
-    assert Machine.now().cpu_alone is not torch.cuda.is_available()
+@pytest.mark.parametrize(("option", "value", "changes", "dtype", "part"), [
+    *((option, value, {}, None, None) for option, value in CHOSEN.items()),
+    ("convolution_accumulation", "half", {}, None, "TORCH_CUDNN_V8_API_DISABLED"),
+    *((option, CHOSEN[option], NO_GPU, None, "can use none here") for option in OF_NVIDIA),
+    *((option, CHOSEN[option], {"amd": True}, None, "AMD") for option in OF_NVIDIA),
+    ("matmul_accumulation", "half", {"capability": (6, 1)}, None, "this NVIDIA H200 has 6.1."),
+    ("tf32", "on", {"capability": (7, 5)}, None, "this NVIDIA H200 has 7.5."),
+    ("vae_precision", "bf16", {"capability": (7, 5)}, None, "this NVIDIA H200 has 7.5."),
+    # A GPU that is not NVIDIA's, or none.
+    ("vae_precision", "fp16", NO_GPU, None, None), ("vae_precision", "fp16", ALONE, None, "slower"),
+    ("vae_precision", "bf16", ALONE, None, None),
+    ("matmul_accumulation", "half", {}, torch.bfloat16, "bfloat16"), ("tf32", "on", {}, torch.float16, "float16"),
+    ("attention_upcast", "on", {}, torch.float32, "float32"),
+    ("reduced_precision_reduction", "off", {}, torch.float32, "float32"),
+    ("matmul_accumulation", "half", {"oneflow": True, "capability": (8, 6)}, None, None),
+    ("convolution_accumulation", "half", {"oneflow": True, "capability": (8, 6)}, None, "CUTLASS"),
+    ("backend", "native", {}, None, None), ("tf32", "auto", NO_GPU, None, None),
+], ids=str)
+def test_what_changes_nothing_on_a_machine_is_said(
+    option: str, value: str, changes: dict[str, Any], dtype: torch.dtype | None, part: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("ONEFLOW_KERENL_CONV_ENABLE_CUTLASS_IMPL", raising=False)
+    reason = why_no_effect(option, value, replace(H200, **changes), *([] if dtype is None else [dtype]))
+    assert reason is None if part is None else part in (reason or ""), reason
 
 
 @pytest.mark.parametrize(("value", "changes", "part"), [
@@ -85,22 +76,15 @@ def test_low_bit(value: str, changes: dict[str, Any], part: str | None) -> None:
         assert "float32" in why_no_effect("low_bit", value, replace(H200, **changes), torch.float32)
 
 
-@pytest.mark.parametrize(("option", "capability"), [
-    ("matmul_accumulation", (6, 1)), ("tf32", (7, 5)), ("vae_precision", (7, 5)),
-])
-def test_an_old_gpu(option: str, capability: tuple[int, int]) -> None:
-    reason = why_no_effect(option, CHOSEN[option], replace(H200, gpu="Old Card", capability=capability))
-    assert reason is not None and reason.endswith(f"this Old Card has {capability[0]}.{capability[1]}.")
-
-
-@pytest.mark.parametrize("missing", [
-    frozenset(some) for size in range(len(SWITCHES) + 1) for some in itertools.combinations(SWITCHES, size)
-])
-@pytest.mark.parametrize("says", [AttributeError, AssertionError], ids=["as torch 2.3", "as torch 2.1"])
-def test_every_combination_of_switches_that_torch_lacks(
+@grid(
+    missing=[frozenset(), *(frozenset({name}) for name in SWITCHES), frozenset(SWITCHES)],
+    says=[AttributeError, AssertionError],
+)
+def test_switches_that_torch_lacks(
     missing: frozenset[str], says: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As torch 2.3 lacks float16 sums: what is missing is said so, and never touched; the rest works."""
+    """As torch 2.3 lacks float16 sums, which 2.1 says by an AssertionError: what is missing is said to be, and never
+    touched; the rest works."""
     class Lacking:
         """torch.backends.cuda.matmul or cudnn, without some of its attributes."""
 
@@ -145,31 +129,9 @@ def test_every_combination_of_switches_that_torch_lacks(
         assert {name: SWITCHES[name].state() for name in has} == before
 
 
-@pytest.mark.parametrize(("option", "dtype"), [
-    ("matmul_accumulation", torch.bfloat16), ("matmul_accumulation", torch.float32),
-    ("reduced_precision_reduction", torch.float32), ("tf32", torch.float16), ("attention_upcast", torch.float32),
-])
-def test_a_model_of_another_dtype(option: str, dtype: torch.dtype) -> None:
-    reason = why_no_effect(option, CHOSEN[option], H200, dtype)
-    assert reason is not None and str(dtype).removeprefix("torch.") in reason
-
-
-def test_with_oneflow(monkeypatch: pytest.MonkeyPatch) -> None:
-    oneflow = replace(H200, oneflow=True, capability=(8, 6))
-    assert why_no_effect("matmul_accumulation", "half", oneflow) is None
-    monkeypatch.delenv("ONEFLOW_KERENL_CONV_ENABLE_CUTLASS_IMPL", raising=False)
-    assert "CUTLASS" in why_no_effect("convolution_accumulation", "half", oneflow)
-    monkeypatch.setenv("ONEFLOW_KERENL_CONV_ENABLE_CUTLASS_IMPL", "1")
-    assert why_no_effect("convolution_accumulation", "half", oneflow) is None
-
-
 def test_a_gain_that_is_not_to_be_had_is_said() -> None:
     assert "full speed" in remark("matmul_accumulation", "half", H200)
     assert remark("matmul_accumulation", "half", replace(H200, capability=(8, 9))) is None
     assert described({"matmul_accumulation": "half"}, H200)["matmul_accumulation"].startswith("This GPU sums")
     said = described({"convolution_accumulation": "half"}, H200)
     assert said["convolution_accumulation"].startswith("No effect here")
-
-
-def test_other_options_have_no_reason() -> None:
-    assert why_no_effect("backend", "native", H200) is None and why_no_effect("enabled", "off") is None

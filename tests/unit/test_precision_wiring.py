@@ -13,16 +13,11 @@ from vae_builders import a_latent, diffusers_vae, last, our_picture
 
 import lib_onediff
 from lib_onediff.model.weights import Affine
-from lib_onediff.ops import precision as modes
 from lib_onediff.ops import torch_ops
 from lib_onediff.ops.precision import FP16_REDUCTION, SWITCHES, Flags, flags_for
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.key import ShapeKey
 from lib_onediff.shapes.table import State
-from lib_onediff.store.history import verdict_name
-
-REDUCED, FULL = ((FP16_REDUCTION, True),), ((FP16_REDUCTION, False),)
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +43,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         stood.append(SWITCHES[FP16_REDUCTION].read())
         return geglu(tokens, reader)
 
-    for module in ("accelerator", "block_route", "vae.fallback"):
+    for module in ("card_route", "block_route", "vae.fallback"):
         monkeypatch.setattr(f"lib_onediff.runtime.{module}.flags_for", as_on_a_gpu)
     monkeypatch.setattr(torch_ops, "geglu", watched)
     return stood
@@ -85,21 +80,6 @@ def test_a_fault_leaves_no_switch_behind(gpu: list[bool], monkeypatch: pytest.Mo
     call = a_call(unet)
     assert torch.equal(served(unet, call), diffusers_output(unet, call))
     assert SWITCHES[FP16_REDUCTION].state() == before and lib_onediff.status()["route"] == "host"
-
-
-def test_precision_is_part_of_a_verdict() -> None:
-    call = a_call(diffusers_unet())
-    keys = [ShapeKey.of("abc", torch.float16, call, "native", flags) for flags in ((), REDUCED, FULL)]
-    assert len({verdict_name("native", key, "weights") for key in keys}) == 3
-    latent = torch.empty(1, 4, 8, 8)
-    assert len({ShapeKey.of_decode("abc", latent, False, "native", None, flags) for flags in ((), REDUCED, FULL)}) == 3
-
-
-def test_modes_set_the_switches_of_a_key() -> None:
-    found = SWITCHES[FP16_REDUCTION].read()
-    with modes.our_modes(torch.device("cpu"), ((FP16_REDUCTION, not found),)):
-        assert SWITCHES[FP16_REDUCTION].read() is not found
-    assert SWITCHES[FP16_REDUCTION].read() is found
 
 
 @pytest.mark.usefixtures("fresh_route")
@@ -160,17 +140,6 @@ def test_attention_of_choice(overflowing: list[bool], choice: str, asked: set[bo
     assert relative_error(served(unet, call), diffusers_output(unet, call)) < 1e-5
     assert set(overflowing) == asked
     assert lib_onediff.status()["route"] == ("plain" if choice == "on" else "host")
-
-
-def test_healthy_attention_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-    attention = torch_ops.attention
-    monkeypatch.setattr(torch_ops, "attention", lambda *given: (asked.append(given[3]), attention(*given))[1])
-    unet = lib_onediff.compile_unet(diffusers_unet())
-    served(unet, a_call(unet))
-    once = len(asked)
-    served(unet, a_call(unet))
-    assert set(asked) == {False} and len(asked) == 2 * once
 
 
 def test_a_model_whose_own_forward_overflows_is_served_by_ours(caplog: pytest.LogCaptureFixture) -> None:

@@ -19,7 +19,6 @@ import lib_onediff
 from lib_onediff.model.forward import transformer_blocks
 from lib_onediff.ops import sage, torch_ops
 from lib_onediff.options.effects import Machine, why_no_effect
-from lib_onediff.options.infotext import describe
 from lib_onediff.options.settings import MOST_LOW_BIT_ERROR, Settings
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import State
@@ -85,13 +84,6 @@ def test_self_attention_is_the_packages_and_cross_attention_never(package: Packa
         exact = served(unet, call)
         assert now()[0] == EXACT and len(package.calls) == count
     assert torch.equal(served(lib_onediff.compile_unet(half_unet()), call), exact), "exact is exact"
-
-
-def test_with_low_bit_both_serve_and_infotext_names_both(package: Package) -> None:
-    unet = compiled(low_bit="int8")
-    served(unet, half_call(unet))
-    assert now()[0] == f"{EIGHT}, {SAGE}" and package.calls, reason()
-    assert "attention sage" in describe(Settings(attention="sage", low_bit="int8"))
 
 
 @pytest.mark.parametrize("low_bit", ["off", "int8"])

@@ -40,6 +40,7 @@ def test_it_is_exact(kind: str, dtype: torch.dtype) -> None:
     output = attention(*inputs)
     assert output.shape == query and output.transpose(1, 2).is_contiguous(), "heads can be joined without a copy"
     assert relative_error(output.double(), exact(*inputs)) < ROUNDING[dtype]
+    assert not heads_lie_beside(torch.zeros(2, 3, 10, 64, device=DEVICE)), "those are not taken"
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,3 @@ def test_large_scores_do_not_overflow() -> None:
     query, key, value = random_inputs((1, 1, 20, 64), (1, 1, 77, 64), torch.float16, DEVICE)
     inputs = 60 * query, 60 * key, value
     assert relative_error(attention(*inputs).double(), exact(*inputs)) < 2e-3
-
-
-def test_heads_that_are_not_neighbours_are_not_taken() -> None:
-    assert not heads_lie_beside(torch.zeros(2, 3, 10, 64, device=DEVICE))

@@ -72,16 +72,6 @@ def test_two_images_side_by_side_are_their_concatenation(
     assert relative_error(native.pointwise(beside, projection), torch_ops.pointwise(together, projection)) < CLOSE
 
 
-@grid(shape=[(2, 24, 5, 6), (1, 24, 1, 1), (1, 24, 1, 7), (3, 1, 4, 4)], biased=[True, False])
-def test_pointwise(native: TritonOperators, shape: tuple[int, ...], biased: bool) -> None:
-    image, projection = random(*shape), affine(40, shape[1], 1, 1, biased=biased)
-    assert relative_error(native.pointwise(image, projection), torch_ops.pointwise(image, projection)) < CLOSE
-    beside = native.concatenate(image, image[:, :1])
-    wider = affine(40, shape[1] + 1, 1, 1, biased=biased)
-    expected = torch_ops.pointwise(torch.cat([image, image[:, :1]], dim=1), wider)
-    assert relative_error(native.pointwise(beside, wider), expected) < CLOSE
-
-
 @grid(kind=list(product([(1, 32), (1, 20), (2, 32)], [False, True])), form=list(FORMATS), biased=[True, False])
 def test_convolution(native: TritonOperators, kind: tuple[tuple[int, int], bool], form: str, biased: bool) -> None:
     (stride, channels), circular = kind
@@ -108,32 +98,18 @@ def test_tokens_may_be_slices_and_transposed(native: TritonOperators) -> None:
         assert relative_error(ours, expected) < CLOSE
 
 
-def test_a_linear_layer_without_bias_adds_too(native: TritonOperators) -> None:
-    tokens, hidden, out = random(2, 7, 24), random(2, 7, 48), affine(24, 48, biased=False)
-    expected = tokens + torch_ops.linear(hidden, out)
-    assert relative_error(native.materialize(native.add_linear(Stream(tokens.clone()), hidden, out)), expected) < CLOSE
-
-
 @pytest.mark.parametrize("channels", [64, 40], ids=str)
 def test_a_norm_uses_what_was_measured_when_its_image_was_made(native: TritonOperators, channels: int) -> None:
     """Also where one of two images was measured, and where they were cut into different strips."""
     norm, wide = GroupNorm("norm", channels, 4, 1e-5), GroupNorm("norm", channels + 24, 4, 1e-5)
     image = native.residual_add(random(2, channels, 17, 19) + 3, random(2, channels, 17, 19), random(channels))
     skip = native.convolution(random(2, 8, 17, 19), affine(32, 8, 3, 3), Convolution("c", 8, 32, 3, 1, 1, False))
-    assert len(native._strips) == 2
     skip = skip[:, :24]
     for given in (image, native.concatenate(image, skip), native.concatenate(skip, image)):
         used, together = (norm, image) if given is image else (wide, torch.cat([*given], dim=1))
         parameters = affine(used.channels)
         expected = torch_ops.group_norm(together, parameters, used, True)
         assert relative_error(native.group_norm(given, parameters, used, True), expected) < CLOSE
-
-
-def test_what_was_measured_goes_with_its_image(native: TritonOperators) -> None:
-    image = native.residual_add(random(1, 64, 17, 17), random(1, 64, 17, 17), None)
-    assert len(native._strips) == 1
-    del image
-    assert len(native._strips) == 0
 
 
 @pytest.mark.parametrize("keys", [1, 77, 154, 300])

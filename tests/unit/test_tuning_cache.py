@@ -15,7 +15,7 @@ from lib_onediff.store import history as history_module
 from lib_onediff.store.history import History
 
 STRANGE = [None, True, 7, "flash", ["flash"], {}, {"backend": None}, {"backend": ["flash"]}, {"backend": "warp drive"},
-           {"backend": {"flash": 1}}]
+           {"backend": {"flash": 1}}, {"backend": "flash, as it was"}]
 
 
 @pytest.fixture(autouse=True)
@@ -41,31 +41,6 @@ def test_what_was_chosen_before_the_store_came_is_saved_and_counts_more(tmp_path
         assert cache.get("tile") == 128 and cache.get("layout") == "nhwc"
 
 
-def test_attaching_again_saves_nothing_twice() -> None:
-    saved: list[tuple[str, Any]] = []
-    tuning_cache = TuningCache()
-    tuning_cache.set("tile", 64)
-    for _ in range(3):
-        tuning_cache.attach(lambda: dict(saved), lambda name, value: saved.append((name, value)))
-    assert saved == [("tile", 64)]
-
-
-def test_what_json_cannot_hold_is_refused_with_and_without_a_store(tmp_path: Path) -> None:
-    for tuning_cache in (TuningCache(), cache_in(tmp_path)[1]):
-        with pytest.raises(TypeError):
-            tuning_cache.set("tile", object())
-        assert tuning_cache.get("tile") is None
-
-
-def test_purging_one_resolution_leaves_them_and_purging_all_does_not(tmp_path: Path) -> None:
-    history, tuning_cache = cache_in(tmp_path)
-    tuning_cache.set("tile", 64)
-    history.forget(["512x512"])
-    assert cache_in(tmp_path)[1].get("tile") == 64
-    history.forget()
-    assert cache_in(tmp_path)[1].get("tile") is None
-
-
 @pytest.mark.parametrize("value", STRANGE, ids=json.dumps)
 def test_a_strange_choice_is_no_choice(tmp_path: Path, value: Any) -> None:
     narrow, wide = (2, 8, 64, 40), (1, 1, 64, 512)
@@ -75,10 +50,3 @@ def test_a_strange_choice_is_no_choice(tmp_path: Path, value: Any) -> None:
     attention = Attention(cache_in(tmp_path)[1])
     assert attention.pick(narrow, narrow, torch.float16) == TORCH
     assert attention.pick(wide, wide, torch.float16) == GEMM
-
-
-def test_a_choice_that_cannot_serve_the_width_is_no_choice() -> None:
-    tuning_cache = TuningCache()
-    wide = (1, 1, 64, 512)
-    tuning_cache.set(choice_name(wide, wide, torch.float16), {"backend": "flash"})
-    assert Attention(tuning_cache).pick(wide, wide, torch.float16) == GEMM

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as functional
-from builders import a_call, our_output, relative_error, shared_ldm_unet, shared_unet
+from builders import a_call, our_output, relative_error, shared_ldm_unet
 from torch import Tensor
 
 from lib_onediff.model.call import Control, UNetCall
@@ -88,9 +88,3 @@ def test_residuals_of_another_precision_are_cast() -> None:
     ours = our_output(unet, replace(call, control=Control(middle=(middle,))))
     expected = ldm_with_control(unet, replace(call, control=Control(middle=(middle.float(),))))
     assert relative_error(ours, expected) < CLOSE
-
-
-def test_an_empty_control_changes_nothing() -> None:
-    unet = shared_unet("SDXL")
-    call = a_call(unet)
-    assert torch.equal(our_output(unet, replace(call, control=Control())), our_output(unet, call))

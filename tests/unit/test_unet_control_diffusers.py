@@ -1,6 +1,7 @@
 """ControlNet and T2I adapters of diffusers, random and small, through a compiled UNet."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from lib_onediff.ops import torch_ops
 
 CLOSE = 1e-5
 PICTURE = torch.linspace(0, 9, 2 * 3 * 64 * 96).reshape(2, 3, 64, 96).sin()
-LAYOUTS = pytest.mark.parametrize("layout", [SD1, SDXL], ids=["SD1", "SDXL"])
 
 
 class Scene:
@@ -56,42 +56,35 @@ class Scene:
             adapter = T2IAdapter(3, [16, 32, 64, 64], 1, 8, adapter_type="full_adapter")
         return randomise(adapter, 2)(PICTURE)
 
-    def must_be_ours(self, **residuals: Any) -> None:
-        bare, expected = self.output(), self.output(**residuals)
-        lib_onediff.compile_unet(self.unet)
-        output = self.output(**residuals)
-        assert (lib_onediff.status()["route"], relative_error(output, expected) < CLOSE) == ("plain", True)
-        assert relative_error(expected, bare) > 1e-2
 
-
-@LAYOUTS
-def test_a_controlnet_gives_what_the_host_gives(layout: dict) -> None:
-    scene = Scene(layout)
+def controlled(scene: Scene) -> dict[str, Any]:
     down, middle = scene.controlnet()
-    scene.must_be_ours(down_block_additional_residuals=down, mid_block_additional_residual=middle)
+    return {"down_block_additional_residuals": down, "mid_block_additional_residual": middle}
 
 
-@LAYOUTS
-def test_a_t2i_adapter_gives_what_the_host_gives(layout: dict) -> None:
-    """SDXL's has a fourth residual, which the host adds to the middle block's output."""
+def adapted(scene: Scene, count: int = 4) -> dict[str, Any]:
+    """SDXL's adapter has a fourth residual, which the host adds to the middle block's output."""
+    return {"down_intrablock_additional_residuals": scene.adapter()[:count]}
+
+
+def one_more(scene: Scene) -> dict[str, Any]:
+    """Without a middle block it goes nowhere."""
+    residuals = scene.adapter()
+    return {"down_intrablock_additional_residuals": [*residuals, torch.ones_like(residuals[-1])]}
+
+
+@pytest.mark.parametrize(("layout", "residuals"), [
+    (SD1, controlled), (SDXL, controlled), (SD1, adapted), (SDXL, adapted), (SDXL, lambda scene: adapted(scene, 2)),
+    (SD1, lambda scene: controlled(scene) | adapted(scene, 3)), ({**SD1, "mid_block_type": None}, one_more),
+], ids=["ControlNet", "SDXL ControlNet", "adapter", "SDXL adapter", "fewer", "both", "no middle block"])
+def test_residuals_give_what_the_host_gives(layout: dict, residuals: Callable[[Scene], dict[str, Any]]) -> None:
     scene = Scene(layout)
-    scene.must_be_ours(down_intrablock_additional_residuals=scene.adapter())
-
-
-@LAYOUTS
-def test_an_adapter_with_fewer_residuals_than_blocks_gives_what_the_host_gives(layout: dict) -> None:
-    scene = Scene(layout)
-    scene.must_be_ours(down_intrablock_additional_residuals=scene.adapter()[:2])
-
-
-@LAYOUTS
-def test_controlnet_and_adapter_together_give_what_the_host_gives(layout: dict) -> None:
-    scene = Scene(layout)
-    down, middle = scene.controlnet()
-    scene.must_be_ours(
-        down_block_additional_residuals=down, mid_block_additional_residual=middle,
-        down_intrablock_additional_residuals=scene.adapter()[:3],
-    )
+    given = residuals(scene)
+    bare, expected = scene.output(), scene.output(**given)
+    lib_onediff.compile_unet(scene.unet)
+    output = scene.output(**given)
+    assert (lib_onediff.status()["route"], relative_error(output, expected) < CLOSE) == ("plain", True)
+    assert relative_error(expected, bare) > 1e-2
 
 
 def test_a_middle_residual_alone_is_ignored_as_the_host_ignores_it() -> None:
@@ -103,10 +96,9 @@ def test_a_middle_residual_alone_is_ignored_as_the_host_ignores_it() -> None:
     assert relative_error(scene.output(mid_block_additional_residual=middle), expected) < CLOSE
 
 
-@LAYOUTS
-def test_one_more_residual_is_never_served_by_the_proof_of_one_less(layout: dict) -> None:
+def test_one_more_residual_is_never_served_by_the_proof_of_one_less() -> None:
     """What the host adds and we do not must not hide in a shape that was proved without it."""
-    scene = Scene(layout)
+    scene = Scene(SDXL)
     residuals = scene.adapter()
     expected = scene.output(down_intrablock_additional_residuals=residuals)
     lib_onediff.compile_unet(scene.unet)
@@ -136,22 +128,3 @@ def test_an_adapter_in_the_old_way_is_left_to_the_host() -> None:
     assert (lib_onediff.status()["route"], lib_onediff.status()["reason"]) == (
         "host", "a T2I adapter passes its residuals in the old way"
     )
-
-
-def test_a_controlled_step_and_a_free_one_take_turns() -> None:
-    scene = Scene(SD1)
-    down, middle = scene.controlnet()
-    control = {"down_block_additional_residuals": down, "mid_block_additional_residual": middle}
-    expected = [scene.output(), scene.output(**control)]
-    lib_onediff.compile_unet(scene.unet)
-    for _ in range(2):
-        assert relative_error(scene.output(), expected[0]) < CLOSE
-        assert relative_error(scene.output(**control), expected[1]) < CLOSE
-    assert lib_onediff.status()["route"] == "plain"
-
-
-def test_without_a_middle_block_an_adapters_fourth_residual_goes_nowhere() -> None:
-    scene = Scene({**SD1, "mid_block_type": None})
-    residuals = [*scene.adapter()]
-    residuals.append(torch.ones_like(residuals[-1]))
-    scene.must_be_ours(down_intrablock_additional_residuals=residuals)

@@ -22,15 +22,10 @@ from vae_precision_builders import (
     untouched,
 )
 
-from lib_onediff.model.vae.forward import Decoding
-from lib_onediff.model.weights import Affine
-from lib_onediff.ops import torch_ops
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae import fallback, precision
-from lib_onediff.runtime.vae.bound import BoundDecoder, HostTraits
-from lib_onediff.runtime.vae.fallback import UNCOMPARED
-from lib_onediff.runtime.vae.overflow import NOT_FINITE, ONE_COLOUR, SATURATED, WatchedOperators, look_at
-from lib_onediff.runtime.vae.precision import CastWeights, KnownVaes, digest_of, verdict_name
+from lib_onediff.runtime.vae.overflow import NOT_FINITE, ONE_COLOUR, SATURATED, look_at
+from lib_onediff.runtime.vae.precision import KnownVaes, verdict_name
 from lib_onediff.shapes.table import State
 
 pytestmark = pytest.mark.usefixtures("fresh_route", "nothing_known")
@@ -73,15 +68,6 @@ def test_on_a_cpu_nobody_waits_for_float16(monkeypatch: pytest.MonkeyPatch) -> N
     assert types == [torch.float32, torch.bfloat16, torch.float16]
 
 
-def test_auto_keeps_to_the_hosts_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As --no-half-vae has it."""
-    types = count_decodes(monkeypatch)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        host = Host(diffusers_vae().decoder.to(dtype))
-        decode(host, a_latent(host.decoder))
-    assert types == [torch.float32, torch.bfloat16, torch.float16]
-
-
 def test_whoever_chooses_float16_sees_no_black_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     in_half, latent = scaled(3)
     decoder, types = copy.deepcopy(in_half).float(), count_decodes(monkeypatch)
@@ -93,62 +79,13 @@ def test_whoever_chooses_float16_sees_no_black_picture(monkeypatch: pytest.Monke
     assert types == [torch.float16, torch.float32, torch.float32] and host.calls == 0
 
 
-def test_another_type_gives_another_entry() -> None:
-    decoder = diffusers_vae().decoder.half()
-    latent, host = a_latent(decoder), Host(decoder)
-    for choice in ("auto", "fp16", "bf16", "fp32"):
-        runtime.configure(chosen(choice))
-        decode(host, latent)
-    assert len(runtime.table.entries()) == 3 and host.calls == 3
-
-
-def test_repeated_decodes_have_entries_of_their_own() -> None:
-    decoder, latent = scaled(3)
-    decode(Host(decoder), latent)
-    inputs = {entry.key.dtype: entry.key.inputs for entry in runtime.table.entries()}
-    assert UNCOMPARED in inputs[torch.float32] and UNCOMPARED not in inputs[torch.float16]
-    assert all(entry.key.is_decode for entry in runtime.table.entries())
-    assert runtime.rows()[0].model == "VAE decoder"
-
-
 # --- the parts --------------------------------------------------------------------------------------------------------
-
-
-def test_the_digest_of_a_vae() -> None:
-    decoder = diffusers_vae().decoder.half()
-
-    def digest() -> str:
-        bound = BoundDecoder(decoder, None, HostTraits())
-        bound.look()
-        return digest_of(bound.layout.architecture, bound.weights())
-
-    seen = [digest(), digest()]
-    assert seen[0] == seen[1]
-    parameters = dict(decoder.named_parameters())
-    for name in ("conv_in.weight", "conv_out.bias", "up_blocks.0.resnets.0.norm1.weight"):
-        with torch.no_grad():
-            parameters[name] *= 1.5
-        seen.append(digest())
-    assert len(set(seen)) == 4
-    decoder.to(memory_format=torch.channels_last)
-    assert digest() == seen[-1], "how it lies in memory is no matter"
-    decoder.float()
-    assert digest() != seen[-1]
 
 
 @pytest.mark.parametrize("stored", [None, 3, True, "nonsense", {"saw": NOT_FINITE}, [NOT_FINITE]])
 def test_a_store_that_anybody_has_written(stored: Any) -> None:
     runtime.tuning_cache.set(verdict_name("abc", torch.float16), stored)
     assert KnownVaes(runtime.tuning_cache).saw("abc", torch.float16) is None
-
-
-def test_cast_weights_are_cast_one_layer_at_a_time() -> None:
-    weights = {"a": Affine(torch.ones(2, 2, dtype=torch.float16), None), "b": Affine(torch.ones(2), torch.ones(2))}
-    cast = CastWeights(weights, torch.float32)
-    assert list(cast) == ["a", "b"] and len(cast) == 2
-    assert cast["a"].weight.dtype == torch.float32 and cast["a"].bias is None
-    assert cast["b"].weight is weights["b"].weight, "what has the type already is not copied"
-    assert cast["a"].weight is not cast["a"].weight, "and nothing is kept"
 
 
 @pytest.mark.parametrize(("spoil", "peaks", "saw"), [
@@ -169,16 +106,3 @@ def test_what_is_seen_of_a_decode(spoil: Any, peaks: list[float], saw: str | Non
     found = look_at(picture, torch.rand(2, 4, 1, 1), [torch.tensor(peak).half() for peak in peaks])
     assert (found.saw, found.latent_is_finite) == (saw, True)
     assert not look_at(picture, torch.full((2, 4, 1, 1), float("inf")), []).latent_is_finite
-
-
-def test_every_image_is_watched() -> None:
-    decoder = diffusers_vae(**SD).decoder
-    bound = BoundDecoder(decoder, None, HostTraits())
-    bound.look()
-    watched = WatchedOperators(torch_ops)
-    with torch.no_grad():
-        picture = Decoding(bound.weights(), watched, False, fold_biases=False).run(bound.layout, a_latent(decoder))
-    convolutions = [leaf for leaf in bound.layout.leaves() if type(leaf).__name__ == "Convolution"]
-    blocks = [layer for layer in bound.layout.layers if type(layer).__name__ in ("ResidualBlock", "PixelAttention")]
-    assert len(watched.peaks) == len(convolutions) + len(blocks)
-    assert float(watched.peaks[-1]) == float(picture.abs().max())

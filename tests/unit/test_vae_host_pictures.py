@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,9 +10,7 @@ from torch import Tensor
 from vae_builders import a_latent, decodes, diffusers_vae, host_picture, last
 from vae_precision_builders import STEP, Host, decode, in_float32, shown
 
-from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.runtime.vae.fallback import DecodeFallbackChain
 from lib_onediff.runtime.vae.overflow import NOT_FINITE, ONE_COLOUR
 
 pytestmark = pytest.mark.usefixtures("fresh_route", "nothing_known")
@@ -88,27 +85,3 @@ def test_a_picture_that_is_of_one_colour_in_every_type_is_shown() -> None:
         wide.decoder.conv_out.weight.zero_()
     assert torch.allclose(decode(wide, a_latent(wide.decoder)), host_picture(wide.decoder, a_latent(wide.decoder)))
     assert last() == ("ours", "")
-
-
-def test_switched_off_nothing_is_looked_at() -> None:
-    runtime.configure(Settings(enabled=False))
-    host = Host(diffusers_vae().decoder.half(), lambda picture: picture * 0)
-    latent = a_latent(host.decoder)
-    assert (decode(host, latent) == 0).all() and (foreign(host, latent) == 0).all()
-    assert decodes() == {"ours": 0, "host": 2}
-
-
-def test_what_is_no_picture_is_left_alone() -> None:
-    host = Host(diffusers_vae().decoder, lambda picture: (picture * float("nan"),))
-    latent = a_latent(host.decoder)
-    assert isinstance(foreign(host, latent), tuple)
-
-
-def test_a_fault_of_ours_costs_no_picture_of_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*given: Any) -> Any:
-        raise AttributeError("no such thing")
-
-    host = Host(diffusers_vae().decoder.half(), lambda picture: picture * 0)
-    monkeypatch.setattr(DecodeFallbackChain, "repeat", broken)
-    assert (foreign(host, a_latent(host.decoder)) == 0).all()
-    assert "a fault of OneDiff in the VAE's forward, please report it: no such thing" in last()[1]

@@ -1,10 +1,9 @@
 """Our decoder in diffusers and in the hosts with ldm's VAE: put on, at work beneath others, and taken off again."""
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Iterator
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from vae_builders import a_latent, decodes, diffusers_vae, host_picture, last, l
 
 import lib_onediff
 from lib_onediff.hosts.diffusers import vae as diffusers_decoder
-from lib_onediff.hosts.diffusers.instance_forward import attached
 from lib_onediff.hosts.ldm_decoder import DecoderPatches
 from lib_onediff.model.patches import HostTraits
 
@@ -52,21 +50,6 @@ def test_compile_pipe_covers_the_vae_and_undoing_it_leaves_nothing() -> None:
     assert torch.equal(decoded(given.vae, latent), expected)
     assert decodes() == {"ours": 2, "host": 0}
     assert state(given.vae) == before and set(given.vae.decoder.__dict__) == attributes
-
-
-@pytest.mark.parametrize(
-    ("ignores", "ours"), [((), True), (("unet",), True), (("vae",), False), (["unet", "vae"], False)]
-)
-def test_ignores(ignores: Any, ours: bool) -> None:
-    given = pipe()
-    lib_onediff.compile_pipe(given, ignores=ignores)
-    assert (attached(given.vae.decoder) is not None) is ours
-
-
-def test_options_hold_for_the_vae() -> None:
-    given = lib_onediff.compile_pipe(pipe(), enabled=False)
-    decoded(given.vae, a_latent(given.vae.decoder))
-    assert last() == ("host", "OneDiff is switched off")
 
 
 def test_a_vae_that_we_cannot_run_is_left_alone_with_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -120,29 +103,6 @@ def test_beneath_an_offloading_hook_of_accelerate(attached_first: bool) -> None:
     assert torch.equal(decoded(vae, latent), 2 * expected)
     remove_as_accelerate(vae.decoder)
     assert torch.equal(decoded(vae, latent), expected) and decodes()["ours"] == 1
-
-
-def test_a_copy_has_its_own_forward() -> None:
-    vae = diffusers_vae()
-    latent = a_latent(vae.decoder)
-    diffusers_decoder.attach(vae.decoder)
-    other = copy.deepcopy(vae)
-    assert isinstance(other.decoder.__dict__["forward"], MethodType)
-    assert other.decoder.__dict__["forward"].__self__ is other.decoder
-    assert torch.equal(decoded(other, latent), decoded(diffusers_vae(), latent))
-    assert decodes() == {"ours": 0, "host": 0}
-
-
-def test_what_a_decoder_of_this_class_may_also_be_given() -> None:
-    vae = diffusers_vae()
-    diffusers_decoder.attach(vae.decoder)
-    latent = a_latent(vae.decoder)
-    with torch.no_grad():
-        vae.decoder(sample=latent)
-        assert last() == ("ours", "")
-        with pytest.raises(RuntimeError):
-            vae.decoder(latent, latent)
-    assert last() == ("host", "the VAE passes latent_embeds")
 
 
 # --- ldm (A1111, Forge) -------------------------------------------------------------------------------------------
@@ -201,15 +161,6 @@ def test_an_extension_that_decodes_in_tiles_stands_above(decoder: Any, patches: 
     assert decodes() == {"ours": 2, "host": 0}
 
 
-def test_hooks_of_the_decoder_itself_run(decoder: Any, patches: DecoderPatches) -> None:
-    """As --medvram moves whole models."""
-    seen: list[str] = []
-    decoder.register_forward_pre_hook(lambda module, given: seen.append("before"))
-    decoder.register_forward_hook(lambda module, given, output: seen.append("after"))
-    called(decoder, a_latent(decoder))
-    assert seen == ["before", "after"] and last() == ("ours", "")
-
-
 def test_somebody_elses_patch_of_the_class_beneath_ours(decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = ldm_module().Decoder
     own = kind.forward
@@ -228,12 +179,6 @@ def test_somebody_elses_patch_of_the_class_beneath_ours(decoder: Any, monkeypatc
     finally:
         patches.stop()
     assert kind.__dict__["forward"] is theirs
-
-
-def test_arguments_that_we_do_not_know_are_the_hosts(decoder: Any, patches: DecoderPatches) -> None:
-    with pytest.raises(TypeError):
-        called(decoder, a_latent(decoder), timesteps=3)
-    assert last() == ("host", "the VAE is called with more than we know (timesteps)")
 
 
 def test_what_the_adapter_knows_of_its_host(decoder: Any) -> None:

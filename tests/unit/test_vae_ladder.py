@@ -17,7 +17,6 @@ from lib_onediff.ops import torch_ops
 from lib_onediff.runtime.fallback import COMPILING
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.bound import BoundDecoder
-from lib_onediff.runtime.vae.kernels import decoder_candidates
 
 pytestmark = pytest.mark.usefixtures("fresh_route", "exact_products")
 
@@ -48,13 +47,6 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
 
 def entries() -> dict[str, str]:
     return {entry.key.backend: entry.state.value for entry in runtime.table.entries()}
-
-
-def test_native_first(native: Stand) -> None:
-    decoder = diffusers_vae().decoder
-    latent = a_latent(decoder)
-    assert relative_error(our_picture(decoder, latent), host_picture(decoder, latent)) < 1e-5
-    assert last() == ("ours", "") and entries() == {"native": "proved"}
 
 
 def test_a_kernel_that_fails_is_served_by_torchs_operators(native: Stand) -> None:
@@ -92,24 +84,6 @@ def test_kernels_that_are_still_being_compiled(native: Stand) -> None:
     native.ready = lambda: True
     our_picture(decoder, latent)
     assert last() == ("ours", "") and decodes() == {"ours": 1, "host": 1}
-
-
-def test_kernels_that_do_not_compile(native: Stand) -> None:
-    decoder = diffusers_vae().decoder
-    native.ready = native.breaks
-    our_picture(decoder, a_latent(decoder))
-    assert last() == ("ours", "our forward failed: no such kernel (backend native)")
-
-
-def test_steps() -> None:
-    """A decode has no graph: what would run in one runs by plain launches."""
-    settings = runtime.settings
-    assert decoder_candidates(runtime, settings, torch.device("cpu")) == Candidates((EAGER,), "")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime.operators, "why_not_native", lambda device: None)
-        assert decoder_candidates(runtime, settings, torch.device("cuda")) == Candidates((NATIVE, EAGER), "")
-        patch.setattr(runtime.operators, "why_not_native", lambda device: "Install it.")
-        assert decoder_candidates(runtime, settings, torch.device("cuda")) == Candidates((EAGER,), "Install it.")
 
 
 @grid(host=["ldm", "diffusers"], size=[(2, 2), (3, 1)])

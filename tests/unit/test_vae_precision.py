@@ -119,14 +119,6 @@ def test_a_healthy_vae_decodes_once(share: float, monkeypatch: pytest.MonkeyPatc
     assert not [name for name in runtime.tuning_cache._values if name.startswith("VAE")]
 
 
-def test_the_watch_changes_no_picture() -> None:
-    decoder, latent = scaled(0.5)
-    host = Host(decoder)
-    watched = decode(host, latent)
-    runtime.configure(chosen("fp16"))
-    assert torch.equal(decode(host, latent), watched)
-
-
 def test_no_memory_for_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, latent = scaled(3)
     run = Decoding.run
