@@ -19,7 +19,6 @@ from lib_onediff.ops.attention import (
     CUDNN,
     EFFICIENT,
     FLASH,
-    FUSED,
     GEMM,
     MATH,
     TORCH,
@@ -80,18 +79,6 @@ def test_upcast_computes_in_float32() -> None:
     upcast = attention(*inputs, upcast=True)
     assert upcast.dtype == torch.float16 and torch.equal(upcast, torch_ops.attention(*inputs, upcast=True))
     assert relative_error(upcast.double(), exact(*inputs)) < 4e-4
-
-
-def test_no_switch_of_torchs_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are the whole process's: a host's thread that asks or computes meanwhile would find ours."""
-    for switch in ("flash", "mem_efficient", "math", "cudnn"):
-        monkeypatch.setattr(switches, f"enable_{switch}_sdp", lambda on: pytest.fail("a switch was flipped"))
-    tuning_cache = TuningCache()
-    inputs = random_inputs(*SHAPES["self"], torch.float32, CPU)
-    timed({}, tuning_cache).time_all(*SHAPES["self"], torch.float32, CPU)
-    for backend in (TORCH, GEMM, *FUSED):
-        output = Attention(tuning_cache).run(backend, *inputs)
-        assert relative_error(output.double(), exact(*inputs)) < ROUNDING[torch.float32]
 
 
 def test_what_the_host_has_switched_off_is_not_used() -> None:

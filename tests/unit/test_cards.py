@@ -15,9 +15,8 @@ from lib_onediff.ops.attention import choice_name as attention_name
 from lib_onediff.ops.quantized.gains import Product, ProductChoice
 from lib_onediff.ops.triton.launch_config import LAYER_NORM, Launches
 from lib_onediff.ops.tuning_cache import TuningCache
-from lib_onediff.runtime.services import Services
 from lib_onediff.shapes.key import ShapeKey
-from lib_onediff.shapes.table import Entry, Stopwatch
+from lib_onediff.shapes.table import Entry
 from lib_onediff.store.history import History
 
 HALF, SHAPE = torch.float16, (2, 8, 4096, 64)
@@ -61,14 +60,6 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> TwoCards:
     for name, function in patched.items():
         monkeypatch.setattr(torch.cuda, name, function)
     return cards
-
-
-def test_what_computes_does_so_on_the_card_of_the_model(cards: TwoCards) -> None:
-    with Services().computing(SECOND):
-        assert cards.current == 1
-    assert cards.current == 0, "as the caller had it"
-    Stopwatch().time(SECOND, lambda: None)
-    assert cards.on == [SECOND, SECOND]
 
 
 def test_choices_hold_on_the_kind_of_card_that_was_measured(cards: TwoCards) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, relative_error, served
+from builders import diffusers_output, relative_error, served
 from ladder_builders import Weather, reason
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from low_bit_builders import EIGHT, EXACT, compiled, entry_of, half_call, half_u
 
 import lib_onediff
 from lib_onediff.model import low_bit
-from lib_onediff.model.low_bit import FP8, INT8, KINDS_OF
+from lib_onediff.model.low_bit import FP8, INT8
 from lib_onediff.ops.quantized import int8_mm, scaled_mm, support
 from lib_onediff.options.settings import MOST_LOW_BIT_ERROR, Settings
 from lib_onediff.runtime.runtime import runtime
@@ -120,16 +120,6 @@ def test_what_is_too_far_from_the_host_is_not_used(
 
 
 # --- where it cannot be -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("option", KINDS_OF)
-def test_it_says_why_not(on_a_gpu: Weather, option: str) -> None:
-    whole = compiled(diffusers_unet(**SMALL_XL), option)
-    served(whole, a_call(whole))
-    assert now()[0] == EXACT and "this one is in float32" in reason()
-    other = lib_onediff.compile_unet(half_unet(), low_bit=option, backend="cudagraph")
-    served(other, half_call(other))
-    assert now()[0] == "cudagraph" and "Low-bit needs the native backend" in reason()
 
 
 def test_the_probe_believes_no_wrong_product(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,33 +10,13 @@ from ladder_builders import Weather, reason
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from low_bit_builders import EIGHT, EXACT, compiled, half_call, half_unet, measured, now
+from low_bit_builders import EIGHT, compiled, half_call, half_unet, measured, now
 
 from lib_onediff.model.low_bit import FP8, GATED, INT8, KINDS, NORMED, PLAIN
 from lib_onediff.ops.quantized import int8_mm, scaled_mm
 from lib_onediff.ops.quantized.gains import Product, ProductChoice, choice_name, products
 from lib_onediff.ops.tuning_cache import TuningCache
 from lib_onediff.runtime.runtime import runtime
-
-
-def test_where_no_product_was_measured_to_gain_native_serves(on_a_gpu: Weather) -> None:
-    unet = compiled(half_unet(), "fp8")
-    call = half_call(unet)
-    served(unet, call)
-    layout, (batch, _, height, width) = runtime.layout_of(unet), call.latent.shape
-    every = {product for _, product in products(layout, height, width, batch)}
-    assert {one.source for one in every} == {NORMED, GATED, PLAIN}
-    first, *others = sorted(every)
-    for one in others:
-        measured(one, FP8, 1, 2)
-    served(unet, call)
-    assert now()[0] == EIGHT, "one is not known yet"
-    measured(first, FP8, 1, 2)
-    served(unet, call)
-    assert now()[0] == EXACT and "gain nothing by FP8 on this machine (measured)" in reason()
-    measured(first, FP8, 2, 1)
-    served(unet, call)
-    assert now()[0] == EIGHT
 
 
 def test_auto_takes_for_each_product_what_was_measured_to_be_faster(

@@ -43,7 +43,7 @@ from lib_onediff.model import low_bit, offload
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.fused_storage import shares_storage
 from lib_onediff.model.low_bit import KINDS_OF
-from lib_onediff.model.offload import HostMemory, NoHostMemory, OffloadedWeights
+from lib_onediff.model.offload import OffloadedWeights
 from lib_onediff.model.read import read_layout
 from lib_onediff.ops.triton.launch_config import Launches
 from lib_onediff.ops.tuning_cache import TuningCache
@@ -168,37 +168,7 @@ def test_it_computes_what_rounded_weights_beside_the_hosts_do(on_a_gpu: None, op
     assert is_unchanged(unet, before), "who saves the model saves the original"
 
 
-def test_a_graph_serves_it_and_another_shape_is_checked_like_the_first(unet: nn.Module) -> None:
-    call, larger = half_call(unet), half_call(unet, 8, 8)
-    expected = twice(unet, call)
-    for _ in range(2):
-        assert torch.equal(served(unet, call), expected)
-    assert now() == (ONLY, "graph"), reason()
-    host = diffusers_output(half_unet(), larger)
-    assert relative_error(served(unet, larger), host) < 0.04
-    assert not offloaded(unet) and managed(unet).low_bit is None, "the check takes the host's weights"
-    for one in (larger, call, call, call):
-        served(unet, one)
-    assert now() == (ONLY, "graph") and torch.equal(served(unet, call), expected), reason()
-    assert [entry.state for entry in runtime.table.entries()] == [State.READY, State.READY]
-
-
 # --- the host finds its weights ---------------------------------------------------------------------------------------
-
-
-def test_the_hosts_own_forward_has_its_weights_bit_for_bit(unet: nn.Module) -> None:
-    call, before = half_call(unet), bits(unet)
-    expected = diffusers_output(unet, call)
-    twice(unet, call)
-    assert offloaded(unet) and hooks(unet)
-    # Past our forward: the first layer that was offloaded has all of them back.
-    assert torch.equal(diffusers_output(unet, call), host_over(unet, call))
-    assert not offloaded(unet) and not hooks(unet) and managed(unet).low_bit is None
-    assert is_unchanged(unet, before)
-    twice(unet, call)
-    assert now()[0] == ONLY and offloaded(unet)
-    lib_onediff.uncompile_unet(unet)
-    assert torch.equal(diffusers_output(unet, call), expected), "given back, they lie as they did"
 
 
 def test_switched_off_the_weights_are_where_they_were(unet: nn.Module) -> None:
@@ -242,25 +212,6 @@ def test_weights_that_change_in_a_sampling_are_rounded_again_where_the_old_were(
     other.load_state_dict(other_weights(other, 1.5))
     assert torch.equal(output, twice(lib_onediff.compile_unet(other, **ALONE), call))
     assert relative_error(output, before) > 0.1
-
-
-def test_a_merge_that_counts_no_edit_is_seen(unet: nn.Module) -> None:
-    """As peft merges a LoRA."""
-    twice(unet, half_call(unet))
-    for name, parameter in unet.named_parameters():
-        if "ff.net.2.weight" in name:
-            versions = parameter._version
-            parameter.data += 0.5 * parameter.data
-            assert parameter._version == versions
-    call = half_call(unet, seed=1)
-    output = twice(unet, call)
-    assert now()[0] == ONLY and offloaded(unet), reason()
-    other = half_unet()
-    with torch.no_grad():
-        for name, parameter in other.named_parameters():
-            if "ff.net.2.weight" in name:
-                parameter += 0.5 * parameter
-    assert torch.equal(output, twice(lib_onediff.compile_unet(other, **ALONE), call))
 
 
 def test_a_lora_beside_the_layers_brings_them_back(unet: nn.Module) -> None:
@@ -310,23 +261,6 @@ def fails_at(count: int, error: Exception, real: Any) -> Any:
         return real(*given, **named)
 
     return work
-
-
-def test_without_room_in_the_computers_memory_the_weights_stay(
-    unet: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call, before = half_call(unet), bits(unet)
-    served(unet, call)
-    full = NoHostMemory("the computer's memory is full")
-    monkeypatch.setattr(HostMemory, "empty", fails_at(9, full, HostMemory.empty))
-    served(unet, call)
-    assert now()[0] == EIGHT and "the computer's memory is full" in reason()
-    assert not offloaded(unet) and not hooks(unet) and is_unchanged(unet, before)
-    served(unet, call)
-    assert now()[0] == EIGHT, "not tried at every step"
-    runtime.begin_sampling(unet)
-    served(unet, call)
-    assert now()[0] == ONLY, reason()
 
 
 def test_a_fault_midway_leaves_everything_where_it_was(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,9 +102,3 @@ def test_it_says_why_not(on_a_gpu: Weather) -> None:
     served(unet, half_call(unet))
     assert now()[0] == EXACT and "package sageattention, which is not installed" in reason()
     assert "not installed" in (why_no_effect("attention", "sage", Machine.now()) or "")
-
-
-def test_attention_in_float32_stays_so(package: Package) -> None:
-    unet = compiled(attention_upcast="on")
-    served(unet, half_call(unet))
-    assert now()[0] == EXACT and "not for attention in float32" in reason() and package.calls == []

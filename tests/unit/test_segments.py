@@ -10,7 +10,7 @@ import torch
 from builders import a_call, our_output, relative_error, shared_ldm_unet
 from ladder_builders import entry_of, now, reason
 from tape import TapeRecording
-from test_patch_points import CASES, CLOSE, MODIFIERS, PATCHES, REPLACED, Options, copied, ours
+from test_patch_points import CASES, CLOSE, PATCHES, REPLACED, Options, copied, ours
 from torch import Tensor, nn
 
 from lib_onediff.engines.graphs.inputs import own_inputs
@@ -86,21 +86,6 @@ def test_functions_at_other_places_are_not_called() -> None:
     assert not called
 
 
-@pytest.mark.parametrize("returned", [lambda h: h[..., 1:], lambda h: h.double(), lambda h: None])
-def test_another_shape_is_noticed(returned: Any) -> None:
-    unet, calls = shared_ldm_unet(), []
-
-    def change(h: Tensor, when: str, options: Options) -> Tensor:
-        return returned(h) if options["later"] and when == "after" and options["block"] == ("input", 2) else h
-
-    with torch.no_grad():
-        for later in (False, True):
-            calls.append(ours(unet, a_call(unet), {"later": later, MODIFIERS: [change]}))
-        segments, inputs, _ = recorded(unet, calls[0])
-        with pytest.raises((DoesNotFit, AttributeError)):
-            segments.run(calls[1], inputs)
-
-
 class Louder:
     """A processor of somebody's. factor: by how much; counts its calls."""
 
@@ -156,20 +141,6 @@ def test_the_third_call_goes_by_graphs_and_calls_each_function_once(unet: nn.Mod
     for seed in range(4):
         put(unet, Louder() if seed % 2 else plain_processor())
         assert error(unet, seed) < CLOSE and now() == ("native", "graph"), reason()
-
-
-class Drawing(Louder):
-    """Draws random numbers, of torch's and of Python's."""
-
-    def __call__(self, attn: Any, hidden_states: Tensor, *others: Any, **more: Any) -> Tensor:
-        mask = torch.rand(1, hidden_states.shape[1], 1) > 0.3 * random.random()
-        return super().__call__(attn, hidden_states * mask)
-
-
-def test_random_numbers_are_those_that_the_host_would_draw(unet: nn.Module) -> None:
-    put(unet, Drawing())
-    for seed, route in enumerate(("plain", "plain", "graph", "graph")):
-        assert error(unet, seed) < CLOSE and now() == ("native", route), reason()
 
 
 class Counting(Louder):
@@ -251,14 +222,3 @@ def test_another_shape_is_recorded_anew_and_given_up_in_the_end(unet: nn.Module)
         assert error(unet, seed) < CLOSE
         routes.append(now())
     assert ("native", "graph") in routes and routes[-1][0] == "cudagraph", routes
-
-
-def test_another_layer_of_the_same_shape_is_noticed(unet: nn.Module) -> None:
-    """Beside a processor that has come: the new layout is the old one, the weights are not."""
-    put(unet, plain_processor())
-    for seed in range(3):
-        error(unet, seed)
-    put(unet, Louder())
-    block = unet.mid_block.attentions[0].transformer_blocks[0]
-    block.ff.net[2] = nn.Linear(block.ff.net[2].in_features, block.ff.net[2].out_features).requires_grad_(False)
-    assert error(unet, 3) < CLOSE and now()[1] == "plain", reason()

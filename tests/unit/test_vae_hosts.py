@@ -11,7 +11,7 @@ import torch
 from builders import diffusers_unet, relative_error
 from test_public_api_hooks import add_as_accelerate, remove_as_accelerate
 from torch import Tensor
-from vae_builders import a_latent, decodes, diffusers_vae, host_picture, last, ldm_decoder, ldm_module
+from vae_builders import a_latent, decodes, diffusers_vae, last, ldm_decoder, ldm_module
 
 import lib_onediff
 from lib_onediff.hosts.diffusers import vae as diffusers_decoder
@@ -50,19 +50,6 @@ def test_compile_pipe_covers_the_vae_and_undoing_it_leaves_nothing() -> None:
     assert torch.equal(decoded(given.vae, latent), expected)
     assert decodes() == {"ours": 2, "host": 0}
     assert state(given.vae) == before and set(given.vae.decoder.__dict__) == attributes
-
-
-def test_a_vae_that_we_cannot_run_is_left_alone_with_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    from diffusers import AutoencoderTiny
-
-    given = SimpleNamespace(unet=diffusers_unet(), vae=AutoencoderTiny())
-    lib_onediff.compile_pipe(given)
-    assert "forward" not in given.vae.decoder.__dict__
-    odd = pipe()
-    odd.vae.decoder.conv_act = torch.nn.ReLU()
-    lib_onediff.compile_pipe(odd)
-    assert "forward" not in odd.vae.decoder.__dict__
-    assert "the VAE keeps its own decoder: the output's activation is ReLU, not SiLU." in caplog.text
 
 
 def test_somebody_elses_forward_stays(caplog: pytest.LogCaptureFixture) -> None:
@@ -179,18 +166,3 @@ def test_somebody_elses_patch_of_the_class_beneath_ours(decoder: Any, monkeypatc
     finally:
         patches.stop()
     assert kind.__dict__["forward"] is theirs
-
-
-def test_what_the_adapter_knows_of_its_host(decoder: Any) -> None:
-    reasons = ["the host said so", None]
-    patches = DecoderPatches([ldm_module().Decoder], HostTraits(), lambda decoder: reasons.pop(0), lambda: True)
-    patches.serve()
-    try:
-        latent = a_latent(decoder)
-        expected = called(decoder, latent)
-        assert last() == ("host", "the host said so")
-        assert relative_error(called(decoder, latent), expected) < 1e-5
-        assert last() == ("ours", "")
-    finally:
-        patches.stop()
-    assert torch.equal(host_picture(decoder, latent), expected)

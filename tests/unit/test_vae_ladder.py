@@ -7,16 +7,12 @@ from typing import Any
 import pytest
 import torch
 from builders import relative_error
-from grid import grid
-from vae_builders import SD, a_latent, decodes, diffusers_vae, host_picture, last, ldm_decoder, our_picture
+from vae_builders import a_latent, decodes, diffusers_vae, host_picture, last, our_picture
 
 from lib_onediff.engines import EAGER, NATIVE, Candidates
-from lib_onediff.model.patches import HostTraits
-from lib_onediff.model.vae.forward import Decoding
 from lib_onediff.ops import torch_ops
 from lib_onediff.runtime.fallback import COMPILING
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.runtime.vae.bound import BoundDecoder
 
 pytestmark = pytest.mark.usefixtures("fresh_route", "exact_products")
 
@@ -84,18 +80,3 @@ def test_kernels_that_are_still_being_compiled(native: Stand) -> None:
     native.ready = lambda: True
     our_picture(decoder, latent)
     assert last() == ("ours", "") and decodes() == {"ours": 1, "host": 1}
-
-
-@grid(host=["ldm", "diffusers"], size=[(2, 2), (3, 1)])
-def test_the_kernels_themselves(host: str, size: tuple[int, int]) -> None:
-    pytest.importorskip("triton", reason="needs Triton")
-    from lib_onediff.ops.triton.operators import TritonOperators
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    decoder = (ldm_decoder() if host == "ldm" else diffusers_vae(**SD).decoder).to(device)
-    latent = a_latent(decoder, *size, batch=2)
-    bound = BoundDecoder(decoder, None, HostTraits())
-    bound.look()
-    with torch.no_grad():
-        picture = Decoding(bound.weights(), TritonOperators(), False, fold_biases=True).run(bound.layout, latent)
-    assert relative_error(picture, host_picture(decoder, latent)) < 1e-5

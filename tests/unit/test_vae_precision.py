@@ -137,20 +137,6 @@ def test_no_memory_for_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     assert relative_error(picture, in_float32(decoder, latent)) < 6e-2
 
 
-def test_no_memory_at_all_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder, latent = scaled(3)
-    freed: list[bool] = []
-
-    def too_large(self: Decoding, layout: Any, given: Tensor) -> Tensor:
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
-
-    monkeypatch.setattr(Decoding, "run", too_large)
-    monkeypatch.setattr(runtime, "free_graphs", lambda: freed.append(True))
-    host = Host(decoder, lambda picture: torch.rand(picture.shape))
-    decode(host, latent)
-    assert host.calls == 1 and freed == [True] and last() == ("host", "out of GPU memory: the graphs were freed")
-
-
 def test_weights_that_no_type_helps(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = diffusers_vae().decoder.half()
     latent = a_latent(decoder)

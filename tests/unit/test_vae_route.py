@@ -12,14 +12,11 @@ from torch import Tensor
 from vae_builders import a_latent, decodes, diffusers_vae, host_picture, last
 from vae_precision_builders import Host, decode
 
-from lib_onediff.model.call import UNetCall
 from lib_onediff.ops import torch_ops
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.route import DecoderRoute
-from lib_onediff.shapes.key import ShapeKey
 from lib_onediff.shapes.table import State
-from lib_onediff.ui.cache.table import table_html
 from lib_onediff.ui.status import status_html
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
@@ -190,25 +187,3 @@ def test_status(host: Host) -> None:
     runtime.configure(Settings(enabled=False))
     decode(host, latent)
     assert "VAE: the WebUI&#x27;s own, because OneDiff is switched off" in status_html(runtime.status())
-
-
-def unet_entry(width: int, height: int) -> None:
-    call = UNetCall(
-        latent=torch.empty(2, 4, height // 8, width // 8), timestep=torch.empty(2), context=torch.empty(2, 77, 48)
-    )
-    runtime.table.entry(ShapeKey.of("unet", torch.float32, call), "SD1").state = State.PROVED
-
-
-def test_rows_of_the_cache_panel(host: Host) -> None:
-    decode(host, a_latent(host.decoder, 4, 4))
-    decode(host, a_latent(host.decoder, 8, 8))
-    unet_entry(64, 64)
-    rows = {row.resolution: row for row in runtime.rows()}
-    assert set(rows) == {"32x32", "64x64"}
-    assert (rows["32x32"].model, rows["64x64"].model) == ("VAE decoder", "SD1")
-    assert [shape.tokens for shape in rows["64x64"].shapes] == [77, 0]
-    assert rows["64x64"].uses == 1
-    page = table_html(runtime.rows())
-    assert (page.count("<td>VAE</td>"), page.count("<td>77</td>")) == (2, 1)
-    runtime.purge(["64x64"])
-    assert [row.resolution for row in runtime.rows()] == ["32x32"]

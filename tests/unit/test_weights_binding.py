@@ -20,12 +20,6 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
 EVERY_UNET = pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
 
 
-def bound(unet: nn.Module) -> Binding:
-    binding = Binding(unet, read_layout(unet))
-    binding.bind()
-    return binding
-
-
 def storage_bytes(unet: nn.Module) -> int:
     """The bytes of all storages below a module, each counted once."""
     storages = {parameter.untyped_storage().data_ptr(): parameter.untyped_storage() for parameter in unet.parameters()}
@@ -38,28 +32,6 @@ def values(unet: nn.Module) -> dict[str, Tensor]:
 
 def same(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
     return before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-
-
-@EVERY_UNET
-def test_the_members_of_a_fused_layer_lie_one_after_the_other_in_one_storage(build: Callable) -> None:
-    unet = build()
-    binding = bound(unet)
-    fusions = binding.layout.fusions()
-    blocks = sum(type(module).__name__ == "BasicTransformerBlock" for module in unet.modules())
-    assert len(fusions) == 2 * blocks + 1
-    for fusion in fusions:
-        address = None
-        for member in fusion.members:
-            weight = unet.get_parameter(f"{member.path}.weight")
-            assert weight.is_contiguous()
-            assert address in (None, weight.data_ptr())
-            address = weight.data_ptr() + weight.nbytes
-        whole = binding.weights()[fusion.name].weight
-        members = [unet.get_parameter(f"{member.path}.weight") for member in fusion.members]
-        assert torch.equal(whole, torch.cat(members))
-        assert {member.untyped_storage().data_ptr() for member in members} == {whole.untyped_storage().data_ptr()}
-    biases = [unet.get_parameter(f"{member.path}.bias") for member in binding.layout.embeddings.members]
-    assert torch.equal(binding.weights()[binding.layout.embeddings.name].bias, torch.cat(biases))
 
 
 def addresses_of(binding: Binding) -> list[int]:
@@ -89,7 +61,8 @@ def test_three_rounds_leave_ordinary_parameters_with_the_same_bits(build: Callab
     objects, before = dict(unet.named_parameters()), values(unet)
     trainable = {name: parameter.requires_grad for name, parameter in objects.items()}
     for _ in range(3):
-        binding = bound(unet)
+        binding = Binding(unet, read_layout(unet))
+        binding.bind()
         assert same(before, values(unet))
         binding.unbind()
         assert same(before, values(unet))
@@ -107,7 +80,8 @@ def test_binding_never_writes_into_a_storage_that_the_host_may_keep() -> None:
     layer = unet.mid_block.attentions[0].transformer_blocks[0].attn2.to_k
     backup = layer.weight.detach()
     first = backup.clone()
-    binding = bound(unet)
+    binding = Binding(unet, read_layout(unet))
+    binding.bind()
     backup_of_view = layer.weight.detach()
     layer.weight = nn.Parameter(layer.weight.detach() * 2)
     binding.bind()
