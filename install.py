@@ -313,7 +313,7 @@ def demo_command(arguments: list[str]) -> list[str]:
     """What starts the standalone host. Ends the process with a sentence where an argument makes no sense."""
     parser = argparse.ArgumentParser(prog="install.py --demo", allow_abbrev=False)
     parser.add_argument("--model", type=model_path, metavar="FILE_OR_FOLDER", help="default: the one that comes along")
-    parser.add_argument("--random", action="store_true", help="without --model: a small model of random weights")
+    parser.add_argument("--random", action="store_true", help="without --model: emoji-sd with random weights")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: this machine only)")
     parser.add_argument(
         "--port", type=port_number, metavar="N", help="the port to listen on (default: the first free one from 7860)"

@@ -1,4 +1,4 @@
-/* The accordion, and the sides of a comparison: their controls write into the text box of changed options, which is what
+/* The accordion: its controls write into the text box of changed options, which is what
    a run reads; that box completes the names of options; and the page is asked for what has changed elsewhere when
    somebody comes to the accordion. The server's half is lib_onediff/ui/accordion.py and controls.py. */
 "use strict";
@@ -14,7 +14,7 @@ window.onediffAccordion = (() => {
 
     const options = (tab) => known(tab).options || {};
 
-    const TABS = ["txt2img", "img2img", "compare_left", "compare_right"];
+    const TABS = ["txt2img", "img2img"];
     const partsOf = (text) => text.split(/[;\n]/).map((part) => part.trim()).filter((part) => part);
     const nameOf = (part) => part.split(/[\s=]/)[0];
 

@@ -99,7 +99,7 @@ window.onediffSettings = (() => {
         if (section.querySelector(".onediff-settings-head")) return;
         const head = element("div", "onediff-settings-head", "");
         head.append(element("span", "onediff-reason", ""), aButton(told.texts.reset_all, told.texts.reset_all, () => {
-            for (const [key, option] of Object.entries(told.options)) if (option.reset) show(key, option.default);
+            for (const [key, option] of Object.entries(told.options)) show(key, option.default);
             look();
         }));
         section.querySelector(".onediff-group").before(head);
@@ -132,7 +132,7 @@ window.onediffSettings = (() => {
         const one = changed.length === 1 ? told.texts.changed_one : told.texts.changed;
         const text = changed.length ? one.replace("{}", changed.length) : told.texts.unchanged;
         if (head.firstChild.textContent !== text) head.firstChild.textContent = text;
-        head.lastChild.disabled = !changed.some((key) => told.options[key].reset);
+        head.lastChild.disabled = !changed.length;
     }
 
     function reasons() {

@@ -10,7 +10,6 @@ from lib_onediff.hosts import register, this_webui
 from lib_onediff.hosts.host_facts import checkpoint_name
 from lib_onediff.logs import show_on_console
 from lib_onediff.options import infotext, xyz
-from lib_onediff.options.presets import all_presets
 from lib_onediff.options.settings import Settings
 from lib_onediff.prewarm.idle import IdleWarmUp
 from lib_onediff.prewarm.presets import WantedSize, most_used
@@ -104,13 +103,9 @@ def standing_settings() -> Settings:
     return settings_tab.settings_from(shared.opts)
 
 
-def preset_names() -> list[str]:
-    return list(all_presets(Settings, runtime.settings.own_presets))
-
-
 def settings_of_run(*arguments: Any) -> Settings:
     """The settings of a run with these script arguments. Raises ValueError with a sentence."""
-    return run_settings.settings_of_run(arguments, standing_settings(), checkpoint_name())
+    return run_settings.settings_of_run(arguments, standing_settings())
 
 
 pasting = infotext.Pasting(lambda: runtime.settings)
@@ -129,7 +124,7 @@ class OneDiffScript(scripts.Script):
     @guard.hook("building the accordion", otherwise=[])
     def ui(self, is_img2img: bool) -> list[Any]:
         tab = "img2img" if is_img2img else "txt2img"
-        arguments = accordion.build_accordion(tab, status_lines, preset_names, settings_of_run)
+        arguments = accordion.build_accordion(tab, status_lines, settings_of_run)
         self.infotext_fields = pasting.fields(*arguments)
         self.paste_field_names = [target for _, target in self.infotext_fields]
         return arguments
@@ -148,7 +143,7 @@ class OneDiffScript(scripts.Script):
         idle.disturb()
         why_off = ""
         try:
-            settings = xyz.settings_of_cell(p, settings_of_run(*arguments), checkpoint_name())
+            settings = xyz.settings_of_cell(p, settings_of_run(*arguments))
         except ValueError as problem:
             settings, why_off = Settings(enabled=False), f"{problem} OneDiff is off for this run."
             run_settings.tell(p, why_off)

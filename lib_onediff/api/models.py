@@ -161,7 +161,9 @@ class TotalsAnswer(Answer):
     low_bit: int = Field(0, description="Bytes of GPU memory of the weights in eight bits.")
     low_bit_layers: int = Field(0, description="How many layers have weights in eight bits.")
     offloaded: int = Field(0, description="Bytes of the computer's memory of the WebUI's weights that they stand for.")
-    oneflow: dict[str, int] = Field({}, description="How many graphs OneFlow has compiled, and the most that it may.")
+    compiled: dict[str, dict[str, int]] = Field(
+        {}, description="By a backend that compiles graphs of its own (oneflow): how many, and the most that may be."
+    )
     low_bit_errors: list[LowBitAnswer] = Field([], description="As low_bit in GET status.")
 
 

@@ -1,1 +1,1 @@
-"""Side-by-side measurements of the host's UNet and ours: python -m lib_onediff.bench --help."""
+"""Measures how fast and how exact OneDiff is beside the host: `python -m lib_onediff.bench --help`."""

@@ -1,197 +1,172 @@
-"""Compare the host's UNet with ours in one run: python -m lib_onediff.bench --help."""
+"""The command line: python -m lib_onediff.bench step|cold|image|quality|webui."""
 from __future__ import annotations
 
 import argparse
-import contextlib
+import importlib.metadata
 import json
 import logging
+import platform
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from ..engines.operator_sets import OperatorSets
-from ..ops.tuning_cache import TuningCache
-from . import cold, first_calls, images, low_bit, models, quality, report, two_gpus, webui
-from .children import Task
-from .clock import give_back_memory
-from .measure import HEADINGS, Plan, measure
-from .options import DTYPES, parse, sizes_for
-from .patches import PATCHES
+from ..options.option import parse_value
+from ..options.settings import Settings
+from . import images, models, steps
+from .steps import HOSTS, Row, Size
 
-SECTIONS = "rows", "cold", "new_sizes", "images", "quality", "products", "two_gpus"
-JOBS = {"cold": cold.child, "first calls": first_calls.child}
-
-
-class Report:
-    """Prints every section when it is done, and keeps the file up to date: a run may be stopped at any time."""
-
-    def __init__(self, options: argparse.Namespace, facts: dict[str, Any]) -> None:
-        self._options = options
-        self._facts = facts
-        self.sections: dict[str, list[Any]] = {name: [] for name in SECTIONS}
-        self.complete = True
-
-    def add(self, section: str, headings: Sequence[str], rows: list[Any]) -> None:
-        self.sections[section] += rows
-        print("\n" + report.markdown(headings, [row.cells() for row in rows]), flush=True)
-        report.write_json(self._options.json, self._facts, self.sections)
-
-    @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """A part that fails (out of memory, say) is told in one line, and the others are still measured."""
-        try:
-            yield
-        except RuntimeError as problem:
-            self.complete = False
-            print(f"\n{name}: {str(problem).splitlines()[0]}", flush=True)
-
-    def finish(self) -> int:
-        """Write the file. Returns the command's exit status."""
-        report.write_json(self._options.json, self._facts, self.sections)
-        print(f"\nwritten: {self._options.json}")
-        return 0 if self.complete else 1
+EXAMPLES = """\
+examples:
+  python -m lib_onediff.bench step --model sdxl sd15 --batch 2 8 --runs 40
+  python -m lib_onediff.bench step --model sdxl --backend host native --set low_bit=fp8 --set low_bit=int8
+  python -m lib_onediff.bench cold --model sdxl --size 1024x1024 832x1216 960x720 --backend host native
+  python -m lib_onediff.bench image --model sdxl --steps 30 --set deepcache_interval=3 --set second_gpu=auto
+  python -m lib_onediff.bench quality --images 200 --steps 30 --set deepcache_interval=3 deepcache_depth=2
+  python -m lib_onediff.bench webui http://127.0.0.1:7860 --size 512x512 960x720
+"""
 
 
-def plan_for(name: str, options: argparse.Namespace) -> Plan:
-    return Plan(name, sizes_for(name, options.sizes), options.variants, options.batch, options.tokens,
-                DTYPES[options.dtype], options.runs)
+def size_of(text: str) -> Size:
+    """(width, height) from "1024x768"."""
+    width, _, height = text.partition("x")
+    if not (width.isdigit() and height.isdigit()) or int(width) % 8 or int(height) % 8 or not int(width) * int(height):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 1024x768 with both sides multiples of 8")
+    return int(width), int(height)
 
 
-def measure_patches(unet: Any, name: str, options: argparse.Namespace, done: Report) -> None:
-    """UNet calls with each patch that was asked for, at the first size."""
-    kind = "sdxl" if unet.config.addition_embed_type == "text_time" else "sd15"
-    for patch in options.patches:
-        with done.part(f"{name}, {patch}"), PATCHES[patch](unet, kind, options.batch) as patched:
-            plan = replace(plan_for(name, options), model=f"{name}, {patch}", patched=patched)
-            done.add("rows", HEADINGS, measure(unet, replace(plan, sizes=plan.sizes[:1])))
+def options_of(words: Sequence[str]) -> dict[str, Any]:
+    """OneDiff's options from words such as "tf32=on". Raises ValueError with a sentence."""
+    known, chosen = {option.name: option for option in fields(Settings)}, {}
+    for word in words:
+        name, _, value = word.partition("=")
+        chosen[name] = parse_value(known[name], value) if name in known else value
+    Settings.from_mapping(chosen)
+    return chosen
 
 
-def unet_for(name: str, options: argparse.Namespace, device: torch.device) -> nn.Module:
-    return models.load_unet(options.model, device) if options.model else models.random_unet(name, device)
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    gpu = torch.cuda.is_available()
+    backends = next(option.metadata["choices"] for option in fields(Settings) if option.name == "backend")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--set", nargs="+", action="append", default=[], metavar="OPTION=VALUE",
+                        help="a row with these options of OneDiff; give it again for another row")
+    common.add_argument("--size", nargs="+", type=size_of, metavar="WxH", help="pixels (default: 1024x1024 or 512x512)")
+    common.add_argument("--json", type=Path, metavar="FILE", help="write all rows, with all times, into this file")
+    local = argparse.ArgumentParser(add_help=False)
+    local.add_argument("--dtype", choices=list(steps.DTYPES), default="fp16" if gpu else "fp32")
+    random = argparse.ArgumentParser(add_help=False)
+    random.add_argument("--model", nargs="+", default=["sdxl", "sd15"] if gpu else ["tiny-sdxl", "tiny-sd15"],
+                        help=f"random weights of {', '.join(models.CONFIGURATIONS)}; or a checkpoint's file or folder")
+    calls = argparse.ArgumentParser(add_help=False)
+    everyone = [*HOSTS, *backends]
+    calls.add_argument("--backend", nargs="+", choices=everyone, metavar="NAME",
+                       default=[*HOSTS, "native", "cudagraph", "eager"] if gpu else ["host", "eager"],
+                       help=f"a row for each of: {', '.join(everyone)}")
+    calls.add_argument("--batch", nargs="+", type=int, default=[2], help="latents of a call; 2: an image with guidance")
+    calls.add_argument("--tokens", type=int, default=77, help="tokens of the prompt")
 
+    parser = argparse.ArgumentParser(
+        prog="python -m lib_onediff.bench", description="Measure OneDiff beside the host.", epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="step|cold|image|quality|webui")
 
-def measure_model(name: str, options: argparse.Namespace, device: torch.device, done: Report) -> None:
-    """Every section that was asked for, for one model. Raises ValueError with a sentence if it cannot be loaded."""
-    if options.runs:
-        with done.part(f"{name}, UNet calls"):
-            unet = unet_for(name, options, device)
-            done.add("rows", HEADINGS, measure(unet, plan_for(name, options)))
-            measure_patches(unet, name, options, done)
-            del unet
-    if options.images:
-        with done.part(f"{name}, images"):
-            done.add("images", images.HEADINGS, told(images.images(name, options, device)))
-    # From here on other processes measure, and they need the GPU's memory.
-    give_back_memory()
-    if options.new_sizes is not None:
-        done.add("new_sizes", first_calls.HEADINGS, first_calls.first_calls(name, options))
-    if options.cold:
-        starts = [cold.start_of(name, variant, options) for variant in options.variants]
-        done.add("cold", cold.HEADINGS, starts)
+    step = commands.add_parser("step", parents=[common, local, random, calls],
+                               help="one UNet call by backend, side by side: time and error against float32")
+    step.add_argument("--runs", type=int, default=40, help="timed calls of each row")
+    step.add_argument("--patch", nargs="+", choices=list(models.PATCHES), default=["nothing"], metavar="NAME",
+                      help=f"what an extension has put on the UNet: {', '.join(models.PATCHES)}")
 
+    cold = commands.add_parser("cold", parents=[common, local, random, calls],
+                               help="first calls at every size in a fresh process: with empty caches, and in the next")
+    cold.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
 
-def told(rows: Iterable[Any]) -> list[Any]:
-    """All rows, each printed in a line as soon as it is there: a run that is stopped has told what it measured."""
-    found = []
-    for row in rows:
-        print(", ".join(cell for cell in row.cells() if cell), flush=True)
-        found.append(row)
-    return found
+    image = commands.add_parser("image", parents=[common, local, random],
+                                help="whole images through diffusers: seconds, and difference from the host's")
+    image.add_argument("--batch", nargs="+", type=int, default=[1], help="images by one call")
+    image.add_argument("--steps", type=int, default=20)
+    image.add_argument("--runs", type=int, default=5, help="timed images of each row")
 
+    quality = commands.add_parser("quality", parents=[common, local],
+                                  help="how far images are from the host's in float32, on trained weights")
+    quality.add_argument("--model", help="a diffusers folder (default: emoji-sd, which ships with OneDiff)")
+    quality.add_argument("--images", type=int, default=200)
+    quality.add_argument("--steps", type=int, default=30)
 
-def judge_images(options: argparse.Namespace, device: torch.device, done: Report) -> int:
-    """The table of --quality, printed whole when it is done, and a line for each setting on the way."""
-    print(f"{options.quality} images of {options.steps} steps a setting", flush=True)
+    webui = commands.add_parser("webui", parents=[common],
+                                help="images of a running WebUI with OneDiff off and on, over its REST API")
+    webui.add_argument("url", help="its address, such as http://127.0.0.1:7860")
+    webui.add_argument("--steps", type=int, default=20)
+    webui.add_argument("--runs", type=int, default=5, help="timed images of each row")
+    options = parser.parse_args(arguments)
     try:
-        rows = told(quality.quality(options, device))
+        options.set = [options_of(words) for words in options.set]
     except ValueError as problem:
-        print(f"OneDiff bench: {problem}")
-        return 1
-    done.add("quality", quality.HEADINGS, rows)
-    return done.finish()
+        parser.error(str(problem))
+    return options
 
 
-def measure_low_bit(options: argparse.Namespace, device: torch.device, done: Report) -> int:
-    """The tables of --low-bit."""
-    dtype = DTYPES[options.dtype]
-    lack = low_bit.why_not(device, dtype, OperatorSets(TuningCache()))
-    if lack is not None:
-        print(f"OneDiff bench: {lack}")
-        return 1
-    table = low_bit.ProductTable(dtype, device)
-    for kind, reason in table.lacks.items():
-        if reason:
-            print(f"{kind.name}: {reason}")
-    with torch.no_grad():
-        for model in low_bit.SHAPES:
-            with done.part(f"{model}, products"):
-                rows = list(table.rows(model))
-                done.add("products", low_bit.HEADINGS, rows)
-                print(low_bit.sums(rows), flush=True)
-    with done.part("sdxl, step"):
-        done.add("rows", HEADINGS, low_bit.step(options, device))
-    return done.finish()
+def machine(device: torch.device) -> dict[str, Any]:
+    """What the numbers depend on."""
+    facts: dict[str, Any] = {"device": platform.processor() or platform.machine(), "torch": torch.__version__}
+    if device.type == "cuda":
+        facts |= {"device": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+    for package in ("triton", "diffusers"):
+        try:
+            facts[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {**facts, "python": platform.python_version(), "threads": torch.get_num_threads()}
 
 
-def images_of_webui(options: argparse.Namespace) -> int:
-    """Print how long images take in a running WebUI, with OneDiff on and off."""
-    running, rows = webui.RunningWebUI(options.webui), []
-    try:
-        for size in options.sizes or [(512, 512)]:
-            rows.append(webui.measure_images(running, size, options.steps, options.runs))
-    except (OSError, ValueError) as problem:
-        print(f"OneDiff bench: {running.asked}: {problem} (is it running, with --api, and with OneDiff?)")
-        return 1
-    print(f"{options.steps} steps, medians of {options.runs} images each, off and on in turn")
-    print(report.markdown(webui.HEADINGS, (row.cells() for row in rows)))
-    return 0
+def cells(row: Row) -> dict[str, str]:
+    """What is printed of a row: not the lists of all times."""
+    return {
+        name: "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+        for name, value in row.items() if not name.startswith("all_")
+    }
 
 
-def work_for_parent(text: str, device: torch.device) -> int:
-    """Do a task in this fresh process, and print the result as JSON for the process that asked."""
-    task = Task.from_text(text)
-    try:
-        with torch.no_grad():
-            result = JOBS[task.job](task, device)
-    except (RuntimeError, ValueError) as problem:
-        result = {"problem": str(problem).splitlines()[0]}
-    print(json.dumps(result))
-    return 0
+def table(rows: Sequence[Row]) -> str:
+    """A Markdown table of all that any row has."""
+    printed = [cells(row) for row in rows]
+    names = sorted(dict.fromkeys(name for row in printed for name in row), key=("served_by", "note").__contains__)
+    lines = [[name.replace("_", " ") for name in names], ["---"] * len(names)]
+    lines += [[row.get(name, "") for name in names] for row in printed]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+@torch.no_grad()
 def main() -> int:
     options = parse()
-    if options.webui:
-        return images_of_webui(options)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    if options.child:
-        return work_for_parent(options.child, device)
-    facts = report.machine(device)
-    print("OneDiff bench: " + ", ".join(f"{name} {value}" for name, value in facts.items())
-          + f"; {options.dtype}, batch {options.batch}, {options.tokens} tokens", flush=True)
-    done = Report(options, facts)
-    if options.quality:
-        return judge_images(options, device, done)
-    if options.two_gpus:
-        for name in options.models:
-            with done.part(f"{name}, two GPUs"):
-                done.add("two_gpus", two_gpus.HEADINGS, two_gpus.two_gpus(name, options, device))
-        return done.finish()
-    if options.low_bit:
-        return measure_low_bit(options, device, done)
-    for name in [options.model.name] if options.model else options.models:
-        try:
-            measure_model(name, options, device, done)
-        except ValueError as error:
-            print(f"OneDiff bench: {error}")
-            return 1
-    return done.finish()
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if getattr(options, "child", None):
+        print(json.dumps(steps.first_calls(options, device)))
+        return 0
+    commands = {
+        "step": steps.step, "cold": steps.cold, "image": images.image, "quality": images.quality, "webui": images.webui,
+    }
+    facts, rows, problem = machine(device), [], ""
+    try:
+        for row in commands[options.command](options, device):
+            rows.append(row)
+            # A run that is stopped has printed and written what it measured.
+            print(", ".join(f"{name} {value}" for name, value in cells(row).items()), file=sys.stderr)
+            if options.json:
+                document = {"command": sys.argv[1:], "machine": facts, "rows": rows}
+                options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    except (OSError, RuntimeError, ValueError) as error:
+        problem = str(error).splitlines()[0]
+    if rows:
+        print(", ".join(f"{name} {value}" for name, value in facts.items()) + "\n\n" + table(rows))
+    if problem:
+        print(f"OneDiff bench: {problem}", file=sys.stderr)
+    return 1 if problem or any("note" in row for row in rows) else 0
 
 
 if __name__ == "__main__":

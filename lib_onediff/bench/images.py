@@ -1,111 +1,68 @@
-"""Measure whole images through a pipeline of diffusers, sampler and decode included."""
+"""Whole images: time and difference through a pipeline, quality on trained weights, time in a WebUI."""
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import time
+import urllib.request
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..demo import SHIPPED
 from ..public import compile_pipe, uncompile_pipe
+from ..quality.judge import Judge, load_judge
 from ..runtime.runtime import runtime
-from .clock import give_back_memory, seconds
-from .image_settings import IMAGE_SETTINGS, TIMED
-from .models import TOKENS, VOCABULARY, pooled_width, random_text_encoders, random_unet, random_vae
-from .options import DTYPES, Size, kind_of, name_of, sizes_for
+from . import models
+from .steps import DTYPES, HOST, Row, Size, free_memory, name_of_options, relative_error, served_by, sizes_of, timed
 
-HOST = "host eager"
 # Compiling, checking and capturing are over after so many images that wait for kernels, and so many that do not.
 WAITING_IMAGES, SETTLING_IMAGES = 2, 1
-MOST_RUNS = 5
-HEADINGS = ("model", "size", "pipeline", "s an image", "x host", "mean difference", "largest", "route")
+EXACT = "onediff"
+TOKENS = 77
 # A prompt's embedding is quieter than an image's noise.
 PROMPT_NOISE = 0.1
+PROMPT = "a lighthouse at night"
 
 
-@dataclass
-class ImageRow:
-    """One pipeline at one size. seconds: the median of one image; differences: from the host's image, of a range of 1.
-    """
+class Drawing:
+    """Draws images through a pipeline of diffusers, from the same numbers each time."""
 
-    model: str
-    size: str
-    pipeline: str
-    seconds: float
-    ratio: float
-    mean_difference: float = 0.0
-    largest_difference: float = 0.0
-    route: str = ""
-    times: list[float] = field(default_factory=list, repr=False)
+    def __init__(self, model: str, dtype: torch.dtype, device: torch.device) -> None:
+        """model: a configuration for random weights, or a diffusers folder. Raises ValueError with a sentence."""
+        self.device = device
+        if model not in models.CONFIGURATIONS:
+            self.pipe, self._prompt = load_pipeline(Path(model), dtype, device), {"prompt": PROMPT}
+            return
+        unet: Any = models.random_unet(model, device).to(dtype)
+        self.pipe = random_pipeline(unet, models.random_vae(model.startswith("tiny"), device).to(dtype))
+        self._prompt = random_prompt(unet)
 
-    def cells(self) -> list[str]:
-        difference = ["", ""] if self.pipeline == HOST else [
-            f"{self.mean_difference:.4f}", f"{self.largest_difference:.3f}"
-        ]
-        times = [f"{self.seconds:.3f}", f"{self.ratio:.2f}"]
-        return [self.model, self.size, self.pipeline, *times, *difference, self.route]
-
-
-class Images:
-    """A pipeline with random weights that draws images of a size, from the same numbers every time.
-
-    at_once: how many. text_encoders: whether the prompt goes through text encoders for each of them, as a user's does.
-    """
-
-    def __init__(
-        self, model: str, options: argparse.Namespace, device: torch.device, at_once: int = 1,
-        text_encoders: bool = False,
-    ) -> None:
-        self.device, self.dtype, self.steps, self.at_once = device, DTYPES[options.dtype], options.steps, at_once
-        unet = random_unet(model, device).to(self.dtype)
-        self.pipe = pipeline(unet, random_vae(kind_of(model) == "tiny", device).to(self.dtype))
-        self._prompt = self._random_prompt(unet)
-        self._encoders = random_text_encoders(unet) if text_encoders else []
-        self._ids = torch.randint(VOCABULARY, (2, TOKENS), device=device)
-
-    def draw(self, size: Size) -> Tensor:
-        """(at_once, 3, height, width), from 0 to 1."""
-        self._encode()
+    def draw(self, size: Size, steps: int, batch: int = 1) -> Tensor:
+        """(batch, 3, height, width), from 0 to 1."""
         return self.pipe(
-            **self._prompt, width=size[0], height=size[1], num_inference_steps=self.steps,
-            guidance_scale=5.0, generator=torch.Generator("cpu").manual_seed(0), output_type="pt",
-            num_images_per_prompt=self.at_once,
+            **self._prompt, width=size[0], height=size[1], num_inference_steps=steps, guidance_scale=5.0,
+            generator=torch.Generator("cpu").manual_seed(0), output_type="pt", num_images_per_prompt=batch,
         ).images
 
-    def make_ready(self, size: Size) -> None:
-        """Until nothing is left to compile, to check or to capture."""
+    def times(self, size: Size, steps: int, batch: int, runs: int) -> tuple[list[float], Tensor]:
+        """Seconds an image of each call, after calls that nobody times, and the last images."""
         with runtime.wait_for_compile():
             for _ in range(WAITING_IMAGES):
-                self.draw(size)
+                self.draw(size, steps, batch)
         for _ in range(SETTLING_IMAGES):
-            self.draw(size)
-
-    @torch.no_grad()
-    def _encode(self) -> None:
-        """Encode a prompt and a negative one, for the time. The images are of the same noise with and without."""
-        for encoder in self._encoders:
-            encoder(self._ids, output_hidden_states=True)
-
-    def timed(self, size: Size, runs: int) -> tuple[list[float], Tensor]:
-        """Seconds an image, of some calls, and the last one's images."""
-        drawn: list[Tensor] = []
-        times = [seconds(lambda: drawn.append(self.draw(size)), self.device) for _ in range(runs)]
-        return [time / self.at_once for time in times], drawn[-1]
-
-    def _random_prompt(self, unet: Any) -> dict[str, Tensor]:
-        noise = lambda *shape: PROMPT_NOISE * torch.randn(shape, device=self.device, dtype=self.dtype)  # noqa: E731
-        names = ("prompt_embeds", "negative_prompt_embeds")
-        prompt = {name: noise(1, 77, unet.config.cross_attention_dim) for name in names}
-        if unet.config.addition_embed_type == "text_time":
-            width = pooled_width(unet.config)
-            prompt |= {name.replace("prompt", "pooled_prompt"): noise(1, width) for name in names}
-        return prompt
+            self.draw(size, steps, batch)
+        drawn = [timed(lambda: self.draw(size, steps, batch), self.device) for _ in range(runs)]
+        return [seconds / batch for _, seconds in drawn], drawn[-1][0]
 
 
-def pipeline(unet: Any, vae: Any) -> Any:
+def random_pipeline(unet: Any, vae: Any) -> Any:
     """A text-to-image pipeline of these, which takes embeddings in place of a prompt."""
     from diffusers import EulerDiscreteScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline
 
@@ -124,24 +81,197 @@ def pipeline(unet: Any, vae: Any) -> Any:
     return pipe
 
 
-def images(model: str, options: argparse.Namespace, device: torch.device) -> Iterator[ImageRow]:
-    """Medians of up to MOST_RUNS images at the first size, one pipeline after the other on the same weights."""
-    size = sizes_for(model, options.sizes)[0]
-    runs = max(1, min(options.runs or MOST_RUNS, MOST_RUNS))
-    drawing = Images(model, options, device, options.at_once, options.text_encoders)
-    drawing.draw(size)
-    times, expected = drawing.timed(size, runs)
-    host = statistics.median(times)
-    yield ImageRow(model, name_of(size), HOST, host, 1.0, times=times)
-    for name in options.settings or TIMED:
-        compile_pipe(drawing.pipe, **IMAGE_SETTINGS[name])
-        drawing.make_ready(size)
-        times, output = drawing.timed(size, runs)
-        difference = (output - expected).abs().float()
-        route = runtime.status()["route"] or ""
-        uncompile_pipe(drawing.pipe)
-        yield ImageRow(
-            model, name_of(size), name, statistics.median(times), host / statistics.median(times),
-            float(difference.mean()), float(difference.max()), route, times,
-        )
-    give_back_memory()
+def random_prompt(unet: Any) -> dict[str, Any]:
+    """Embeddings of a prompt and a negative prompt."""
+    widths: dict[str, tuple[int, ...]] = {"prompt_embeds": (TOKENS, unet.config.cross_attention_dim)}
+    if unet.config.addition_embed_type == "text_time":
+        widths["pooled_prompt_embeds"] = (models.pooled_width(unet.config),)
+    return {
+        sign + name: PROMPT_NOISE * torch.randn(1, *width, device=unet.device, dtype=unet.dtype)
+        for sign in ("", "negative_") for name, width in widths.items()
+    }
+
+
+def load_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """The pipeline of a diffusers folder, with Euler. Raises ValueError with a sentence."""
+    from diffusers import DiffusionPipeline, EulerDiscreteScheduler
+
+    if not (folder / "model_index.json").is_file():
+        raise ValueError(f"{folder / 'model_index.json'} is not there: give a folder in diffusers' layout")
+    pipe: Any = DiffusionPipeline.from_pretrained(folder, torch_dtype=dtype, local_files_only=True)
+    pipe.scheduler = EulerDiscreteScheduler.from_config(pipe.scheduler.config)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe.to(device)
+
+
+def image(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
+    """The host's image, OneDiff's with default options, and with each --set, on the same weights one after another."""
+    for model in options.model:
+        drawing = Drawing(model, DTYPES[options.dtype], device)
+        for size in sizes_of(model, options):
+            for batch in options.batch:
+                case = {"model": model, "size": f"{size[0]}x{size[1]}", "at_once": batch}
+                times, expected = drawing.times(size, options.steps, batch, options.runs)
+                host = statistics.median(times)
+                yield {**case, "options": HOST, "image_s": host, "all_s": times}
+                for chosen in [{}, *options.set]:
+                    compile_pipe(drawing.pipe, **chosen)
+                    times, images = drawing.times(size, options.steps, batch, options.runs)
+                    note = served_by()
+                    uncompile_pipe(drawing.pipe)
+                    median, difference = statistics.median(times), (images - expected).abs().float()
+                    yield {
+                        **case, "options": name_of_options(chosen) or EXACT, "image_s": median,
+                        "x_host": host / median, "mean_difference": float(difference.mean()),
+                        "most_difference": float(difference.max()), "served_by": note, "all_s": times,
+                    }
+        del drawing
+        free_memory()
+
+
+# --- quality ----------------------------------------------------------------------------------------------------------
+
+# What emoji-sd was not trained on, and the emoji that it asks for.
+PROMPTS = Path(__file__).with_name("prompts.json")
+JUDGE = SHIPPED.with_name("emoji-judge.safetensors")
+HOST32, ANOTHER = "host, fp32", "another prompt's image"
+SIDE, GUIDANCE, IMAGES_AT_ONCE = 256, 4.0, 8
+# A fault shows in the worst images, and one image is an accident.
+LOWEST = 0.05
+
+
+def held_out(count: int) -> list[Row]:
+    """Prompts that emoji-sd was not trained on, with the emoji that they show and a seed."""
+    known = json.loads(PROMPTS.read_text(encoding="utf-8"))
+    return [{**known[number % len(known)], "seed": number // len(known)} for number in range(count)]
+
+
+def draw_prompts(pipe: Any, wanted: list[Row], steps: int) -> Tensor:
+    """(n, 3, SIDE, SIDE) of uint8, as a file would keep them. All calls are of one shape."""
+    parts, at_once = [], min(IMAGES_AT_ONCE, len(wanted))
+    shape = pipe.unet.config.in_channels, SIDE // pipe.vae_scale_factor, SIDE // pipe.vae_scale_factor
+    for start in range(0, len(wanted), at_once):
+        part = [wanted[min(start + at, len(wanted) - 1)] for at in range(at_once)]
+        noise = [torch.randn(shape, generator=torch.Generator().manual_seed(each["seed"])) for each in part]
+        images = pipe(
+            [each["prompt"] for each in part], num_inference_steps=steps, guidance_scale=GUIDANCE, height=SIDE,
+            width=SIDE, output_type="pt", latents=torch.stack(noise).to(pipe.device, pipe.unet.dtype),
+        ).images
+        parts.append((images.float().clamp(0, 1) * 255).round().to(torch.uint8).cpu())
+    return torch.cat(parts)[: len(wanted)]
+
+
+def quality(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
+    """How far the images of the host, of OneDiff and of each --set are from the host's in float32.
+
+    Raises ValueError with a sentence if the model is missing.
+    """
+    folder, steps, wanted = Path(options.model or SHIPPED), options.steps, held_out(options.images)
+    exact = draw_prompts(load_pipeline(folder, torch.float32, device), wanted, steps)
+    judge = partial(judged, load_judge(JUDGE, device), exact=exact, wanted=wanted)
+    yield {"options": HOST32, **judge(exact)}
+    yield {"options": ANOTHER, **judge(exact.roll(1, 0))}
+    pipe = load_pipeline(folder, DTYPES[options.dtype], device)
+    yield {"options": f"{HOST}, {options.dtype}", **judge(draw_prompts(pipe, wanted, steps))}
+    # This model is too small to gain by eight bits: what they do to its images is seen where every layer has them.
+    with runtime.devices.lossy.low_bit.choice.used_everywhere():
+        for chosen in [{}, *options.set]:
+            compile_pipe(pipe, **chosen)
+            with runtime.wait_for_compile():
+                draw_prompts(pipe, wanted[:IMAGES_AT_ONCE], steps)
+            images = draw_prompts(pipe, wanted, steps)
+            row = {"options": name_of_options(chosen) or EXACT, "served_by": served_by()}
+            uncompile_pipe(pipe)
+            yield {**row, **judge(images)}
+
+
+def judged(judge: Judge, images: Tensor, exact: Tensor, wanted: list[Row]) -> Row:
+    """The differences of images, (n, 3, height, width) of uint8, and the share whose emoji the judge names.
+
+    PSNR in decibels: the median, and what 5 % are below.
+    """
+    from skimage.metrics import structural_similarity
+
+    as_wang = {"gaussian_weights": True, "sigma": 1.5, "use_sample_covariance": False}
+    squares = (images.double() - exact.double()).square().mean((1, 2, 3)).clamp_min(1e-10)
+    psnr = sorted((20 * torch.log10(255 / squares.sqrt())).tolist())
+    pairs = zip(exact.numpy(), images.numpy(), strict=True)
+    ssim = [structural_similarity(one, other, channel_axis=0, **as_wang) for one, other in pairs]
+    distances, hits = [], []
+    for image, other, case in zip(images, exact, wanted, strict=True):
+        image, other = (pixels[None].to(judge.emoji.weight.device) / 127.5 - 1 for pixels in (image, other))
+        distances.append(float(judge.distance(image, other)))
+        likely = judge(image)[0].topk(len(case["shows"])).indices[0].tolist()
+        hits.append({judge.names[index] for index in likely} == set(case["shows"]))
+    return {
+        "relative_error": relative_error(images, exact), "psnr_db": psnr[len(psnr) // 2],
+        "psnr_lowest_5": psnr[int(LOWEST * len(psnr))], "ssim": statistics.fmean(ssim),
+        "distance": statistics.fmean(distances), "recognised": statistics.fmean(hits),
+    }
+
+
+# --- a WebUI ----------------------------------------------------------------------------------------------------------
+
+SECONDS_FOR_AN_IMAGE = 600
+STEPS_TO_SETTLE = 4
+
+
+class WebUI:
+    """A1111, Forge or the demo at url, with --api."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        # A WebUI is on this machine or beside it, whatever proxy the environment names.
+        self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+
+    def ask(self, path: str, body: Row | None = None) -> Any:
+        """The JSON that the WebUI answers. Raises ValueError with a sentence."""
+        address, data = self.url + path, None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
+        try:
+            with self._open(request, timeout=SECONDS_FOR_AN_IMAGE) as answer:
+                return json.load(answer)
+        except (OSError, ValueError) as problem:
+            raise ValueError(f"{address}: {problem} (is it running, with --api, and with OneDiff?)") from problem
+
+    def seconds(self, size: Size, steps: int, options: Row) -> float:
+        """How long one image takes."""
+        body = {
+            "prompt": PROMPT, "seed": 1, "steps": steps, "width": size[0], "height": size[1],
+            "sampler_name": "Euler", "cfg_scale": 7.0, "save_images": False,
+            "alwayson_scripts": {"OneDiff": {"args": [options]}},
+        }
+        began = time.perf_counter()
+        self.ask("/sdapi/v1/txt2img", body)
+        return time.perf_counter() - began
+
+
+def webui(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
+    """Images with OneDiff off, on, and on with each --set, in turn. Raises ValueError where the WebUI does not answer.
+
+    A step's time is what twice as many steps take longer, each.
+    """
+    running, steps = WebUI(options.url), options.steps
+    chosen: dict[str, Row] = {"off": {"enabled": False}, "on": {"enabled": True}}
+    chosen |= {name_of_options(more): {"enabled": True, **more} for more in options.set}
+    for size in options.size or [(512, 512)]:
+        rows: dict[str, Row] = {name: {"all_s": [], "all_step_ms": [], "all_calls": Counter()} for name in chosen}
+        for values in chosen.values():
+            running.seconds(size, steps, values)
+        for _ in range(options.runs):
+            for values, row in zip(chosen.values(), rows.values(), strict=True):
+                # A change lays the weights out anew and captures again: once, and not counted.
+                running.seconds(size, STEPS_TO_SETTLE, values)
+                before = running.ask("/onediff/v1/status")["calls"]
+                once, twice = (running.seconds(size, count, values) for count in (steps, 2 * steps))
+                row["all_calls"] += Counter(running.ask("/onediff/v1/status")["calls"]) - Counter(before)
+                row["all_s"].append(once)
+                row["all_step_ms"].append((twice - once) / steps * 1e3)
+        case = {"model": running.ask("/onediff/v1/status")["model"] or "?", "size": f"{size[0]}x{size[1]}"}
+        for name, row in rows.items():
+            image_s = statistics.median(row["all_s"])
+            row["x_off"] = statistics.median(rows["off"]["all_s"]) / image_s
+            # Where images differ by more than their steps cost, a step's time is unknown.
+            step_ms = statistics.median(row["all_step_ms"]) if min(row["all_step_ms"]) > 0 else None
+            calls = ", ".join(f"{count} {route}" for route, count in row["all_calls"].items())
+            yield {**case, "options": name, "image_s": image_s, "step_ms": step_ms, "served_by": calls, **row}

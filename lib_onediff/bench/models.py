@@ -1,6 +1,8 @@
-"""The UNets that are measured: known configurations with random weights, or a given model's."""
+"""The networks that are measured, with random weights or a given file's, and what extensions put on a UNet."""
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +37,6 @@ SDXL_VAE = {
     "down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4,
     "sample_size": 1024, "scaling_factor": 0.13025,
 }
-# CLIP ViT-L, which SD 1.5 has alone, and OpenCLIP ViT-bigG beside it: layers and heads by their width.
-TEXT_ENCODERS = {768: (12, 12), 1280: (32, 20)}
-TINY_TEXT_ENCODER = 2, 2
-VOCABULARY, TOKENS = 49408, 77
 TINY_VAE = {**SDXL_VAE, "block_out_channels": (32, 32, 64, 64), "layers_per_block": 1, "sample_size": 64}
 
 
@@ -50,28 +48,6 @@ def random_unet(name: str, device: torch.device) -> nn.Module:
     with torch.device(device):
         unet: Any = UNet2DConditionModel(**CONFIGURATIONS[name])
     return unet.eval().requires_grad_(False)
-
-
-def random_text_encoders(unet: Any) -> list[nn.Module]:
-    """The text encoders whose widths add up to a UNet's context, with random weights of its type, on its device."""
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
-
-    width, config = unet.config.cross_attention_dim, unet.config
-    pooled = config.addition_embed_type == "text_time"
-    widths = [width] if not pooled else [768, 1280] if width == 768 + 1280 else [width // 2, width - width // 2]
-    torch.manual_seed(0)
-    encoders: list[nn.Module] = []
-    for each in widths:
-        layers, heads = TEXT_ENCODERS.get(each, TINY_TEXT_ENCODER)
-        last = pooled and len(encoders) == 1
-        made = CLIPTextConfig(
-            vocab_size=VOCABULARY, hidden_size=each, intermediate_size=4 * each, num_hidden_layers=layers,
-            num_attention_heads=heads, projection_dim=pooled_width(config) if last else each,
-        )
-        with unet.device:
-            encoder: Any = (CLIPTextModelWithProjection if last else CLIPTextModel)(made)
-        encoders.append(encoder.to(unet.dtype).eval().requires_grad_(False))
-    return encoders
 
 
 def pooled_width(config: Any) -> int:
@@ -90,20 +66,22 @@ def random_vae(tiny: bool, device: torch.device) -> nn.Module:
     return vae.eval().requires_grad_(False)
 
 
-def load_unet(path: Path, device: torch.device) -> nn.Module:
-    """The UNet of a diffusers folder or a single checkpoint file, in float32. Raises ValueError with a sentence."""
+def unet_named(name: str, device: torch.device) -> nn.Module:
+    """A configuration's UNet with random weights, or that of a diffusers folder or checkpoint file, in float32.
+
+    Raises ValueError with a sentence.
+    """
     from diffusers import UNet2DConditionModel
 
-    from ..demo.folder_parts import make_network
-    from ..demo.model_folder import check_files
-
+    if name in CONFIGURATIONS:
+        return random_unet(name, device)
+    path = Path(name)
     try:
         if path.is_dir():
-            check_files(path)
             folder = path / "unet" if (path / "unet").is_dir() else path
-            unet = make_network(folder, "diffusers", UNet2DConditionModel, torch.float32)
+            unet = UNet2DConditionModel.from_pretrained(folder, local_files_only=True, use_safetensors=True)
         else:
-            unet = UNet2DConditionModel.from_single_file(str(path), local_files_only=True)
+            unet = UNet2DConditionModel.from_single_file(name, local_files_only=True)
     except Exception as error:
         raise ValueError(f"{path} could not be loaded as a UNet: {str(error).splitlines()[0]}") from error
     return unet.to(device, torch.float32).eval().requires_grad_(False)
@@ -127,3 +105,69 @@ def inputs(unet: nn.Module, width: int, height: int, batch: int, tokens: int, dt
         sizes = torch.tensor([[height, width, 0, 0, height, width]] * batch, device=device, dtype=dtype)
         arguments["added_cond_kwargs"] = {"text_embeds": random(batch, pooled_width(config)), "time_ids": sizes}
     return arguments
+
+
+# --- what extensions put on a UNet ------------------------------------------------------------------------------------
+
+ADAPTER_TOKENS, PLUS_TOKENS, ADAPTER_SCALE = 4, 16, 0.6
+CONTEXT_FACTOR = 1.1
+
+
+class ScaledContext:
+    """An attention processor that OneDiff does not know: diffusers' own, with a stronger prompt."""
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+
+    def __call__(self, attn: nn.Module, hidden_states: Tensor, encoder_hidden_states: Tensor, **others: Any) -> Tensor:
+        return self._processor(attn, hidden_states, CONTEXT_FACTOR * encoder_hidden_states, **others)
+
+
+def cross_attentions(unet: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in unet.named_modules() if name.endswith(".attn2")}
+
+
+def ip_adapter(unet: Any, batch: int, plus: bool = False) -> dict[str, Any]:
+    """An IP-Adapter with random weights in every cross attention, for the image encoders CLIP ViT-H, ViT-bigG (SDXL)
+    and, for Plus, the hidden states of ViT-H. Returns what a call needs in addition."""
+    from diffusers.models import embeddings
+    from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
+
+    weight, width = next(unet.parameters()), unet.config.cross_attention_dim
+    heads, tokens = (20 if width == 2048 else 12), PLUS_TOKENS if plus else ADAPTER_TOKENS
+    shape = (batch, 1, 257, 1280) if plus else (batch, 1, 1280 if width == 2048 else 1024)
+    torch.manual_seed(1)
+    with torch.device(weight.device):
+        projection: nn.Module = embeddings.ImageProjection(shape[-1], width, tokens)
+        if plus:
+            projection = embeddings.IPAdapterPlusImageProjection(
+                shape[-1], width, 64 * heads, heads=heads, num_queries=tokens
+            )
+        adapters = {
+            f"{name}.processor": IPAdapterAttnProcessor2_0(attention.inner_dim, width, (tokens,), [ADAPTER_SCALE])
+            for name, attention in cross_attentions(unet).items()
+        }
+    unet.set_attn_processor({**unet.attn_processors, **adapters})
+    unet.encoder_hid_proj = embeddings.MultiIPAdapterImageProjection([projection])
+    unet.to(weight.dtype).eval().requires_grad_(False)
+    unet.config.encoder_hid_dim_type = "ip_image_proj"
+    return {"image_embeds": [torch.randn(shape, device=weight.device, dtype=weight.dtype)]}
+
+
+def freeu(unet: Any, batch: int) -> dict[str, Any]:
+    """FreeU as its authors recommend it for SDXL."""
+    unet.enable_freeu(s1=0.9, s2=0.2, b1=1.3, b2=1.4)
+    return {}
+
+
+def processor(unet: Any, batch: int) -> dict[str, Any]:
+    """A processor that OneDiff does not know in every cross attention."""
+    names, before = [f"{name}.processor" for name in cross_attentions(unet)], unet.attn_processors
+    unet.set_attn_processor({**before, **{name: ScaledContext(before[name]) for name in names}})
+    return {}
+
+
+PATCHES: dict[str, Callable[[Any, int], dict[str, Any]]] = {
+    "nothing": lambda unet, batch: {}, "ip-adapter": ip_adapter, "ip-adapter-plus": partial(ip_adapter, plus=True),
+    "freeu": freeu, "processor": processor,
+}

@@ -1,10 +1,7 @@
-"""A small WebUI-compatible host over a diffusers pipeline: how a newcomer sees the product, and what CI drives.
-
-Run it with `python -m lib_onediff.demo`. It loads the same scripts/onediff.py as A1111 and Forge do.
-"""
+"""A small WebUI over a diffusers pipeline: how a newcomer sees the product. It loads the script that A1111 loads."""
 from __future__ import annotations
 
 from pathlib import Path
 
-# The model that lib_onediff.demo.train has made. Installed as an extension, OneDiff may come without it.
+# The model that ships; its README says how it was trained.
 SHIPPED = Path(__file__).with_name("emoji-sd")

@@ -1,15 +1,14 @@
-"""A model that cannot be loaded, and what goes wrong on the console."""
+"""What the host does not do, and what goes wrong on the console."""
 from __future__ import annotations
 
 import sys
-import textwrap
 import traceback
 
 from ..logs import debug_wanted, one_line
 
 
-class ModelProblem(Exception):
-    """A model cannot be loaded; the message says which and why."""
+class Refusal(Exception):
+    """A model cannot be loaded, or the host does not do what was asked; the message is a sentence for the user."""
 
 
 def report(message: str, *, exc_info: bool = False) -> None:
@@ -17,8 +16,7 @@ def report(message: str, *, exc_info: bool = False) -> None:
     for line in message.splitlines():
         print("***", one_line(line), file=sys.stderr)
     if exc_info and debug_wanted():
-        print(textwrap.indent(traceback.format_exc(), "    "), file=sys.stderr, flush=True)
+        traceback.print_exc()
     elif exc_info:
         error = sys.exc_info()[1]
-        told = one_line(f"{type(error).__name__}: {error} (ONEDIFF_DEBUG=1 shows where)")
-        print(f"***   {told}", file=sys.stderr, flush=True)
+        print("***  ", one_line(f"{type(error).__name__}: {error} (ONEDIFF_DEBUG=1 shows where)"), file=sys.stderr)

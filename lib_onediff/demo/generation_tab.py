@@ -1,23 +1,33 @@
-"""The txt2img and img2img tabs."""
+"""The txt2img and img2img tabs: their components, and making images from them."""
 from __future__ import annotations
 
+import contextlib
+import html
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import gradio as gr
+import torch
 
-from . import limits
+from . import errors, limits
+from .errors import Refusal
 from .modules import processing, sd_samplers, shared
+from .modules.call_queue import queue_lock
 from .modules.infotext_utils import connect_paste
-from .page_job import run_on_page
+from .modules.processing import Processed
 
-# name of the attribute of StableDiffusionProcessing -> component
+# name of the field of a StableDiffusionProcessing -> component
 Inputs = dict[str, Any]
-# name of the attribute -> the infotext parameter that fills its component
+# name of the field -> the infotext parameter that fills its component
 PASTED = {
     "prompt": "Prompt", "negative_prompt": "Negative prompt", "steps": "Steps", "sampler_name": "Sampler",
-    "scheduler": "Schedule type", "cfg_scale": "CFG scale", "seed": "Seed", "width": "Size-1", "height": "Size-2",
-    "denoising_strength": "Denoising strength", "mask_blur": "Mask blur",
+    "cfg_scale": "CFG scale", "seed": "Seed", "width": "Size-1", "height": "Size-2",
+    "denoising_strength": "Denoising strength",
 }
+SECONDS_BETWEEN_LOOKS = 0.2
+UNCHANGED = gr.update()
 
 
 def build_generation_tab(runner: Any, tab: str) -> None:
@@ -49,9 +59,8 @@ def build_generation_tab(runner: Any, tab: str) -> None:
     for component in (*inputs.values(), generate, interrupt, paste, *outputs):
         runner.after_component(component, elem_id=component.elem_id, label=getattr(component, "label", None))
 
-    kind = getattr(processing, f"StableDiffusionProcessing{tab.capitalize().replace('2i', '2I')}")
     generate.click(
-        run_on_page(kind, list(inputs), runner), inputs=[*inputs.values(), *runner.inputs[1:]], outputs=outputs,
+        making_images(tab, list(inputs), runner), inputs=[*inputs.values(), *runner.inputs[1:]], outputs=outputs,
         show_progress="hidden", api_name=False,
     )
     fields = [(inputs[name], parameter) for name, parameter in PASTED.items() if name in inputs]
@@ -62,56 +71,119 @@ def build_generation_tab(runner: Any, tab: str) -> None:
 
 
 def build_prompts(tab: str) -> Inputs:
+    def textbox(label: str, lines: int, elem_id: str) -> gr.Textbox:
+        return gr.Textbox(label=label, show_label=False, lines=lines, placeholder=label, elem_id=f"{tab}_{elem_id}",
+                          elem_classes="prompt")
+
     with gr.Column(scale=6, min_width=280):
-        return {
-            "prompt": gr.Textbox(
-                label="Prompt", show_label=False, lines=3, placeholder="Prompt", elem_id=f"{tab}_prompt",
-                elem_classes="prompt",
-            ),
-            "negative_prompt": gr.Textbox(
-                label="Negative prompt", show_label=False, lines=2, placeholder="Negative prompt",
-                elem_id=f"{tab}_neg_prompt", elem_classes="prompt",
-            ),
-        }
+        prompt = textbox("Prompt", 3, "prompt")
+        return {"prompt": prompt, "negative_prompt": textbox("Negative prompt", 2, "neg_prompt")}
 
 
 def build_image_inputs() -> Inputs:
     image = gr.Image(label="Image", type="pil", image_mode="RGBA", sources=["upload", "clipboard"],
                      elem_id="img2img_image", height=320)
-    with gr.Accordion("Mask (white is repainted)", open=False, elem_id="img2img_mask_accordion"):
-        mask = gr.Image(label="Mask", type="pil", image_mode="L", sources=["upload", "clipboard"],
-                        elem_id="img_inpaint_mask", height=240)
-        blur = gr.Slider(0, 64, value=4, step=1, label="Mask blur", elem_id="img2img_mask_blur")
     strength = gr.Slider(0, 1, value=0.75, step=0.01, label="Denoising strength",
                          elem_id="img2img_denoising_strength")
-    return {"init_images": image, "mask": mask, "mask_blur": blur, "denoising_strength": strength}
+    return {"init_images": image, "denoising_strength": strength}
 
 
 def build_parameters(tab: str) -> Inputs:
-    names = sd_samplers.visible_sampler_names()
-    side = {
-        "minimum": limits.SMALLEST_SIDE, "maximum": limits.LARGEST_SIDE, "step": limits.SIZE_STEP,
-        "value": min(shared.sd_model.side, limits.LARGEST_SIDE),
-    }
+    def slider(name: str, label: str, elem_id: str, value: float, step: float = 1) -> gr.Slider:
+        least, most = limits.NUMBERS[name]
+        return gr.Slider(least, most, value, step=step, label=label, elem_id=f"{tab}_{elem_id}", min_width=180)
+
+    names, side = sd_samplers.visible_sampler_names(), min(shared.sd_model.side, max(limits.SIDE))
+    inputs: Inputs = {}
     with gr.Row():
-        sampler = gr.Dropdown(names, value=names[0], label="Sampling method", elem_id=f"{tab}_sampling", min_width=180)
-        schedule = gr.Dropdown(list(sd_samplers.SCHEDULES), value=sd_samplers.AUTOMATIC, label="Schedule type",
-                               elem_id=f"{tab}_scheduler", min_width=180)
-    steps = gr.Slider(1, limits.MOST_STEPS, value=20, step=1, label="Sampling steps", elem_id=f"{tab}_steps")
+        inputs["sampler_name"] = gr.Dropdown(
+            names, value=names[0], label="Sampling method", elem_id=f"{tab}_sampling", min_width=180
+        )
+        inputs["steps"] = slider("steps", "Sampling steps", "steps", 20)
     with gr.Row():
-        width = gr.Slider(label="Width", elem_id=f"{tab}_width", min_width=180, **side)
-        height = gr.Slider(label="Height", elem_id=f"{tab}_height", min_width=180, **side)
+        inputs["width"] = slider("width", "Width", "width", side, limits.SIZE_STEP)
+        inputs["height"] = slider("height", "Height", "height", side, limits.SIZE_STEP)
     with gr.Row():
-        batches = gr.Slider(1, limits.MOST_BATCHES, value=1, step=1, label="Batch count", min_width=180,
-                            elem_id=f"{tab}_batch_count")
-        batch = gr.Slider(1, limits.MOST_IMAGES_AT_ONCE, value=1, step=1, label="Batch size", min_width=180,
-                          elem_id=f"{tab}_batch_size")
+        inputs["n_iter"] = slider("n_iter", "Batch count", "batch_count", 1)
+        inputs["batch_size"] = slider("batch_size", "Batch size", "batch_size", 1)
     with gr.Row():
-        scale = gr.Slider(1, limits.LARGEST_CFG, value=7, step=0.5, label="CFG scale", elem_id=f"{tab}_cfg_scale",
-                          min_width=180)
-        seed = gr.Number(value=-1, precision=0, label="Seed", info="-1: a new one each time", elem_id=f"{tab}_seed",
-                         min_width=180)
-    return {
-        "sampler_name": sampler, "scheduler": schedule, "steps": steps, "width": width, "height": height,
-        "n_iter": batches, "batch_size": batch, "cfg_scale": scale, "seed": seed,
-    }
+        inputs["cfg_scale"] = slider("cfg_scale", "CFG scale", "cfg_scale", 7, 0.5)
+        inputs["seed"] = gr.Number(
+            value=-1, precision=0, label="Seed", info="-1: a new one each time", elem_id=f"{tab}_seed", min_width=180
+        )
+    return inputs
+
+
+def making_images(tab: str, names: list[str], runner: Any) -> Callable[..., Iterator[tuple[Any, ...]]]:
+    """A handler of the Generate button. names: of the first components' values; the others go to the scripts. Yields
+    (progress line, gallery, infotext, the text box that tells scripts of new images)."""
+
+    def generate(*values: Any) -> Iterator[tuple[Any, ...]]:
+        started = time.perf_counter()
+        worker = ThreadPoolExecutor(1)
+        fields, arguments = dict(zip(names, values, strict=False)), [0, *values[len(names) :]]
+        work = worker.submit(lambda: make_images(processing_of(tab, fields), runner, arguments))
+        # Not to be waited for where the page is closed meanwhile: that would keep the server from answering.
+        worker.shutdown(wait=False)
+        while not wait([work], SECONDS_BETWEEN_LOOKS).done:
+            yield progress_bar(), UNCHANGED, UNCHANGED, UNCHANGED
+        try:
+            processed = work.result()
+        except Refusal as refusal:
+            # gradio shows it as markup.
+            sentence = html.escape(str(refusal))
+            gr.Warning(sentence)
+            yield "", UNCHANGED, f"<p class='error'>{sentence}</p>", UNCHANGED
+        else:
+            yield "", processed.images, infotext_html(processed, time.perf_counter() - started), processed.js()
+
+    return generate
+
+
+def processing_of(tab: str, fields: dict[str, Any]) -> Any:
+    """What the components ask for. Raises Refusal."""
+    fields = limits.checked(fields)
+    if tab == "txt2img":
+        return processing.StableDiffusionProcessingTxt2Img(**fields)
+    image = fields.pop("init_images")
+    return processing.StableDiffusionProcessingImg2Img(**fields, init_images=[] if image is None else [image])
+
+
+def make_images(p: Any, runner: Any, script_args: list[Any]) -> Processed:
+    """Wait for the queue and make the images of p. Raises Refusal with a sentence for the user, whatever goes wrong."""
+    try:
+        with queue_lock, contextlib.closing(p):
+            shared.state.begin(p.tab)
+            try:
+                p.scripts, p.script_args = runner, tuple(script_args)
+                return processing.process_images(p)
+            finally:
+                shared.state.end()
+    except Refusal:
+        raise
+    except Exception as error:
+        if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):
+            raise Refusal("There is not enough memory for this image; try a smaller size or batch.") from error
+        errors.report("A generation failed", exc_info=True)
+        first_line = (str(error).strip() or "no details").splitlines()[0]
+        raise Refusal(f"The generation failed: {type(error).__name__}: {first_line}") from error
+
+
+def progress_bar() -> str:
+    """The progress line while something is made."""
+    share, state = shared.state.share_done(), shared.state
+    steps = f"step {state.sampling_step} of {state.sampling_steps}" if state.sampling_steps else ""
+    text = ", ".join(part for part in (state.job if "Batch" in state.job else "", steps) if part) or "waiting"
+    return (
+        f"<div class='progressDiv' role='progressbar' aria-valuenow='{share * 100:.0f}'>"
+        f"<div class='progress' style='width: {share * 100:.1f}%'></div><span>{html.escape(text)}</span></div>"
+    )
+
+
+def infotext_html(processed: Processed, seconds: float) -> str:
+    """What is shown under the images."""
+    lines = "<br>".join(html.escape(line) for line in processed.info.split("\n"))
+    comments = "".join(f"<p class='comment'>{html.escape(line)}</p>" for line in processed.comments.split("\n") if line)
+    if not processed.images:
+        lines = "Interrupted before the first image."
+    return f"<p>{lines}</p>{comments}<p class='performance'>Time taken: {seconds:.1f} s</p>"

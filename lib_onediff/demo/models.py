@@ -1,77 +1,131 @@
-"""Loading a model: a diffusers folder, a single checkpoint file, the one that ships with us, or a random one."""
+"""The model that the host runs: a diffusers folder, a single checkpoint file, or the one that ships with us."""
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..logs import one_line
 from . import SHIPPED
-from .errors import ModelProblem
-from .folder_parts import load_folder
-from .loaded_model import LoadedModel
-from .model_folder import INDEX
-from .modules import devices
+from .errors import Refusal
+from .model_folder import load_folder
 from .single_file import load_checkpoint
-from .tiny_model import tiny_sd15_pipeline
 
-DEMO_NAME = "random-tiny-sd15"
+RANDOM_NAME, RANDOM_SEED, RANDOM_SIZE = "random", 15, 0.05
 ABOUT_SHIPPED = "Draws emoji: try “a red apple on a blue background” or “an owl and a rocket”."
+ABOUT_RANDOM = "Random weights: its images show nothing."
 OWN_MODEL = "Start with --model FILE_OR_FOLDER for your own."
-CHECKPOINT_ENDINGS = (".safetensors", ".ckpt")
+LATENT_CHANNELS = 4
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.float16 if torch.cuda.is_available() else torch.float32
+
+
+@dataclass(eq=False)
+class LoadedModel:
+    """A diffusers pipeline and its name, as scripts see it in shared.sd_model.
+
+    about: what the user should know of the model, in a sentence or two; empty for one that the user has chosen.
+    """
+
+    pipeline: Any
+    name: str
+    about: str = ""
+    _pipelines: dict[str, Any] = field(default_factory=dict, init=False)
+
+    @property
+    def unet(self) -> Any:
+        """The UNet, a diffusers UNet2DConditionModel."""
+        return self.pipeline.unet
+
+    @cached_property
+    def scheduler_config(self) -> dict[str, Any]:
+        """The configuration of the scheduler that the model came with."""
+        return dict(self.pipeline.scheduler.config)
+
+    @property
+    def side(self) -> int:
+        """The side in pixels of the square images that the model was made for."""
+        return self.unet.config.sample_size * 2 ** (len(self.pipeline.vae.config.block_out_channels) - 1)
+
+    def pipeline_for(self, task: str) -> Any:
+        """A pipeline for "Text2Image" or "Image2Image"; they share the model's parts. Raises Refusal for what the model
+        cannot do."""
+        import diffusers
+
+        if self.unet.config.in_channels != LATENT_CHANNELS:
+            raise Refusal(f"{self.name} is an inpainting model: it needs a mask, which this page does not take.")
+        if self.pipeline.text_encoder is None and task == "Text2Image":
+            raise Refusal(f"{self.name} is a refiner: it needs img2img.")
+        if task not in self._pipelines:
+            self._pipelines[task] = getattr(diffusers, f"AutoPipelineFor{task}").from_pipe(self.pipeline)
+        return self._pipelines[task]
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """(batch, 3, height, width) pixels from 0 to 1 in float32 on the CPU, decoded one image at a time. SDXL's VAE
+        overflows in float16."""
+        vae = self.pipeline.vae
+        if vae.config.force_upcast:
+            vae.to(torch.float32)
+        latents = latents.to(vae.dtype) / vae.config.scaling_factor
+        mean, deviation = getattr(vae.config, "latents_mean", None), getattr(vae.config, "latents_std", None)
+        if mean is not None and deviation is not None:
+            deviation, mean = (latents.new_tensor(values).view(1, -1, 1, 1) for values in (deviation, mean))
+            latents = latents * deviation + mean
+        decoded = torch.cat([vae.decode(latent[None]).sample for latent in latents])
+        return (decoded.float().cpu() / 2 + 0.5).clamp(0, 1)
 
 
 def load_model(path: str | None, random: bool = False) -> LoadedModel:
-    """The model at path, on the host's device; without a path the one that ships with us, or, where that is missing or
-    random weights are asked for, the random demo model.
-
-    Raises ModelProblem with a sentence for the user when there is no such model or it cannot be loaded.
-    """
-    if path is None and (random or not (SHIPPED / INDEX).is_file()):
-        return place(tiny_sd15_pipeline(), DEMO_NAME, f"Random weights: its images show nothing. {OWN_MODEL}")
+    """The model at path, on the host's device; without a path the one that ships with us, or one of its shape with
+    random weights. Raises Refusal with a sentence for the user when it cannot be loaded."""
     if path is None:
         with loading(SHIPPED):
-            return place(load_folder(SHIPPED, devices.dtype), SHIPPED.name, f"{ABOUT_SHIPPED} {OWN_MODEL}")
+            pipeline = load_folder(SHIPPED, DTYPE)
+        if random:
+            draw_weights(pipeline)
+            return on_device(pipeline, RANDOM_NAME, f"{ABOUT_RANDOM} {OWN_MODEL}")
+        return on_device(pipeline, SHIPPED.name, f"{ABOUT_SHIPPED} {OWN_MODEL}")
     location = Path(path).expanduser()
-    if location.is_dir():
-        with loading(location):
-            pipeline = load_folder(location, devices.dtype)
-        return place(pipeline, location.resolve().name)
     if not location.exists():
-        raise ModelProblem(f"There is no model file or folder {path}.")
-    if location.suffix not in CHECKPOINT_ENDINGS:
-        raise ModelProblem(
-            f"{location.name} is not a model that this host reads: it takes a diffusers folder or a file ending in "
-            f"{' or '.join(CHECKPOINT_ENDINGS)}."
-        )
+        raise Refusal(f"There is no model file or folder {path}.")
     with loading(location):
-        pipeline = load_checkpoint(location, devices.dtype)
-    return place(pipeline, location.stem)
+        if location.is_dir():
+            return on_device(load_folder(location, DTYPE), location.resolve().name)
+        return on_device(load_checkpoint(location, DTYPE), location.stem)
 
 
-def place(pipeline: Any, name: str, about: str = "") -> LoadedModel:
-    """Move a pipeline to the host's device; SDXL's VAE stays in float32, because it overflows in float16."""
-    pipeline.to(devices.device, devices.dtype)
-    if pipeline.vae.config.force_upcast:
-        pipeline.vae.to(dtype=torch.float32)
-    return LoadedModel(pipeline, one_line(name), about)
+@torch.no_grad()
+def draw_weights(pipeline: Any) -> None:
+    """Put random numbers into the places of a pipeline's weights."""
+    generator = torch.Generator().manual_seed(RANDOM_SEED)
+    for network in (pipeline.unet, pipeline.vae, pipeline.text_encoder):
+        for weight in network.parameters():
+            weight.normal_(std=RANDOM_SIZE, generator=generator)
+
+
+def on_device(pipeline: Any, name: str, about: str = "") -> LoadedModel:
+    """A pipeline on the host's device, with its name."""
+    return LoadedModel(pipeline.to(DEVICE, DTYPE), one_line(name), about)
 
 
 @contextmanager
 def loading(path: Path) -> Iterator[None]:
-    """Turn whatever a loader raises into a ModelProblem: loaders raise dozens of kinds for damaged files."""
+    """Turn whatever a loader raises into a Refusal: loaders raise dozens of kinds for damaged files."""
     from diffusers.utils import logging
 
     logging.disable_progress_bar()
     try:
         yield
-    except ModelProblem:
+    except Refusal:
         raise
     except Exception as error:
         first_sentence = " ".join(str(error).split()).partition(". ")[0] or type(error).__name__
         cause = textwrap.shorten(first_sentence, 200, placeholder=" ...").rstrip(".")
-        raise ModelProblem(f"The model {path.name} cannot be loaded; it may be damaged ({cause}).") from error
+        raise Refusal(f"The model {path.name} cannot be loaded; it may be damaged ({cause}).") from error

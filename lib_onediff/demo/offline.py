@@ -1,13 +1,15 @@
-"""Keeps page and server to themselves: gradio's page asks a font service and a script host, and gradio fetches what a
-request names; here nobody is asked."""
+"""What gradio would do and this host does not: ask other hosts, fetch what a request names, open any file as an image.
+"""
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, NoReturn
 
 import httpx
 from gradio import processing_utils
+from PIL import Image
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -19,10 +21,13 @@ POLICY = (
     b"default-src 'self' data: blob:; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
     b"style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; frame-ancestors 'self'"
 )
+FORMATS = ("PNG", "JPEG", "WEBP")
+# Of the image that a file's header promises: a few KiB may hold gigabytes.
+MOST_PIXELS = 32 << 20
 
 
 class OwnResourcesOnly:
-    """ASGI middleware: takes references to other hosts out of HTML pages and forbids the browser to follow any."""
+    """ASGI middleware: takes references to other hosts out of the page and forbids the browser to follow any."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
@@ -41,16 +46,12 @@ class OwnResourcesOnly:
             body.extend(message.get("body", b""))
             if not message.get("more_body"):
                 page = FOREIGN_ELEMENTS.sub(b"", bytes(body))
-                await send({**start, "headers": own_headers(start["headers"], len(page))})
+                kept = [header for header in start["headers"] if header[0].lower() != b"content-length"]
+                added = [(b"content-length", str(len(page)).encode()), (b"content-security-policy", POLICY)]
+                await send({**start, "headers": [*kept, *added]})
                 await send({"type": "http.response.body", "body": page})
 
         await self.app(scope, receive, collect)
-
-
-def own_headers(headers: list[tuple[bytes, bytes]], length: int) -> list[tuple[bytes, bytes]]:
-    """The answer's headers with its new length and the policy."""
-    kept = [(name, value) for name, value in headers if name.lower() != b"content-length"]
-    return [*kept, (b"content-length", str(length).encode()), (b"content-security-policy", POLICY)]
 
 
 class NoNetwork(httpx.BaseTransport, httpx.AsyncBaseTransport):
@@ -67,3 +68,17 @@ def fetch_nothing() -> None:
     """Keep gradio in this process from fetching the addresses that a request gives for files."""
     processing_utils.sync_client = httpx.Client(transport=NoNetwork())
     processing_utils.async_client = httpx.AsyncClient(transport=NoNetwork())
+
+
+def limit_pillow() -> None:
+    """Have Pillow read FORMATS alone in this process, and nothing larger than MOST_PIXELS.
+
+    It reads dozens, some of them by code that nobody looks after.
+    """
+    Image.init()
+    Image.ID[:] = FORMATS
+    for name in Image.OPEN.keys() - set(FORMATS):
+        del Image.OPEN[name]
+    # From here on it warns, and at the double it raises.
+    Image.MAX_IMAGE_PIXELS = MOST_PIXELS // 2
+    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)

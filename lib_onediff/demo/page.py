@@ -13,7 +13,6 @@ from .modules import paths, script_callbacks, scripts, shared
 from .modules.options import OptionInfo
 
 FONTS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Ubuntu", "sans-serif")
-EXTENSION_STYLE, EXTENSION_SCRIPTS = Path(paths.script_path, "style.css"), Path(paths.script_path, "javascript")
 TAGS = re.compile(r"<[^>]*>")
 MONOSPACE_FONTS = ("ui-monospace", "Consolas", "Liberation Mono", "monospace")
 
@@ -26,8 +25,10 @@ def build_page() -> gr.Blocks:
         font_mono=MONOSPACE_FONTS,
     ).set(slider_color="*primary_500", slider_color_dark="*primary_500")
     # gradio rewrites the rules of css; the extension's own must reach the browser as they are, as in a WebUI.
-    own, extensions = (style_sheet(file) for file in (Path(__file__).with_name("page.css"), EXTENSION_STYLE))
-    head = f"<style>{extensions}</style>{script_elements(EXTENSION_SCRIPTS)}"
+    extension = Path(paths.script_path)
+    scripts_of_page = "".join(f"<script>{read(file)}</script>" for file in sorted(extension.glob("javascript/*.js")))
+    head = f"<style>{read(extension / 'style.css')}</style>{scripts_of_page}"
+    own = read(Path(__file__).with_name("page.css"))
     # Outside of the page, as in a WebUI: what is built inside stands there already.
     tabs = [tab for tabs in script_callbacks.call_all("ui_tabs") for tab in tabs or ()]
     with gr.Blocks(title="OneDiff", theme=theme, css=own, head=head, analytics_enabled=False) as page:
@@ -46,40 +47,26 @@ def build_page() -> gr.Blocks:
     return page
 
 
-def style_sheet(file: Path) -> str:
-    """The rules in file; none when there is no such file."""
+def read(file: Path) -> str:
+    """The text of a file; none when there is no such file."""
     return file.read_text(encoding="utf-8") if file.is_file() else ""
-
-
-def script_elements(folder: Path) -> str:
-    """The scripts in folder, for the page's head; none when there is no such folder."""
-    return "".join(f"<script>{file.read_text(encoding='utf-8')}</script>" for file in sorted(folder.glob("*.js")))
 
 
 def build_settings_tab(page: gr.Blocks) -> None:
     """Build the tab inside the open gradio context; page shows the values in force whenever it is loaded."""
-    labels = shared.opts.data_labels
-    sections = sorted({info.section for info in labels.values()}, key=lambda section: section[1])
     with gr.Row():
         apply = gr.Button("Apply settings", variant="primary", elem_id="settings_submit", scale=0, min_width=200)
     result = gr.HTML(elem_id="settings_result")
-    components: dict[str, Any] = {}
-    for identifier, title in sections:
-        with gr.Column(elem_id=f"settings_{identifier}", elem_classes="settings-section"):
-            gr.Markdown(f"### {title}")
-            for key, info in labels.items():
-                if info.section == (identifier, title):
-                    components[key] = option_component(key, info)
-    outputs = list(components.values())
-    shown = {key for key, info in labels.items() if info.do_not_save}
-    settable = {key: component for key, component in components.items() if key not in shown}
+    with gr.Column(elem_id="settings_onediff", elem_classes="settings-section"):
+        components = {key: option_component(key, info) for key, info in shared.opts.data_labels.items()}
+    settable = {key: shown for key, shown in components.items() if not shared.opts.data_labels[key].do_not_save}
     apply.click(
-        lambda *values: apply_settings(list(settable), values), inputs=list(settable.values()), outputs=[result],
-        show_progress="hidden", api_name=False,
+        lambda *values: apply_settings(dict(zip(settable, values, strict=True))), inputs=list(settable.values()),
+        outputs=[result], show_progress="hidden", api_name=False,
     )
     page.load(
-        lambda: [getattr(shared.opts, key) for key in components], inputs=[], outputs=outputs, show_progress="hidden",
-        api_name=False,
+        lambda: [getattr(shared.opts, key) for key in components], inputs=[], outputs=list(components.values()),
+        show_progress="hidden", api_name=False,
     )
 
 
@@ -96,36 +83,12 @@ def option_component(key: str, info: OptionInfo) -> Any:
     )
 
 
-def apply_settings(keys: list[str], values: tuple[Any, ...]) -> str:
+def apply_settings(values: dict[str, Any]) -> str:
     """Set and save the options; what happened, as markup."""
-    with shared.opts.lock:
-        changed, problems = set_and_save(dict(zip(keys, values, strict=True)))
+    changed, problems = shared.opts.set_and_save(values, shared.config_filename)
     for problem in problems:
         # gradio shows it as markup.
         gr.Warning(html.escape(problem))
     count = {0: "No setting", 1: "1 setting"}.get(len(changed), f"{len(changed)} settings")
     names = f": {', '.join(changed)}" if changed else ""
     return html.escape(" ".join([f"{count} changed{names}.", *problems]))
-
-
-def set_and_save(values: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """The labels of the options that have changed, and what went wrong, in sentences."""
-    changed, problems = [], []
-    for key, value in values.items():
-        info = shared.opts.data_labels[key]
-        if isinstance(info.default, int) and isinstance(value, float) and value.is_integer():
-            value = int(value)
-        problem = info.problem(value)
-        if problem:
-            problems.append(f"{info.label} {problem}.")
-        else:
-            is_new = shared.opts.set(key, value)
-            if getattr(shared.opts, key) != value:
-                problems.append(f"{info.label} did not accept {value!r}.")
-            elif is_new:
-                changed.append(info.label)
-    try:
-        shared.opts.save(shared.config_filename)
-    except OSError as error:
-        problems.append(f"The settings hold until the server ends; they could not be saved ({error.strerror}).")
-    return changed, problems

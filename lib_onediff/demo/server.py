@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
+import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable
@@ -11,47 +11,29 @@ from pathlib import Path
 import gradio as gr
 import uvicorn
 from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
 
 from ..api.auth import login_check, password_check, protection
 from ..api.basic import Basic
 from ..api.gate import Gate
 from ..api.origins import Origins, host_name
-from .docs import add_docs
 from .listening import url_of
-from .loaded_model import LoadedModel
+from .models import LoadedModel
 from .modules import paths, script_callbacks, scripts, sd_models, shared
 from .offline import OwnResourcesOnly
 from .page import build_page
-from .rest import make_router
 
-# Answers to what is under way are waited for so long; then connections are closed, which pages keep open for ever.
-SECONDS_FOR_ANSWERS = 0.5
 API_PATHS = ("/sdapi/", "/onediff/", "/internal/")
+# Answers to what is under way are waited for so long; then connections are closed, which pages keep open for ever.
+SECONDS_FOR_ANSWERS = 1
 
 
-class StoppingServer(uvicorn.Server):
-    """Prints the address once requests are answered, and ends soon after it is told to."""
-
-    def __init__(
-        self, config: uvicorn.Config, listener: socket.socket, on_stop: Callable[[], None]
-    ) -> None:
-        super().__init__(config)
-        self.listener, self.on_stop = listener, on_stop
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            print(f"OneDiff demo running on {url_of(self.listener)}", flush=True)
+class QuietServer(uvicorn.Server):
+    """Does not report every page that is open when it ends."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.on_stop()
-        shared.state.stop_server()
-        asyncio.get_running_loop().call_later(SECONDS_FOR_ANSWERS, self.hang_up)
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)
         await super().shutdown(sockets)
-
-    def hang_up(self) -> None:
-        for connection in list(self.server_state.connections):
-            connection.transport.close()
 
 
 def make_app(arguments: argparse.Namespace, model: LoadedModel, only_this_machine: bool = False) -> FastAPI:
@@ -59,16 +41,19 @@ def make_app(arguments: argparse.Namespace, model: LoadedModel, only_this_machin
 
     only_this_machine: whether nobody else can reach it.
     """
-    use_data_folder(arguments.data_dir)
+    paths.data_path = str(Path(arguments.data_dir).expanduser().resolve())
+    shared.config_filename = os.path.join(paths.data_path, "config.json")
+    shared.opts.load(shared.config_filename)
     shared.cmd_opts = arguments
     scripts.load_scripts()
     sd_models.use_model(model)
     script_callbacks.call_all("ui_settings")
     page = build_page()
     app = FastAPI(title="OneDiff demo", docs_url=None, redoc_url=None, openapi_url=None)
-    protected = protection(arguments)
-    app.include_router(make_router(), dependencies=protected)
-    add_docs(app, protected)
+    app.add_api_route(
+        "/openapi.json", lambda: JSONResponse(app.openapi()), include_in_schema=False,
+        dependencies=protection(arguments),
+    )
     # Before the page takes every remaining path.
     script_callbacks.call_all("app_started", page, app)
     app.add_middleware(OwnResourcesOnly)
@@ -94,26 +79,20 @@ def identification(arguments: argparse.Namespace) -> Callable[[Request], Awaitab
 
     async def identify(request: Request) -> None:
         if check_password is not None and request.url.path.startswith(API_PATHS):
-            credentials = await Basic()(request)
-            check_password(credentials)
+            check_password(await Basic()(request))
         else:
             check_login(request)
 
     return identify
 
 
-def use_data_folder(folder: str) -> None:
-    """Keep settings and images in folder, and load the settings that are there."""
-    paths.data_path = str(Path(folder).expanduser().resolve())
-    shared.config_filename = os.path.join(paths.data_path, "config.json")
-    shared.opts.load(shared.config_filename)
-
-
-def serve(app: FastAPI, listener: socket.socket, on_stop: Callable[[], None]) -> None:
-    """Answer requests until interrupted; then call on_stop first of all."""
-    config = uvicorn.Config(app, log_level="warning", access_log=False)
+def serve(app: FastAPI, listener: socket.socket) -> None:
+    """Print the address and answer requests until interrupted."""
+    print(f"OneDiff demo running on {url_of(listener)}", flush=True)
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=SECONDS_FOR_ANSWERS
+    )
     try:
-        StoppingServer(config, listener, on_stop).run(sockets=[listener])
+        QuietServer(config).run(sockets=[listener])
     finally:
-        shared.state.stop_server()
         script_callbacks.call_all("script_unloaded")

@@ -1,131 +1,99 @@
-"""Loading a single checkpoint file (.safetensors or .ckpt) of Stable Diffusion 1.x, 2.x or XL without any download.
-
-diffusers converts the weights; the configuration that it would fetch from a hub is derived from the weights' shapes.
-"""
+"""A single checkpoint file of Stable Diffusion 1.x, 2.x or XL, loaded by diffusers without any download."""
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .checkpoint_config import UNET, VAE, Shapes, component_configs
-from .errors import ModelProblem
-from .tokenizer import VOCABULARY, copy_vocabulary
+from .errors import Refusal
 
-TEXT, SDXL_TEXT = "cond_stage_model.", "conditioner."
-UNET_SIGN = UNET + "input_blocks.0.0.weight"
-FOREIGN_SIGNS = {
-    "double_blocks.": "a Flux model",
-    "joint_blocks.": "a Stable Diffusion 3 model",
-    "transformer_blocks.": "a transformer model",
-    "lora_": "a LoRA",
-    "control_model.": "a ControlNet",
-    "down_blocks.": "a part of a model in diffusers' layout",
+Shapes = dict[str, tuple[int, ...]]
+
+CONFIGS = Path(__file__).with_name("checkpoint_configs.json")
+UNET_SIGN = "model.diffusion_model.input_blocks.0.0.weight"
+VAE_SIGN = "first_stage_model.decoder.conv_in.weight"
+# The weight of a text encoder that only this family has.
+FAMILY_SIGNS = {
+    "conditioner.embedders.1.model.token_embedding.weight": "sdxl",
+    "conditioner.embedders.0.model.token_embedding.weight": "sdxl-refiner",
+    "cond_stage_model.model.token_embedding.weight": "sd2",
+    "cond_stage_model.transformer.text_model.embeddings.token_embedding.weight": "sd1",
 }
+V_IN_YAML = re.compile(r'^\s*parameterization:\s*"?v"?\s*(#.*)?$', re.MULTILINE)
+CACHED = ("openai/clip-vit-large-patch14",)
 
 
 def load_checkpoint(path: Path, dtype: torch.dtype) -> Any:
-    """A diffusers pipeline of the checkpoint at path. Raises ModelProblem for what is not such a checkpoint."""
+    """A diffusers pipeline of the checkpoint at path. Raises Refusal for what is not such a checkpoint."""
     import diffusers
 
     shapes = read_shapes(path)
-    check_complete(path, shapes)
-    configs = component_configs(shapes, v_prediction=predicts_v(path, shapes))
+    family = family_of(path, shapes)
+    configs = json.loads(CONFIGS.read_text(encoding="utf-8"))[family]
+    configs["unet/config.json"]["in_channels"] = shapes[UNET_SIGN][1]
+    # Weights do not say whether a model predicts v. As in A1111 a .yaml beside the file does; else XL checkpoints carry
+    # a mark, and Stable Diffusion 2 counts as predicting it.
+    predicts_v = "v_pred" in shapes or family == "sd2"
+    original = path.with_suffix(".yaml")
+    if original.is_file():
+        predicts_v = V_IN_YAML.search(original.read_text(encoding="utf-8", errors="replace")) is not None
+    configs["scheduler/scheduler_config.json"]["prediction_type"] = "v_prediction" if predicts_v else "epsilon"
+    kind = configs["model_index.json"]["_class_name"]
     with tempfile.TemporaryDirectory(prefix="onediff-config-") as folder:
-        write_configs(Path(folder), configs)
-        write_tokenizers(path, Path(folder), configs)
-        pipeline = getattr(diffusers, configs["model_index"]["_class_name"])
-        options = {} if "XL" in pipeline.__name__ else {"safety_checker": None}
-        return pipeline.from_single_file(
+        for name, config in configs.items():
+            file = Path(folder, name)
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(json.dumps(config), encoding="utf-8")
+            if file.name == "tokenizer_config.json":
+                copy_vocabulary(path, file.parent)
+        options = {} if "XL" in kind else {"safety_checker": None}
+        return getattr(diffusers, kind).from_single_file(
             str(path), config=folder, local_files_only=True, torch_dtype=dtype, **options
         )
 
 
 def read_shapes(path: Path) -> Shapes:
-    """The shape of every weight in the file, by name. Raises ModelProblem when the file is damaged."""
-    if path.suffix == ".safetensors":
-        return safetensors_shapes(path)
-    try:
-        # torch 2.1 maps a file by a name alone.
-        content = torch.load(str(path), map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:
-        raise ModelProblem(
-            f"{path.name} cannot be read as a checkpoint of plain weights: it is damaged, or it contains Python "
-            "objects, which this host does not load. Convert it to .safetensors."
-        ) from error
-    # Some files hold it one level down. More levels are no checkpoint's, and one that holds itself has no end.
-    if isinstance(content, dict):
-        content = content.get("state_dict", content)
-    if not isinstance(content, dict) or "state_dict" in content:
-        raise ModelProblem(f"{path.name} does not hold the weights of a model.")
-    return {name: tuple(value.shape) for name, value in content.items() if isinstance(value, torch.Tensor)}
-
-
-def safetensors_shapes(path: Path) -> Shapes:
-    """The shape of every weight in a .safetensors file, read from its header alone."""
+    """The shape of every weight in the file, by name. Raises Refusal for what is no .safetensors file."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(str(path), framework="pt") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
     except (SafetensorError, OSError) as error:
-        raise ModelProblem(f"{path.name} is not a complete .safetensors file ({error}).") from error
+        # Loading any other can run what is in it.
+        raise Refusal(f"{path.name} is not a complete .safetensors file ({error}).") from error
 
 
-def check_complete(path: Path, shapes: Shapes) -> None:
-    """Raise ModelProblem unless the file holds a UNet, a VAE and a text encoder."""
-    if UNET_SIGN not in shapes:
-        for sign, kind in FOREIGN_SIGNS.items():
-            if any(sign in name for name in shapes):
-                raise ModelProblem(
-                    f"{path.name} is {kind}; this host runs checkpoints of Stable Diffusion 1.x, 2.x and XL."
-                )
-        raise ModelProblem(f"{path.name} is not a checkpoint of Stable Diffusion 1.x, 2.x or XL.")
-    parts = {"VAE": (VAE,), "text encoder": (TEXT, SDXL_TEXT)}
-    missing = [part for part, starts in parts.items() if not any(name.startswith(starts) for name in shapes)]
-    if missing:
-        raise ModelProblem(f"{path.name} is incomplete: it holds a UNet but no {' and no '.join(missing)}.")
-
-
-def predicts_v(path: Path, shapes: Shapes) -> bool:
-    """Whether the model predicts v rather than noise, which weights do not say.
-
-    A .yaml beside the file decides, as in A1111; then the mark that XL checkpoints carry; then Stable Diffusion 2
-    counts as predicting v.
-    """
-    original_config = path.with_suffix(".yaml")
-    if original_config.is_file():
-        settings = original_config.read_text(encoding="utf-8", errors="replace").splitlines()
-        return any(line.split("#")[0].strip() in ("parameterization: v", 'parameterization: "v"') for line in settings)
-    return "v_pred" in shapes or any(name.startswith("cond_stage_model.model.") for name in shapes)
-
-
-def write_configs(folder: Path, configs: dict[str, dict[str, Any]]) -> None:
-    """Write the configurations as a folder in diffusers' layout."""
-    for part, config in configs.items():
-        name = {"model_index": "model_index.json", "scheduler": "scheduler/scheduler_config.json"}.get(
-            part, f"{part}/config.json"
+def family_of(path: Path, shapes: Shapes) -> str:
+    """Which family a checkpoint belongs to. Raises Refusal unless it holds a UNet, a VAE and a text encoder."""
+    family = next((family for sign, family in FAMILY_SIGNS.items() if sign in shapes), None)
+    missing = {"UNet": UNET_SIGN not in shapes, "VAE": VAE_SIGN not in shapes, "text encoder": family is None}
+    if family is None or any(missing.values()):
+        raise Refusal(
+            f"{path.name} is no checkpoint of Stable Diffusion 1.x, 2.x or XL: it holds no "
+            f"{' and no '.join(part for part, lacking in missing.items() if lacking)} of these."
         )
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(json.dumps(config), encoding="utf-8")
+    return family
 
 
-def write_tokenizers(path: Path, folder: Path, configs: dict[str, dict[str, Any]]) -> None:
-    """Add the tokenizers; all of Stable Diffusion's share one vocabulary and differ in the padding token."""
-    for part in [part for part in configs if part.startswith("text_encoder")]:
-        place = folder / part.replace("text_encoder", "tokenizer")
-        place.mkdir()
-        copy_vocabulary(path, place)
-        encoder = configs[part]
-        size = len(json.loads((place / VOCABULARY).read_text(encoding="utf-8")))
-        if size > encoder["vocab_size"]:
-            raise ModelProblem(
-                f"The tokenizer found for {path.name} has {size} tokens, its text encoder {encoder['vocab_size']}: "
-                "they do not belong together."
-            )
-        pad = "!" if encoder["hidden_act"] == "gelu" else "<|endoftext|>"
-        settings = {"model_max_length": 77, "pad_token": pad, "unk_token": "<|endoftext|>"}
-        (place / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+def copy_vocabulary(checkpoint: Path, folder: Path) -> None:
+    """Put the files of CLIP's tokenizer into folder, from beside the checkpoint or from the Hugging Face cache. Raises
+    Refusal, saying what to put where, when there are none."""
+    from transformers import CLIPTokenizer
+
+    parent = checkpoint.resolve().parent
+    for place in (parent / "tokenizer", parent / checkpoint.stem / "tokenizer", *CACHED):
+        try:
+            CLIPTokenizer.from_pretrained(place, local_files_only=True).save_vocabulary(str(folder))
+            return
+        except Exception:
+            # What is raised for a folder without one depends on what else is installed.
+            continue
+    raise Refusal(
+        f"{checkpoint.name} holds no tokenizer, and CLIP's was not found on this machine. Put a folder named tokenizer "
+        "with vocab.json and merges.txt beside it (every Stable Diffusion folder in diffusers' layout has one)."
+    )

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from ..consistency.report import Facts, as_fact
+from ..runtime.consistency import Facts, as_fact
 
 FLAGS = (
     "precision", "no_half", "no_half_vae", "upcast_sampling", "medvram", "medvram_sdxl", "lowvram", "xformers",

@@ -22,6 +22,8 @@ FP16_REDUCTION = "reduced float16 reduction"
 BF16_REDUCTION = "reduced bfloat16 reduction"
 TF32_MATMUL = "TF32 in matmul"
 TF32_CONVOLUTION = "TF32 in convolutions"
+# How far sums of some thousand products in float16 lie from exact ones, relative to the output's norm.
+ROUNDING_HALF_SUMS = 6e-2
 ONEFLOW_MATMUL = "ONEFLOW_MATMUL_ALLOW_HALF_PRECISION_ACCUMULATION"
 ONEFLOW_CONVOLUTION = "ONEFLOW_CONV_ALLOW_HALF_PRECISION_ACCUMULATION"
 

@@ -5,12 +5,14 @@ semicolons between: "on; backend eager; verify off". It has neither comma nor co
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Mapping
 from dataclasses import Field, fields, replace
 from typing import Any
 
-from .option import BOOL_OF_WORD, WORD_OF_BOOL, format_value
-from .presets import AS_IN_SETTINGS, parse_values
+from .migration import migrate_values
+from .option import BOOL_OF_WORD, WORD_OF_BOOL, format_value, parse_value
+from .presets import AS_IN_SETTINGS
 from .settings import Settings
 
 KEY = "OneDiff"
@@ -52,6 +54,16 @@ def parse(text: str) -> dict[str, Any]:
     options = {name: option for name, option in options_of_a_run().items() if name != SWITCH}
     words = {name: word.strip() for name, _, word in (part.partition(" ") for part in parts)}
     return {SWITCH: BOOL_OF_WORD[switch], **parse_values(words, options)}
+
+
+def parse_values(words: Mapping[str, str], options: Mapping[str, Field[Any]]) -> dict[str, Any]:
+    """The values that words mean; what is no option, or no value of it, is left out."""
+    values: dict[str, Any] = {}
+    words = migrate_values(words)
+    for name in options.keys() & words.keys():
+        with contextlib.suppress(ValueError):
+            values[name] = parse_value(options[name], words[name])
+    return values
 
 
 class Pasting:

@@ -10,9 +10,8 @@ from typing import Any
 
 from ..shapes.sizes import MOST_SIZES, parse_sizes
 from . import deepcache_values as deepcache
+from .migration import migrate_low_bit
 from .option import allowed_values, check_value, current_value, did_you_mean, format_value, option
-from .presets import migrate_low_bit
-from .presets import parse as check_own_presets
 
 HOST_KEY_PREFIX = "onediff_"
 # Where a user finds the switch; its label stands in Settings below.
@@ -103,10 +102,6 @@ class Settings:
         "sage: attention by the package sageattention, lossy.",
         group=SPEED, choices=(EXACT_ATTENTION, "sage"), per_run=True,
         no_effect_when={**WITHOUT_KERNELS, "attention_upcast": ("on",)},
-    )
-    own_presets: str = option(
-        "", "Your presets", "For example: sketches: tf32 on; vae_precision fp16, careful: tf32 off",
-        group=ADVANCED, check=check_own_presets,
     )
     second_gpu: str = option(
         ONE_GPU, "Second GPU",

@@ -15,7 +15,7 @@ from fastapi import HTTPException
 
 from .infotext import SWITCH, options_of_a_run
 from .option import check_value, parse_value, words_of
-from .presets import all_presets, with_preset
+from .presets import PRESETS, preset_of, with_preset
 from .settings import Settings
 
 PREFIX = "[OneDiff] "
@@ -82,21 +82,15 @@ def axes(standing: Standing) -> list[dict[str, Any]]:
 
 
 def preset_axis(standing: Standing) -> dict[str, Any]:
-    def names() -> list[str]:
-        known = all_presets(standing(), standing().own_presets)
-        return [OFF, *(name for name in known if name != OFF)]
-
     def read(name: str) -> str:
-        if name not in names():
-            raise ValueError(f"OneDiff has no preset {name!r}; there are {', '.join(names())}.")
-        return name
+        return OFF if name == OFF else preset_of(name).name
 
     return {
         "label": PREFIX + PRESET_LABEL, "type": str,
         "apply": partial(write_on_cell, PRESET, read),
         "confirm": partial(confirm, PRESET_LABEL, read, standing),
         "format_value": lambda p, axis, name: "OneDiff off" if name == OFF else legend(PRESET_LABEL, name),
-        "choices": names,
+        "choices": lambda: [OFF, *PRESETS],
     }
 
 
@@ -166,18 +160,18 @@ def write_on_cell(name: str, read: Callable[[Any], Any], p: Any, value: Any, val
     setattr(p, CELL, {**getattr(p, CELL, {}), name: read(value)})
 
 
-def settings_of_cell(p: Any, settings: Settings, checkpoint: str = "") -> Settings:
+def settings_of_cell(p: Any, settings: Settings) -> Settings:
     """The settings for the generation p: its cell's values upon settings; these themselves where p is none of a plot.
 
     A preset comes first and switches OneDiff on; single options come on top of it, whichever axis they are on.
-    checkpoint: the name of the loaded one. Raises ValueError with a sentence.
+    Raises ValueError with a sentence.
     """
     values = dict(getattr(p, CELL, {}))
     preset = values.pop(PRESET, None)
     if preset == OFF:
         settings = settings.for_run({SWITCH: False})
     elif preset is not None:
-        settings = with_preset(settings, preset, settings.own_presets, checkpoint).for_run({SWITCH: True})
+        settings = with_preset(settings, preset).for_run({SWITCH: True})
     settings = settings.for_run(values)
     if values and not settings.enabled and preset is None and SWITCH not in values:
         p.comment(OFF_FOR_THIS_RUN)

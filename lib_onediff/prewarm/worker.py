@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from ..engines import WITH_GRAPHS
+from ..engines.registry import Devices
 from ..guard import first_line, outcome_of
 from ..model.layout import UnsupportedUNet
 from ..options.settings import OFF_IN_SETTINGS, Settings
@@ -64,6 +64,7 @@ class Reports(Protocol):
     history: History
     settings: Settings
     table: ShapeTable
+    devices: Devices
 
     def status(self) -> dict[str, Any]:
         """What the last UNet call was; "route", "reason" and "backend" among it."""
@@ -222,12 +223,14 @@ class WarmUp:
             raise CannotWarm(f"there is not enough GPU memory for {call.size}") from None
         if status["route"] not in ("graph", "plain"):
             raise CannotWarm(status["reason"] or "the WebUI's own UNet serves it")
-        return Made(time.perf_counter() - began, status["route"], status["backend"], status["reason"])
+        has_graphs = self._runtime.devices.has_graphs(status["backend"])
+        return Made(time.perf_counter() - began, status["route"], has_graphs, status["reason"])
 
     def _what(self, call: Call) -> str:
         if call.number == 0:
             return CHECKING
-        return CAPTURING if call.number == 1 and self._runtime.status()["backend"] in WITH_GRAPHS else MEASURING
+        captures = call.number == 1 and self._runtime.devices.has_graphs(self._runtime.status()["backend"])
+        return CAPTURING if captures else MEASURING
 
     def _shapes(self, size: Size, tokens: int, unbatched: bool | None) -> tuple[Shape, ...]:
         shapes = tuple(Shape(*shape) for shape in self._webui.call_shapes(size.batch, tokens))
@@ -239,10 +242,10 @@ class Made(NamedTuple):
 
     seconds: float
     route: str
-    backend: str
+    has_graphs: bool
     reason: str
 
     def why_no_graph(self, call: Call) -> str:
         """Why the last call of a shape was not replayed, where graphs are what makes it fast."""
         is_last = call.number == CALLS_PER_SHAPE - 1
-        return self.reason if is_last and self.route != "graph" and self.backend in WITH_GRAPHS else ""
+        return self.reason if is_last and self.route != "graph" and self.has_graphs else ""

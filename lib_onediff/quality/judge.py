@@ -114,3 +114,16 @@ def at_its_size(images: Tensor) -> Tensor:
 
 def unit(values: Tensor) -> Tensor:
     return values / (values.norm(dim=1, keepdim=True) + 1e-6)
+
+
+@torch.no_grad()
+def verdicts(judge: Judge, images: Tensor) -> list[tuple[list[str], str]]:
+    """For each image the judge's first five names and its background. images: (n, 3, height, width) from -1 to 1."""
+    found = []
+    for part in images.split(128):
+        emoji, ground = judge(part)
+        best = emoji.topk(min(5, emoji.shape[1])).indices.tolist()
+        grounds = ground.argmax(1).tolist()
+        found += [([judge.names[number] for number in five], judge.backgrounds[one])
+                  for five, one in zip(best, grounds, strict=True)]
+    return found

@@ -1,13 +1,13 @@
-"""Which backends are tried for a call, and why not the others: by the settings, the machine and the model."""
+"""Which devices are tried for a call, and why not the others: by the settings, the machine and the model."""
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
 
-from .. import engines as backends
+from ..core.refusal import Refusal
+from ..engines.device import Candidates
 from ..engines.graphs.cache import GraphCache
 from ..engines.managed_unet import ManagedUNet
-from ..engines.oneflow.route import OneFlowRoute
-from ..engines.operator_sets import OperatorSets
+from ..engines.registry import AUTO, Devices
 from ..model.call import UNetCall
 from ..ops.sage import why_no_sage
 from ..options.settings import EXACT_ATTENTION, ONE_GPU, Settings
@@ -20,31 +20,26 @@ SAGE = "SageAttention"
 class BackendChoice:
     """Whoever calls holds the runtime's lock."""
 
-    def __init__(self, graphs: GraphCache, operators: OperatorSets, oneflow: OneFlowRoute) -> None:
-        self._graphs = graphs
-        self._operators = operators
-        self._oneflow = oneflow
+    def __init__(self, graphs: GraphCache, devices: Devices) -> None:
+        self._graphs, self._devices = graphs, devices
 
-    def begin(
-        self, managed: ManagedUNet, settings: Settings, call: UNetCall, waits_for_compile: bool
-    ) -> backends.Candidates:
-        """The backends to try for a call, with the binding made true for it; none, and the reason, where the host must
-        run it. waits_for_compile: see Services.
+    def begin(self, managed: ManagedUNet, settings: Settings, call: UNetCall, waits: bool) -> Candidates:
+        """The devices to try for a call, with the binding made true for it. waits: see Device.refuse.
 
-        Raises UnsupportedUNet. To be called in the host's modes: they decide what can be served.
+        Raises Refusal where the host must run it. To be called in the host's modes: they decide what can be served.
         """
-        candidates = self._candidates(settings, call, waits_for_compile)
         device, budget = call.latent.device, settings.memory_budget
-        managed.bound.reader = self._operators.contents_reader(device)
+        candidates = self._devices.candidates(settings, device, call.latent.dtype, waits)
+        managed.bound.reader = self._devices.contents_reader(device)
         managed.bound.refresh(
-            call, candidates.backends[0] == backends.NATIVE, lambda: self._graphs.room(budget, device)
+            call, candidates.devices[0].traits.channels_last, lambda: self._graphs.room(budget, device)
         )
         misfit = managed.misfit(call)
         if misfit is not None:
-            return backends.Candidates((), misfit)
+            raise Refusal(misfit)
         if managed.kinds:
             self._graphs.drop_low_bit(managed)
-            candidates = without_engines(candidates, managed.kinds, device)
+            candidates = self._that_cast(candidates, managed.kinds, settings, call, waits)
         elif settings.low_bit == "off":
             self._graphs.drop_low_bit(managed)
             managed.low_bit_choice = None
@@ -52,20 +47,24 @@ class BackendChoice:
             candidates = self._with_low_bit(managed, settings, call, candidates)
         return candidates if settings.attention == EXACT_ATTENTION else with_sage(candidates, call)
 
-    def _candidates(self, settings: Settings, call: UNetCall, waits_for_compile: bool) -> backends.Candidates:
-        device, operators = call.latent.device, self._operators
-        candidates = backends.candidates(settings.backend, device, operators.why_not_native)
-        if settings.backend != backends.ONEFLOW:
-            return candidates
-        # They serve while OneFlow compiles. Our own kernels want their weights in another order.
-        others = backends.candidates(backends.CUDAGRAPH, device, operators.why_not_native)
-        return self._oneflow.candidates(settings, others, candidates, call, waits_for_compile)
+    def _that_cast(
+        self, found: Candidates, kinds: tuple[str, ...], settings: Settings, call: UNetCall, waits: bool
+    ) -> Candidates:
+        """Those that compute with weights which a host casts or changes at each use."""
+        first = found.devices[0]
+        if first.traits.casts_weights:
+            return found._replace(devices=tuple(one for one in found.devices if one.traits.casts_weights))
+        others = self._devices.candidates(
+            replace(settings, backend=AUTO), call.latent.device, call.latent.dtype, waits
+        ).devices
+        left = tuple(one for one in others if one.traits.casts_weights and not one.traits.channels_last)
+        return Candidates(left, f"the backend {first.name} does not compute with {' and '.join(kinds)}")
 
     def _with_low_bit(
-        self, managed: ManagedUNet, settings: Settings, call: UNetCall, found: backends.Candidates
-    ) -> backends.Candidates:
+        self, managed: ManagedUNet, settings: Settings, call: UNetCall, found: Candidates
+    ) -> Candidates:
         """The same, with products in eight bits to be tried first, or the reason why not."""
-        if found.backends[0] != backends.NATIVE:
+        if not found.devices[0].traits.takes_lossy:
             other = found.reason or "another one was chosen"
             return found._replace(reason=f"Low-bit needs the native backend: {other}")
         beside, lacks = Lossy(settings.low_bit), dict[str, None]()
@@ -83,15 +82,15 @@ class BackendChoice:
     def _why_no_low_bit(self, managed: ManagedUNet, lossy: Lossy, call: UNetCall) -> str | None:
         if managed.no_room_for_low_bit:
             return NO_ROOM
-        low_bit = self._operators.low_bit
+        low_bit = self._devices.lossy.low_bit
         lack = low_bit.why_not(lossy.low_bit, call.latent.device, call.latent.dtype)
         return lack or low_bit.why_none_here(lossy, managed.bound.layout, call)
 
 
-def with_sage(found: backends.Candidates, call: UNetCall) -> backends.Candidates:
+def with_sage(found: Candidates, call: UNetCall) -> Candidates:
     """The same, with self attention by SageAttention beside what is tried first, or the reason why not."""
     lack: str | None = f"{SAGE} needs the native backend"
-    if found.backends[0] == backends.NATIVE:
+    if found.devices[0].traits.takes_lossy:
         lack = why_no_sage(call.latent.device, call.latent.dtype)
     if lack is not None:
         return found._replace(reason="; ".join(filter(None, (found.reason, lack))))
@@ -107,15 +106,3 @@ def why_not_offloaded(managed: ManagedUNet, settings: Settings) -> str:
     if not bound.offloaded and bound.offloaded.come_and_go:
         return "Low-bit only rests for half a minute: others use the weights in the model's type again and again"
     return managed.why_not_offloaded or bound.host_traits.keeps_weights(bound.module)
-
-
-def without_engines(
-    candidates: backends.Candidates, kinds: tuple[str, ...], device: torch.device
-) -> backends.Candidates:
-    """Those that compute with weights which a host casts or changes at each use."""
-    left = tuple(backend for backend in candidates.backends if backend in backends.ON_THE_FLY)
-    if left and left[0] == candidates.backends[0]:
-        return candidates
-    plain = backends.CUDAGRAPH if device.type == "cuda" else backends.EAGER
-    reason = f"the backend {candidates.backends[0]} does not compute with {' and '.join(kinds)}"
-    return backends.Candidates(left or (plain,), reason)

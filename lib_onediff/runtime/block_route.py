@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.refusal import Refusal
-from ..engines import NATIVE, launched_candidates
+from ..engines.device import Device
 from ..engines.managed_unet import ManagedUNet
 from ..guard import first_line
 from ..model.call import UNetCall
@@ -27,7 +27,7 @@ from ..options.settings import ONE_GPU, Settings
 from ..shapes.key import ShapeKey
 from ..shapes.table import Entry, State, Stopwatch
 from .call_stats import BLOCKS
-from .fallback import COMPILING, network_of, sampling_now
+from .fallback import network_of, sampling_now
 from .runtime import Runtime
 from .services import OUT_OF_MEMORY
 from .verify import blame, computed_twice, relative_error, rounding_limit, state_of
@@ -162,7 +162,7 @@ class BlockRoute:
             raise Refusal(slower)
         entry, why_not_faster = self._entry(managed, settings, call)
         call_stats.entry, call_stats.model, call_stats.backend = entry, entry.model, entry.key.backend
-        ops = self._runtime.operators.of(entry.key.backend, managed.has_wide_norms)
+        ops = self._runtime.devices.operators(entry.key.backend, managed.has_wide_norms)
         with our_modes(hidden_states.device, entry.key.precision):
             layers = self._layers(managed, ops, call, embedding, entry.key.precision)
         managed.served_last = True
@@ -186,35 +186,40 @@ class BlockRoute:
     def _entry(self, managed: ManagedUNet, settings: Settings, call: UNetCall) -> tuple[Entry, str]:
         """What is known of this shape by the best backend that has not failed, and why it is not a better one. Raises
         Refusal where there is none."""
-        bound, operators = managed.bound, self._runtime.operators
-        names, reason, _ = launched_candidates(settings.backend, call.latent.device, operators.why_not_native)
-        bound.refresh(call, channels_last=names[0] == NATIVE)
+        bound, waits = managed.bound, self._runtime.services.waits_for_compile
+        devices, reason = self._launched(settings, call)
+        bound.refresh(call, channels_last=devices[0].traits.channels_last)
         misfit = managed.misfit(call, y_is_embedded=True)
         if misfit is not None:
             raise Refusal(misfit)
-        for backend in names:
-            key = key_of(managed, settings, call, backend)
+        for device in devices:
+            key = key_of(managed, settings, call, device.name)
             entry = self._runtime.table.entry(key, bound.layout.model_name)
             entry.of_weights(bound.identity(), sampling_now(bound))
-            if backend == NATIVE and entry.state is not State.FAILED:
-                try:
-                    ready = operators.prepare(network_of(managed, call), self._runtime.services.waits_for_compile)
-                except RuntimeError as error:
-                    blame(entry, f"our kernels do not compile: {first_line(error)}")
-                else:
-                    if not ready:
-                        raise Refusal(COMPILING)
             if entry.state is not State.FAILED:
-                return entry, reason
+                try:
+                    device.prepare(network_of(managed, call), waits)
+                    return entry, reason
+                except RuntimeError as error:
+                    blame(entry, f"its kernels do not compile: {first_line(error)}")
             reason = entry.reason
         raise Refusal(reason)
 
+    def _launched(self, settings: Settings, call: UNetCall) -> tuple[tuple[Device, ...], str]:
+        latent, services = call.latent, self._runtime.services
+        devices, reason, _ = services.devices.launched(
+            settings, latent.device, latent.dtype, services.waits_for_compile
+        )
+        return devices, reason
+
     def _seen_before(self, managed: ManagedUNet, settings: Settings, call: UNetCall) -> Entry | None:
         """What is known of a shape that was proved, before the weights are made ready for it."""
-        operators, known = self._runtime.operators, self._runtime.table.by_key()
-        names, *_ = launched_candidates(settings.backend, call.latent.device, operators.why_not_native)
+        known = self._runtime.table.by_key()
         try:
-            entries = [known.get(key_of(managed, settings, call, backend)) for backend in names]
+            entries = [
+                known.get(key_of(managed, settings, call, device.name))
+                for device in self._launched(settings, call)[0]
+            ]
             weights = managed.bound.identity()
         except Refusal:  # not bound yet
             return None

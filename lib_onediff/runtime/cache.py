@@ -55,7 +55,10 @@ class Cache:
             disk=self._services.history.size_bytes(), calls=calls, hit_rate=calls[GRAPH] / count if count else None,
             low_bit=self._services.graphs.low_bit_bytes(), low_bit_layers=self._services.graphs.low_bit_layers(),
             offloaded=self._services.graphs.offloaded_bytes(),
-            oneflow=self._by_card.fallback.oneflow_graphs,
+            compiled={
+                one.name: count for one in self._services.devices.all
+                if (count := getattr(one, "count", None)) is not None
+            },
             low_bit_errors=list(self._low_bit_errors()),
         )
 
@@ -79,7 +82,7 @@ class Cache:
             "backend": status["backend"] or settings.backend,
             "vae": part(self._vae.status, {}),
             "second_gpu": {**status["second_gpu"], "bytes": part(self._two_gpus.bytes, 0)},
-            "hint": part(self._services.operators.hint, "") if settings.enabled else "",
+            "hint": part(self._services.devices.hint, "") if settings.enabled else "",
             "low_bit": part(lambda: [asdict(errors) for errors in self._low_bit_errors()], []),
             "low_bit_layers": part(self._services.graphs.low_bit_layers, 0),
             "faults": part(lambda: self._services.guard.faults, []),
@@ -136,7 +139,7 @@ class Cache:
         before = self._services.history.size_bytes()
         self._services.history.forget()
         self._services.tuning_cache.clear()
-        self._services.operators.measure_anew()
+        self._services.devices.measure_anew()
         return max(0, before - self._services.history.size_bytes())
 
     def release_memory(self) -> int:

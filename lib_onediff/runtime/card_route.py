@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..core.refusal import Refusal
-from ..engines import ONEFLOW, Candidates
+from ..engines.device import Candidates
 from ..engines.managed_unet import ManagedUNet
 from ..model.call import UNetCall
 from ..ops.precision import AttentionOverflows, flags_for, our_modes, upcasts_attention
@@ -35,7 +35,7 @@ class CardRoute:
         self.attention_overflows = AttentionOverflows(services.tuning_cache)
         self._sessions: WeakDictionary[nn.Module, Session] = WeakDictionary()
         self.fallback = FallbackChain(
-            services.table, services.graphs, services.operators, lambda: services.waits_for_compile
+            services.table, services.graphs, services.devices, lambda: services.waits_for_compile
         )
 
     @property
@@ -85,8 +85,6 @@ class CardRoute:
             if self.is_between_graphs:
                 raise Refusal(WITHIN_FUNCTION)
             candidates = self.fallback.begin(managed, settings, call)
-            if not candidates.backends:
-                raise Refusal(candidates.reason)
             served = self._compute(managed, settings, candidates, call)
         entry, is_noise = served.entry, services.waits_for_compile
         if entry.state is State.COLD or not (entry.verdict.of_image or is_noise or entry.key.is_cached_pass):
@@ -97,6 +95,7 @@ class CardRoute:
             prove(
                 entry, served.output, settings.verify, services.history, host, yardstick, is_noise,
                 () if call.patches is None else call.patches.functions(), times_host,
+                services.devices.named(entry.key.backend).traits.errors.get(entry.key.dtype, 0.0),
             )
         else:
             if served.route == PLAIN:
@@ -116,9 +115,9 @@ class CardRoute:
         self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: UNetCall, served: Served
     ) -> None:
         """Let later calls of this sampling go by replay, unless something is decided anew at each of them: which layers
-        are in eight bits, OneFlow's compiling."""
+        are in eight bits, what some devices compile."""
         key, device = served.entry.key, call.latent.device
-        looks_again = key.backend == ONEFLOW or (
+        looks_again = self._services.devices.named(key.backend).traits.decides_anew or (
             settings.low_bit != "off" and not managed.low_bit_is_decided(key.lossy)
         )
         if served.route != GRAPH or looks_again or self._services.waits_for_compile or call.patches is not None:

@@ -8,17 +8,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .. import engines as backends
 from ..core.refusal import Refusal
+from ..engines.device import Candidates, Device, Network, NotYet
 from ..engines.graphs.cache import GraphCache
-from ..engines.managed_unet import ManagedUNet, Runner
-from ..engines.oneflow.route import OneFlowRoute, OneFlowRunner
-from ..engines.operator_sets import Network, OperatorSets
+from ..engines.managed_unet import ManagedUNet
+from ..engines.registry import Devices
 from ..guard import first_line
 from ..model.bound import BoundUNet
 from ..model.call import UNetCall
 from ..model.cuts import compute
-from ..model.low_bit import KINDS_OF, Kind
 from ..ops.precision import Flags
 from ..options.settings import Settings
 from ..shapes.key import EXACT, Lossy, ShapeKey
@@ -31,40 +29,29 @@ from .patched_route import PatchedRoute
 from .verify import blame, judge_cached_pass
 
 log = logging.getLogger("onediff")
-COMPILING = "OneDiff's kernels are being compiled, in the background; on this machine it is done once"
-
-
-class NotYet(Refusal):
-    """What serves best is being made ready: meanwhile the host serves, and nothing slower is made ready."""
 
 
 class FallbackChain:
     """The backends of a device, from the best down to PyTorch's operators launched one by one."""
 
     def __init__(
-        self, table: ShapeTable, graphs: GraphCache, operators: OperatorSets, waits_for_compile: Callable[[], bool]
+        self, table: ShapeTable, graphs: GraphCache, devices: Devices, waits_for_compile: Callable[[], bool]
     ) -> None:
         """waits_for_compile: see Services."""
         self._table = table
         self._graphs = graphs
-        self._operators = operators
-        self._oneflow = OneFlowRoute()
-        self._choice = BackendChoice(graphs, operators, self._oneflow)
-        self._low_bit = LowBitRoute(graphs, operators, waits_for_compile)
+        self._devices = devices
+        self._choice = BackendChoice(graphs, devices)
+        self._low_bit = LowBitRoute(graphs, devices, waits_for_compile)
         self._waits_for_compile = waits_for_compile
-        self.patched = PatchedRoute(graphs)
+        self.patched = PatchedRoute(graphs, devices)
 
-    @property
-    def oneflow_graphs(self) -> dict[str, int]:
-        """How many graphs OneFlow has in this process, and may have."""
-        return self._oneflow.count
-
-    def begin(self, managed: ManagedUNet, settings: Settings, call: UNetCall) -> backends.Candidates:
+    def begin(self, managed: ManagedUNet, settings: Settings, call: UNetCall) -> Candidates:
         """See BackendChoice.begin."""
         return self._choice.begin(managed, settings, call, self._waits_for_compile())
 
     def serve(
-        self, managed: ManagedUNet, settings: Settings, candidates: backends.Candidates, call: UNetCall,
+        self, managed: ManagedUNet, settings: Settings, candidates: Candidates, call: UNetCall,
         notice: Callable[[Entry], None], flags: Flags = (),
     ) -> Served:
         """The output by the first backend that does not fail. notice: told of every entry that is tried. flags: torch's
@@ -73,12 +60,13 @@ class FallbackChain:
         Raises Refusal with the reason where none serves the call, and torch.cuda.OutOfMemoryError.
         """
         reason = candidates.reason
-        lossy_first = ((candidates.backends[0], lossy) for lossy in candidates.lossy)
-        for backend, lossy in (*lossy_first, *((backend, EXACT) for backend in candidates.backends)):
+        lossy_first = ((candidates.devices[0], lossy) for lossy in candidates.lossy)
+        for device, lossy in (*lossy_first, *((device, EXACT) for device in candidates.devices)):
             entry = None
             try:
-                refuse_call(call, backend, lossy)
-                entry = self._entry(managed, call, backend, lossy, flags)
+                device.refuse_call(call)
+                refuse_lossy(call, device, lossy)
+                entry = self._entry(managed, call, device.name, lossy, flags)
                 if entry.key.is_cached_pass and entry.state is State.COLD:
                     raise Refusal("it was not checked beside a whole step yet")
                 notice(entry)
@@ -86,8 +74,9 @@ class FallbackChain:
                     raise Refusal(entry.reason)
                 if not lossy.only:
                     self._graphs.restore(managed)
-                self._refuse_uncompiled(managed, backend, lossy, call)
-                return self._run(managed, settings, entry, call, reason)
+                waits = self._waits_for_compile()
+                device.prepare(network_of(managed, call, lossy), waits, measures=waits)
+                return self._run(managed, settings, device, entry, call, reason)
             except (torch.cuda.OutOfMemoryError, NotYet):
                 raise
             except Refusal as refusal:
@@ -135,10 +124,10 @@ class FallbackChain:
     def _capture(
         self, managed: ManagedUNet, settings: Settings, entry: Entry, call: UNetCall
     ) -> None:
-        if entry.key.backend not in backends.WITH_GRAPHS or entry.no_graph:
+        if not self._devices.named(entry.key.backend).traits.has_graphs or entry.no_graph:
             return
         try:
-            if entry.key.backend == backends.NATIVE and self._tune(managed, settings, entry.key.lossy, call):
+            if self._tune(managed, settings, entry.key, call):
                 # Something else was chosen: let it do its first work outside the capture.
                 self._plainly(managed, entry, replace(call, patches=None))
             if entry.key.lossy.low_bit and managed.low_bit is None:
@@ -152,9 +141,9 @@ class FallbackChain:
             entry.no_graph = f"the graph could not be captured: {first_line(error)}"
             log.exception("%s (%s)", entry.no_graph, entry.key)
 
-    def _tune(self, managed: ManagedUNet, settings: Settings, lossy: Lossy, call: UNetCall) -> bool:
+    def _tune(self, managed: ManagedUNet, settings: Settings, key: ShapeKey, call: UNetCall) -> bool:
         """Measure what is the fastest for this call, where that is not known; whether it was so."""
-        measured = self._operators.tune(managed.bound.layout, call)
+        measured, lossy = self._devices.tune(key.backend, managed.bound.layout, call), key.lossy
         if not lossy.low_bit or not self._low_bit.tune(managed, lossy, call):
             return measured
         try:
@@ -173,22 +162,12 @@ class FallbackChain:
         key = ShapeKey.of(bound.architecture, bound.binding.dtype, call, backend, flags, managed.kinds, lossy)
         return self._table.entry(key, bound.layout.model_name).of_weights(bound.identity(), sampling_now(bound))
 
-    def _refuse_uncompiled(self, managed: ManagedUNet, backend: str, lossy: Lossy, call: UNetCall) -> None:
-        """Raise NotYet while a backend's kernels are being compiled."""
-        if backend != backends.NATIVE:
-            return
-        kinds = KINDS_OF.get(lossy.low_bit, ())
-        network = network_of(managed, call, self._operators.low_bit.kinds(kinds, call.latent.device, call.latent.dtype))
-        if not self._operators.prepare(network, self._waits_for_compile()):
-            raise NotYet(COMPILING)
-        if self._waits_for_compile():
-            # Before the first use is checked, so that what is checked is what will run.
-            self._operators.tune_kernels(network)
-
-    def _run(self, managed: ManagedUNet, settings: Settings, entry: Entry, call: UNetCall, reason: str) -> Served:
+    def _run(
+        self, managed: ManagedUNet, settings: Settings, device: Device, entry: Entry, call: UNetCall, reason: str
+    ) -> Served:
         """The output. reason: why the candidate before was not good. Raises Refusal where the next one is to be tried.
         """
-        backend, lossy, device = entry.key.backend, entry.key.lossy, call.latent.device
+        lossy, has_graphs = entry.key.lossy, device.traits.has_graphs
         if lossy.low_bit:
             if entry.state is State.COLD:
                 # Before the first use is checked, so that what is checked is what will run.
@@ -199,22 +178,21 @@ class FallbackChain:
         if call.patches is not None:
             plainly = lambda: self._plainly(managed, entry, call)  # noqa: E731
             return self.patched.run(managed, entry, call, call.patches, plainly, reason)
-        runner: Runner | OneFlowRunner | None
-        if backend == backends.ONEFLOW:
-            runner = self._oneflow.runner(managed, entry.key, call, self._waits_for_compile())
-        else:
+        runner = device.runner(managed, entry.key, call, self._waits_for_compile())
+        if runner is None and entry.state is not State.COLD:
             # What a graph replays was launched and judged before.
-            runner = None if entry.state is State.COLD else managed.runner(entry.key, call.cut)
+            runner = managed.runner(entry.key, call.cut)
         if runner is not None:
             entry.state = State.READY
-            output = entry.own.time(device, lambda: runner.run(call), GRAPH)
+            output = entry.own.time(call.latent.device, lambda: runner.run(call), GRAPH)
             return Served(output, entry, managed.bound.edition, GRAPH, reason, call)
         stopwatch = Stopwatch() if entry.state is State.COLD else entry.own
         plainly = lambda: self._plainly(managed, entry, call)  # noqa: E731
         # A first call of all chooses algorithms, and takes more memory for that than any later one.
-        has_graphs = backend in backends.WITH_GRAPHS
         measures = has_graphs and entry.state is not State.COLD
-        output = stopwatch.time(device, lambda: self._graphs.measured(entry, plainly) if measures else plainly(), PLAIN)
+        output = stopwatch.time(
+            call.latent.device, lambda: self._graphs.measured(entry, plainly) if measures else plainly(), PLAIN
+        )
         if has_graphs:
             reason = reason or entry.no_graph or entry.waits or (
                 "first call at this shape" if entry.state is State.COLD else "its graph is captured after this step"
@@ -223,21 +201,18 @@ class FallbackChain:
 
     def _plainly(self, managed: ManagedUNet, entry: Entry, call: UNetCall) -> Tensor:
         lossy = entry.key.lossy
-        ops = self._operators.of(entry.key.backend, managed.has_wide_norms, lossy.attention)
+        ops = self._devices.operators(entry.key.backend, managed.has_wide_norms, lossy.attention)
         binding = managed.binding_for(lossy)
         return compute(binding.layout, binding.weights(), ops, call)
 
 
-def refuse_call(call: UNetCall, backend: str, lossy: Lossy) -> None:
-    """Raise Refusal for what this way to compute does not do."""
-    if call.patches is not None and (lossy != EXACT or backend == backends.ONEFLOW):
-        # Their operators hand each other more than tensors, or run elsewhere.
-        how = f"{backend}, {lossy}" if lossy != EXACT else backend
-        raise Refusal(f"the backend {how} runs no functions of other extensions")
+def refuse_lossy(call: UNetCall, device: Device, lossy: Lossy) -> None:
+    """Raise Refusal for what is not computed this way."""
+    if call.patches is not None and lossy != EXACT:
+        # Its operators hand each other more than tensors.
+        raise Refusal(f"the backend {device.name}, {lossy} runs no functions of other extensions")
     if lossy.attention and call.upcast_attention:
         raise Refusal(f"{lossy.attention} is not for attention in float32")
-    if call.additions and backend == backends.ONEFLOW:
-        raise Refusal(f"OneFlow does not compute {', '.join(call.additions)}")
 
 
 def sampling_now(bound: BoundUNet) -> int | None:
@@ -245,6 +220,6 @@ def sampling_now(bound: BoundUNet) -> int | None:
     return bound.samplings if bound.in_sampling else None
 
 
-def network_of(managed: ManagedUNet, call: UNetCall, low_bit: tuple[Kind, ...] = ()) -> Network:
+def network_of(managed: ManagedUNet, call: UNetCall, lossy: Lossy = EXACT) -> Network:
     bound, latent = managed.bound, call.latent
-    return Network(bound.architecture, bound.layout.kernel_users, latent.dtype, latent.device, low_bit)
+    return Network(bound.architecture, bound.layout.kernel_users, latent.dtype, latent.device, lossy.low_bit)

@@ -14,15 +14,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..core.refusal import Refusal
 from ..core.sampling import time_of
-from ..engines import NATIVE
 from ..engines.graphs.cache import GraphCache
 from ..engines.managed_unet import ManagedUNet
-from ..engines.operator_sets import OperatorSets
+from ..engines.registry import Devices
 from ..engines.sensitivity import BOTH, SECOND_HALF, TOGETHER, Choice, Findings, digest_of_layers, half_of
 from ..model.call import UNetCall
 from ..model.cuts import compute
-from ..model.layout import UnsupportedUNet
 from ..model.low_bit import KINDS_OF, LowBitBinding, WantedKinds
 from ..model.offload import NoHostMemory
 from ..options.settings import MOST_LOW_BIT_ERROR
@@ -38,31 +37,31 @@ NOT_FINITE = "what Low-bit does here cannot be measured: the exact output has Na
 class LowBitRoute:
     """Whoever calls holds the runtime's lock."""
 
-    def __init__(self, graphs: GraphCache, operators: OperatorSets, waits_for_compile: Callable[[], bool]) -> None:
+    def __init__(self, graphs: GraphCache, devices: Devices, waits_for_compile: Callable[[], bool]) -> None:
         """waits_for_compile: see Services."""
         self._graphs = graphs
-        self._operators = operators
+        self._devices = devices
         self._waits_for_compile = waits_for_compile
 
     def tune(self, managed: ManagedUNet, lossy: Lossy, call: UNetCall) -> bool:
         """Measure which products in eight bits pay, where that is not known; whether it was so."""
         time_ms = partial(self._graphs.time_ms, call.latent.device, call.latent.dtype)
-        return self._operators.low_bit.tune(lossy, managed.bound.layout, call, time_ms)
+        return self._devices.lossy.low_bit.tune(lossy, managed.bound.layout, call, time_ms)
 
     def fit(self, managed: ManagedUNet, lossy: Lossy, call: UNetCall, budget: float) -> None:
         """Have the weights in eight bits that a call wants: those that pay within a budget, or, where they take the
-        place of the host's, all. Raises UnsupportedUNet with the reason where there are none."""
+        place of the host's, all. Raises Refusal with the reason where there are none."""
         try:
             self._fit(managed, lossy, call, budget)
         except torch.cuda.OutOfMemoryError:
             managed.no_room_for_low_bit = True
             self._graphs.drop_low_bit(managed)
-            raise UnsupportedUNet(NO_ROOM) from None
+            raise Refusal(NO_ROOM) from None
         except NoHostMemory as full:
             managed.why_not_offloaded = str(full)
             self._graphs.drop_low_bit(managed)
-            raise UnsupportedUNet(managed.why_not_offloaded) from None
-        except UnsupportedUNet:
+            raise Refusal(managed.why_not_offloaded) from None
+        except Refusal:
             raise
         except Exception:
             self._graphs.drop_low_bit(managed)
@@ -70,8 +69,8 @@ class LowBitRoute:
 
     def _fit(self, managed: ManagedUNet, lossy: Lossy, call: UNetCall, budget: float) -> None:
         if managed.no_room_for_low_bit:
-            raise UnsupportedUNet(NO_ROOM)
-        low_bit, layout = self._operators.low_bit, managed.bound.layout
+            raise Refusal(NO_ROOM)
+        low_bit, layout = self._devices.lossy.low_bit, managed.bound.layout
         other = managed.low_bit is not None and not managed.low_bit.kinds() <= set(KINDS_OF[lossy.low_bit])
         if other or (lossy.only and not managed.bound.offloaded):
             # Those of another choice.
@@ -92,7 +91,7 @@ class LowBitRoute:
                 # What torch keeps unused is what was gained.
                 self._graphs.card.empty_cache()
         elif not self._have(managed, wanted, left_out):
-            raise UnsupportedUNet(
+            raise Refusal(
                 "no class of layers in eight bits keeps this checkpoint within the error budget of "
                 f"{budget:g} (measured)"
             )
@@ -101,7 +100,7 @@ class LowBitRoute:
         """The classes of layers that stay exact, measured where that is not known.
 
         A call that makes a shape ready belongs to no image, and a cached pass is no whole step: they measure nothing,
-        and what is not known is in eight bits. Raises UnsupportedUNet with why it cannot be measured, and
+        and what is not known is in eight bits. Raises Refusal with why it cannot be measured, and
         torch.cuda.OutOfMemoryError.
         """
         before, may_be = managed.low_bit_choice, self._may_be(managed)
@@ -117,7 +116,7 @@ class LowBitRoute:
                 return choice.left_out
             if not half:
                 if choice.is_new:
-                    raise UnsupportedUNet(TOO_LATE)
+                    raise Refusal(TOO_LATE)
                 return choice.left_out
             choice = self._measured(managed, lossy, call, choice, half)
         managed.low_bit_choice = choice
@@ -134,14 +133,14 @@ class LowBitRoute:
 
     def _measured(self, managed: ManagedUNet, lossy: Lossy, call: UNetCall, choice: Choice, half: int) -> Choice:
         """Measure until it is known what is within the budget: a forward pass for each class and for all together, and
-        for fewer until they are within it, without a graph. Raises UnsupportedUNet where that cannot be, and
+        for fewer until they are within it, without a graph. Raises Refusal where that cannot be, and
         torch.cuda.OutOfMemoryError."""
         exact: Tensor | None = None
         while due := choice.due(half):
             self._have(managed, choice.wanted, choice.left_out)
             exact = self._output(managed, lossy, call, ()) if exact is None else exact
             if not bool(torch.isfinite(exact).all()):
-                raise UnsupportedUNet(NOT_FINITE)
+                raise Refusal(NOT_FINITE)
             for classes in due:
                 layers = choice.layers(classes)
                 error = relative_error(self._output(managed, lossy, call, layers), exact)
@@ -156,7 +155,7 @@ class LowBitRoute:
         if managed.low_bit is not None and managed.low_bit.left_out != left_out:
             # Graphs have another choice in them.
             self._graphs.drop_low_bit(managed)
-        low_bit = self._operators.low_bit
+        low_bit = self._devices.lossy.low_bit
         classes = low_bit.classes(managed.bound.layout)
         left = {layer: kind for layer, kind in wanted.items() if classes[layer] not in left_out}
         if wanted and not left:
@@ -168,4 +167,4 @@ class LowBitRoute:
         """The whole UNet's, with these layers alone in eight bits."""
         assert managed.low_bit is not None
         binding = LowBitBinding(managed.bound.binding, managed.low_bit, KINDS_OF[lossy.low_bit], layers)
-        return compute(binding.layout, binding.weights(), self._operators.of(NATIVE), replace(call, cut=None))
+        return compute(binding.layout, binding.weights(), self._devices.lossy.operators(), replace(call, cut=None))

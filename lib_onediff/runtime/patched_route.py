@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from .. import engines as backends
 from ..core.refusal import Refusal
 from ..engines.graphs.cache import GraphCache
 from ..engines.graphs.capture import SegmentsRunner
 from ..engines.graphs.segments import DoesNotFit
 from ..engines.managed_unet import ManagedUNet
+from ..engines.registry import Devices
 from ..model.call import UNetCall
 from ..model.patch_points import PatchPoints
 from ..shapes.table import Entry, State
@@ -33,8 +33,8 @@ class PatchedRoute:
     would lie over what the second is to read.
     """
 
-    def __init__(self, graphs: GraphCache) -> None:
-        self._graphs = graphs
+    def __init__(self, graphs: GraphCache, devices: Devices) -> None:
+        self._graphs, self._devices = graphs, devices
         self.is_between_graphs = False
 
     def run(
@@ -46,19 +46,19 @@ class PatchedRoute:
         names, device = ", ".join(entry.key.patches), call.latent.device
         within = f"other extensions compute within the UNet: {names}"
         reason = "; ".join(filter(None, (within, why_not_better)))
-        rewind, has_graphs = None, entry.key.backend in backends.WITH_GRAPHS
+        rewind, traits = None, self._devices.named(entry.key.backend).traits
         if entry.state is State.COLD:
             output = computed_twice(entry, plainly, patches.functions())
             if output is None:
                 what = f"what another extension computes within the UNet differs each time ({names})"
                 raise Refusal(blame(entry, what))
-        elif not has_graphs:
+        elif not traits.has_graphs:
             output = entry.own.time(device, plainly, PLAIN)
         else:
             replayed = self._replayed(managed, entry, call)
             if replayed is not None:
                 return Served(replayed, entry, managed.bound.edition, GRAPH, reason, call)
-            if entry.no_graph and entry.key.backend == backends.NATIVE:
+            if entry.no_graph and not traits.launches_patched:
                 # Operator by operator, PyTorch launches its own faster.
                 raise Refusal(entry.no_graph)
             reason = "; ".join(filter(None, (reason, entry.no_graph or entry.waits)))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..core.refusal import Refusal
 from ..core.sampling import UNANNOUNCED, Sampling
+from ..engines.device import Device
 from ..engines.managed_unet import ManagedUNet
 from ..guard import HostFunction
 from ..model.call import UNetCall
@@ -42,12 +43,15 @@ class Runtime:
     (a hosts.webui.WebUI): it must outlive a reload of the scripts.
     """
 
-    def __init__(self, policies: Iterable[StepPolicy] | None = None) -> None:
-        """policies: which may cut steps short, outermost first."""
-        services = self.services = Services()
+    def __init__(
+        self, policies: Iterable[StepPolicy] | None = None, devices: Iterable[Device] | None = None
+    ) -> None:
+        """policies: which may cut steps short, outermost first. devices: the fastest first, the reference last. By
+        default, those of the registries."""
+        services = self.services = Services(devices)
         self.guard, self.table, self.history = services.guard, services.table, services.history
-        self.tuning_cache, self.operators, self.call_stats = (
-            services.tuning_cache, services.operators, services.call_stats,
+        self.tuning_cache, self.devices, self.call_stats = (
+            services.tuning_cache, services.devices, services.call_stats,
         )
         self.generations, self.pressure = services.generations, services.pressure
         self.settings_for_run, self.wait_for_compile = services.settings_for_run, services.wait_for_compile
@@ -91,7 +95,7 @@ class Runtime:
                 known.settings = settings
                 known.no_room_for_low_bit, known.why_not_offloaded = False, ""
         if known is None:
-            services.operators.prepare_early(unet, settings or self.settings)
+            services.devices.prepare_early(unet, settings or self.settings)
 
     def release(self, unet: nn.Module) -> None:
         """Give a UNet back as it was: ordinary parameters with the same values, and no memory of ours."""
@@ -131,7 +135,7 @@ class Runtime:
     def compiling(self) -> Iterator[Future[Any]]:
         """Begin what the UNets in care still lack; one after the other what has to end until nothing is lacking."""
         for unet, managed in self.services.managed.items():
-            begun = self.operators.prepare_early(unet, managed.settings or self.settings)
+            begun = self.devices.prepare_early(unet, managed.settings or self.settings)
             if begun is not None:
                 yield begun
 

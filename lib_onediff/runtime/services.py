@@ -3,16 +3,17 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 
+from ..engines.device import Device
 from ..engines.graphs.cache import GraphCache
 from ..engines.graphs.memory_pressure import MemoryPressure
 from ..engines.graphs.stream_order import StreamOrder
 from ..engines.managed_unet import ManagedUNet
-from ..engines.operator_sets import OperatorSets
+from ..engines.registry import Devices, devices_here
 from ..guard import Guard
 from ..ops.tuning_cache import TuningCache
 from ..options.settings import Settings
@@ -31,7 +32,8 @@ OUT_OF_MEMORY = "out of GPU memory: the graphs were freed"
 class Services:
     """Made once. Whoever computes or captures does it inside computing()."""
 
-    def __init__(self) -> None:
+    def __init__(self, devices: Iterable[Device] | None = None) -> None:
+        """devices: by default, those of this machine."""
         # Stands around every hook of ours.
         self.guard = Guard()
         self.settings = Settings()
@@ -39,12 +41,12 @@ class Services:
         self.history = History()
         # What was measured to be best on this machine.
         self.tuning_cache = TuningCache()
-        self.operators = OperatorSets(self.tuning_cache)
+        self.devices = Devices(devices_here(self.tuning_cache) if devices is None else devices)
         self.generations = Generations()
         self.call_stats = CallStats(self.generations.times, lambda: self.waits_for_compile)
         # What is kept for every UNet that a host has handed over.
         self.managed: WeakDictionary[nn.Module, ManagedUNet] = WeakDictionary()
-        self.graphs = GraphCache(self.table, self.managed, lambda: self.history.pins(), self.operators.of)
+        self.graphs = GraphCache(self.table, self.managed, lambda: self.history.pins(), self.devices.operators)
         self._run_settings: Settings | None = None
         self._why_off = ""
         self._waiting = threading.local()

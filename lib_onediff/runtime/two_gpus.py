@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.refusal import Refusal
-from ..engines import ONEFLOW
+from ..engines.device import NotYet
 from ..engines.managed_unet import ManagedUNet
 from ..guard import HostFunction
 from ..model.call import UNetCall
@@ -28,7 +28,6 @@ from .call_stats import GRAPH, PLAIN
 from .card_pair import Pair, Rest
 from .card_route import CardRoute
 from .cards import Cards, second_card, second_share
-from .fallback import COMPILING
 from .services import Services
 from .stepping import Stepping
 
@@ -98,6 +97,9 @@ class TwoGpusRoute:
         host = HostFunction(host)
         try:
             return self._split(unet, managed, settings, call, host)
+        except NotYet as compiling:
+            self._services.call_stats.note_one_gpu(str(compiling))
+            return None
         except SecondGpuFull as full:
             reason, lasts, drops = str(full), True, True
         except Refusal as refusal:
@@ -112,7 +114,7 @@ class TwoGpusRoute:
             # Only now is everything gone that was computed before it failed.
             self._services.guard.attempt("giving the second GPU back", lambda: self.forget(unet))
         # Where nobody says when a sampling ends, the next call may go.
-        if reason != COMPILING and (lasts or managed.bound.in_sampling):
+        if lasts or managed.bound.in_sampling:
             self._rests[unet] = Rest.now(reason, (managed, settings), lasts)
         self._services.call_stats.note_one_gpu(reason)
         return None
@@ -128,8 +130,9 @@ class TwoGpusRoute:
             if rest.holds(settings, managed.bound):
                 return rest.reason
             self._rests.pop(unet, None)
-        if settings.backend == ONEFLOW:
-            return f"the backend {settings.backend} computes on one GPU"
+        wanted = next((one for one in self._services.devices.all if one.name == settings.backend), None)
+        if wanted is not None and wanted.traits.one_card:
+            return f"the backend {wanted.name} computes on one GPU"
         if managed.bound.has_binding and managed.kinds:
             return f"the host computes with {' and '.join(managed.kinds)}"
         return why_not_taken(call)
@@ -159,7 +162,7 @@ class TwoGpusRoute:
         first = served_of(
             self._by_card.answer(unet, managed, settings, here, lambda: host()[first_rows], times_host=False)
         )
-        if first.entry.key.backend == ONEFLOW:
+        if self._services.devices.named(first.entry.key.backend).traits.one_card:
             raise Refusal(f"the backend {first.entry.key.backend} computes on one GPU")
         if pair is None:
             pair = self._make(unet, managed, settings, first_card)

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ..core.refusal import Refusal
-from ..engines import EAGER, ONEFLOW
 from ..model.function_state import FunctionState
-from ..ops.precision import Flags, sums_in_half, tf32_is_on
+from ..ops.precision import ROUNDING_HALF_SUMS, Flags, sums_in_half, tf32_is_on
 from ..options.settings import MOST_LOW_BIT_ERROR
 from ..shapes.key import EXACT
 from ..shapes.table import ENOUGH, Entry, State
@@ -26,8 +25,6 @@ log = logging.getLogger("onediff")
 # float32, 2e-3 in float16, 1e-2 in bfloat16. TF32 keeps ten bits of the inputs, as float16 does.
 ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 ROUNDING_TF32 = 1e-2
-# Sums of some thousand products in float16.
-ROUNDING_HALF_SUMS = 6e-2
 # A generation waits for it, once for every shape on a machine.
 SECONDS_TO_TIME_THE_HOST = 0.5
 # Why the host's own output is no yardstick, in one line for the user.
@@ -39,11 +36,12 @@ HOST_NOT_FINITE = (
 def prove(
     entry: Entry, output: Tensor, compares: bool, history: History, host: Callable[[], Tensor],
     yardstick: Callable[[], Tensor] | None, nobody_waits: bool, functions: Iterable[Any] = (), times_host: bool = True,
+    allowed: float = 0.0,
 ) -> None:
     """Compare a first output with the host's, unless that was done on this machine before, or is not wanted (compares).
     Functions of other extensions are always compared: the host has their random numbers to draw. yardstick,
     nobody_waits: see judge. functions: see PatchPoints. times_host: host makes this call and no more, so that its time
-    can be compared.
+    can be compared. allowed: what the backend may differ, where that is more than rounding.
 
     Raises Refusal where it cannot be used.
     """
@@ -53,7 +51,7 @@ def prove(
         time_host(entry, output.device, host, often=True)
     if not known and (compares or entry.key.patches):
         rewind = state_of(entry.key.device, functions)
-        miss = judge(entry, output, host, yardstick, nobody_waits, times_host)
+        miss = judge(entry, output, host, yardstick, nobody_waits, times_host, allowed)
         if miss is not None:
             # The host runs once more, for the answer.
             rewind()
@@ -75,10 +73,9 @@ def prove(
 
 
 def blame(entry: Entry, what: str, sampling: Hashable = None, is_final: bool = True) -> str:
-    """Take down what went wrong at a shape, with the backend's name where another one may do better. Returns it.
+    """Take down what went wrong at a shape, with the backend's name: another one may do better. Returns it.
     sampling, is_final: see Entry.fail."""
-    way = entry.key.way
-    entry.fail(what if way == EAGER else f"{what} (backend {way})", sampling, is_final)
+    entry.fail(f"{what} (backend {entry.key.way})", sampling, is_final)
     return entry.reason
 
 
@@ -96,11 +93,11 @@ def recall(entry: Entry, history: History) -> bool:
 
 def judge(
     entry: Entry, output: Tensor, host: Callable[[], Tensor], yardstick: Callable[[], Tensor] | None = None,
-    nobody_waits: bool = False, times_host: bool = True,
+    nobody_waits: bool = False, times_host: bool = True, allowed: float = 0.0,
 ) -> str | None:
     """Compare our output with the host's, and time the host. Notes the error in the entry. yardstick: the host's
     forward as our output must be, where the host's own is farther from exact than rounding explains. nobody_waits:
-    there is time to time the host often enough, however long it takes. times_host: see prove.
+    there is time to time the host often enough, however long it takes. times_host, allowed: see prove.
 
     Returns None where they agree, HOST_NOT_FINITE where the host's cannot be compared with, else by how much more than
     rounding ours differs.
@@ -117,9 +114,7 @@ def judge(
     limit = rounding_limit(entry.key.dtype, output.device, entry.key.precision)
     if entry.key.lossy != EXACT:
         limit = max(limit, MOST_LOW_BIT_ERROR)
-    if entry.key.backend == ONEFLOW and entry.key.dtype == torch.float16:
-        # What is checked once serves with sums in half precision too: it is told of them when it runs.
-        limit = max(limit, ROUNDING_HALF_SUMS)
+    limit = max(limit, allowed)
     if entry.relative_error <= limit:
         return None
     return f"it differs from the model's own forward by {entry.relative_error:.1e} (rounding explains {limit:.0e})"

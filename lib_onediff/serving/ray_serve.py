@@ -19,7 +19,7 @@ from ray import serve
 from ..api.answers import LARGEST_BODY, SentenceRoute
 from ..api.gate import Gate
 from ..api.origins import Origins, host_name
-from ..demo.folder_parts import load_folder
+from ..demo.model_folder import load_folder
 from ..hosts.webui import network_name
 from ..prewarm.presets import most_used
 from ..public import compile_pipe

@@ -6,7 +6,7 @@ from typing import Any
 
 import gradio as gr
 
-from ..options.presets import AS_IN_SETTINGS
+from ..options.presets import AS_IN_SETTINGS, PRESETS
 from ..options.settings import Settings
 from ..prewarm.job import CANCELLED, DONE, FAILED, Job
 from ..prewarm.worker import WarmUp
@@ -31,13 +31,11 @@ HIRES_CHECKBOXES = ("{tab}_hr-checkbox", "{tab}_enable_hr")
 StatusLines = Callable[[], tuple[str, str]]
 
 
-def build_accordion(
-    tab: str, status_lines: StatusLines, presets: Callable[[], list[str]], settings_of: Callable[..., Settings],
-) -> list[Any]:
+def build_accordion(tab: str, status_lines: StatusLines, settings_of: Callable[..., Settings]) -> list[Any]:
     """Create the accordion of a tab ("txt2img" or "img2img") and return the components that are script arguments.
 
-    status_lines: called when the page loads and after each generation. presets: their names. settings_of: a run's
-    settings by the values of the script arguments; raises ValueError with a sentence.
+    status_lines: called when the page loads and after each generation. settings_of: a run's settings by the values of
+    the script arguments; raises ValueError with a sentence.
 
     The WebUI's own InputAccordion will not do: with it, closing switches off.
     """
@@ -53,7 +51,7 @@ def build_accordion(
         with gr.Accordion("OneDiff", open=False, elem_id=f"onediff_{tab}_accordion"):
             with gr.Row(elem_classes="onediff-run"):
                 preset = gr.Dropdown(
-                    choices=[AS_IN_SETTINGS, *presets()], value=preset_at_first, label=texts.PRESET, min_width=160,
+                    choices=[AS_IN_SETTINGS, *PRESETS], value=preset_at_first, label=texts.PRESET, min_width=160,
                     elem_id=f"onediff_{tab}_preset",
                 )
                 by_words = [a_control(tab, name) for name in ROWS[0]]
@@ -75,34 +73,13 @@ def build_accordion(
                 told = gr.HTML(elem_id=f"onediff_{tab}_told", elem_classes=LIVE)
                 gr.HTML(lambda: status_lines()[1], elem_id=STATUS.format(tab=tab), elem_classes=LIVE)
         arguments, controls = [enabled, preset, changes], [*by_words, *by_numbers, hires]
-        ask = connect_choices(tab, arguments, controls, told, presets, settings_of)
+        ask = connect_controls(tab, arguments, controls, told, settings_of, texts.off_for_this_run)
     # Also where it is closed: what is set here counts more than the settings.
     for event in (ask.click, preset.change, changes.change):
         event(None, inputs=[preset, changes], outputs=[set_here], api_name=False, **in_the_browser(
             f"(preset, text) => onediffAccordion.setHere(preset === {AS_IN_SETTINGS!r} ? '' : preset, text)"
         ))
     return arguments
-
-
-def connect_choices(
-    tab: str, arguments: list[Any], controls: list[Any], told: Any, presets: Callable[[], list[str]],
-    settings_of: Callable[..., Settings],
-) -> Any:
-    """Say what the run will be and have the controls show it, and keep the list of presets as it is now: the user's own
-    come and go, and OneDiff may be switched off in the settings meanwhile. Returns the button that asks for it."""
-    preset = arguments[1]
-    shown = gr.State([AS_IN_SETTINGS, *presets()])
-
-    def offer(shown: list[str]) -> tuple[Any, Any]:
-        now = [AS_IN_SETTINGS, *presets()]
-        # An update closes an open list.
-        return (UNCHANGED, shown) if now == shown else (gr.update(choices=now), now)
-
-    ask = connect_controls(tab, arguments, controls, told, settings_of, texts.off_for_this_run)
-    # An image that is sent from the other tab brings its preset, which may be younger than this list.
-    for event in (ask.click, preset.change):
-        event(offer, inputs=[shown], outputs=[preset, shown], queue=False, **QUIET)
-    return ask
 
 
 def connect(component: Any, tab: str, status_lines: StatusLines, warmup: WarmUp) -> None:

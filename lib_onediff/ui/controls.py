@@ -1,6 +1,5 @@
-"""Sliders and lists of a run, in the accordion and for each side of a comparison. They hold nothing themselves: what a
-user moves is written into the text box of changed options, by javascript/onediff_accordion.js, and each shows what the
-run will be by that text.
+"""Sliders and lists of a run, in the accordion. They hold nothing themselves: what a user moves is written into the
+text box of changed options, by javascript/onediff_accordion.js, and each shows what the run will be by that text.
 
 So a run has one source: the settings tab, then the preset, then the text, then what a client of the API gives.
 """
@@ -116,7 +115,7 @@ def shown_values(names: list[str], settings: Settings, shown: tuple[Any, ...]) -
 
 def known_options(base: Settings) -> dict[str, Any]:
     """Every option of a run by name. base: the run without the text box."""
-    in_presets = preset_options(base)
+    in_presets = preset_options()
     return {
         name: {"base": format_value(getattr(base, name)), "words": words_of(option), "of_presets": name in in_presets}
         for name, option in options_of_a_run().items() if name != SWITCH

@@ -6,17 +6,16 @@ from typing import Any
 
 import gradio as gr
 
-from ..consistency import Facts, machine_facts, onediff_facts
-from ..hosts.host_facts import checkpoint_name, host_facts
+from ..hosts.host_facts import host_facts
 from ..hosts.webui import WebUI
-from ..options.presets import all_presets
 from ..options.settings import Settings
 from ..prewarm.worker import WarmUp
+from ..runtime.consistency import Facts, machine_facts, onediff_facts, report
 from ..runtime.runtime import Runtime
 from .cache.panel import build_cache_tab
-from .compare.handlers import ComparePanel
-from .compare.tab import build_compare_page, build_facts_page
-from .compare.text_to_image import TextToImage, output_folder
+from .compare.tab import ComparePanel, build_compare_page
+from .compare.text_to_image import TextToImage
+from .consistency import build_facts_page
 from .presets import PresetsPanel, Store, build_presets_page
 from .settings_form import build_settings_form
 
@@ -40,20 +39,17 @@ def build_onediff_tab(
             **machine_facts(), **host_facts(webui.name), **onediff_facts(standing(), runtime.status(), tuned),
         }
 
-    def presets() -> dict[str, dict[str, Any]]:
-        return all_presets(standing(), standing().own_presets, checkpoint_name())
-
     maker = TextToImage(make_script, runtime.status)
-    panel = ComparePanel(maker, webui.exclusively, standing, presets, facts, output_folder)
+    panel = ComparePanel(maker, webui.exclusively, standing, lambda: report(facts()))
     with gr.Blocks(analytics_enabled=False) as tab, gr.Tabs(elem_id="onediff_pages"):
         with gr.Tab(CACHE, elem_id="onediff_page_cache"):
             build_cache_tab(runtime, warmup, webui.exclusively)
         with gr.Tab(PRESETS, elem_id="onediff_page_presets") as page:
-            build_presets_page(PresetsPanel(lambda: runtime.settings, checkpoint_name, store), page.select)
-        with gr.Tab(COMPARE, elem_id="onediff_page_compare") as page:
-            build_compare_page(panel, page.select)
+            build_presets_page(PresetsPanel(lambda: runtime.settings, store), page.select)
+        with gr.Tab(COMPARE, elem_id="onediff_page_compare"):
+            build_compare_page(panel)
         with gr.Tab(CONSISTENCY, elem_id="onediff_page_consistency") as page:
-            build_facts_page(panel, page.select)
+            build_facts_page(facts, page.select)
     with tab:
         build_settings_form()
     return tab

@@ -46,21 +46,20 @@ class StepWithSettings:
             return host_step(*args, **kwargs)
 
 
-def settings_of_run(arguments: Sequence[Any], standing: Settings, checkpoint: str = "") -> Settings:
+def settings_of_run(arguments: Sequence[Any], standing: Settings) -> Settings:
     """The settings for a generation: standing, then a preset, then changes.
 
     arguments: of our script; what is missing is as the accordion has it at first. The first is True or False
     (the checkbox: False switches OneDiff off, True leaves it as the settings tab says), or a mapping of option names to
     values from the API, which counts more than the others. The second is a preset by name, the third changes as
-    read_changes takes them. checkpoint: the name of the loaded one, to which presets adapt. Raises ValueError with a
-    sentence for anything else.
+    read_changes takes them. Raises ValueError with a sentence for anything else.
     """
     used, preset, changes = filled(arguments)
     settings = standing
     if not isinstance(preset, str | None):
         raise ValueError(f"OneDiff's second script argument is the name of a preset, not {preset!r}.")
     if preset and preset != AS_IN_SETTINGS:
-        settings = with_preset(settings, preset, standing.own_presets, checkpoint)
+        settings = with_preset(settings, preset)
     if not isinstance(changes, str | None):
         raise ValueError(f"OneDiff's third script argument is a text such as {EXAMPLE!r}, not {changes!r}.")
     changed = [read_changes(changes or ""), options_in(used)]

@@ -12,16 +12,12 @@ from typing import Any
 
 import gradio as gr
 
-from ..engines import ONEFLOW
 from ..options.effects import Machine, described
 from ..options.option import check_value, format_value
 from ..options.settings import HOST_KEY_PREFIX, Settings, host_key
 from . import texts
 from .events import HIDDEN, QUIET, a_button, in_the_browser, markup, nothing_seen
 from .settings_tab import in_groups
-
-# Made by the user, option by option: resetting all others leaves it.
-KEPT = "own_presets"
 
 
 def build_settings_form() -> None:
@@ -39,7 +35,6 @@ def for_the_browser() -> str:
         host_key(option.name): {
             "group": option.metadata["group"], "default": option.default, "shown": format_value(option.default),
             "no_effect_when": {host_key(name): values for name, values in option.metadata["no_effect_when"].items()},
-            "reset": option.name != KEPT,
         } for option in in_groups()
     }
     told = {"options": known, "texts": texts.SETTINGS_PAGE}
@@ -89,5 +84,5 @@ def notes(values: dict[str, Any]) -> dict[str, str]:
         key.removeprefix(HOST_KEY_PREFIX): value for key, value in values.items()
         if key in map(host_key, Settings.__dataclass_fields__) and isinstance(value, (bool, str))
     }
-    machine = Machine.now(chosen.get("backend") == ONEFLOW)
+    machine = Machine.now(chosen.get("backend") == "oneflow")
     return {host_key(name): said for name, said in described(chosen, machine).items()}

@@ -10,10 +10,9 @@ from typing import Any
 
 import gradio as gr
 
-from ..engines import ONEFLOW
 from ..options.effects import Machine, described
+from ..options.migration import migrate_values
 from ..options.option import current_value, format_value
-from ..options.presets import migrate_values
 from ..options.settings import CACHE, GROUPS, HOST_KEY_PREFIX, Settings, host_key
 from ..runtime.runtime import runtime
 from ..store.history import CACHE_VARIABLE
@@ -72,7 +71,7 @@ def in_groups() -> list[Field]:
 def tell_effects(before: Settings) -> None:
     """Say of every choice that was just made and that changes nothing on this machine, why."""
     made = runtime.settings.changed_from(before)
-    for name, said in (described(made, Machine.now(runtime.settings.backend == ONEFLOW)) if made else {}).items():
+    for name, said in (described(made, Machine.now(runtime.settings.backend == "oneflow")) if made else {}).items():
         tell(f"{label_of(name)}, {format_value(made[name])}: {said}")
 
 

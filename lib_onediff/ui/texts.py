@@ -188,45 +188,12 @@ def purged(resolutions: int, freed: int, had_graphs: bool) -> str:
 # --- the Presets page -------------------------------------------------------------------------------------------------
 
 PRESETS_EXPLAINED = (
-    "A preset chosen in the accordion holds for that image and adapts to its checkpoint.",
-    "<i>Use these settings</i> puts the values of this table into the settings to stay.",
+    "Seconds: SDXL 1024x1024, 30 steps, on an H100, where the WebUI's own takes 3.26 s.",
+    "Distance from the exact image: 0 is the same image, 4.4 another prompt's.",
+    "A preset chosen in the accordion holds for that image.",
+    "<i>Use these settings</i> puts it into the settings to stay.",
 )
-OWN_PRESET, DEFAULTS = "Your own.", "every option at its default"
-NAME_FIRST = "A preset needs a name: type it beside the button."
-NOTHING_KNOWN = "nothing special is known of it."
-NO_CHECKPOINT = "No checkpoint is loaded: these are the presets for most of them."
-
-
-def adapted(family: str, reason: str, presets: list[str]) -> str:
-    """What is said behind a checkpoint's name."""
-    differ = "differ" if len(presets) > 1 else "differs"
-    *first, last = presets
-    names = f"{', '.join(first)} and {last}" if first else last
-    return f"is one of {family}. {reason} For it, {names} {differ} from the usual."
-
-
-def no_preset(name: str, did_you_mean: str) -> str:
-    return f"There is no preset called {name!r}.{did_you_mean}"
-
-
-def preset_is_ours(name: str) -> str:
-    return f"{name!r} is a preset of OneDiff's; only your own can be deleted."
-
-
-def preset_is_equal(name: str) -> str:
-    return f"{name!r} has these settings already. Use it, or change the settings first."
-
-
-def preset_saved(name: str, sets: str, replaced: bool) -> str:
-    return f"Saved {name!r}{', in place of the one before' if replaced else ''}: {sets}."
-
-
-def delete_question(name: str, sets: str) -> str:
-    return f"Delete {name!r}? It cannot be undone. It sets: {sets}."
-
-
-def preset_deleted(name: str, sets: str) -> str:
-    return f"Deleted {name!r}, which was: {sets}."
+DEFAULTS = "every option at its default"
 
 
 def preset_used(name: str, changed: list[str], enabled: bool) -> str:
@@ -243,25 +210,22 @@ COMPARE_FIRST = "Choose two settings, type a prompt, then click Compare."
 SWITCHED_OFF = "OneDiff is switched off in the settings. Switch it on there to compare."
 NOTHING_COMPARED, STOPPING, STOPPED = "Nothing is being compared.", "Stopping.", "Stopped."
 STOPPED_EARLY = "Stopped before all images were made."
-IDENTICAL, EQUALLY_FAST = "Identical: every pixel of every image is the same.", "Neither side is measurably faster."
+EQUALLY_FAST = "Neither side is measurably faster."
 MEANINGS = {
-    "PSNR": "peak signal-to-noise ratio: above 48 dB no difference is seen",
+    "PSNR": "peak signal-to-noise ratio: above 48 dB no difference can be seen",
     "SSIM": "structural similarity: 1 is the same image",
     "Largest": "the largest difference of a pixel's channel, of 255",
-    "Lightness": "change of the mean lightness L*, from 0 to 100",
-    "Contrast": "change of the standard deviation of L*",
-    "Saturation": "change of the root mean square of the chroma C*ab",
+    "ΔE": "mean distance of colours in CIELAB: from 2.3 on, people tell two patches apart",
+    "Saturation": "change of the chroma in CIELAB", "Contrast": "change of the spread of L* in CIELAB",
     "Left": "how long the left image took", "Right": "how long the right image took",
 }
-NOTHING_TO_SAVE = "There is nothing to save yet. Click Compare first."
 PASTE_HERE = "Paste it here."
-REPORT_FILES = "Click a size to download: the report, and each seed's images"
 REPORT_EXPLAINED = (
     "The report names what an image depends on to its last digit; no paths, no secrets.",
     "Copy it and paste it on the other machine, or the other way round.",
 )
 NOTHING_DIFFERS = "Nothing differs: both machines should make the same image."
-# What differs, by what it does to an image: see consistency/report.py.
+# What differs, by what it does to an image: see runtime/consistency.py.
 RANKS = (
     "These change images", "These change the last digits of an image", "These change no image by themselves",
 )
@@ -273,10 +237,6 @@ def no_settings(name: str, did_you_mean: str) -> str:
 
 def not_made(reason: str) -> str:
     return f"The image could not be made: {reason}"
-
-
-def paler(pale: int, seeds: int) -> str:
-    return f"The right images are paler, in {pale} of {counted(seeds, 'seed')}."
 
 
 def differs_most(seed: int, verdict: str) -> str:
@@ -292,15 +252,6 @@ def faster(faster: str, slower: str, ratio: tuple[float, float, float], images: 
     spread = "{:.2f} to {:.2f}".format(*ratio[1:])
     count = f"{counted(images, 'image')} of each"
     return f"The {faster} side is {ratio[0]:.2f} times as fast as the {slower} ({spread}, {count})."
-
-
-def saved(page: str, images: int) -> str:
-    beside = "a PNG" if images == 1 else f"{images} PNGs"
-    return f"Saved {page}, and {beside}, in the WebUI's output folder."
-
-
-def not_saved(reason: str | None) -> str:
-    return f"The report could not be saved: {reason or 'the folder cannot be used'}."
 
 
 def facts_differ(number: int) -> str:

@@ -10,7 +10,7 @@ import torch
 from builders import relative_error
 from contract_hosts import ATTENTION, FAMILY, A1111Host, Host, calls_of, random, running
 from graph_builders import PretendedGraphs
-from ladder_builders import Weather, steps_of_a_gpu
+from ladder_builders import Weather, seem_to_have_a_gpu
 from test_blocks import controlled_forward
 from test_generations import same
 from torch import Tensor
@@ -19,8 +19,6 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from low_bit_builders import use_low_bit, watch_offloaded
 
-from lib_onediff import engines
-from lib_onediff.engines import NATIVE
 from lib_onediff.model import offload
 from lib_onediff.model.offload import OffloadedWeights
 from lib_onediff.options.settings import Settings
@@ -33,12 +31,10 @@ ALONE = Settings(low_bit="int8", low_bit_only=True)
 @pytest.fixture
 def int8(fresh_runtime: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that has INT8, for models in float32 too."""
-    monkeypatch.setattr(engines, "candidates", steps_of_a_gpu)
-    monkeypatch.setitem(runtime.operators._made, NATIVE, Weather())
-    monkeypatch.setattr(runtime.operators, "prepare", lambda network, waits_for_compile: True)
+    seem_to_have_a_gpu(monkeypatch, Weather())
     use_low_bit(monkeypatch)
     watch_offloaded(monkeypatch)
-    monkeypatch.setattr(runtime.operators.low_bit, "_lack", lambda kind, device, dtype: None)
+    monkeypatch.setattr(runtime.devices.lossy.low_bit, "_lack", lambda kind, device, dtype: None)
     graphs = PretendedGraphs()
     monkeypatch.setattr(runtime.services.graphs, "_graphs", graphs)
     monkeypatch.setattr(runtime.services.graphs, "card", graphs.card)

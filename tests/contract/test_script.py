@@ -53,8 +53,8 @@ class Standalone:
 
     def callback(self, moment: str, *arguments: Any) -> Any:
         """What our function for this moment returns; what it raises, no host's callback catches here."""
-        (registered,) = script_callbacks.callback_map[f"callbacks_{moment}"]
-        return registered.callback(*arguments)
+        (registered,) = script_callbacks.callback_map[moment]
+        return registered(*arguments)
 
     def generate(self) -> Tensor:
         p = Generation()

@@ -63,7 +63,7 @@ def option(request: pytest.FixtureRequest) -> Any:
     """A value of Low-bit that this GPU has."""
     import torch
 
-    lack = runtime.operators.low_bit.why_not(request.param, torch.device("cuda"), torch.float16)
+    lack = runtime.devices.lossy.low_bit.why_not(request.param, torch.device("cuda"), torch.float16)
     if lack:
         pytest.skip(lack)
     return request.param

@@ -37,7 +37,7 @@ PRODUCTS = [
 
 @pytest.fixture(params=[torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    lack = runtime.operators.low_bit.why_not("fp8", DEVICE, request.param)
+    lack = runtime.devices.lossy.low_bit.why_not("fp8", DEVICE, request.param)
     if lack:
         pytest.skip(lack)
     return request.param

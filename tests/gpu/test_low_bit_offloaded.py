@@ -39,9 +39,9 @@ def nothing_known() -> Iterator[None]:
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[nn.Module]:
     """A network whose layers are all taken, however small."""
     monkeypatch.setattr(low_bit, "FEWEST_WEIGHTS", 0)
-    runtime.operators.low_bit.forget()
+    runtime.devices.lossy.low_bit.forget()
     yield random_unet("tiny-sdxl", torch.device("cuda")).half()
-    runtime.operators.low_bit.forget()
+    runtime.devices.lossy.low_bit.forget()
 
 
 def allocated() -> int:

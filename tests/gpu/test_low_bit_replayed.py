@@ -31,7 +31,7 @@ def every_product(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The networks are small, and all of their products are done in eight bits nevertheless."""
     runtime.purge()
     monkeypatch.setattr(low_bit, "FEWEST_WEIGHTS", 0)
-    ours = runtime.operators.low_bit
+    ours = runtime.devices.lossy.low_bit
     ours.forget()
     # By turns, where there are several kinds.
     monkeypatch.setattr(ours.choice, "_best", lambda product, dtype, kinds: kinds[product.out // 32 % len(kinds)])

@@ -17,8 +17,8 @@ import triton.language as tl
 from gpu_calls import arguments, host
 
 from lib_onediff import compile_unet, status, uncompile_unet
-from lib_onediff.bench.clock import count_compilations
 from lib_onediff.bench.models import random_unet
+from lib_onediff.bench.steps import count_compilations
 from lib_onediff.runtime.runtime import runtime
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_runtime")]

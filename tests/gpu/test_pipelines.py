@@ -8,9 +8,10 @@ import torch
 
 pytest.importorskip("diffusers")
 
+from tiny_model import tiny_vae
+
 from lib_onediff import compile_pipe, status, uncompile_pipe
 from lib_onediff.bench.models import random_unet
-from lib_onediff.demo.tiny_model import tiny_vae
 from lib_onediff.runtime.runtime import runtime
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_runtime")]

@@ -1,6 +1,8 @@
 """Graphs between functions of other extensions, on a real GPU: the memory of their parts lies over each other."""
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,8 +12,7 @@ from torch import Tensor, nn
 pytest.importorskip("diffusers")
 
 from lib_onediff import compile_unet, status
-from lib_onediff.bench.models import inputs, random_unet
-from lib_onediff.bench.patches import PATCHES, cross_attentions
+from lib_onediff.bench.models import ScaledContext, cross_attentions, inputs, random_unet
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
 
@@ -46,6 +47,15 @@ def put(unet: Any, make: Any, names: Any = None) -> None:
     unet.set_attn_processor({**processors, **{name: make(processors[name]) for name in chosen}})
 
 
+@contextlib.contextmanager
+def scaled_context(unet: Any) -> Iterator[None]:
+    """An unknown processor in every cross attention."""
+    before = unet.attn_processors
+    put(unet, ScaledContext)
+    yield
+    unet.set_attn_processor(before)
+
+
 class Keeping:
     """Keeps what it is given, draws random numbers on the GPU, and writes to its input."""
 
@@ -66,7 +76,7 @@ class Keeping:
 ])
 def test_every_replay_is_the_hosts(name: str, side: int, backend: str) -> None:
     unet = compile_unet(random_unet(name, torch.device("cuda")).half(), backend=backend)
-    with PATCHES["processor"](unet, "sdxl", 2):
+    with scaled_context(unet):
         for seed, route in enumerate(ROUTES):
             assert call(unet, side, side, seed=seed, backend=backend, route=route) < 5e-3
     assert call(unet, side, side, seed=9) < 5e-3 and not runtime.call_stats.entry.key.patches
@@ -88,7 +98,7 @@ def test_sizes_with_functions_and_without_share_a_pool(unet: Any) -> None:
     for size in sizes:
         for seed in range(3):
             call(unet, *size, seed=seed)
-    with PATCHES["processor"](unet, "sdxl", 2):
+    with scaled_context(unet):
         for size in sizes:
             for seed in range(3):
                 call(unet, *size, seed=seed)
@@ -106,7 +116,7 @@ def test_they_take_about_as_much_memory_as_one_graph() -> None:
     for seed in range(3):
         call(unet, 512, 512, seed=seed)
     before = runtime.totals().vram
-    with PATCHES["processor"](unet, "sd15", 2):
+    with scaled_context(unet):
         for seed, route in enumerate(ROUTES):
             assert call(unet, 512, 512, seed=seed, route=route) < 5e-3
         assert runtime.totals().vram <= 1.5 * before + 32 * MIB

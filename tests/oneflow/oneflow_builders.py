@@ -7,7 +7,7 @@ from builders import relative_error
 from torch import Tensor
 
 from lib_onediff.engines.managed_unet import ManagedUNet
-from lib_onediff.engines.oneflow.route import OneFlowRoute, OneFlowRunner
+from lib_onediff.engines.oneflow.route import OneFlow, OneFlowRunner
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.patches import HostTraits
 from lib_onediff.shapes.key import ShapeKey
@@ -15,13 +15,13 @@ from lib_onediff.shapes.key import ShapeKey
 # What float32 explains: seen 1e-6.
 ROUNDING = 1e-5
 # One for all tests, as for a process: a graph that was compiled is not compiled again.
-GRAPHS = OneFlowRoute(most=1000)
+GRAPHS = OneFlow(most=1000)
 
 
 class Ours:
     """A UNet as OneFlow runs it."""
 
-    def __init__(self, unet: Any, graphs: OneFlowRoute = GRAPHS) -> None:
+    def __init__(self, unet: Any, graphs: OneFlow = GRAPHS) -> None:
         self.managed = ManagedUNet(unet, None, HostTraits())
         self.bound = self.managed.bound
         self.graphs = graphs
@@ -39,6 +39,6 @@ def agree(output: Tensor, expected: Tensor) -> bool:
     return relative_error(output, expected) < ROUNDING
 
 
-def count(graphs: OneFlowRoute = GRAPHS) -> int:
+def count(graphs: OneFlow = GRAPHS) -> int:
     """How many graphs there are, and are being made."""
     return graphs.count["graphs"]

@@ -15,7 +15,7 @@ pytest.importorskip("diffusers")
 from builders import SMALL, a_call, diffusers_output, diffusers_unet
 from oneflow_builders import Ours, agree, count
 
-from lib_onediff.engines.oneflow.route import COMPILING, MOST_GRAPHS, OneFlowRoute
+from lib_onediff.engines.oneflow.route import COMPILING, MOST_GRAPHS, OneFlow
 from lib_onediff.ops.precision import ONEFLOW_CONVOLUTION, ONEFLOW_MATMUL, Precision, oneflow_variables
 
 AFTER_A_FAILURE = """
@@ -24,11 +24,11 @@ sys.path[:0] = sys.argv[1:]
 import torch
 from builders import SMALL, a_call, diffusers_output, diffusers_unet
 from oneflow_builders import Ours, agree
-from lib_onediff.engines.oneflow.route import OneFlowRoute
+from lib_onediff.engines.oneflow.route import OneFlow
 from dataclasses import replace
 
 torch.set_grad_enabled(False)
-graphs = OneFlowRoute()
+graphs = OneFlow()
 unet = diffusers_unet(**SMALL)
 good, call = Ours(unet, graphs), a_call(unet)
 good.output(call)
@@ -58,7 +58,7 @@ def test_after_a_failure_nothing_is_compiled() -> None:
 
 def test_a_cap_on_graphs() -> None:
     unet = diffusers_unet(**SMALL)
-    ours = Ours(unet, OneFlowRoute(most=1))
+    ours = Ours(unet, OneFlow(most=1))
     call = a_call(unet)
     ours.output(call)
     refusal = ours.runner(a_call(unet, 8, 16))
@@ -69,7 +69,7 @@ def test_a_cap_on_graphs() -> None:
 
 def test_it_compiles_in_the_background() -> None:
     unet = diffusers_unet(**SMALL)
-    ours, call = Ours(unet, OneFlowRoute()), a_call(unet)
+    ours, call = Ours(unet, OneFlow()), a_call(unet)
     assert ours.runner(call, waits_for_compile=False) == COMPILING
     assert count(ours.graphs) == 1
     steps, until = 0, time.monotonic() + 120
@@ -82,7 +82,7 @@ def test_it_compiles_in_the_background() -> None:
 
 def test_a_model_that_goes_while_its_graph_is_compiled() -> None:
     unet = diffusers_unet(**SMALL)
-    ours, call = Ours(unet, OneFlowRoute()), a_call(unet)
+    ours, call = Ours(unet, OneFlow()), a_call(unet)
     assert ours.runner(call, waits_for_compile=False) == COMPILING
     for parameter in unet.parameters():
         parameter.data = torch.empty(0)

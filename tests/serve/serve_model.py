@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lib_onediff.demo.tiny_model import tiny_sd15_pipeline
+from tiny_model import tiny_sd15_pipeline
+
 from lib_onediff.serving.ray_serve import Config
 
 LOADING_SECONDS = 2.0

@@ -12,9 +12,9 @@ import multiprocessing
 import os
 import sys
 import time
-from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +32,24 @@ STATE: dict[str, Any] = {}
 def begin(gpus: Any, steps: int, sizes: Sequence[tuple[int, int]]) -> None:
     """Of a replica: take the next GPU, and be warm."""
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus.get()
-    from lib_onediff.bench.images import Images
+    from lib_onediff.bench.images import Drawing
     from lib_onediff.public import compile_pipe
     from lib_onediff.runtime.runtime import runtime
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, dtype = ("sd15", "fp16") if device.type == "cuda" else ("tiny-sd15", "fp32")
-    STATE["images"] = Images(model, Namespace(dtype=dtype, steps=steps), device)
-    compile_pipe(STATE["images"].pipe)
+    model, dtype = ("sd15", torch.float16) if device.type == "cuda" else ("tiny-sd15", torch.float32)
+    drawing = Drawing(model, dtype, device)
+    STATE["draw"] = partial(drawing.draw, steps=steps)
+    compile_pipe(drawing.pipe)
     with runtime.wait_for_compile():
         for size in sizes:
             for _ in range(3):
-                STATE["images"].draw(size)
+                STATE["draw"](size)
 
 
 def draw(request: Request) -> bytes:
     """The image's values from 0 to 255, without a file's format."""
-    return (STATE["images"].draw((request.width, request.height)) * 255).byte().cpu().numpy().tobytes()
+    return (STATE["draw"]((request.width, request.height)) * 255).byte().cpu().numpy().tobytes()
 
 
 def warm() -> None:

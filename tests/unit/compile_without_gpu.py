@@ -13,8 +13,8 @@ import triton
 from torch import Tensor, nn
 from triton.backends.compiler import GPUTarget
 
-from lib_onediff.bench.clock import count_compilations
 from lib_onediff.bench.models import CONFIGURATIONS
+from lib_onediff.bench.steps import count_compilations
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.forward import forward
 from lib_onediff.model.layout import TransformerBlock, UNetLayout, descriptions

@@ -4,12 +4,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
+import pytest
+from backend_names import CUDAGRAPH, NATIVE
 from builders import SMALL_XL, diffusers_output, diffusers_unet, relative_error, served
 from torch import Tensor, nn
 
 import lib_onediff
-from lib_onediff.engines import CUDAGRAPH, EAGER, NATIVE, Candidates
 from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.weights import Affine
@@ -45,12 +45,13 @@ class Weather:
         self.geglu_by = torch_ops.geglu
 
 
-def steps_of_a_gpu(
-    wanted: str, device: torch.device, why_not_native: Callable[..., str | None], *others: Callable[..., str | None]
-) -> Candidates:
-    if wanted == EAGER:
-        return Candidates((EAGER,), "")
-    return Candidates((CUDAGRAPH,) if wanted == CUDAGRAPH else (NATIVE, CUDAGRAPH), "")
+def seem_to_have_a_gpu(monkeypatch: pytest.MonkeyPatch, operators: Any) -> None:
+    """A machine that seems to have a GPU and compiled kernels: operators is what native does."""
+    native = runtime.devices.named(NATIVE)
+    for device in (native, runtime.devices.named(CUDAGRAPH)):
+        monkeypatch.setattr(device, "refuse", lambda *args: None)
+    monkeypatch.setattr(native, "prepare", lambda *args, **more: None)
+    monkeypatch.setitem(native._made, NATIVE, operators)
 
 
 def small_xl() -> nn.Module:

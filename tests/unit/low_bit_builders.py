@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from backend_names import NATIVE
 from builders import SMALL_XL, a_call, diffusers_unet
 from torch import Tensor, nn
 
 import lib_onediff
-from lib_onediff.engines import NATIVE
 from lib_onediff.model import low_bit, offload
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.low_bit import FP8, KINDS, Kind
@@ -69,7 +69,7 @@ def kinds_kept(unet: nn.Module) -> set[Kind]:
 
 def measured(product: gains.Product, kind: Kind, plain: float, rounded: float) -> None:
     """Have these milliseconds measured."""
-    runtime.operators.low_bit.choice.measure(
+    runtime.devices.lossy.low_bit.choice.measure(
         product, torch.float16, kind, lambda: plain, lambda: rounded, lambda work: float(work())
     )
 
@@ -121,7 +121,7 @@ def by_torch(name: str) -> Callable[..., Any]:
 def fewest_weights(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """The layers with so many weights are worth it."""
     monkeypatch.setattr(low_bit, "FEWEST_WEIGHTS", count)
-    runtime.operators.low_bit.forget()
+    runtime.devices.lossy.low_bit.forget()
 
 
 def as_ours(function: Any) -> types.FunctionType:
@@ -157,11 +157,11 @@ def use_low_bit(monkeypatch: pytest.MonkeyPatch, result: torch.dtype = torch.flo
     monkeypatch.setattr(kernels, "rounded_rows", rounded_rows)
     monkeypatch.setattr(int8_mm, "product", int8_product)
     fewest_weights(monkeypatch, 0)
-    ours = runtime.operators.low_bit
+    ours = runtime.devices.lossy.low_bit
     # There is nothing to measure.
     monkeypatch.setattr(ours, "tune", lambda *given: False)
     monkeypatch.setattr(gains, "unmeasured", lambda product, kinds: kinds[0])
     ours.choice.forget()
     launches = Launches(TuningCache())
     operators = LowBitOperators(launches, torch_ops.attention, lambda device, dtype: result, ours.choice.best)
-    monkeypatch.setitem(runtime.operators._made, NATIVE, operators)
+    monkeypatch.setitem(runtime.devices.named(NATIVE)._made, NATIVE, operators)

@@ -43,11 +43,12 @@ def host(tmp_path: Path) -> Iterator[TestClient]:
         yield TestClient(api.add_to(FastAPI(), command_line(api_auth="ann:one")), raise_server_exceptions=False)
         api.warmup.stop(SECONDS)
         return
+    from tiny_model import tiny_sd15_pipeline
+
     from lib_onediff.demo.__main__ import parse_arguments
-    from lib_onediff.demo.loaded_model import LoadedModel
+    from lib_onediff.demo.models import LoadedModel
     from lib_onediff.demo.modules import modules_importable, script_callbacks, sd_models
     from lib_onediff.demo.server import make_app
-    from lib_onediff.demo.tiny_model import tiny_sd15_pipeline
 
     script_callbacks.clear_callbacks()
     with modules_importable():

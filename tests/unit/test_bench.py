@@ -2,35 +2,45 @@
 from __future__ import annotations
 
 import argparse
-import logging
+import json
 import re
 import shlex
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("diffusers")
 
-from lib_onediff.bench import measure as measuring
-from lib_onediff.bench import models, report
-from lib_onediff.bench.measure import Plan, Row, compare, measure, modules_in_turn
-from lib_onediff.bench.options import another_size, many_sizes_for, ours_among, parse, size_of
-from lib_onediff.bench.variants import BASELINE, COMPILED, VARIANTS, Own
-from lib_onediff.options.settings import Settings
+from deepcache_builders import few_steps_suffice  # noqa: F401
+from two_cpus import TwoCpus
+
+from lib_onediff.bench import __main__ as bench
+from lib_onediff.bench import images, models, steps
+from lib_onediff.bench.__main__ import parse, size_of, table
+from lib_onediff.bench.steps import Row, exact_output, relative_error
+from lib_onediff.runtime.runtime import runtime
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
-EAGER = "onediff eager"
+SMALL = "--model tiny-sd15 --size 64x64 --runs 1 --backend host eager --dtype "
 
 
-def tiny(dtype: torch.dtype = torch.float32) -> nn.Module:
-    return models.random_unet("tiny-sd15", CPU).to(dtype)
+def documented_commands() -> list[str]:
+    """The arguments of the benchmark's commands in the documentation and in its own help."""
+    pages = [ROOT / "README.md", *sorted((ROOT / ".readme").glob("*.md"))]
+    text = bench.EXAMPLES + "".join(page.read_text(encoding="utf-8") for page in pages)
+    # A command within a sentence ends with its backtick.
+    found = re.findall(r"-m lib_onediff\.bench ([^`\n]*)", text)
+    return [words for words in found if "--help" not in words and "|" not in words]
 
 
-def addresses(unet: nn.Module) -> list[int]:
-    return [parameter.data_ptr() for parameter in unet.parameters()]
+@pytest.mark.parametrize("words", sorted(set(documented_commands())))
+def test_the_commands_of_the_documentation_are_understood(words: str) -> None:
+    options = parse(shlex.split(words))
+    assert options.command in words and len(options.set) == words.count("--set")
 
 
 @pytest.mark.parametrize("wrong", ["1024", "axb", "100x100", "0x512", "1024x", "-8x8"])
@@ -39,130 +49,129 @@ def test_a_wrong_size_is_refused_with_a_sentence(wrong: str) -> None:
         size_of(wrong)
 
 
-def documented_commands() -> list[list[str]]:
-    """The arguments of the benchmark's commands in the documentation."""
-    pages = [ROOT / "README.md", *sorted((ROOT / ".readme").glob("*.md"))]
-    lines = [line for page in pages for line in page.read_text(encoding="utf-8").splitlines()]
-    # A command within a sentence ends with its backtick.
-    found = [re.search(r"-m lib_onediff\.bench ([^`]*)", line) for line in lines]
-    return [shlex.split(match[1]) for match in found if match]
-
-
-@pytest.mark.parametrize("arguments", documented_commands())
-def test_the_commands_of_the_documentation_are_understood(arguments: list[str]) -> None:
-    if arguments != ["--help"]:
-        parse(arguments)
-
-
-def test_sections_are_off_unless_asked_for_and_take_sizes_or_the_twelve() -> None:
-    nothing = parse([])
-    assert (nothing.new_sizes, nothing.cold, nothing.images) == (None, False, False)
-    asked = parse(["--new-sizes"])
-    assert asked.new_sizes == []
-    for model in ("sdxl", "sd15", "tiny-sdxl"):
-        twelve = many_sizes_for(model, asked.new_sizes)
-        assert len(set(twelve)) == 12 and all(width % 8 == height % 8 == 0 for width, height in twelve)
-    assert many_sizes_for("sdxl", parse(["--new-sizes", "64x72"]).new_sizes) == [(64, 72)]
-
-
-@pytest.mark.parametrize("sizes", [[(1024, 1024)], [(512, 512), (960, 720)], [(64, 64)], [(64, 64), (512, 512)]])
-def test_a_process_warms_up_at_a_size_that_is_not_measured(sizes: list[tuple[int, int]]) -> None:
-    width, height = another_size(sizes)
-    assert (width, height) not in sizes and width % 64 == height % 64 == 0
-
-
-def test_ours_is_the_first_variant_of_ours_that_was_asked_for() -> None:
-    assert ours_among([BASELINE, "onediff cudagraph", EAGER]) == "onediff cudagraph"
-    assert VARIANTS[ours_among([BASELINE])].ours
-
-
-def test_rows_hold_times_ratios_and_the_error_against_float32() -> None:
-    plan = Plan("tiny-sdxl", [(64, 64), (72, 88)], [BASELINE, EAGER], 1, 77, torch.bfloat16, 5)
-    unet = models.random_unet("tiny-sdxl", CPU)
-    rows = measure(unet, plan)
-    assert [(row.size, row.variant) for row in rows] == [
-        ("64x64", BASELINE), ("64x64", EAGER), ("72x88", BASELINE), ("72x88", EAGER)
-    ]
-    for row in rows:
-        assert not row.problem and len(row.times_ms) == 5 and row.first_call_s
-        assert row.relative_error and 1e-4 < row.relative_error < 5e-2
-        assert row.median_ms
-        assert row.compiled_ratio is None
-    for host, ours in zip(rows[::2], rows[1::2], strict=True):
-        assert host.ratio == host.host_errors == 1.0 and not host.routes
-        assert ours.ratio == pytest.approx(host.median_ms / ours.median_ms)
-        assert ours.host_errors == pytest.approx(ours.relative_error / host.relative_error)
-        assert ours.routes == "plain"
-    assert "forward" not in unet.__dict__, "the UNet is given back"
-
-
-def test_the_host_is_measured_on_a_unet_that_ours_has_not_bound() -> None:
-    unet = tiny()
-    before = addresses(unet)
-    (modules,) = modules_in_turn(unet, [BASELINE, "host eager + CUDA graph", EAGER, "onediff cudagraph"])
-    assert modules[BASELINE] is modules["host eager + CUDA graph"] is unet
-    assert modules[EAGER] is not unet and modules["onediff cudagraph"] not in (unet, modules[EAGER])
-    assert not set(addresses(modules[EAGER])) & set(before)
-    rows = measure(unet, Plan("tiny-sd15", [(64, 64)], [BASELINE, EAGER], 2, 77, torch.float32, 5))
-    assert not any(row.problem for row in rows)
-    assert addresses(unet) == before, "binding would have moved its weights"
-
-
-def test_without_room_for_copies_the_host_comes_first_and_that_is_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("words", "sentence"), [
+    ("deepcache_intervall=3", "Did you mean 'deepcache_interval'"),
+    ("vae_precision=fp8", "is one of auto, fp16, bf16, fp32"),
+])
+def test_a_wrong_option_is_refused_with_a_sentence(
+    words: str, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(measuring, "has_room_for", lambda unet, copies: False)
-    unet = tiny()
-    groups = list(modules_in_turn(unet, [EAGER, BASELINE]))
-    assert groups == [{BASELINE: unet}, {EAGER: unet}]
-    with caplog.at_level(logging.WARNING, "onediff.bench"):
-        rows = measure(unet, Plan("tiny-sd15", [(64, 64)], [EAGER, BASELINE], 2, 77, torch.float32, 5))
-    assert [row.variant for row in rows] == [EAGER, BASELINE] and all(row.ratio for row in rows)
-    assert "the host is measured first" in caplog.text
+    with pytest.raises(SystemExit):
+        parse(["image", "--set", words])
+    assert sentence in capsys.readouterr().err
 
 
-def test_ratios_are_against_the_host_and_against_what_the_compiler_makes_of_it() -> None:
-    rows = [
-        Row("sdxl", "64x64", BASELINE, median_ms=48.0, relative_error=1.5e-3),
-        Row("sdxl", "64x64", COMPILED, median_ms=32.0, relative_error=1e-3),
-        Row("sdxl", "64x64", EAGER, median_ms=24.0, relative_error=1.2e-3),
-        Row("sdxl", "72x72", EAGER, median_ms=24.0, relative_error=1.2e-3),
-    ]
-    compare(rows)
-    assert [row.ratio for row in rows] == [1.0, 1.5, 2.0, None]
-    assert [row.compiled_ratio for row in rows] == [pytest.approx(2 / 3), 1.0, pytest.approx(4 / 3), None]
-    assert rows[2].host_errors == pytest.approx(0.8) and rows[3].host_errors is None
-    line = report.markdown(measuring.HEADINGS, [row.cells() for row in rows]).splitlines()[-2]
-    assert line == "| sdxl | 64x64 | onediff eager | 24.00 | 2.00 | 1.33 | 1.2e-03 | 0.80 |  |  |  |  |"
+def run(words: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[int, list[Row]]:
+    """The exit status of a command, and its rows."""
+    target = folder / "bench.json"
+    monkeypatch.setattr(sys, "argv", ["bench", *shlex.split(words), "--json", str(target)])
+    status = bench.main()
+    return status, json.loads(target.read_text(encoding="utf-8"))["rows"] if target.exists() else []
 
 
-@pytest.mark.parametrize(
-    ("variant", "reason"),
-    [("host eager + CUDA graph", "CUDA graphs need a GPU"), ("onediff native", "native backend needs an NVIDIA GPU")],
-)
-def test_a_variant_that_the_machine_lacks_is_a_sentence_in_its_row(variant: str, reason: str) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
-    plan = Plan("tiny-sd15", [(64, 64)], [BASELINE, variant], 1, 77, torch.float32, 5)
-    rows = measure(tiny(), plan)
-    assert reason in rows[1].problem and rows[1].median_ms is None
-    assert reason in report.markdown(measuring.HEADINGS, [row.cells() for row in rows])
+def test_steps_have_times_ratios_and_the_error_against_float32(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runtime.two_gpus, "cards", TwoCpus())
+    status, rows = run(f"step {SMALL} bf16 --batch 2 --set second_gpu=auto", monkeypatch, tmp_path)
+    host, eager, two = rows
+    assert status == 0 and [row["backend"] for row in rows] == ["host", "eager", "second_gpu=auto"]
+    assert host["x_host"] == host["error_x_host"] == 1 and "served_by" not in host
+    for row in (eager, two):
+        assert 1e-4 < row["relative_error"] < 5e-2 and row["x_host"] == pytest.approx(host["ms"] / row["ms"])
+    assert eager["served_by"] == "eager plain" and "cpu + cpu:1, 1+1 rows" in two["served_by"]
+    assert "| tiny-sd15 | 64x64 | 2 | eager |" in capsys.readouterr().out
 
 
-def test_a_call_that_the_host_served_is_not_counted_as_ours() -> None:
-    unet = tiny()
-    own = Own(unet, "eager")
-    own._settings = Settings(enabled=False)
-    arguments = models.inputs(unet, 64, 64, 2, 77, torch.float32)
-    with torch.no_grad():
-        own(arguments)
-    assert "own forward ran: OneDiff is switched off" in own.not_ours()
+@pytest.mark.parametrize("patch", ["ip-adapter", "ip-adapter-plus", "freeu", "processor"])
+def test_patches_change_the_output(patch: str) -> None:
+    unet = models.random_unet("tiny-sd15", CPU)
+    arguments = models.inputs(unet, 64, 64, 1, 77, torch.float32)
+    without = exact_output(unet, arguments)
+    arguments["added_cond_kwargs"] = models.PATCHES[patch](unet, 1)
+    assert relative_error(exact_output(unet, arguments), without) > 1e-4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_what_a_machine_lacks_is_a_note_and_the_rest_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    status, rows = run(f"step {SMALL.replace('eager', 'host+graph')} fp32", monkeypatch, tmp_path)
+    notes = {row["backend"]: row.get("note") for row in rows}
+    assert status == 1 and notes == {"host+graph": "CUDA graphs need an NVIDIA GPU", "host": None}
 
 
 @pytest.mark.parametrize("content", [None, b"not a checkpoint"])
-def test_a_model_that_cannot_be_loaded_is_a_sentence(tmp_path, content: bytes | None) -> None:
+def test_a_model_that_cannot_be_loaded_is_a_sentence(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "model.safetensors"
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ValueError, match=r"model\.safetensors could not be loaded as a UNet: ."):
-        models.load_unet(path, CPU)
+        models.unet_named(str(path), CPU)
+
+
+def test_first_calls_are_timed_in_two_fresh_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = "cold --model tiny-sd15 --size 64x64 72x64 --backend eager --dtype fp32"
+    status, rows = run(words, monkeypatch, tmp_path)
+    assert status == 0, rows
+    assert [(row["caches"], row["size"]) for row in rows] == [
+        ("empty", "64x64"), ("empty", "72x64"), ("kept", "64x64"), ("kept", "72x64")
+    ]
+    assert all(0 < row["first_call_s"] < row["full_speed_s"] and row["calls"] == 2 for row in rows)
+
+
+def test_why_a_process_failed_is_its_last_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", "cold"])
+    (row,) = steps.in_process(["--no-such-option"], str(tmp_path))
+    assert "unrecognized arguments: --no-such-option" in row["note"]
+
+
+@pytest.mark.parametrize("model", ["tiny-sdxl", "tiny-sd15"])
+def test_images_are_compared_with_the_hosts(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = f"image --model {model} --size 64x64 --steps 4 --runs 1 --dtype fp32 --set deepcache_interval=3"
+    status, (host, exact, lossy) = run(words, monkeypatch, tmp_path)
+    assert status == 0 and host["options"] == "host" and lossy["options"] == "deepcache_interval=3"
+    assert exact["mean_difference"] < 1e-5 < lossy["mean_difference"] < 0.2 and exact["x_host"] > 0
+
+
+def test_quality_tells_exact_from_lossy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(images, "SIDE", 64)
+    words = "quality --images 2 --steps 4 --dtype fp32 --set deepcache_interval=3"
+    status, (true, another, host, exact, lossy) = run(words, monkeypatch, tmp_path)
+    assert status == 0 and true["distance"] == 0 and host["psnr_db"] == true["psnr_db"]
+    for name in ("distance", "relative_error"):
+        assert exact[name] < 1e-2 and exact[name] < lossy[name] < another[name]
+    assert exact["psnr_lowest_5"] > 48 and exact["ssim"] > 0.999 and 0 <= exact["recognised"] <= 1
+
+
+class WebUI:
+    """Answers as one whose image of n steps takes a second and n times what a step costs, and some noise."""
+
+    def __init__(self, step_s: dict[bool, float], noise: list[float]) -> None:
+        self._step_s, self._noise, self._asked = step_s, noise, 0
+
+    def ask(self, path: str) -> dict[str, Any]:
+        return {"model": "SD1", "calls": {"graph": self._asked, "host": 0}}
+
+    def seconds(self, size: tuple[int, int], count: int, options: Row) -> float:
+        self._asked += 1
+        return 1 + count * self._step_s[options["enabled"]] + self._noise[self._asked % len(self._noise)]
+
+
+@pytest.mark.parametrize(("noise", "step_ms"), [
+    ([0.0, 0.01, -0.01], 50), ([*[0.0] * 7, 5.0], None),
+])
+def test_a_webuis_step_is_told_where_it_is_clear(
+    noise: list[float], step_ms: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(images, "WebUI", lambda url: WebUI({False: 0.1, True: 0.05}, noise))
+    off, on = images.webui(parse(["webui", "http://here", "--steps", "20"]), CPU)
+    assert on["options"] == "on" and on["served_by"] == "10 graph" and off["x_off"] == 1
+    assert on["step_ms"] == (None if step_ms is None else pytest.approx(step_ms, abs=2))
+
+
+def test_a_table_has_a_column_for_all_that_any_row_has() -> None:
+    rows = [{"size": "64x64", "note": "CUDA graphs need an NVIDIA GPU"}, {"size": "64x64", "ms": 29.204, "all_ms": [1]}]
+    assert table(rows).splitlines()[1:] == [
+        "| --- | --- | --- |", "| 64x64 |  | CUDA graphs need an NVIDIA GPU |", "| 64x64 | 29.2 |  |"
+    ]

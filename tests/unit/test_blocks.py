@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from backend_names import EAGER, NATIVE
 from builders import SMALL_LDM, a_call, ldm_unet, randomise, relative_error
 from ladder_builders import Weather
 from torch import Tensor, nn
 
-from lib_onediff.engines import EAGER, NATIVE, Candidates
+from lib_onediff.engines.device import NotYet
 from lib_onediff.hosts.a1111.controlnet_loop import HostLoop
 from lib_onediff.model.patches import HostTraits
 from lib_onediff.options.settings import Settings
-from lib_onediff.runtime import block_route as blocks
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import State
 
@@ -148,7 +148,6 @@ def test_the_slower_blocks_are_not_used(
 
 @pytest.fixture
 def native(weather: Weather, monkeypatch: pytest.MonkeyPatch) -> Weather:
-    monkeypatch.setattr(blocks, "launched_candidates", lambda *wanted: Candidates((NATIVE, EAGER), ""))
     return weather
 
 
@@ -177,11 +176,11 @@ def test_where_one_backend_fails_the_next_computes_the_blocks(unet: Any, loop: H
 def test_kernels_that_do_not_compile_give_way_to_the_next_backend(
     unet: Any, loop: HostLoop, native: Weather, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(network: Any, waits_for_compile: bool) -> bool:
+    def broken(*args: Any, **more: Any) -> None:
         raise RuntimeError("ptxas died")
 
     own_loop(unet)
-    monkeypatch.setattr(runtime.operators, "prepare", broken)
+    monkeypatch.setattr(runtime.devices.named(NATIVE), "prepare", broken)
     controlled(unet)
     assert (runtime.status()["backend"], runtime.status()["route"]) == (EAGER, "blocks")
     assert "ptxas died" in runtime.status()["reason"]
@@ -204,7 +203,10 @@ def test_while_kernels_are_compiled_the_host_computes_the_blocks(
     unet: Any, loop: HostLoop, native: Weather, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own_loop(unet)
-    monkeypatch.setattr(runtime.operators, "prepare", lambda network, waits_for_compile: False)
+    def not_yet(*args: Any, **more: Any) -> None:
+        raise NotYet("our kernels are being compiled")
+
+    monkeypatch.setattr(runtime.devices.named(NATIVE), "prepare", not_yet)
     controlled(unet)
     assert runtime.status()["route"] == "host" and "being compiled" in runtime.status()["reason"]
 

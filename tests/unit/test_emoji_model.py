@@ -8,16 +8,13 @@ import torch
 from PIL import Image
 from test_standalone_host import generate
 
-from lib_onediff.bench.quality import Case, drawn, load
+from lib_onediff.bench.images import draw_prompts, load_pipeline
 from lib_onediff.demo import models
-from lib_onediff.demo.loaded_model import LoadedModel
+from lib_onediff.demo.models import LoadedModel
 from lib_onediff.demo.modules.processing import StableDiffusionProcessingImg2Img
-from lib_onediff.demo.train.scoring import verdicts
 from lib_onediff.public import compile_pipe
-from lib_onediff.quality import compare
-from lib_onediff.quality.comparison import DETAILS, FINE_DETAILS, IDENTICAL, UNLIKE
-from lib_onediff.quality.judge import Judge, load_judge
-from lib_onediff.quality.pixels import pixels_of
+from lib_onediff.quality import DETAILS, FINE_DETAILS, IDENTICAL, UNLIKE, compare, pixels_of
+from lib_onediff.quality.judge import Judge, load_judge, verdicts
 
 JUDGE = Path(models.__file__).with_name("emoji-judge.safetensors")
 MOST_BYTES, MOST_PARAMETERS = 20 << 20, 10_000_000
@@ -37,7 +34,7 @@ def judge() -> Judge:
 
 def seen(judge: Judge, images: list[Image.Image]) -> list[tuple[str, str]]:
     """Of each image, the judge's first name and the background."""
-    values = torch.stack([pixels_of(image).permute(2, 0, 1).float() * 2 - 1 for image in images])
+    values = torch.stack([torch.tensor(pixels_of(image)).permute(2, 0, 1) / 127.5 - 1 for image in images])
     return [(names[0], ground) for names, ground in verdicts(judge, values)]
 
 
@@ -68,15 +65,15 @@ def test_other_sizes_work(model: LoadedModel, judge: Judge, size: tuple[int, int
 
 
 def test_compare_s_verdicts_on_its_images() -> None:
-    pipe = load(models.SHIPPED, torch.float32, torch.device("cpu"))
+    pipe = load_pipeline(models.SHIPPED, torch.float32, torch.device("cpu"))
     rocket, again, owl = (
-        Case(prompt, seed, (), "") for prompt, seed in (
+        {"prompt": prompt, "seed": seed} for prompt, seed in (
             ("a rocket on a yellow background", 2), ("a rocket on a yellow background", 3),
             ("an owl on a blue background", 2),
         )
     )
-    exact, another, other = drawn(pipe, [rocket, again, owl], 12)
+    exact, another, other = draw_prompts(pipe, [rocket, again, owl], 12)
     compile_pipe(pipe, backend="eager", deepcache_interval=2)
-    cached, = drawn(pipe, [rocket], 12)
+    cached, = draw_prompts(pipe, [rocket], 12)
     found = [compare(exact, image).verdict for image in (exact, cached, another, other)]
     assert found == [IDENTICAL, FINE_DETAILS, DETAILS, UNLIKE]

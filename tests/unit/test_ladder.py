@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from backend_names import CUDAGRAPH, NATIVE
 from builders import a_call, diffusers_output, served
 from graph_builders import PretendedGraphs
 from ladder_builders import Weather, entry_of, error, now, reason, small_xl
 from torch import Tensor, nn
 
-from lib_onediff.engines import CUDAGRAPH, NATIVE
 from lib_onediff.ops import torch_ops
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import State
@@ -145,7 +145,7 @@ def test_measuring_attention_that_fails_costs_nothing_but_the_graph(
     def fail(*call: Any) -> bool:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(runtime.operators, "tune", fail)
+    monkeypatch.setattr(runtime.devices, "tune", fail)
     call = a_call(unet)
     for _ in range(3):
         assert error(unet, call) < CLOSE

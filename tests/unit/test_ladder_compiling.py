@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from backend_names import CUDAGRAPH, EAGER, NATIVE
 from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, relative_error, served
-from ladder_builders import Weather, entry_of, error, now, reason, small_xl, steps_of_a_gpu
+from ladder_builders import Weather, entry_of, error, now, reason, seem_to_have_a_gpu, small_xl
 from torch import nn
 
 import lib_onediff
-from lib_onediff import engines as backends
-from lib_onediff.engines import CUDAGRAPH, EAGER, NATIVE
-from lib_onediff.engines.operator_sets import OperatorSets
+from lib_onediff.engines.native import Native
 from lib_onediff.model.call import UNetCall
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.table import State
@@ -47,11 +46,14 @@ class Compiler:
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    compiler, operators = Compiler(), OperatorSets(runtime.tuning_cache)
-    monkeypatch.setitem(operators._made, NATIVE, Weather())
-    monkeypatch.setattr(backends, "candidates", steps_of_a_gpu)
-    monkeypatch.setattr(runtime, "operators", operators)
-    monkeypatch.setattr(runtime.by_card.fallback, "_operators", operators)
+    compiler, native = Compiler(), Native(runtime.tuning_cache)
+    known = runtime.devices.named(NATIVE)
+    monkeypatch.setattr(runtime.devices, "all", tuple(
+        native if device is known else device for device in runtime.devices.all
+    ))
+    prepare = native.prepare
+    seem_to_have_a_gpu(monkeypatch, Weather())
+    monkeypatch.setattr(native, "prepare", lambda network, waits, measures=False: prepare(network, waits))
     monkeypatch.setitem(
         sys.modules, "lib_onediff.ops.compile_kernels", SimpleNamespace(compile_kernels=compiler.compile_kernels)
     )
@@ -66,9 +68,9 @@ def wait_for(condition: Callable[[], bool]) -> None:
     pytest.fail("it took too long")
 
 
-def settled(operators: OperatorSets) -> None:
+def settled() -> None:
     """Wait until the thread that compiles has nothing to do."""
-    operators._worker.submit(lambda: None).result(SECONDS)
+    runtime.devices.named(NATIVE)._worker.submit(lambda: None).result(SECONDS)
 
 
 def test_the_host_serves_until_the_kernels_are_there(compiler: Compiler) -> None:
@@ -79,7 +81,7 @@ def test_the_host_serves_until_the_kernels_are_there(compiler: Compiler) -> None
         assert now()[1] == "host" and "kernels are being compiled" in reason()
     assert entry_of(NATIVE).state is State.COLD, "nothing is wrong with the shape"
     compiler.may_end.set()
-    settled(runtime.operators)
+    settled()
     assert error(unet, call) < CLOSE
     assert now() == ("native", "plain")
     assert compiler.networks == 1
@@ -102,7 +104,7 @@ def test_what_does_not_compile_is_served_by_the_next_backend(compiler: Compiler)
     unet = small_xl()
     call = a_call(unet)
     served(unet, call)
-    settled(runtime.operators)
+    settled()
     for _ in range(2):
         assert error(unet, call) < CLOSE
         assert now() == ("cudagraph", "plain")
@@ -113,7 +115,7 @@ def test_what_does_not_compile_is_served_by_the_next_backend(compiler: Compiler)
 
 
 def test_a_triton_that_cannot_be_imported(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(runtime.operators._made, NATIVE, raising=False)
+    monkeypatch.delitem(runtime.devices.named(NATIVE)._made, NATIVE, raising=False)
     monkeypatch.setitem(sys.modules, "lib_onediff.ops.quantized.operators", None)
     compiler.may_end.set()
     unet = small_xl()

@@ -73,7 +73,7 @@ def used() -> set[str]:
 def classes_kept(unet: nn.Module) -> set[str]:
     """Of the weights in eight bits that are there."""
     managed = runtime.managed_unet(unet)
-    classes = runtime.operators.low_bit.classes(managed.bound.layout)
+    classes = runtime.devices.lossy.low_bit.classes(managed.bound.layout)
     return set() if managed.low_bit is None else {classes[name] for name, _ in managed.low_bit._kept}
 
 
@@ -143,7 +143,7 @@ def test_what_the_middle_tells_leaves_more_out_and_graphs_are_made_anew(
         call = half_call(unet)
         served(unet, call)
     assert now() == (EIGHT, "graph") and used() == set(CLASSES)
-    real, worst = LowBitRoute._output, runtime.operators.low_bit
+    real, worst = LowBitRoute._output, runtime.devices.lossy.low_bit
 
     def output(self: LowBitRoute, managed: Any, lossy: Any, call: UNetCall, layers: Any) -> Tensor:
         classes = worst.classes(managed.bound.layout)

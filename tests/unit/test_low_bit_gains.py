@@ -42,7 +42,7 @@ def test_auto_takes_for_each_product_what_was_measured_to_be_faster(
     assert done["int8"] == {(one.out, one.width) for one in every if one.source == GATED}
     kept = runtime.managed_unet(unet).low_bit._kept
     assert {kind for name, kind in kept if name.endswith("ff.net.2")} == {INT8}, "no second copy"
-    choice, gated = runtime.operators.low_bit.choice, next(one for one in every if one.source == GATED)
+    choice, gated = runtime.devices.lossy.low_bit.choice, next(one for one in every if one.source == GATED)
     measured(gated, INT8, 4, 2.8)
     assert choice.best(gated, torch.float16, [FP8.dtype, INT8.dtype]) == FP8, "a little faster is not enough"
 

@@ -157,7 +157,7 @@ def test_it_computes_what_rounded_weights_beside_the_hosts_do(on_a_gpu: None, op
                 # As one weight.
                 both = torch.cat([layer.to_k.weight, layer.to_v.weight])
                 values, scales = low_bit.empty_like(both, kind)
-                runtime.operators.low_bit.quantizer()(both, values, scales)
+                runtime.devices.lossy.low_bit.quantizer()(both, values, scales)
                 halves = values.half().mul_(scales.t()).chunk(2)
                 for part, rounded in zip((layer.to_k, layer.to_v), halves, strict=True):
                     part.weight.copy_(rounded)

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from backend_names import CUDAGRAPH
 from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, relative_error
 from graph_builders import PretendedGraphs
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lib_onediff.engines import CUDAGRAPH
 from lib_onediff.hosts.forge.weight_functions import LayerFunctions
 from lib_onediff.model.patches import HostTraits
 from lib_onediff.options.settings import Settings

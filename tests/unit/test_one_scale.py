@@ -14,9 +14,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
+from backend_names import NATIVE
 from low_bit_builders import rounded_rows, use_low_bit
 
-from lib_onediff.engines import NATIVE
 from lib_onediff.model.layout import LayerNorm
 from lib_onediff.model.low_bit import FP8, GATED, NORMED, PLAIN, empty_like
 from lib_onediff.model.operators import QuantizedTokens, Stream
@@ -33,7 +33,7 @@ WORSE = 1.1
 @pytest.fixture
 def operators(monkeypatch: pytest.MonkeyPatch) -> LowBitOperators:
     use_low_bit(monkeypatch)
-    return runtime.operators.of(NATIVE)
+    return runtime.devices.operators(NATIVE)
 
 
 def affine_of(weight: Tensor, bias: Tensor | None = None) -> Affine:
@@ -109,7 +109,7 @@ def test_an_outlier_among_the_weights_does_not_cost_the_others_their_digits(
     monkeypatch: pytest.MonkeyPatch, source: str, factor: float, whole_row: bool
 ) -> None:
     use_low_bit(monkeypatch, torch.bfloat16)
-    operators = runtime.operators.of(NATIVE)
+    operators = runtime.devices.operators(NATIVE)
     weight = torch.randn(OUT, WIDTH, dtype=torch.bfloat16) / 25
     weight[5, slice(None) if whole_row else 9] *= factor
     weight[11] = 0

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from backend_names import ONEFLOW
 from builders import SMALL, a_call, diffusers_unet, served
 from torch import Tensor
 
 import lib_onediff
-from lib_onediff.engines import ONEFLOW
 from lib_onediff.engines.oneflow import route as oneflow
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.key import ShapeKey
@@ -53,7 +53,7 @@ def test_nothing_runs_while_another_shape_is_compiled(watched: Watched) -> None:
     calls = [a_call(unet), a_call(unet, 16, 8)]
     for call in calls:
         served(unet, call)
-    managed, route = runtime.managed_unet(unet), oneflow.OneFlowRoute()
+    managed, route = runtime.managed_unet(unet), oneflow.OneFlow()
 
     def runner(index: int, waits_for_compile: bool = False) -> oneflow.OneFlowRunner | str:
         call, bound = calls[index], managed.bound

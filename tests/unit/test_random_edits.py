@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from backend_names import NATIVE
 from builders import SMALL_XL, a_call, diffusers_arguments, diffusers_unet, relative_error
 from graph_builders import PretendedGraphs
 from grid import WHOLE
 from random_edits import EDITS, edited
 
 import lib_onediff
-from lib_onediff.engines import NATIVE
 from lib_onediff.runtime.runtime import runtime
 
 CLOSE = 1e-5

@@ -110,8 +110,8 @@ def test_the_readme_gives_the_two_commands_of_a_newcomer() -> None:
 
 def test_the_latest_changes_are_those_of_this_version() -> None:
     assert f"\n{__version__}: " in text_of(README)
-    versions = re.findall(r"^## (.*)$", text_of(ROOT / ".readme" / "changelog.md"), re.MULTILINE)
-    assert versions[versions[0] == "Unreleased"] == __version__
+    headings = re.findall(r"^## (.*)$", text_of(ROOT / ".readme" / "changelog.md"), re.MULTILINE)
+    assert headings[headings[0] == "Unreleased"] == __version__
 
 
 def test_the_python_in_it_compiles() -> None:

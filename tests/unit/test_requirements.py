@@ -106,7 +106,7 @@ def test_the_hint_is_for_gpus_that_our_kernels_are_for(monkeypatch: pytest.Monke
 def test_the_status_and_the_accordion_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
     hint = how_to_be_fast(linux("2.7.1", None))
     assert runtime.status()["hint"] == "" or torch.cuda.is_available()
-    monkeypatch.setattr(runtime.operators, "_hint", hint)
+    monkeypatch.setattr(runtime.devices, "_hint", hint)
     status = runtime.status()
     assert status["hint"] == hint
     assert "-m pip install &quot;triton==3.3.*&quot;" in status_html(status)

@@ -12,7 +12,7 @@ LIBRARY = Path(__file__).parents[2] / "lib_onediff"
 # A room is a folder of lib_onediff, or a file that lies loose in it. Each may import those before it.
 ROOMS = (
     "version", "logs", "weak_dictionary", "guard", "weights", "quality", "ops", "options", "core", "model", "shapes",
-    "store", "steps", "consistency", "engines", "runtime", "prewarm", "hosts", "public", "api", "ui", "demo", "serving",
+    "store", "steps", "engines", "runtime", "prewarm", "hosts", "public", "api", "ui", "demo", "serving",
     "bench", "__init__",
 )
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from lib_onediff.options.preset_data import BALANCED, QUALITY, SPEED
-from lib_onediff.options.presets import AS_IN_SETTINGS
+from lib_onediff.options.presets import AS_IN_SETTINGS, BALANCED, EXACT
 from lib_onediff.options.settings import OFF_IN_SETTINGS, Settings
 from lib_onediff.ui.run_settings import AS_AT_FIRST, refusal_while_off, settings_of_run
 
@@ -39,7 +38,7 @@ def test_wrong_first_arguments(argument: Any) -> None:
 
 
 @pytest.mark.parametrize(("preset", "changes", "says"), [
-    ("Fastest", "", "no preset 'Fastest'. Choose from Quality first, Balanced, Speed first, Fast drafts, mine"),
+    ("Warp", "", "no preset 'Warp'. Choose from Exact, Balanced, Fast, Draft"),
     ("balanced", "", "Did you mean 'Balanced'"),
     (["Balanced"], "", "second script argument"), (3, "", "second script argument"),
     (None, 3, "third script argument"), ("", {"tf32": "on"}, "third script argument"),
@@ -48,17 +47,21 @@ def test_wrong_first_arguments(argument: Any) -> None:
 ])
 def test_other_wrong_arguments(preset: Any, changes: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        settings_of_run([True, preset, changes], Settings(own_presets="mine: tf32 on"))
+        settings_of_run([True, preset, changes], Settings())
 
 
 def test_the_order_in_which_they_count() -> None:
     standing = Settings(deepcache_interval=9, tf32="on", vae_precision="bf16", backend="eager")
-    assert settings_of_run([True, BALANCED, ""], standing) == Settings(deepcache_interval=2, backend="eager")
-    assert settings_of_run([True, BALANCED, "deepcache_interval 3; verify off"], standing) == Settings(
-        deepcache_interval=3, backend="eager", verify=False,
+    assert settings_of_run([True, BALANCED, ""], standing) == Settings(
+        deepcache_interval=3, deepcache_depth=3, backend="eager",
+    )
+    assert settings_of_run([True, BALANCED, "deepcache_depth 2; verify off"], standing) == Settings(
+        deepcache_interval=3, deepcache_depth=2, backend="eager", verify=False,
     )
     mapping = [{"deepcache_interval": 4}, BALANCED, "deepcache_interval 3; tf32 off"]
-    assert settings_of_run(mapping, standing) == Settings(deepcache_interval=4, backend="eager", tf32="off")
+    assert settings_of_run(mapping, standing) == Settings(
+        deepcache_interval=4, deepcache_depth=3, backend="eager", tf32="off",
+    )
     for nothing in (AS_IN_SETTINGS, "", None):
         assert settings_of_run([True, nothing, nothing and ""], standing) == standing
 
@@ -68,22 +71,13 @@ def test_the_order_in_which_they_count() -> None:
     [{"enabled": True}, BALANCED, "off"],
 ], ids=str)
 def test_off_at_one_place_is_off(arguments: list[Any]) -> None:
-    assert settings_of_run(arguments, Settings()) == Settings(enabled=False, deepcache_interval=2)
+    assert settings_of_run(arguments, Settings()) == Settings(
+        enabled=False, deepcache_interval=3, deepcache_depth=3,
+    )
 
 
 def test_nothing_switches_on_what_the_settings_tab_has_off() -> None:
-    assert not settings_of_run([{"enabled": True}, QUALITY, "on"], Settings(enabled=False)).enabled
-
-
-def test_a_preset_adapts_to_the_checkpoint() -> None:
-    turbo, base = (settings_of_run([True, SPEED], Settings(), name) for name in ("sd_xl_turbo", "sd_xl_base_1.0"))
-    assert (turbo.deepcache_interval, base.deepcache_interval, base.vae_precision) == (1, 2, "auto")
-
-
-def test_own_presets() -> None:
-    standing = Settings(own_presets="mine: tf32 on; gone_option 3, plain:", deepcache_interval=3)
-    assert settings_of_run([True, "mine"], standing) == Settings(own_presets=standing.own_presets, tf32="on")
-    assert settings_of_run([True, "plain"], standing) == Settings(own_presets=standing.own_presets)
+    assert not settings_of_run([{"enabled": True}, EXACT, "on"], Settings(enabled=False)).enabled
 
 
 @pytest.mark.parametrize(("arguments", "told"), [

@@ -45,7 +45,7 @@ def package(on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch) -> Package:
     found = Package()
     monkeypatch.setitem(sys.modules, "sageattention", SimpleNamespace(sageattn=found.sageattn, __spec__=object()))
     monkeypatch.setattr(sage, "FEW_KEYS", 3)
-    operators = runtime.operators
+    operators = runtime.devices.named("native")
     monkeypatch.setitem(operators._made, SAGE, Attending(operators._made["native"], sage.SageAttention(
         torch_ops.attention
     )))

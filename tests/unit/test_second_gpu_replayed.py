@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from backend_names import EAGER, NATIVE
 from builders import SMALL, SMALL_XL, diffusers_unet, randomise
 from deepcache_builders import EVERY_THIRD, STEPS, WEBUI, equal_distances, few_steps_suffice  # noqa: F401
 from graph_builders import PretendedGraphs
 from torch import nn
 from two_cpus import SECOND, Image, TwoCpus, change_by_data, change_in_place, change_one_layer, exact, near
 
-from lib_onediff.engines import EAGER, NATIVE
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.patches import HostTraits
 from lib_onediff.options.settings import Settings

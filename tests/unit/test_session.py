@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from backend_names import NATIVE
 from builders import SMALL_XL, a_call, diffusers_arguments, diffusers_output, diffusers_unet, relative_error
 from graph_builders import PretendedGraphs
 from torch import Tensor, nn
 
 import lib_onediff
 from lib_onediff import Settings
-from lib_onediff.engines import NATIVE
 from lib_onediff.model.binding import Binding
 from lib_onediff.model.call import UNetCall
 from lib_onediff.model.cuts import compute

@@ -13,14 +13,12 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("diffusers")
 
+from tiny_model import tiny_sd15_pipeline
 from tiny_sdxl import tiny_sdxl_pipeline
 
-from lib_onediff.bench.models import load_unet
 from lib_onediff.demo import model_folder as model_folder_module
-from lib_onediff.demo import models
-from lib_onediff.demo.errors import ModelProblem
+from lib_onediff.demo.errors import Refusal
 from lib_onediff.demo.models import load_model
-from lib_onediff.demo.tiny_model import tiny_sd15_pipeline
 
 UNET_WEIGHTS = Path("unet", "diffusion_pytorch_model.safetensors")
 
@@ -40,7 +38,7 @@ def damaged_folder(model_folder: Path, tmp_path: Path) -> Path:
 
 
 def assert_refused(model: Path, *parts: str) -> None:
-    with pytest.raises(ModelProblem) as caught:
+    with pytest.raises(Refusal) as caught:
         load_model(str(model))
     sentence = str(caught.value)
     assert "\n" not in sentence and sentence.endswith(".")
@@ -108,23 +106,16 @@ def test_every_layer_of_the_tiny_unet_matters() -> None:
             weight.copy_(kept)
 
 
-@pytest.mark.parametrize("shipped, random, name", [
-    (True, False, "small-model"), (True, True, "random-tiny-sd15"), (False, False, "random-tiny-sd15"),
-])
-def test_the_shipped_model_is_the_default(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch, shipped: bool, random: bool, name: str
-) -> None:
-    monkeypatch.setattr(models, "SHIPPED", model_folder if shipped else model_folder / "nothing")
-    model = load_model(None, random)
-    assert model.name == name and "--model" in model.about
-    assert model.about.startswith("Random weights") is (random or not shipped)
+def test_the_shipped_model_is_the_default() -> None:
+    model = load_model(None)
+    assert model.name == "emoji-sd" and model.side == 256 and "emoji" in model.about and "--model" in model.about
 
 
-def test_demo_model() -> None:
-    model = load_model(None, random=True)
-    assert model.name == "random-tiny-sd15"
-    assert model.unet is model.pipeline.unet
-    assert not model.is_sdxl and not model.takes_mask and not model.is_refiner
+def test_random_weights_are_the_same_in_every_run() -> None:
+    first, again = load_model(None, random=True), load_model(None, random=True)
+    assert first.name == "random" and first.about.startswith("Random weights")
+    assert same_weights(first.unet, again.unet.state_dict())
+    assert not torch.equal(first.unet.conv_in.weight, load_model(None).unet.conv_in.weight)
 
 
 def test_folder_is_loaded_as_it_was_saved(model_folder: Path) -> None:
@@ -141,7 +132,16 @@ def test_a_models_name_is_one_line_that_no_console_obeys(model_folder: Path, tmp
 
 def test_sdxl_folder(tmp_path: Path) -> None:
     tiny_sdxl_pipeline().save_pretrained(tmp_path / "xl")
-    assert load_model(str(tmp_path / "xl")).is_sdxl
+    pipeline = load_model(str(tmp_path / "xl")).pipeline
+    assert type(pipeline).__name__ == "StableDiffusionXLPipeline" and pipeline.config.force_zeros_for_empty_prompt
+
+
+def test_refiner_folder(tmp_path: Path) -> None:
+    tiny_sdxl_pipeline().save_pretrained(tmp_path / "refiner")
+    for part in ("text_encoder", "tokenizer"):
+        shutil.rmtree(tmp_path / "refiner" / part)
+    pipeline = load_model(str(tmp_path / "refiner")).pipeline
+    assert pipeline.text_encoder is None and pipeline.config.requires_aesthetics_score
 
 
 def test_model_that_is_not_there(tmp_path: Path) -> None:
@@ -151,27 +151,18 @@ def test_model_that_is_not_there(tmp_path: Path) -> None:
 def test_file_of_another_kind(tmp_path: Path) -> None:
     file = tmp_path / "notes.txt"
     file.write_text("hello")
-    assert_refused(file, "notes.txt", ".safetensors or .ckpt")
+    assert_refused(file, "notes.txt", ".safetensors file")
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00" * 7, b"\xff" * 4096, b'\x08\x00\x00\x00\x00\x00\x00\x00{"a":{}}'])
-@pytest.mark.parametrize("name", ["broken.safetensors", "broken.ckpt"])
-def test_corrupt_checkpoint(tmp_path: Path, name: str, content: bytes) -> None:
-    (tmp_path / name).write_bytes(content)
-    assert_refused(tmp_path / name, name)
+def test_corrupt_checkpoint(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "broken.safetensors").write_bytes(content)
+    assert_refused(tmp_path / "broken.safetensors", "broken.safetensors")
 
 
-@pytest.mark.parametrize("weight, kind", [
-    ("double_blocks.0.img_attn.qkv.weight", "Flux"),
-    ("model.diffusion_model.joint_blocks.0.context_block.attn.qkv.weight", "Stable Diffusion 3"),
-    ("lora_unet_down_blocks_0.lora_up.weight", "LoRA"),
-    ("down_blocks.0.resnets.0.conv1.weight", "part of a model"),
-    ("something.else", "not a checkpoint"),
-])
-def test_checkpoint_of_another_architecture(tmp_path: Path, weight: str, kind: str) -> None:
-    file = tmp_path / "other.safetensors"
-    save_file({weight: torch.zeros(2, 2)}, file)
-    assert_refused(file, "other.safetensors", kind)
+def test_checkpoint_of_another_architecture(tmp_path: Path) -> None:
+    save_file({"double_blocks.0.img_attn.qkv.weight": torch.zeros(2, 2)}, tmp_path / "other.safetensors")
+    assert_refused(tmp_path / "other.safetensors", "no UNet and no VAE and no text encoder")
 
 
 class Trap:
@@ -191,24 +182,22 @@ def test_checkpoint_that_runs_code_is_not_loaded(tmp_path: Path) -> None:
     assert not witness.exists()
 
 
-@pytest.mark.parametrize("kind", ["FluxPipeline", "StableDiffusion3Pipeline", None])
-def test_folder_of_another_architecture(tmp_path: Path, kind: str | None) -> None:
-    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": kind}))
-    assert_refused(tmp_path, kind or "class name")
+def test_folder_of_another_architecture(tmp_path: Path) -> None:
+    (tmp_path / "transformer").mkdir()
+    assert_refused(tmp_path, "no folder of Stable Diffusion 1.x, 2.x or XL", "it has no unet/, vae/, scheduler/.")
 
 
-@pytest.mark.parametrize("index", [None, "", "{", "[]"])
-def test_folder_that_is_no_model(tmp_path: Path, index: str | None) -> None:
-    if index is not None:
-        (tmp_path / "model_index.json").write_text(index)
-    assert_refused(tmp_path, "model_index.json")
+@pytest.mark.parametrize("file", [UNET_WEIGHTS, Path("unet", "config.json"), Path("text_encoder", "config.json")])
+def test_folder_with_a_missing_file(damaged_folder: Path, file: Path) -> None:
+    (damaged_folder / file).unlink()
+    assert_refused(damaged_folder, file.name if file.suffix == ".json" else "no weights of the unet")
 
 
-def test_folder_with_missing_parts(damaged_folder: Path) -> None:
-    shutil.rmtree(damaged_folder / "vae")
-    (damaged_folder / UNET_WEIGHTS).unlink()
-    (damaged_folder / "text_encoder" / "config.json").unlink()
-    assert_refused(damaged_folder, "text_encoder/config.json, unet's weights, vae/ missing")
+def test_folder_with_a_weight_left_out(damaged_folder: Path) -> None:
+    tensors = load_file(damaged_folder / UNET_WEIGHTS)
+    del tensors["conv_in.weight"]
+    save_file(tensors, damaged_folder / UNET_WEIGHTS)
+    assert_refused(damaged_folder, "conv_in.weight")
 
 
 def test_folder_with_a_cut_off_file(damaged_folder: Path) -> None:
@@ -248,17 +237,10 @@ def bring_python(folder: Path, file: str, witness: Path) -> None:
     (folder / file).write_text(PYTHON.format(witness=str(witness)))
 
 
-def change_index(folder: Path, **changes: Any) -> None:
-    file = folder / "model_index.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-
-
 @pytest.mark.parametrize("file", PYTHON_FILES)
 def test_folder_that_brings_python_is_not_loaded(damaged_folder: Path, tmp_path: Path, file: str) -> None:
     bring_python(damaged_folder, file, tmp_path / "witness")
     assert_refused(damaged_folder, "brings Python code", "runs nothing that comes with a model")
-    with pytest.raises(ValueError, match="brings Python code"):
-        load_unet(damaged_folder, torch.device("cpu"))
     assert not (tmp_path / "witness").exists()
 
 
@@ -279,19 +261,17 @@ def test_pickled_weights_in_a_folder_are_not_opened(damaged_folder: Path, tmp_pa
         torch.save({"state_dict": Trap(witness)}, damaged_folder / "unet" / name)
     assert load_model(str(damaged_folder)).name == "damaged-model"
     (damaged_folder / UNET_WEIGHTS).unlink()
-    assert_refused(damaged_folder, "unet's weights as .safetensors")
+    assert_refused(damaged_folder, "no weights of the unet as .safetensors")
     assert not witness.exists()
 
 
 def test_weights_in_parts_and_in_float16_are_read(damaged_folder: Path) -> None:
     """As large models and variants have them; an old VAE's attention has other names."""
     saved = load_model(str(damaged_folder)).pipeline
-    unet, vae = (load_file(damaged_folder / part / UNET_WEIGHTS.name) for part in ("unet", "vae"))
+    vae = load_file(damaged_folder / "vae" / UNET_WEIGHTS.name)
     (damaged_folder / UNET_WEIGHTS).unlink()
-    names = sorted(unet)
-    for number, part in enumerate((names[::2], names[1::2]), 1):
-        save_file({name: unet[name] for name in part},
-                  damaged_folder / "unet" / f"diffusion_pytorch_model-0000{number}-of-00002.safetensors")
+    saved.unet.save_pretrained(damaged_folder / "unet", max_shard_size="500KB")
+    assert len(list((damaged_folder / "unet").glob("*.safetensors"))) > 1
     (damaged_folder / "vae" / UNET_WEIGHTS.name).unlink()
     older = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
     renamed = {re.sub("to_q|to_k|to_v|to_out.0", lambda found: older[found[0]], name): weight.half()
@@ -331,34 +311,32 @@ def test_our_loader_reads_what_diffusers_own_does(build: Any, tmp_path: Path) ->
             assert dict(ours.config) == {**part.config, "_class_name": type(ours).__name__}
 
 
-@pytest.mark.parametrize("changes", [
-    {"unet": ["os", "system"]}, {"unet": ["diffusers", "DiffusionPipeline"]},
-    {"vae": ["diffusers", "AutoPipelineForText2Image"]},
-    {"scheduler": ["diffusers", "UNet2DConditionModel"]}, {"scheduler": ["subprocess", "Popen"]},
-    {"tokenizer": ["transformers", "AutoTokenizer"]}, {"text_encoder": ["transformers", "AutoModel"]},
-    {"text_encoder": ["transformers_modules", "CLIPTextModel"]}, {"../unet": ["diffusers", "UNet2DConditionModel"]},
-    {"more": ["diffusers", "UNet2DConditionModel"]}, {"more": ["os", "system"]}, {"more": {"a": 1}}, {"unet": []},
-    {"unet": ["diffusers"]}, {"unet": [None, "UNet2DConditionModel"]}, {"unet": [["diffusers"], {}]},
-    {"unet": "diffusers"},
-    {"unet": None}, {"unet": [None, None]}, {"unet": 5}, {"vae": [None, None]}, {"_class_name": ["own", "Own"]},
-    {"_class_name": {}}, {"_class_name": 5}, {"_class_name": "Stable\nDiffusion\x1b[31m"}, {"scheduler": {}},
-], ids=str)
-def test_folder_with_an_odd_index_is_refused_in_one_sentence(damaged_folder: Path, changes: dict[str, Any]) -> None:
-    change_index(damaged_folder, **changes)
-    assert_refused(damaged_folder)
+@pytest.mark.parametrize("index", [
+    '{"unet": ["os", "system"], "_class_name": "own"}', '{"scheduler": ["subprocess", "Popen"]}', "[" * 100_000, "NaN",
+])
+def test_an_index_has_no_say(damaged_folder: Path, index: str) -> None:
+    (damaged_folder / "model_index.json").write_text(index)
+    assert type(load_model(str(damaged_folder)).pipeline).__name__ == "StableDiffusionPipeline"
+
+
+@pytest.mark.parametrize("scheduler", [
+    {"_class_name": "UNet2DConditionModel"}, {"_class_name": ["os", "system"]}, {}, {"_class_name": "\x1b[31m\n"},
+])
+def test_folder_with_an_odd_scheduler_is_refused(damaged_folder: Path, scheduler: dict[str, Any]) -> None:
+    (damaged_folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(scheduler))
+    assert_refused(damaged_folder, "does not know the scheduler")
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, '{"a":' * 100_000, "\ufeff{}", '"text"', "null", "5", "NaN"])
-def test_index_that_is_no_mapping_is_refused_in_one_sentence(damaged_folder: Path, content: str) -> None:
-    (damaged_folder / "model_index.json").write_text(content, encoding="utf-8")
-    assert_refused(damaged_folder, "model_index.json")
+def test_configuration_that_is_no_mapping_is_refused_in_one_sentence(damaged_folder: Path, content: str) -> None:
+    (damaged_folder / "text_encoder" / "config.json").write_text(content, encoding="utf-8")
+    assert_refused(damaged_folder, "config.json in text_encoder")
 
 
-def test_parts_that_are_left_out_may_be_anything(damaged_folder: Path) -> None:
-    (damaged_folder / "safety_checker").mkdir()
-    change_index(damaged_folder, safety_checker=["own", "Own"], feature_extractor=["own", "Own"],
-                 image_encoder=["own", "Own"], requires_safety_checker=True)
-    assert load_model(str(damaged_folder)).pipeline.safety_checker is None
+def test_folder_with_an_adapter_is_refused(damaged_folder: Path) -> None:
+    """transformers would load the model that it names."""
+    (damaged_folder / "text_encoder" / "adapter_config.json").write_text('{"base_model_name_or_path": "/other"}')
+    assert_refused(damaged_folder, "brings an adapter")
 
 
 @pytest.mark.parametrize("linked", [UNET_WEIGHTS, Path("unet"), Path("unet", "config.json"), Path("notes")])
@@ -388,12 +366,3 @@ def test_folder_of_a_hugging_face_cache_is_loaded(damaged_folder: Path, tmp_path
     assert load_model(str(snapshot)).name == "abc"
     (snapshot / "unet" / "more").symlink_to(damaged_folder / "unet")
     assert_refused(snapshot, "link")
-
-
-@pytest.mark.parametrize("nested", ["itself", "in another", "twice"])
-def test_checkpoint_whose_weights_are_itself_is_refused(tmp_path: Path, nested: str) -> None:
-    content: dict[str, Any] = {}
-    content["state_dict"] = {"itself": content, "in another": {"state_dict": content},
-                             "twice": {"state_dict": {"model": torch.zeros(1)}}}[nested]
-    torch.save(content, tmp_path / "endless.ckpt")
-    assert_refused(tmp_path / "endless.ckpt", "endless.ckpt", "does not hold the weights")

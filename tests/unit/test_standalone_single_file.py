@@ -1,7 +1,6 @@
 """Single checkpoint files in the original layout, written from the real ldm networks, loaded by the standalone host."""
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -15,20 +14,56 @@ pytest.importorskip("diffusers")
 pytest.importorskip("ldm", reason="stable-diffusion-sdkit is not installed")
 
 from builders import randomise
+from tiny_model import BYTE_TOKENS, write_byte_vocabulary
 
-from lib_onediff.demo import tokenizer as clip_tokenizer
-from lib_onediff.demo.errors import ModelProblem
+from lib_onediff.demo import single_file
+from lib_onediff.demo.errors import Refusal
 from lib_onediff.demo.models import load_model
-from lib_onediff.demo.tokenizer import BYTE_TOKENS
 
 TEXT_WIDTH = 64
 SD1 = {"context_dim": TEXT_WIDTH, "num_heads": 8, "model_channels": 32}
 SD2 = {"context_dim": TEXT_WIDTH, "num_head_channels": 64, "model_channels": 64, "use_linear_in_transformer": True}
-INPAINTING = {**SD1, "in_channels": 9}
-REFINER = {**SD2, "attention_resolutions": [4, 2], "transformer_depth": 2, "context_dim": [TEXT_WIDTH] * 2}
+REFINER = {**SD2, "attention_resolutions": [4, 2], "transformer_depth": 4, "context_dim": [TEXT_WIDTH] * 4}
+# What the narrow networks of these tests have in place of the real ones' numbers.
+NARROW = {
+    "sd1": {"unet": {"block_out_channels": [32, 64, 128, 128]}, "text_encoder": {"num_attention_heads": 1}},
+    "sd2": {
+        "unet": {"block_out_channels": [64, 128, 256, 256], "attention_head_dim": [1, 2, 4, 4]},
+        "text_encoder": {"num_attention_heads": 1},
+    },
+    "sdxl-refiner": {
+        "unet": {
+            "block_out_channels": [64, 128, 256, 256], "attention_head_dim": [1, 2, 4, 4],
+            "projection_class_embeddings_input_dim": TEXT_WIDTH + 5 * 256,
+        },
+        "text_encoder_2": {"num_attention_heads": 1, "projection_dim": TEXT_WIDTH, "num_hidden_layers": 3},
+    },
+}
+NARROW_TEXT = {
+    "hidden_size": TEXT_WIDTH, "intermediate_size": 4 * TEXT_WIDTH, "vocab_size": BYTE_TOKENS, "num_hidden_layers": 2,
+    "bos_token_id": BYTE_TOKENS - 2, "eos_token_id": BYTE_TOKENS - 1, "pad_token_id": BYTE_TOKENS - 1,
+}
+
+
+@pytest.fixture(autouse=True)
+def narrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configurations of narrow networks."""
+    configs = json.loads(single_file.CONFIGS.read_text(encoding="utf-8"))
+    for family, parts in NARROW.items():
+        configs[family]["vae/config.json"]["block_out_channels"] = [32, 64, 64, 64]
+        configs[family]["unet/config.json"]["cross_attention_dim"] = TEXT_WIDTH
+        for part, changes in parts.items():
+            text = NARROW_TEXT if part.startswith("text") else {}
+            configs[family][f"{part}/config.json"].update({**text, **changes})
+    (tmp_path / "configs.json").write_text(json.dumps(configs), encoding="utf-8")
+    monkeypatch.setattr(single_file, "CONFIGS", tmp_path / "configs.json")
 
 
 def ldm_unet(**config: Any) -> nn.Module:
+    return randomise(ldm_unet_as_is(**config))
+
+
+def ldm_unet_as_is(**config: Any) -> nn.Module:
     from ldm.modules.diffusionmodules.openaimodel import UNetModel
 
     standard = {
@@ -36,7 +71,7 @@ def ldm_unet(**config: Any) -> nn.Module:
         "attention_resolutions": [4, 2, 1], "use_spatial_transformer": True, "transformer_depth": 1, "legacy": False,
         "use_checkpoint": False,
     }
-    return randomise(UNetModel(**{**standard, **config}))
+    return UNetModel(**{**standard, **config})
 
 
 def ldm_vae() -> nn.Module:
@@ -94,13 +129,9 @@ def write(folder: Path, weights: dict[str, Tensor], name: str = "model.safetenso
     """Write a checkpoint, and a byte tokenizer beside it."""
     place = folder / "tokenizer"
     place.mkdir()
-    clip_tokenizer.write_vocabulary(place, [])
-    file = folder / name
-    if name.endswith(".ckpt"):
-        torch.save({"state_dict": weights, "global_step": 1}, file)
-    else:
-        save_file(weights, file)
-    return file
+    write_byte_vocabulary(place)
+    save_file(weights, folder / name)
+    return folder / name
 
 
 def sd1_weights(unet: nn.Module | None = None) -> dict[str, Tensor]:
@@ -119,10 +150,9 @@ def assert_same_unet(loaded: Any, original: nn.Module, channels: int = 4, **labe
     assert torch.linalg.norm(given - expected) / torch.linalg.norm(expected) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "model.ckpt"])
-def test_sd1_checkpoint(tmp_path: Path, name: str) -> None:
+def test_sd1_checkpoint(tmp_path: Path) -> None:
     unet = ldm_unet(**SD1)
-    model = load_model(str(write(tmp_path, sd1_weights(unet), name)))
+    model = load_model(str(write(tmp_path, sd1_weights(unet))))
     assert model.name == "model"
     assert_same_unet(model.unet, unet)
     assert model.scheduler_config["prediction_type"] == "epsilon"
@@ -155,10 +185,8 @@ def test_sd2_checkpoint_predicts_v(tmp_path: Path) -> None:
 
 
 def test_inpainting_checkpoint(tmp_path: Path) -> None:
-    unet = ldm_unet(**INPAINTING)
+    unet = ldm_unet(**SD1, in_channels=9)
     model = load_model(str(write(tmp_path, sd1_weights(unet))))
-    assert model.takes_mask
-    assert type(model.pipeline).__name__ == "StableDiffusionInpaintPipeline"
     assert_same_unet(model.unet, unet, channels=9)
 
 
@@ -169,8 +197,7 @@ def test_refiner_checkpoint(tmp_path: Path) -> None:
         weights[f"model.diffusion_model.label_emb.{layer}.weight"] = torch.randn(shape)
         weights[f"model.diffusion_model.label_emb.{layer}.bias"] = torch.zeros(shape[0])
     model = load_model(str(write(tmp_path, weights)))
-    assert model.is_refiner
-    assert model.unet.config.transformer_layers_per_block == [1, 2, 2, 2]
+    assert model.pipeline.text_encoder is None and model.pipeline.config.requires_aesthetics_score
 
 
 def test_loaded_checkpoint_makes_a_picture(tmp_path: Path) -> None:
@@ -180,13 +207,15 @@ def test_loaded_checkpoint_makes_a_picture(tmp_path: Path) -> None:
 
 
 def assert_refused(file: Path, *parts: str) -> None:
-    with pytest.raises(ModelProblem) as caught:
+    with pytest.raises(Refusal) as caught:
         load_model(str(file))
     for part in parts:
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("prefix, part", [("first_stage_model.", "VAE"), ("cond_stage_model.", "text encoder")])
+@pytest.mark.parametrize("prefix, part", [
+    ("first_stage_model.", "VAE"), ("cond_stage_model.", "text encoder"), ("model.diffusion_model.", "UNet"),
+])
 def test_incomplete_checkpoint(tmp_path: Path, prefix: str, part: str) -> None:
     kept = {name: value for name, value in sd1_weights().items() if not name.startswith(prefix)}
     assert_refused(write(tmp_path, kept), f"no {part}")
@@ -194,33 +223,37 @@ def test_incomplete_checkpoint(tmp_path: Path, prefix: str, part: str) -> None:
 
 def test_checkpoint_with_blocks_left_out(tmp_path: Path) -> None:
     kept = {name: value for name, value in sd1_weights().items() if ".middle_block.1." not in name}
-    assert_refused(write(tmp_path, kept), "blocks left out")
+    assert_refused(write(tmp_path, kept), "model.safetensors cannot be loaded")
 
 
 def test_checkpoint_without_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clip_tokenizer, "CACHED_REPOSITORIES", ())
-    monkeypatch.setattr(clip_tokenizer, "PACKAGES_WITH_ARCHIVE", ())
+    monkeypatch.setattr(single_file, "CACHED", ())
     file = write(tmp_path, sd1_weights())
     (tmp_path / "tokenizer" / "merges.txt").unlink()
     assert_refused(file, "holds no tokenizer", "vocab.json and merges.txt beside it")
 
 
-def test_tokenizer_of_another_model(tmp_path: Path) -> None:
-    file = write(tmp_path, sd1_weights())
-    vocabulary = {f"token{index}": index for index in range(BYTE_TOKENS + 1)}
-    (tmp_path / "tokenizer" / "vocab.json").write_text(json.dumps(vocabulary))
-    assert_refused(file, "do not belong together")
+@pytest.mark.parametrize("family, config, parameters", [
+    ("sd1", {"context_dim": 768, "num_heads": 8}, 859_520_964),
+    ("sd2", {"context_dim": 1024, "num_head_channels": 64, "use_linear_in_transformer": True}, 865_910_724),
+    ("sdxl", None, 2_567_463_684),
+])
+def test_configurations_are_those_of_the_real_models(
+    family: str, config: dict[str, Any] | None, parameters: int
+) -> None:
+    """By the published number of their UNets' parameters, and where ldm has the network, by its shapes."""
+    from diffusers import AutoencoderKL, UNet2DConditionModel
+    from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 
-
-def test_vocabulary_from_the_published_list_of_merges(tmp_path: Path) -> None:
-    """The archive's layout: a header, then merges; the vocabulary is bytes, bytes ending a word, merges, two marks."""
-    with gzip.open(tmp_path / clip_tokenizer.MERGES_ARCHIVE, "wt", encoding="utf-8") as lines:
-        lines.write("header\ni n\nt h\nth e</w>\n")
-    (tmp_path / "out").mkdir()
-    clip_tokenizer.copy_vocabulary(tmp_path / "model.safetensors", tmp_path / "out")
-    vocabulary = json.loads((tmp_path / "out" / "vocab.json").read_text(encoding="utf-8"))
-    assert vocabulary["in"] == 512 and vocabulary["the</w>"] == 514
-    from transformers import CLIPTokenizer
-
-    tokenizer = CLIPTokenizer(str(tmp_path / "out" / "vocab.json"), str(tmp_path / "out" / "merges.txt"))
-    assert tokenizer("the", add_special_tokens=False).input_ids == [514]
+    configs = json.loads(Path(single_file.__file__).with_name("checkpoint_configs.json").read_text(encoding="utf-8"))
+    with torch.device("meta"):
+        unet: Any = UNet2DConditionModel.from_config(configs[family]["unet/config.json"])
+        vae: Any = AutoencoderKL.from_config(configs[family]["vae/config.json"])
+        original = None if config is None else ldm_unet_as_is(model_channels=320, **config)
+    assert sum(weight.numel() for weight in unet.parameters()) == parameters
+    assert sum(weight.numel() for weight in vae.parameters()) == 83_653_863
+    if original is not None:
+        weights = {f"model.diffusion_model.{name}": weight for name, weight in original.state_dict().items()}
+        renamed = convert_ldm_unet_checkpoint(weights, dict(unet.config))
+        assert {name: weight.shape for name, weight in renamed.items()} == {
+            name: weight.shape for name, weight in unet.state_dict().items()}

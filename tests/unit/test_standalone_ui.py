@@ -15,10 +15,8 @@ pytest.importorskip("fastapi")
 import gradio
 
 from lib_onediff.demo import page as page_of_host
-from lib_onediff.demo import rest
 from lib_onediff.demo.modules import shared
 from lib_onediff.demo.modules.options import OptionInfo, Options
-from lib_onediff.demo.refusal import Refusal
 from lib_onediff.hosts.unknown import UnknownHost
 from lib_onediff.options.settings import OFF_IN_SETTINGS, Settings
 from lib_onediff.prewarm.worker import WarmUp
@@ -100,9 +98,8 @@ def test_what_is_only_shown_cannot_be_set_by_the_page_or_the_api(
     config = page.get_config_file()
     used = [dependency["inputs"] for dependency in config["dependencies"] if dependency["inputs"]]
     assert used and not any(shown._id in inputs for inputs in used)
-    assert "onediff_folder_in_use" not in rest.get_options()
-    with pytest.raises(Refusal, match="did not accept"):
-        rest.set_options({"onediff_folder_in_use": "/etc"})
+    _, problems = shared.opts.set_and_save({"onediff_folder_in_use": "/etc"}, str(tmp_path / "config.json"))
+    assert "did not accept" in problems[0]
     assert shared.opts.onediff_folder_in_use == str(tmp_path)
 
 
@@ -177,7 +174,7 @@ def both_statuses() -> tuple[str, str]:
 
 def build_accordion(tab: str) -> list[Any]:
     return accordion.build_accordion(
-        tab, both_statuses, lambda: ["Balanced"], lambda *values: run_settings.settings_of_run(values, Settings()),
+        tab, both_statuses, lambda *values: run_settings.settings_of_run(values, Settings()),
     )
 
 
@@ -195,7 +192,8 @@ def test_accordion_has_no_effect_beside_its_components() -> None:
 
 @pytest.mark.parametrize(("values", "said"), [
     ((True, "As in the settings", ""), "This run: on."), ((False, "As in the settings", ""), "This run: off."),
-    ((True, "Balanced", "vae_precision fp16"), "This run: on; vae_precision fp16; deepcache_interval 2."),
+    ((True, "Balanced", "vae_precision fp16"),
+     "This run: on; vae_precision fp16; deepcache_interval 3; deepcache_depth 3."),
     ((True, "Gone", ""), "no preset"), ((True, "Balanced", "speed 9"), "would be off for this run"),
 ])
 def test_accordion_says_what_the_run_will_be(values: tuple[Any, ...], said: str) -> None:
@@ -256,21 +254,21 @@ def test_status_line_is_renewed_by_the_hosts_description_of_a_generation() -> No
     assert [dependency["targets"] for dependency in dependencies[-2:]] == [[(box._id, "change")]] * 2
 
 
-def test_script_serves_diffusers_models_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_script_serves_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiny_model import tiny_sd15_pipeline
+
     from lib_onediff.demo.modules import modules_importable, paths, script_callbacks, scripts, sd_models
-    from lib_onediff.demo.tiny_model import tiny_sd15_pipeline
     from lib_onediff.hosts.diffusers.instance_forward import attached
 
     root = settings_tab.__file__.rsplit("/lib_onediff/", 1)[0]
     script_callbacks.clear_callbacks()
     monkeypatch.setattr(paths, "data_path", str(tmp_path))
-    unet = tiny_sd15_pipeline().unet
+    pipeline = tiny_sd15_pipeline()
+    unet = pipeline.unet
     with modules_importable():
         script = scripts.load_module(f"{root}/scripts/onediff.py")
         try:
-            sd_models.use_model(SimpleNamespace(model="something else"))
-            assert "has no UNet2DConditionModel" in script.current_status()["reason"]
-            sd_models.use_model(SimpleNamespace(unet=unet))
+            sd_models.use_model(SimpleNamespace(unet=unet, pipeline=pipeline))
             assert attached(unet) is not None
             assert script.current_status() == {
                 "host": "standalone", "release": "OneDiff's own WebUI", "hooks": 1, "notes": [], "served": True,

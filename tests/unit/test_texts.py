@@ -14,7 +14,7 @@ pytest.importorskip("gradio")
 
 from test_readme import BANNED
 
-from lib_onediff.options.preset_data import PRESETS
+from lib_onediff.options.presets import PRESETS
 from lib_onediff.options.settings import Settings
 from lib_onediff.ui import texts
 
@@ -62,7 +62,7 @@ def test_explanations_of_options_are_short() -> None:
 
 
 def test_explanations_of_presets_are_short() -> None:
-    assert not {preset.name: len(preset.explanation) for preset in PRESETS if len(preset.explanation) > MOST_LETTERS}
+    assert all(len(preset.explanation) <= MOST_LETTERS for preset in PRESETS.values())
 
 
 def test_texts_of_the_page_are_short() -> None:
@@ -77,7 +77,8 @@ def test_banned_words_are_no_option_s(option) -> None:
 
 def test_sentences_of_the_pages_stand_in_one_place() -> None:
     """progress.py and amounts.py are words themselves, run_settings.py's are the API's, settings_tab.py's the log's."""
-    files = [UI / "accordion.py", UI / "presets.py", *UI.glob("cache/*.py"), *UI.glob("compare/*.py")]
+    files = [UI / f"{name}.py" for name in ("accordion", "presets", "consistency")]
+    files += [*UI.glob("cache/*.py"), *UI.glob("compare/*.py")]
     found = {
         f"{file.relative_to(UI)}: {text.strip()}" for file in files for text in sentences_in(file)
         if A_SENTENCE.search(text)

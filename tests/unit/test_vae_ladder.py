@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from backend_names import NATIVE
 from builders import relative_error
+from ladder_builders import seem_to_have_a_gpu
 from vae_builders import a_latent, decodes, diffusers_vae, host_picture, last, our_picture
 
-from lib_onediff.engines import EAGER, NATIVE, Candidates
+from lib_onediff.engines.device import NotYet
+from lib_onediff.engines.native import COMPILING
 from lib_onediff.ops import torch_ops
-from lib_onediff.runtime.fallback import COMPILING
 from lib_onediff.runtime.runtime import runtime
 
 pytestmark = pytest.mark.usefixtures("fresh_route", "exact_products")
@@ -22,7 +24,7 @@ class Stand:
 
     def __init__(self) -> None:
         self.resize: Any = torch_ops.resize
-        self.ready: Any = lambda: True
+        self.ready: Any = lambda: None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch_ops, name)
@@ -34,11 +36,13 @@ class Stand:
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
     stand = Stand()
-    native_first = Candidates((NATIVE, EAGER), "")
-    monkeypatch.setattr("lib_onediff.runtime.vae.fallback.decoder_candidates", lambda *given: native_first)
-    monkeypatch.setitem(runtime.operators._made, NATIVE, stand)
-    monkeypatch.setattr(runtime.operators, "prepare", lambda network, waits_for_compile: stand.ready())
+    seem_to_have_a_gpu(monkeypatch, stand)
+    monkeypatch.setattr(runtime.devices.named(NATIVE), "prepare", lambda *args, **more: stand.ready())
     return stand
+
+
+def not_yet() -> None:
+    raise NotYet(COMPILING)
 
 
 def entries() -> dict[str, str]:
@@ -74,9 +78,9 @@ def test_a_kernel_that_computes_something_else(native: Stand) -> None:
 def test_kernels_that_are_still_being_compiled(native: Stand) -> None:
     decoder = diffusers_vae().decoder
     latent = a_latent(decoder)
-    native.ready = lambda: False
+    native.ready = not_yet
     assert torch.equal(our_picture(decoder, latent), host_picture(decoder, latent))
     assert last() == ("host", COMPILING)
-    native.ready = lambda: True
+    native.ready = lambda: None
     our_picture(decoder, latent)
     assert last() == ("ours", "") and decodes() == {"ours": 1, "host": 1}

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy
 import pytest
 import torch
+from backend_names import EAGER, NATIVE, ONEFLOW
 from builders import SMALL, a_call, diffusers_unet
 from torch import Tensor
 
-from lib_onediff.engines import EAGER, NATIVE, ONEFLOW
 from lib_onediff.model.read import read_layout
 from lib_onediff.runtime.verify import HOST_NOT_FINITE, computed_twice, judge, prove
 from lib_onediff.shapes.key import EXACT, Lossy, ShapeKey

@@ -157,7 +157,7 @@ def test_what_was_made_ready_is_no_use(webui: SmallWebUI, queue: WarmUp, tmp_pat
 def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Future[None]]:
     """The UNet's kernels are being compiled until this has a result."""
     begun: Future[None] = Future()
-    monkeypatch.setattr(runtime.operators, "prepare_early", lambda unet, settings: begun)
+    monkeypatch.setattr(runtime.devices, "prepare_early", lambda unet, settings: begun)
     yield begun
     if not begun.done():
         begun.set_result(None)

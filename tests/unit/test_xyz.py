@@ -12,11 +12,10 @@ import pytest
 pytest.importorskip("fastapi")
 
 from lib_onediff.options import xyz
-from lib_onediff.options.preset_data import BALANCED, PRESETS, SPEED
-from lib_onediff.options.presets import all_presets, preset_options
+from lib_onediff.options.presets import BALANCED, FAST, PRESETS
 from lib_onediff.options.settings import Settings
 
-OWN = Settings(own_presets="drafts: deepcache_interval 4; tf32 on, Off: tf32 on")
+OWN = Settings(vae_precision="bf16")
 
 
 @dataclass
@@ -128,10 +127,8 @@ def test_choices_are_offered_and_can_all_be_drawn() -> None:
             assert getattr(settings_with(**{option.name: word}), option.name) == meant
 
 
-def test_presets_are_offered_the_users_own_included() -> None:
-    names = [preset.name for preset in PRESETS]
-    assert axis_of(xyz.PRESET).choices() == ["Off", *names, "drafts"]
-    assert axis_of(xyz.PRESET, Settings()).choices() == ["Off", *names]
+def test_presets_are_offered() -> None:
+    assert axis_of(xyz.PRESET).choices() == ["Off", *PRESETS]
 
 
 @pytest.mark.parametrize(("name", "value", "expected"), [
@@ -164,35 +161,18 @@ def test_axes_win_over_what_the_run_was_given() -> None:
     assert settings_with(of_the_run, enabled="on", deepcache_interval="2") == replace(
         of_the_run, enabled=True, deepcache_interval=2
     )
-    assert settings_with(of_the_run, preset="drafts") == replace(
-        of_the_run, enabled=True, **all_presets(OWN, OWN.own_presets)["drafts"]
-    )
+    assert settings_with(of_the_run, preset=FAST) == replace(of_the_run, enabled=True, **PRESETS[FAST].all_values)
     assert settings_with(replace(OWN, enabled=True), preset="Off").enabled is False
 
 
 def test_a_preset_comes_first_whatever_the_order_of_the_axes() -> None:
-    one = settings_with(preset=SPEED, deepcache_interval="5")
-    other = settings_with(deepcache_interval="5", preset=SPEED)
+    one = settings_with(preset=FAST, deepcache_interval="5")
+    other = settings_with(deepcache_interval="5", preset=FAST)
     assert one == other and one.deepcache_interval == 5
-    alone = settings_with(preset=SPEED)
+    alone = settings_with(preset=FAST)
     assert replace(one, deepcache_interval=alone.deepcache_interval) == alone
     assert settings_with(enabled="off", preset=BALANCED).enabled is False
     assert settings_with(deepcache_interval="5", preset="Off").enabled is False
-
-
-def test_a_preset_is_that_of_the_loaded_checkpoint() -> None:
-    made = cell(Generation(), preset=BALANCED)
-    plain, turbo = (xyz.settings_of_cell(made, OWN, name) for name in ("dream", "dream-turbo"))
-    assert plain.deepcache_interval == 2 and turbo.deepcache_interval == 1
-    for settings, name in ((plain, "dream"), (turbo, "dream-turbo")):
-        expected = all_presets(OWN, OWN.own_presets, name)[BALANCED]
-        assert {option: getattr(settings, option) for option in preset_options(OWN)} == expected
-
-
-def test_a_preset_deleted_while_the_plot_is_drawn_is_told() -> None:
-    made = cell(Generation(), preset="drafts")
-    with pytest.raises(ValueError, match="no preset 'drafts'"):
-        xyz.settings_of_cell(made, Settings())
 
 
 def test_values_that_change_nothing_are_told() -> None:
@@ -204,7 +184,7 @@ def test_values_that_change_nothing_are_told() -> None:
         return p.comments
 
     assert told(deepcache_interval="3") == [xyz.OFF_FOR_THIS_RUN]
-    assert told() == told(enabled="off") == told(preset="Off", deepcache_interval="3") == told(preset=SPEED) == []
+    assert told() == told(enabled="off") == told(preset="Off", deepcache_interval="3") == told(preset=FAST) == []
 
 
 # --- wrong values -----------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ LDM_LAYOUTS = {
 @pytest.fixture
 def fresh_route(monkeypatch: pytest.MonkeyPatch) -> Iterator[DecoderRoute]:
     """The runtime's route for decodes, which has seen nothing."""
-    route = DecoderRoute(runtime)
+    route = DecoderRoute(runtime.services)
     monkeypatch.setattr(runtime, "vae", route)
     yield route
     route.release_all()

@@ -30,12 +30,21 @@ def webui(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield WebUI(url)
         return
     # Random weights see every word of a prompt; emoji-sd does not. The documentation shows emoji-sd.
-    model = [] if request.config.getoption("--pictures") else ["--random"]
+    model = [] if request.config.getoption("--pictures") else ["--model", str(random_model(tmp_path_factory))]
     data_folder = str(tmp_path_factory.mktemp("data"))
     host = HostProcess("--port", "0", "--data-dir", data_folder, *model)
     yield WebUI(host.url())
     host.stop()
     assert "Traceback" not in host.output, host.output
+
+
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tiny model of random weights."""
+    from tiny_model import tiny_sd15_pipeline
+
+    folder = tmp_path_factory.mktemp("model") / "random-tiny-sd15"
+    tiny_sd15_pipeline().save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(autouse=True)

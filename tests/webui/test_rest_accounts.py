@@ -14,7 +14,7 @@ REQUESTS = [
     ("GET", "/onediff/v1/status", None), ("GET", "/onediff/v1/shapes", None), ("GET", "/onediff/v1/jobs", None),
     ("POST", "/onediff/v1/prewarm", {"sizes": "64x64"}), ("DELETE", "/onediff/v1/jobs/1", None),
     ("POST", "/onediff/v1/purge", {"all": True}), ("POST", "/onediff/v1/pin", {"resolution": "64x64", "model": "SD1"}),
-    ("POST", "/onediff/v1/release", {}), ("GET", "/sdapi/v1/options", None), ("GET", "/docs", None),
+    ("POST", "/onediff/v1/release", {}), ("GET", "/sdapi/v1/options", None),
     ("GET", "/openapi.json", None),
 ]
 

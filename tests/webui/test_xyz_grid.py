@@ -89,7 +89,7 @@ def test_the_axes_are_offered_once(webui: WebUI, tab: str) -> None:
 def test_interval_and_preset(webui: WebUI) -> None:
     """A preset on the last axis, and single options on top of it; the pictures before and after the plot are one."""
     before, default = alone(webui, {}), onediff_in(alone(webui, {}))
-    intervals, presets = (1, 3), {"Quality first": {}, "Balanced": {"deepcache_interval": 2}, "Off": {"enabled": False}}
+    intervals, presets = (1, 3), {"Exact": {}, "Balanced": {"deepcache_depth": 3}, "Off": {"enabled": False}}
     grid = webui.make(plotted(webui, (INTERVAL, "1, 3"), (PRESET, ", ".join(presets))))
     assert len(grid.images) == 1 + len(intervals) * len(presets)
     seen = set()
@@ -97,24 +97,28 @@ def test_interval_and_preset(webui: WebUI) -> None:
         expected = alone(webui, {**options, "deepcache_interval": interval})
         assert_cell(grid, cell, expected)
         seen.add(onediff_in(expected))
-    assert seen == {"on", "on; deepcache_interval 3", "off", "off; deepcache_interval 3"}
+    assert seen == {
+        "on", "on; deepcache_interval 3", "on; deepcache_depth 3", "on; deepcache_interval 3; deepcache_depth 3", "off",
+        "off; deepcache_interval 3",
+    }
     assert not numpy.array_equal(grid.arrays[1], grid.arrays[2])
     after = alone(webui, {})
     assert largest_difference(after, before) == 0 and onediff_in(after) == default
     assert largest_difference(webui.txt2img(**SAMPLING), before) == 0
 
 
-@pytest.mark.parametrize("preset", ["Balanced", "Speed first"])
+@pytest.mark.parametrize("preset", ["Balanced", "Fast"])
 def test_a_preset_is_drawn_whatever_the_run_was_given(webui: WebUI, preset: str) -> None:
     """Over another preset, changes of it and options of the run; what "Balanced" does not name is set back as well."""
-    given = [{"deepcache_interval": 5}, "Speed first", "deepcache_depth 4; vae_precision bf16"]
+    given = [{"deepcache_interval": 5}, "Draft", "deepcache_depth 4; vae_precision bf16"]
     grid = webui.make(plotted(webui, (PRESET, preset), alwayson_scripts={"OneDiff": {"args": given}}))
     (told,) = {onediff_in(grid, cell) for cell in (0, 1)}
-    assert "deepcache_depth" not in told and "deepcache_interval 5" not in told
+    assert "deepcache_depth 4" not in told and "deepcache_interval 5" not in told
     options = dict(part.split(" ", 1) for part in told.split("; ")[1:])
-    assert options.pop("deepcache_interval") == {"Balanced": "2", "Speed first": "3"}[preset]
-    assert bool(options) is (preset == "Speed first")
-    assert_cell(grid, 0, alone(webui, {**options, "deepcache_interval": int(told.split("deepcache_interval ")[1][0])}))
+    depth = int(options.pop("deepcache_depth", 1))
+    assert options.pop("deepcache_interval") == "3" and depth == {"Balanced": 3, "Fast": 1}[preset]
+    assert bool(options) is (preset == "Fast")
+    assert_cell(grid, 0, alone(webui, {**options, "deepcache_interval": 3, "deepcache_depth": depth}))
 
 
 @pytest.mark.parametrize("label", SEEN_ANYWHERE)

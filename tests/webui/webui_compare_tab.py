@@ -6,16 +6,13 @@ from typing import Any
 from webui_page import show_inner_page
 from webui_panel import Panel
 
-LEFT, RIGHT, SAMPLER = (f"onediff_compare_{name}" for name in ("left", "right", "sampler"))
+LEFT, RIGHT = "onediff_compare_left", "onediff_compare_right"
 START, CANCEL, SAVE, COPY = (f"onediff_compare_{name}" for name in ("start", "cancel", "save", "copy"))
-TOLD, SUMMARY, IMAGES, NUMBERS, SEEDS, SAVED = (
-    f"onediff_compare_{name}" for name in ("told", "summary", "images", "numbers", "seeds", "saved")
-)
+TOLD, IMAGES, NUMBERS = (f"onediff_compare_{name}" for name in ("told", "gallery", "numbers"))
 FACTS, OTHER_FACTS, FACTS_COPY, COPIED, DIFFERENCES = (
     "onediff_facts", "onediff_other_facts", "onediff_facts_copy", "onediff_compare_copied",
     "onediff_compare_differences",
 )
-HANDLE = f"#{IMAGES} .onediff-handle"
 OFF, CURRENT = "Off: the WebUI's own", "Current settings"
 SMALL = {"prompt": "a lighthouse at dusk", "width": 64, "height": 64, "steps": 3, "seed": 21}
 SECONDS = 300
@@ -32,14 +29,10 @@ class Compare(Panel):
     def start_over(self) -> None:
         """Show the page with what a new one has on its sides and in its fields; the last comparison stays."""
         self.show()
-        value = "return document.querySelector(arguments[0])?.value"
         for side, choice in ((LEFT, OFF), (RIGHT, CURRENT)):
-            # Where nothing of a side counts, it has no controls.
-            if self.page.run(value, f"#{side}_changes :is(textarea, input)"):
-                self.page.type(f"#{side}_changes :is(textarea, input)", "")
-            if self.page.run(value, f"#{side} input") != choice:
+            if self.page.run("return document.querySelector(arguments[0])?.value", f"#{side} input") != choice:
                 self.choose(side, choice)
-        self.ask(negative="", images=1)
+        self.ask(negative="", images=1, left_changes="", right_changes="")
 
     def choose(self, elem_id: str, choice: str) -> None:
         """Choose from a list when no other list is closing any more."""
@@ -57,26 +50,22 @@ class Compare(Panel):
         self.ask(**values)
         self.click(START)
 
-    def finished(self, verdict: str = "") -> str:
-        """Wait for the numbers of a comparison that is over, and return what it says of all images."""
-        shown = f"return document.querySelector('#{SAVE}')?.offsetParent != null"
-        self.page.wait(lambda: self.page.run(shown), "the end of the comparison", SECONDS)
-        return self.page.wait_for_text(SUMMARY, verdict, 10)
-
     def made(self, **values: Any) -> str:
-        """Compare and wait; returns what the numbers say."""
+        """Compare and wait for the images; returns what the numbers say."""
         self.start(**values)
         self.told("%", TOLD)
-        return self.finished()
+        shown = f"return document.querySelector('#{SAVE}')?.offsetParent != null"
+        self.page.wait(lambda: self.page.run(shown), "the end of the comparison", SECONDS)
+        return self.page.wait_for_text(NUMBERS, "Verdict", 10)
 
     def images(self) -> list[str]:
-        """The addresses of the three images that are shown: left, right, difference."""
-        selector = f"#{IMAGES} .onediff-frame img"
+        """The addresses of the images that are shown: of each seed left, right and difference."""
+        selector = f"#{IMAGES} img"
         return self.page.run("return [...document.querySelectorAll(arguments[0])].map(image => image.src)", selector)
 
     def rows(self) -> list[list[str]]:
         """The table of numbers, a list of cells for each seed."""
         return self.page.run(
-            f"return [...document.querySelectorAll('#{NUMBERS} tbody tr')].map("
+            f"return [...document.querySelectorAll('#{NUMBERS} [aria-label=\"How the images differ\"] tbody tr')].map("
             "row => [...row.cells].map(cell => cell.innerText.trim()))"
         )

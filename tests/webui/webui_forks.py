@@ -73,19 +73,19 @@ class ForkedHost:
 
 
 def import_what_a_host_imports() -> None:
-    from lib_onediff.demo.__main__ import NEEDED_PACKAGES, stay_offline_and_quiet
+    from lib_onediff.demo.__main__ import stay_offline_and_quiet
 
     stay_offline_and_quiet(tempfile.gettempdir())
-    for name in NEEDED_PACKAGES:
-        __import__(name)
     from lib_onediff.demo.modules import modules_importable
 
     with modules_importable():
         import diffusers
+        from demo_rest import with_rest
 
         import lib_onediff.demo.models
         import lib_onediff.demo.server  # noqa: F401
 
+        with_rest()
         # They are imported when they are first asked for.
         _ = diffusers.StableDiffusionPipeline, diffusers.StableDiffusionXLPipeline
     gc.freeze()

@@ -18,7 +18,8 @@ from pathlib import Path
 from webui_forks import ForkedHost, ForkingProcess
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = [sys.executable, "-m", "lib_onediff.demo"]
+AS_A_USER = [sys.executable, "-m", "lib_onediff.demo"]
+WITH_REST = [sys.executable, str(Path(__file__).with_name("demo_rest.py"))]
 ADDRESS = re.compile(r"http://\S+")
 SECONDS_TO_START = 180
 
@@ -36,7 +37,8 @@ def forking_process() -> ForkingProcess:
 class HostProcess:
     """A running host of the checkout at root; lines holds everything that it has printed.
 
-    from_nothing: by the command line, as a user starts it. Otherwise it is a fork, where there is such a thing.
+    from_nothing: by the command line, as a user starts it. Otherwise it has A1111's REST API too, and is a fork where
+    there is such a thing.
     """
 
     def __init__(self, *arguments: str, root: Path = ROOT, from_nothing: bool = False) -> None:
@@ -44,8 +46,8 @@ class HostProcess:
         self._arrived: queue.Queue[str | None] = queue.Queue()
         if from_nothing or root != ROOT or not hasattr(os, "fork"):
             self.process: subprocess.Popen[str] | ForkedHost = subprocess.Popen(
-                [*COMMAND, *arguments], cwd=root, env=environment(), text=True, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
+                [*(AS_A_USER if from_nothing else WITH_REST), *arguments], cwd=root, text=True,
+                env={**environment(), "PYTHONPATH": str(root)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )
         else:
             self.process = ForkedHost(forking_process(), list(arguments), environment())

@@ -2,37 +2,29 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 
 
 class FIFOLock:
     """A lock that is granted in the order in which threads asked for it."""
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()
-        self._held = False
-        self._waiting: deque[threading.Event] = deque()
+        self._changed = threading.Condition()
+        self._next = self._served = 0
 
     def acquire(self, blocking: bool = True) -> bool:
         """Take the lock; without blocking, False when another thread has it."""
-        with self._guard:
-            if not self._held:
-                self._held = True
-                return True
-            if not blocking:
+        with self._changed:
+            if not blocking and self._next != self._served:
                 return False
-            turn = threading.Event()
-            self._waiting.append(turn)
-        turn.wait()
-        return True
+            ticket = self._next
+            self._next += 1
+            return self._changed.wait_for(lambda: self._served == ticket)
 
     def release(self) -> None:
         """Hand the lock to the thread that has waited longest."""
-        with self._guard:
-            if self._waiting:
-                self._waiting.popleft().set()
-            else:
-                self._held = False
+        with self._changed:
+            self._served += 1
+            self._changed.notify_all()
 
     def __enter__(self) -> None:
         self.acquire()

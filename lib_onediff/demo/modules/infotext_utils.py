@@ -1,6 +1,7 @@
 """Infotext: the text in an image that says how it was made, and reading it back."""
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 from .. import errors
 
 PARAMETER = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
+NEGATIVE = re.compile(r"^Negative prompt:", re.MULTILINE)
 SIZE = re.compile(r"^(\d+)x(\d+)$")
 
 
@@ -19,36 +21,20 @@ def quote(text: Any) -> Any:
     return text
 
 
-def unquote(text: str) -> str:
-    """Undo quote."""
-    if len(text) < 2 or text[0] != '"' or text[-1] != '"':
-        return text
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
 def parse_generation_parameters(infotext: str) -> dict[str, Any]:
     """Infotext as a mapping: "Prompt", "Negative prompt", and what the last line names; sizes as "Size-1", "Size-2"."""
     *lines, last = infotext.strip().split("\n")
     if len(PARAMETER.findall(last)) < 3:
         lines, last = [*lines, last], ""
-    text: dict[str, list[str]] = {"Prompt": [], "Negative prompt": []}
-    part = "Prompt"
-    for line in lines:
-        if line.startswith("Negative prompt:"):
-            part, line = "Negative prompt", line.removeprefix("Negative prompt:")
-        text[part].append(line.strip())
     result: dict[str, Any] = {}
     for name, value in PARAMETER.findall(last):
-        value = unquote(value)
+        if value.startswith('"'):
+            with contextlib.suppress(ValueError):
+                value = json.loads(value)
         size = SIZE.match(str(value))
-        if size:
-            result[f"{name}-1"], result[f"{name}-2"] = size.groups()
-        else:
-            result[name] = value
-    result.update({part: "\n".join(lines) for part, lines in text.items()})
+        result.update(zip((f"{name}-1", f"{name}-2"), size.groups(), strict=True) if size else {name: value})
+    prompts = NEGATIVE.split("\n".join(line.strip() for line in lines), maxsplit=1)
+    result.update({"Prompt": prompts[0].strip(), "Negative prompt": "".join(prompts[1:]).strip()})
     return result
 
 
@@ -61,8 +47,8 @@ def connect_paste(button: Any, fields: list[Any], text: Any) -> None:
 
     def paste(infotext: str) -> list[Any]:
         parameters = parse_generation_parameters(infotext or "")
-        return [gr.update() if value is None else gr.update(value=value)
-                for value in (pasted_value(component, target, parameters) for component, target in fields)]
+        values = [pasted_value(component, target, parameters) for component, target in fields]
+        return [gr.update() if value is None else gr.update(value=value) for value in values]
 
     button.click(
         paste, inputs=[text], outputs=[component for component, _ in fields], show_progress="hidden", api_name=False
@@ -73,20 +59,11 @@ def pasted_value(component: Any, target: str | Callable, parameters: dict[str, A
     """What an infotext puts into a component, in the kind of value that the component has; None for nothing."""
     try:
         value = target(parameters) if callable(target) else parameters.get(target)
+        kind = type(component.value)
+        if value is None or component.value is None:
+            return value
+        # As A1111 does.
+        return value != "False" and bool(value) if kind is bool else float(value) if kind is int else kind(value)
     except Exception:
         errors.report(f"Error executing {target}", exc_info=True)
         return None
-    try:
-        return None if value is None else cast_like(component.value, value)
-    except (TypeError, ValueError):
-        return None
-
-
-def cast_like(present: Any, value: Any) -> Any:
-    """A value from an infotext as the kind of present, as A1111 does; as it is where there is nothing present."""
-    if present is None:
-        return value
-    kind = type(present)
-    if kind is bool and value == "False":
-        return False
-    return float(value) if kind is int else kind(value)

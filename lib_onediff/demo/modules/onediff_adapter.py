@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from ...hosts.diffusers import schedule as diffusers_schedule
 from ...hosts.diffusers import unet as diffusers_host
@@ -40,31 +39,28 @@ class Standalone(WebUI):
 
     def stop(self) -> None:
         self._serving = False
-        unet = unet_of(loaded_model())
-        if unet is not None:
-            runtime.guard.attempt("giving the UNet back", lambda: diffusers_host.detach(unet))
-        for half in diffusers_decoder.halves_of(loaded_pipeline()):
-            runtime.guard.attempt("giving the VAE back", partial(diffusers_decoder.detach, half))
+        model = loaded_model()
+        if model is not None:
+            runtime.guard.attempt("giving the UNet back", lambda: diffusers_host.detach(model.unet))
+            for half in diffusers_decoder.halves_of(model.pipeline):
+                runtime.guard.attempt("giving the VAE back", partial(diffusers_decoder.detach, half))
         runtime.guard.attempt("giving the UNets back", runtime.release_all)
 
     def hooks(self) -> int:
-        unet = unet_of(loaded_model())
-        return int(unet is not None and attached(unet) is not None)
+        model = loaded_model()
+        return int(model is not None and attached(model.unet) is not None)
 
     def model_loaded(self, sd_model: Any) -> None:
-        unet = unet_of(sd_model)
-        if unet is not None and self._serving:
-            diffusers_host.attach(unet)
-        if self._serving:
-            for half in diffusers_decoder.halves_of(getattr(sd_model, "pipeline", None)):
+        if self._serving and sd_model is not None:
+            diffusers_host.attach(sd_model.unet)
+            for half in diffusers_decoder.halves_of(sd_model.pipeline):
                 diffusers_decoder.attach(half)
 
     def before_sampling(self, p: Any) -> None:
-        self.model_loaded(loaded_model())
-        unet, generation = unet_of(loaded_model()), weakref.ref(p)
-        if unet is not None:
-            runtime.begin_sampling(unet, diffusers_schedule.sampling_to_come(p))
-            diffusers_host.note_pipeline(unet, lambda: getattr(generation(), "pipeline", None))
+        model, generation = loaded_model(), weakref.ref(p)
+        self.model_loaded(model)
+        runtime.begin_sampling(model.unet, diffusers_schedule.sampling_to_come(p))
+        diffusers_host.note_pipeline(model.unet, lambda: getattr(generation(), "pipeline", None))
         runtime.vae.begin_run()
 
     def after_run(self, p: Any) -> None:
@@ -72,17 +68,12 @@ class Standalone(WebUI):
         runtime.vae.end_run()
         runtime.end_sampling()
 
-    def why_not_served(self) -> str | None:
-        model = loaded_model()
-        if model is None or unet_of(model) is not None:
-            return None
-        return f"{type(model).__name__} has no UNet2DConditionModel"
-
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
-        unet = unet_of(loaded_model())
-        if unet is None:
-            raise CannotWarm(self.why_not_served() or "no model is loaded yet")
-        self.model_loaded(loaded_model())
+        model = loaded_model()
+        if model is None:
+            raise CannotWarm("no model is loaded yet")
+        self.model_loaded(model)
+        unet = model.unet
         try:
             layout = runtime.layout_of(unet)
         except UnsupportedUNet as reason:
@@ -91,21 +82,20 @@ class Standalone(WebUI):
             unet(**random_inputs(unet, layout, width, height, batch, tokens))
 
     def warm_decode(self, width: int, height: int, images: int) -> None:
-        from .. import generation
-
         model = loaded_model()
         vae = model.pipeline.vae
         with random_state_kept(), torch.no_grad():
             # One image after the other, however many there are.
             latent = torch.randn((1, vae.config.latent_channels, height // LATENT_PIXEL, width // LATENT_PIXEL))
-            generation.decode(model, latent.to(vae.device, vae.dtype))
+            model.decode(latent.to(vae.device, vae.dtype))
 
     def call_shapes(self, images: int, tokens: int) -> tuple[tuple[int, int], ...]:
         # A pipeline puts both halves of the guidance into one call, and makes no other half without it.
         return (2 * images, tokens), (images, tokens)
 
     def model_name(self, sd_model: Any = None) -> str | None:
-        return network_name(unet_of(loaded_model() if sd_model is None else sd_model))
+        model = sd_model or loaded_model()
+        return None if model is None else network_name(model.unet)
 
 
 def random_inputs(
@@ -130,13 +120,3 @@ def loaded_model() -> Any:
 
     # shared.sd_model would load one.
     return sd_models.model_data.sd_model
-
-
-def loaded_pipeline() -> Any:
-    return getattr(loaded_model(), "pipeline", None)
-
-
-def unet_of(sd_model: Any) -> nn.Module | None:
-    """The UNet of a diffusers pipeline; None for every other model."""
-    unet = getattr(sd_model, "unet", None)
-    return unet if type(unet).__name__ == "UNet2DConditionModel" else None

@@ -35,15 +35,11 @@ class OptionInfo:
         return dict(arguments or {})
 
     def problem(self, value: Any) -> str | None:
-        """A sentence saying why value does not fit this option, or None when it does."""
+        """What is wrong with value for this option, or None when it fits."""
         same_kind = isinstance(value, type(self.default)) and isinstance(value, bool) == isinstance(self.default, bool)
         number_for_float = isinstance(self.default, float) and isinstance(value, int) and not isinstance(value, bool)
         if self.default is not None and not same_kind and not number_for_float:
             return f"takes a {type(self.default).__name__}, not {value!r}"
-        try:
-            json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8")
-        except (TypeError, ValueError):
-            return "takes what a JSON file can hold: finite numbers and whole characters"
         offered = self.arguments().get("choices") or ()
         choices = [choice[1] if isinstance(choice, tuple) else choice for choice in offered]
         if choices and any(part not in choices for part in (value if isinstance(value, list) else [value])):
@@ -51,41 +47,20 @@ class OptionInfo:
         return None
 
 
-def options_section(section: tuple[str | None, str], options: dict[str, OptionInfo]) -> dict[str, OptionInfo]:
-    """Put all options into one section (identifier, title) of the settings tab."""
-    for option in options.values():
-        option.section = section[:2]
-    return options
-
-
 class Options:
-    """The values of all options, as attributes; data_labels holds their OptionInfo, data what was set, and is saved;
-    overrides what a generation has in its place. lock: held by whoever sets some and saves them."""
-
-    data_labels: dict[str, Any]
-    data: dict[str, Any]
-    overrides: dict[str, Any]
-    lock: threading.RLock
+    """The values of all options, as attributes; data_labels holds their OptionInfo, data what was set, and is saved."""
 
     def __init__(self, data_labels: dict[str, OptionInfo]) -> None:
-        object.__setattr__(self, "data_labels", data_labels)
-        object.__setattr__(self, "data", {key: info.default for key, info in data_labels.items()})
-        object.__setattr__(self, "overrides", {})
-        object.__setattr__(self, "lock", threading.RLock())
+        self.data_labels = data_labels
+        self.data: dict[str, Any] = {key: info.default for key, info in data_labels.items()}
+        self._lock = threading.RLock()
 
     def __getattr__(self, key: str) -> Any:
-        for values in (self.overrides, self.data):
-            if key in values:
-                return values[key]
+        if key in self.data:
+            return self.data[key]
         if key in self.data_labels:
             return self.data_labels[key].default
-        raise AttributeError(f"There is no option {key!r}.")
-
-    def __setattr__(self, key: str, value: Any) -> None:
-        if key in self.data or key in self.data_labels:
-            self.data[key] = value
-        else:
-            object.__setattr__(self, key, value)
+        raise AttributeError(key)
 
     def add_option(self, key: str, info: OptionInfo) -> None:
         """Register an option; a value that was loaded before stays if it fits."""
@@ -96,15 +71,14 @@ class Options:
         if problem or (key not in self.data and not info.do_not_save):
             self.data[key] = info.default
 
-    def set(self, key: str, value: Any, run_callbacks: bool = True) -> bool:
+    def set(self, key: str, value: Any) -> bool:
         """Set an option and call its onchange; False when nothing changed or the change was refused."""
         info = self.data_labels[key]
-        self.overrides.pop(key, None)
         before = self.data.get(key)
         if before == value or info.do_not_save:
             return False
         self.data[key] = value
-        if not run_callbacks or info.onchange is None:
+        if info.onchange is None:
             return True
         try:
             info.onchange()
@@ -114,21 +88,38 @@ class Options:
             return False
         return True
 
+    def set_and_save(self, values: dict[str, Any], filename: str) -> tuple[list[str], list[str]]:
+        """Set options and save all: the labels of those that changed, and what is wrong with the others."""
+        changed, problems = [], []
+        with self._lock:
+            for key, value in values.items():
+                info = self.data_labels[key]
+                if isinstance(info.default, int) and isinstance(value, float) and value.is_integer():
+                    value = int(value)
+                problem = info.problem(value)
+                is_new = problem is None and self.set(key, value)
+                if problem or getattr(self, key) != value:
+                    problems.append(f"{info.label} {problem or f'did not accept {value!r}'}.")
+                elif is_new:
+                    changed.append(info.label)
+            try:
+                self.save(filename)
+            except OSError as error:
+                problems.append(f"The options hold until the server ends; they could not be saved ({error.strerror}).")
+        return changed, problems
+
     def save(self, filename: str) -> None:
         """Write all values as JSON; the file is replaced in one step. Raises OSError."""
         path = Path(filename)
-        with self.lock:
+        with self._lock:
             path.parent.mkdir(parents=True, exist_ok=True)
             # Another process may share the folder.
             unfinished = path.with_suffix(f".{os.getpid()}.unfinished")
-            try:
-                unfinished.write_text(json.dumps(self.data, indent=4, ensure_ascii=False), encoding="utf-8")
-                os.replace(unfinished, path)
-            finally:
-                unfinished.unlink(missing_ok=True)
+            unfinished.write_text(json.dumps(self.data, indent=4), encoding="utf-8")
+            os.replace(unfinished, path)
 
     def load(self, filename: str) -> None:
-        """Read values from a file made by save; a damaged file is set aside and the defaults stay."""
+        """Read values from a file made by save, before options are added; a damaged file is set aside."""
         path = Path(filename)
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -137,16 +128,9 @@ class Options:
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
-            aside = path.with_suffix(".damaged")
             errors.report(f"The settings in {path.name} cannot be read ({error}); defaults are used.")
             if path.is_file():
-                os.replace(path, aside)
-                errors.report(f"The damaged file is kept as {aside.name}.")
+                os.replace(path, path.with_suffix(".damaged"))
+                errors.report(f"The damaged file is kept as {path.stem}.damaged.")
             return
-        for key, value in values.items():
-            info = self.data_labels.get(key)
-            problem = info.problem(value) if info else None
-            if problem:
-                errors.report(f"The saved option {key} {problem}; its default is used.")
-            else:
-                self.data[key] = value
+        self.data.update(values)

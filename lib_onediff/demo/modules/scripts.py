@@ -1,7 +1,7 @@
 """Scripts: their base class, loading them, and running them at each moment of a generation.
 
-What a script raises is logged and goes no further. The host loads OneDiff's own scripts alone, so it has the hooks that
-these use; hosts.webui says which hooks others have.
+What a script raises is logged and goes no further. The host loads OneDiff's own scripts alone, and has the hooks that
+these use.
 """
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -22,137 +21,75 @@ AlwaysVisible = object()
 
 
 class Script:
-    """A script: subclasses say where they show and which moments of a generation they take part in."""
+    """A script: subclasses have a title() and a ui(is_img2img), which creates gradio components and returns those whose
+    values its hooks get, and a method for each moment that they take part in: process and postprocess of a generation,
+    process_before_every_sampling, after_component of the page."""
 
     name: str | None = None
     filename: str | None = None
-    args_from: int | None = None
-    args_to: int | None = None
+    args_from = args_to = 0
     is_img2img = False
     infotext_fields: list | None = None
-    api_info: dict[str, Any] | None = None
-
-    def title(self) -> str:
-        """The name that users and the API know the script by."""
-        raise NotImplementedError
-
-    def ui(self, is_img2img: bool) -> list | None:
-        """Create the script's gradio components; the values of those returned become the arguments of its hooks."""
 
     def show(self, is_img2img: bool) -> Any:
         """AlwaysVisible for a script that takes part in every generation; this host shows no other kind."""
         return True
-
-    def process(self, p: Any, *args: Any) -> None:
-        """Before the first batch; seeds and prompts are known."""
-
-    def process_before_every_sampling(self, p: Any, *args: Any, **kwargs: Any) -> None:
-        """Right before the sampler runs; kwargs: x, noise, c, uc."""
-
-    def postprocess(self, p: Any, processed: Any, *args: Any) -> None:
-        """After the last batch. Not called when the generation failed."""
-
-    def after_component(self, component: Any, **kwargs: Any) -> None:
-        """After a component of the page was created; kwargs: elem_id, label."""
 
 
 class ScriptRunner:
     """The always-visible scripts of the txt2img or the img2img tab."""
 
     def __init__(self) -> None:
-        self.scripts: list[Any] = []
         self.alwayson_scripts: list[Any] = []
         self.infotext_fields: list[Any] = []
         # Position 0 of the arguments is the selectable script, of which there is none.
         self.inputs: list[Any] = [None]
 
-    def initialize_scripts(self, is_img2img: bool, scripts_data: Sequence[ScriptClassData]) -> None:
-        """Make one object of each script class."""
-        for data in scripts_data:
-            try:
-                script = data.script_class()
-                script.filename, script.is_img2img = data.path, is_img2img
-                visible = script.show(is_img2img) is AlwaysVisible
-            except Exception:
-                errors.report(f"Error initializing script of {data.path}", exc_info=True)
-                continue
-            if visible:
-                self.scripts.append(script)
+    def add(self, data: ScriptClassData, is_img2img: bool) -> None:
+        """Make an object of a script class."""
+        try:
+            script = data.script_class()
+            script.filename, script.is_img2img = data.path, is_img2img
+            if script.show(is_img2img) is AlwaysVisible:
                 self.alwayson_scripts.append(script)
+        except Exception:
+            errors.report(f"Error initializing script of {data.path}", exc_info=True)
 
     def setup_ui(self) -> None:
-        """Create the components of every script inside the gradio context that is open."""
+        """Create the components of every script inside the gradio context that is open, and give them their places
+        among the arguments."""
         import gradio as gr
 
-        self.inputs = [None]
         for script in self.alwayson_scripts:
-            with gr.Group():
-                self.create_script_ui(script)
+            script.args_from = script.args_to = len(self.inputs)
+            try:
+                with gr.Group():
+                    controls = script.ui(script.is_img2img) or []
+                script.name = script.title().lower()
+            except Exception:
+                errors.report(f"Error creating UI for {script.filename}", exc_info=True)
+                continue
+            self.infotext_fields += script.infotext_fields or []
+            self.inputs += controls
+            script.args_to = len(self.inputs)
 
-    def create_script_ui(self, script: Any) -> None:
-        """Call the script's ui() and give its components their place among the arguments."""
-        script.args_from = script.args_to = len(self.inputs)
-        try:
-            controls = script.ui(script.is_img2img)
-            script.name = script.title().lower()
-        except Exception:
-            errors.report(f"Error creating UI for {script.filename}", exc_info=True)
-            return
-        if controls is None:
-            return
-        script.api_info = {
-            "name": script.name,
-            "is_alwayson": True,
-            "is_img2img": script.is_img2img,
-            "args": [describe_control(control) for control in controls],
-        }
-        self.infotext_fields += script.infotext_fields or []
-        self.inputs += controls
-        script.args_to = len(self.inputs)
-
-    @property
-    def default_arguments(self) -> list[Any]:
-        """The arguments of a generation that says nothing about scripts: what their components show at first."""
-        return [0, *(control.value for control in self.inputs[1:])]
-
-    def process(self, p: Any) -> None:
-        self.run_hook("process", p)
-
-    def process_before_every_sampling(self, p: Any, **kwargs: Any) -> None:
-        self.run_hook("process_before_every_sampling", p, **kwargs)
-
-    def postprocess(self, p: Any, processed: Any) -> None:
-        self.run_hook("postprocess", p, processed)
-
-    def run_hook(self, hook: str, p: Any, *objects: Any, **kwargs: Any) -> None:
+    def in_generation(self, hook: str, p: Any, *objects: Any) -> None:
         """Call a hook of every script with the script's own arguments."""
         for script in self.alwayson_scripts:
-            arguments = p.script_args[script.args_from : script.args_to]
-            report_failure(script, hook, lambda: getattr(script, hook)(p, *objects, *arguments, **kwargs))  # noqa: B023
+            call_hook(script, hook, p, *objects, *p.script_args[script.args_from : script.args_to])
 
     def after_component(self, component: Any, **kwargs: Any) -> None:
         """Tell every script that a component of the page was created."""
-        for script in self.scripts:
-            report_failure(script, "after_component", lambda: script.after_component(component, **kwargs))  # noqa: B023
+        for script in self.alwayson_scripts:
+            call_hook(script, "after_component", component, **kwargs)
 
 
-def report_failure(script: Any, hook: str, call: Callable[[], Any]) -> None:
-    try:
-        call()
-    except Exception:
-        errors.report(f"Error running {hook}: {script.filename}", exc_info=True)
-
-
-def describe_control(control: Any) -> dict[str, Any]:
-    """A script argument as /sdapi/v1/script-info shows it."""
-    described = {"label": control.label or ""}
-    for field in ("value", "minimum", "maximum", "step"):
-        if getattr(control, field, None) is not None:
-            described[field] = getattr(control, field)
-    choices = getattr(control, "choices", None)
-    if choices is not None:
-        described["choices"] = [choice[0] if isinstance(choice, tuple) else choice for choice in choices]
-    return described
+def call_hook(script: Any, hook: str, *arguments: Any, **kwargs: Any) -> None:
+    if hasattr(script, hook):
+        try:
+            getattr(script, hook)(*arguments, **kwargs)
+        except Exception:
+            errors.report(f"Error running {hook}: {script.filename}", exc_info=True)
 
 
 class ScriptClassData(NamedTuple):
@@ -184,8 +121,9 @@ def load_scripts() -> None:
         classes = [value for value in vars(module).values() if inspect.isclass(value) and issubclass(value, Script)]
         scripts_data.extend(ScriptClassData(found, str(path), module) for found in classes if found is not Script)
     scripts_txt2img, scripts_img2img = ScriptRunner(), ScriptRunner()
-    scripts_txt2img.initialize_scripts(False, scripts_data)
-    scripts_img2img.initialize_scripts(True, scripts_data)
+    for data in scripts_data:
+        scripts_txt2img.add(data, is_img2img=False)
+        scripts_img2img.add(data, is_img2img=True)
 
 
 def load_module(path: str) -> ModuleType:

@@ -1,20 +1,12 @@
 """Which model is loaded. Unlike shared.sd_model in A1111, reading model_data.sd_model never loads one."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from . import script_callbacks, shared
 
-
-@dataclass
-class SdModelData:
-    """The loaded model, or None."""
-
-    sd_model: Any = None
-
-
-model_data = SdModelData()
+model_data: Any = SimpleNamespace(sd_model=None)
 
 
 def use_model(sd_model: Any) -> None:

@@ -3,41 +3,28 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import time
 from typing import Any
 
-from .options import OptionInfo, Options, options_section
+from .options import OptionInfo, Options
 
-__all__ = ["OptionInfo", "cmd_opts", "config_filename", "opts", "options_section", "sd_model", "state"]
-
-STOP = "stop"
+__all__ = ["OptionInfo", "cmd_opts", "config_filename", "opts", "sd_model", "state"]
 
 
 class State:
-    """One generation at a time, as queue_lock guarantees; read by the progress endpoint and the page."""
+    """One generation at a time, as queue_lock guarantees; read by the page."""
 
     def __init__(self) -> None:
-        self.skipped = False
-        self.interrupted = False
-        self.stopping_generation = False
+        self.skipped = self.interrupted = False
         self.job = ""
-        self.job_no = 0
-        self.job_count = 0
+        self.job_no = self.job_count = self.sampling_step = self.sampling_steps = 0
         self.job_timestamp = "0"
-        self.sampling_step = 0
-        self.sampling_steps = 0
-        self.time_start: float | None = None
-        # A1111's name: STOP once the server ends.
-        self.server_command: str | None = None
 
     def begin(self, job: str = "(unknown)") -> None:
         """Start a job; what was interrupted before is forgotten."""
-        self.skipped = self.stopping_generation = False
-        self.interrupted = self.server_command == STOP
+        self.skipped = self.interrupted = False
         self.job, self.job_no, self.job_count = job, 0, -1
-        self.job_timestamp = datetime.datetime.now().strftime("%Y%m%d%H%M%S")
+        self.job_timestamp = datetime.datetime.now().strftime("%Y%m%d%H%M%S%f")
         self.sampling_step = self.sampling_steps = 0
-        self.time_start = time.time()
 
     def end(self) -> None:
         """Finish the job."""
@@ -53,14 +40,12 @@ class State:
         """Stop after the current step."""
         self.interrupted = True
 
-    def stop_server(self) -> None:
-        """Stop after the current step, and begin nothing more."""
-        self.server_command = STOP
-        self.interrupt()
-
-    def dict(self) -> dict[str, Any]:
-        """The state as the progress endpoint shows it."""
-        return {name: value for name, value in vars(self).items() if name not in ("time_start", "server_command")}
+    def share_done(self) -> float:
+        """How far the job is, from 0 to 1."""
+        if self.job_count <= 0:
+            return 0.0
+        batch = self.sampling_step / self.sampling_steps if self.sampling_steps else 0.0
+        return min(1.0, (self.job_no + batch) / self.job_count)
 
 
 cmd_opts = argparse.Namespace(
@@ -68,11 +53,6 @@ cmd_opts = argparse.Namespace(
     freeze_settings=False,
 )
 config_filename = ""
-opts = Options(
-    options_section(
-        ("saving-images", "Saving images"),
-        {"samples_save": OptionInfo(True, "Save every image made on the page to the data folder")},
-    )
-)
+opts = Options({})
 state = State()
 sd_model: Any = None

@@ -21,11 +21,14 @@ from ...model.call import UNetCall
 from ...model.cuts import cached_pass, full_pass
 from ...model.forward import forward
 from ...model.layout import UNetLayout
+from ...model.operators import Operators
 from ...model.weights import Affine, Weights
-from ...ops.precision import environment, oneflow_variables
+from ...ops import torch_ops
+from ...ops.precision import ROUNDING_HALF_SUMS, environment, oneflow_variables
 from ...options.settings import Settings
 from ...shapes.key import ShapeKey
-from .. import ONEFLOW, Candidates
+from ...weights.contents import Reader
+from ..device import Network, Traits
 from ..graphs.inputs import copy_inputs, mapped, own_inputs
 from ..managed_unet import CachedRunner, ManagedUNet
 from .gate import OneFlowGate, brief
@@ -67,11 +70,18 @@ class OneFlowRunner:
         return output
 
 
-class OneFlowRoute:
-    """One for the process. Whoever calls holds the runtime's lock.
+class OneFlow:
+    """See engines.device.Device. One for the process. Whoever calls holds the runtime's lock.
 
     failure: what the compiler said when it failed; after that nothing is compiled any more.
     """
+
+    name = "oneflow"
+    traits = Traits(
+        launches=False, casts_weights=False, on_request=True, one_card=True, decides_anew=True,
+        # What is checked once serves with sums in half precision too: it is told of them when it runs.
+        errors={torch.float16: ROUNDING_HALF_SUMS},
+    )
 
     def __init__(self, most: int = MOST_GRAPHS) -> None:
         self.most, self.failure = most, ""
@@ -90,24 +100,43 @@ class OneFlowRoute:
         made = sum(not graph.done() or graph.result() is not None for graph in list(self._graphs.values()))
         return {"graphs": made, "most": self.most}
 
-    def candidates(
-        self, settings: Settings, others: Candidates, without: Candidates, call: UNetCall, waits_for_compile: bool
-    ) -> Candidates:
-        """OneFlow before the others, or what serves without it, and why. For calls by these settings."""
-        verdict = self._gate.verdict(call.latent.device, call.latent.dtype, waits_for_compile)
+    def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, waits: bool) -> None:
+        """Calls by these settings follow."""
+        verdict = self._gate.verdict(device, dtype, waits)
         if verdict.reason is not None:
-            return Candidates(without.backends, verdict.reason)
+            raise Refusal(verdict.reason)
         self._variables, self._fused_attention = oneflow_variables(settings), verdict.fused_attention
-        return Candidates((ONEFLOW, *others.backends), "")
+
+    def refuse_call(self, call: UNetCall) -> None:
+        if call.patches is not None:
+            raise Refusal("OneFlow runs no functions of other extensions")
+        if call.additions:
+            raise Refusal(f"OneFlow does not compute {', '.join(call.additions)}")
+
+    def operators(self, wide_norms: bool = False, attention: str = "") -> Operators:
+        """A graph has its own; what is launched beside it is PyTorch's."""
+        return torch_ops
+
+    def prepare(self, network: Network, waits: bool, measures: bool = False) -> None:
+        """Graphs compile themselves."""
+
+    def tune(self, layout: Any, call: UNetCall) -> bool:
+        return False
+
+    def contents_reader(self, device: torch.device) -> Reader | None:
+        return None
+
+    def measure_anew(self) -> None:
+        """It measures nothing."""
 
     def runner(
-        self, managed: ManagedUNet, key: ShapeKey, call: UNetCall, waits_for_compile: bool
+        self, managed: ManagedUNet, key: ShapeKey, call: UNetCall, waits: bool
     ) -> OneFlowRunner:
         """What runs a call. Raises Refusal where OneFlow does not: COMPILING as long as its graph is made in another
-        thread, seconds where the shape or the address of a weight is new. waits_for_compile: wait for it."""
+        thread, seconds where the shape or the address of a weight is new. waits: wait for it."""
         kept, runner = managed.oneflow.get(key), None
         if kept is not None and managed.serves(kept, call.cut):
-            if not waits_for_compile and not all(graph.done() for graph in self._graphs.values()):
+            if not waits and not all(graph.done() for graph in self._graphs.values()):
                 raise Refusal(COMPILING_ANOTHER)
             # Settings change, and graphs do not know them.
             known: Any = kept.runner
@@ -120,7 +149,7 @@ class OneFlowRoute:
             build = forward_of(binding.layout, inputs, self._fused_attention)
             self._graphs[identity] = self._worker.submit(self._compile, build, weights, given)
         making = self._graphs[identity]
-        if not (waits_for_compile or making.done()):
+        if not (waits or making.done()):
             raise Refusal(COMPILING)
         graph = making.result()
         if graph is None:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ... import engines as backends
+from ...core.refusal import Refusal
+from ...engines.device import Device
 from ...guard import first_line
 from ...model.vae.forward import Decoding
 from ...model.vae.layout import DecoderLayout
@@ -20,12 +21,11 @@ from ...options.effects import FP16_ON_CPU
 from ...options.settings import Settings
 from ...shapes.key import ShapeKey
 from ...shapes.table import Entry, State, Stopwatch
-from ..fallback import COMPILING
 from ..services import Services
 from ..verify import blame, recall
 from .call_stats import HOST, OURS
 from .checks import HostDecode, Outcome, check, short_name
-from .kernels import decoder_candidates, kernels_are_ready
+from .kernels import decoder_candidates, decoder_network
 from .overflow import ONE_COLOUR, SATURATED, Finding, WatchedOperators, described, look_at
 from .precision import AUTO, BY_THE_HOST, NAMED, SLOW_ON_CPU, CastWeights, KnownVaes, digest_of
 
@@ -183,22 +183,23 @@ class DecodeFallbackChain:
         """Decode in a type by the first backend that does not fail. What cannot be compared with the host's own is
         decoded by torch's operators, which all others are compared with."""
         services, sound, stored = self._services, Finding(None), job.latent.dtype
-        names, reason, _ = decoder_candidates(services, job.settings, job.latent.device)
+        devices, reason, _ = decoder_candidates(services, job.settings, job.latent.device, job.latent.dtype)
         latent = job.latent.to(dtype)
         services.pressure.before_decode(job.small.to(dtype))
-        for backend in (backends.EAGER,) if uncompared else names:
-            entry = self._entry(job, dtype, backend, uncompared)
+        for device in (services.devices.reference,) if uncompared else devices:
+            entry = self._entry(job, dtype, device.name, uncompared)
             if entry.state is not State.FAILED:
                 try:
-                    if backend == backends.NATIVE and not kernels_are_ready(services, job.layout, latent):
-                        if dtype == stored:
-                            return Attempt(None, entry, COMPILING, sound)
-                        # The host would decode in another type than the user has chosen.
-                        reason = COMPILING
-                        continue
-                    image, finding = self._image(job, entry, latent)
+                    device.prepare(decoder_network(job.layout, latent), services.waits_for_compile)
+                    image, finding = self._image(job, device, entry, latent)
                 except torch.cuda.OutOfMemoryError:
                     raise
+                except Refusal as refusal:
+                    if dtype == stored:
+                        return Attempt(None, entry, str(refusal), sound)
+                    # The host would decode in another type than the user has chosen.
+                    reason = str(refusal)
+                    continue
                 except Exception as error:
                     blame(entry, f"our forward failed: {first_line(error)}", is_final=False)
                     log.exception("%s (%s)", entry.reason, entry.key)
@@ -218,14 +219,14 @@ class DecodeFallbackChain:
             entry.state = State.PROVED
         return entry
 
-    def _image(self, job: DecodeJob, entry: Entry, latent: Tensor) -> tuple[Tensor, Finding]:
+    def _image(self, job: DecodeJob, used: Device, entry: Entry, latent: Tensor) -> tuple[Tensor, Finding]:
         """The image of a latent in the type to compute in, in the type of the host's, and what it looks like."""
         key, device = entry.key, latent.device
-        ops = self._services.operators.of(key.backend)
+        ops = used.operators()
         watched = WatchedOperators(ops) if job.choice == AUTO and key.dtype == torch.float16 else None
         weights = job.weights if key.dtype == job.latent.dtype else CastWeights(job.weights, key.dtype)
         decoding = Decoding(
-            weights, watched or ops, key.upcast_attention, fold_biases=key.backend == backends.NATIVE
+            weights, watched or ops, key.upcast_attention, fold_biases=used.traits.channels_last
         )
         stopwatch = Stopwatch() if entry.state is State.COLD else entry.own
         with on_card(device), our_modes(device):

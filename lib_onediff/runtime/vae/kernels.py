@@ -1,4 +1,4 @@
-"""Which backends may decode; and the native one's kernels, compiled from the moment when a VAE is handed over."""
+"""Which devices may decode; and the kernels of the first, compiled from the moment when a VAE is handed over."""
 from __future__ import annotations
 
 import logging
@@ -8,9 +8,8 @@ import weakref
 import torch
 from torch import Tensor, nn
 
-from ... import engines as backends
-from ...engines.operator_sets import Network
-from ...model.layout import UnsupportedUNet
+from ...core.refusal import Refusal
+from ...engines.device import Candidates, Network
 from ...model.read import read_decoder
 from ...model.vae.layout import DecoderLayout
 from ...options.settings import Settings
@@ -19,15 +18,13 @@ from ..services import Services
 log = logging.getLogger("onediff")
 
 
-def decoder_candidates(services: Services, settings: Settings, device: torch.device) -> backends.Candidates:
-    """The backends to try for a decode. It is one call an image: no graph would pay for its memory."""
-    return backends.launched_candidates(settings.backend, device, services.operators.why_not_native)
+def decoder_candidates(services: Services, settings: Settings, device: torch.device, dtype: torch.dtype) -> Candidates:
+    """What to try for a decode. It is one call an image: no graph would pay for its memory."""
+    return services.devices.launched(settings, device, dtype, services.waits_for_compile)
 
 
-def kernels_are_ready(services: Services, layout: DecoderLayout, latent: Tensor) -> bool:
-    """Whether the native kernels of a decode are compiled; if not, they soon will be. Raises what Triton raised."""
-    network = Network(layout.architecture, layout.leaves(), latent.dtype, latent.device)
-    return services.operators.prepare(network, services.waits_for_compile)
+def decoder_network(layout: DecoderLayout, latent: Tensor) -> Network:
+    return Network(layout.architecture, layout.leaves(), latent.dtype, latent.device)
 
 
 def prepare_early(services: Services, decoder: nn.Module, settings: Settings) -> None:
@@ -46,15 +43,15 @@ def prepare(
     services: Services, decoder: weakref.ref[nn.Module], settings: Settings, latent: Tensor
 ) -> None:
     try:
-        if decoder_candidates(services, settings, latent.device).backends[0] == backends.NATIVE:
-            present = decoder()
-            if present is None:
-                return
-            layout = read_decoder(present)
-            # Compiling takes longer than a host may want to keep it.
-            del present
-            kernels_are_ready(services, layout, latent)
-    except UnsupportedUNet as reason:
+        present = decoder()
+        if present is None:
+            return
+        layout = read_decoder(present)
+        # Compiling takes longer than a host may want to keep it.
+        del present
+        first = decoder_candidates(services, settings, latent.device, latent.dtype).devices[0]
+        first.prepare(decoder_network(layout, latent), services.waits_for_compile)
+    except Refusal as reason:
         log.debug("VAE: %s", reason)
     except Exception:
         # The first decode meets the same fault, and says so.

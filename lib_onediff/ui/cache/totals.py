@@ -26,7 +26,10 @@ def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job]) 
     facts = {
         "Graph memory": memory_held(totals), "Disk": memory(totals.disk), "Served by a graph": hits,
         "Queue": queue_sentence(jobs), "Low-bit weights": low_bit_held(totals),
-        "OneFlow": "{graphs} of {most}".format(**totals.oneflow) if totals.oneflow.get("graphs") else "",
+        **{
+            f"Graphs of {name}": f"{count['graphs']} of {count['most']}"
+            for name, count in totals.compiled.items() if count["graphs"]
+        },
         "Resolutions": f"{len(rows)}{f' ({kinds})' if kinds else ''}", "Calls": calls or "none yet",
     }
     cells = "".join(

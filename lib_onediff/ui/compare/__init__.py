@@ -1,1 +1,1 @@
-"""The comparison page: the same generation by two sides, with how far the images are apart."""
+"""The comparison page: the same images with two settings, how far they are apart, and how long they take."""

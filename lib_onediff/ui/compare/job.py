@@ -4,106 +4,133 @@ from __future__ import annotations
 import logging
 import random
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ...guard import first_line, outcome_of
-from ...quality import Difference, ImageComparison, compare, difference_map
+from ...options import infotext
+from ...options.changes import read_changes
+from ...options.option import did_you_mean
+from ...options.presets import PRESETS, with_preset
+from ...options.settings import Settings
+from ...quality import ImageComparison, compare
 from ...shapes.sizes import Size
 from .. import texts
 from ..cache.handlers import whole_number
 from ..cache.purge import Exclusively
-from .sides import Side
 from .text_to_image import GeneratedImage, ImageRequest, TextToImage
 
-# Enough for a graph to be recorded, and for what is only computed every few steps.
+CURRENT, OFF = "Current settings", "Off: the WebUI's own"
+CHOICES = [CURRENT, OFF, *PRESETS]
+# Each side first makes an image of so many steps, so that times do not count what happens once: enough for a graph to
+# be recorded, and for what is only computed every few steps.
 STEPS_TO_WARM_UP = 6
-MOST_IMAGES, MOST_STEPS, LARGEST_SEED = 8, 150, 2**32 - 1
-LEAST_CFG, MOST_CFG = 1.0, 30.0
-RUNNING, DONE, CANCELLED, FAILED = "running", "done", "cancelled", "failed"
+MOST_IMAGES, LARGEST_SEED = 8, 2**32 - 1
 log = logging.getLogger("onediff")
 
 
 @dataclass(frozen=True)
-class Request:
-    """What to compare. order: the first image; the others have the seeds that follow. images: how many of each
-    side. warm_up: whether a short image of each side comes first, so that times do not count what happens once."""
+class Side:
+    """Settings, and what they are called."""
 
-    sides: tuple[Side, Side]
-    order: ImageRequest
-    images: int
-    warm_up: bool
+    name: str
+    settings: Settings
+
+    @property
+    def described(self) -> str:
+        """The settings as infotext writes them."""
+        return infotext.describe(self.settings)
+
+
+def side_of(choice: Any, changes: Any, standing: Settings) -> Side:
+    """The settings for a side.
+
+    choice: one of CHOICES. changes: such as "backend eager; verify off", also as an image's infotext has it. standing:
+    the settings tab's. Raises ValueError with a sentence.
+    """
+    if choice not in CHOICES:
+        raise ValueError(texts.no_settings(choice, did_you_mean(str(choice), CHOICES)))
+    if choice == OFF:
+        return Side(OFF, replace(standing, enabled=False))
+    settings = with_preset(standing, choice) if choice in PRESETS else standing
+    changed = read_changes(str(changes or ""))
+    return Side(f"{choice} + {str(changes).strip()}" if changed else choice, settings.for_run(changed))
 
 
 def request_of(
-    sides: tuple[Side, Side], prompt: Any, negative_prompt: Any, width: Any, height: Any, steps: Any, cfg_scale: Any,
-    sampler: Any, seed: Any, images: Any, warm_up: Any,
-) -> Request:
-    """The request. Raises ValueError with a sentence for the user.
-
-    Both sides may have the same settings: that shows whether an image can be made twice.
-    """
+    prompt: Any, negative_prompt: Any, width: Any, height: Any, steps: Any, cfg_scale: Any, sampler: Any, seed: Any,
+    images: Any,
+) -> tuple[ImageRequest, int]:
+    """The first image, and how many each side makes; the others have the seeds that follow. Raises ValueError with a
+    sentence for the user."""
+    count = within(images, "The number of images", 1, MOST_IMAGES)
+    chosen = random.SystemRandom().randrange(LARGEST_SEED - count) if seed in (None, -1) else seed
     size = Size(whole_number(width, "The width"), whole_number(height, "The height"))
-    count = within("The number of images", whole_number(images, "The number of images"), 1, MOST_IMAGES)
-    first = whole_number(-1 if seed is None else seed, "The seed")
-    first = random.SystemRandom().randrange(LARGEST_SEED - count) if first == -1 else first
-    return Request(
-        sides,
-        ImageRequest(
-            str(prompt or ""), str(negative_prompt or ""), within("The seed", first, 0, LARGEST_SEED - count),
-            size.width, size.height, within("The number of steps", whole_number(steps, "The number of steps"), 1,
-                                            MOST_STEPS),
-            within("The CFG scale", number(cfg_scale, "The CFG scale"), LEAST_CFG, MOST_CFG), str(sampler or ""),
-        ),
-        count, bool(warm_up),
-    )
+    return ImageRequest(
+        str(prompt or ""), str(negative_prompt or ""), within(chosen, "The seed", 0, LARGEST_SEED - count),
+        size.width, size.height, within(steps, "The number of steps", 1, 150),
+        within(cfg_scale, "The CFG scale", 1.0, 30.0, a_number), str(sampler or ""),
+    ), count
 
 
-def number(value: Any, name: str) -> float:
+def within(value: Any, name: str, least: Any, most: Any, read: Callable[[Any, str], Any] = whole_number) -> Any:
+    """The number that somebody has typed. Raises ValueError with a sentence."""
+    number = read(value, name)
+    if not least <= number <= most:
+        raise ValueError(texts.out_of_range(name, number, least, most))
+    return number
+
+
+def a_number(value: Any, name: str) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):
         raise ValueError(texts.wrong_number(name, value, "a number")) from None
 
 
-def within(name: str, value: Any, least: Any, most: Any) -> Any:
-    """value, if it is between these. Raises ValueError with a sentence."""
-    if not least <= value <= most:
-        raise ValueError(texts.out_of_range(name, value, least, most))
-    return value
-
-
 @dataclass(frozen=True)
 class Pair:
-    """The two images of a seed, and how they differ."""
+    """The left and the right image of a seed, and how they differ; why_not: why that was not measured."""
 
     seed: int
-    first: GeneratedImage
-    second: GeneratedImage
-    comparison: ImageComparison
-    difference: Difference
+    images: tuple[GeneratedImage, GeneratedImage]
+    comparison: ImageComparison | None
+    why_not: str = ""
+
+    @classmethod
+    def of(cls, seed: int, left: GeneratedImage, right: GeneratedImage) -> Pair:
+        try:
+            return cls(seed, (left, right), compare(left.image, right.image))
+        except ValueError as problem:
+            return cls(seed, (left, right), None, str(problem))
 
 
 class Comparison:
-    """A comparison that is being made. Its images wait their turn in the WebUI's queue, one by one."""
+    """A comparison that is being made. Its images wait their turn in the WebUI's queue, one by one.
 
-    def __init__(self, request: Request, maker: TextToImage, exclusively: Exclusively) -> None:
-        """exclusively: runs work while the WebUI makes no other image."""
-        self.request = request
+    pairs: what there is already. problem: what to tell of one that ended before all images were made.
+    """
+
+    def __init__(
+        self, sides: tuple[Side, Side], first: ImageRequest, images: int, maker: TextToImage, exclusively: Exclusively,
+    ) -> None:
+        """first, images: see request_of. exclusively: runs work while the WebUI makes no other image."""
+        self.sides = sides
         self.pairs: tuple[Pair, ...] = ()
-        self.state = RUNNING
         self.problem = ""
         self._maker, self._exclusively = maker, exclusively
-        self._made, self._wanted = 0, 2 * (request.images + int(request.warm_up))
-        self._cancelled = threading.Event()
-        self._over = threading.Event()
+        warm = replace(first, steps=min(STEPS_TO_WARM_UP, first.steps))
+        # What the first of two has to load or to encode is there for the other: they take turns in being first.
+        self._plan = [(warm, 0), (warm, 1), *(
+            (replace(first, seed=first.seed + number), (number + place) % 2)
+            for number in range(images) for place in range(2)
+        )]
+        self._made = 0
+        self._cancelled, self._over = threading.Event(), threading.Event()
         threading.Thread(target=self._run, name="onediff-compare", daemon=True).start()
 
-    @property
-    def over(self) -> bool:
-        return self._over.is_set()
-
-    def wait(self, seconds: float) -> bool:
+    def over(self, seconds: float = 0.0) -> bool:
         """Whether it is over, for which this waits at most so long."""
         return self._over.wait(seconds)
 
@@ -112,57 +139,40 @@ class Comparison:
         self._cancelled.set()
         self._maker.interrupt()
 
-    def progress(self) -> tuple[float, str]:
-        """How far it is, from 0 to 1, and what is being done."""
-        share = (self._made + self._maker.share_done()) / self._wanted
-        warming = self.request.warm_up and self._made < 2
-        number = self._made + 1 - 2 * int(self.request.warm_up)
-        what = f"warming up {self._made + 1} of 2" if warming else f"image {number} of {2 * self.request.images}"
-        return min(1.0, share), what
+    def progress(self) -> tuple[int, str]:
+        """How far it is in percent, and what is being done."""
+        made, wanted = self._made, len(self._plan)
+        what = f"image {made - 1} of {wanted - 2}" if made >= 2 else f"warming up {made + 1} of 2"
+        return round(100 * made / wanted), what
 
     def _run(self) -> None:
         try:
-            self.state = DONE if self._make_all() else CANCELLED
+            if not self._make_all():
+                self.problem = texts.STOPPED_EARLY if self.pairs else texts.STOPPED
         except Exception as error:
             log.exception("A comparison failed")
-            self.state, self.problem = FAILED, texts.not_made(first_line(error))
+            self.problem = texts.not_made(first_line(error))
         finally:
             self._over.set()
 
     def _make_all(self) -> bool:
         """False where somebody has stopped it."""
-        if self.request.warm_up:
-            short = replace(self.request.order, steps=min(STEPS_TO_WARM_UP, self.request.order.steps))
-            if not all(self._make(short, side) for side in self.request.sides):
+        latest: dict[int, GeneratedImage] = {}
+        for image, place in self._plan:
+            made = self._make(image, self.sides[place])
+            if made is None:
                 return False
-        for number in range(self.request.images):
-            pair = self._pair(number)
-            if pair is None:
-                return False
-            self.pairs += (pair,)
+            latest[place] = made
+            self._made += 1
+            if self._made > 2 and self._made % 2 == 0:
+                self.pairs += (Pair.of(image.seed, latest[0], latest[1]),)
         return True
 
-    def _pair(self, number: int) -> Pair | None:
-        order = replace(self.request.order, seed=self.request.order.seed + number)
-        # What the first of two has to load or to encode is there for the other: they take turns in being first.
-        made: dict[int, GeneratedImage] = {}
-        for place in (0, 1) if number % 2 == 0 else (1, 0):
-            image = self._make(order, self.request.sides[place])
-            if image is None:
-                return None
-            made[place] = image
-        first, second = made[0].image, made[1].image
-        return Pair(order.seed, made[0], made[1], compare(first, second), difference_map(first, second))
-
-    def _make(self, order: ImageRequest, side: Side) -> GeneratedImage | None:
+    def _make(self, image: ImageRequest, side: Side) -> GeneratedImage | None:
         """Make an image when it is our turn; none once the comparison is cancelled or the image is interrupted."""
 
         def work() -> GeneratedImage | None:
-            return None if self._cancelled.is_set() else self._maker.make(order, side.settings)
+            return None if self._cancelled.is_set() else self._maker.make(image, side.settings)
 
-        if self._cancelled.is_set():
-            return None
         # Forge prints a traceback for what is raised in its main thread.
-        made = self._exclusively(lambda: outcome_of(work)).result()
-        self._made += made is not None
-        return made
+        return None if self._cancelled.is_set() else self._exclusively(lambda: outcome_of(work)).result()

@@ -1,114 +1,144 @@
-"""A comparison as files: one HTML page that needs nothing else, and a PNG for each seed with the settings in it."""
+"""What came of a comparison, as markup for the page and as a report: one HTML file that needs nothing else."""
 from __future__ import annotations
 
+import base64
 import html
 import io
-import json
-import os
-import time
-from collections.abc import Sequence
-from pathlib import Path
+import math
+import statistics
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .job import Pair, Request
-from .markup import images_html, numbers_html, style_html, summary_html
+from ...shapes.table import ENOUGH, Timing
+from .. import texts
+from ..amounts import milliseconds, seconds
+from ..status import ROUTES, reasons_of
+from .job import Pair, Side
 
-INFOTEXT_CHUNK, COMPARISON_CHUNK, FACTS_CHUNK = "parameters", "OneDiff comparison", "OneDiff consistency"
-GAP, BACKGROUND = 8, "#202020"
-PAGE_STYLE = """
-:root { color-scheme: light dark; --border-color-primary: light-dark(#d1d5db, #4b5563);
-  --body-text-color-subdued: light-dark(#6b7280, #9ca3af); --onediff-warning: light-dark(#b45309, #fbbf24); }
+COLUMNS = ("Seed", "Verdict", "PSNR", "SSIM", "Largest", "ΔE", "Saturation", "Contrast", "Left", "Right")
+MOST_GAIN = 64
+STYLE = """
+:root { color-scheme: light dark; }
 body { max-width: 1400px; margin: 1.5em auto; padding: 0 1em; font-family: system-ui, sans-serif; line-height: 1.4; }
-h1 { font-size: 1.4em; } h2 { margin: 1.6em 0 0.6em; font-size: 1.1em; }
-pre { padding: 0.8em; border: 1px solid var(--border-color-primary); border-radius: 0.4em; overflow: auto;
-  white-space: pre-wrap; overflow-wrap: anywhere; font-size: 0.85em; }
-details summary { cursor: pointer; margin: 1em 0 0.4em; }
+table { border-collapse: collapse; margin: 1em 0; }
+th, td { padding: 0.3em 0.8em; border-bottom: 1px solid #8884; text-align: left; vertical-align: top; }
+.images { display: grid; grid-template-columns: repeat(3, 1fr); gap: 0.6em; }
+figure { margin: 0; } img { width: 100%; height: auto; } figcaption { font-size: 0.85em; overflow-wrap: anywhere; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 0.85em; }
 """
 
 
-def save(request: Request, pairs: Sequence[Pair], facts: str, folder: Path) -> list[Path]:
-    """Write the page and a PNG for each seed into folder, made if it is not there; returns the files, the page first.
-
-    facts: the consistency report. Raises OSError.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{pairs[0].seed}"
-    number = 0
-    while (page := folder / f"{stem}{f'-{number}' if number else ''}.html").exists():
-        number += 1
-    write(page, page_html(request, pairs, facts).encode("utf-8"))
-    images = [page.with_name(f"{page.stem}-seed-{pair.seed}.png") for pair in pairs]
-    for path, pair in zip(images, pairs, strict=True):
-        write(path, png_of(request, pair, facts))
-    return [page, *images]
-
-
-def write(path: Path, data: bytes) -> None:
-    """Write a file that is whole or not there at all."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        unfinished.write_bytes(data)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def page_html(request: Request, pairs: Sequence[Pair], facts: str) -> str:
-    """The report as a page of its own, images and style included."""
-    order = request.order
-    what = (
-        ("Prompt", order.prompt), ("Negative prompt", order.negative_prompt), ("Size", f"{order.width}x{order.height}"),
-        ("Steps", order.steps), ("CFG scale", f"{order.cfg_scale:g}"), ("Sampler", order.sampler),
+def outcome_html(pairs: Sequence[Pair], sides: Sequence[Side]) -> str:
+    """The verdict over all seeds, a table of the sides, and one of the seeds."""
+    facts = [facts_of(side, pairs, place) for place, side in enumerate(sides)]
+    rows = [(name, *(side[name] for side in facts)) for name in facts[0] if any(side[name] for side in facts)]
+    columns = ("", f"Left: {sides[0].name}", f"Right: {sides[1].name}")
+    return (
+        f'<p class="onediff-verdict">{html.escape(f"{verdict(pairs)} {speeds(pairs)}")}</p>'
+        + table_html("The two sides", columns, rows)
+        + table_html("How the images differ", COLUMNS, map(cells_of, pairs))
     )
-    asked = "\n".join(f"{name}: {value}" for name, value in what if value)
-    images = "".join(
-        f"<h2>Seed {pair.seed}</h2>{images_html(pair, request.sides, str(number))}"
-        for number, pair in enumerate(pairs)
+
+
+def verdict(pairs: Sequence[Pair]) -> str:
+    """One sentence on the images of all seeds."""
+    worst = min(pairs, key=lambda pair: pair.comparison.psnr if pair.comparison else math.inf)
+    if worst.comparison is None:
+        return worst.why_not
+    words = worst.comparison.sentence()
+    return words if len(pairs) == 1 or worst.comparison.largest == 0 else texts.differs_most(worst.seed, words)
+
+
+def speeds(pairs: Sequence[Pair]) -> str:
+    """How the times compare, in ratios of the two images of a seed."""
+    found = Timing.of(left.seconds / max(right.seconds, 1e-9) for left, right in (pair.images for pair in pairs))
+    if found is None or found.low is None or found.high is None:
+        return texts.more_images(ENOUGH)
+    middle, low, high = found.median, found.low, found.high
+    if low <= 1 <= high:
+        return texts.EQUALLY_FAST
+    if middle < 1:
+        return texts.faster("left", "right", (1 / middle, 1 / high, 1 / low), len(pairs))
+    return texts.faster("right", "left", (middle, low, high), len(pairs))
+
+
+def facts_of(side: Side, pairs: Sequence[Pair], place: int) -> dict[str, str]:
+    """A side's settings, how long an image takes, and how the last was made."""
+    status, on = pairs[-1].images[place].status, side.settings.enabled
+    mean = f"{seconds(statistics.fmean(pair.images[place].seconds for pair in pairs))} an image"
+    return {
+        "Settings": side.described, "Time": mean if len(pairs) == 1 else f"{mean}, mean of {len(pairs)}",
+        "UNet step": milliseconds(status.get("step_ms")) if on else "",
+        "Route": ROUTES.get(status.get("route", ""), ""), "Why": "; ".join(reasons_of(status)) if on else "",
+    }
+
+
+def cells_of(pair: Pair) -> Sequence[str]:
+    """How the images of a seed differ, in the order of COLUMNS."""
+    found, times = pair.comparison, [seconds(image.seconds) for image in pair.images]
+    if found is None:
+        return str(pair.seed), "not measured", *[""] * 6, *times
+    return (
+        str(pair.seed), found.sentence(), "equal" if math.isinf(found.psnr) else f"{found.psnr:.1f} dB",
+        f"{found.ssim:.4f}", f"{found.largest:.0f}", f"{found.delta_e:.2f}", f"{found.shift.saturation:+.1%}",
+        f"{found.shift.contrast:+.1%}", *times,
     )
-    infotexts = "\n\n".join(made.infotext for pair in pairs for made in (pair.first, pair.second))
-    numbers = summary_html(pairs, request.sides, request.warm_up) + numbers_html(pairs)
+
+
+def table_html(label: str, columns: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of texts; the first cell of a row is its heading."""
+    head = "".join(
+        f'<th scope="col" title="{texts.MEANINGS.get(column, "")}">{html.escape(column)}</th>' for column in columns
+    )
+    body = "".join(
+        f'<tr><th scope="row">{html.escape(first)}</th>' + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
+        + "</tr>" for first, *cells in rows
+    )
+    return (
+        f'<div class="onediff-table onediff-compared" tabindex="0" role="region" aria-label="{label}">'
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def images_of(pair: Pair, sides: Sequence[Side]) -> list[tuple[Any, str]]:
+    """Left, right, and what differs, each with its caption."""
+    left, right = (image.image.convert("RGB") for image in pair.images)
+    difference, caption = difference_of(left, right)
+    captions = f"left: {sides[0].name}", f"right: {sides[1].name}", caption
+    return [
+        (image, f"Seed {pair.seed}, {words}")
+        for image, words in zip((left, right, difference), captions, strict=True)
+    ]
+
+
+def difference_of(left: Any, right: Any) -> tuple[Any, str]:
+    """The absolute difference of two images, amplified by a power of two at which nothing is cut off."""
+    from PIL import ImageChops
+
+    difference = ImageChops.difference(left, right)
+    extrema: Any = difference.getextrema()
+    largest = max(high for _, high in extrema)
+    if not largest:
+        return difference, "no pixel differs"
+    gain = min(MOST_GAIN, 2 ** int(math.log2(255 / largest)))
+    return difference.point(lambda value: gain * value), f"difference times {gain}"
+
+
+def page_html(pairs: Sequence[Pair], sides: Sequence[Side], facts: str) -> str:
+    """The report as a page of its own, images and style included. facts: the consistency report."""
+    figures = "".join(figure(image, caption) for pair in pairs for image, caption in images_of(pair, sides))
+    infotexts = "\n\n".join(image.infotext for pair in pairs for image in pair.images)
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>OneDiff comparison</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<style>{PAGE_STYLE}</style>{style_html()}</head><body class="onediff-report"><h1>OneDiff comparison</h1>'
-        f"{numbers}<h2>What was asked for</h2><pre>{html.escape(asked)}</pre>{images}"
-        f"{folded('What every image says of itself', infotexts)}{folded('The machine', facts)}</body></html>"
+        f"<style>{STYLE}</style></head><body><h1>OneDiff comparison</h1>{outcome_html(pairs, sides)}"
+        f'<div class="images">{figures}</div><h2>Infotexts</h2><pre>{html.escape(infotexts)}</pre>'
+        f"<h2>The machine</h2><pre>{html.escape(facts)}</pre></body></html>"
     )
 
 
-def folded(title: str, text: str) -> str:
-    return f"<details><summary>{title}</summary><pre>{html.escape(text)}</pre></details>"
-
-
-def png_of(request: Request, pair: Pair, facts: str) -> bytes:
-    """Both images of a seed and their difference beside one another. The text chunks: the left image's infotext,
-    as a WebUI reads it; the comparison as JSON; the consistency report."""
-    from PIL import Image, PngImagePlugin
-
-    shown = [image.convert("RGB") for image in (pair.first.image, pair.second.image, pair.difference.image)]
-    width, height = shown[0].size
-    sheet = Image.new("RGB", (len(shown) * (width + GAP) - GAP, height), BACKGROUND)
-    for place, image in enumerate(shown):
-        sheet.paste(image, (place * (width + GAP), 0))
-    texts = PngImagePlugin.PngInfo()
-    for name, text in (
-        (INFOTEXT_CHUNK, pair.first.infotext), (COMPARISON_CHUNK, json.dumps(described(request, pair))),
-        (FACTS_CHUNK, facts),
-    ):
-        texts.add_itxt(name, text)
+def figure(image: Any, caption: str) -> str:
+    """An image with all of it in its address."""
     file = io.BytesIO()
-    sheet.save(file, format="PNG", pnginfo=texts)
-    return file.getvalue()
-
-
-def described(request: Request, pair: Pair) -> dict[str, Any]:
-    """The comparison of a seed for programs. Seconds are those of a whole image."""
-    return {
-        "seed": pair.seed, **pair.comparison.as_dict(), "difference_gain": pair.difference.gain,
-        "order": {**vars(request.order), "seed": pair.seed},
-        "sides": [
-            {"name": side.name, "settings": side.described, "seconds": made.seconds, "infotext": made.infotext,
-             "route": made.status.get("route"), "step_ms": made.status.get("step_ms")}
-            for side, made in zip(request.sides, (pair.first, pair.second), strict=True)
-        ],
-    }
+    image.save(file, format="PNG")
+    data, text = base64.b64encode(file.getvalue()).decode("ascii"), html.escape(caption)
+    return f'<figure><img src="data:image/png;base64,{data}" alt="{text}"><figcaption>{text}</figcaption></figure>'

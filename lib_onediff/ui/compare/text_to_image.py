@@ -5,18 +5,15 @@ Only our script takes part, with arguments of its own: what other extensions are
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
+from ...options.infotext import options_of_a_run
 from ...options.settings import Settings
 
 JOB = "OneDiff comparison"
-FOLDER = "onediff-compare"
-USUAL_SAMPLER = "Euler a"
 
 
 @dataclass(frozen=True)
@@ -49,27 +46,25 @@ class TextToImage:
 
     def __init__(self, make_script: Callable[[], Any], status: Callable[[], dict[str, Any]]) -> None:
         """make_script: our script's class, as the WebUI calls it. status: runtime.status."""
-        self._make_script = make_script
-        self._status = status
-        self._current: ImageRequest | None = None
-        self._lock = threading.Lock()
+        self._make_script, self._status = make_script, status
 
-    def make(self, order: ImageRequest, settings: Settings) -> GeneratedImage | None:
+    def make(self, request: ImageRequest, settings: Settings) -> GeneratedImage | None:
         """Make an image with these settings; none where the user stops it. Raises whatever the WebUI raises."""
         from modules import processing, shared
 
         p = processing.StableDiffusionProcessingTxt2Img(
-            prompt=order.prompt, negative_prompt=order.negative_prompt, seed=order.seed, width=order.width,
-            height=order.height, steps=order.steps, cfg_scale=order.cfg_scale, sampler_name=order.sampler,
+            prompt=request.prompt, negative_prompt=request.negative_prompt, seed=request.seed, width=request.width,
+            height=request.height, steps=request.steps, cfg_scale=request.cfg_scale, sampler_name=request.sampler,
             scheduler="Automatic", batch_size=1, n_iter=1, do_not_save_samples=True, override_settings={},
         )
         p.do_not_save_grid = True
         # Our script alone is there, and none of those that fill in what a tab's components say.
         p.is_api = True
-        p.scripts, p.script_args = self._scripts(), (of_a_run(settings),)
+        p.scripts = self._scripts()
+        p.script_args = ({name: getattr(settings, name) for name in options_of_a_run()},)
         shared.state.begin(job=JOB)
         try:
-            with self._working_on(order), contextlib.closing(p):
+            with contextlib.closing(p):
                 began = time.perf_counter()
                 processed = processing.process_images(p)
                 seconds = time.perf_counter() - began
@@ -89,37 +84,12 @@ class TextToImage:
         runner.scripts, runner.alwayson_scripts = [script], [script]
         return runner
 
-    @contextlib.contextmanager
-    def _working_on(self, order: ImageRequest) -> Any:
-        with self._lock:
-            self._current = order
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._current = None
-
     def interrupt(self) -> None:
         """Stop the image that is being made, if it is one of ours."""
         from modules import shared
 
-        with self._lock:
-            if self._current is not None:
-                shared.state.interrupt()
-
-    def share_done(self) -> float:
-        """How far the image is that is being made, from 0 to 1; 0 while it waits."""
-        from modules import shared
-
-        steps = shared.state.sampling_steps
-        return min(1.0, shared.state.sampling_step / steps) if self._current is not None and steps else 0.0
-
-
-def of_a_run(settings: Settings) -> dict[str, Any]:
-    """What our script takes as its argument for a generation with these settings."""
-    return {
-        option.name: getattr(settings, option.name) for option in fields(Settings) if option.metadata["per_run"]
-    }
+        if shared.state.job == JOB:
+            shared.state.interrupt()
 
 
 def sampler_names() -> list[str]:
@@ -127,16 +97,3 @@ def sampler_names() -> list[str]:
     from modules import sd_samplers
 
     return list(sd_samplers.visible_sampler_names())
-
-
-def output_folder() -> Path:
-    """Where comparisons are kept: beside the WebUI's folders of images."""
-    from modules import paths, shared
-
-    everything = getattr(shared.opts, "outdir_samples", "")
-    if everything:
-        return Path(everything, FOLDER)
-    images = getattr(shared.opts, "outdir_txt2img_samples", "")
-    parent = Path(images).parent if images else Path(paths.data_path)
-    # As the WebUI itself takes them: relative to where it runs.
-    return parent / FOLDER

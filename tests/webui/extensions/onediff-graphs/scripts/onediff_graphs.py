@@ -110,7 +110,7 @@ class Switch:
         self.found_out = 0
 
     def turn(self, on: bool) -> None:
-        from lib_onediff import engines
+        from lib_onediff.core.refusal import Refusal
         from lib_onediff.runtime.fallback import FallbackChain
         from lib_onediff.runtime.runtime import runtime
 
@@ -120,14 +120,18 @@ class Switch:
             setattr(holder, name, before)
         if not on:
             return
-        begin, candidates = FallbackChain.begin, engines.Candidates((engines.CUDAGRAPH,), "")
+        def refuse(*args: Any) -> None:
+            raise Refusal("there is no Triton here")
+
+        begin, native = FallbackChain.begin, runtime.devices.named("native")
 
         def counting(chain: Any, *args: Any) -> Any:
             self.found_out += 1
             return begin(chain, *args)
 
         self.put(FallbackChain, "begin", counting)
-        self.put(engines, "candidates", lambda *args: candidates)
+        self.put(runtime.devices.named("cudagraph"), "refuse", lambda *args: None)
+        self.put(native, "refuse", refuse)
         self.put(runtime.services.graphs, "_graphs", replaying_graphs())
 
     def put(self, holder: Any, name: str, value: Any) -> None:

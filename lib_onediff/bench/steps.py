@@ -1,0 +1,358 @@
+"""The time of one UNet call by backend, side by side in one process, and the first calls of a fresh process."""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import gc
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.benchmark import Timer
+
+from ..options.option import format_value
+from ..public import compile_unet, status, uncompile_unet
+from ..runtime.runtime import runtime
+from . import models
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+HOST, HOST_GRAPH, COMPILED, COMPILED_GRAPH = HOSTS = ("host", "host+graph", "compile", "compile+graph")
+# Enough calls for kernels to be compiled, the first use to be checked, and graphs to be captured.
+CALLS_UNTIL_READY = 4
+CALLS_IN_TURN = 5
+MOST_CALLS_UNTIL_FAST = 1000
+SECONDS_FOR_A_PROCESS = 600
+# An error budget of Low-bit is measured in the second half of an image too.
+LATE_TIMESTEP = 301.0
+# torch.compile gives up after eight shapes otherwise.
+MOST_COMPILED_SHAPES = 256
+
+# The environment variables of folders in which OneDiff and the compilers keep their work.
+CACHES = "ONEDIFF_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"
+
+Size = tuple[int, int]
+Arguments = dict[str, Any]
+Row = dict[str, Any]
+Call = Callable[[], Tensor]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to run a UNet. options: of OneDiff; None for the host's own forward, as it is, compiled or in a graph."""
+
+    name: str
+    options: dict[str, Any] | None = None
+
+    def prepare(self, unet: nn.Module, arguments: Arguments) -> Call:
+        """A function that runs the UNet with these arguments. Raises RuntimeError where this machine has no such."""
+        if self.options is not None:
+            compile_unet(unet, **self.options)
+            return lambda: unet(**arguments, return_dict=False)[0]
+
+        def forward(**given: Any) -> Any:
+            return type(unet).forward(unet, **given, return_dict=False)
+
+        if self.name in (COMPILED, COMPILED_GRAPH):
+            torch._dynamo.config.cache_size_limit = MOST_COMPILED_SHAPES
+            forward = torch.compile(forward, dynamic=False)
+        if self.name in (HOST_GRAPH, COMPILED_GRAPH):
+            return captured(forward, arguments)
+        return lambda: forward(**arguments)[0]
+
+    def is_at_full_speed(self, device: torch.device) -> bool:
+        """Whether the last call of ours was as fast as any will be."""
+        graphs = device.type == "cuda" and self.options is not None and self.options.get("backend") != "eager"
+        return self.options is None or status()["route"] == ("graph" if graphs else "plain")
+
+
+def variants(options: argparse.Namespace) -> list[Variant]:
+    """Those of --backend, then those of --set."""
+    named = [Variant(name, None if name in HOSTS else {"backend": name}) for name in options.backend]
+    return named + [Variant(name_of_options(chosen), chosen) for chosen in options.set]
+
+
+def name_of_options(options: Mapping[str, Any]) -> str:
+    """As they are written on the command line."""
+    return " ".join(f"{name}={format_value(value)}" for name, value in options.items())
+
+
+def captured(forward: Callable[..., Any], arguments: Arguments) -> Call:
+    """The forward in one CUDA graph. A replay copies the inputs in and the output out, as a pipeline needs it."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("CUDA graphs need an NVIDIA GPU")
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    static = {name: value.clone() for name, value in tensors.items()}
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            forward(**{**arguments, **static})
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        output = forward(**{**arguments, **static})[0]
+
+    def replay() -> Tensor:
+        for name, value in tensors.items():
+            static[name].copy_(value)
+        graph.replay()
+        return output.clone()
+
+    return replay
+
+
+def relative_error(output: Tensor, exact: Tensor) -> float:
+    """The distance of two tensors, relative to the length of the exact one."""
+    output, exact = output.double().cpu(), exact.double().cpu()
+    return float((output - exact).norm() / exact.norm())
+
+
+def timed(call: Callable[[], Result], device: torch.device) -> tuple[Result, float]:
+    """What a call returns, and the seconds until its work is done."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    began = time.perf_counter()
+    result = call()
+    wait()
+    return result, time.perf_counter() - began
+
+
+def free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def served_by() -> str:
+    """Which backend and route served the last call of ours; why, where it was the host or not the fastest."""
+    now = status()
+    cards = now["second_gpu"]["split"] or now["second_gpu"]["reason"]
+    return ", ".join(part for part in (f"{now['backend']} {now['route']}", cards, now["reason"]) if part)
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def step(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
+    """A row for every model, patch, batch, size and variant. Raises ValueError with a sentence for a wrong model."""
+    dtype = DTYPES[options.dtype]
+    for model, patch, batch in itertools.product(options.model, options.patch, options.batch):
+        unet = models.unet_named(model, device).to(dtype)
+        patched = models.PATCHES[patch](unet, batch)
+        for size in sizes_of(model, options):
+            arguments = models.inputs(unet, *size, batch, options.tokens, dtype)
+            if patched:
+                arguments["added_cond_kwargs"] = {**arguments.get("added_cond_kwargs", {}), **patched}
+            name = model if patch == "nothing" else f"{model} with {patch}"
+            case = {"model": name, "size": f"{size[0]}x{size[1]}", "batch": batch}
+            for row in side_by_side(unet, arguments, variants(options), options.runs):
+                yield {**case, **row}
+        del unet
+        free_memory()
+
+
+def sizes_of(model: str, options: argparse.Namespace) -> list[Size]:
+    if options.size:
+        return list(options.size)
+    return [(128, 128)] if model.startswith("tiny") else [(1024, 1024)] if model == "sdxl" else [(512, 512)]
+
+
+def side_by_side(unet: nn.Module, arguments: Arguments, chosen: list[Variant], runs: int) -> Iterator[Row]:
+    """Time all variants in turn.
+
+    The host's share the UNet. Each of ours has a copy, because binding lays weights out anew in memory.
+    """
+    exact = exact_output(unet, arguments)
+    rows, calls, copies = [], [], []
+    for variant in chosen:
+        row: Row = {"backend": variant.name}
+        try:
+            module = unet if variant.options is None else copy.deepcopy(unet)
+            calls.append(make_ready(variant, module, row, arguments, exact))
+        except RuntimeError as problem:
+            yield {**row, "note": str(problem).splitlines()[0]}
+            continue
+        rows.append(row)
+        copies.append(module)
+    take_turns(rows, calls, runs)
+    by_name = {row["backend"]: row for row in rows}
+    for row in rows:
+        compare(row, by_name.get(HOST), by_name.get(COMPILED_GRAPH))
+        yield row
+    for module in copies:
+        uncompile_unet(module)
+
+
+def exact_output(unet: nn.Module, arguments: Arguments) -> Tensor:
+    """The host's output in float32 without TF32, from weights and inputs as they are rounded."""
+    dtype, precision = next(unet.parameters()).dtype, torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            output: Tensor = type(unet).forward(unet.float(), **as_float32(arguments), return_dict=False)[0]
+            return output.cpu()
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        unet.to(dtype)
+
+
+def as_float32(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: as_float32(item) for name, item in value.items()}
+    return [as_float32(item) for item in value] if isinstance(value, list) else value.float()
+
+
+def make_ready(variant: Variant, unet: nn.Module, row: Row, arguments: Arguments, exact: Tensor) -> Call:
+    """Call until nothing is left to compile, check or capture. Fills in error and memory."""
+    free_memory()
+    sample, timestep = arguments["sample"], arguments["timestep"]
+    if sample.is_cuda:
+        torch.cuda.reset_peak_memory_stats(sample.device)
+        before = torch.cuda.memory_allocated(sample.device)
+    with runtime.wait_for_compile():
+        call = variant.prepare(unet, arguments)
+        call()
+    # The last calls are at the timestep of the exact output.
+    for value in (float(timestep), LATE_TIMESTEP, float(timestep)):
+        timestep.fill_(value)
+        for _ in range(CALLS_UNTIL_READY):
+            output = call()
+    row["relative_error"] = relative_error(output, exact)
+    if sample.is_cuda:
+        row["peak_mib"] = (torch.cuda.max_memory_allocated(sample.device) - before) / 2**20
+    return call
+
+
+def take_turns(rows: list[Row], calls: list[Call], runs: int) -> None:
+    """Time runs calls of each, a few at a time, so that a drift of the machine meets all alike. Fills in the time."""
+    timers = [Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads()) for call in calls]
+    for row in rows:
+        row.update(ms=None, all_ms=[])
+    for _ in range(max(1, runs // CALLS_IN_TURN)):
+        for row, timer in zip(rows, timers, strict=True):
+            row["all_ms"].append(timer.timeit(CALLS_IN_TURN).mean * 1e3)
+            if row["backend"] not in HOSTS:
+                row["served_by"] = served_by()
+    for row in rows:
+        row["ms"] = statistics.median(row["all_ms"])
+
+
+def compare(row: Row, host: Row | None, compiled: Row | None) -> None:
+    """Fill in how many times faster than the host and the compiled host a row is, and its error in the host's."""
+    if host is not None:
+        row["x_host"] = host["ms"] / row["ms"]
+        row["error_x_host"] = row["relative_error"] / host["relative_error"] if host["relative_error"] else None
+    if compiled is not None:
+        row["x_compiled"] = compiled["ms"] / row["ms"]
+
+
+# --- first calls ------------------------------------------------------------------------------------------------------
+
+
+def cold(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
+    """First calls in a fresh process with empty caches, and in the next one with what the first has left there."""
+    for model in options.model:
+        for index, variant in enumerate(variants(options)):
+            with tempfile.TemporaryDirectory() as folder:
+                for caches in ("empty", "kept"):
+                    row = {"model": model, "backend": variant.name, "caches": caches}
+                    for found in in_process(["--child", caches, model, str(index)], folder):
+                        yield {**row, **found}
+
+
+def in_process(arguments: list[str], folder: str) -> list[Row]:
+    """What the same command prints as a process that keeps all its caches in a folder; a note where it fails."""
+    command = [sys.executable, "-m", "lib_onediff.bench", *sys.argv[1:], *arguments]
+    caches = {name: os.path.join(folder, name) for name in CACHES}
+    try:
+        finished = subprocess.run(
+            command, env={**os.environ, **caches}, capture_output=True, text=True, timeout=SECONDS_FOR_A_PROCESS
+        )
+        rows: list[Row] = json.loads(finished.stdout.splitlines()[-1])
+        return rows
+    except subprocess.TimeoutExpired:
+        return [{"note": f"not done after {SECONDS_FOR_A_PROCESS} s"}]
+    except (ValueError, IndexError):
+        printed = (finished.stderr.strip() or f"the process ended with {finished.returncode}").splitlines()
+        return [{"note": printed[-1]}]
+
+
+def first_calls(options: argparse.Namespace, device: torch.device) -> list[Row]:
+    """What a child of cold does: first calls at each size, until they are at full speed."""
+    caches, model, index = options.child
+    variant, dtype = variants(options)[int(index)], DTYPES[options.dtype]
+    unet = models.unet_named(model, torch.device("cpu")).to(dtype).to(device)
+    if caches == "kept" and variant.options is not None:
+        # As where a WebUI loads its checkpoint before the first image.
+        compile_unet(unet, **variant.options)
+        runtime.devices.finish()
+    rows: list[Row] = []
+    for width, height in sizes_of(model, options):
+        arguments = models.inputs(unet, width, height, options.batch[0], options.tokens, dtype)
+        row: Row = {"size": f"{width}x{height}"}
+        with count_compilations() as built:
+            call, row["first_call_s"] = timed(partial(prepared, variant, unet, arguments), device)
+            row["full_speed_s"], row["calls"] = row["first_call_s"], 1
+            while row["calls"] == 1 or not variant.is_at_full_speed(device):
+                row["full_speed_s"] += timed(call, device)[1]
+                row["calls"] += 1
+                if row["calls"] == MOST_CALLS_UNTIL_FAST:
+                    return [*rows, {**row, "note": f"not at full speed: {served_by()}"}]
+        row["kernels"] = built.count
+        if variant.options is not None:
+            row["served_by"] = served_by()
+        rows.append(row)
+    runtime.keep_history()
+    return rows
+
+
+def prepared(variant: Variant, unet: nn.Module, arguments: Arguments) -> Call:
+    """A variant's function that has been called once."""
+    call = variant.prepare(unet, arguments)
+    call()
+    return call
+
+
+@dataclass
+class Compilations:
+    """count: kernels that were compiled, or read from Triton's cache on the disk; None without Triton."""
+
+    count: int | None = None
+
+
+@contextlib.contextmanager
+def count_compilations() -> Iterator[Compilations]:
+    """Counts while the body runs, by the hook that Triton calls for every kernel that it builds."""
+    try:
+        import triton
+    except ImportError:
+        yield Compilations()
+        return
+    settings: Any = getattr(getattr(triton, "knobs", None), "runtime", None)
+    # Triton 3.4 and newer, and before.
+    new = hasattr(settings, "jit_post_compile_hook")
+    owner, name = (settings, "jit_post_compile_hook") if new else (triton.JITFunction, "compiled_hook")
+    before, counted = getattr(owner, name), Compilations(0)
+
+    def hook(*args: Any, **kwargs: Any) -> Any:
+        counted.count = (counted.count or 0) + 1
+        return None if before is None else before(*args, **kwargs)
+
+    setattr(owner, name, hook)
+    try:
+        yield counted
+    finally:
+        setattr(owner, name, before)

@@ -1,0 +1,116 @@
+"""A small random pipeline with the topology of a real one, made as code: no weights in git, no download."""
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tiny_weights import CHANNELS_PER_VALUE, shape_unet, shape_vae
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKL, StableDiffusionPipeline
+    from diffusers.schedulers import DDIMScheduler
+    from transformers import CLIPTextConfig, CLIPTokenizer
+
+# The noise schedule that all of Stable Diffusion 1, 2 and XL were trained with.
+TRAINING_SCHEDULE: dict[str, Any] = {
+    "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "clip_sample": False,
+    "set_alpha_to_one": False, "steps_offset": 1,
+}
+START, END = "<|startoftext|>", "<|endoftext|>"
+BYTE_TOKENS = 2 * 256 + 2
+DEFAULT_SEED = 15
+TEXT_WIDTH = 64
+GROUPS = 32 // CHANNELS_PER_VALUE
+
+
+def tiny_sd15_pipeline(seed: int = DEFAULT_SEED, in_channels: int = 4) -> StableDiffusionPipeline:
+    """A random StableDiffusionPipeline in float32 with SD1.5's UNet topology; the same seed gives the same weights.
+
+    in_channels: 4, or 9 for the layout of an inpainting model.
+    """
+    from diffusers import StableDiffusionPipeline, UNet2DConditionModel
+    from transformers import CLIPTextModel
+
+    with seeded(seed):
+        unet: Any = UNet2DConditionModel(
+            sample_size=32, in_channels=in_channels, block_out_channels=(32, 64, 128, 128), norm_num_groups=GROUPS,
+            cross_attention_dim=TEXT_WIDTH, attention_head_dim=8,
+        )
+        shape_unet(unet)
+        text_encoder = CLIPTextModel(text_config(TEXT_WIDTH))
+        vae = tiny_vae(scaling_factor=0.18215)
+    return StableDiffusionPipeline(
+        vae=vae, text_encoder=text_encoder.eval(), tokenizer=byte_tokenizer(), unet=unet.eval(),
+        scheduler=training_schedule(), safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+    )
+
+
+def tiny_vae(scaling_factor: float) -> AutoencoderKL:
+    """A random AutoencoderKL that shrinks images eight times, as the real ones do."""
+    from diffusers import AutoencoderKL
+
+    vae: Any = AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(32,) * 4, layers_per_block=1, norm_num_groups=GROUPS, scaling_factor=scaling_factor,
+        force_upcast=False,
+    )
+    shape_vae(vae)
+    return vae.eval()
+
+
+def text_config(width: int, activation: str = "quick_gelu", spread: float = 4.0) -> CLIPTextConfig:
+    """The configuration of a two-layer CLIP text encoder over the byte vocabulary.
+
+    spread: how large its initial weights are. SDXL takes a hidden state that no norm follows, so there they must be
+    small: a context of large numbers saturates cross attention, and rounding errors grow into visible differences.
+    """
+    from transformers import CLIPTextConfig
+
+    return CLIPTextConfig(
+        vocab_size=BYTE_TOKENS, hidden_size=width, intermediate_size=4 * width, projection_dim=width,
+        num_hidden_layers=2, num_attention_heads=4, hidden_act=activation, bos_token_id=BYTE_TOKENS - 2,
+        eos_token_id=BYTE_TOKENS - 1, pad_token_id=BYTE_TOKENS - 1, initializer_factor=spread,
+    )
+
+
+def training_schedule() -> DDIMScheduler:
+    """The noise schedule that SD1, SD2 and SDXL were trained with, predicting the noise."""
+    from diffusers import DDIMScheduler
+
+    return DDIMScheduler(**TRAINING_SCHEDULE)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw initial weights from this seed and leave the global random state as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def byte_tokenizer(pad_token: str = END) -> CLIPTokenizer:
+    """A CLIPTokenizer of 77 positions whose tokens are single bytes (75 characters of ASCII fill one chunk)."""
+    from transformers import CLIPTokenizer
+
+    with tempfile.TemporaryDirectory(prefix="onediff-tokenizer-") as folder:
+        write_byte_vocabulary(Path(folder))
+        return CLIPTokenizer(
+            f"{folder}/vocab.json", f"{folder}/merges.txt", unk_token=END, bos_token=START, eos_token=END,
+            pad_token=pad_token, model_max_length=77,
+        )
+
+
+def write_byte_vocabulary(folder: Path) -> None:
+    """CLIP's two files without a merge: tokens are each byte inside a word, each at the end of one, start and end."""
+    from transformers.models.clip.tokenization_clip import bytes_to_unicode
+
+    symbols = list(bytes_to_unicode().values())
+    tokens = [*symbols, *(symbol + "</w>" for symbol in symbols), START, END]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
+    (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
