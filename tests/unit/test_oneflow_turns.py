@@ -1,6 +1,7 @@
 """OneFlow runs one thing at a time: it ends the process where it compiles one graph while it runs another."""
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from builders import SMALL, a_call, diffusers_unet, served
 from torch import Tensor
 
 import lib_onediff
+from lib_onediff.core.refusal import Refusal
 from lib_onediff.engines.oneflow import route as oneflow
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.shapes.key import ShapeKey
@@ -55,15 +57,16 @@ def test_nothing_runs_while_another_shape_is_compiled(watched: Watched) -> None:
         served(unet, call)
     managed, route = runtime.managed_unet(unet), oneflow.OneFlow()
 
-    def runner(index: int, waits_for_compile: bool = False) -> oneflow.OneFlowRunner | str:
+    def runner(index: int, waits_for_compile: bool = False) -> oneflow.OneFlowRunner:
         call, bound = calls[index], managed.bound
         key = ShapeKey.of(bound.architecture, bound.binding.dtype, call, ONEFLOW)
         return route.runner(managed, key, call, waits_for_compile)
 
     runner(0, waits_for_compile=True).run(calls[0])
     watched.may_end.clear()
-    assert runner(1) == oneflow.COMPILING
-    assert runner(0) == oneflow.COMPILING_ANOTHER
+    for index, reason in ((1, oneflow.COMPILING), (0, oneflow.COMPILING_ANOTHER)):
+        with pytest.raises(Refusal, match=re.escape(reason)):
+            runner(index)
     waiting = threading.Thread(target=lambda: runner(0, waits_for_compile=True).run(calls[0]))
     waiting.start()
     waiting.join(0.2)

@@ -11,7 +11,7 @@ import torch
 from builders import diffusers_unet, relative_error
 from test_public_api_hooks import add_as_accelerate, remove_as_accelerate
 from torch import Tensor
-from vae_builders import a_latent, decodes, diffusers_vae, last, ldm_decoder, ldm_module
+from vae_builders import a_latent, decodes, diffusers_vae, host_picture, last, ldm_decoder, ldm_module
 
 import lib_onediff
 from lib_onediff.hosts.diffusers import vae as diffusers_decoder
@@ -117,14 +117,18 @@ def test_a_class_patch_serves_every_decoder_and_leaves_nothing(decoder: Any) -> 
     own = ldm_module().Decoder.__dict__["forward"]
     latent = a_latent(decoder, 5, 7)
     expected, before, attributes = called(decoder, latent), state(decoder), set(decoder.__dict__)
-    patches = DecoderPatches([ldm_module().Decoder], HostTraits())
+    encoder = ldm_decoder(kind="Encoder")
+    picture = a_latent(encoder, 16, 24)
+    encoded = host_picture(encoder, picture)
+    patches = DecoderPatches([ldm_module().Decoder, ldm_module().Encoder], HostTraits())
     for _ in range(2):
         patches.serve()
     assert relative_error(called(decoder, latent), expected) < 1e-5
     another = ldm_decoder(1)
     with torch.no_grad():
         assert relative_error(another(latent), own(another, latent)) < 1e-5
-    assert decodes() == {"ours": 2, "host": 0}
+        assert relative_error(encoder(picture), encoded) < 1e-5
+    assert decodes() == {"ours": 2, "host": 0}, "an encode is told, and not counted among the decodes"
     for _ in range(2):
         patches.stop()
     assert ldm_module().Decoder.__dict__["forward"] is own

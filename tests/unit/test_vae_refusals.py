@@ -118,7 +118,8 @@ def test_class_patch(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, original = ldm_decoder(), ldm_module().AttnBlock.forward
     monkeypatch.setattr(ldm_module().AttnBlock, "forward", lambda self, x: 1 * original(self, x))
     check_refused(decoder, "AttnBlock.forward was replaced by test_vae_refusals")
-    our_picture(decoder, a_latent(decoder), HostTraits(trusted=(__name__,)))
+    trusting = ldm_decoder()
+    our_picture(trusting, a_latent(trusting), HostTraits(trusted=(__name__,)))
     assert last() == ("ours", "")
 
 
@@ -167,6 +168,19 @@ def other_vaes() -> dict[str, Callable[[], Any]]:
 def test_other_autoencoders(name: str) -> None:
     with pytest.raises(UnsupportedUNet) as refusal:
         read_decoder(other_vaes()[name]())
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("change", [
+    lambda encoder: setattr(encoder.down[0].downsample, "with_conv", False),
+    lambda encoder: setattr(encoder.down[0].downsample, "conv", nn.Conv2d(32, 32, 3, 2, 1)),
+    lambda encoder: setattr(encoder.down[1], "block", encoder.down[1].block[:1]),
+])
+def test_other_encoders(change: Callable[[Any], None]) -> None:
+    encoder = ldm_decoder(kind="Encoder")
+    change(encoder)
+    with pytest.raises(UnsupportedUNet) as refusal:
+        read_decoder(encoder)
     assert "\n" not in str(refusal.value)
 
 

@@ -95,11 +95,11 @@ def test_an_error_of_ours_costs_no_picture(host: Host, monkeypatch: pytest.Monke
     latent = a_latent(host.decoder)
     for _ in range(2):
         assert torch.equal(decode(host, latent), host_picture(host.decoder, latent))
-        assert last() == ("host", "our forward failed: first line")
+        assert last() == ("host", "our forward failed: first line (backend eager)")
     monkeypatch.undo()
     # What has failed twice is not tried again.
     assert torch.equal(decode(host, latent), host_picture(host.decoder, latent))
-    assert last() == ("host", "our forward failed: first line")
+    assert last() == ("host", "our forward failed: first line (backend eager)")
     decode(host, a_latent(host.decoder, 3, 3))
     assert last() == ("ours", "")
 
@@ -115,7 +115,7 @@ def test_out_of_memory_frees_the_graphs_and_what_we_held_before_the_host_decodes
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
 
     monkeypatch.setattr(torch_ops, "resize", out_of_memory)
-    monkeypatch.setattr(runtime, "free_graphs", lambda: freed.append(True))
+    monkeypatch.setattr(runtime.services, "free_graphs", lambda: freed.append(True))
     host.change = lambda picture: (freed.append(held[0]() is None), picture)[1]
     latent = a_latent(host.decoder)
     assert torch.equal(decode(host, latent), host_picture(host.decoder, latent))

@@ -51,6 +51,7 @@ def fresh_route(monkeypatch: pytest.MonkeyPatch) -> Iterator[DecoderRoute]:
     """The runtime's route for decodes, which has seen nothing."""
     route = DecoderRoute(runtime.services)
     monkeypatch.setattr(runtime, "vae", route)
+    monkeypatch.setattr(runtime.cache, "_vae", route)
     yield route
     route.release_all()
 
