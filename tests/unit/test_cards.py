@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +14,10 @@ from lib_onediff.ops.attention import choice_name as attention_name
 from lib_onediff.ops.quantized.gains import Product, ProductChoice
 from lib_onediff.ops.triton.launch_config import LAYER_NORM, Launches
 from lib_onediff.ops.tuning_cache import TuningCache
-from lib_onediff.shapes.key import ShapeKey
-from lib_onediff.shapes.table import Entry
-from lib_onediff.store.history import History
 
 HALF, SHAPE = torch.float16, (2, 8, 4096, 64)
 PRODUCT = Product(8, 16, 32, NORMED)
-FIRST, SECOND = (torch.device("cuda", index) for index in range(2))
+SECOND = torch.device("cuda", 1)
 
 
 class TwoCards:
@@ -83,23 +79,3 @@ def test_choices_hold_on_the_kind_of_card_that_was_measured(cards: TwoCards) -> 
         with cards.using(SECOND):
             assert choices() == unmeasured
     assert all(name.endswith(", Large") for name in cache._values)
-
-
-def test_the_history_keeps_no_times_of_another_card(cards: TwoCards, tmp_path: Path) -> None:
-    history = History()
-    history.open(tmp_path)
-
-    def entry(device: torch.device, side: int) -> Entry:
-        made = Entry(ShapeKey("sd", side, side, 2, 77, HALF, HALF, device, (), (), False), "SD1", uses=3)
-        for stopwatch in (made.own, made.host):
-            stopwatch._times.extend((1.0, 2.0, 3.0))
-        return made
-
-    history.keep([entry(FIRST, 64), entry(SECOND, 72)], in_images=False)
-    history.close()
-    later = History()
-    later.open(tmp_path)
-    assert {row.resolution: (row.step_ms, row.host_ms) for row in later.rows()} == {
-        "512x512": (2.0, 2.0), "576x576": (None, None),
-    }
-    assert later.host_ms(entry(FIRST, 64)) == 2.0 and later.host_ms(entry(SECOND, 64)) is None

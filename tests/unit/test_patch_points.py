@@ -137,28 +137,6 @@ def test_so_do_our_kernels(case: str) -> None:
     assert relative_error(output, our_output(unet, call)) > 100 * CLOSE
 
 
-def test_each_is_told_what_the_host_tells_it() -> None:
-    unet = shared_ldm_unet()
-    call = a_call(unet)
-    told: dict[str, list[Any]] = {"ours": [], "theirs": []}
-
-    def listening(whose: str) -> Options:
-        def hear(tensor: Tensor, options: Options) -> Tensor:
-            known = {name: value for name, value in options.items() if name not in (PATCHES, MODIFIERS)}
-            told[whose].append((tuple(tensor.shape), tensor.is_contiguous(), known))
-            return tensor
-
-        return {"cond_or_uncond": [1, 0], MODIFIERS: [lambda h, when, options: hear(h, options)], PATCHES: {
-            "input_block_patch": [hear], "middle_patch": [hear], "attn1_output_patch": [hear],
-        }}
-
-    made = ours(unet, call, listening("ours"))
-    with torch.no_grad():
-        our_output(unet, made)
-        patched_output(unet, call, listening("theirs"))
-    assert told["ours"] == told["theirs"] and len(told["ours"]) > 60
-
-
 @pytest.mark.parametrize(("options", "read"), [
     ({PATCHES: {"attn3_patch": [free_u]}}, READ),
     ({REPLACED: {"ff": {("middle", 0): mean_value}}}, READ),

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from builders import SMALL, diffusers_unet, relative_error
-from test_public_api_pipelines import inputs, pipeline
+from test_public_api_pipelines import pipeline
 from torch import Tensor, nn
 
-from lib_onediff import compile_pipe, compile_unet, status, uncompile_pipe
+from lib_onediff import compile_pipe, compile_unet, status
 from lib_onediff.hosts.diffusers.instance_forward import InstanceForward
 from lib_onediff.runtime.runtime import runtime
 
@@ -79,16 +79,3 @@ def test_a_whole_graph_is_the_hosts_own(traced: Traced, caplog: pytest.LogCaptur
     assert isinstance(decoder.__dict__["forward"], InstanceForward)
     torch.testing.assert_close(torch.compile(decoder, backend=traced, fullgraph=True)(latent), expected)
     assert traced.operators > 0 and "fullgraph=True" in caplog.text
-
-
-def test_a_pipe_with_compiled_parts(traced: Traced) -> None:
-    pipe = pipeline("StableDiffusionPipeline", SMALL, "DDIMScheduler")
-    expected = pipe(**inputs("StableDiffusionPipeline", 64, 64, 0)).images
-    unet, decoder = pipe.unet, pipe.vae.decoder
-    pipe.unet, pipe.vae.decoder = (torch.compile(part, backend=traced) for part in (unet, decoder))
-    compile_pipe(pipe)
-    images = pipe(**inputs("StableDiffusionPipeline", 64, 64, 0)).images
-    assert abs(images - expected).max() < 1 / 255 and traced.operators == 0
-    assert runtime.status()["route"] == "plain" and runtime.vae.status()["route"] == "ours"
-    uncompile_pipe(pipe)
-    assert "forward" not in unet.__dict__ and "forward" not in decoder.__dict__

@@ -43,21 +43,6 @@ def sd3() -> tuple[nn.Module, dict[str, Any]]:
     }
 
 
-def stable_video() -> tuple[nn.Module, dict[str, Any]]:
-    from diffusers import UNetSpatioTemporalConditionModel
-
-    model = UNetSpatioTemporalConditionModel(
-        block_out_channels=(32, 64), cross_attention_dim=32, num_attention_heads=(2, 4), addition_time_embed_dim=16,
-        down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
-        up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
-        projection_class_embeddings_input_dim=48,
-    )
-    return model, {
-        "sample": random(1, 2, 8, 8, 8), "timestep": torch.tensor(3.0), "encoder_hidden_states": random(1, 1, 32),
-        "added_time_ids": torch.ones(1, 3),
-    }
-
-
 def unconditional() -> tuple[nn.Module, dict[str, Any]]:
     from diffusers import UNet2DModel
 
@@ -84,7 +69,6 @@ def linear() -> tuple[nn.Module, dict[str, Any]]:
 
 MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], str]] = {
     "Flux": (flux, "FluxTransformer2DModel"), "SD3": (sd3, "SD3Transformer2DModel"),
-    "Stable Video": (stable_video, "UNetSpatioTemporalConditionModel"),
     "unconditional": (unconditional, "UNet2DModel"),
     "image prompt": (with_image_prompt, "projection of the context is loaded"), "a linear layer": (linear, "Linear"),
 }

@@ -17,7 +17,6 @@ from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.route import DecoderRoute
 from lib_onediff.shapes.table import State
-from lib_onediff.ui.status import status_html
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
 
@@ -145,14 +144,6 @@ def test_settings_of_a_generation_hold_for_the_decode_that_follows_its_sampling(
     assert last() == ("ours", "")
 
 
-def test_nothing_of_ours_keeps_a_decoder_alive(host: Host, fresh_route: DecoderRoute) -> None:
-    decode(host, a_latent(host.decoder))
-    gone = weakref.ref(host.decoder)
-    host.decoder = None
-    gc.collect()
-    assert gone() is None
-
-
 def test_two_threads_decode_at_once(host: Host) -> None:
     """A1111 decodes its live preview on the thread of the page's request."""
     latents = [a_latent(host.decoder, *size) for size in ((4, 4), (5, 7), (6, 3), (4, 4))]
@@ -172,18 +163,9 @@ def test_two_threads_decode_at_once(host: Host) -> None:
     assert wrong == [] and decodes() == {"ours": 20, "host": 0}
 
 
-def test_status(host: Host) -> None:
-    latent = a_latent(host.decoder, 4, 6)
-    nothing = runtime.vae.status()
-    assert nothing["route"] is None and nothing["calls"] == {"ours": 0, "host": 0}
-    assert "VAE" not in status_html(runtime.status())
-    for _ in range(2):
-        decode(host, latent)
-    status = runtime.status()
-    vae = status["vae"]
-    assert (vae["route"], vae["reason"], vae["resolution"], vae["backend"]) == ("ours", "", "48x32", "eager")
-    assert vae["decode_ms"] > 0 and vae["host_ms"] > 0 and vae["relative_error"] < 1e-5
-    assert "VAE: OneDiff" in status_html(status)
-    runtime.configure(Settings(enabled=False))
-    decode(host, latent)
-    assert "VAE: the WebUI&#x27;s own, because OneDiff is switched off" in status_html(runtime.status())
+def test_nothing_of_ours_keeps_a_decoder_alive(host: Host, fresh_route: DecoderRoute) -> None:
+    decode(host, a_latent(host.decoder))
+    gone = weakref.ref(host.decoder)
+    host.decoder = None
+    gc.collect()
+    assert gone() is None
