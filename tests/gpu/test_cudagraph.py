@@ -153,19 +153,6 @@ def test_binding_sdxl_adds_less_than_64_mib_and_ten_cycles_leak_nothing() -> Non
         assert torch.equal(value.cpu(), before[name]), name
 
 
-def test_an_unloaded_unet_leaves_nothing_on_the_gpu(tiny: nn.Module) -> None:
-    settle_workspaces()
-    gc.collect()
-    with_unet = torch.cuda.memory_allocated()
-    own = sum(parameter.numel() * parameter.element_size() for parameter in tiny.parameters())
-    other = random_unet("tiny-sdxl", torch.device("cuda")).half()
-    compile_unet(other)
-    ours(other, arguments(other))
-    del other
-    gc.collect()
-    assert torch.cuda.memory_allocated() - with_unet < own / 10
-
-
 def test_twelve_sizes_share_their_memory() -> None:
     unet = random_unet("sdxl", torch.device("cuda")).half()
     sizes = [(1024, 1024), (832, 1216), (1216, 832), (896, 1152), (1152, 896), (768, 1344), (1344, 768), (640, 1536),

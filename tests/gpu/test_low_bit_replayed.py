@@ -17,8 +17,6 @@ from gpu_calls import arguments, host
 from lib_onediff import compile_unet, status
 from lib_onediff.bench.models import random_unet
 from lib_onediff.model import low_bit
-from lib_onediff.model.low_bit import KINDS
-from lib_onediff.ops.quantized.gains import WORTH_ROUNDING
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 
@@ -68,26 +66,3 @@ def test_a_replay_is_near_the_hosts(unet: nn.Module, option: str, size: tuple[in
         assert runtime.totals().low_bit == 0
     assert relative_error(exact, expected) < 1e-2
     assert relative_error(replayed(unet, given, option), expected) < NEAR[option]
-
-
-def test_what_gains_is_measured_before_the_first_use(
-    unet: nn.Module, option: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr(low_bit, "FEWEST_WEIGHTS", 0)
-    runtime.tuning_cache.clear()
-    runtime.operators.measure_anew()
-    compile_unet(unet, low_bit=option)
-    given = arguments(unet)
-    expected = host(unet, given)
-    with torch.no_grad():
-        outputs = [unet(**given, return_dict=False)[0] for _ in range(4)]
-    assert all(relative_error(output, expected) < NEAR[option] for output in outputs)
-    lossy, reason = status()["lossy"], status()["reason"]
-    names = tuple(f"{kind.name} product" for kind in KINDS if option in (kind.name, "auto"))
-    measured = [times for name, times in runtime.tuning_cache._values.items() if name.startswith(names)]
-    assert measured
-    # So small products mostly gain nothing; what a busy or cold GPU says is what counts.
-    gains = [plain - rounded for plain, rounded in measured if rounded < WORTH_ROUNDING * plain]
-    assert lossy == ("" if "(measured)" in reason else "8-bit")
-    assert gains or not lossy, (measured, reason)

@@ -2,7 +2,6 @@
 current device is as the caller had it."""
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -107,29 +106,3 @@ def test_a_vae() -> None:
         assert torch.cuda.current_device() == 0
         diffusers_vae.detach(half)
     assert runtime.guard.faults == []
-
-
-def test_two_unets_on_both_cards_at_once() -> None:
-    unets = [half_unet(card) for card in range(2)]
-    calls = [arguments(unet) for unet in unets]
-    calls[1] = {**calls[1], "sample": torch.randn_like(calls[1]["sample"])}
-    expected = [host(unet, given) for unet, given in zip(unets, calls, strict=True)]
-    for unet, given in zip(unets, calls, strict=True):
-        compile_unet(unet)
-        ready(unet, given)
-    errors: list[list[float]] = [[], []]
-    start = threading.Barrier(2)
-
-    def work(card: int) -> None:
-        start.wait(SECONDS)
-        outputs = [call(unets[card], calls[card]) for _ in range(CALLS)]
-        torch.cuda.synchronize(card)
-        errors[card] = [relative_error(output, expected[card]) for output in outputs]
-
-    threads = [threading.Thread(target=work, args=(card,)) for card in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SECONDS)
-    assert [len(each) for each in errors] == [CALLS, CALLS], "a thread has failed"
-    assert max(map(max, errors)) < CLOSE and status()["route"] == "graph" and runtime.guard.faults == []

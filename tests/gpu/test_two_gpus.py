@@ -19,9 +19,8 @@ from test_cudagraph import (
     change_every_parameter,
     change_in_place,
 )
-from test_pipelines import latents, pipeline
 
-from lib_onediff import compile_pipe, compile_unet, status, uncompile_pipe, uncompile_unet
+from lib_onediff import compile_unet, status, uncompile_unet
 from lib_onediff.bench.models import inputs, random_unet
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
@@ -191,29 +190,3 @@ def test_out_of_memory_on_the_second_card_leaves_one(tiny: nn.Module, monkeypatc
         torch.cuda.set_per_process_memory_fraction(1.0, 1)
     compile_unet(tiny, second_gpu="1")
     ready(tiny, given)
-
-
-def test_deepcache_keeps_a_feature_on_each_card() -> None:
-    # With less guidance, so few steps would be those of a few-step model, which DeepCache leaves alone.
-    size = {"width": 256, "height": 256, "num_inference_steps": 10, "guidance_scale": 2.5}
-    options: dict[str, Any] = {
-        "ignores": ("vae",), "backend": "cudagraph", "tf32": "off", "deepcache_interval": 3, "deepcache_depth": 2,
-        "deepcache_schedule": "uniform",
-    }
-    pipe = pipeline("StableDiffusionXLPipeline", torch.float32)
-
-    def drawn(**more: Any) -> Tensor:
-        compile_pipe(pipe, **options, **more)
-        for _ in range(3):
-            output = latents(pipe, **size)
-        return output
-
-    one, two = drawn(), drawn(second_gpu="auto")
-    assert second()["split"] == SPLIT, second()["reason"]
-    before, replayed = status()["deepcache"], status()["calls"]["graph"]
-    again = latents(pipe, **size)
-    after = status()["deepcache"]
-    assert (after["full"] - before["full"], after["cached"] - before["cached"]) == (4, 6)
-    assert status()["calls"]["graph"] - replayed == 10
-    assert float((two - one).abs().max()) <= LEVEL and float((again - two).abs().max()) <= LEVEL
-    uncompile_pipe(pipe)

@@ -12,13 +12,13 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from low_bit_builders import EIGHT, EXACT, compiled, entry_of, half_call, half_unet, kinds_kept, measured, now
+from low_bit_builders import EIGHT, EXACT, compiled, entry_of, half_call, half_unet, kinds_kept, now
 
 import lib_onediff
 from lib_onediff.model import low_bit
-from lib_onediff.model.low_bit import FP8, GATED, INT8, KINDS, NORMED, PLAIN
+from lib_onediff.model.low_bit import FP8, GATED, INT8, KINDS, NORMED
 from lib_onediff.ops.quantized import int8_mm, scaled_mm, support
-from lib_onediff.ops.quantized.gains import Product, ProductChoice, choice_name, products
+from lib_onediff.ops.quantized.gains import Product, ProductChoice, choice_name
 from lib_onediff.ops.tuning_cache import TuningCache
 from lib_onediff.options.settings import MOST_LOW_BIT_ERROR, Settings
 from lib_onediff.runtime.runtime import runtime
@@ -136,34 +136,6 @@ def test_the_probe_believes_no_wrong_product(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(scaled_mm, "product", missing)
     found = support.float8_support(CPU, torch.float16)
     assert found.result is None and "not compiled in" in found.reason and "\n" not in found.reason
-
-
-def test_auto_takes_for_each_product_what_was_measured_to_be_faster(
-    on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: dict[str, set[tuple[int, ...]]] = {"fp8": set(), "int8": set()}
-    eight, integers = scaled_mm.product, int8_mm.product
-
-    def noted(name: str, real: Any) -> Any:
-        return lambda *given: (done[name].add(tuple(given[1].values.shape)), real(*given))[1]
-
-    monkeypatch.setattr(scaled_mm, "product", noted("fp8", eight))
-    monkeypatch.setattr(int8_mm, "product", noted("int8", integers))
-    unet = compiled(half_unet(), "auto", verify=False)
-    every = {product for _, product in products(runtime.layout_of(unet), 4, 4, 1)}
-    for one in every:
-        fast = {NORMED: (1, 2), GATED: (3, 1), PLAIN: (5, 5)}[one.source]
-        measured(one, FP8, 4, fast[0])
-        measured(one, INT8, 4, fast[1])
-    served(unet, half_call(unet))
-    assert now()[0] == EIGHT, reason()
-    assert done["fp8"] == {(one.out, one.width) for one in every if one.source == NORMED}
-    assert done["int8"] == {(one.out, one.width) for one in every if one.source == GATED}
-    kept = runtime.managed_unet(unet).low_bit._kept
-    assert {kind for name, kind in kept if name.endswith("ff.net.2")} == {INT8}, "no second copy"
-    choice, gated = runtime.devices.lossy.low_bit.choice, next(one for one in every if one.source == GATED)
-    measured(gated, INT8, 4, 2.8)
-    assert choice.best(gated, torch.float16, [FP8.dtype, INT8.dtype]) == FP8, "a little faster is not enough"
 
 
 def test_auto_prefers_fp8_where_nothing_was_measured_and_everywhere() -> None:

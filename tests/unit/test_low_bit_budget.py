@@ -208,32 +208,6 @@ def test_the_next_process_knows(on_a_gpu: Weather, passes: list[int], tmp_path: 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", [0, 7])
-def test_without_memory_to_measure_all_is_exact(
-    on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch, at: int
-) -> None:
-    unet, tries = compiled(half_unet(), budget=0.1), []
-    call = half_call(unet)
-    real = LowBitRoute._output
-
-    def output(self: LowBitRoute, *given: Any) -> Tensor:
-        tries.append(1)
-        if len(tries) == at + 1:
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        return real(self, *given)
-
-    monkeypatch.setattr(LowBitRoute, "_output", output)
-    for _ in range(2):
-        result = served(unet, call)
-        assert now()[0] == EXACT and "or to measure what they do" in reason()
-        assert not classes_kept(unet)
-    assert len(tries) == at + 1, "not at every step"
-    assert torch.equal(result, exact(unet, call))
-    runtime.begin_sampling(unet)
-    served(unet, call)
-    assert now()[0] == EIGHT, reason()
-
-
 # --- the choice by itself ---------------------------------------------------------------------------------------------
 
 

@@ -129,16 +129,3 @@ def test_a_change_between_two_replays(
     assert [run(unet) for _ in range(2)] == ["plain", "graph" if in_place else "plain"]
     assert run(unet) == "graph"
     assert (len(pretended.captured) == captured) == in_place
-
-
-@pytest.mark.usefixtures("pretended")
-def test_memory_is_given_back_with_the_graphs(unet: Any) -> None:
-    put_on(unet, {FUSED: [patch(0.5)]})
-    runtime.begin_sampling(unet)
-    for _ in range(3):
-        run(unet)
-    managed = runtime.managed_unet(unet)
-    assert managed is not None and managed.bound.on_the_fly.bytes == 2 * 4 * 4 * 32
-    runtime.free_graphs()
-    assert managed.bound.on_the_fly.bytes == 0
-    assert run(unet) == "plain" and managed.bound.on_the_fly.bytes

@@ -14,6 +14,7 @@ from grid import first
 pytest.importorskip("triton", reason="needs Triton")
 pytest.importorskip("diffusers")
 
+
 from lib_onediff.model.low_bit import INT8
 from lib_onediff.ops.quantized.support import too_old
 from lib_onediff.ops.requirements import triton_here

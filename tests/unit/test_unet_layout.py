@@ -1,7 +1,6 @@
 """Reading a layout: which architectures are one, which are two, and which are refused."""
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,20 +9,12 @@ from builders import (
     LDM_LAYOUTS,
     SD1,
     SDXL,
-    SSD,
     diffusers_structure,
     ldm_structure,
 )
 
-from lib_onediff.model.layout import SpatialTransformer, UNetLayout, UnsupportedUNet, Upsample
+from lib_onediff.model.layout import UnsupportedUNet
 from lib_onediff.model.read import read_layout
-
-
-def without_resizing(node: Any) -> Any:
-    """A stage of diffusers as if it resized odd sizes where A1111 does."""
-    if isinstance(node, Upsample):
-        return replace(node, resize_before=False)
-    return tuple(without_resizing(item) for item in node) if isinstance(node, tuple) else node
 
 
 def test_an_architecture_is_that_of_every_checkpoint_and_of_no_other_layout() -> None:
@@ -35,26 +26,6 @@ def test_an_architecture_is_that_of_every_checkpoint_and_of_no_other_layout() ->
     layouts = [read_layout(build()) for build in builders]
     assert len({layout.architecture for layout in layouts}) == len(layouts)
     assert layouts == [read_layout(build()) for build in builders]
-
-
-def test_ldm_and_diffusers_differ_only_in_how_they_resize_odd_sizes() -> None:
-    ours = read_layout(ldm_structure({}))
-    theirs = read_layout(diffusers_structure({**SD1, "block_out_channels": (32, 64, 128, 128)}))
-    assert ours.architecture != theirs.architecture
-    as_a1111 = replace(theirs, output_stages=without_resizing(theirs.output_stages))
-    assert as_a1111.architecture == ours.architecture
-
-
-def depths(layout: UNetLayout, part: str) -> list[int]:
-    stages = getattr(layout, part)
-    return [len(layer.blocks) for stage in stages for layer in stage if isinstance(layer, SpatialTransformer)]
-
-
-def test_transformer_depths_are_read_from_the_modules() -> None:
-    sdxl, ssd = read_layout(diffusers_structure(SDXL)), read_layout(diffusers_structure(SSD))
-    assert (depths(sdxl, "input_stages"), depths(sdxl, "output_stages")) == ([2, 2, 3, 3], [3, 3, 3, 2, 2, 2])
-    assert (depths(ssd, "input_stages"), depths(ssd, "output_stages")) == ([2, 1, 3, 1], [3, 1, 2, 2, 1, 1])
-    assert [type(layer).__name__ for layer in ssd.middle_stage] == ["ResidualBlock"]
 
 
 def test_a_layout_claims_every_parameter_once() -> None:
