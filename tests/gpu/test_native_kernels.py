@@ -44,22 +44,6 @@ def assert_as_good(ours: Tensor, torchs: Tensor, expected: Tensor) -> None:
 
 @DTYPES
 @pytest.mark.parametrize(
-    ("channels", "height", "width"),
-    [(320, 128, 128), (1280, 32, 32), (1280, 23, 30), (2560, 8, 8), (320, 1, 1)], ids=str,
-)
-def test_group_norm(channels: int, height: int, width: int, dtype: torch.dtype) -> None:
-    image, shift = random(2, channels, height, width, dtype=dtype, mean=0.5), random(2, channels, dtype=dtype)
-    weight, bias = random(channels, dtype=dtype, mean=1.0), random(channels, dtype=dtype)
-    for silu in (False, True):
-        expected = exact.group_norm(image, weight, bias, 32, 1e-5, silu, shift)
-        torchs = functional.group_norm(image + shift[:, :, None, None], 32, weight, bias, 1e-5)
-        torchs = functional.silu(torchs) if silu else torchs
-        ours = triton_group_norm.group_norm(channels_last(image), None, weight, bias, 32, 1e-5, silu, shift)
-        assert_as_good(ours, torchs, expected)
-
-
-@DTYPES
-@pytest.mark.parametrize(
     ("first", "second", "height", "width"),
     [(1920, 640, 64, 64), (640, 320, 128, 128), (320, 320, 90, 120), (1280, 1280, 8, 8), (1280, 640, 15, 11)], ids=str,
 )

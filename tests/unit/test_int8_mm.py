@@ -1,30 +1,19 @@
 """Products in int8 against the same in float64: on a GPU compiled, without one under Triton's interpreter."""
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet
-from grid import first, grid
+from grid import grid
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.model import low_bit
-from lib_onediff.model.bound import BoundUNet
-from lib_onediff.model.call import UNetCall
-from lib_onediff.model.cuts import compute
 from lib_onediff.model.low_bit import INT8
 from lib_onediff.model.operators import QuantizedTokens
 from lib_onediff.model.weights import QuantizedWeight
-from lib_onediff.ops import torch_ops
-from lib_onediff.ops.quantized import int8_mm, kernels
-from lib_onediff.ops.quantized.gains import Product, products
-from lib_onediff.ops.quantized.operators import LowBitOperators
+from lib_onediff.ops.quantized import int8_mm
 from lib_onediff.ops.quantized.scaled_mm import rounded_rows
-from lib_onediff.ops.triton.launch_config import LaunchConfig, Launches
-from lib_onediff.ops.tuning_cache import TuningCache
+from lib_onediff.ops.triton.launch_config import LaunchConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Tiles that a CPU does in a moment; the two ways differ in how they load, store and go on.
@@ -87,44 +76,3 @@ def test_rows_of_zeros_and_rows_a_thousand_times_as_large(config: LaunchConfig) 
         config,
     )
     assert torch.allclose(output.double(), torch.full_like(output, -127 * 127 * 5120 * 1e-8).double(), rtol=1e-3)
-
-
-@pytest.mark.parametrize("alone", first(1, [True, False]), ids=str)
-def test_a_whole_unet_by_the_kernels_themselves(monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
-    """Every linear layer of the transformer blocks in int8, against the same UNet in float32. alone: nothing else is
-    there of their weights, nor of those that read the prompt."""
-    monkeypatch.setattr(low_bit, "FEWEST_WEIGHTS", 0)
-    unet = diffusers_unet(0, **SMALL_XL).to(DEVICE, torch.float16)
-    call = on_device(a_call(diffusers_unet(0, **SMALL_XL), 4, 4, 1, 5))
-    bound, wanted = BoundUNet(unet), {}
-    bound.refresh(call)
-    for name, _ in products(bound.layout, 4, 4, 1):
-        wanted[name] = INT8
-    if alone:
-        wanted |= {attention.key_value.name: INT8 for attention in bound.layout.cross_attentions}
-    weights = low_bit.LowBitWeights(bound.layout, kernels.rounded_rows)
-    weights.fit(lambda: "now", bound.binding.weights, wanted, bound.binding.device)
-    source = low_bit.LowBitBinding(bound.binding, weights, (INT8,), alone=alone)
-    asked: list[str] = []
-
-    def choose(product: Product, dtype: torch.dtype, kinds: object) -> low_bit.Kind:
-        asked.append(product.source)
-        return INT8
-
-    ops = LowBitOperators(Launches(TuningCache()), torch_ops.attention, lambda device, dtype: dtype, choose)
-    with torch.no_grad():
-        output = compute(bound.layout, source.weights(), ops, call)
-    wide = replace(call, **{name: getattr(call, name).float() for name in ("latent", "context", "y")})
-    expected = diffusers_output(diffusers_unet(0, **SMALL_XL).to(DEVICE), wide)
-    assert all(weight.weight.is_meta is alone for name, weight in source.weights().items() if name in wanted)
-    if alone:
-        assert asked == [], "there is nothing to choose"
-    else:
-        assert {low_bit.NORMED, low_bit.GATED, low_bit.PLAIN} == set(asked) and len(asked) == len(wanted)
-    error = float((output.double() - expected.double()).norm() / expected.double().norm())
-    assert 1e-3 < error < 0.05, error
-
-
-def on_device(call: UNetCall) -> UNetCall:
-    parts = {name: getattr(call, name).to(DEVICE, torch.float16) for name in ("latent", "context", "y")}
-    return replace(call, timestep=call.timestep.to(DEVICE), **parts)

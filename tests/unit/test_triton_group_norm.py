@@ -13,12 +13,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.ops.triton import group_norm as triton_group_norm
 from lib_onediff.ops.triton import partial_statistics as triton_strips
 from lib_onediff.ops.triton.group_norm import (
     JOINED_STRIPS,
-    SMALL_IMAGE_GROUP_WIDTH,
-    SMALL_IMAGE_PIXELS,
     group_norm,
     large_group_norm,
     small_image_group_norm,
@@ -27,8 +24,8 @@ from lib_onediff.ops.triton.launch_config import APPLICATION, STATISTICS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Norm = Callable[..., Tensor]
-# Both ways to do it, for images of every size.
-NORMS = [small_image_group_norm, large_group_norm]
+# Both ways to do it, for images of every size, and the choice between them.
+NORMS = [small_image_group_norm, large_group_norm, group_norm]
 CUTS = [
     *({"statistics_cut": config} for config in ends(STATISTICS.candidates)),
     *({"application_cut": config} for config in ends(APPLICATION.candidates)),
@@ -75,15 +72,6 @@ def test_every_number_of_channels_and_pixels(sizes: tuple[int, int, int, int, in
     shift = torch.randn(batch, 3 + channels + 9, device=DEVICE).split([3, channels, 9], dim=1)[1]
     assert error(norm, image, None, groups, silu=True, shift=shift) < CLOSE
     assert error(norm, image, None, groups) < CLOSE
-
-
-@pytest.mark.parametrize("group_width", [SMALL_IMAGE_GROUP_WIDTH - 1, SMALL_IMAGE_GROUP_WIDTH])
-@pytest.mark.parametrize("pixels", [SMALL_IMAGE_PIXELS, SMALL_IMAGE_PIXELS + 1])
-def test_the_choice_between_the_two(pixels: int, group_width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = pixels <= SMALL_IMAGE_PIXELS and group_width >= SMALL_IMAGE_GROUP_WIDTH
-    # The other one cannot be called.
-    monkeypatch.delattr(triton_group_norm, "large_group_norm" if small else "small_image_group_norm")
-    assert error(group_norm, random_image(1, 2 * group_width, 1, pixels), None, 2) < CLOSE
 
 
 @pytest.mark.parametrize("config", CUTS, ids=str)

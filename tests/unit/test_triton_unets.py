@@ -18,12 +18,11 @@ from builders import (
     relative_error,
     wrap_round,
 )
-from test_unet_control import ldm_with_control, residuals, skip_shapes
 from torch import nn
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.model.call import Control, UNetCall
+from lib_onediff.model.call import UNetCall
 from lib_onediff.ops.triton.operators import TritonOperators
 
 pytestmark = pytest.mark.usefixtures("exact_products")
@@ -86,16 +85,3 @@ def test_tiling_wraps_round_the_edges() -> None:
     wrap_round(unet)
     assert error(unet, call) < CLOSE
     assert relative_error(host_output(unet, call), flat) > 1e-3
-
-
-def test_control_residuals_are_added() -> None:
-    """On the way down, in the middle and on the way up."""
-    unet = shared("ldm SD1")
-    call = call_of(unet, 4, 2, 1)
-    shapes = skip_shapes(unet, call)
-    everywhere = set(range(len(shapes)))
-    parts = residuals(shapes, everywhere), residuals(shapes[-1:], {0}), residuals(shapes[::-1], everywhere)
-    controlled = replace(call, control=Control(*(tuple(one.to(DEVICE) for one in part) for part in parts)))
-    expected = ldm_with_control(unet, controlled)
-    assert relative_error(our_output(unet, controlled, TritonOperators()), expected) < CLOSE
-    assert relative_error(expected, host_output(unet, call)) > 1e-2
