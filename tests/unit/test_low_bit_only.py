@@ -189,6 +189,25 @@ def test_weights_that_change_in_a_sampling_are_rounded_again_where_the_old_were(
     assert relative_error(output, before) > 0.1
 
 
+def test_a_merge_that_counts_no_edit_is_seen(unet: nn.Module) -> None:
+    """As peft merges a LoRA."""
+    twice(unet, half_call(unet))
+    for name, parameter in unet.named_parameters():
+        if "ff.net.2.weight" in name:
+            versions = parameter._version
+            parameter.data += 0.5 * parameter.data
+            assert parameter._version == versions
+    call = half_call(unet, seed=1)
+    output = twice(unet, call)
+    assert now()[0] == ONLY and offloaded(unet), reason()
+    other = half_unet()
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            if "ff.net.2.weight" in name:
+                parameter += 0.5 * parameter
+    assert torch.equal(output, twice(lib_onediff.compile_unet(other, **ALONE), call))
+
+
 def test_a_lora_beside_the_layers_brings_them_back(unet: nn.Module) -> None:
     """What is in eight bits has none beside it."""
     peft = pytest.importorskip("peft")
